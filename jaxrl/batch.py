@@ -1,0 +1,165 @@
+"""The two forms in which samples travel: ragged on the host, rectangular on the device."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+
+class Rollout(NamedTuple):
+    """One sampled answer, as the sampler and the environment left it (host, ragged).
+
+    Attributes:
+      prompt: i32[P] token ids that the policy was given.
+      completion: i32[C] token ids that followed; EOS stays.
+      logprobs: f32[C] log-probability of each completion token under the distribution it was
+        sampled from; NaN where the sampler reported none.
+      action_mask: bool[C], whether the policy chose the token (tool output is False).
+      version: i32[C] policy version that sampled each token.
+      group: index of the prompt within the batch; answers to one prompt share it.
+      reward: scalar reward; NaN if it could not be computed.
+      truncated: whether the answer ended because it ran out of tokens.
+    """
+
+    prompt: np.ndarray
+    completion: np.ndarray
+    logprobs: np.ndarray
+    action_mask: np.ndarray
+    version: np.ndarray
+    group: int
+    reward: float = float("nan")
+    truncated: bool = False
+
+    @property
+    def length(self) -> int:
+        """Number of prompt and completion tokens."""
+        return len(self.prompt) + len(self.completion)
+
+
+@struct.dataclass(kw_only=True)
+class TokenBatch:
+    """Tokens in rows, several sequences to a row (device, rectangular).
+
+    Entry t of every per-token array belongs to `tokens[:, t]` and scores that token given the
+    tokens of the same segment before it. Padding has segment 0 and action_mask False.
+    """
+
+    tokens: jax.Array  # i32[B, T]
+    segments: jax.Array  # i32[B, T], 1, 2, ... for the sequences of a row, 0 for padding
+    positions: jax.Array  # i32[B, T], from 0 within a segment
+    action_mask: jax.Array  # bool[B, T], tokens that the policy chose
+    sampler_logprobs: jax.Array  # f32[B, T], NaN where the sampler reported none
+    advantages: jax.Array  # f32[B, T]
+
+
+def segment_sum(values: jax.Array, segments: jax.Array) -> jax.Array:
+    """Sum over each token's own sequence, at each token: [B, T] -> [B, T]; 0 at padding."""
+    totals = jax.vmap(lambda v, s: jnp.zeros_like(v, shape=v.shape[0] + 1).at[s].add(v))(
+        jnp.where(segments > 0, values, 0), segments
+    )
+    return jnp.where(segments > 0, jnp.take_along_axis(totals, segments, axis=1), 0)
+
+
+def action_tokens(batch: TokenBatch) -> jax.Array:
+    """Number of tokens that the policy chose in the whole batch, f32[]."""
+    return jnp.sum(batch.action_mask, dtype=jnp.float32)
+
+
+def sequence_weights(batch: TokenBatch) -> jax.Array:
+    """1 / (action tokens of the sequence) at each action token, 0 elsewhere: f32[B, T]; sums to the
+    number of sequences that have an action token."""
+    mask = batch.action_mask.astype(jnp.float32)
+    lengths = segment_sum(mask, batch.segments)
+    return mask / jnp.maximum(lengths, 1.0)
+
+
+def action_sequences(batch: TokenBatch) -> jax.Array:
+    """Number of sequences with at least one action token in the whole batch, f32[]."""
+    first = batch.action_mask & (batch.positions == _first_action_position(batch))
+    return jnp.sum(first, dtype=jnp.float32)
+
+
+def _first_action_position(batch: TokenBatch) -> jax.Array:
+    far = jnp.iinfo(jnp.int32).max
+    positions = jnp.where(batch.action_mask, batch.positions, far)
+    firsts = jax.vmap(lambda p, s: jnp.full(p.shape[0] + 1, far).at[s].min(p))(
+        positions, batch.segments
+    )
+    return jnp.take_along_axis(firsts, batch.segments, axis=1)
+
+
+def assign_rows(lengths: Sequence[int], *, row_length: int) -> list[list[int]]:
+    """Packs sequences into rows by first-fit decreasing.
+
+    Args:
+      lengths: number of tokens of each sequence.
+      row_length: capacity of a row in tokens.
+
+    Returns:
+      For each row the indices of its sequences. Deterministic: ties keep the given order.
+
+    Raises:
+      ValueError: if a sequence is longer than a row; the message names it.
+    """
+    rows: list[list[int]] = []
+    free: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if lengths[i] > row_length:
+            raise ValueError(
+                f"sequence {i} has {lengths[i]} tokens and a row holds {row_length}; raise "
+                "the row length or shorten prompts and completions"
+            )
+        row = next((r for r, room in enumerate(free) if room >= lengths[i]), None)
+        if row is None:
+            rows.append([])
+            free.append(row_length)
+            row = len(rows) - 1
+        rows[row].append(i)
+        free[row] -= lengths[i]
+    return rows
+
+
+def pack(
+    rollouts: Sequence[Rollout],
+    advantages: Sequence[np.ndarray | float],
+    *,
+    rows: Sequence[Sequence[int]],
+    row_length: int,
+) -> TokenBatch:
+    """Writes rollouts into a TokenBatch of numpy arrays.
+
+    Args:
+      rollouts: the samples.
+      advantages: for each rollout one number, or f32[C] for its completion tokens.
+      rows: for each row of the result the indices of its rollouts, in order; an empty row is all
+        padding. See `assign_rows`; one rollout to a row is the unpacked layout.
+      row_length: tokens in a row.
+    """
+    shape = (len(rows), row_length)
+    tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
+    action_mask = np.zeros(shape, bool)
+    logprobs, token_advantages = (np.zeros(shape, np.float32) for _ in range(2))
+    for r, members in enumerate(rows):
+        start = 0
+        for segment, i in enumerate(members, start=1):
+            rollout = rollouts[i]
+            whole = slice(start, start + rollout.length)
+            answer = slice(start + len(rollout.prompt), start + rollout.length)
+            tokens[r, whole] = np.concatenate([rollout.prompt, rollout.completion])
+            segments[r, whole] = segment
+            positions[r, whole] = np.arange(rollout.length)
+            action_mask[r, answer] = rollout.action_mask
+            logprobs[r, answer] = rollout.logprobs
+            token_advantages[r, answer] = advantages[i]
+            start += rollout.length
+    return TokenBatch(
+        tokens=tokens,  # pyright: ignore[reportArgumentType] — numpy until it is put on devices
+        segments=segments,  # pyright: ignore[reportArgumentType]
+        positions=positions,  # pyright: ignore[reportArgumentType]
+        action_mask=action_mask,  # pyright: ignore[reportArgumentType]
+        sampler_logprobs=logprobs,  # pyright: ignore[reportArgumentType]
+        advantages=token_advantages,  # pyright: ignore[reportArgumentType]
+    )

@@ -1,0 +1,76 @@
+"""One declaration per parameter: shape, axes, initial value and Hugging Face name."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+
+from jaxrl.precision import DType
+
+
+class ParamSpec(NamedTuple):
+    """How one parameter looks everywhere.
+
+    Matrices keep Hugging Face's orientation, [out, in], contracted on the last axis. A parameter
+    of the layers has their number as its first dimension and the axis "layers" there.
+
+    Attributes:
+      shape: with the layers in front.
+      axes: logical name of each dimension; sharding rules map them to mesh axes.
+      name: Hugging Face's name; "{layer}" stands for the layer's index.
+      scale: standard deviation of the normal initial value; 0 gives zeros and None ones.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    name: str
+    scale: float | None
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the first dimension is the layers."""
+        return self.axes[0] == "layers"
+
+    def hf_names(self) -> list[str]:
+        """Names of the Hugging Face tensors that this parameter holds, in order."""
+        if not self.stacked:
+            return [self.name]
+        return [self.name.format(layer=i) for i in range(self.shape[0])]
+
+
+Specs = Mapping[str, Any]  # nested dicts with ParamSpec leaves
+Params = dict[str, Any]  # the same nesting with arrays
+
+
+def is_spec(x: Any) -> bool:
+    """For tree maps over specs, whose leaves are tuples."""
+    return isinstance(x, ParamSpec)
+
+
+def flatten(specs: Specs) -> dict[str, ParamSpec]:
+    """{"layers/q": spec, ...}: the paths by which errors and sharding rules name parameters."""
+    flat = traverse_util.flatten_dict(dict(specs), sep="/", is_leaf=lambda _, x: is_spec(x))
+    return {str(path): spec for path, spec in flat.items()}  # pyright: ignore
+
+
+def init(specs: Specs, key: jax.Array, *, dtype: DType) -> Params:
+    """Random parameters, one independent key each."""
+    flat = flatten(specs)
+    keys = jax.random.split(key, len(flat))
+
+    def one(spec: ParamSpec, key: jax.Array) -> jax.Array:
+        if spec.scale is None:
+            return jnp.ones(spec.shape, dtype)
+        return (spec.scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(dtype)
+
+    values = {path: one(spec, k) for (path, spec), k in zip(flat.items(), keys, strict=True)}
+    return traverse_util.unflatten_dict(values, sep="/")
+
+
+def abstract(specs: Specs, *, dtype: DType) -> Params:
+    """Shapes and dtypes without memory."""
+    return jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), dict(specs), is_leaf=is_spec
+    )

@@ -1,0 +1,13 @@
+"""Eight CPU devices, warnings are errors, rank promotion raises."""
+
+import os
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import jax
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
