@@ -1,0 +1,62 @@
+"""Builds device meshes. Nothing else in the project does."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+AXES = ("data", "fsdp", "tensor")
+
+# XLA's partitioner propagates shardings from the constraints that `partition.Layout` states.
+# `jax.make_mesh` would make axes Explicit, where every operation must agree on them itself.
+_AXIS_TYPE = AxisType.Auto
+
+
+def make_mesh(
+    *,
+    data: int = 1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """A mesh over all devices, with every axis of `AXES` in it.
+
+    Args:
+      data: number of replicas that see different rows of a batch.
+      fsdp: number of devices that a replica's parameters and rows are cut over (ZeRO stage 3,
+        arXiv:1910.02054).
+      tensor: number of devices that one matrix product is cut over (arXiv:1909.08053).
+      devices: which `jax.Device`s; all of them by default.
+
+    One size may be -1: the number of devices that the others leave.
+
+    Raises:
+      ValueError: if the sizes do not multiply to the number of devices; with the numbers.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = _resolve(dict(zip(AXES, (data, fsdp, tensor), strict=True)), devices=len(devices))
+    return jax.make_mesh(sizes, AXES, axis_types=(_AXIS_TYPE,) * len(AXES), devices=tuple(devices))
+
+
+def _resolve(sizes: dict[str, int], *, devices: int) -> tuple[int, ...]:
+    shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    known = [size for size in sizes.values() if size != -1]
+    if any(size < 1 for size in known):
+        raise ValueError(f"mesh {shown}: a size is a positive number, or -1 for the rest")
+    if len(open_axes) > 1:
+        raise ValueError(f"mesh {shown}: only one of {', '.join(open_axes)} can be -1")
+    product = math.prod(known)
+    if open_axes and devices % product:
+        raise ValueError(
+            f"mesh {shown}: the known sizes multiply to {product}, which does not divide the "
+            f"{devices} devices"
+        )
+    if not open_axes and product != devices:
+        raise ValueError(
+            f"mesh {shown} needs {product} devices and there are {devices}; change a size, set one "
+            "to -1, or pass fewer devices"
+        )
+    return tuple(devices // product if size == -1 else size for size in sizes.values())

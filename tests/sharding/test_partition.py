@@ -1,0 +1,175 @@
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from sharding.mesh import make_mesh
+from sharding.partition import Layout
+from sharding.rules import PRESETS, make_rules
+
+MESHES = [
+    {"data": 8},
+    {"fsdp": 8},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"fsdp": 4, "tensor": 2},
+    {"data": 2, "tensor": 4},
+]
+
+
+class Leaf(NamedTuple):
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+
+
+DECLARED = {
+    "embed": Leaf((32, 16), ("vocab", "embed")),
+    "final_norm": Leaf((16,), ("norm",)),
+    "layers": {
+        "attn_norm": Leaf((3, 16), ("layers", "norm")),
+        "q": Leaf((3, 24, 16), ("layers", "q_heads", "embed")),
+        "o": Leaf((3, 16, 24), ("layers", "embed", "q_heads")),
+        "k_bias": Leaf((3, 8), ("layers", "kv_heads")),
+    },
+}
+
+
+def parameters():
+    key = jax.random.key(0)
+    is_leaf = lambda x: isinstance(x, Leaf)  # noqa: E731
+    return jax.tree.map(lambda d: jax.random.normal(key, d.shape), DECLARED, is_leaf=is_leaf)
+
+
+def layout(preset="fsdp_tensor", **sizes):
+    return Layout(make_mesh(**sizes), PRESETS[preset])
+
+
+@pytest.mark.parametrize(
+    ("preset", "axes", "expected"),
+    [
+        ("data", ("layers", "q_heads", "embed"), PartitionSpec()),
+        ("fsdp", ("layers", "q_heads", "embed"), PartitionSpec(None, None, "fsdp")),
+        ("fsdp", ("layers", "embed", "mlp"), PartitionSpec(None, "fsdp")),
+        ("tensor", ("layers", "embed", "mlp"), PartitionSpec(None, None, "tensor")),
+        ("fsdp_tensor", ("vocab", "embed"), PartitionSpec("tensor", "fsdp")),
+        ("fsdp_tensor", ("norm",), PartitionSpec()),
+    ],
+)
+def test_presets_cut_parameters(preset, axes, expected):
+    assert layout(preset, data=2, fsdp=2, tensor=2).spec(axes) == expected
+
+
+def test_parameters_and_activations_have_their_own_rules():
+    cut = layout(data=2, fsdp=2, tensor=2)
+    assert cut.batch(("batch", "length", "embed")).spec == PartitionSpec(("data", "fsdp"))
+    assert cut.batch(("batch", "length", "mlp")).spec == PartitionSpec(
+        ("data", "fsdp"), None, "tensor"
+    )
+    assert cut.spec(("embed",)) == PartitionSpec("fsdp")
+
+
+def test_mesh_axes_of_size_one_are_left_out():
+    cut = layout(data=2, tensor=4)
+    assert cut.spec(("vocab", "embed")) == PartitionSpec("tensor")
+    assert cut.batch(("batch", "length")).spec == PartitionSpec("data")
+
+
+def test_a_layout_is_a_value():
+    assert layout(fsdp=8) == layout(fsdp=8)
+    assert hash(layout(fsdp=8)) == hash(layout(fsdp=8))
+    assert layout(fsdp=8) != layout(data=8)
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_every_device_holds_its_part_and_the_parts_are_the_whole(sizes):
+    cut = layout(**sizes)
+    whole = parameters()
+    placed = jax.device_put(whole, cut.tree(DECLARED))
+    jax.tree.map(np.testing.assert_array_equal, whole, placed)
+    parts = cut.mesh.shape["fsdp"] * cut.mesh.shape["tensor"]
+    assert all(
+        shard.data.size * parts == placed["layers"]["q"].size
+        for shard in placed["layers"]["q"].addressable_shards
+    )
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-3),
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-3, momentum=0.9)),
+    "two groups": optax.multi_transform(
+        {"matrix": optax.sgd(1e-3, momentum=0.9), "vector": optax.adam(1e-3)},
+        lambda p: jax.tree.map(lambda x: "matrix" if x.ndim > 2 else "vector", p),
+    ),
+    "accumulating": optax.MultiSteps(
+        optax.adam(1e-3), every_k_schedule=2
+    ).gradient_transformation(),
+    "factored": optax.adafactor(1e-3, min_dim_size_to_factor=8),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_moments_lie_where_their_parameter_lies(name):
+    cut = layout(fsdp=2, tensor=4)
+    shapes = jax.eval_shape(parameters)
+    state = {"params": shapes, "opt_state": jax.eval_shape(OPTIMIZERS[name].init, shapes)}
+    shardings = cut.state(state, DECLARED)
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
+    assert shardings["params"] == cut.tree(DECLARED)
+    matrix = DECLARED["layers"]["q"]
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
+    found = [sharding.spec for leaf, sharding in pairs if leaf.shape == matrix.shape]
+    # `q` and its copies in the optimizer's state; adafactor keeps factors of other shapes instead.
+    copies = {"adamw": 2, "clipped": 1, "two groups": 1, "accumulating": 3, "factored": 0}[name]
+    assert found == [cut.spec(matrix.axes)] * (1 + copies)
+    placed = jax.jit(OPTIMIZERS[name].init, out_shardings=shardings["opt_state"])(parameters())
+    jax.tree.map(np.testing.assert_array_equal, placed, OPTIMIZERS[name].init(parameters()))
+
+
+def test_constrain_states_the_sharding_in_the_program():
+    cut = layout(data=2, fsdp=2, tensor=2)
+    x = jnp.arange(4 * 2 * 6.0).reshape(4, 2, 6)
+    y = jax.jit(lambda x: cut.constrain(x, ("batch", "length", "mlp")) * 1.0)(x)
+    np.testing.assert_array_equal(x, y)
+    assert y.sharding.is_equivalent_to(cut.batch(("batch", "length", "mlp")), 3)
+
+
+def test_one_device_costs_nothing():
+    cut = layout(devices=jax.devices()[:1])
+    jaxpr = jax.make_jaxpr(lambda x: cut.constrain(x, ("batch", "embed")))(jnp.ones((3, 5)))
+    assert not jaxpr.eqns
+
+
+def test_two_dimensions_over_one_mesh_axis_are_an_error():
+    rules = make_rules(parameters={"vocab": "fsdp", "embed": ("tensor", "fsdp")}, activations={})
+    with pytest.raises(ValueError, match=r"'vocab' and 'embed' are both cut over .* axis 'fsdp'"):
+        Layout(make_mesh(fsdp=8), rules).spec(("vocab", "embed"))
+    with pytest.raises(ValueError, match=r"parameter 'embed': .*both cut"):
+        Layout(make_mesh(devices=jax.devices()[:1]), rules).tree(DECLARED)
+    with pytest.raises(ValueError, match="'mlp' and 'mlp' are both cut"):
+        layout(tensor=8).batch(("mlp", "mlp"))
+
+
+def test_an_unknown_axis_is_an_error():
+    with pytest.raises(ValueError, match=r"no rule for 'experts'; the rules know layers, vocab"):
+        layout(fsdp=8).spec(("experts", "embed"))
+    with pytest.raises(ValueError, match=r"'a/b': .*no rule for 'experts'"):
+        layout(fsdp=8).tree({"a": {"b": Leaf((8,), ("experts",))}})
+    rules = make_rules(parameters={"layers": "stage"}, activations={})
+    with pytest.raises(ValueError, match=r"mesh axis 'stage'; the mesh has data, fsdp, tensor"):
+        Layout(make_mesh(fsdp=8), rules)
+
+
+def test_a_size_that_does_not_divide_is_an_error_with_path_and_numbers():
+    with pytest.raises(ValueError, match=r"'layers/k_bias' .*\(3, 8\).*'kv_heads' has size 8") as e:
+        Layout(
+            make_mesh(tensor=-1, devices=jax.devices()[:3]),
+            make_rules(parameters={"kv_heads": "tensor"}, activations={}),
+        ).tree(DECLARED)
+    assert "3 devices (tensor=3)" in str(e.value)
+    with pytest.raises(ValueError, match=r"'batch' has size 6, .* 8 devices \(data=4 x fsdp=2\)"):
+        layout(data=4, fsdp=2).constrain(jnp.ones((6, 2)), ("batch", "length"))
+    with pytest.raises(ValueError, match=r"shape \(6, 2\) and 1 axes"):
+        layout(data=4, fsdp=2).constrain(jnp.ones((6, 2)), ("batch",))
