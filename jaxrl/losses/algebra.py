@@ -41,6 +41,29 @@ class Scores:
     reference: jax.Array | None = None  # f32[B, T]
 
 
+def require(scores: Scores, need: Need) -> jax.Array:
+    """The score that a loss declared to need.
+
+    Raises:
+      ValueError: if it was not computed; the message names it.
+    """
+    value = getattr(scores, need.value)
+    if value is None:
+        raise ValueError(
+            f"the loss reads scores.{need.value}, which was not computed: declare Need.{need.name} "
+            "where the loss is made, and see that the learner was built with this objective"
+        )
+    return value
+
+
+class Shift(enum.StrEnum):
+    """A change of policy that an importance weight accounts for; a product may account for each
+    only once."""
+
+    UPDATE = "update"  # from the anchor to the learner
+    MISMATCH = "mismatch"  # from the sampler to the anchor
+
+
 class TokenLossFn(Protocol):
     """Per-token loss f32[B, T] and metrics. Entries outside `batch.action_mask` are ignored, but
     must be finite where the inputs are."""
@@ -55,10 +78,12 @@ class TokenLoss:
     Attributes:
       needs: the scores, beyond the learner's log-probs, that `apply` reads.
       apply: the per-token loss and its metrics.
+      weighted: the shifts that the loss already carries an importance weight for.
     """
 
     needs: frozenset[Need]
     apply: TokenLossFn
+    weighted: frozenset[Shift] = frozenset()
 
     def __add__(self, other: "TokenLoss") -> "TokenLoss":
         return add(self, other)
@@ -76,7 +101,8 @@ def add(*losses: TokenLoss) -> TokenLoss:
     """The sum of losses.
 
     Raises:
-      ValueError: when the loss is applied, if two terms report a metric of one name.
+      ValueError: when the loss is applied, if two terms report a metric of one name; `prefix` one
+        of them.
     """
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
@@ -85,11 +111,18 @@ def add(*losses: TokenLoss) -> TokenLoss:
             value, more = loss.apply(scores, batch)
             twice = sorted(metrics.keys() & more.keys())
             if twice:
-                raise ValueError(f"two terms of a sum report the metric {twice[0]!r}")
+                raise ValueError(
+                    f"two terms of a sum report the metric {twice[0]!r}; "
+                    "prefix(term, 'name/') tells them apart"
+                )
             total, metrics = total + value, metrics | more
         return total, metrics
 
-    return TokenLoss(frozenset().union(*(loss.needs for loss in losses)), apply)
+    return TokenLoss(
+        frozenset().union(*(loss.needs for loss in losses)),
+        apply,
+        frozenset().union(*(loss.weighted for loss in losses)),
+    )
 
 
 def scale(loss: TokenLoss, factor: float) -> TokenLoss:
@@ -99,7 +132,63 @@ def scale(loss: TokenLoss, factor: float) -> TokenLoss:
         value, metrics = loss.apply(scores, batch)
         return factor * value, metrics
 
-    return TokenLoss(loss.needs, apply)
+    return TokenLoss(loss.needs, apply, loss.weighted)
+
+
+def prefix(loss: TokenLoss, text: str) -> TokenLoss:
+    """The same loss with `text` in front of the names of its metrics."""
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        value, metrics = loss.apply(scores, batch)
+        return value, {text + name: metric for name, metric in metrics.items()}
+
+    return TokenLoss(loss.needs, apply, loss.weighted)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Factors for a policy term, such as the corrections of `losses.corrections`.
+
+    Attributes:
+      needs: the scores, beyond the learner's log-probs, that `apply` reads.
+      apply: (scores, batch) -> f32[B, T] factors, through which no gradient flows, and metrics.
+      weighted: the shifts that the factors account for; none for a mask of zeros and ones.
+    """
+
+    needs: frozenset[Need]
+    apply: TokenLossFn
+    weighted: frozenset[Shift] = frozenset()
+
+
+def reweight(loss: TokenLoss, weights: Weights) -> TokenLoss:
+    """The loss times `weights`, token by token. A KL term is added afterwards, never reweighted.
+
+    A weight of 0 removes the token from the sum and leaves the denominator as it is.
+
+    Raises:
+      ValueError: if both account for the same change of policy, which would count it twice; also,
+        when the loss is applied, if both report a metric of one name.
+    """
+    twice = sorted(loss.weighted & weights.weighted)
+    if twice:
+        raise ValueError(
+            f"the loss already carries an importance ratio for the {' and the '.join(twice)}, and "
+            "the weights would count it again (update: anchor to learner; mismatch: sampler to "
+            "anchor). Correct with anchor_over_sampler a loss whose ratio is over_anchor, or with "
+            "over_sampler one whose ratio is on_policy"
+        )
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        value, metrics = loss.apply(scores, batch)
+        factors, more = weights.apply(scores, batch)
+        clash = sorted(metrics.keys() & more.keys())
+        if clash:
+            raise ValueError(f"the loss and its weights report the metric {clash[0]!r}")
+        factors = jax.lax.stop_gradient(factors)
+        # Select first: a removed token must not bring its infinity or its NaN along.
+        return jnp.where(factors != 0, value, 0) * factors, metrics | more
+
+    return TokenLoss(loss.needs | weights.needs, apply, loss.weighted | weights.weighted)
 
 
 class Aggregation(NamedTuple):
@@ -119,7 +208,8 @@ class Objective(NamedTuple):
     Attributes:
       needs: as in `TokenLoss`.
       total: (scores, batch) -> (f32[] weighted sum over this microbatch, metrics).
-      denominator: batch -> f32[], of the whole batch.
+      denominator: batch -> f32[], of the whole batch; 0 for a batch without action tokens, whose
+        total is 0 too.
     """
 
     needs: frozenset[Need]
@@ -143,6 +233,6 @@ def objective(loss: TokenLoss, aggregation: Aggregation) -> Objective:
         value, metrics = loss.apply(scores, batch)
         weights = aggregation.weights(batch)
         # Select before multiplying: 0 * inf at a token outside the mask would poison the sum.
-        return jnp.sum(jnp.where(weights > 0, value, 0) * weights), metrics
+        return jnp.sum(jnp.where(weights != 0, value, 0) * weights), metrics
 
     return Objective(loss.needs, total, aggregation.denominator)

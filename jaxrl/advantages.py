@@ -1,0 +1,90 @@
+"""Advantages of whole answers from their rewards (host, numpy).
+
+All take the reward of each rollout, f[N], and the index of its group, i[N], and return f32[N]. A
+reward that is NaN could not be computed: it is left out of every statistic and its advantage is 0.
+"""
+
+from typing import Protocol
+
+import numpy as np
+
+
+class AdvantageEstimator(Protocol):
+    """(rewards f[N], groups i[N]) -> advantages f32[N]."""
+
+    def __call__(self, rewards: np.ndarray, groups: np.ndarray, /) -> np.ndarray: ...
+
+
+def group_relative(rewards: np.ndarray, groups: np.ndarray, *, eps: float = 1e-6) -> np.ndarray:
+    """(reward - mean) / (std + eps) within the group, std unbiased; alone in its group: the reward.
+
+    GRPO, arXiv:2402.03300.
+
+    Raises:
+      ValueError: if the two arrays do not have one shape [N], or a reward is infinite.
+    """
+    rewards, index, count = _grouped(rewards, groups)
+    centred = rewards - _group_mean(rewards, index, count)
+    total = np.bincount(index, _or_zero(centred**2), minlength=len(count))
+    std = np.sqrt(total / np.maximum(count - 1, 1))[index]
+    return _finished(np.where(count[index] > 1, centred / (std + eps), rewards))
+
+
+def centred(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Reward - mean of the group; alone in its group: 0.
+
+    Dr. GRPO, arXiv:2503.20783. Raises as `group_relative`.
+    """
+    rewards, index, count = _grouped(rewards, groups)
+    return _finished(rewards - _group_mean(rewards, index, count))
+
+
+def leave_one_out(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Reward - mean of the others in the group; alone in its group: the reward.
+
+    RLOO, arXiv:2402.14740. Raises as `group_relative`.
+    """
+    rewards, index, count = _grouped(rewards, groups)
+    n = count[index]
+    factor = n / np.maximum(n - 1, 1)
+    value = factor * (rewards - _group_mean(rewards, index, count))
+    return _finished(np.where(n > 1, value, rewards))
+
+
+def zero_std_groups(rewards: np.ndarray, groups: np.ndarray) -> int:
+    """Number of groups of two or more known rewards that are all equal: they teach nothing."""
+    rewards, index, count = _grouped(rewards, groups)
+    highest, lowest = np.full(len(count), -np.inf), np.full(len(count), np.inf)
+    np.fmax.at(highest, index, rewards)
+    np.fmin.at(lowest, index, rewards)
+    return int(np.sum((count > 1) & (highest == lowest)))
+
+
+def _grouped(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rewards in f64, the index of each one's group from 0, and the known rewards per group."""
+    rewards, groups = np.asarray(rewards, np.float64), np.asarray(groups)
+    if rewards.ndim != 1 or rewards.shape != groups.shape:
+        raise ValueError(
+            f"rewards {rewards.shape} and groups {groups.shape} must both have shape [N]"
+        )
+    infinite = np.flatnonzero(np.isinf(rewards))
+    if infinite.size:
+        raise ValueError(
+            f"the reward of rollout {infinite[0]} is {rewards[infinite[0]]}; a reward is finite, "
+            "or NaN if it could not be computed"
+        )
+    _, index = np.unique(groups, return_inverse=True)
+    return rewards, index, np.bincount(index, ~np.isnan(rewards))
+
+
+def _group_mean(rewards: np.ndarray, index: np.ndarray, count: np.ndarray) -> np.ndarray:
+    total = np.bincount(index, _or_zero(rewards), minlength=len(count))
+    return (total / np.maximum(count, 1))[index]
+
+
+def _or_zero(values: np.ndarray) -> np.ndarray:
+    return np.where(np.isnan(values), 0.0, values)
+
+
+def _finished(advantages: np.ndarray) -> np.ndarray:
+    return _or_zero(advantages).astype(np.float32)

@@ -1,0 +1,68 @@
+"""Weights that correct a policy term for the policy that really sampled the tokens.
+
+Made of any ratio at any level: `truncated(anchor_over_sampler, high=2)` is token-level truncated
+importance sampling, `masked(product(anchor_over_sampler), high=10)` masks whole sequences. They go
+into `algebra.reweight`, which lets no gradient through them and refuses to count the same change of
+policy twice. Bounds are on the learner's side over the sampler's.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.batch import TokenBatch
+from jaxrl.losses.algebra import Scores, Weights
+from jaxrl.losses.ratios import Ratio, missing
+from jaxrl.metrics import Metrics, masked_mean
+
+
+def truncated(ratio: Ratio, *, low: float = 0.0, high: float) -> Weights:
+    """Weights clip(w, low, high): truncated importance sampling.
+
+    "correction/mean" reports the mean weight, "correction/outside" the share of action tokens whose
+    ratio was out of bounds, "correction/missing" those without a sampler log-prob (weight 1).
+
+    Raises:
+      ValueError: unless 0 <= low < 1 < high.
+    """
+    _check_bounds(low, high)
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        w = ratio.value(scores, batch)
+        return _reported(jnp.clip(w, low, high), (w < low) | (w > high), batch, ratio)
+
+    return Weights(ratio.needs, apply, ratio.weighted)
+
+
+def masked(ratio: Ratio, *, low: float = 0.0, high: float) -> Weights:
+    """Weights w where low <= w <= high and 0 elsewhere: masked importance sampling (with the bounds
+    .5 and 5 per token: IcePop). A masked token stays in the denominator.
+
+    Reports as `truncated` does.
+
+    Raises:
+      ValueError: unless 0 <= low < 1 < high.
+    """
+    _check_bounds(low, high)
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        w = ratio.value(scores, batch)
+        outside = (w < low) | (w > high)
+        return _reported(jnp.where(outside, 0, w), outside, batch, ratio)
+
+    return Weights(ratio.needs, apply, ratio.weighted)
+
+
+def _check_bounds(low: float, high: float) -> None:
+    if not 0 <= low < 1 < high:
+        raise ValueError(f"a correction needs 0 <= low < 1 < high, got low={low}, high={high}")
+
+
+def _reported(
+    weights: jax.Array, outside: jax.Array, batch: TokenBatch, ratio: Ratio
+) -> tuple[jax.Array, Metrics]:
+    weights = jax.lax.stop_gradient(weights)
+    metrics = {
+        "correction/mean": masked_mean(weights, batch.action_mask),
+        "correction/outside": masked_mean(outside, batch.action_mask),
+    }
+    return weights, metrics | missing(ratio, batch, name="correction/missing")

@@ -1,0 +1,147 @@
+"""Which policies an importance ratio compares, and at which level.
+
+Three policies have names: the learner (being differentiated), the anchor (the learner at the start
+of the update) and the sampler (what produced the tokens and reported their log-probs). A ratio
+over the sampler ("bypass") sees both the update and the mismatch between the two programs; a ratio
+over the anchor ("decoupled") sees the update alone.
+
+A token whose sampler log-prob is NaN has the log-ratio 0, with the learner's gradient; the share of
+such tokens is the metric "ratio/missing".
+"""
+
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.batch import TokenBatch, segment_sum
+from jaxrl.losses.algebra import Need, Scores, Shift, require
+from jaxrl.metrics import Metrics, masked_mean
+
+_LIMIT = 20.0  # of a log-ratio before exp: e^20 is far beyond any clip, and its square is finite
+_SEQUENCE_LIMIT = 10.0
+
+
+class LogRatioFn(Protocol):
+    """Log-ratio f32[B, T] of each token; entries outside `batch.action_mask` are ignored."""
+
+    def __call__(self, scores: Scores, batch: TokenBatch, /) -> jax.Array: ...
+
+
+class Ratio(NamedTuple):
+    """An importance ratio.
+
+    Attributes:
+      log: (scores, batch) -> f32[B, T], the log-ratio, not clamped.
+      weighted: the shifts of policy that it accounts for.
+      needs: the scores, beyond the learner's log-probs, that `log` reads.
+    """
+
+    log: LogRatioFn
+    weighted: frozenset[Shift]
+    needs: frozenset[Need] = frozenset()
+
+    def value(self, scores: Scores, batch: TokenBatch) -> jax.Array:
+        """exp(log-ratio clamped to +-20): f32[B, T]; the gradient is 0 where it was clamped."""
+        return jnp.exp(jnp.clip(self.log(scores, batch), -_LIMIT, _LIMIT))
+
+
+def _on_policy(scores: Scores, batch: TokenBatch) -> jax.Array:
+    logprobs = _wide(scores.logprobs)
+    return logprobs - jax.lax.stop_gradient(logprobs)
+
+
+def _over_anchor(scores: Scores, batch: TokenBatch) -> jax.Array:
+    return _wide(scores.logprobs) - _wide(require(scores, Need.ANCHOR))
+
+
+def _over_sampler(scores: Scores, batch: TokenBatch) -> jax.Array:
+    logprobs = _wide(scores.logprobs)
+    return logprobs - _sampler(batch, otherwise=jax.lax.stop_gradient(logprobs))
+
+
+def _anchor_over_sampler(scores: Scores, batch: TokenBatch) -> jax.Array:
+    anchor = _wide(require(scores, Need.ANCHOR))
+    return anchor - _sampler(batch, otherwise=anchor)
+
+
+def _shadowed(scores: Scores, batch: TokenBatch) -> jax.Array:
+    shadow = _wide(require(scores, Need.SHADOW))
+    return _on_policy(scores, batch) + (shadow - _sampler(batch, otherwise=shadow))
+
+
+def _sampler(batch: TokenBatch, *, otherwise: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isnan(batch.sampler_logprobs), otherwise, batch.sampler_logprobs)
+
+
+def _wide(logprobs: jax.Array) -> jax.Array:
+    # A log-ratio is a small difference of large numbers: never form it in 16 bits.
+    return logprobs.astype(jnp.promote_types(logprobs.dtype, jnp.float32))
+
+
+_BOTH = frozenset({Shift.UPDATE, Shift.MISMATCH})
+
+on_policy = Ratio(_on_policy, frozenset())
+"""1, with the gradient of the learner's log-prob: whatever moved or mismatches is ignored."""
+
+over_anchor = Ratio(_over_anchor, frozenset({Shift.UPDATE}), frozenset({Need.ANCHOR}))
+"""learner / anchor: how far this update has moved the policy (PPO's ratio, arXiv:1707.06347)."""
+
+over_sampler = Ratio(_over_sampler, _BOTH)
+"""learner / sampler: the true importance ratio, mismatch of the two programs included."""
+
+anchor_over_sampler = Ratio(
+    _anchor_over_sampler, frozenset({Shift.MISMATCH}), frozenset({Need.ANCHOR})
+)
+"""anchor / sampler: the mismatch alone, without gradient; what corrections are made of."""
+
+shadowed = Ratio(_shadowed, _BOTH, frozenset({Need.SHADOW}))
+"""The value of (learner in the sampler's dtypes) / sampler, with the gradient of the training
+forward pass: clips only what really moved."""
+
+
+def product(ratio: Ratio) -> Ratio:
+    """The ratio of whole sequences, at each of their tokens: the product over action tokens."""
+
+    def log(scores: Scores, batch: TokenBatch) -> jax.Array:
+        return _sequence_sum(ratio.log(scores, batch), batch)
+
+    return Ratio(log, ratio.weighted, ratio.needs)
+
+
+def geometric(ratio: Ratio) -> Ratio:
+    """The geometric mean of the ratio over the action tokens of a sequence, at each of them; the
+    gradient goes through the mean to every token."""
+
+    def log(scores: Scores, batch: TokenBatch) -> jax.Array:
+        return _sequence_mean(ratio.log(scores, batch), batch)
+
+    return Ratio(log, ratio.weighted, ratio.needs)
+
+
+def sequence(ratio: Ratio) -> Ratio:
+    """GSPO's ratio (arXiv:2507.18071): the value of `geometric`, its logarithm at most 10, and at
+    each token the gradient of that token's own log-prob."""
+
+    def log(scores: Scores, batch: TokenBatch) -> jax.Array:
+        mean = _sequence_mean(ratio.log(scores, batch), batch)
+        mean = jax.lax.stop_gradient(jnp.minimum(mean, _SEQUENCE_LIMIT))
+        return _on_policy(scores, batch) + mean
+
+    return Ratio(log, ratio.weighted, ratio.needs)
+
+
+def _sequence_sum(values: jax.Array, batch: TokenBatch) -> jax.Array:
+    return segment_sum(jnp.where(batch.action_mask, values, 0), batch.segments)
+
+
+def _sequence_mean(values: jax.Array, batch: TokenBatch) -> jax.Array:
+    count = segment_sum(batch.action_mask.astype(values.dtype), batch.segments)
+    return _sequence_sum(values, batch) / jnp.maximum(count, 1)
+
+
+def missing(ratio: Ratio, batch: TokenBatch, *, name: str) -> Metrics:
+    """{name: share of action tokens without a sampler log-prob} for a ratio that reads it."""
+    if Shift.MISMATCH not in ratio.weighted:
+        return {}
+    return {name: masked_mean(jnp.isnan(batch.sampler_logprobs), batch.action_mask)}

@@ -1,0 +1,113 @@
+"""Policy terms: what a ratio and an advantage become, per token, to be minimised."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.batch import TokenBatch
+from jaxrl.losses.algebra import Scores, TokenLoss
+from jaxrl.losses.ratios import Ratio, missing, on_policy
+from jaxrl.metrics import Metrics, masked_mean
+
+
+class SurrogateFn(Protocol):
+    """(ratio, advantages), both f32[B, T] -> loss per token f32[B, T]."""
+
+    def __call__(self, ratio: jax.Array, advantages: jax.Array, /) -> jax.Array: ...
+
+
+class MarksFn(Protocol):
+    """(ratio, advantages) -> named arrays [B, T], reported as means over action tokens."""
+
+    def __call__(self, ratio: jax.Array, advantages: jax.Array, /) -> Mapping[str, jax.Array]: ...
+
+
+def _no_marks(ratio: jax.Array, advantages: jax.Array) -> Mapping[str, jax.Array]:
+    return {}
+
+
+def surrogate(fn: SurrogateFn, ratio: Ratio, *, marks: MarksFn = _no_marks) -> TokenLoss:
+    """Makes a policy term from a function of ratio and advantage.
+
+    Reports, over action tokens, "ratio/mean", "ratio/kl" (the estimate E[r - 1 - log r] of the
+    divergence of the learner from the ratio's other policy), "ratio/missing" where the ratio reads
+    the sampler's log-probs, and `marks`.
+    """
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        r = ratio.value(scores, batch)
+        loss = fn(r, batch.advantages)
+        fixed = jax.lax.stop_gradient(r)
+        reports = {
+            "ratio/mean": fixed,
+            "ratio/kl": fixed - 1 - jnp.log(fixed),
+            **marks(fixed, batch.advantages),
+        }
+        metrics = {name: masked_mean(x, batch.action_mask) for name, x in reports.items()}
+        return loss, metrics | missing(ratio, batch, name="ratio/missing")
+
+    return TokenLoss(ratio.needs, apply, ratio.weighted)
+
+
+def unclipped(ratio: Ratio) -> TokenLoss:
+    """-r A: the importance-weighted policy gradient, with nothing to bound it."""
+    return surrogate(lambda r, advantages: -r * advantages, ratio)
+
+
+def reinforce() -> TokenLoss:
+    """-A exp(lp - sg(lp)): its value is -A and its gradient that of -A log pi (Williams 1992)."""
+    return unclipped(on_policy)
+
+
+def clipped(
+    ratio: Ratio,
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    dual: float | None = None,
+    cap: float | None = None,
+) -> TokenLoss:
+    """PPO's surrogate (arXiv:1707.06347): -min(r A, clip(r, 1 - low, 1 + high) A).
+
+    Reports also "clip/low" (share of action tokens with A < 0 and r < 1 - low, which get no
+    gradient), "clip/high" (A > 0 and r > 1 + high) and, if switched on, "clip/dual" and "clip/cap".
+
+    Args:
+      ratio: which policies are compared.
+      low: how far below 1 the ratio still pays, in [0, 1].
+      high: how far above 1; larger than `low` in clip-higher (DAPO, arXiv:2503.14476).
+      dual: where A < 0 the loss is at most -dual A (dual clip, arXiv:1912.09729); usually 3.
+      cap: the ratio is replaced by min(r, cap) first, which bounds what A < 0 can do but stops its
+        gradient (INTELLECT-2, arXiv:2505.07291); usually 4.
+
+    Raises:
+      ValueError: for a range that does not hold 1, or a `dual` or `cap` inside it.
+    """
+    if not (0 <= low <= 1 and high >= 0):
+        raise ValueError(f"clipped: low={low} must lie in [0, 1] and high={high} must be >= 0")
+    for name, bound in (("dual", dual), ("cap", cap)):
+        if bound is not None and bound <= 1 + high:
+            raise ValueError(f"clipped: {name}={bound} must exceed 1 + high = {1 + high}")
+
+    def fn(r: jax.Array, advantages: jax.Array) -> jax.Array:
+        free = r if cap is None else jnp.minimum(r, cap)
+        bounded = jnp.clip(free, 1 - low, 1 + high)
+        loss = jnp.maximum(-free * advantages, -bounded * advantages)
+        if dual is None:
+            return loss
+        return jnp.where(advantages < 0, jnp.minimum(loss, -dual * advantages), loss)
+
+    def marks(r: jax.Array, advantages: jax.Array) -> Mapping[str, jax.Array]:
+        shares = {
+            "clip/low": (advantages < 0) & (r < 1 - low),
+            "clip/high": (advantages > 0) & (r > 1 + high),
+        }
+        if dual is not None:
+            shares["clip/dual"] = (advantages < 0) & (r > dual)
+        if cap is not None:
+            shares["clip/cap"] = (advantages < 0) & (r > cap)
+        return shares
+
+    return surrogate(fn, ratio, marks=marks)
