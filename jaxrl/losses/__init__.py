@@ -1,4 +1,4 @@
-"""Losses composed like numbers: `clipped(over_sampler) + 0.001 * kl()`.
+"""Losses composed like numbers: `clipped(over_sampler) + 0.001 * kl_penalty()`.
 
 A ratio says which policies are compared, a surrogate turns ratio and advantage into a loss per
 token, corrections reweight it, regularizers are added, and one aggregation reduces it.
@@ -27,6 +27,7 @@ from jaxrl.losses.algebra import (
     token_loss,
 )
 from jaxrl.losses.corrections import masked, truncated
+from jaxrl.losses.named import build
 from jaxrl.losses.ratios import (
     Ratio,
     anchor_over_sampler,
@@ -38,7 +39,7 @@ from jaxrl.losses.ratios import (
     sequence,
     shadowed,
 )
-from jaxrl.losses.recipes import Recipe, dapo, dr_grpo, grpo, regularized
+from jaxrl.losses.recipes import Recipe, dapo, dr_grpo, grpo
 from jaxrl.losses.regularizers import (
     KLEstimator,
     entropy_bonus,
@@ -47,7 +48,8 @@ from jaxrl.losses.regularizers import (
     k2,
     k3,
     k3_plus,
-    kl,
+    kl_penalty,
+    regularized,
 )
 from jaxrl.losses.surrogates import clipped, reinforce, surrogate, unclipped
 
@@ -64,6 +66,7 @@ __all__ = [
     "Weights",
     "add",
     "anchor_over_sampler",
+    "build",
     "clipped",
     "dapo",
     "dr_grpo",
@@ -76,7 +79,7 @@ __all__ = [
     "k2",
     "k3",
     "k3_plus",
-    "kl",
+    "kl_penalty",
     "masked",
     "objective",
     "on_policy",

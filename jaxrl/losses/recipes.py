@@ -1,7 +1,8 @@
 """Published algorithms, each a few lines of algebra.
 
 A recipe is a function of keyword parameters that returns a `Recipe`: what the learner minimises and
-how rewards become advantages. A KL coefficient of 0 needs no reference model. Runs of more than
+how rewards become advantages. Every public function here can be named in a config, with its
+parameters as keys. A KL coefficient of 0 needs no reference model. Runs of more than
 1,000 steps should use `kl=0.001`: without it gradient norms grow slowly.
 """
 
@@ -9,10 +10,9 @@ from typing import NamedTuple
 
 from jaxrl.advantages import AdvantageEstimator, centred, group_relative
 from jaxrl.losses.aggregation import fixed_length, sequence_mean_token_mean, token_mean
-from jaxrl.losses.algebra import Aggregation, Objective, TokenLoss, objective
+from jaxrl.losses.algebra import Aggregation, Objective, objective
 from jaxrl.losses.ratios import Ratio, over_sampler
-from jaxrl.losses.regularizers import KLEstimator, entropy_bonus, k3
-from jaxrl.losses.regularizers import kl as kl_term
+from jaxrl.losses.regularizers import KLEstimator, k3, regularized
 from jaxrl.losses.surrogates import clipped
 
 
@@ -21,7 +21,7 @@ class Recipe(NamedTuple):
 
     Attributes:
       objective: what the learner minimises.
-      advantages: rewards and groups -> advantages.
+      advantages: rewards and groups -> advantages; `recipe._replace(advantages=...)` exchanges it.
     """
 
     objective: Objective
@@ -38,7 +38,6 @@ def grpo(
     entropy: float = 0.0,
     ratio: Ratio = over_sampler,
     aggregation: Aggregation = sequence_mean_token_mean,
-    advantages: AdvantageEstimator = group_relative,
 ) -> Recipe:
     """GRPO (arXiv:2402.03300): clipped surrogate, advantages relative to the group, mean over
     sequences of the mean over tokens.
@@ -52,14 +51,13 @@ def grpo(
       entropy: coefficient of the entropy bonus.
       ratio: which policies the ratio compares.
       aggregation: how tokens become one number.
-      advantages: how rewards become advantages.
 
     Raises:
       ValueError: for a coefficient or a clip out of range.
     """
     policy = clipped(ratio, low=clip_low, high=clip_high, dual=dual_clip)
     loss = regularized(policy, kl=kl, kl_estimator=kl_estimator, entropy=entropy)
-    return Recipe(objective(loss, aggregation), advantages)
+    return Recipe(objective(loss, aggregation), group_relative)
 
 
 def dr_grpo(
@@ -86,8 +84,7 @@ def dr_grpo(
         entropy=entropy,
         ratio=ratio,
         aggregation=fixed_length(max_length),
-        advantages=centred,
-    )
+    )._replace(advantages=centred)
 
 
 def dapo(
@@ -113,22 +110,3 @@ def dapo(
         ratio=ratio,
         aggregation=token_mean,
     )
-
-
-def regularized(
-    policy: TokenLoss, *, kl: float, kl_estimator: KLEstimator = k3, entropy: float = 0.0
-) -> TokenLoss:
-    """The policy term + kl x divergence - entropy x entropy. A term whose coefficient is 0 is left
-    out, and so are the scores that it needs.
-
-    Raises:
-      ValueError: for a negative KL coefficient.
-    """
-    if kl < 0:
-        raise ValueError(f"kl={kl} would reward distance from the reference; it must be >= 0")
-    loss = policy
-    if kl:
-        loss = loss + kl * kl_term(kl_estimator)
-    if entropy:
-        loss = loss + entropy * entropy_bonus()
-    return loss

@@ -52,7 +52,7 @@ def _value_and_gradient(value: jax.Array, gradient: jax.Array) -> jax.Array:
     return jax.lax.stop_gradient(value) + (gradient - jax.lax.stop_gradient(gradient))
 
 
-def kl(estimator: KLEstimator = k3) -> TokenLoss:
+def kl_penalty(estimator: KLEstimator = k3) -> TokenLoss:
     """Divergence of the learner from the reference, per token; "kl" reports its mean."""
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
@@ -71,3 +71,22 @@ def entropy_bonus() -> TokenLoss:
         return -entropy, {"entropy": masked_mean(jax.lax.stop_gradient(entropy), batch.action_mask)}
 
     return token_loss(apply, Need.ENTROPY)
+
+
+def regularized(
+    policy: TokenLoss, *, kl: float, kl_estimator: KLEstimator = k3, entropy: float = 0.0
+) -> TokenLoss:
+    """The policy term + kl x divergence - entropy x entropy. A term whose coefficient is 0 is left
+    out, and so are the scores that it needs.
+
+    Raises:
+      ValueError: for a negative KL coefficient.
+    """
+    if kl < 0:
+        raise ValueError(f"kl={kl} would reward distance from the reference; it must be >= 0")
+    loss = policy
+    if kl:
+        loss = loss + kl * kl_penalty(kl_estimator)
+    if entropy:
+        loss = loss + entropy * entropy_bonus()
+    return loss
