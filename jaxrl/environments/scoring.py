@@ -1,0 +1,88 @@
+"""Rewards of many answers: weighted, added, and never silently 0 when a function fails."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl import plugins
+from jaxrl.environments import rewards
+
+RewardFn = Callable[[str, Mapping[str, Any]], float]
+
+
+class Reward(NamedTuple):
+    """One term of the reward."""
+
+    name: str
+    function: RewardFn
+    weight: float
+
+
+class Scored(NamedTuple):
+    """Rewards of N answers.
+
+    Attributes:
+      total: f64[N], the weighted sum; NaN where a function failed, to be left out of training.
+      parts: for each function its own values, f64[N], before the weight.
+      failures: for each function the number of answers on which it failed.
+      first_failure: what the first failure was, for the log; None without one.
+    """
+
+    total: np.ndarray
+    parts: dict[str, np.ndarray]
+    failures: dict[str, int]
+    first_failure: str | None
+
+
+def load_rewards(paths: Sequence[str], weights: Sequence[float] = ()) -> list[Reward]:
+    """The rewards that `reward.path` and `reward.weights` name; no weights means 1 for each.
+
+    Raises:
+      ValueError: for a reference that cannot be loaded, or two rewards of one name.
+    """
+    functions = [plugins.load_function(p, builtin=rewards, key="reward.path") for p in paths]
+    names = [path.rpartition(":")[2] for path in paths]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"reward.path names {twice[0]!r} twice; its parts could not be told apart")
+    return [
+        Reward(name, function, weight)
+        for name, function, weight in zip(
+            names, functions, weights or [1.0] * len(names), strict=True
+        )
+    ]
+
+
+def score(
+    terms: Sequence[Reward], completions: Sequence[str], examples: Sequence[Mapping[str, Any]]
+) -> Scored:
+    """Applies every reward to every answer.
+
+    A function that raises, or returns something that is no finite number, has failed on that
+    answer: the answer's reward is NaN and the failure is counted.
+    """
+    parts: dict[str, np.ndarray] = {}
+    failures: dict[str, int] = {}
+    first_failure = None
+    for term in terms:
+        values = np.full(len(completions), np.nan)
+        for i, (completion, example) in enumerate(zip(completions, examples, strict=True)):
+            try:
+                values[i] = _finite(term.function(completion, example))
+            except Exception as error:
+                first_failure = first_failure or (
+                    f"reward {term.name} failed on the answer {completion[:80]!r}: {error!r}"
+                )
+        parts[term.name] = values
+        failures[term.name] = int(np.isnan(values).sum())
+    weighted = [term.weight * parts[term.name] for term in terms]
+    return Scored(np.sum(weighted, axis=0), parts, failures, first_failure)
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{value!r} is not a finite number")
+    return number

@@ -1,0 +1,102 @@
+"""Functions named in a config: ours by name, the user's by file or module."""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load_function(reference: str, *, builtin: ModuleType, key: str) -> Callable[..., Any]:
+    """The function that a config names.
+
+    Args:
+      reference: a public function of `builtin`, `path/to/file.py:function` or
+        `package.module:function`.
+      builtin: where plain names are looked up.
+      key: the config key, for messages.
+
+    Raises:
+      ValueError: if there is no such file, module or function, or it is no function; the message
+        names the key, what was looked for and the nearest name. What importing the user's file
+        raises is chained to it.
+    """
+    where, colon, name = reference.rpartition(":")
+    if not colon:
+        module, name = builtin, reference
+    elif where.endswith(".py"):
+        module = _load_file(Path(where), reference=reference, key=key)
+    else:
+        module = _import(where, reference=reference, key=key)
+    function = getattr(module, name, None)
+    names = _public_functions(module)
+    if not callable(function) or (module is builtin and name not in names):
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}"
+        own = "" if colon else "; for a function of your own write file.py:function"
+        raise ValueError(
+            f"{key} = {reference!r}: {module.__name__} has no function {name!r}; {hint}{own}"
+        )
+    return function
+
+
+def check_parameters(function: Callable[..., Any], parameters: Mapping[str, Any], *, key: str):
+    """Checks keyword arguments of a config table against the function's signature.
+
+    Raises:
+      ValueError: for a parameter that the function does not take, or one without a default that is
+        missing; the message names the key and the nearest parameter.
+    """
+    declared = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in declared.values()):
+        return
+    for name in parameters:
+        if name not in declared:
+            near = difflib.get_close_matches(name, declared, n=1)
+            hint = (
+                f"did you mean {near[0]}?" if near else f"it takes {', '.join(declared) or 'none'}"
+            )
+            raise ValueError(f"{key}.{name}: {function.__name__} has no such parameter; {hint}")
+    required = [n for n, p in declared.items() if p.default is p.empty and n not in parameters]
+    if required:
+        raise ValueError(f"{key}.{required[0]} is missing: {function.__name__} needs it")
+
+
+def _load_file(path: Path, *, reference: str, key: str) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"{key} = {reference!r}: there is no file {path}")
+    # A name that no package has, the same for the same file, so that a file is executed once.
+    name = f"jaxrl_plugin_{path.resolve().as_posix()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up here
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ValueError(f"{key} = {reference!r}: importing {path} failed: {error!r}") from error
+    return module
+
+
+def _import(name: str, *, reference: str, key: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise ValueError(f"{key} = {reference!r}: importing {name} failed: {error!r}") from error
+
+
+def _public_functions(module: ModuleType) -> list[str]:
+    """Functions that the module itself defines."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_"
+    ]

@@ -1,0 +1,112 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl.environments.rewards import (
+    boxed_format,
+    exact_match,
+    final_number,
+    hash_format,
+    numeric_match,
+)
+from jaxrl.environments.scoring import load_rewards, score
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("42", "42", 1),
+        ("It is 42.", "42", 1),
+        ("21 + 21 = 42", "21 * 2 = <<21*2=42>>42\n#### 42", 1),
+        ("12 apples and 3 pears\n#### 15", "#### 15", 1),
+        ("#### 15 or was it 16", "#### 15", 1),
+        (r"so \boxed{7}, of 3", "7", 1),
+        ("$1,000.00", "1000", 1),
+        ("1,234,567", "#### 1234567", 1),
+        ("-3", "3", 0),
+        ("5-3", "3", 1),
+        ("0.50", ".5", 1),
+        ("41", "42", 0),
+        ("no idea", "42", 0),
+        ("", "42", 0),
+        ("42 #### unsure", "42", 0),
+    ],
+)
+def test_numeric_match(completion, answer, expected):
+    assert numeric_match(completion, {"answer": answer}) == expected
+
+
+@given(st.integers(-(10**12), 10**12), st.text("abc .,\n", max_size=8))
+def test_final_number_reads_every_way_to_write_it(number, text):
+    for written in (f"{number}", f"{number:,}", f"{number}.00", f"${number:,}"):
+        if number >= 0 or "$" not in written:
+            assert final_number(f"{text} {written}") == number
+
+
+def test_reference_without_number_is_an_error_and_not_zero():
+    with pytest.raises(ValueError, match="no number"):
+        numeric_match("42", {"answer": "forty-two"})
+
+
+def test_formats():
+    assert exact_match(" a b\n", {"answer": "a b"}) == 1
+    assert exact_match("a", {"answer": "b"}) == 0
+    assert boxed_format(r"\boxed{1}", {}) == 1
+    assert boxed_format(r"\boxed{1} \boxed{2}", {}) == 0
+    assert hash_format("x\n#### 1,000\n", {}) == 1
+    assert hash_format("#### 1\nx", {}) == 0
+
+
+REWARDS = """
+def half(completion, example):
+    return 0.5
+
+def picky(completion, example):
+    if completion == "bad":
+        raise KeyError("bad")
+    return None if completion == "none" else float(completion)
+"""
+
+
+def test_failures_are_nan_and_counted(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(REWARDS)
+    terms = load_rewards([f"{file}:half", f"{file}:picky"], [2.0, 1.0])
+    scored = score(terms, ["3", "bad", "none", "inf"], [{}] * 4)
+    assert scored.total[0] == 4.0
+    assert all(map(math.isnan, scored.total[1:]))
+    assert scored.failures == {"half": 0, "picky": 3}
+    assert scored.parts["half"].tolist() == [0.5] * 4
+    assert "picky failed on the answer 'bad': KeyError" in (scored.first_failure or "")
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("exact_mach", "did you mean exact_match?"),
+        ("re", "no function 're'"),
+        ("none.py:f", "there is no file none.py"),
+        ("{file}:halff", "did you mean half?"),
+        ("{broken}:f", "importing .*broken.py failed: ZeroDivisionError"),
+        ("no.such.module:f", "importing no.such.module failed"),
+    ],
+)
+def test_reward_that_cannot_be_loaded(tmp_path, reference, message):
+    (tmp_path / "mine.py").write_text(REWARDS)
+    (tmp_path / "broken.py").write_text("1 / 0")
+    reference = reference.format(file=tmp_path / "mine.py", broken=tmp_path / "broken.py")
+    with pytest.raises(ValueError, match=r"reward\.path") as error:
+        load_rewards([reference])
+    error.match(message.replace("?", r"\?"))
+
+
+def test_two_rewards_of_one_name():
+    with pytest.raises(ValueError, match="twice"):
+        load_rewards(["exact_match", "exact_match"])
+
+
+def test_installed_module():
+    (term,) = load_rewards(["jaxrl.environments.rewards:brevity"])
+    assert term.function("x" * 1000, {}) == -1
