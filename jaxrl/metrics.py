@@ -39,6 +39,12 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> Mean:
     return Mean(total, jnp.sum(mask, dtype=jnp.float32))
 
 
+def merge(first: Mapping[str, Mean], second: Mapping[str, Mean]) -> Metrics:
+    """The metrics over both populations; a name that only one of them has is kept as it is."""
+    both = first.keys() & second.keys()
+    return dict(first) | dict(second) | {name: first[name] + second[name] for name in both}
+
+
 def to_floats(metrics: Mapping[str, Mean]) -> dict[str, float]:
     """The values on the host, for logging; a mean over an empty population is left out."""
     host = jax.device_get(dict(metrics))

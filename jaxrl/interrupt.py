@@ -1,0 +1,37 @@
+"""SIGTERM and Ctrl-C as a flag that a loop looks at where it can stop cleanly."""
+
+import signal
+from types import FrameType, TracebackType
+from typing import Self
+
+
+class Interrupt:
+    """While this is open, the first SIGTERM or SIGINT is noted and the second ends the process.
+
+    Attributes:
+      signum: the signal that came, or None.
+    """
+
+    signum: int | None = None
+
+    def __enter__(self) -> Self:
+        self._previous = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+        for s in self._previous:
+            signal.signal(s, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._restore()
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.signum = signum
+        self._restore()
+
+    def _restore(self) -> None:
+        for s, handler in self._previous.items():
+            signal.signal(s, handler)

@@ -1,0 +1,287 @@
+"""The learner: three pure functions over one state.
+
+`step` runs value-and-grad over microbatches with the denominator of the whole batch, unscales,
+clips, and applies the optimizer; a step with a non-finite gradient changes nothing but the loss
+scale. Nothing here knows which loss, which model or which mesh it is.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from jaxrl.batch import TokenBatch
+from jaxrl.losses.algebra import Need, Objective, Scores
+from jaxrl.metrics import Mean, Metrics
+from jaxrl.models.decoder import Model
+from jaxrl.models.logprobs import token_logprobs, token_logprobs_and_entropy
+from jaxrl.models.spec import Params
+from jaxrl.precision import (
+    LossScale,
+    Precision,
+    cast,
+    init_loss_scale,
+    sampler_precision,
+    update_loss_scale,
+)
+
+
+@struct.dataclass
+class LearnerState:
+    """Everything that a step changes; the checkpoint holds exactly this."""
+
+    step: jax.Array  # i32[], optimizer steps taken, skipped ones included
+    params: Params  # in precision.params
+    opt_state: Any  # moments in precision.moments
+    loss_scale: LossScale
+
+
+@struct.dataclass(kw_only=True)
+class Minibatch:
+    """What one optimizer step learns from.
+
+    The rows of `batch` are those of `max_microbatches` microbatches, interleaved as
+    `interleave` leaves them; only the first `microbatches` of them are computed, so one compiled
+    step serves every number of rows. A score that no loss needs is None.
+    """
+
+    batch: TokenBatch  # [N, T]
+    microbatches: jax.Array  # i32[]
+    anchor: jax.Array | None = None  # f32[N, T]
+    reference: jax.Array | None = None  # f32[N, T]
+
+
+class Learner(NamedTuple):
+    """Pure functions, to be compiled by the caller or used as they come.
+
+    Attributes:
+      init: params -> state before the first step.
+      score: (params, minibatch) -> f32[N, T] log-probs of the action tokens, without gradient,
+        computed as `step` computes them; anchor and reference scores come from here.
+      step: (state, minibatch) -> (state, metrics). `metrics` has the objective's, and "loss",
+        "grad_norm" (before clipping), "loss_scale", "skipped_steps" (since the start).
+    """
+
+    init: Callable[[Params], LearnerState]
+    score: Callable[[Params, Minibatch], jax.Array]
+    step: Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]
+
+
+def interleave(
+    rows: Sequence[Sequence[int]], *, rows_per_microbatch: int, max_microbatches: int
+) -> tuple[list[Sequence[int]], int]:
+    """Places rows such that the compiled step can stop after the last microbatch in use.
+
+    The step splits its batch with a stride (row i belongs to microbatch i mod n), which keeps each
+    microbatch spread evenly over the devices that hold the rows.
+
+    Args:
+      rows: the sequences of each row, as `batch.assign_rows` returns them.
+      rows_per_microbatch: rows that are computed at once.
+      max_microbatches: how many the batch has room for.
+
+    Returns:
+      (rows with empty ones added, for `batch.pack`; number of microbatches in use).
+
+    Raises:
+      ValueError: if there are more rows than room.
+    """
+    used = max(1, -(-len(rows) // rows_per_microbatch))
+    if used > max_microbatches:
+        raise ValueError(
+            f"{len(rows)} rows fill {used} microbatches of {rows_per_microbatch} rows, and the "
+            f"batch has room for {max_microbatches}"
+        )
+    # Deal row by row over the microbatches in use, so that all are about equally full.
+    placed: list[Sequence[int]] = [()] * (rows_per_microbatch * max_microbatches)
+    for i, row in enumerate(rows):
+        placed[(i % used) + (i // used) * max_microbatches] = row
+    return placed, used
+
+
+def make_learner(
+    model: Model,
+    objective: Objective,
+    *,
+    optimizer: optax.GradientTransformation,
+    precision: Precision,
+    rows_per_microbatch: int,
+    temperature: float = 1.0,
+    param_shardings: Any = None,
+) -> Learner:
+    """Builds a learner.
+
+    Args:
+      model: what turns tokens into hidden states.
+      objective: what is minimised; the scores it needs are computed, others are not.
+      optimizer: any optax transformation; it sees unscaled f32 gradients and f32 parameters.
+      precision: the dtype policy.
+      rows_per_microbatch: rows that are computed at once; divides the rows of every minibatch.
+      temperature: of the sampling distribution; the learner's log-probs are of the tempered one.
+      param_shardings: tree of shardings that parameters, their compute copies and gradients keep;
+        None on a single device.
+    """
+    constrain = _constrain(param_shardings)
+    logprobs = _score_fn(model, precision=precision, temperature=temperature)
+    shadow = _score_fn(model, precision=sampler_precision(precision), temperature=temperature)
+    with_entropy = Need.ENTROPY in objective.needs
+
+    def microbatched(fn: Callable, accumulate: Any, minibatch: Minibatch) -> Callable:
+        return optax.microbatching.microbatch(
+            fn,
+            argnums=1,
+            microbatch_size=rows_per_microbatch,
+            accumulator=accumulate,
+            num_real_microbatches=minibatch.microbatches,
+        )
+
+    def score(params: Params, minibatch: Minibatch) -> jax.Array:
+        weights = constrain(cast(params, precision.compute))
+        accumulate = optax.microbatching.AccumulationType.CONCAT
+        return microbatched(logprobs, accumulate, minibatch)(weights, minibatch.batch)
+
+    def scores(weights: Params, served: Params | None, inputs: dict[str, Any]) -> Scores:
+        batch: TokenBatch = inputs["batch"]
+        if with_entropy:
+            hidden = _hidden(model, weights, batch, precision=precision)
+            pi, entropy = token_logprobs_and_entropy(
+                hidden,
+                model.unembedding(weights),
+                tokens=batch.tokens,
+                mask=batch.action_mask,
+                precision=precision,
+                temperature=temperature,
+            )
+        else:
+            pi, entropy = logprobs(weights, batch), None
+        anchor = inputs["anchor"]
+        if Need.ANCHOR in objective.needs and anchor is None:
+            # One update per rollout: the anchor is the learner itself, at no cost.
+            anchor = jax.lax.stop_gradient(pi)
+        replay = None if served is None else jax.lax.stop_gradient(shadow(served, batch))
+        return Scores(
+            logprobs=pi,
+            entropy=entropy,
+            anchor=anchor,
+            shadow=replay,
+            reference=inputs["reference"],
+        )
+
+    def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
+        _check(minibatch, objective, rows_per_microbatch=rows_per_microbatch)
+        denominator = objective.denominator(minibatch.batch)
+        denominator = jnp.where(denominator > 0, denominator, 1.0)
+        weights = constrain(cast(state.params, precision.compute))
+        served = None
+        if Need.SHADOW in objective.needs:
+            served = constrain(cast(cast(state.params, precision.wire), precision.sampler))
+
+        def scaled_loss(weights: Params, inputs: dict[str, Any]) -> tuple[jax.Array, Any]:
+            total, metrics = objective.total(scores(weights, served, inputs), inputs["batch"])
+            return total * (state.loss_scale.scale / denominator), (total, metrics)
+
+        def one(weights: Params, inputs: dict[str, Any]) -> Any:
+            grads, aux = jax.grad(scaled_loss, has_aux=True)(weights, inputs)
+            return constrain(cast(grads, precision.grads)), aux
+
+        inputs = {
+            "batch": minibatch.batch,
+            "anchor": minibatch.anchor,
+            "reference": minibatch.reference,
+        }
+        accumulate = optax.microbatching.AccumulationType.SUM
+        grads, (total, metrics) = microbatched(one, accumulate, minibatch)(weights, inputs)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale.scale, grads)
+        grad_norm = optax.global_norm(grads)
+        new_state = _apply(state, grads, jnp.isfinite(grad_norm), optimizer, precision)
+        own = {
+            "loss": Mean(total, denominator),
+            "grad_norm": _once(grad_norm),
+            "loss_scale": _once(state.loss_scale.scale),
+            "skipped_steps": _once(new_state.loss_scale.skipped),
+        }
+        return new_state, metrics | own
+
+    def init(params: Params) -> LearnerState:
+        params = cast(params, precision.params)
+        master = cast(params, jnp.dtype(jnp.float32))
+        return LearnerState(
+            step=jnp.int32(0),
+            params=params,
+            opt_state=cast(optimizer.init(master), precision.moments),
+            loss_scale=init_loss_scale(precision.loss_scale),
+        )
+
+    return Learner(init, score, step)
+
+
+def _score_fn(
+    model: Model, *, precision: Precision, temperature: float
+) -> Callable[[Params, TokenBatch], jax.Array]:
+    def score(weights: Params, batch: TokenBatch) -> jax.Array:
+        return token_logprobs(
+            _hidden(model, weights, batch, precision=precision),
+            model.unembedding(weights),
+            tokens=batch.tokens,
+            mask=batch.action_mask,
+            precision=precision,
+            temperature=temperature,
+        )
+
+    return score
+
+
+def _hidden(model: Model, weights: Params, batch: TokenBatch, *, precision: Precision) -> jax.Array:
+    return model.hidden(weights, batch.tokens, batch.positions, batch.segments, precision=precision)
+
+
+def _constrain(shardings: Any) -> Callable[[Params], Params]:
+    if shardings is None:
+        return lambda tree: tree
+    return lambda tree: jax.lax.with_sharding_constraint(tree, shardings)
+
+
+def _apply(
+    state: LearnerState,
+    grads: Params,
+    finite: jax.Array,
+    optimizer: optax.GradientTransformation,
+    precision: Precision,
+) -> LearnerState:
+    """The state after the optimizer's update, or after a skipped step where `finite` is False."""
+    f32 = jnp.dtype(jnp.float32)
+    master, moments = cast(state.params, f32), cast(state.opt_state, f32)
+    updates, moments = optimizer.update(grads, moments, master)
+    params = cast(optax.apply_updates(master, updates), precision.params)
+    opt_state = cast(moments, precision.moments)
+
+    def keep(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(finite, new, old)
+
+    return LearnerState(
+        step=state.step + 1,
+        params=jax.tree.map(keep, params, state.params),
+        opt_state=jax.tree.map(keep, opt_state, state.opt_state),
+        loss_scale=update_loss_scale(state.loss_scale, finite, spec=precision.loss_scale),
+    )
+
+
+def _once(value: jax.Array) -> Mean:
+    return Mean(value.astype(jnp.float32), jnp.float32(1))
+
+
+def _check(minibatch: Minibatch, objective: Objective, *, rows_per_microbatch: int) -> None:
+    rows = minibatch.batch.tokens.shape[0]
+    if rows % rows_per_microbatch:
+        raise ValueError(
+            f"a minibatch of {rows} rows does not divide into microbatches of "
+            f"{rows_per_microbatch}; pad it with learner.interleave"
+        )
+    if Need.REFERENCE in objective.needs and minibatch.reference is None:
+        raise ValueError(
+            "the loss needs reference scores and the minibatch has none; score the reference "
+            "parameters with Learner.score, or set the KL coefficient to 0"
+        )

@@ -1,0 +1,93 @@
+"""Optimizers and learning-rate schedules by name; the parts are optax's."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import optax
+
+from jaxrl.models.spec import ParamSpec, is_spec
+
+OptimizerName = Literal["adamw", "muon", "sgd"]
+ScheduleName = Literal["constant", "cosine", "linear"]
+
+
+def make_schedule(
+    name: ScheduleName, *, learning_rate: float, warmup_steps: int, total_steps: int
+) -> optax.Schedule:
+    """Linear warm-up from 0 over `warmup_steps`, then constant, or a cosine or a line down to 0 at
+    `total_steps` (all in optimizer steps).
+
+    Raises:
+      ValueError: if the warm-up is not shorter than the run.
+    """
+    if not 0 <= warmup_steps < max(total_steps, 1):
+        raise ValueError(
+            f"warmup_steps={warmup_steps} must be at least 0 and below the {total_steps} "
+            "optimizer steps of the run"
+        )
+    decay_steps = total_steps - warmup_steps
+    after = {
+        "constant": optax.constant_schedule(learning_rate),
+        "cosine": optax.cosine_decay_schedule(learning_rate, decay_steps),
+        "linear": optax.linear_schedule(learning_rate, 0.0, decay_steps),
+    }[name]
+    if warmup_steps == 0:
+        return after
+    warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
+    return optax.join_schedules([warmup, after], [warmup_steps])
+
+
+def make_optimizer(
+    name: OptimizerName,
+    schedule: optax.Schedule,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    clip_norm: float | None,
+    specs: Mapping[str, Any],
+) -> optax.GradientTransformation:
+    """Gradient clipping by global norm, then the optimizer.
+
+    Weight decay is decoupled and applies to matrices only, not to norms and biases. Muon (Jordan et
+    al. 2024) orthogonalises the momentum of each layer's matrices; embedding, head and vectors are
+    AdamW's. For `sgd`, betas[0] is the momentum.
+    """
+    matrices = jax.tree.map(_is_matrix, dict(specs), is_leaf=is_spec)
+    if name == "adamw":
+        chain = optax.adamw(
+            schedule,
+            b1=betas[0],
+            b2=betas[1],
+            eps=eps,
+            weight_decay=weight_decay,
+            mask=matrices,
+        )
+    elif name == "muon":
+        chain = optax.contrib.muon(
+            schedule,
+            beta=betas[0],
+            eps=eps,
+            weight_decay=weight_decay,
+            adam_b1=betas[0],
+            adam_b2=betas[1],
+            muon_weight_dimension_numbers=jax.tree.map(_muon_axes, dict(specs), is_leaf=is_spec),
+        )
+    else:
+        chain = optax.chain(
+            optax.add_decayed_weights(weight_decay, mask=matrices),
+            optax.sgd(schedule, momentum=betas[0] or None),
+        )
+    clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+    return optax.chain(clip, chain)
+
+
+def _is_matrix(spec: ParamSpec) -> bool:
+    return len(spec.shape) - spec.stacked >= 2
+
+
+def _muon_axes(spec: ParamSpec) -> Any:
+    if not _is_matrix(spec) or "vocab" in spec.axes:
+        return None
+    return optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
