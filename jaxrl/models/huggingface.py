@@ -1,0 +1,265 @@
+"""Hugging Face checkpoint directories <-> parameters, driven by the `ParamSpec`s.
+
+Tensors are read one by one from memory-mapped files and written bit for bit; every tensor of a
+checkpoint is used exactly once, and what does not fit is an error that names it.
+"""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxrl.models import families, spec
+from jaxrl.models.decoder import param_specs
+from jaxrl.models.families import DecoderConfig
+from jaxrl.models.spec import Params, ParamSpec
+from jaxrl.precision import DType
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+
+# (path such as "layers/q", host array) -> array where it shall live.
+Put = Callable[[str, np.ndarray], Any]
+
+
+def _on_default_device(path: str, array: np.ndarray) -> jax.Array:
+    del path
+    return jnp.asarray(array)
+
+
+def load_config(directory: str | Path) -> DecoderConfig:
+    """Reads config.json.
+
+    Raises:
+      FileNotFoundError: if there is none.
+      ValueError: if it is not JSON, or as `families.from_hf_config`.
+    """
+    return families.from_hf_config(_read_json(Path(directory) / "config.json"))
+
+
+def load_tokenizer(directory: str | Path) -> Any:
+    """The tokenizer of a checkpoint directory, a `transformers.PreTrainedTokenizerBase`."""
+    from transformers import AutoTokenizer  # seconds to import; only text needs it
+
+    return AutoTokenizer.from_pretrained(str(directory))
+
+
+def load(
+    directory: str | Path, *, dtype: DType | None, put: Put = _on_default_device
+) -> tuple[DecoderConfig, Params]:
+    """Reads a checkpoint, one parameter at a time.
+
+    Args:
+      directory: holds config.json and model.safetensors or its shards and their index.
+      dtype: what the parameters are cast to; None keeps the files' dtype.
+      put: places each parameter, such as on the devices of a mesh.
+
+    Raises:
+      FileNotFoundError: if a file is missing.
+      ValueError: for a corrupt file, a missing, surplus or misshapen tensor, or a dtype that is not
+        floating-point; the message names it. Also as `load_config`.
+    """
+    directory = Path(directory)
+    config = load_config(directory)
+    flat = spec.flatten(param_specs(config))
+    with contextlib.ExitStack() as stack:
+        tensors = _open_tensors(directory, stack)
+        expected = [name for one in flat.values() for name in one.hf_names()]
+        _check_names(set(expected), set(tensors), config=config, directory=directory)
+        values = {
+            path: put(path, _read_parameter(one, tensors, dtype=dtype))
+            for path, one in flat.items()
+        }
+    return config, traverse_util.unflatten_dict(values, sep="/")
+
+
+def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """Tensor name -> the open file that holds it."""
+    index = directory / _INDEX
+    if index.exists():
+        weight_map = _read_json(index).get("weight_map", {})
+        names = sorted(set(weight_map.values()))
+    else:
+        weight_map, names = None, [_SINGLE]
+    tensors: dict[str, Any] = {}
+    for name in names:
+        path = directory / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist")
+        try:
+            file = stack.enter_context(safe_open(path, framework="numpy"))
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+        for tensor in file.keys():  # noqa: SIM118 — not a dict
+            if tensor in tensors:
+                raise ValueError(f"{path}: tensor {tensor!r} is also in another file")
+            tensors[tensor] = file
+    for tensor in weight_map or {}:
+        if tensor not in tensors:
+            raise ValueError(f"{index} names tensor {tensor!r}, which none of the files holds")
+    return tensors
+
+
+def _check_names(
+    expected: set[str], found: set[str], *, config: DecoderConfig, directory: Path
+) -> None:
+    # Two kinds of surplus are harmless: buffers that old exports stored although they follow from
+    # the config, and the second copy of a tied head (transformers drops it too).
+    ignored = {name for name in found if name.endswith("rotary_emb.inv_freq")}
+    if config.tied:
+        ignored.add("lm_head.weight")
+    for problem, names in (
+        ("misses", expected - found),
+        ("has surplus", found - expected - ignored),
+    ):
+        if names:
+            shown = ", ".join(sorted(names)[:5]) + (" ..." if len(names) > 5 else "")
+            raise ValueError(
+                f"{directory}: a {config.model_type} checkpoint with this config.json {problem} "
+                f"{len(names)} tensor(s): {shown}"
+            )
+
+
+def _read_parameter(
+    one: ParamSpec, tensors: Mapping[str, Any], *, dtype: DType | None
+) -> np.ndarray:
+    names = one.hf_names()
+    shape = one.shape[1:] if one.stacked else one.shape
+    out: np.ndarray | None = None
+    for i, name in enumerate(names):
+        part = tensors[name].get_slice(name)
+        if tuple(part.get_shape()) != shape:
+            raise ValueError(
+                f"tensor {name!r} has shape {tuple(part.get_shape())}, expected {shape}"
+            )
+        if part.get_dtype() not in _DTYPES:
+            raise ValueError(
+                f"tensor {name!r} has dtype {part.get_dtype()}; supported are {', '.join(_DTYPES)}"
+            )
+        if out is None:
+            out = np.empty(one.shape, dtype or _DTYPES[part.get_dtype()])
+        (out[i] if one.stacked else out)[...] = tensors[name].get_tensor(name)
+    assert out is not None  # a decoder has at least one layer
+    return out
+
+
+def save(
+    directory: str | Path,
+    params: Params,
+    config: DecoderConfig,
+    *,
+    dtype: DType,
+    source_dir: str | Path | None = None,
+    max_shard_bytes: int = 5 * 2**30,
+) -> None:
+    """Writes a checkpoint that `transformers.AutoModelForCausalLM` and vLLM load.
+
+    Args:
+      directory: is made if it does not exist.
+      params: the decoder's parameters, on any devices; fetched one at a time.
+      config: the decoder's.
+      dtype: what the tensors are cast to.
+      source_dir: where tokenizer and generation files are copied from.
+      max_shard_bytes: a file holds no more than this unless a single tensor does; more files come
+        with an index.
+
+    Raises:
+      ValueError: if `params` are not those of `config`; the message names the parameter.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    flat = spec.flatten(param_specs(config))
+    shards = _plan_shards(flat, itemsize=np.dtype(dtype).itemsize, max_bytes=max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    tensors = _tensors(params, flat, dtype=dtype)
+    for i, names in enumerate(shards, start=1):
+        file = _SINGLE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
+        # transformers reads the format from here and refuses files without it.
+        content = dict(next(tensors) for _ in names)
+        save_file(content, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum(int(np.prod(one.shape)) for one in flat.values())
+        metadata = {"total_size": total * np.dtype(dtype).itemsize}
+        _write_json(directory / _INDEX, {"metadata": metadata, "weight_map": weight_map})
+    content = families.to_hf_config(config, dtype=np.dtype(dtype).name)
+    _write_json(directory / "config.json", content)
+    if source_dir is not None:
+        copy_tokenizer(source_dir, directory)
+
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+def copy_tokenizer(source_dir: str | Path, directory: str | Path) -> None:
+    """Copies what belongs to a checkpoint besides weights and config.json, where it exists."""
+    for name in _TOKENIZER_FILES:
+        source = Path(source_dir) / name
+        if source.is_file():
+            shutil.copyfile(source, Path(directory) / name)
+
+
+def _plan_shards(
+    flat: Mapping[str, ParamSpec], *, itemsize: int, max_bytes: int
+) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    room = max_bytes
+    for one in flat.values():
+        size = itemsize * int(np.prod(one.shape[1:] if one.stacked else one.shape))
+        for name in one.hf_names():
+            if size > room and shards[-1]:
+                shards.append([])
+                room = max_bytes
+            shards[-1].append(name)
+            room -= size
+    return shards
+
+
+def _tensors(
+    params: Params, flat: Mapping[str, ParamSpec], *, dtype: DType
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(Hugging Face name, host tensor) in the order of the specs."""
+    given: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")  # pyright: ignore
+    if unknown := sorted(set(given) ^ set(flat)):
+        raise ValueError(f"parameters do not fit the config: {', '.join(unknown)}")
+    for path, one in flat.items():
+        if given[path].shape != one.shape:
+            raise ValueError(
+                f"parameter {path!r} has shape {given[path].shape}, expected {one.shape}"
+            )
+        value = np.asarray(given[path]).astype(dtype)
+        for name, tensor in zip(one.hf_names(), value if one.stacked else [value], strict=True):
+            yield name, np.ascontiguousarray(tensor)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,184 @@
+"""The decoder's layers as pure functions of arrays; every cast follows the `Precision`.
+
+Matrix products take operands in `compute`, accumulate in `accumulate` and hand on `activations`, in
+the forward and in the backward pass. Norms, rotary embedding and silu are computed in `accumulate`.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxrl.models.families import DecoderConfig, LinearScaling, Rope
+from jaxrl.precision import Precision
+
+# (activation, logical name of each dimension) -> the same activation, with a layout imposed on it.
+Constrain = Callable[[jax.Array, Sequence[str]], jax.Array]
+Layer = Mapping[str, jax.Array]  # one layer's parameters, without the "layers" dimension
+
+
+def identity(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The `Constrain` of a single device."""
+    del axes
+    return x
+
+
+def _matmul_forward(x, weight, precision):
+    x, weight = x.astype(precision.compute), weight.astype(precision.compute)
+    y = lax.dot_general(
+        x, weight, (((1,), (1,)), ((), ())), preferred_element_type=precision.accumulate
+    )
+    return y.astype(precision.activations), (x, weight)
+
+
+def _matmul_backward(precision, residuals, dy):
+    x, weight = residuals
+    dy = dy.astype(precision.compute)
+    dot = functools.partial(lax.dot_general, preferred_element_type=precision.accumulate)
+    dx = dot(dy, weight, (((1,), (0,)), ((), ())))
+    dweight = dot(dy, x, (((0,), (0,)), ((), ())))
+    return dx.astype(precision.activations), dweight.astype(weight.dtype)
+
+
+_matmul: Any = jax.custom_vjp(
+    lambda x, weight, precision: _matmul_forward(x, weight, precision)[0], nondiff_argnums=(2,)
+)
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def matmul(x: jax.Array, weight: jax.Array, *, precision: Precision) -> jax.Array:
+    """`x @ weight.T`: [..., in] and [out, in] -> [..., out] in `precision.activations`."""
+    x = x.astype(precision.activations)
+    flat = x.reshape(-1, x.shape[-1])
+    y = _matmul(flat, weight.astype(precision.compute), precision)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _embed_forward(table, tokens, precision):
+    # The empty slice carries the table's shape and dtype to the backward pass.
+    return table[tokens].astype(precision.activations), (tokens, table[:, :0])
+
+
+def _embed_backward(precision, residuals, dy):
+    tokens, table = residuals
+    zeros = jnp.zeros((table.shape[0], dy.shape[-1]), precision.accumulate)
+    # A frequent token adds up many gradients: not in 8 or 11 bits of mantissa.
+    dtable = zeros.at[tokens].add(dy.astype(precision.accumulate))
+    return dtable.astype(table.dtype), None
+
+
+_embed: Any = jax.custom_vjp(
+    lambda table, tokens, precision: _embed_forward(table, tokens, precision)[0],
+    nondiff_argnums=(2,),
+)
+_embed.defvjp(_embed_forward, _embed_backward)
+
+
+def embed(table: jax.Array, tokens: jax.Array, *, precision: Precision) -> jax.Array:
+    """Rows of the embedding: [V, D] and i32[B, T] -> [B, T, D] in `precision.activations`."""
+    return _embed(table, tokens, precision)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, precision: Precision) -> jax.Array:
+    """Root-mean-square norm over the last axis (arXiv:1910.07467), in `precision.activations`."""
+    wide = x.astype(precision.accumulate)
+    inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    scale = weight.astype(precision.accumulate).reshape((1,) * (x.ndim - 1) + weight.shape)
+    return (wide * inverse * scale).astype(precision.activations)
+
+
+def rope_frequencies(rope: Rope, *, head_dim: int) -> np.ndarray:
+    """Angle per position of each pair of dimensions, f32[head_dim / 2]."""
+    # In f32 because the checkpoints' authors did: at position 30,000 its rounding shows.
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = np.float32(1.0) / np.float32(rope.theta) ** exponents
+    scaling = rope.scaling
+    if scaling is None:
+        return frequencies
+    if isinstance(scaling, LinearScaling):
+        return frequencies / np.float32(scaling.factor)
+    # Turns that a pair makes over the original context: few are stretched, many are kept.
+    turns = scaling.original_max_positions * frequencies / np.float32(2 * np.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return ((1 - kept) * frequencies / scaling.factor + kept * frequencies).astype(np.float32)
+
+
+def rope_table(
+    positions: jax.Array, *, rope: Rope, head_dim: int, precision: Precision
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines for i32[B, T] positions, each [B, T, 1, head_dim / 2]."""
+    frequencies = jnp.asarray(rope_frequencies(rope, head_dim=head_dim), precision.accumulate)
+    angles = positions[:, :, None, None] * frequencies.reshape(1, 1, 1, -1)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(
+    x: jax.Array, table: tuple[jax.Array, jax.Array], *, precision: Precision
+) -> jax.Array:
+    """Rotates heads [B, T, N, head_dim]; dimension i is paired with i + head_dim / 2."""
+    cos, sin = table
+    first, second = jnp.split(x.astype(precision.accumulate), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(precision.activations)
+
+
+def project_qkv(
+    x: jax.Array,
+    layer: Layer,
+    table: tuple[jax.Array, jax.Array],
+    *,
+    config: DecoderConfig,
+    precision: Precision,
+    constrain: Constrain = identity,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What attention needs of the residual stream: norm, projections, biases, head norms, rope.
+
+    Args:
+      x: [B, T, D], the residual stream.
+      layer: parameters of one layer.
+      table: see `rope_table`.
+      config: the decoder's.
+      precision: the dtype policy.
+      constrain: imposes a layout on activations.
+
+    Returns:
+      q [B, T, H, hd], k and v [B, T, K, hd], in `precision.activations`.
+    """
+    x = rms_norm(x, layer["attn_norm"], eps=config.rms_norm_eps, precision=precision)
+
+    def heads(name: str, axis: str) -> jax.Array:
+        y = matmul(x, layer[name], precision=precision)
+        if config.qkv_bias:
+            bias = layer[f"{name}_bias"].astype(precision.accumulate).reshape(1, 1, -1)
+            y = (y.astype(precision.accumulate) + bias).astype(precision.activations)
+        y = constrain(y, ("batch", "length", axis))
+        y = y.reshape(*x.shape[:2], -1, config.head_dim)
+        if config.qk_norm and name != "v":
+            scale = layer[f"{name}_norm"]
+            y = rms_norm(y, scale, eps=config.rms_norm_eps, precision=precision)
+        return y if name == "v" else apply_rope(y, table, precision=precision)
+
+    return heads("q", "q_heads"), heads("k", "kv_heads"), heads("v", "kv_heads")
+
+
+def feed_forward(
+    x: jax.Array,
+    layer: Layer,
+    *,
+    config: DecoderConfig,
+    precision: Precision,
+    constrain: Constrain = identity,
+) -> jax.Array:
+    """SwiGLU (arXiv:2002.05202) of the normed residual stream: [B, T, D] -> [B, T, D], to be added
+    to the stream."""
+    x = rms_norm(x, layer["mlp_norm"], eps=config.rms_norm_eps, precision=precision)
+    gate = matmul(x, layer["gate"], precision=precision).astype(precision.accumulate)
+    up = matmul(x, layer["up"], precision=precision).astype(precision.accumulate)
+    hidden = (jax.nn.silu(gate) * up).astype(precision.activations)
+    hidden = constrain(hidden, ("batch", "length", "mlp"))
+    return matmul(hidden, layer["down"], precision=precision)
