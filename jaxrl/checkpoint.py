@@ -1,0 +1,240 @@
+"""Saves and restores a run: the learner's state as arrays, the host's state as JSON.
+
+A checkpoint is one directory per step. It appears under its name only when it is complete, so a
+process that is killed while it saves leaves at most a temporary directory, which the next writer
+removes.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as managers
+
+State = TypeVar("State")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, found or read; the message names its path."""
+
+
+class Restored(NamedTuple, Generic[State]):
+    """What `Checkpoints.restore` returns.
+
+    Attributes:
+      state: as it was saved, bit for bit, on the devices that were asked for.
+      host: as it was saved; tuples have become lists and keys strings.
+    """
+
+    state: State
+    host: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run. Saving is asynchronous; call `close` before the process ends.
+
+    Every process of a run opens it and calls `save` and `restore` at the same steps. One run at a
+    time may write to a directory.
+    """
+
+    def __init__(self, directory: str | Path, *, keep: int = 2, keep_best: int = 1):
+        """Opens a directory for writing; makes it if need be, and removes what a killed process
+        left half-written.
+
+        Args:
+          directory: holds one directory per step.
+          keep: number of latest checkpoints to keep, at least 1.
+          keep_best: number of checkpoints with the largest metric to keep besides; may be 0.
+        """
+        if keep < 1 or keep_best < 0:
+            raise ValueError(
+                f"keep={keep}, keep_best={keep_best}: keep at least the latest checkpoint and not "
+                "fewer than 0 of the best"
+            )
+        self._writable = True
+        self._open(
+            directory,
+            options=ocp.CheckpointManagerOptions(
+                best_fn=_rank,
+                cleanup_tmp_directories=True,
+                preservation_policy=managers.AnyPreservationPolicy(
+                    [
+                        managers.LatestN(n=keep),
+                        managers.BestN(get_metric_fn=_rank, n=keep_best),
+                    ]
+                ),
+            ),
+        )
+
+    @classmethod
+    def reading(cls, directory: str | Path) -> "Checkpoints":
+        """Opens a directory that another process may be writing to; `save` is an error.
+
+        Raises:
+          CheckpointError: if there is no such directory.
+        """
+        if not Path(directory).is_dir():
+            raise CheckpointError(f"there are no checkpoints: {directory} is not a directory")
+        self = cls.__new__(cls)
+        self._open(directory, options=ocp.CheckpointManagerOptions(best_fn=_rank, create=False))
+        self._writable = False
+        return self
+
+    def _open(self, directory: str | Path, *, options: ocp.CheckpointManagerOptions) -> None:
+        self.directory = Path(directory).resolve()
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            options=options,
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(),
+                "host": ocp.JsonCheckpointHandler(),
+            },
+        )
+
+    def save(
+        self, step: int, state: Any, *, host: Mapping[str, Any], metric: float | None = None
+    ) -> None:
+        """Starts to save; returns once the state has been copied, so that it may be donated.
+
+        Waits for a save that is still under way.
+
+        Args:
+          step: of the learner; larger than that of every checkpoint there is.
+          state: a tree of arrays.
+          host: whatever else the run needs to go on, as JSON: data position, seeds, policy version.
+          metric: larger is better; None if it was not measured.
+
+        Raises:
+          CheckpointError: if this or the previous checkpoint could not be written, for example
+            because the disk is full; the checkpoints before it are left as they were.
+          ValueError: for a metric that is not finite, or a step that is not new.
+          TypeError: if `host` holds what JSON cannot.
+        """
+        if not self._writable:
+            raise ValueError(f"{self.directory} was opened for reading")
+        if metric is not None and not abs(metric) < float("inf"):
+            raise ValueError(f"metric={metric} at step {step} cannot be compared; pass None")
+        json.dumps(host)  # here, where the caller sees the error, and not in the saving thread
+        self.wait()
+        latest = self.latest_step()
+        if latest is not None and step <= latest:
+            raise ValueError(
+                f"step {step} is not new: {self.directory} holds {self._steps()}; resume from "
+                "the latest, or write to another directory"
+            )
+        try:
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(dict(host))
+                ),
+                metrics={} if metric is None else {"metric": float(metric)},
+                force=True,
+            )
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def latest_step(self) -> int | None:
+        """The step of the last checkpoint, or None if there is none."""
+        return self._manager.latest_step()
+
+    def best_step(self) -> int | None:
+        """The step with the largest metric, the later one of equals; None if none was measured."""
+        step = self._manager.best_step()
+        return None if step is None or not self._manager.metrics(step) else step
+
+    def restore(self, step: int, like: State) -> Restored[State]:
+        """Reads one checkpoint.
+
+        Args:
+          step: for example `latest_step()`.
+          like: a tree of the state's structure whose leaves have shape, dtype and sharding: arrays,
+            or `jax.ShapeDtypeStruct`s. The mesh may be another than the one it was written on.
+
+        Raises:
+          CheckpointError: if the step does not exist or cannot be read, or if an array has another
+            shape or dtype than asked for; the message names the first one.
+        """
+        self.wait()
+        path = self.directory / str(step)
+        if step not in self._manager.all_steps():
+            raise CheckpointError(f"there is no checkpoint {path}; steps there: {self._steps()}")
+        try:
+            saved = _signature(self._manager.item_metadata(step)["state"].tree)
+        except Exception as error:
+            raise self._unreadable(path, error) from error
+        _check_same(_signature(like), saved, path=path)
+        try:
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardRestore(like),  # pyright: ignore[reportArgumentType]
+                    host=ocp.args.JsonRestore(),
+                ),
+            )
+            return Restored(restored["state"], restored["host"])
+        except Exception as error:
+            raise self._unreadable(path, error) from error
+
+    def wait(self) -> None:
+        """Returns when everything is on disk.
+
+        Raises:
+          CheckpointError: as `save`.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def close(self) -> None:
+        """Waits and ends the saving threads.
+
+        Raises:
+          CheckpointError: as `save`.
+        """
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def _steps(self) -> str:
+        return ", ".join(map(str, self._manager.all_steps())) or "none"
+
+    def _failure(self, error: Exception) -> CheckpointError:
+        self._manager.reload()  # it forgets the checkpoints that it meant to delete
+        return CheckpointError(
+            f"saving to {self.directory} failed; complete checkpoints: {self._steps()}: {error}"
+        )
+
+    def _unreadable(self, path: Path, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"checkpoint {path} cannot be read; move it away to resume from another of the steps "
+            f"{self._steps()}: {type(error).__name__}: {error}"
+        )
+
+
+def _rank(metrics: Mapping[str, float]) -> float:
+    return metrics.get("metric", -float("inf"))
+
+
+def _signature(tree: Any) -> dict[str, str]:
+    """{"params/layers/q": "float32[12, 64, 64]", ...}, in the tree's order."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"{x.dtype}{list(x.shape)}"
+        for path, x in leaves
+    }
+
+
+def _check_same(wanted: dict[str, str], saved: dict[str, str], *, path: Path) -> None:
+    for name in (*wanted, *saved):
+        there, here = saved.get(name, "missing"), wanted.get(name, "missing")
+        if there != here:
+            raise CheckpointError(
+                f"checkpoint {path} was written by another model, optimizer or precision: {name} "
+                f"is {there} in the checkpoint and {here} in this run"
+            )
