@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Makes a virtual environment with exactly the packages of the given lock files, and jaxrl itself:
+#   scripts/make_venv.sh DIR LOCK...
+# Does nothing where DIR is up to date. PYTHON names the interpreter (python3); it needs venv and
+# pip, whose own configuration decides where packages come from.
+set -euo pipefail
+
+cd "$(dirname "$0")/.."
+venv=$1
+shift
+python=${PYTHON:-python3}
+
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "jaxrl needs Python 3.11 or newer and $python is $("$python" -V 2>&1); set PYTHON" >&2
+    exit 1
+fi
+
+# The path counts too: an environment does not survive being moved or copied.
+state=$({ pwd; "$python" -c 'import sys; print(sys.version, sys.prefix)'; cat pyproject.toml "$@"; } |
+    "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
+if [ "$(cat "$venv/.lock" 2>/dev/null)" = "$state" ]; then
+    exit 0
+fi
+
+echo "installing $* into $venv"
+"$python" -m venv --clear "$venv"
+locks=()
+for lock in "$@"; do
+    locks+=(-r "$lock")
+done
+# The locks are complete, so nothing has to be resolved; jaxrl builds with the locked setuptools.
+# Byte code is left to the first import: compiling all of it here takes as long as the rest.
+"$venv/bin/python" -m pip install -q --disable-pip-version-check --no-compile --no-deps "${locks[@]}"
+"$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps \
+    --no-build-isolation --editable .
+echo "$state" >"$venv/.lock"

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# From nothing to a trained model: makes .venv, then a small base model that adds badly (jaxrl sft),
+# then teaches it to add with GRPO (jaxrl train). Needs Python 3.11+, no GPU and no torch.
+#   ./scripts/quickstart.sh            the run lies in runs/quickstart/grpo
+#   SEED=1 ./scripts/quickstart.sh     another model, other data: runs/quickstart-1
+set -euo pipefail
+
+cd "$(dirname "$0")/.."
+seed=${SEED:-0}
+dir=runs/quickstart
+[ "$seed" = 0 ] || dir=runs/quickstart-$seed
+
+scripts/make_venv.sh .venv requirements.txt
+SECONDS=0
+.venv/bin/python scripts/make_arithmetic.py "$dir" --seed "$seed"
+.venv/bin/jaxrl sft configs/quickstart_sft.toml --run.dir "$dir/sft" --run.seed "$seed" \
+    --model.path "$dir/random" --data.path "$dir/sft.jsonl"
+.venv/bin/jaxrl train configs/quickstart.toml --run.dir "$dir/grpo" --run.seed "$seed" \
+    --model.path "$dir/sft/model" --data.path "$dir/train.jsonl" --eval.path "$dir/held_out.jsonl"
+echo "$((SECONDS / 60)) min $((SECONDS % 60)) s after the install; everything is in $dir"

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Makes the environment .venv-test, then runs lint, types and tests. Arguments go to pytest:
+#   ./scripts/test.sh                       everything
+#   ./scripts/test.sh tests/losses -k ppo   a part of the tests
+set -euo pipefail
+
+cd "$(dirname "$0")/.."
+scripts/make_venv.sh .venv-test requirements-dev.txt requirements-torch.txt
+bin=.venv-test/bin
+
+"$bin/ruff" check .
+"$bin/ruff" format --check .
+"$bin/pyright" --pythonpath "$bin/python"
+"$bin/python" -m pytest "$@"
