@@ -15,22 +15,29 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     exit 1
 fi
 
+sum() { "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'; }
+same() { [ "$(cat "$1" 2>/dev/null)" = "$2" ]; }
+
 # The path counts too: an environment does not survive being moved or copied.
-state=$({ pwd; "$python" -c 'import sys; print(sys.version, sys.prefix)'; cat pyproject.toml "$@"; } |
-    "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
-if [ "$(cat "$venv/.lock" 2>/dev/null)" = "$state" ]; then
-    exit 0
+locked=$({ pwd; "$python" -c 'import sys; print(sys.version, sys.prefix)'; cat "$@"; } | sum)
+if ! same "$venv/.locked" "$locked"; then
+    echo "installing $* into $venv"
+    "$python" -m venv --clear "$venv"
+    locks=()
+    for lock in "$@"; do
+        locks+=(-r "$lock")
+    done
+    # The locks are complete, so nothing has to be resolved. Byte code is left to the first import:
+    # compiling all of it here takes as long as the rest.
+    "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-compile --no-deps \
+        "${locks[@]}"
+    echo "$locked" >"$venv/.locked"
 fi
 
-echo "installing $* into $venv"
-"$python" -m venv --clear "$venv"
-locks=()
-for lock in "$@"; do
-    locks+=(-r "$lock")
-done
-# The locks are complete, so nothing has to be resolved; jaxrl builds with the locked setuptools.
-# Byte code is left to the first import: compiling all of it here takes as long as the rest.
-"$venv/bin/python" -m pip install -q --disable-pip-version-check --no-compile --no-deps "${locks[@]}"
-"$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps \
-    --no-build-isolation --editable .
-echo "$state" >"$venv/.lock"
+project=$(sum <pyproject.toml)
+if ! same "$venv/.project" "$project"; then
+    # Built with the locked setuptools, so that nothing is fetched.
+    "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps \
+        --no-build-isolation --editable .
+    echo "$project" >"$venv/.project"
+fi
