@@ -1,6 +1,7 @@
 """What every sampler offers: token ids in, token ids and their log-probs out."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol
 
@@ -11,15 +12,21 @@ import numpy as np
 class SamplingParams:
     """How answers are drawn.
 
+    The logits are divided by the temperature, then truncated by min_p, top_k and top_p, in this
+    order, each of which sees what the one before left, renormalised.
+
     Attributes:
       max_tokens: the longest completion, in tokens.
-      temperature: divides the logits; 0 is greedy.
+      temperature: divides the logits; 0 is greedy, whatever the truncation.
       top_p: smallest set of tokens whose probability reaches this is kept; 1 keeps all.
       top_k: this many most probable tokens are kept; 0 keeps all.
       min_p: tokens less probable than this times the largest probability are dropped.
       stop: token sequences that end an answer; a single-token sequence is an EOS token. The
         sequence stays in the completion.
       seed: answers are a function of weights, prompts, params and this number.
+
+    Raises:
+      ValueError: for a value out of range; the message names it and the range.
     """
 
     max_tokens: int
@@ -30,6 +37,20 @@ class SamplingParams:
     stop: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
 
+    def __post_init__(self):
+        ranges = {
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "temperature": (0 <= self.temperature < math.inf, "finite and at least 0 (greedy)"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (1 keeps all tokens)"),
+            "top_k": (self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
+            "min_p": (0 <= self.min_p <= 1, "between 0 (keeps all tokens) and 1"),
+            "stop": (all(map(len, self.stop)), "made of sequences of at least one token id"),
+            "seed": (0 <= self.seed < 2**63, "at least 0 and below 2**63"),
+        }
+        for name, (fits, expected) in ranges.items():
+            if not fits:
+                raise ValueError(f"{name}={getattr(self, name)!r}: it must be {expected}")
+
 
 class Completion(NamedTuple):
     """One answer.
@@ -39,7 +60,8 @@ class Completion(NamedTuple):
       sample_index: which of the prompt's group it is.
       tokens: i32[C] token ids; the stop sequence stays.
       logprobs: f32[C] log-probability of each token under the distribution that it was drawn from,
-        after temperature and truncation.
+        after temperature, truncation and renormalisation. A greedy token was drawn from nothing:
+        its log-prob is that of temperature 1, as vLLM reports it.
       versions: i32[C] policy version that sampled each token.
       finish_reason: "stop" after a stop sequence, "length" when max_tokens ran out.
     """
@@ -69,3 +91,38 @@ class Sampler(Protocol):
           ValueError: for an empty prompt or one too long for the model.
         """
         ...
+
+
+def check_request(
+    prompts: Sequence[np.ndarray],
+    params: SamplingParams,
+    *,
+    group_size: int,
+    max_positions: int,
+    vocab_size: int,
+) -> None:
+    """Refuses what no sampler can answer.
+
+    Raises:
+      ValueError: for a prompt that is empty, too long or not of the vocabulary, or a group without
+        answers; the message says which and what to do.
+    """
+    if group_size < 1:
+        raise ValueError(f"group_size={group_size}: a prompt needs at least 1 answer")
+    for i, prompt in enumerate(prompts):
+        if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer) or not len(prompt):
+            raise ValueError(
+                f"prompt {i} is an array of shape {prompt.shape} and dtype {prompt.dtype}; "
+                "expected one dimension of at least one token id"
+            )
+        if len(prompt) + params.max_tokens > max_positions:
+            raise ValueError(
+                f"prompt {i} has {len(prompt)} tokens, which with max_tokens={params.max_tokens} "
+                f"is more than the model's {max_positions} positions; shorten the prompt or lower "
+                "max_tokens"
+            )
+        if prompt.min() < 0 or prompt.max() >= vocab_size:
+            raise ValueError(
+                f"prompt {i} has token ids from {prompt.min()} to {prompt.max()}; the model's are "
+                f"0 to {vocab_size - 1}: was it made with another tokenizer?"
+            )

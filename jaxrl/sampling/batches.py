@@ -1,0 +1,222 @@
+"""One batch of answers from its prompts to its completions, seen from the host."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl.models.decoder import Model
+from jaxrl.models.spec import Params
+from jaxrl.precision import Precision
+from jaxrl.sampling.base import Completion, SamplingParams
+from jaxrl.sampling.buckets import count_bucket, length_bucket
+from jaxrl.sampling.choice import Draw, draw
+from jaxrl.sampling.decoding import SEGMENT, Drawn, Rows, begin, decode, move, start
+from jaxrl.sampling.stopping import empty_tail, stop_table
+from sharding.partition import Layout
+
+# A batch becomes this many times smaller once so few of it are running, but not below this number
+# of rows, where a step takes hardly less time.
+_SHRINK, _FEWEST_ROWS = 4, 8
+
+
+class Answer(NamedTuple):
+    """One of the answers that a request asks for."""
+
+    prompt: np.ndarray
+    prompt_index: int
+    sample_index: int
+
+
+class Request(NamedTuple):
+    """What all batches of a request share."""
+
+    weights: Params
+    version: int
+    params: SamplingParams
+    model: Model
+    precision: Precision
+    layout: Layout | None
+    max_batch: int
+
+    @property
+    def shards(self) -> int:
+        """How many parts a batch is cut into."""
+        if self.layout is None:
+            return 1
+        devices = self.layout.mesh.size
+        return devices // self.layout.batch(("batch",)).shard_shape((devices,))[0]
+
+    def put(self, rows: np.ndarray) -> jax.Array | np.ndarray:
+        """An array with a first dimension of prompts or answers, on the devices."""
+        return rows if self.layout is None else jax.device_put(rows, self.layout.batch(("batch",)))
+
+
+class _Progress:
+    """An answer while it is drawn."""
+
+    def __init__(self, answer: Answer):
+        self._answer = answer
+        self._tokens: list[np.ndarray] = []
+        self._logprobs: list[np.ndarray] = []
+        self._length = 0
+
+    def extend(self, drawn: Drawn, *, row: int, length: int) -> None:
+        """Takes what was drawn for a row; the answer is now `length` tokens long."""
+        new = slice(length - self._length)
+        self._tokens.append(np.asarray(drawn.tokens)[new, row])
+        self._logprobs.append(np.asarray(drawn.logprobs)[new, row])
+        self._length = length
+
+    def completion(self, *, stopped: bool, version: int) -> Completion:
+        """The finished answer.
+
+        Raises:
+          FloatingPointError: if a log-prob is not finite.
+        """
+        _, prompt, sample = self._answer
+        logprobs = np.concatenate(self._logprobs)
+        if not np.isfinite(logprobs).all():
+            raise FloatingPointError(
+                f"the logits of policy version {version} are not finite at token "
+                f"{np.argmin(np.isfinite(logprobs))} of answer {sample} to prompt {prompt}: the "
+                "weights hold NaN or infinity, or the sampler's dtype overflows (f16 ends at "
+                "65504; try precision.sampler=bf16)"
+            )
+        return Completion(
+            prompt_index=prompt,
+            sample_index=sample,
+            tokens=np.concatenate(self._tokens),
+            logprobs=logprobs,
+            versions=np.full(len(logprobs), version, np.int32),
+            finish_reason="stop" if stopped else "length",
+        )
+
+
+def run_batch(answers: Sequence[Answer], request: Request) -> Iterator[Completion]:
+    """Draws answers together and yields them as they finish; of those that finish between two
+    visits to the host the shortest first.
+
+    Raises:
+      FloatingPointError: if the model's logits are not finite.
+    """
+    params = request.params
+    width = length_bucket(max(len(answer.prompt) for answer in answers), step=16)
+    # The last token drawn needs no slot.
+    most_slots = length_bucket(width + params.max_tokens - 1, step=16)
+
+    def slots_from(slot: int) -> int:
+        return min(length_bucket(slot + SEGMENT, step=SEGMENT), most_slots)
+
+    table, settings = stop_table(params.stop), draw(params)
+    progress: list[_Progress | None] = [_Progress(answer) for answer in answers]
+    slots, total = slots_from(width), 0
+    rows, out = _begin(answers, request, width=width, slots=slots, table=table, settings=settings)
+    progress += [None] * (rows.token.shape[0] - len(progress))
+    while True:
+        out, length, ended = jax.device_get((out, rows.length, rows.ended))
+        total += int(out.count)
+        finished = []
+        for row, one in enumerate(progress):
+            if one is not None:
+                one.extend(out, row=row, length=int(length[row]))
+                if ended[row] or total == params.max_tokens:
+                    finished.append(one.completion(stopped=ended[row], version=request.version))
+                    progress[row] = None
+        yield from sorted(finished, key=lambda c: (len(c.tokens), c.prompt_index, c.sample_index))
+        running = [row for row, one in enumerate(progress) if one is not None]
+        if not running:
+            return
+        source, full = list(range(len(progress))), width + total - 1 == slots
+        if len(running) <= _fewer(len(progress), request.shards):
+            source = running
+        if full or len(source) < len(progress):
+            slots = slots_from(width + total - 1) if full else slots
+            rows, progress = _move(rows, progress, source, request, slots=slots)
+        rows, out = decode(
+            request.weights,
+            rows,
+            max_tokens=np.int32(params.max_tokens),
+            floor=np.int32(_fewer(len(progress), request.shards)),
+            table=table,
+            settings=settings,
+            model=request.model,
+            precision=request.precision,
+        )
+
+
+def _begin(
+    answers: Sequence[Answer],
+    request: Request,
+    *,
+    width: int,
+    slots: int,
+    table: np.ndarray,
+    settings: Draw,
+) -> tuple[Rows, Drawn]:
+    """Runs every prompt once and draws the first token of every answer to it."""
+    shards = request.shards
+    prompts = {answer.prompt_index: answer.prompt for answer in answers}
+    shape = (count_bucket(len(prompts), multiple=shards), width)
+    tokens, pad = np.zeros(shape, np.int32), np.full(shape[0], width - 1, np.int32)
+    for row, prompt in enumerate(prompts.values()):
+        pad[row] = width - len(prompt)
+        tokens[row, pad[row] :] = prompt
+    place = {index: row for row, index in enumerate(prompts)}
+    most = -(-request.max_batch // shards) * shards
+    size = min(count_bucket(len(answers), multiple=shards), most)
+    source, index, used = (
+        np.zeros(size, np.int32),
+        np.zeros((size, 2), np.int32),
+        np.ones(size, bool),
+    )
+    source[: len(answers)] = [place[answer.prompt_index] for answer in answers]
+    index[: len(answers)] = [answer[1:] for answer in answers]
+    used[len(answers) :] = False
+    policy = {"model": request.model, "precision": request.precision}
+    cache, logits = start(request.weights, request.put(tokens), request.put(pad), **policy)
+    seed = request.params.seed
+    key = jax.random.fold_in(jax.random.key(seed % 2**32, impl="threefry2x32"), seed // 2**32)
+    return begin(
+        cache,
+        logits,
+        pad,
+        source=request.put(source),
+        answer=request.put(index),
+        key=key,
+        tail=request.put(empty_tail(size, table)),
+        used=request.put(used),
+        table=table,
+        settings=settings,
+        slots=slots,
+    )
+
+
+def _fewer(rows: int, shards: int) -> int:
+    """The number of rows that a batch shrinks to, 0 if it does not."""
+    fewer = rows // _SHRINK
+    return fewer if fewer >= _FEWEST_ROWS and fewer % shards == 0 else 0
+
+
+def _move(
+    rows: Rows,
+    progress: list[_Progress | None],
+    source: list[int],
+    request: Request,
+    *,
+    slots: int,
+) -> tuple[Rows, list[_Progress | None]]:
+    """Takes the rows `source` into a batch of this many slots, smaller if they fit one."""
+    size = len(progress)
+    if len(source) < size:
+        size = _fewer(size, request.shards)
+    filler = size - len(source)
+    used = np.arange(size) < len(source)
+    rows = move(
+        rows,
+        request.put(np.array(source + [0] * filler, np.int32)),
+        request.put(used),
+        slots=slots,
+    )
+    return rows, [progress[row] for row in source] + [None] * filler

@@ -1,0 +1,123 @@
+"""Sampling with JAX on the learner's own arrays: the default sampler, without a server."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.models.decoder import Model
+from jaxrl.models.spec import Params
+from jaxrl.precision import Precision, cast, sampler_precision
+from jaxrl.sampling.base import Completion, SamplingParams, check_request
+from jaxrl.sampling.batches import Answer, Request, run_batch
+from sharding.partition import Layout
+
+
+class _Weights(NamedTuple):
+    params: Params
+    version: int
+
+
+class EmbeddedSampler:
+    """Draws answers by decoding with a key-value cache; a `Sampler`.
+
+    An answer is a function of the weights, its prompt, the prompt's and the answer's index, the
+    sampling params and the seed. The other prompts of the request change it by no more than the
+    rounding of matrix products of another size.
+
+    One program is compiled per power-of-two number of prompts or answers and per bucket of lengths.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: Params,
+        *,
+        precision: Precision,
+        version: int = 0,
+        max_batch: int = 64,
+        layout: Layout | None = None,
+    ):
+        """Makes a sampler that serves `params`.
+
+        Args:
+          model: the decoder.
+          params: the learner's weights, in any dtype.
+          precision: the run's policy; the sampler follows `sampler_precision` of it.
+          version: the policy version of `params`.
+          max_batch: the most answers decoded at once. More use the machine better, and each takes
+            the cache of its own tokens: 2 * layers * kv heads * head_dim numbers per token.
+          layout: how the sampler's copy of the weights and its batches lie on a mesh; None leaves
+            the weights where they are.
+
+        Raises:
+          ValueError: if `max_batch` is not positive.
+        """
+        if max_batch < 1:
+            raise ValueError(f"max_batch={max_batch}: at least 1 answer must fit a batch")
+        self._model = model
+        self._policy = precision
+        self._precision = sampler_precision(precision)
+        self._max_batch = max_batch
+        self._layout = layout
+        self.load(params, version=version)
+
+    @property
+    def version(self) -> int:
+        """The policy version that the next request is sampled from."""
+        return self._weights.version
+
+    def load(self, params: Params, *, version: int) -> None:
+        """Serves other weights from the next request on.
+
+        They are cast to `precision.wire`, then to `precision.sampler`, on their devices. The
+        sampler keeps a copy of its own: the learner may donate its arrays.
+        """
+        # Two steps outside of any compiled function: XLA may leave out a rounding that is undone.
+        weights = cast(cast(params, self._policy.wire), self._policy.sampler)
+        if self._layout is not None:
+            weights = jax.device_put(weights, self._layout.tree(self._model.specs))
+        weights = jax.tree.map(
+            lambda new, old: jnp.copy(new) if new is old else new, weights, params
+        )
+        self._weights = _Weights(weights, version)
+
+    def sample(
+        self, prompts: Sequence[np.ndarray], params: SamplingParams, *, group_size: int
+    ) -> Iterator[Completion]:
+        """Draws `group_size` answers to every prompt, in the order in which they finish.
+
+        Args:
+          prompts: i32[P] token ids each.
+          params: how answers are drawn.
+          group_size: answers per prompt.
+
+        Raises:
+          ValueError: at the call, for a prompt that is empty, too long for the model or not of its
+            vocabulary, or for sampling params that make no sense.
+          FloatingPointError: while iterating, if the model's logits are not finite.
+        """
+        config = self._model.config
+        prompts = [np.asarray(prompt) for prompt in prompts]
+        check_request(
+            prompts,
+            params,
+            group_size=group_size,
+            max_positions=config.max_positions,
+            vocab_size=config.vocab_size,
+        )
+        # Prompts of like length share a batch; the sort is stable, so batches are reproducible.
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        answers = [Answer(prompts[i], i, j) for i in order for j in range(group_size)]
+        weights, version = self._weights
+        request = Request(
+            weights, version, params, self._model, self._precision, self._layout, self._max_batch
+        )
+        starts = range(0, len(answers), self._max_batch)
+        return (
+            completion
+            for i in starts
+            for completion in run_batch(answers[i : i + self._max_batch], request)
+        )

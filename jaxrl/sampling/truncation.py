@@ -1,0 +1,84 @@
+"""Which tokens may be drawn: min-p, top-k and top-p without sorting the vocabulary."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from jaxrl.sampling.base import SamplingParams
+
+
+@struct.dataclass(kw_only=True)
+class Truncation:
+    """What remains of a distribution. A setting that is None costs nothing and compiles to nothing;
+    the others are arrays, so that their values do not compile a new program.
+
+    They are applied in vLLM's order, each to what the one before left, renormalised.
+    """
+
+    min_p: jax.Array | None = None  # f32[], share of the largest probability
+    top_k: jax.Array | None = None  # i32[], number of tokens
+    top_p: jax.Array | None = None  # f32[], probability
+
+
+def truncation(params: SamplingParams) -> Truncation:
+    """The settings of a request."""
+    return Truncation(
+        min_p=jnp.float32(params.min_p) if params.min_p > 0 else None,
+        top_k=jnp.int32(params.top_k) if params.top_k > 0 else None,
+        top_p=jnp.float32(params.top_p) if params.top_p < 1 else None,
+    )
+
+
+def truncate(weights: jax.Array, settings: Truncation) -> jax.Array:
+    """Sets the weights of the dropped tokens to 0.
+
+    Every setting keeps the tokens above some threshold, so it is the threshold that is searched
+    for, bit by bit. A token exactly as probable as the last one kept is kept too: what is kept does
+    not depend on the order of the vocabulary.
+
+    Args:
+      weights: f32[B, V] probabilities times any constant per row that makes the largest one 1.
+      settings: what to drop.
+    """
+    if settings.min_p is not None:
+        weights = _above(weights, jnp.broadcast_to(settings.min_p, weights.shape[:1]))
+    if settings.top_k is not None:
+        k = settings.top_k
+
+        def enough_tokens(kept: jax.Array) -> jax.Array:
+            return jnp.sum(kept > 0, axis=-1) >= k
+
+        weights = _above(weights, _largest_threshold(weights, enough_tokens))
+    if settings.top_p is not None:
+        goal = settings.top_p * jnp.sum(weights, axis=-1)
+
+        def enough_probability(kept: jax.Array) -> jax.Array:
+            return jnp.sum(kept, axis=-1) >= goal
+
+        weights = _above(weights, _largest_threshold(weights, enough_probability))
+    return weights
+
+
+def _above(weights: jax.Array, threshold: jax.Array) -> jax.Array:
+    return jnp.where(weights >= threshold[:, None], weights, 0)
+
+
+def _largest_threshold(weights: jax.Array, enough) -> jax.Array:
+    """The largest f32 threshold in [0, 1] that keeps enough of every row, f32[B].
+
+    The bits of floats that are not negative are ordered as integers, hence a binary search over
+    them is exact and takes 30 passes; `enough` must hold at threshold 0 or 0 is returned.
+    """
+    one = int(np.float32(1).view(np.int32))
+
+    def narrow(_, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds  # enough is kept at low and not at high
+        middle = low + (high - low) // 2
+        fits = enough(_above(weights, lax.bitcast_convert_type(middle, jnp.float32)))
+        return jnp.where(fits, middle, low), jnp.where(fits, high, middle)
+
+    low = jnp.zeros(weights.shape[:1], jnp.int32)
+    low, _ = lax.fori_loop(0, one.bit_length(), narrow, (low, jnp.full_like(low, one + 1)))
+    return lax.bitcast_convert_type(low, jnp.float32)
