@@ -44,7 +44,8 @@ class TokenBatch:
     """Tokens in rows, several sequences to a row (device, rectangular).
 
     Entry t of every per-token array belongs to `tokens[:, t]` and scores that token given the
-    tokens of the same segment before it. Padding has segment 0 and action_mask False.
+    tokens of the same segment before it. Padding has segment 0 and action_mask False; where
+    action_mask is False, log-probs and advantages are 0.
     """
 
     tokens: jax.Array  # i32[B, T]
@@ -57,9 +58,7 @@ class TokenBatch:
 
 def segment_sum(values: jax.Array, segments: jax.Array) -> jax.Array:
     """Sum over each token's own sequence, at each token: [B, T] -> [B, T]; 0 at padding."""
-    totals = jax.vmap(lambda v, s: jnp.zeros_like(v, shape=v.shape[0] + 1).at[s].add(v))(
-        jnp.where(segments > 0, values, 0), segments
-    )
+    totals = _segment_totals(jnp.where(segments > 0, values, 0), segments)
     return jnp.where(segments > 0, jnp.take_along_axis(totals, segments, axis=1), 0)
 
 
@@ -78,17 +77,14 @@ def sequence_weights(batch: TokenBatch) -> jax.Array:
 
 def action_sequences(batch: TokenBatch) -> jax.Array:
     """Number of sequences with at least one action token in the whole batch, f32[]."""
-    first = batch.action_mask & (batch.positions == _first_action_position(batch))
-    return jnp.sum(first, dtype=jnp.float32)
+    counts = _segment_totals(batch.action_mask.astype(jnp.float32), batch.segments)
+    return jnp.sum(counts[:, 1:] > 0, dtype=jnp.float32)
 
 
-def _first_action_position(batch: TokenBatch) -> jax.Array:
-    far = jnp.iinfo(jnp.int32).max
-    positions = jnp.where(batch.action_mask, batch.positions, far)
-    firsts = jax.vmap(lambda p, s: jnp.full(p.shape[0] + 1, far).at[s].min(p))(
-        positions, batch.segments
-    )
-    return jnp.take_along_axis(firsts, batch.segments, axis=1)
+def _segment_totals(values: jax.Array, segments: jax.Array) -> jax.Array:
+    """[B, T + 1]: entry s of a row is the sum over its segment s."""
+    empty = jnp.zeros((segments.shape[0], segments.shape[1] + 1), values.dtype)
+    return jax.vmap(lambda zeros, s, v: zeros.at[s].add(v))(empty, segments, values)
 
 
 def assign_rows(lengths: Sequence[int], *, row_length: int) -> list[list[int]]:
@@ -137,7 +133,20 @@ def pack(
       rows: for each row of the result the indices of its rollouts, in order; an empty row is all
         padding. See `assign_rows`; one rollout to a row is the unpacked layout.
       row_length: tokens in a row.
+
+    Raises:
+      ValueError: for a rollout without a prompt (its first token would have nothing to be scored
+        from), one whose arrays differ in length, a row that does not hold its rollouts, or another
+        number of advantages than of rollouts; the message names it.
     """
+    if len(advantages) != len(rollouts):
+        raise ValueError(f"{len(advantages)} advantages for {len(rollouts)} rollouts")
+    for r, members in enumerate(rows):
+        used = sum(rollouts[i].length for i in members)
+        if used > row_length:
+            raise ValueError(f"row {r} is given {used} tokens and holds {row_length}")
+        for i in members:
+            _check_rollout(rollouts[i], index=i)
     shape = (len(rows), row_length)
     tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
     action_mask = np.zeros(shape, bool)
@@ -152,8 +161,9 @@ def pack(
             segments[r, whole] = segment
             positions[r, whole] = np.arange(rollout.length)
             action_mask[r, answer] = rollout.action_mask
-            logprobs[r, answer] = rollout.logprobs
-            token_advantages[r, answer] = advantages[i]
+            # 0 where the policy did not choose: 0 x NaN must not reach a gradient.
+            logprobs[r, answer] = np.where(rollout.action_mask, rollout.logprobs, 0)
+            token_advantages[r, answer] = np.where(rollout.action_mask, advantages[i], 0)
             start += rollout.length
     return TokenBatch(
         tokens=tokens,  # pyright: ignore[reportArgumentType] — numpy until it is put on devices
@@ -163,3 +173,14 @@ def pack(
         sampler_logprobs=logprobs,  # pyright: ignore[reportArgumentType]
         advantages=token_advantages,  # pyright: ignore[reportArgumentType]
     )
+
+
+def _check_rollout(rollout: Rollout, *, index: int) -> None:
+    if not len(rollout.prompt):
+        raise ValueError(f"rollout {index} has an empty prompt: begin it with a BOS or EOS token")
+    for name in ("logprobs", "action_mask", "version"):
+        if len(getattr(rollout, name)) != len(rollout.completion):
+            raise ValueError(
+                f"rollout {index}: {name} has {len(getattr(rollout, name))} entries for "
+                f"{len(rollout.completion)} completion tokens"
+            )

@@ -39,6 +39,9 @@ class LossScaleSpec:
       backoff: factor applied when a gradient is not finite; 1 keeps the scale fixed.
       interval: number of finite steps between two growths.
       floor: the scale never falls below this.
+
+    Raises:
+      ValueError: for a number that is out of range.
     """
 
     initial: float = 1.0
@@ -47,12 +50,28 @@ class LossScaleSpec:
     interval: int = 400
     floor: float = 1.0
 
+    def __post_init__(self) -> None:
+        finite = 0 < self.initial <= 2.0**126 and 1 <= self.growth < float("inf")
+        if not (finite and 0 < self.backoff <= 1 and self.interval >= 1 and self.floor > 0):
+            raise ValueError(
+                f"{self!r}: needs initial > 0, growth >= 1, 0 < backoff <= 1, interval >= 1 and "
+                "floor > 0, all finite"
+            )
+
     def __str__(self) -> str:
         if self == LossScaleSpec():
             return "none"
-        if self.growth == self.backoff == 1.0:
-            return f"static:{self.initial:g}"
-        return f"dynamic:{self.initial:g}:{self.interval}"
+        if self == LossScaleSpec(initial=self.initial):
+            return f"static:{_number(self.initial)}"
+        numbers = [self.initial, self.interval]
+        if self != dynamic_loss_scale(self.initial, self.interval):
+            numbers += [self.growth, self.backoff, self.floor]
+        return ":".join(["dynamic", *map(_number, numbers)])
+
+
+def _number(value: float) -> str:
+    short = f"{value:g}"
+    return short if "e" not in short and float(short) == value else repr(value)
 
 
 def dynamic_loss_scale(initial: float = 2.0**16, interval: int = 400) -> LossScaleSpec:
@@ -61,7 +80,8 @@ def dynamic_loss_scale(initial: float = 2.0**16, interval: int = 400) -> LossSca
 
 
 def parse_loss_scale(text: str) -> LossScaleSpec:
-    """Reads `none`, `static:SCALE` or `dynamic[:SCALE[:INTERVAL]]`.
+    """Reads `none`, `static:SCALE`, `dynamic[:SCALE[:INTERVAL]]` or
+    `dynamic:SCALE:INTERVAL:GROWTH:BACKOFF:FLOOR`.
 
     Raises:
       ValueError: for any other text; the message names it.
@@ -75,9 +95,16 @@ def parse_loss_scale(text: str) -> LossScaleSpec:
         elif kind == "dynamic" and len(numbers) <= 2:
             initial, interval = [*numbers, *("65536", "400")[len(numbers) :]]
             spec = dynamic_loss_scale(float(initial), int(interval))
+        elif kind == "dynamic" and len(numbers) == 5:
+            initial, growth, backoff, floor = (float(numbers[i]) for i in (0, 2, 3, 4))
+            spec = LossScaleSpec(
+                initial=initial,
+                growth=growth,
+                backoff=backoff,
+                interval=int(numbers[1]),
+                floor=floor,
+            )
         else:
-            raise ValueError
-        if not (0 < spec.initial < float("inf") and spec.interval > 0):
             raise ValueError
         return spec
     except ValueError:

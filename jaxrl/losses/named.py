@@ -75,7 +75,7 @@ def _argument(value: Any, annotation: Any, *, key: str) -> Any:
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     kinds = typing.get_args(annotation) if union else (annotation,)
     if not any(_fits(value, kind) for kind in kinds):
-        expected = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+        expected = " or ".join(kind.__name__ for kind in kinds if kind is not types.NoneType)
         raise ValueError(f"loss.{key} = {value!r}: expected {expected}")
     return value
 
