@@ -1,0 +1,114 @@
+"""Law 1 on meshes: sharded == single device, for scores, gradients and the optimizer's steps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.batch import pack
+from jaxrl.learner import Minibatch, interleave, make_learner
+from jaxrl.losses import grpo
+from jaxrl.metrics import to_floats
+from jaxrl.models.decoder import decoder
+from jaxrl.optimizers import make_optimizer, make_schedule
+from jaxrl.precision import PRESETS as PRECISIONS
+from sharding.mesh import make_mesh
+from sharding.partition import Layout
+from sharding.rules import PRESETS
+from tests import tiny
+
+LENGTH = 16
+ROWS = 8  # to a microbatch, of which there are two
+
+
+def minibatch() -> Minibatch:
+    samples = tiny.rollouts(16, longest=LENGTH)
+    advantages = list(np.random.default_rng(0).normal(size=16))
+    rows, used = interleave([[i] for i in range(16)], rows_per_microbatch=ROWS, max_microbatches=2)
+    batch = pack(samples, advantages, rows=rows, row_length=LENGTH)
+    return Minibatch(batch=batch, microbatches=jnp.int32(used))  # pyright: ignore
+
+
+def run(layout: Layout, *, optimizer="adamw"):
+    """Scores, gradient (as Adam's first moment), metrics and parameters after two steps."""
+    model = decoder(tiny.CONFIG, constrain=layout.constrain)
+    schedule = make_schedule("constant", learning_rate=1e-2, warmup_steps=0, total_steps=2)
+    learner = make_learner(
+        model,
+        grpo(entropy=0.01).objective,
+        optimizer=make_optimizer(
+            optimizer,
+            schedule,
+            betas=(0.9, 0.9),
+            eps=1e-4,  # where a gradient vanishes, Adam would divide rounding by rounding
+            weight_decay=0.1,
+            clip_norm=0.5,
+            specs=model.specs,
+        ),
+        precision=PRECISIONS["fp32"],
+        rows_per_microbatch=ROWS,
+        param_shardings=layout.tree(model.specs),
+    )
+    params = jax.device_put(tiny.params(), layout.tree(model.specs))
+    shardings = layout.state(jax.eval_shape(learner.init, params), model.specs)
+    state = jax.jit(learner.init, out_shardings=shardings)(params)
+    batch = minibatch()
+    rows = jax.tree.map(
+        lambda x: layout.batch(("batch", "length")) if x.ndim == 2 else layout.replicated, batch
+    )
+    batch = jax.device_put(batch, rows)
+    scores = jax.jit(learner.score)(params, batch)
+    step = jax.jit(learner.step, donate_argnums=0, out_shardings=(shardings, None))
+    state, metrics = step(state, batch)
+    moments = jax.device_get(state.opt_state)
+    state, _ = step(state, batch)
+    assert jax.tree.map(lambda x: x.sharding, state) == shardings
+    assert step._cache_size() == 1  # pyright: ignore
+    return jax.device_get((scores, moments, to_floats(metrics), state.params))
+
+
+@functools.cache
+def on_one_device(optimizer):
+    return run(Layout(make_mesh(devices=jax.devices()[:1]), PRESETS["data"]), optimizer=optimizer)
+
+
+def assert_close(a, b, *, rtol):
+    for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        scale = np.abs(y).max() + 1e-30
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(x, y, atol=rtol * scale, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("preset", "sizes"),
+    [
+        ("data", {"data": 8}),
+        ("fsdp", {"fsdp": 8}),
+        ("tensor", {"data": 2, "tensor": 4}),
+        ("fsdp_tensor", {"data": 2, "fsdp": 2, "tensor": 2}),
+    ],
+)
+def test_a_mesh_changes_nothing_but_rounding(preset, sizes):
+    scores, moments, metrics, params = run(Layout(make_mesh(**sizes), PRESETS[preset]))
+    expected = on_one_device("adamw")
+    assert_close(scores, expected[0], rtol=1e-5)
+    assert_close(moments, expected[1], rtol=2e-5)
+    assert metrics == pytest.approx(expected[2], rel=1e-4, abs=1e-6)
+    assert_close(params, expected[3], rtol=1e-4)
+
+
+def test_muon_on_a_mesh_changes_nothing_but_rounding():
+    layout = Layout(make_mesh(fsdp=4, tensor=2), PRESETS["fsdp_tensor"])
+    assert_close(run(layout, optimizer="muon")[3], on_one_device("muon")[3], rtol=1e-3)
+
+
+def test_parameters_and_moments_are_cut_over_the_devices():
+    layout = Layout(make_mesh(fsdp=8), PRESETS["fsdp"])
+    model = tiny.model()
+    shapes = jax.eval_shape(lambda: tiny.params())
+    shardings = layout.tree(model.specs)
+    held = jax.tree.map(lambda x, s: np.prod(s.shard_shape(x.shape)), shapes, shardings)
+    total = sum(x.size for x in jax.tree.leaves(shapes))
+    assert sum(jax.tree.leaves(held)) < total / 8 + 300  # norms are whole everywhere
