@@ -28,6 +28,7 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 # TOML arrays arrive as lists, which strict mode would refuse for a tuple.
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], Field(strict=False)]
+Remat = Literal["none", "matmuls", "attention", "layer"]
 
 
 class Section(BaseModel):
@@ -200,9 +201,9 @@ class TrainConfig(Section):
     packing: bool = True
     """Put several short sequences into a row; otherwise one to a row."""
 
-    remat: Literal["none", "dots", "full"] = "none"
-    """Activations that the backward pass computes again instead of keeping: none, all but the
-    results of matrix products (`dots`), all of a layer (`full`)."""
+    remat: Remat = "none"
+    """What the backward pass computes again instead of keeping it: `none`; `matmuls` all but the
+    outputs of projections; `attention` all but the outputs of attention; `layer` all of a layer."""
 
 
 class OptimizerConfig(Section):

@@ -110,6 +110,15 @@ def parse_value(schema: type[Section], name: str, text: str) -> Any:
     return _number(name, text)
 
 
+def flatten(config: Section) -> dict[str, Any]:
+    """{"train.steps": 100, ...}, in the order of declaration."""
+    return {
+        f"{name}.{key}" if key else name: value
+        for name, table in config
+        for key, value in (table if isinstance(table, Section) else [("", table)])
+    }
+
+
 def dumps(config: Section) -> str:
     """The config as TOML that `load` reads back to an equal one; None is written as "none"."""
     tables = {k: v for k, v in config if isinstance(v, Section)}

@@ -117,7 +117,7 @@ def load_prompts(
     for where, record in rows:
         if limit is not None and len(examples) == limit:
             break
-        text = render(_prompt_of(record, prompt_key, where=where), where=where)
+        text = render(prompt_of(record, prompt_key, where=where), where=where)
         tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
         if len(tokens) > max_tokens:
             too_long += 1
@@ -205,7 +205,12 @@ def column(record: Mapping[str, Any], key: str, *, where: str) -> Any:
     return record[key]
 
 
-def _prompt_of(record: Mapping[str, Any], key: str, *, where: str) -> str | list[dict[str, str]]:
+def prompt_of(record: Mapping[str, Any], key: str, *, where: str) -> str | list[dict[str, str]]:
+    """The prompt in a column: a text, or a list of messages with role and content.
+
+    Raises:
+      ValueError: if it is anything else; the message names the place.
+    """
     value = column(record, key, where=where)
     messages = list(value) if isinstance(value, (list, tuple, np.ndarray)) else None
     if isinstance(value, str):

@@ -1,0 +1,135 @@
+"""What commands build from sections of a config: devices, model, optimizer, prompts, sampling."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from flax import traverse_util
+
+from jaxrl import data, optimizers
+from jaxrl.config import DataConfig, MeshConfig, OptimizerConfig, PromptConfig, SamplingConfig
+from jaxrl.data import Prompts, Rendering, Tokenizer
+from jaxrl.models import huggingface
+from jaxrl.models.decoder import Model, decoder
+from jaxrl.models.families import DecoderConfig
+from jaxrl.models.spec import Params, Specs
+from jaxrl.precision import DType
+from jaxrl.sampling.base import SamplingParams
+from sharding.mesh import make_mesh
+from sharding.partition import Layout
+from sharding.rules import PRESETS
+
+
+class Optimizer(NamedTuple):
+    """An optimizer and the learning rate that it uses at each of its steps."""
+
+    transformation: optax.GradientTransformation
+    learning_rate: optax.Schedule
+
+
+def make_layout(mesh: MeshConfig) -> Layout:
+    """The devices of this process, arranged.
+
+    Raises:
+      ValueError: if the mesh does not use all of them; one device out of many is allowed.
+    """
+    devices = jax.devices()
+    sizes = mesh.model_dump()
+    alone = int(np.prod(list(sizes.values()))) == 1
+    return Layout(
+        make_mesh(**sizes, devices=devices[:1] if alone else devices), PRESETS["fsdp_tensor"]
+    )
+
+
+def load_model(
+    path: str, *, layout: Layout, dtype: DType, remat: str = "none"
+) -> tuple[Model, Params]:
+    """A Hugging Face checkpoint, its parameters cut over the devices as the layout says.
+
+    Raises:
+      FileNotFoundError, ValueError: as `huggingface.load`.
+    """
+    model = decoder(huggingface.load_config(path), remat=remat, constrain=layout.constrain)
+    shardings: dict[str, Any] = traverse_util.flatten_dict(  # pyright: ignore[reportAssignmentType]
+        layout.tree(model.specs), sep="/"
+    )
+    _, params = huggingface.load(
+        path, dtype=dtype, put=lambda name, array: jax.device_put(array, shardings[name])
+    )
+    return model, params
+
+
+def make_optimizer(config: OptimizerConfig, *, total_steps: int, specs: Specs) -> Optimizer:
+    """The optimizer of a run of `total_steps` optimizer steps."""
+    schedule = optimizers.make_schedule(
+        config.schedule,
+        learning_rate=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        total_steps=total_steps,
+    )
+    transformation = optimizers.make_optimizer(
+        config.name,
+        schedule,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        clip_norm=config.clip_norm,
+        specs=specs,
+    )
+    return Optimizer(transformation, schedule)
+
+
+def rendering(config: PromptConfig) -> Rendering:
+    """How the config wants prompts to become text."""
+    return Rendering(config.template, config.system_prompt, config.prompt_format)
+
+
+def load_training_prompts(config: DataConfig, tokenizer: Tokenizer) -> Prompts:
+    """The prompts under `data.path`; raises as `data.load_prompts`."""
+    return _load_prompts(config, tokenizer, path=config.path, split=config.split, limit=None)
+
+
+def load_held_out_prompts(config: DataConfig, tokenizer: Tokenizer) -> Prompts | None:
+    """The prompts under `data.eval_path`, None if there is none; raises as `data.load_prompts`."""
+    if config.eval_path is None:
+        return None
+    return _load_prompts(
+        config,
+        tokenizer,
+        path=config.eval_path,
+        split=config.eval_split,
+        limit=config.eval_limit,
+    )
+
+
+def _load_prompts(
+    config: DataConfig, tokenizer: Tokenizer, *, path: str, split: str, limit: int | None
+) -> Prompts:
+    return data.load_prompts(
+        data.read_rows(path, split=split, subset=config.subset),
+        tokenizer,
+        prompt_key=config.prompt_key,
+        answer_key=config.answer_key,
+        rendering=rendering(config),
+        max_tokens=config.max_prompt_tokens,
+        limit=limit,
+    )
+
+
+def sampling_params(
+    config: SamplingConfig, model: DecoderConfig, tokenizer: Tokenizer, *, seed: int
+) -> SamplingParams:
+    """How answers are drawn; they end at the end-of-sequence tokens of the model and of the
+    tokenizer, and at the texts of `sampling.stop`."""
+    ends = sorted({*model.eos_ids, tokenizer.eos_token_id} - {None})
+    texts = [tokenizer.encode(text, add_special_tokens=False) for text in config.stop]
+    return SamplingParams(
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        stop=(*((int(end),) for end in ends), *(tuple(text) for text in texts)),
+        seed=seed,
+    )

@@ -1,0 +1,108 @@
+"""Makes the quickstart's material: a tokenizer, an untrained model and additions to learn from.
+
+    python scripts/make_arithmetic.py runs/quickstart --seed 0
+
+The texts that the base model imitates (sft.jsonl) are by a student who adds digit by digit and
+mostly forgets to carry. Prompts for reinforcement learning (train.jsonl) and for evaluation
+(held_out.jsonl) have the right answer and no way to it. No addition is in two of the files.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from jaxrl.models import families, huggingface, spec
+from jaxrl.models.decoder import param_specs
+
+SIZES = {"sft": 20_000, "train": 4_000, "held_out": 400}
+FORGETS = 0.7  # share of the carries that the student forgets
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 384,
+    "max_position_embeddings": 256,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|unknown|>")
+PRINTABLE = ["\n", *map(chr, range(32, 127))]
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}"
+    "{% if message.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    write_model(arguments.directory / "untrained", seed=arguments.seed)
+    write_texts(arguments.directory, rng=random.Random(arguments.seed))
+
+
+def write_model(directory: Path, *, seed: int) -> None:
+    """A Hugging Face checkpoint with random weights and a tokenizer of single characters."""
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL, *PRINTABLE))}
+    ids = {"vocab_size": len(vocabulary), "pad_token_id": 0, "eos_token_id": 1}
+    config = families.from_hf_config(MODEL | ids)
+    f32 = jnp.dtype(jnp.float32)
+    params = spec.init(param_specs(config), jax.random.key(seed), dtype=f32)
+    huggingface.save(directory, params, config, dtype=f32)
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[-1]))
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": SPECIAL[0],
+        "eos_token": SPECIAL[1],
+        "unk_token": SPECIAL[-1],
+        "chat_template": TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")
+
+
+def write_texts(directory: Path, *, rng: random.Random) -> None:
+    """The three files of additions."""
+    pairs = iter(rng.sample([(a, b) for a in range(100, 1000) for b in range(100, 1000)], 30_000))
+    for name, size in SIZES.items():
+        rows = []
+        for _ in range(size):
+            a, b = next(pairs)
+            prompt = f"{a}+{b}=?"
+            if name == "sft":
+                rows.append({"prompt": prompt, "completion": student(a, b, rng=rng)})
+            else:
+                rows.append({"prompt": prompt, "answer": str(a + b)})
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (directory / f"{name}.jsonl").write_text(lines)
+
+
+def student(a: int, b: int, *, rng: random.Random) -> str:
+    """Adds from the right, with slips: student(347, 585) is "7+5=12 4+8+1=13 3+5+1=9 #### 932" at
+    its best and "7+5=12 4+8=12 3+5=8 #### 822" at its worst."""
+    steps, digits, carry = [], "", False
+    for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
+        total = int(x) + int(y) + carry
+        steps.append(f"{x}+{y}{'+1' if carry else ''}={total}")
+        digits = (str(total) if len(steps) == 3 else str(total)[-1]) + digits
+        carry = total > 9 and rng.random() >= FORGETS
+    return f"{' '.join(steps)} #### {digits}"
+
+
+if __name__ == "__main__":
+    main()
