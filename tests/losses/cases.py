@@ -1,0 +1,159 @@
+"""Random sequences with all their scores, laid out in rows in any way a test asks for."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.batch import Rollout, TokenBatch, pack
+from jaxrl.losses import (
+    Scores,
+    TokenLoss,
+    anchor_over_sampler,
+    clipped,
+    entropy_bonus,
+    geometric,
+    k1,
+    k1_plus,
+    k2,
+    k3,
+    k3_plus,
+    kl_penalty,
+    masked,
+    over_anchor,
+    over_sampler,
+    product,
+    reinforce,
+    reweight,
+    sequence,
+    shadowed,
+    truncated,
+    unclipped,
+)
+
+ROWS, ROW_LENGTH = 6, 24  # one shape for all layouts, so that each loss compiles once
+
+SCORES = ("logprobs", "entropy", "anchor", "shadow", "reference")
+
+TERMS: dict[str, TokenLoss] = {
+    "reinforce": reinforce(),
+    "unclipped": unclipped(over_sampler),
+    "clipped over sampler": clipped(over_sampler),
+    "clipped over anchor": clipped(over_anchor, high=0.28),
+    "clipped shadowed": clipped(shadowed),
+    "dual": clipped(over_sampler, dual=1.5),
+    "cap": clipped(over_sampler, cap=1.4),
+    "sequence": clipped(sequence(over_sampler)),
+    "product": clipped(product(over_anchor)),
+    "geometric": clipped(geometric(over_sampler)),
+    "token tis": reweight(clipped(over_anchor), truncated(anchor_over_sampler, high=1.1)),
+    "token mis": reweight(clipped(over_anchor), masked(anchor_over_sampler, low=0.8, high=1.2)),
+    "sequence tis": reweight(
+        clipped(over_anchor), truncated(product(anchor_over_sampler), high=1.1)
+    ),
+    "sequence mis": reweight(reinforce(), masked(product(over_sampler), low=0.7, high=1.5)),
+    "k1": kl_penalty(k1),
+    "k2": kl_penalty(k2),
+    "k3": kl_penalty(k3),
+    "k1+": kl_penalty(k1_plus),
+    "k3+": kl_penalty(k3_plus),
+    "entropy": entropy_bonus(),
+}
+
+
+def compiled(function):
+    """jit with the least optimization: these programs are compiled once and run in microseconds."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+
+
+class Answer(NamedTuple):
+    rollout: Rollout
+    scores: dict[str, np.ndarray]  # of the completion, f32[C]
+    advantages: np.ndarray  # f32[C]
+
+
+def random_sequences(seed: int, *, number: int = ROWS, spread: float = 0.3) -> list[Answer]:
+    """Answers of 0 to 8 tokens, some of them tool output, some without a sampler log-prob."""
+    rng = np.random.default_rng(seed)
+    return [_random_answer(rng, spread) for _ in range(number)]
+
+
+def _random_answer(rng: np.random.Generator, spread: float) -> Answer:
+    prompt, length = int(rng.integers(1, 5)), int(rng.integers(0, 9))
+    logprobs = -rng.uniform(0.1, 3.0, length)
+
+    def near() -> np.ndarray:
+        return (logprobs + spread * rng.normal(size=length)).astype(np.float32)
+
+    sampler = near()
+    sampler[rng.random(length) < 0.15] = np.nan
+    rollout = Rollout(
+        prompt=rng.integers(1, 50, prompt),
+        completion=rng.integers(1, 50, length),
+        logprobs=sampler,
+        action_mask=rng.random(length) < 0.8,
+        version=np.zeros(length, np.int32),
+        group=0,
+    )
+    scores = {name: near() for name in SCORES} | {"logprobs": logprobs.astype(np.float32)}
+    return Answer(rollout, scores, rng.normal(size=length).astype(np.float32))
+
+
+def lay_out(
+    sequences: Sequence[Answer],
+    rows: Sequence[Sequence[int]],
+    *,
+    shape: tuple[int, int] = (ROWS, ROW_LENGTH),
+    padding: float = 0.0,
+) -> tuple[Scores, TokenBatch]:
+    """Packs sequences; score entries that belong to no completion token hold `padding`."""
+    rows = [*rows, *[()] * (shape[0] - len(rows))]
+    batch = pack(
+        [s.rollout for s in sequences],
+        [s.advantages for s in sequences],
+        rows=rows,
+        row_length=shape[1],
+    )
+    arrays = {name: np.full(shape, padding, np.float32) for name in SCORES}
+    for i, index in places(sequences, rows):
+        for name in SCORES:
+            arrays[name][index] = sequences[i].scores[name]
+    return Scores(**jax.tree.map(jnp.asarray, arrays)), jax.tree.map(jnp.asarray, batch)
+
+
+def places(sequences: Sequence[Answer], rows: Sequence[Sequence[int]]) -> list[tuple[int, Any]]:
+    """(sequence, index of its completion tokens in the layout) for all that are laid out."""
+    found = []
+    for r, members in enumerate(rows):
+        start = 0
+        for i in members:
+            rollout = sequences[i].rollout
+            end = start + rollout.length
+            found.append((i, (r, slice(start + len(rollout.prompt), end))))
+            start = end
+    return found
+
+
+def one_row(
+    *, advantages: Any, action_mask: Any = None, **scores: Any
+) -> tuple[Scores, TokenBatch]:
+    """One sequence that fills one row, for cases computed by hand; `sampler` is a score too."""
+    advantages = jnp.asarray(advantages, jnp.result_type(float))[None]
+    length = advantages.shape[1]
+    arrays = {
+        k: jnp.broadcast_to(jnp.asarray(v, advantages.dtype), (1, length))
+        for k, v in scores.items()
+    }
+    sampler = arrays.pop("sampler", jnp.zeros_like(advantages))
+    mask = jnp.ones(length, bool) if action_mask is None else jnp.asarray(action_mask, bool)
+    batch = TokenBatch(
+        tokens=jnp.zeros((1, length), jnp.int32),
+        segments=jnp.ones((1, length), jnp.int32),
+        positions=jnp.arange(length, dtype=jnp.int32)[None],
+        action_mask=mask[None],
+        sampler_logprobs=sampler,
+        advantages=advantages,
+    )
+    return Scores(**arrays), batch

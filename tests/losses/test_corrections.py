@@ -1,0 +1,114 @@
+"""Corrections by hand, and that no change of policy is counted twice."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.losses import (
+    anchor_over_sampler,
+    clipped,
+    kl_penalty,
+    masked,
+    over_anchor,
+    over_sampler,
+    product,
+    reinforce,
+    reweight,
+    sequence,
+    shadowed,
+    truncated,
+    unclipped,
+)
+from jaxrl.metrics import to_floats
+from tests.losses.cases import TERMS, compiled, one_row
+
+RATIOS = np.array([0.4, 0.9, 1.5, 4.0, np.nan])  # anchor / sampler; the last one is unknown
+
+
+def case(**changes):
+    scores = {"logprobs": -2.0, "anchor": -2.0, "sampler": -2.0 - np.log(RATIOS)}
+    return one_row(advantages=[1.0] * 5, **scores | changes)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        (truncated(anchor_over_sampler, high=2.0), [0.4, 0.9, 1.5, 2.0, 1.0]),
+        (truncated(anchor_over_sampler, low=0.5, high=1.2), [0.5, 0.9, 1.2, 1.2, 1.0]),
+        (masked(anchor_over_sampler, low=0.5, high=2.0), [0.0, 0.9, 1.5, 0.0, 1.0]),
+        (truncated(product(anchor_over_sampler), high=2.0), [2.0] * 5),
+        (truncated(product(anchor_over_sampler), high=3.0), [0.4 * 0.9 * 1.5 * 4.0] * 5),
+        (masked(product(anchor_over_sampler), high=10.0), [0.4 * 0.9 * 1.5 * 4.0] * 5),
+        (masked(product(anchor_over_sampler), high=2.0), [0.0] * 5),
+    ],
+)
+def test_weights_multiply_the_loss(weights, expected):
+    scores, batch = case()
+    term = unclipped(over_anchor)
+    factors, weighted, plain = (
+        compiled(loss.apply)(scores, batch)[0] for loss in (weights, reweight(term, weights), term)
+    )
+    np.testing.assert_allclose(factors[0], expected, rtol=1e-5)
+    np.testing.assert_allclose(weighted, plain * np.array([expected]), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("make", "total"), [(truncated, 5.9), (masked, 3.4)])
+def test_metrics(make, total):
+    weights = make(anchor_over_sampler, low=0.5, high=2.0)
+    _, metrics = compiled(weights.apply)(*case())
+    expected = {"correction/mean": total / 5, "correction/outside": 0.4, "correction/missing": 0.2}
+    assert to_floats(metrics) == pytest.approx(expected, rel=1e-5)
+
+
+def test_no_gradient_flows_through_the_weights():
+    scores, batch = case()
+    term = reweight(reinforce(), truncated(over_sampler, high=2.0))
+    gradient = compiled(
+        jax.grad(lambda lp: term.apply(scores.replace(logprobs=lp), batch)[0].sum())
+    )
+    np.testing.assert_allclose(
+        gradient(scores.logprobs)[0], -np.array([0.4, 0.9, 1.5, 2.0, 1.0]), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", ["clipped over anchor", "product", "reinforce"])
+def test_weights_of_one_change_nothing(name):
+    scores, batch = case(sampler=[-2.0, -2.0, np.nan, -2.0, -2.0], logprobs=-1.9)
+    for make in (truncated, masked):
+        corrected = reweight(TERMS[name], make(product(anchor_over_sampler), high=2.0))
+        value, metrics = compiled(TERMS[name].apply)(scores, batch)
+        same, more = compiled(corrected.apply)(scores, batch)
+        np.testing.assert_array_equal(value, same)
+        assert metrics.keys() < more.keys()
+
+
+@pytest.mark.parametrize("level", [lambda ratio: ratio, product, sequence])
+@pytest.mark.parametrize(
+    ("ratio", "correction"),
+    [
+        (over_sampler, anchor_over_sampler),
+        (over_sampler, over_sampler),
+        (shadowed, anchor_over_sampler),
+        (over_anchor, over_sampler),
+    ],
+)
+def test_counting_a_shift_twice_is_refused(level, ratio, correction):
+    with pytest.raises(ValueError, match="count it again"):
+        reweight(clipped(level(ratio)), truncated(level(correction), high=2.0))
+
+
+def test_counting_twice_is_refused_inside_sums_and_products():
+    weights = truncated(anchor_over_sampler, high=2.0)
+    with pytest.raises(ValueError, match="count it again"):
+        reweight(0.5 * clipped(over_sampler) + kl_penalty(), weights)
+    with pytest.raises(ValueError, match="mismatch"):
+        reweight(reweight(clipped(over_anchor), weights), weights)
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"high": 1.0}, {"low": 1.0, "high": 2.0}, {"low": -1.0, "high": 2.0}]
+)
+def test_bounds_hold_one(bounds):
+    for make in (truncated, masked):
+        with pytest.raises(ValueError, match="0 <= low < 1 < high"):
+            make(over_sampler, **bounds)

@@ -1,0 +1,87 @@
+"""Losses named in a config: what is accepted, and what the errors say."""
+
+import textwrap
+
+import pytest
+
+from jaxrl import advantages
+from jaxrl.losses import Objective, Recipe, build
+
+
+@pytest.fixture
+def user_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            from __future__ import annotations
+            from jaxrl.losses import Ratio, clipped, grpo, objective, over_anchor
+            from jaxrl.losses import reinforce, token_sum
+
+            def token(*, ratio: Ratio = over_anchor, factor: float = 1.0, label: str = ""):
+                return factor * clipped(ratio)
+            def reduced():
+                return objective(reinforce(), token_sum)
+            def recipe():
+                return grpo(kl=0.5)._replace(advantages=mine)
+            def mine(rewards, groups):
+                return rewards
+            def nothing():
+                return None
+            """
+        )
+    )
+    return path
+
+
+def test_recipe_with_parts_by_name():
+    recipe = build("grpo", {"kl": 1, "kl_estimator": "k3+", "ratio": "shadowed", "dual_clip": 3})
+    assert recipe.objective.needs == {"reference", "shadow"}
+    assert recipe.advantages is advantages.group_relative
+
+
+def test_advantage_replaces_the_recipes_own(user_file):
+    assert build("grpo", {}, advantage="centred").advantages is advantages.centred
+    own = build("grpo", {}, advantage=f"{user_file}:mine").advantages
+    assert own([1.0], [0]) == [1.0]
+
+
+def test_what_a_users_function_may_return(user_file):
+    for name, needs in (("token", {"anchor"}), ("reduced", set()), ("recipe", {"reference"})):
+        recipe = build(f"{user_file}:{name}", {})
+        assert isinstance(recipe, Recipe)
+        assert isinstance(recipe.objective, Objective)
+        assert recipe.objective.needs == needs
+    assert recipe.advantages.__name__ == "mine"
+    assert build(f"{user_file}:token", {"ratio": "on_policy", "factor": 2}).objective.needs == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("gropo", {}, "no function 'gropo'; did you mean grpo"),
+        ("reinforce", {}, "grpo, dr_grpo, dapo"),
+        ("grpo", {"clip_hihg": 0.2}, "loss.clip_hihg.*did you mean clip_high"),
+        ("grpo", {"zzz": 0.2}, "loss.zzz.*clip_low, clip_high, dual_clip, kl"),
+        ("dr_grpo", {}, "loss.max_length is missing"),
+        ("dr_grpo", {"max_length": 8.5}, "loss.max_length = 8.5: expected int"),
+        ("grpo", {"kl": "much"}, "loss.kl = 'much': expected float"),
+        ("grpo", {"kl": True}, "loss.kl = True: expected float"),
+        ("grpo", {"dual_clip": "3"}, "loss.dual_clip = '3': expected float$"),
+        ("grpo", {"ratio": "sampler"}, "loss.ratio = 'sampler': use one of on_policy, over_anchor"),
+        ("grpo", {"kl_estimator": 3}, r"loss.kl_estimator = 3: use one of k1, k2, k3, k1\+, k3\+"),
+        ("grpo", {"clip_low": 2.0}, r"low=2\.0 must lie in"),
+    ],
+)
+def test_errors_name_the_key_and_the_fix(name, parameters, message):
+    with pytest.raises(ValueError, match=message):
+        build(name, parameters)
+
+
+def test_errors_of_users_functions(user_file):
+    with pytest.raises(ValueError, match="returned NoneType, expected a Recipe"):
+        build(f"{user_file}:nothing", {})
+    with pytest.raises(ValueError, match=r"loss\.label = 3: expected str"):
+        build(f"{user_file}:token", {"label": 3})
+    with pytest.raises(ValueError, match=r"loss\.advantage"):
+        build("grpo", {}, advantage="group_relativ")
