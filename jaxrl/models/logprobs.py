@@ -1,0 +1,343 @@
+"""Per-token log-probs and entropy from hidden states, without the [B, T, V] array of logits.
+
+The output layer is the largest product of a small model and its logits the largest array of any.
+Here logits exist for one chunk of positions times one chunk of the vocabulary at a time: the
+forward pass keeps running sums (the online softmax of Milakov and Gimelshein 2018,
+arXiv:1805.02867), the backward pass computes the logits again. Positions outside the mask, such as
+prompts and padding, are left out of both.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import lax
+
+from jaxrl.precision import DType, Precision
+
+
+class Chunk(NamedTuple):
+    """How much of the logits exists at a time: B * positions * vocab entries.
+
+    Attributes:
+      positions: tokens per row; None is a quarter of the row, at least 64. Large chunks use an
+        accelerator better, and where rows are sharded the gradient of the unembedding is reduced
+        over devices once per chunk; small chunks fit a cache and waste less at the end of a row.
+      vocab: the most entries of the vocabulary.
+    """
+
+    positions: int | None = None
+    vocab: int = 16384
+
+
+DEFAULT_CHUNK = Chunk()
+
+
+def token_logprobs(
+    hidden: jax.Array,
+    unembedding: jax.Array,
+    tokens: jax.Array,
+    mask: jax.Array,
+    *,
+    precision: Precision,
+    temperature: float | jax.Array = 1.0,
+    chunk: Chunk = DEFAULT_CHUNK,
+) -> jax.Array:
+    """Log-probability of each token given the tokens before it.
+
+    Args:
+      hidden: activations[B, T, D] after the final norm; position t - 1 scores token t.
+      unembedding: compute[V, D].
+      tokens: i32[B, T].
+      mask: bool[B, T], the tokens to score. The work is that of the row with the most of them.
+      precision: products have operands in `compute`; logits are rounded to `logits`, and so is the
+        result. Sums over the vocabulary have at least f32.
+      temperature: divides the logits. No gradient flows to it.
+      chunk: changes memory and speed, and the result by rounding only.
+
+    Returns:
+      f32[B, T] (f64 if `precision.logits` is): entry t is log p(tokens[:, t] | tokens[:, :t]).
+      Entries outside the mask, and entry 0 which nothing predicts, are 0 and have no gradient,
+      whatever `hidden` holds there.
+
+    Raises:
+      ValueError: if the temperature or a chunk size is not positive.
+    """
+    return _token_scores(
+        hidden, unembedding, tokens, mask, precision, temperature, chunk, entropy=False
+    )[0]
+
+
+def token_logprobs_and_entropy(
+    hidden: jax.Array,
+    unembedding: jax.Array,
+    tokens: jax.Array,
+    mask: jax.Array,
+    *,
+    precision: Precision,
+    temperature: float | jax.Array = 1.0,
+    chunk: Chunk = DEFAULT_CHUNK,
+) -> tuple[jax.Array, jax.Array]:
+    """`token_logprobs` and the entropy of the distributions that they are taken from.
+
+    Arguments and errors are those of `token_logprobs`. The entropy, in nats, has the shape, dtype
+    and mask of the log-probs and is differentiable too.
+    """
+    return _token_scores(
+        hidden, unembedding, tokens, mask, precision, temperature, chunk, entropy=True
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is static about one call."""
+
+    compute: DType
+    accumulate: DType
+    logits: DType
+    positions: int  # per row and chunk
+    vocab_size: int
+    vocab_chunks: int
+    entropy: bool
+
+    @property
+    def stats(self) -> DType:
+        """Dtype of sums over the vocabulary: thousands of terms in half precision would measure
+        the summation, not the policy."""
+        return jnp.promote_types(self.logits, jnp.float32)
+
+    @property
+    def lowest(self) -> float:
+        """A logit of probability 0 that stays finite when gradients multiply it."""
+        return -(float(jnp.finfo(self.stats).max) ** 0.5)
+
+    @property
+    def chunk_size(self) -> int:
+        return -(-self.vocab_size // self.vocab_chunks)
+
+
+class _Slots(NamedTuple):
+    """The scored tokens of each row moved to its front: slot s of a row holds its s-th."""
+
+    entry: jax.Array  # i32[B, S], index of the slot's token in its row; 0 behind the last one
+    target: jax.Array  # i32[B, S], the token
+    count: jax.Array  # i32[B], slots in use
+    trips: jax.Array  # i32[], chunks until the fullest row is done
+    slot: jax.Array  # i32[B, T], the inverse of `entry`
+    scored: jax.Array  # bool[B, T]
+
+
+def _token_scores(
+    hidden: jax.Array,
+    unembedding: jax.Array,
+    tokens: jax.Array,
+    mask: jax.Array,
+    precision: Precision,
+    temperature: float | jax.Array,
+    chunk: Chunk,
+    *,
+    entropy: bool,
+) -> tuple[jax.Array, jax.Array]:
+    chex.assert_rank([hidden, unembedding], [3, 2])
+    chex.assert_equal_shape([tokens, mask])
+    chex.assert_equal_shape_prefix([hidden, tokens], 2)
+    if not isinstance(temperature, jax.core.Tracer) and not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be positive")
+    length, vocab_size = tokens.shape[1], unembedding.shape[0]
+    positions = max(64, -(-length // 4)) if chunk.positions is None else chunk.positions
+    if positions < 1 or chunk.vocab < 1:
+        raise ValueError(f"chunk={chunk} must have positive sizes")
+    plan = _Plan(
+        compute=precision.compute,
+        accumulate=precision.accumulate,
+        logits=precision.logits,
+        positions=min(positions, length),
+        vocab_size=vocab_size,
+        vocab_chunks=_vocab_chunks(vocab_size, chunk.vocab),
+        entropy=entropy,
+    )
+    temperature = lax.stop_gradient(jnp.asarray(temperature, plan.stats))
+    slots = _slots(tokens, mask, positions=plan.positions)
+    return _scores(plan, hidden, unembedding, slots, temperature)
+
+
+def _vocab_chunks(vocab_size: int, most: int) -> int:
+    """Number of chunks of at most `most` entries. One that divides the vocabulary is preferred,
+    because the unembedding must be padded, hence copied, otherwise."""
+    least = -(-vocab_size // most)
+    return next((n for n in range(least, 2 * least) if vocab_size % n == 0), least)
+
+
+def _slots(tokens: jax.Array, mask: jax.Array, *, positions: int) -> _Slots:
+    # Per row, so that nothing moves between devices that hold different rows.
+    scored = mask.astype(bool).at[:, 0].set(False)
+    count = jnp.sum(scored, axis=1, dtype=jnp.int32)
+    padding = -tokens.shape[1] % positions
+    entry = jnp.pad(jnp.argsort(~scored, axis=1, stable=True), ((0, 0), (0, padding)))
+    return _Slots(
+        entry=entry.astype(jnp.int32),
+        target=jnp.take_along_axis(tokens, entry, axis=1),
+        count=count,
+        trips=-(-jnp.max(count) // positions),
+        slot=jnp.maximum(jnp.cumsum(scored, axis=1, dtype=jnp.int32) - 1, 0),
+        scored=scored,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scores(plan, hidden, unembedding, slots, temperature):
+    return _scores_forward(plan, hidden, unembedding, slots, temperature)[0]
+
+
+def _scores_forward(plan, hidden, unembedding, slots, temperature):
+    """Returns (log-probs, entropy) and what the backward pass needs."""
+    weights = _interleave(plan, unembedding)
+
+    def per_chunk(i, filled):
+        h, target = _chunk(plan, hidden, slots, i)
+
+        def per_vocab_chunk(j, stats):
+            top, total, moment, chosen = stats
+            z = _logits(plan, h, weights, j, temperature)
+            new_top = jnp.maximum(top, jnp.max(z, axis=1))
+            shift = top - new_top
+            shifted = z - new_top[:, None]
+            e = jnp.exp(shifted)
+            if plan.entropy:
+                moment = jnp.exp(shift) * (moment + shift * total) + jnp.sum(e * shifted, axis=1)
+            total = jnp.exp(shift) * total + jnp.sum(e, axis=1)
+            here = jnp.take_along_axis(z, (target // plan.vocab_chunks)[:, None], axis=1)[:, 0]
+            chosen = jnp.where(target % plan.vocab_chunks == j, here, chosen)
+            return new_top, total, moment, chosen
+
+        zeros = jnp.zeros(h.shape[0], plan.stats)
+        start = (zeros + plan.lowest, zeros, zeros, zeros)
+        top, total, moment, chosen = lax.fori_loop(0, plan.vocab_chunks, per_vocab_chunk, start)
+        log_total = jnp.log(total)
+        # In this order no log-prob exceeds 0 by rounding.
+        values = (chosen - top - log_total, top + log_total, log_total - moment / total)
+        return tuple(_put(plan, x, value, i) for x, value in zip(filled, values, strict=True))
+
+    empty = jnp.zeros(slots.entry.shape, plan.stats)
+    logprobs, normaliser, entropy = lax.fori_loop(0, slots.trips, per_chunk, (empty,) * 3)
+
+    def spread(values):
+        values = values.astype(plan.logits).astype(plan.stats)
+        return jnp.where(slots.scored, jnp.take_along_axis(values, slots.slot, axis=1), 0)
+
+    residuals = (hidden, unembedding, slots, temperature, normaliser, entropy)
+    return (spread(logprobs), spread(entropy)), residuals
+
+
+def _scores_backward(plan, residuals, cotangents):
+    hidden, unembedding, slots, temperature, normaliser, entropy = residuals
+    weights = _interleave(plan, unembedding)
+    columns = jnp.arange(plan.chunk_size) * plan.vocab_chunks
+    used = jnp.arange(slots.entry.shape[1])[None, :] < slots.count[:, None]
+    by_logprob, by_entropy = (
+        jnp.where(used, jnp.take_along_axis(g, slots.entry, axis=1), 0) / temperature
+        for g in cotangents
+    )
+
+    def per_chunk(i, gradients):
+        d_hidden, d_weights = gradients
+        h, target = _chunk(plan, hidden, slots, i)
+        log_total, ent, g_logprob, g_entropy = (
+            _take(plan, x, i).reshape(-1, 1) for x in (normaliser, entropy, by_logprob, by_entropy)
+        )
+
+        def per_vocab_chunk(j, gradients):
+            d_h, d_weights = gradients
+            logp = _logits(plan, h, weights, j, temperature) - log_total
+            per_p = g_logprob + g_entropy * (logp + ent) if plan.entropy else g_logprob
+            chosen = target[:, None] == (columns + j)[None, :]
+            d_z = jnp.where(chosen, g_logprob, 0) - jnp.exp(logp) * per_p
+            d_z = d_z.astype(plan.compute)
+            d_h = d_h + _dot(plan, d_z, weights[j], contract=(1, 0))
+            return d_h, d_weights.at[j].add(_dot_transposed(plan, d_z, h))
+
+        start = (jnp.zeros(h.shape, plan.accumulate), d_weights)
+        d_h, d_weights = lax.fori_loop(0, plan.vocab_chunks, per_vocab_chunk, start)
+        return _put(plan, d_hidden, d_h, i), d_weights
+
+    start = (
+        jnp.zeros((*slots.entry.shape, hidden.shape[2]), hidden.dtype),
+        jnp.zeros(weights.shape, plan.accumulate),
+    )
+    d_hidden, d_weights = lax.fori_loop(0, slots.trips, per_chunk, start)
+    # The gradient of entry t belongs to position t - 1.
+    scored, slot = (jnp.roll(x, -1, axis=1)[:, :, None] for x in (slots.scored, slots.slot))
+    d_hidden = jnp.where(scored, jnp.take_along_axis(d_hidden, slot, axis=1), 0)
+    d_unembedding = _restore(plan, d_weights).astype(unembedding.dtype)
+    return d_hidden, d_unembedding, None, jnp.zeros_like(temperature)
+
+
+_scores.defvjp(_scores_forward, _scores_backward)
+
+
+def _take(plan: _Plan, values: jax.Array, i: jax.Array) -> jax.Array:
+    """Chunk i of [B, S]: [B, positions]."""
+    return lax.dynamic_slice_in_dim(values, i * plan.positions, plan.positions, axis=1)
+
+
+def _put(plan: _Plan, array: jax.Array, values: jax.Array, i: jax.Array) -> jax.Array:
+    """Writes [B * positions, ...] to chunk i of [B, S, ...]."""
+    values = values.astype(array.dtype).reshape(array.shape[0], plan.positions, *array.shape[2:])
+    return lax.dynamic_update_slice_in_dim(array, values, i * plan.positions, axis=1)
+
+
+def _chunk(
+    plan: _Plan, hidden: jax.Array, slots: _Slots, i: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Hidden states [B * positions, D] and tokens [B * positions] of chunk i of the slots."""
+    at = jnp.maximum(_take(plan, slots.entry, i) - 1, 0)
+    used = i * plan.positions + jnp.arange(plan.positions)[None, :] < slots.count[:, None]
+    h = jnp.take_along_axis(hidden, at[:, :, None], axis=1).astype(plan.compute)
+    # A slot that is not in use reads a position outside the mask, where anything may stand.
+    h = jnp.where(used[:, :, None], h, 0)
+    return h.reshape(-1, hidden.shape[2]), _take(plan, slots.target, i).reshape(-1)
+
+
+def _interleave(plan: _Plan, unembedding: jax.Array) -> jax.Array:
+    """[V, D] to [vocab_chunks, chunk_size, D]. Column c of chunk j is entry c * vocab_chunks + j:
+    every chunk has entries from everywhere, so that a vocabulary that is sharded over devices keeps
+    them all at work."""
+    padding = plan.chunk_size * plan.vocab_chunks - plan.vocab_size
+    padded = jnp.pad(unembedding, ((0, padding), (0, 0))) if padding else unembedding
+    return padded.reshape(plan.chunk_size, plan.vocab_chunks, -1).swapaxes(0, 1)
+
+
+def _restore(plan: _Plan, chunks: jax.Array) -> jax.Array:
+    """The inverse of `_interleave`."""
+    return chunks.swapaxes(0, 1).reshape(-1, chunks.shape[2])[: plan.vocab_size]
+
+
+def _logits(plan: _Plan, h, weights, j, temperature) -> jax.Array:
+    """stats[N, chunk_size]: tempered logits of chunk j of the vocabulary."""
+    z = _dot(plan, h, weights[j], contract=(1, 1))
+    z = z.astype(plan.logits).astype(plan.stats) / temperature
+    if plan.chunk_size * plan.vocab_chunks == plan.vocab_size:
+        return z
+    columns = jnp.arange(plan.chunk_size) * plan.vocab_chunks + j
+    return jnp.where((columns < plan.vocab_size)[None, :], z, plan.lowest)
+
+
+def _dot(plan: _Plan, x: jax.Array, y: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
+    dimensions = (((contract[0],), (contract[1],)), ((), ()))
+    x, y = x.astype(plan.compute), y.astype(plan.compute)
+    return lax.dot_general(x, y, dimensions, preferred_element_type=plan.accumulate)
+
+
+def _dot_transposed(plan: _Plan, x: jax.Array, y: jax.Array) -> jax.Array:
+    """x.T @ y. XLA on CPU has fast kernels for a plain product only, so the transpose is kept from
+    being folded into it there."""
+    folded = functools.partial(_dot, plan, contract=(0, 0))
+
+    def kept(x: jax.Array, y: jax.Array) -> jax.Array:
+        return _dot(plan, lax.optimization_barrier(x.T), y, contract=(1, 0))
+
+    return lax.platform_dependent(x, y, cpu=kept, default=folded)

@@ -1,0 +1,254 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.test_util import check_grads
+
+from jaxrl import precision
+from jaxrl.models.logprobs import Chunk, token_logprobs, token_logprobs_and_entropy
+from sharding.mesh import make_mesh
+
+F64 = precision.parse("fp32,compute=f64,activations=f64,logits=f64")
+FP32 = precision.parse("fp32")
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def inputs(*, batch=4, length=19, width=6, vocab=23, seed=0, dtype=np.float64):
+    """hidden, unembedding, tokens, a random mask with an empty row, cotangents."""
+    rng = np.random.default_rng(seed)
+    mask = rng.random((batch, length)) < 0.5
+    mask[1] = False
+    mask[2] = True
+    return (
+        jnp.asarray(rng.normal(size=(batch, length, width)), dtype),
+        jnp.asarray(rng.normal(size=(vocab, width)), dtype),
+        jnp.asarray(rng.integers(0, vocab, (batch, length))),
+        jnp.asarray(mask),
+        jnp.asarray(rng.normal(size=(2, batch, length)), dtype),
+    )
+
+
+def reference(hidden, unembedding, tokens, mask, *, temperature):
+    """All logits at once."""
+    logits = jnp.einsum("btd,vd->btv", hidden[:, :-1], unembedding) / temperature
+    logp = jax.nn.log_softmax(logits)
+    chosen = jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1)[:, :, 0]
+    scores = jnp.stack([chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)])
+    return jnp.pad(jnp.where(mask[None, :, 1:], scores, 0), ((0, 0), (0, 0), (1, 0)))
+
+
+def value_and_grad(scores, hidden, unembedding, cotangents):
+    """Scores and the gradients of their product with the cotangents, compiled."""
+
+    def loss(hidden, unembedding):
+        values = scores(hidden, unembedding)
+        return jnp.sum(jnp.stack(values) * cotangents[: len(values)]), values
+
+    compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    (_, values), gradients = compiled(hidden, unembedding)
+    return np.asarray(values), gradients
+
+
+@pytest.mark.parametrize(
+    ("vocab", "chunk"),
+    [
+        (24, Chunk(positions=None, vocab=16384)),  # one chunk
+        (24, Chunk(positions=5, vocab=7)),  # chunks of 6, tokens left over
+        (23, Chunk(positions=4, vocab=5)),  # a prime: the vocabulary is padded
+        (23, Chunk(positions=1000, vocab=1)),
+    ],
+)
+def test_equals_log_softmax_of_all_logits(x64, vocab, chunk):
+    hidden, unembedding, tokens, mask, cotangents = inputs(vocab=vocab)
+    ours = value_and_grad(
+        lambda h, w: token_logprobs_and_entropy(
+            h, w, tokens, mask, precision=F64, temperature=0.7, chunk=chunk
+        ),
+        hidden,
+        unembedding,
+        cotangents,
+    )
+    expected = value_and_grad(
+        lambda h, w: reference(h, w, tokens, mask, temperature=0.7),
+        hidden,
+        unembedding,
+        cotangents,
+    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12), ours, expected)
+
+
+def test_entropy_is_optional(x64):
+    hidden, unembedding, tokens, mask, cotangents = inputs()
+
+    def logprobs(*args):
+        return (token_logprobs(*args, tokens, mask, precision=F64),)
+
+    def first_of_both(*args):
+        return token_logprobs_and_entropy(*args, tokens, mask, precision=F64)[:1]
+
+    ours, expected = (
+        value_and_grad(scores, hidden, unembedding, cotangents)
+        for scores in (logprobs, first_of_both)
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours, expected)
+
+
+def test_gradients_are_those_of_the_values(x64):
+    hidden, unembedding, tokens, mask, _ = inputs(batch=3, length=5, width=3, vocab=7)
+    scores = jax.jit(
+        lambda h, w: token_logprobs_and_entropy(
+            h, w, tokens, mask, precision=F64, temperature=1.3, chunk=Chunk(2, 4)
+        )
+    )
+    check_grads(scores, (hidden, unembedding), order=1, modes=["rev"])
+
+
+def test_whatever_stands_outside_the_mask_changes_nothing():
+    hidden, unembedding, tokens, mask, cotangents = inputs(dtype=np.float32)
+    used = jnp.roll(mask.at[:, 0].set(False), -1, axis=1)
+
+    def scores(mask):
+        return lambda h, w: token_logprobs_and_entropy(
+            h, w, tokens, mask, precision=FP32, chunk=Chunk(4, 8)
+        )
+
+    clean = value_and_grad(scores(mask), hidden, unembedding, cotangents)
+    holes = jnp.where(used[:, :, None], hidden, jnp.nan)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        clean,
+        value_and_grad(scores(mask), holes, unembedding, cotangents),
+    )
+    nothing = value_and_grad(scores(mask & False), hidden * jnp.nan, unembedding, cotangents)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.zeros_like(x)), nothing)
+
+
+def test_no_logprob_is_above_zero():
+    """A token that is certain has log-prob 0, not a rounding error more."""
+    hidden = jnp.full((1, 3, 1), 1e4, jnp.float32)
+    unembedding = jnp.asarray([[1.0], [0.3], [-7.0], [1.1]])
+    tokens = jnp.full((1, 3), 3)
+    logprobs, entropy = token_logprobs_and_entropy(
+        hidden, unembedding, tokens, tokens == 3, precision=FP32, chunk=Chunk(1, 2)
+    )
+    np.testing.assert_array_equal(logprobs, np.zeros((1, 3)))
+    np.testing.assert_array_equal(entropy, np.zeros((1, 3)))
+
+
+def test_temperature():
+    hidden, unembedding, tokens, mask, _ = inputs(dtype=np.float32)
+    score = jax.jit(
+        lambda h, t: token_logprobs(h, unembedding, tokens, mask, precision=FP32, temperature=t)
+    )
+    np.testing.assert_allclose(score(hidden, 0.5), score(hidden * 2, 1.0), rtol=1e-6)
+    assert jax.grad(lambda t: score(hidden, t).sum())(0.5) == 0
+    for temperature in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"temperature={temperature} must be positive"):
+            token_logprobs(
+                hidden, unembedding, tokens, mask, precision=FP32, temperature=temperature
+            )
+    with pytest.raises(ValueError, match=r"chunk=.*positions=0"):
+        token_logprobs(hidden, unembedding, tokens, mask, precision=FP32, chunk=Chunk(0, 1))
+
+
+@pytest.mark.parametrize(("name", "epsilon"), [("bf16_master", 2.0**-8), ("fp16_master", 2.0**-11)])
+def test_half_precision_rounds_operands_and_nothing_else(name, epsilon):
+    policy = precision.parse(name)
+    hidden, unembedding, tokens, mask, cotangents = inputs(width=64, vocab=50, dtype=np.float32)
+    hidden, unembedding = hidden.astype(policy.activations), unembedding.astype(policy.compute)
+    values, gradients = value_and_grad(
+        lambda h, w: token_logprobs_and_entropy(
+            h, w, tokens, mask, precision=policy, chunk=Chunk(4, 16)
+        ),
+        hidden,
+        unembedding,
+        cotangents,
+    )
+    expected, exact = value_and_grad(
+        lambda h, w: reference(h, w, tokens, mask, temperature=1.0),
+        hidden.astype(jnp.float32),
+        unembedding.astype(jnp.float32),
+        cotangents,
+    )
+    assert values.dtype == np.float32
+    np.testing.assert_allclose(values, expected, atol=1e-4)  # products of halves are exact in f32
+    for ours, theirs, operand in zip(gradients, exact, (hidden, unembedding), strict=True):
+        assert ours.dtype == operand.dtype
+        ours = np.asarray(ours, np.float32)
+        # The gradient of a logit is rounded before its product and the result after it.
+        assert np.abs(ours - theirs).max() < 3 * epsilon * np.abs(theirs).max()
+
+
+def test_logits_dtype_rounds_the_result():
+    hidden, unembedding, tokens, mask, _ = inputs(dtype=np.float32)
+    coarse = precision.parse("fp32,logits=bf16")
+    ours = token_logprobs(hidden, unembedding, tokens, mask, precision=coarse, chunk=Chunk(4, 8))
+    exact = token_logprobs(hidden, unembedding, tokens, mask, precision=FP32)
+    assert ours.dtype == jnp.float32
+    np.testing.assert_array_equal(ours, ours.astype(jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_allclose(ours, exact, rtol=2**-6, atol=2**-6)
+
+
+def test_sharded_equals_single_device():
+    hidden, unembedding, tokens, mask, cotangents = inputs(
+        batch=8, length=16, vocab=48, dtype=np.float32
+    )
+
+    def loss(hidden, unembedding, tokens, mask):
+        scores = token_logprobs_and_entropy(
+            hidden, unembedding, tokens, mask, precision=FP32, chunk=Chunk(4, 16)
+        )
+        return jnp.sum(jnp.stack(scores) * cotangents)
+
+    step = jax.value_and_grad(loss, argnums=(0, 1))
+    mesh = make_mesh(data=4, fsdp=1, tensor=2)
+    rows, entries = (NamedSharding(mesh, PartitionSpec(axis)) for axis in ("data", "tensor"))
+    sharded = jax.jit(step, in_shardings=(rows, entries, rows, rows), out_shardings=None)(
+        hidden, unembedding, tokens, mask
+    )
+    single = jax.jit(step)(hidden, unembedding, tokens, mask)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), sharded, single)
+
+
+@pytest.mark.parametrize(("name", "most"), [("fp32", 2 * 4), ("bf16_master", 3 * 4)])
+def test_memory_grows_with_the_vocabulary_by_its_parameter_only(name, most):
+    """Beyond one chunk an entry of the vocabulary costs D * `most` bytes: its row of the gradient
+    accumulator (4), of the reordered unembedding (4, or 2) and, where XLA emulates bf16 products
+    in f32, of an f32 copy of that and of the gradient before it is cast. Logits would cost B * T *
+    4 = 512 bytes, of one chunk of positions alone 128; D * 12 = 96."""
+    policy, batch, length, width, chunk = precision.parse(name), 2, 64, 8, Chunk(16, 128)
+    tokens = jnp.zeros((batch, length), jnp.int32)
+
+    def compiled(vocab):
+        def loss(hidden, unembedding):
+            logprobs, entropy = token_logprobs_and_entropy(
+                hidden, unembedding, tokens, tokens == 0, precision=policy, chunk=chunk
+            )
+            return jnp.sum(logprobs + 0.1 * entropy)
+
+        return (
+            jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+            .lower(
+                jax.ShapeDtypeStruct((batch, length, width), policy.activations),
+                jax.ShapeDtypeStruct((vocab, width), policy.compute),
+            )
+            .compile()
+        )
+
+    small, large = compiled(1024), compiled(8192)
+    temporary = [c.memory_analysis().temp_size_in_bytes for c in (small, large)]
+    assert temporary[1] - temporary[0] <= (8192 - 1024) * width * most
+    # The largest array of the program is the parameter itself, and whatever has the vocabulary as
+    # a dimension has D as the other one.
+    shapes = re.findall(r"(?:f64|f32|bf16|f16|s32|pred)\[([\d,]+)\]", large.as_text())
+    shapes = {tuple(map(int, shape.split(","))) for shape in shapes}
+    assert max(np.prod(shape) for shape in shapes) == 8192 * width
+    assert {tuple(sorted(shape)) for shape in shapes if 8192 in shape} == {(width, 8192)}
