@@ -1,0 +1,41 @@
+"""The README's custom loss, run as a user would name it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.losses import build, objective, reinforce, token_mean
+from tests.losses.cases import compiled, lay_out, random_sequences
+
+EXAMPLE = """
+import jax
+from jaxrl.losses import Ratio, kl_penalty, over_sampler, surrogate
+
+def soft_gate(*, tau: float = 1.0, kl: float = 0.001, ratio: Ratio = over_sampler):
+    def gate(r, advantages):  # both f32[B, T]; a loss per token, to be minimised
+        return -advantages * jax.nn.sigmoid(tau * (r - 1)) * 4 / tau
+    return surrogate(gate, ratio) + kl * kl_penalty()
+"""
+
+
+def test_custom_loss_in_a_file(tmp_path):
+    path = tmp_path / "my_loss.py"
+    path.write_text(EXAMPLE)
+    recipe = build(f"{path}:soft_gate", {"tau": 2.0, "ratio": "over_anchor"})
+    assert recipe.objective.needs == {"anchor", "reference"}
+
+    # Where nothing moved, the gate's gradient is REINFORCE's and the KL term's is zero.
+    sequences = random_sequences(0, spread=0.0)
+    scores, batch = lay_out(sequences, [[i] for i in range(len(sequences))])
+
+    @compiled
+    def gradients(logprobs):
+        def total(reduced):
+            return lambda lp: reduced.total(scores.replace(logprobs=lp), batch)[0]
+
+        plain = objective(reinforce(), token_mean)
+        return [jax.grad(total(reduced))(logprobs) for reduced in (recipe.objective, plain)]
+
+    own, expected = gradients(scores.logprobs)
+    assert jnp.abs(expected).max() > 0
+    np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,81 @@
+"""Advantages by hand and by law."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.advantages import centred, group_relative, leave_one_out, zero_std_groups
+
+ESTIMATORS = [group_relative, centred, leave_one_out]
+NAN = float("nan")
+
+rewards_and_groups = st.lists(
+    st.tuples(st.floats(-10, 10, width=16) | st.just(NAN), st.integers(-3, 3)), max_size=20
+).map(lambda pairs: tuple(np.array([p[i] for p in pairs], dtype) for i, dtype in enumerate("fi")))
+quick = settings(max_examples=50, derandomize=True, deadline=None, database=None)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        # Group 4: 1, 0, 2 (mean 1, unbiased std 1). Group 7: alone. Group 1: .5, .5 and unknown.
+        (group_relative, [0, -1 / (1 + 1e-6), 3.0, 1 / (1 + 1e-6), 0, 0, 0]),
+        (centred, [0, -1, 0, 1, 0, 0, 0]),
+        (leave_one_out, [0, -1.5, 3.0, 1.5, 0, 0, 0]),
+    ],
+)
+def test_by_hand(estimator, expected):
+    rewards, groups = np.array([1, 0, 3, 2, 0.5, NAN, 0.5]), np.array([4, 4, 7, 4, 1, 1, 1])
+    result = estimator(rewards, groups)
+    assert result.dtype == np.float32
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
+
+
+def test_std_is_unbiased_and_eps_is_added():
+    result = group_relative(np.array([0.0, 1.0]), np.array([0, 0]), eps=0.5)
+    np.testing.assert_allclose(result, np.array([-0.5, 0.5]) / (np.sqrt(0.5) + 0.5), rtol=1e-6)
+
+
+def test_leave_one_out_is_the_mean_of_the_others():
+    rewards = np.array([1.0, 4.0, -2.0, 7.0])
+    expected = [r - np.delete(rewards, i).mean() for i, r in enumerate(rewards)]
+    np.testing.assert_allclose(leave_one_out(rewards, np.zeros(4, int)), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@quick
+@given(data=rewards_and_groups, shift=st.floats(-5, 5, width=16), seed=st.integers(0, 99))
+def test_laws(estimator, data, shift, seed):
+    rewards, groups = data
+    result = estimator(rewards, groups)
+    assert np.isfinite(result).all()
+    assert (result[np.isnan(rewards)] == 0).all()
+    order = np.random.default_rng(seed).permutation(len(rewards))
+    np.testing.assert_allclose(estimator(rewards[order], groups[order]), result[order], atol=1e-4)
+    known = ~np.isnan(rewards)
+    np.testing.assert_allclose(estimator(rewards[known], groups[known]), result[known], atol=1e-4)
+    for group in np.unique(groups[known]):
+        members = known & (groups == group)
+        if members.sum() > 1:
+            assert abs(result[members].sum()) < 1e-2
+            shifted = estimator(np.where(members, rewards + shift, rewards), groups)
+            spread = np.ptp(rewards[members])
+            if spread == 0 or spread > 1e-2:  # else f32 rewards lose it to the shift
+                np.testing.assert_allclose(shifted, result, rtol=1e-2, atol=1e-2)
+
+
+def test_zero_std_groups():
+    rewards = np.array([0.1, 0.1, 0.1, 1, 0, 5, NAN, 2, NAN, NAN])
+    groups = np.array([0, 0, 0, 1, 1, 2, 3, 3, 4, 4])
+    assert zero_std_groups(rewards, groups) == 1
+    assert zero_std_groups(np.array([]), np.array([], int)) == 0
+    assert np.abs(group_relative(rewards, groups)[:3]).max() < 1e-9
+
+
+@pytest.mark.parametrize("estimator", [*ESTIMATORS, zero_std_groups])
+def test_errors(estimator):
+    with pytest.raises(ValueError, match="reward of rollout 1 is inf"):
+        estimator(np.array([1.0, np.inf]), np.array([0, 0]))
+    with pytest.raises(ValueError, match=r"\(2,\) and groups \(1,\)"):
+        estimator(np.array([1.0, 2.0]), np.array([0]))
