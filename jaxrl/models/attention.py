@@ -13,6 +13,10 @@ from jaxrl.precision import Precision
 # Names the results that a remat policy may keep so that attention is not run again.
 KEPT = "attention"
 
+# Queries go in blocks, each against the keys up to its own end: that skips almost half of the
+# scores, and only one block's scores exist at a time. The program grows with the number of blocks.
+_MIN_BLOCK, _MAX_BLOCKS = 128, 8
+
 
 def attention(
     q: jax.Array,
@@ -52,44 +56,65 @@ def attention(
 
 def _forward(q, k, v, segments, window, precision):
     q, k, v = (x.astype(precision.compute) for x in (q, k, v))
-    scores = _scores(q, k, segments, window, precision)
-    log_total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    probs = jnp.exp(scores - log_total).astype(precision.compute)
-    out = _dot("bkgts,bksd->bkgtd", probs, v, precision=precision)
-    out = checkpoint_name(out.astype(precision.activations), KEPT)
-    log_total = checkpoint_name(log_total, KEPT)
+    outs, log_totals = [], []
+    for start, stop in _blocks(q.shape[3]):
+        scores = _scores(q, k, segments, window, start=start, stop=stop, precision=precision)
+        largest = jnp.max(scores, axis=-1, keepdims=True)
+        weights = jnp.exp(scores - largest)
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        weights = weights.astype(precision.compute)
+        out = _dot("bkgts,bksd->bkgtd", weights, v[:, :, :stop], precision=precision)
+        outs.append((out / total).astype(precision.activations))
+        log_totals.append(largest + jnp.log(total))
+    out = checkpoint_name(jnp.concatenate(outs, axis=3), KEPT)
+    log_total = checkpoint_name(jnp.concatenate(log_totals, axis=3), KEPT)
     return out, (q, k, v, out, log_total, segments, window)
 
 
 def _backward(precision, residuals, dout):
     q, k, v, out, log_total, segments, window = residuals
     dot = functools.partial(_dot, precision=precision)
-    wide = dout.astype(precision.accumulate)
+    mean = jnp.sum(
+        dout.astype(precision.accumulate) * out.astype(precision.accumulate), axis=-1, keepdims=True
+    )
     dout = dout.astype(precision.compute)
-    probs = jnp.exp(_scores(q, k, segments, window, precision) - log_total)
-    dprobs = dot("bkgtd,bksd->bkgts", dout, v)
-    mean = jnp.sum(wide * out.astype(precision.accumulate), axis=-1, keepdims=True)
-    dscores = probs * (dprobs - mean) * q.shape[-1] ** -0.5
-    probs, dscores = probs.astype(precision.compute), dscores.astype(precision.compute)
-    dq = dot("bkgts,bksd->bkgtd", dscores, k)
-    dk = dot("bkgts,bkgtd->bksd", dscores, q)
-    dv = dot("bkgts,bkgtd->bksd", probs, dout)
-    dq, dk, dv = (x.astype(precision.activations) for x in (dq, dk, dv))
-    return dq, dk, dv, None, None
+    dqs = []
+    # Transposed, so that no product transposes an array of scores.
+    dk, dv = (jnp.zeros(k.swapaxes(2, 3).shape, precision.accumulate) for _ in range(2))
+    for start, stop in _blocks(q.shape[3]):
+        rows, seen = (..., slice(start, stop), slice(None)), (..., slice(stop))
+        keys = (..., slice(stop), slice(None))
+        scores = _scores(q, k, segments, window, start=start, stop=stop, precision=precision)
+        probs = jnp.exp(scores - log_total[rows])
+        dprobs = dot("bkgtd,bksd->bkgts", dout[rows], v[keys])
+        dscores = probs * (dprobs - mean[rows]) * q.shape[-1] ** -0.5
+        probs, dscores = probs.astype(precision.compute), dscores.astype(precision.compute)
+        dqs.append(dot("bkgts,bksd->bkgtd", dscores, k[keys]))
+        dk = dk.at[seen].add(dot("bkgtd,bkgts->bkds", q[rows], dscores))
+        dv = dv.at[seen].add(dot("bkgtd,bkgts->bkds", dout[rows], probs))
+    grads = (jnp.concatenate(dqs, axis=3), dk.swapaxes(2, 3), dv.swapaxes(2, 3))
+    return (*(x.astype(precision.activations) for x in grads), None, None)
 
 
 _attention: Any = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(5,))
 _attention.defvjp(_forward, _backward)
 
 
+def _blocks(length: int) -> list[tuple[int, int]]:
+    size = max(_MIN_BLOCK, -(-length // _MAX_BLOCKS))
+    return [(start, min(start + size, length)) for start in range(0, length, size)]
+
+
 def _dot(equation: str, x: jax.Array, y: jax.Array, *, precision: Precision) -> jax.Array:
     return jnp.einsum(equation, x, y, preferred_element_type=precision.accumulate)
 
 
-def _scores(q, k, segments, window, precision):
+def _scores(q, k, segments, window, *, start, stop, precision):
+    """Scores of the queries in [start, stop) with the keys before stop; the lowest number where a
+    query does not see a key."""
+    q, k = q[..., start:stop, :], k[..., :stop, :]
     scores = _dot("bkgtd,bksd->bkgts", q, k, precision=precision) * q.shape[-1] ** -0.5
-    index = lax.iota(jnp.int32, k.shape[2])
-    distance = index[:, None] - index[None, :]
+    distance = jnp.arange(start, stop)[:, None] - jnp.arange(stop)[None, :]
     causal = (distance >= 0) & (distance < window)
-    seen = causal & (segments[:, :, None] == segments[:, None, :])
+    seen = causal[None] & (segments[:, start:stop, None] == segments[:, None, :stop])
     return jnp.where(seen[:, None, None], scores, jnp.finfo(scores.dtype).min)
