@@ -195,7 +195,7 @@ def make_learner(
         accumulate = optax.microbatching.AccumulationType.SUM
         grads, (total, metrics) = microbatched(one, accumulate, minibatch)(weights, inputs)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale.scale, grads)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         new_state = _apply(state, grads, jnp.isfinite(grad_norm), optimizer, precision)
         own = {
             "loss": Mean(total, denominator),

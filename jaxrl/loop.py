@@ -1,0 +1,274 @@
+"""The training loop: sample -> reward -> advantage -> pack -> step -> publish.
+
+Read `train` first: each of its lines is one stage, and each stage is a function below it. What the
+stages work with (sampler, learner, data, ...) is a `Run`, which `jaxrl.run.open_run` builds.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl import data, precision
+from jaxrl.advantages import zero_std_groups
+from jaxrl.batch import Rollout, assign_rows, pack
+from jaxrl.config import Config
+from jaxrl.data import Example
+from jaxrl.environments import scoring
+from jaxrl.evaluate import evaluate_greedily
+from jaxrl.interrupt import Interrupt
+from jaxrl.learner import LearnerState, Minibatch, interleave
+from jaxrl.losses.algebra import Need
+from jaxrl.metrics import Metrics, merge, to_floats
+from jaxrl.models import huggingface
+from jaxrl.plots import draw_run
+from jaxrl.run import Progress, Run, open_run
+from jaxrl.tracking import read_metrics
+
+Numbers = dict[str, float]
+
+
+class Result(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+      step: rollouts trained on.
+      signum: the signal that ended it early, or None.
+      initial_accuracy, final_accuracy: held-out and greedy; None if not measured.
+      model: directory of the trained model; None if the run was ended early.
+    """
+
+    step: int
+    signum: int | None
+    initial_accuracy: float | None
+    final_accuracy: float | None
+    model: Path | None
+
+
+def train(config: Config) -> Result:
+    """Trains until `config.train.steps` rollouts are learnt, or a signal comes.
+
+    A run that was ended, or killed, goes on from its last checkpoint when it is called again with
+    the same config, and computes what it would have computed, bit for bit.
+
+    Raises:
+      ResumeError, CheckpointError, ValueError: see `run.open_run`; the message says what to do.
+    """
+    with Interrupt() as interrupt, open_run(config) as (run, state, progress):
+        if progress.step == 0:
+            progress.accuracy = progress.initial_accuracy = evaluate(run, step=0)
+        while progress.step < config.train.steps and interrupt.signum is None:
+            seconds: Numbers = {}
+            with clock(seconds, "time/step"):
+                with clock(seconds, "time/sample"):
+                    examples = next_prompts(run, progress)
+                    rollouts = sample(run, examples, step=progress.step)
+                with clock(seconds, "time/reward"):
+                    rollouts, rewarded = reward(run, rollouts, examples)
+                with clock(seconds, "time/learn"):
+                    state, learnt = learn(run, state, rollouts)
+                with clock(seconds, "time/publish"):
+                    progress.step += 1
+                    run.sampler.load(state.params, version=progress.step)
+            log(run, rollouts, step=progress.step, numbers=rewarded | learnt | seconds)
+            keep_safe(run, state, progress, ending=interrupt.signum is not None)
+        done = progress.step == config.train.steps
+        model = finish(run, state) if done else None
+        return Result(
+            progress.step, interrupt.signum, progress.initial_accuracy, progress.accuracy, model
+        )
+
+
+def next_prompts(run: Run, progress: Progress) -> list[Example]:
+    """The prompts of the next rollout; moves the position in the data on."""
+    count = run.config.train.train_batch
+    examples = run.prompts.examples
+    chosen = data.take(len(examples), position=progress.position, count=count, seed=run.config.seed)
+    progress.position += count
+    return [examples[i] for i in chosen]
+
+
+def sample(run: Run, examples: Sequence[Example], *, step: int) -> list[Rollout]:
+    """`group_size` answers to every prompt, without rewards, in the order of the prompts."""
+    completions = run.sampler.sample(
+        [example.tokens for example in examples],
+        dataclasses.replace(run.sampling, seed=_seed(run.config.seed, step)),
+        group_size=run.config.train.group_size,
+    )
+    # They come as they finish; training must not depend on that.
+    ordered = sorted(completions, key=lambda c: (c.prompt_index, c.sample_index))
+    for completion in ordered:
+        if (newest := int(completion.versions.max(initial=0))) > step:
+            raise RuntimeError(
+                f"the sampler answered with policy version {newest} and the learner is at {step}; "
+                "the sampler serves another run"
+            )
+    return [
+        Rollout(
+            prompt=examples[c.prompt_index].tokens,
+            completion=c.tokens,
+            logprobs=c.logprobs,
+            action_mask=np.ones(len(c.tokens), bool),
+            version=c.versions,
+            group=c.prompt_index,
+            truncated=c.finish_reason == "length",
+        )
+        for c in ordered
+    ]
+
+
+def reward(
+    run: Run, rollouts: Sequence[Rollout], examples: Sequence[Example]
+) -> tuple[list[Rollout], Numbers]:
+    """Rollouts with their rewards. One whose reward failed is masked: it teaches nothing."""
+    texts = [run.tokenizer.decode(r.completion, skip_special_tokens=True) for r in rollouts]
+    scored = scoring.score(run.rewards, texts, [examples[r.group].record for r in rollouts])
+    if scored.first_failure is not None:
+        run.tracker.note(scored.first_failure)
+    failed = np.isnan(scored.total)
+    if failed.all():
+        raise RuntimeError(f"every reward of a rollout failed; {scored.first_failure}")
+    groups = np.array([r.group for r in rollouts])
+    numbers = {
+        "reward": float(np.nanmean(scored.total)),
+        "reward/std": float(np.nanstd(scored.total)),
+        "reward/failed": float(failed.sum()),
+        "groups/zero_std": float(zero_std_groups(scored.total, groups)),
+    }
+    if len(scored.parts) > 1:
+        numbers |= {f"reward/{k}": float(np.nanmean(v)) for k, v in scored.parts.items()}
+    rewarded = [
+        r._replace(reward=float(value), action_mask=r.action_mask & (not bad))
+        for r, value, bad in zip(rollouts, scored.total, failed, strict=True)
+    ]
+    return rewarded, numbers
+
+
+def learn(
+    run: Run, state: LearnerState, rollouts: Sequence[Rollout]
+) -> tuple[LearnerState, Numbers]:
+    """One optimizer step on each mini-batch; the metrics are means over all of them."""
+    learning_rate = run.learning_rate(int(state.step))
+    advantages = run.recipe.advantages(
+        np.array([r.reward for r in rollouts]), np.array([r.group for r in rollouts])
+    )
+    updates = run.config.train.updates_per_rollout
+    size = len(rollouts) // updates
+    minibatches = [
+        _with_scores(run, state, _pack(run, rollouts[i : i + size], advantages[i : i + size]))
+        for i in range(0, len(rollouts), size)
+    ]
+    collected: Metrics = {}
+    for minibatch in minibatches:
+        state, metrics = run.learner.step(state, minibatch)
+        collected = merge(collected, metrics)
+    return state, to_floats(collected) | {"learning_rate": float(learning_rate)}
+
+
+def _pack(run: Run, rollouts: Sequence[Rollout], advantages: np.ndarray) -> Minibatch:
+    c = run.config
+    if c.train.packing:
+        rows = assign_rows([r.length for r in rollouts], row_length=c.row_length)
+    else:
+        rows = [[i] for i in range(len(rollouts))]
+    # Room for the worst case, one sequence to a row, so that the step compiles once.
+    most = -(-len(rollouts) // c.microbatch_rows)
+    placed, used = interleave(rows, rows_per_microbatch=c.microbatch_rows, max_microbatches=most)
+    batch = pack(rollouts, list(advantages), rows=placed, row_length=c.row_length)
+    sharding = run.layout.batch(("batch", "length"))
+    return Minibatch(batch=jax.device_put(batch, sharding), microbatches=jnp.int32(used))
+
+
+def _with_scores(run: Run, state: LearnerState, minibatch: Minibatch) -> Minibatch:
+    """Adds the scores that the loss needs and that are known before the first update."""
+    needs = run.recipe.objective.needs
+    if run.reference is not None:
+        minibatch = dataclasses.replace(
+            minibatch, reference=run.learner.score(run.reference, minibatch)
+        )
+    if Need.ANCHOR in needs and run.config.train.updates_per_rollout > 1:
+        minibatch = dataclasses.replace(
+            minibatch, anchor=run.learner.score(state.params, minibatch)
+        )
+    return minibatch
+
+
+def evaluate(run: Run, *, step: int) -> float | None:
+    """Greedy accuracy on the held-out prompts, logged; None without them."""
+    if run.held_out is None:
+        return None
+    found = evaluate_greedily(
+        run.sampler,
+        run.held_out.examples,
+        sampling=run.sampling,
+        reward=run.rewards[0],
+        tokenizer=run.tokenizer,
+    )
+    run.tracker.log(step, {"eval/accuracy": found.accuracy})
+    return found.accuracy
+
+
+def log(run: Run, rollouts: Sequence[Rollout], *, step: int, numbers: Numbers) -> None:
+    """Writes the metrics of a step: those given and what the rollouts show."""
+    lengths = np.array([len(r.completion) for r in rollouts])
+    tokens = sum(r.length for r in rollouts)
+    own = {
+        "completion_length": float(lengths.mean()),
+        "completion_length/max": float(lengths.max()),
+        "completion/truncated": float(np.mean([r.truncated for r in rollouts])),
+        "tokens_per_second": tokens / numbers["time/step"],
+        "tokens_per_second/sample": float(lengths.sum()) / numbers["time/sample"],
+        "tokens_per_second/learn": tokens / numbers["time/learn"],
+        # Without a reference model: the divergence from the policy that was sampled.
+        "kl": numbers.get("kl", numbers.get("ratio/kl", float("nan"))),
+    }
+    run.tracker.log(step, numbers | own)
+
+
+def keep_safe(run: Run, state: LearnerState, progress: Progress, *, ending: bool) -> None:
+    """Evaluates and saves where the config says so, and saves when the run is ending."""
+    c, step = run.config, progress.step
+    measured = None
+    if step == c.train.steps or _due(c.eval.every, step):
+        measured = evaluate(run, step=step)
+        progress.accuracy = measured if measured is not None else progress.accuracy
+    if step == c.train.steps or _due(c.checkpoint.every, step) or ending or measured is not None:
+        host = dataclasses.asdict(progress)
+        run.checkpoints.save(step, state, host=host, metric=measured)
+
+
+def finish(run: Run, state: LearnerState) -> Path:
+    """Exports the trained model for Hugging Face, as it was sampled, and draws the curves."""
+    model = run.directory / "model"
+    huggingface.save(
+        model,
+        state.params,
+        run.model.config,
+        dtype=precision.parse(run.config.precision).wire,
+        source_dir=run.config.model.path,
+    )
+    draw_run(read_metrics(run.directory / "metrics.jsonl"), run.directory / "curves.png")
+    return model
+
+
+@contextmanager
+def clock(seconds: Numbers, name: str) -> Iterator[None]:
+    """Adds the wall-clock seconds of the block to `seconds[name]`."""
+    start = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - start
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _seed(seed: int, step: int) -> int:
+    """A seed of its own for every step, the same when the step is done again."""
+    return int(np.random.SeedSequence((seed, step)).generate_state(1)[0])

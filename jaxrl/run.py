@@ -1,0 +1,188 @@
+"""What a training run is made of, built once from its config."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import traverse_util
+
+from jaxrl import config_file, losses, parts, precision
+from jaxrl.checkpoint import Checkpoints
+from jaxrl.config import Config
+from jaxrl.data import Prompts, Tokenizer
+from jaxrl.environments.scoring import Reward, load_rewards
+from jaxrl.learner import Learner, LearnerState, make_learner
+from jaxrl.losses import Need, Recipe
+from jaxrl.models import huggingface
+from jaxrl.models.decoder import Model
+from jaxrl.models.spec import Params
+from jaxrl.sampling.base import SamplingParams
+from jaxrl.sampling.embedded import EmbeddedSampler
+from jaxrl.tracking import Tracker, open_tracker
+from sharding.partition import Layout
+
+
+class ResumeError(ValueError):
+    """The run directory holds another run."""
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run has come; what a checkpoint holds besides the learner's state.
+
+    Attributes:
+      step: rollouts trained on; also the version of the policy that is sampled next.
+      position: prompts taken from the data so far.
+      initial_accuracy: held-out accuracy before the first step; None if it is not measured.
+      accuracy: the latest held-out accuracy.
+    """
+
+    step: int = 0
+    position: int = 0
+    initial_accuracy: float | None = None
+    accuracy: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """The parts of a run. The learner's state is not among them: the loop hands it on."""
+
+    config: Config
+    directory: Path
+    tokenizer: Tokenizer
+    prompts: Prompts
+    held_out: Prompts | None
+    rewards: Sequence[Reward]
+    model: Model
+    layout: Layout
+    recipe: Recipe
+    learner: Learner  # compiled; `step` donates the state
+    learning_rate: Any  # optimizer step -> learning rate
+    sampler: EmbeddedSampler
+    sampling: SamplingParams  # with the seed of the run; the loop derives one for each step
+    reference: Params | None  # in precision.compute; None unless the loss needs it
+    checkpoints: Checkpoints
+    tracker: Tracker
+
+
+@contextmanager
+def open_run(config: Config) -> Iterator[tuple[Run, LearnerState, Progress]]:
+    """Builds a run, or goes on with the one that its directory holds.
+
+    Yields:
+      (the parts, the learner's state, how far it has come).
+
+    Raises:
+      ResumeError: if the directory holds a run with another config.
+      ValueError: for a config, a model or data that cannot be used; the message names the key.
+    """
+    directory = Path(config.run_dir)
+    policy = precision.parse(config.precision)
+    layout = parts.make_layout(config.mesh)
+    tokenizer = huggingface.load_tokenizer(config.model.path)
+    prompts = parts.load_training_prompts(config.data, tokenizer)
+    held_out = parts.load_held_out_prompts(config.data, tokenizer)
+    recipe = losses.build(config.loss.name, config.loss.parameters, advantage=config.loss.advantage)
+    rewards = load_rewards(config.reward.path, config.reward.weights)
+    model, params = parts.load_model(
+        config.model.path, layout=layout, dtype=policy.params, remat=config.train.remat
+    )
+    optimizer = parts.make_optimizer(
+        config.optimizer, total_steps=config.optimizer_steps, specs=model.specs
+    )
+    pure = make_learner(
+        model,
+        recipe.objective,
+        optimizer=optimizer.transformation,
+        precision=policy,
+        rows_per_microbatch=config.microbatch_rows,
+        temperature=config.sampling.temperature,
+        param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
+    )
+    state_shardings = layout.state(jax.eval_shape(pure.init, params), model.specs)
+    reference = None
+    if Need.REFERENCE in recipe.objective.needs:
+        reference = jax.jit(precision.cast, static_argnums=1)(params, policy.compute)
+
+    _claim(directory, config)
+    checkpoints = Checkpoints(
+        directory / "checkpoints",
+        keep=config.checkpoint.keep,
+        keep_best=config.checkpoint.keep_best,
+    )
+    state = jax.jit(pure.init, out_shardings=state_shardings)(params)
+    progress = Progress()
+    if (step := checkpoints.latest_step()) is not None:
+        state, host = checkpoints.restore(step, state)
+        progress = Progress(**host)
+    sampler = EmbeddedSampler(
+        model,
+        state.params,
+        precision=policy,
+        version=progress.step,
+        max_batch=config.sampling.max_batch,
+        layout=layout if layout.mesh.size > 1 else None,
+    )
+    with open_tracker(
+        directory, start_step=progress.step, total_steps=config.train.steps
+    ) as tracker:
+        run = Run(
+            config=config,
+            directory=directory,
+            tokenizer=tokenizer,
+            prompts=prompts,
+            held_out=held_out,
+            rewards=rewards,
+            model=model,
+            layout=layout,
+            recipe=recipe,
+            learner=Learner(
+                init=pure.init,
+                score=jax.jit(pure.score),
+                step=jax.jit(pure.step, donate_argnums=0, out_shardings=(state_shardings, None)),
+            ),
+            learning_rate=optimizer.learning_rate,
+            sampler=sampler,
+            sampling=parts.sampling_params(
+                config.sampling, model.config, tokenizer, seed=config.seed
+            ),
+            reference=reference,
+            checkpoints=checkpoints,
+            tracker=tracker,
+        )
+        try:
+            yield run, state, progress
+        finally:
+            checkpoints.close()
+
+
+# Keys that may change between the parts of one run: they do not change what a step computes.
+_FREE = ("run_dir", "checkpoint.", "eval.", "data.eval_")
+
+
+def _claim(directory: Path, config: Config) -> None:
+    """Writes the resolved config into the run directory, or checks that the one there agrees."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "config.toml"
+    if path.exists() and (directory / "checkpoints").exists():
+        there = _flat(config_file.load(Config, file=path))
+        here = _flat(config)
+        free = _FREE if config.optimizer.schedule != "constant" else (*_FREE, "train.steps")
+        changed = [
+            f"{key} = {there.get(key)!r} there and {here.get(key)!r} here"
+            for key in sorted(there.keys() | here.keys())
+            if there.get(key) != here.get(key) and not key.startswith(free)
+        ]
+        if changed:
+            raise ResumeError(
+                f"{directory} holds a run with another config: {'; '.join(changed)}. Choose "
+                "another run_dir, or delete it to start again"
+            )
+    path.write_text(config_file.dumps(config), encoding="utf-8")
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    return {str(k): v for k, v in traverse_util.flatten_dict(config.model_dump(), sep=".").items()}

@@ -1,0 +1,220 @@
+"""The learner's laws: how a batch is cut into rows and microbatches changes nothing."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl.batch import assign_rows, pack
+from jaxrl.learner import Learner, LearnerState, Minibatch, interleave, make_learner
+from jaxrl.losses import (
+    clipped,
+    grpo,
+    kl_penalty,
+    objective,
+    over_anchor,
+    over_sampler,
+    shadowed,
+    token_mean,
+    token_sum,
+)
+from jaxrl.metrics import to_floats
+from jaxrl.precision import PRESETS, LossScaleSpec, Precision, dynamic_loss_scale
+from tests import tiny
+
+FP32 = PRESETS["fp32"]
+GRPO = grpo()
+ROW = 24
+
+
+@functools.cache  # a step takes seconds to compile
+def learner(
+    *, rows: int, recipe=None, precision: Precision = FP32, optimizer=None, temperature=1.0
+) -> Learner:
+    built = make_learner(
+        tiny.model(),
+        getattr(recipe or GRPO, "objective", recipe),
+        optimizer=optimizer or optax.sgd(1.0),
+        precision=precision,
+        rows_per_microbatch=rows,
+        temperature=temperature,
+    )
+    return built._replace(step=jax.jit(built.step), score=jax.jit(built.score))
+
+
+def minibatch(count=8, *, rows_per_microbatch, microbatches=4, packed=True, seed=0) -> Minibatch:
+    samples = tiny.rollouts(count, seed=seed)
+    advantages = list(np.random.default_rng(seed).normal(size=count))
+    lengths = [r.length for r in samples]
+    rows = assign_rows(lengths, row_length=ROW) if packed else [[i] for i in range(count)]
+    placed, used = interleave(
+        rows, rows_per_microbatch=rows_per_microbatch, max_microbatches=microbatches
+    )
+    batch = pack(samples, advantages, rows=placed, row_length=ROW)
+    return Minibatch(batch=jax.tree.map(jnp.asarray, batch), microbatches=jnp.int32(used))
+
+
+def gradient(one: Learner, batch: Minibatch) -> dict:
+    """What sgd with learning rate 1 subtracted."""
+    state = one.init(tiny.params())
+    after, _ = one.step(state, batch)
+    return jax.tree.map(lambda a, b: np.asarray(a - b), state.params, after.params)
+
+
+def assert_close(a, b, *, rtol):
+    for path, x in jax.tree_util.tree_leaves_with_path(a):
+        y = b
+        for key in path:
+            y = y[key.key]
+        scale = np.abs(y).max()
+        np.testing.assert_allclose(x, y, atol=rtol * scale, rtol=0, err_msg=str(path))
+
+
+@pytest.mark.parametrize("recipe", [GRPO, grpo(aggregation=token_sum, entropy=0.1)])
+def test_packing_microbatching_and_padding_change_no_gradient(recipe):
+    whole = gradient(learner(rows=8, recipe=recipe), minibatch(rows_per_microbatch=8, packed=False))
+    assert max(np.abs(x).max() for x in jax.tree.leaves(whole)) > 1e-3
+    one = learner(rows=2, recipe=recipe)
+    for batch in (
+        minibatch(rows_per_microbatch=2, packed=False),
+        minibatch(rows_per_microbatch=2, microbatches=7),
+    ):
+        assert_close(gradient(one, batch), whole, rtol=2e-5)
+
+
+def test_metrics_do_not_depend_on_microbatches():
+    def metrics(rows, **kwargs):
+        one = learner(rows=rows)
+        _, found = one.step(one.init(tiny.params()), minibatch(rows_per_microbatch=rows, **kwargs))
+        return to_floats(found)
+
+    a, b = metrics(8, packed=False), metrics(2)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name
+
+
+def test_step_compiles_once_for_every_number_of_rows():
+    one = learner(rows=2)
+    state = one.init(tiny.params())
+    for count in (1, 3, 8):
+        one.step(state, minibatch(count, rows_per_microbatch=2))
+    assert one.step._cache_size() == 1  # pyright: ignore
+
+
+def test_score_is_the_logprob_that_the_step_differentiates():
+    one = learner(rows=2, temperature=0.7)
+    batch = minibatch(rows_per_microbatch=2)
+    logprobs = one.score(tiny.params(), batch)
+    np.testing.assert_array_equal(np.asarray(logprobs)[~np.asarray(batch.batch.action_mask)], 0)
+    # With the sampler's log-probs equal to the score, every ratio is 1.
+    on_policy = batch.replace(batch=batch.batch.replace(sampler_logprobs=logprobs))
+    _, metrics = one.step(one.init(tiny.params()), on_policy)
+    assert to_floats(metrics)["ratio/mean"] == pytest.approx(1, abs=1e-6)
+    assert to_floats(metrics)["ratio/kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_anchor_defaults_to_the_learner_itself():
+    recipe = grpo(ratio=over_anchor)
+    one = learner(rows=2, recipe=recipe)
+    batch = minibatch(rows_per_microbatch=2)
+    given = batch.replace(anchor=one.score(tiny.params(), batch))
+    assert_close(gradient(one, batch), gradient(one, given), rtol=1e-5)
+
+
+def test_missing_reference_is_an_error():
+    one = learner(rows=2, recipe=objective(kl_penalty(), token_mean))
+    with pytest.raises(ValueError, match="KL coefficient to 0"):
+        one.step(one.init(tiny.params()), minibatch(rows_per_microbatch=2))
+
+
+def test_shadowed_ratio_has_the_samplers_value():
+    """The clip of a shadowed ratio sees the sampler's dtypes; unmoved weights are never clipped."""
+    policy = dataclasses.replace(
+        FP32, wire=jnp.dtype(jnp.bfloat16), sampler=jnp.dtype(jnp.bfloat16)
+    )
+    served = learner(rows=2, precision=PRESETS["bf16"]).score(
+        jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.params()),
+        batch := minibatch(rows_per_microbatch=2),
+    )
+    batch = batch.replace(batch=batch.batch.replace(sampler_logprobs=served))
+
+    def deviation(ratio):
+        one = learner(rows=2, precision=policy, recipe=grpo(ratio=ratio))
+        _, metrics = one.step(one.init(tiny.params()), batch)
+        return to_floats(metrics)["ratio/kl"]
+
+    assert deviation(shadowed) < 1e-9 < 1e-7 < deviation(over_sampler)
+
+
+def test_rows_that_do_not_divide_are_an_error():
+    one = learner(rows=3)
+    with pytest.raises(ValueError, match="does not divide"):
+        one.step(one.init(tiny.params()), minibatch(rows_per_microbatch=2))
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**-10])
+def test_loss_scale_cancels(scale):
+    batch = minibatch(rows_per_microbatch=2)
+    policy = dataclasses.replace(FP32, loss_scale=LossScaleSpec(initial=scale, floor=2.0**-20))
+    assert_close(
+        gradient(learner(rows=2, precision=policy), batch),
+        gradient(learner(rows=2), batch),
+        rtol=1e-5,
+    )
+
+
+def test_overflow_skips_the_step_and_halves_the_scale():
+    policy = dataclasses.replace(
+        PRESETS["fp16_master"], loss_scale=dynamic_loss_scale(2.0**60, interval=2)
+    )
+    one = learner(rows=2, precision=policy, optimizer=optax.adam(1e-3))
+    batch = minibatch(rows_per_microbatch=2)
+    state: LearnerState = one.init(tiny.params())
+    skipped, metrics = one.step(state, batch)
+    assert_equal(skipped.params, state.params)
+    assert_equal(skipped.opt_state, state.opt_state)
+    assert skipped.loss_scale.scale == 2.0**59
+    assert to_floats(metrics)["skipped_steps"] == 1
+    assert int(skipped.step) == 1
+    for _ in range(56):
+        skipped, metrics = one.step(skipped, batch)
+    assert to_floats(metrics)["skipped_steps"] < 57
+    assert np.isfinite(to_floats(metrics)["grad_norm"]) or skipped.loss_scale.scale > 1
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), skipped.params, state.params)
+    assert max(jax.tree.leaves(moved)) > 0
+
+
+@pytest.mark.parametrize(("name", "rtol"), [("bf16_master", 0.06), ("fp16_master", 0.012)])
+def test_half_precision_gradients_agree_with_f32(name, rtol):
+    batch = minibatch(rows_per_microbatch=2)
+    # No clip: a token at its edge would be on another side in another precision.
+    recipe = objective(clipped(over_sampler, low=1.0, high=1e9), token_mean)
+    exact = gradient(learner(rows=2, recipe=recipe), batch)
+    policy = dataclasses.replace(PRESETS[name], loss_scale=LossScaleSpec(initial=2.0**8))
+    assert_close(
+        gradient(learner(rows=2, recipe=recipe, precision=policy), batch), exact, rtol=rtol
+    )
+
+
+def test_state_keeps_the_dtypes_of_the_policy():
+    policy = dataclasses.replace(PRESETS["bf16"], moments=jnp.dtype(jnp.bfloat16))
+    one = learner(rows=2, precision=policy, optimizer=optax.adam(1e-3))
+    state = one.init(tiny.params())
+    after, _ = one.step(state, minibatch(rows_per_microbatch=2))
+    for x in (state, after):
+        floats = [
+            leaf.dtype
+            for leaf in jax.tree.leaves((x.params, x.opt_state))
+            if jnp.issubdtype(leaf.dtype, jnp.floating)
+        ]
+        assert set(floats) == {jnp.dtype(jnp.bfloat16)}
+    assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, after)
+
+
+def assert_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)

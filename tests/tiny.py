@@ -1,0 +1,60 @@
+"""A tiny model and random rollouts, for tests of what is built on them."""
+
+import jax
+import numpy as np
+
+from jaxrl.batch import Rollout
+from jaxrl.models import spec
+from jaxrl.models.decoder import Model, decoder
+from jaxrl.models.families import DecoderConfig, Rope
+from jaxrl.models.spec import Params
+from jaxrl.precision import PRESETS
+
+CONFIG = DecoderConfig(
+    model_type="qwen3",
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    rms_norm_eps=1e-6,
+    rope=Rope(theta=10000.0),
+    qkv_bias=False,
+    qk_norm=True,
+    tied=True,
+    max_positions=128,
+    initializer_range=0.2,  # far from uniform, so that log-probs differ
+    eos_ids=(1,),
+    pad_id=0,
+)
+
+
+def model() -> Model:
+    return decoder(CONFIG)
+
+
+def params(seed: int = 0) -> Params:
+    return spec.init(model().specs, jax.random.key(seed), dtype=PRESETS["fp32"].params)
+
+
+def rollouts(count: int, *, seed: int = 0, longest: int = 12) -> list[Rollout]:
+    rng = np.random.default_rng(seed)
+    out = []
+    for i in range(count):
+        prompt = rng.integers(2, 64, rng.integers(1, longest // 2)).astype(np.int32)
+        completion = rng.integers(2, 64, rng.integers(1, longest // 2)).astype(np.int32)
+        size = len(completion)
+        out.append(
+            Rollout(
+                prompt=prompt,
+                completion=completion,
+                logprobs=rng.normal(-4, 0.5, size).astype(np.float32),
+                action_mask=rng.random(size) < 0.9,
+                version=np.zeros(size, np.int32),
+                group=i // 4,
+                reward=float(rng.normal()),
+            )
+        )
+    return out
