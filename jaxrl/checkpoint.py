@@ -48,6 +48,10 @@ class Checkpoints:
           directory: holds one directory per step.
           keep: number of latest checkpoints to keep, at least 1.
           keep_best: number of checkpoints with the largest metric to keep besides; may be 0.
+
+        Raises:
+          CheckpointError: if the directory cannot be made or read.
+          ValueError: for numbers that keep nothing.
         """
         if keep < 1 or keep_best < 0:
             raise ValueError(
@@ -74,7 +78,7 @@ class Checkpoints:
         """Opens a directory that another process may be writing to; `save` is an error.
 
         Raises:
-          CheckpointError: if there is no such directory.
+          CheckpointError: if there is no such directory, or it cannot be read.
         """
         if not Path(directory).is_dir():
             raise CheckpointError(f"there are no checkpoints: {directory} is not a directory")
@@ -85,14 +89,20 @@ class Checkpoints:
 
     def _open(self, directory: str | Path, *, options: ocp.CheckpointManagerOptions) -> None:
         self.directory = Path(directory).resolve()
-        self._manager = ocp.CheckpointManager(
-            self.directory,
-            options=options,
-            item_handlers={
-                "state": ocp.StandardCheckpointHandler(),
-                "host": ocp.JsonCheckpointHandler(),
-            },
-        )
+        try:
+            self._manager = ocp.CheckpointManager(
+                self.directory,
+                options=options,
+                item_handlers={
+                    "state": ocp.StandardCheckpointHandler(),
+                    "host": ocp.JsonCheckpointHandler(),
+                },
+            )
+        except Exception as error:
+            raise CheckpointError(
+                f"the checkpoints in {self.directory} cannot be opened: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def save(
         self, step: int, state: Any, *, host: Mapping[str, Any], metric: float | None = None
@@ -163,7 +173,10 @@ class Checkpoints:
         if step not in self._manager.all_steps():
             raise CheckpointError(f"there is no checkpoint {path}; steps there: {self._steps()}")
         try:
-            saved = _signature(self._manager.item_metadata(step)["state"].tree)
+            metadata = self._manager.item_metadata(step)["state"]
+            if metadata is None:
+                raise FileNotFoundError("the list of its arrays is missing or damaged")
+            saved = _signature(metadata.tree)
         except Exception as error:
             raise self._unreadable(path, error) from error
         _check_same(_signature(like), saved, path=path)

@@ -233,6 +233,12 @@ def test_a_damaged_checkpoint_is_named_and_the_others_still_restore(tmp_path, da
     checkpoints.close()
 
 
+def test_a_directory_that_cannot_be_opened_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file/checkpoints cannot be opened: NotADir"):
+        Checkpoints(tmp_path / "file" / "checkpoints")
+
+
 def save_and_wait(checkpoints, step, state):
     checkpoints.save(step, state, host={})
     checkpoints.wait()
