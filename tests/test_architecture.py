@@ -46,9 +46,9 @@ GUARDED = {
 GATES = {
     "jaxrl/models/huggingface.py",
     "jaxrl/sampling/vllm.py",
-    "jaxrl/bridge/shared_memory.py",
-    "jaxrl/bridge/directory.py",
+    "jaxrl/bridge/vllm_plugin.py",
     "jaxrl/bridge/vllm_engine.py",
+    "jaxrl/bridge/vllm_server.py",
 }
 
 TOP_LEVEL = re.compile(

@@ -1,0 +1,183 @@
+"""What a payload says of itself: a version, and every tensor's name, shape, place and checksum."""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl.bridge.base import TensorSpec
+
+FILE = "manifest.json"
+FORMAT = 1
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+# The checksum adds 64-bit words in columns, 256 rows to a chunk, and hashes the sums: as fast as
+# the memory, and any changed, moved or torn word shows. A prime number of columns keeps rows of a
+# matrix from coinciding with rows of the chunk.
+_COLUMNS = 1021
+CHUNK_BYTES = 256 * _COLUMNS * 8
+
+
+class ManifestError(ValueError):
+    """A payload that must not be loaded; the message names the tensor or the field."""
+
+
+class Entry(NamedTuple):
+    """One tensor of a payload.
+
+    Attributes:
+      name, shape, dtype: as in `TensorSpec`.
+      file: name of the file that holds it, beside the manifest.
+      offset: where its bytes begin in the file; they are little-endian, in C order, without gaps.
+      checksum: of its bytes, see `checksum`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+    offset: int
+    checksum: str
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Manifest(NamedTuple):
+    """What a payload holds.
+
+    Attributes:
+      version: the learner's policy version, 0 or more.
+      entries: one for each tensor.
+    """
+
+    version: int
+    entries: tuple[Entry, ...]
+
+
+def chunk_sums(chunk: np.ndarray) -> bytes:
+    """The part of a checksum that comes from u8[N] bytes, at most CHUNK_BYTES of them."""
+    if chunk.nbytes <= 8 * _COLUMNS:
+        return chunk.tobytes()
+    words = chunk[: chunk.nbytes // 8 * 8].view(np.uint64)
+    whole = words.size // _COLUMNS * _COLUMNS
+    sums = words[:whole].reshape(-1, _COLUMNS).sum(axis=0, dtype=np.uint64)
+    rest = words[whole:]
+    sums[: rest.size] += rest
+    return sums.tobytes() + chunk[words.nbytes :].tobytes()
+
+
+def combine_sums(sums: Sequence[bytes], *, nbytes: int) -> str:
+    """The checksum of data whose consecutive chunks have these sums."""
+    digest = hashlib.blake2b(nbytes.to_bytes(8, "little"), digest_size=16)
+    for part in sums:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def chunks(data: np.ndarray) -> list[np.ndarray]:
+    """u8[N] in consecutive views of CHUNK_BYTES."""
+    return [data[i : i + CHUNK_BYTES] for i in range(0, data.nbytes, CHUNK_BYTES)]
+
+
+def checksum(data: np.ndarray) -> str:
+    """128 bits over u8[N], as hexadecimal digits."""
+    return combine_sums([chunk_sums(chunk) for chunk in chunks(data)], nbytes=data.nbytes)
+
+
+def dump(manifest: Manifest) -> str:
+    """The text of a manifest file."""
+    entries = [entry._asdict() for entry in manifest.entries]
+    return json.dumps({"format": FORMAT, "version": manifest.version, "tensors": entries})
+
+
+def parse(text: str) -> Manifest:
+    """Reads the text of a manifest file.
+
+    Raises:
+      ManifestError: for anything that `dump` does not write, an unknown dtype, a file name that
+        leaves the directory, or a name that occurs twice.
+    """
+    try:
+        raw = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ManifestError(f"the manifest is not JSON: {error}") from None
+    if not isinstance(raw, dict) or raw.keys() != {"format", "version", "tensors"}:
+        raise ManifestError("the manifest must have exactly the keys format, version and tensors")
+    if raw["format"] != FORMAT:
+        raise ManifestError(f"manifest format {raw['format']!r}; this side reads {FORMAT}")
+    if not _count(raw["version"]) or not isinstance(raw["tensors"], list):
+        raise ManifestError("the manifest's version must be a count and its tensors a list")
+    entries = tuple(_entry(item) for item in raw["tensors"])
+    names = [entry.name for entry in entries]
+    twice = sorted({name for name in names if names.count(name) > 1}) if _repeats(names) else []
+    if twice:
+        raise ManifestError(f"{twice[0]}: stands in the manifest twice")
+    return Manifest(raw["version"], entries)
+
+
+def read(directory: Path) -> Manifest:
+    """Reads the manifest of a payload.
+
+    Raises:
+      ManifestError: if there is none or it is not valid.
+    """
+    try:
+        return parse((directory / FILE).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ManifestError(f"{directory / FILE} cannot be read: {error}") from None
+
+
+def check_tensors(entries: Sequence[Entry], expected: Sequence[TensorSpec]) -> None:
+    """Compares a manifest's tensors with what a model needs.
+
+    Raises:
+      ManifestError: for the first tensor that is missing, surplus, misshapen or of another dtype.
+    """
+    needed, held = {spec.name: spec for spec in expected}, {entry.name for entry in entries}
+    for name in needed:
+        if name not in held:
+            raise ManifestError(f"{name}: missing; the model needs it")
+    for entry in entries:
+        if entry.name not in needed:
+            raise ManifestError(f"{entry.name}: surplus; the model has no such tensor")
+        spec = needed[entry.name]
+        if entry.shape != spec.shape:
+            raise ManifestError(f"{entry.name}: shape {entry.shape}; the model needs {spec.shape}")
+        if entry.dtype != spec.dtype:
+            raise ManifestError(f"{entry.name}: {entry.dtype}; {spec.dtype} was agreed")
+
+
+def _entry(item: Any) -> Entry:
+    if not isinstance(item, dict) or item.keys() != set(Entry._fields):
+        raise ManifestError(f"a tensor of the manifest must have the keys {Entry._fields}: {item}")
+    name = item["name"]
+    if not isinstance(name, str) or not name:
+        raise ManifestError(f"a tensor of the manifest has the name {name!r}")
+    if not isinstance(item["shape"], list) or not all(_count(n) for n in item["shape"]):
+        raise ManifestError(f"{name}: the shape {item['shape']!r} is not a list of counts")
+    if item["dtype"] not in ITEM_BYTES:
+        raise ManifestError(f"{name}: dtype {item['dtype']!r}; known are {', '.join(ITEM_BYTES)}")
+    if not isinstance(item["file"], str) or not _FILE_NAME.fullmatch(item["file"]):
+        raise ManifestError(
+            f"{name}: {item['file']!r} is not the name of a file beside the manifest"
+        )
+    if not _count(item["offset"]) or not isinstance(item["checksum"], str):
+        raise ManifestError(f"{name}: the offset must be a count and the checksum a text")
+    return Entry(**{**item, "shape": tuple(item["shape"])})
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _repeats(names: Sequence[str]) -> bool:
+    return len(set(names)) < len(names)

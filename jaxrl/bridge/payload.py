@@ -1,0 +1,144 @@
+"""Writing the tensors of a source into the files of a payload, and reading them back, checked."""
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from jaxrl.bridge import manifest
+from jaxrl.bridge.base import WeightSource
+from jaxrl.bridge.layout import File
+from jaxrl.bridge.manifest import Entry, Manifest, ManifestError
+
+# Copying and adding release the interpreter's lock; two threads fill the memory's bandwidth.
+_THREADS = 2
+
+
+class Put(Protocol):
+    """Writes u8[N] to a file of the payload at an offset; called from several threads."""
+
+    def __call__(self, file: str, offset: int, data: np.ndarray) -> None: ...
+
+
+def write(source: WeightSource, files: Sequence[File], put: Put, *, version: int) -> Manifest:
+    """Writes every tensor once and returns the manifest.
+
+    Raises:
+      ValueError: if the source yields another tensor than its specs announced.
+    """
+    places = [(file.name, spec, offset) for file in files for spec, offset in file.places]
+    entries = []
+    for file in files:
+        put(file.name, 0, np.frombuffer(file.head, np.uint8))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for (file, spec, offset), (name, array) in zip(places, source, strict=True):
+            if (name, array.shape, array.dtype.name) != spec:
+                raise ValueError(
+                    f"the source announced {spec} and yielded {name} {array.dtype} {array.shape}"
+                )
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+            def copy(chunk: np.ndarray, at: int, file: str = file) -> bytes:
+                put(file, at, chunk)
+                return manifest.chunk_sums(chunk)
+
+            parts = manifest.chunks(data)
+            starts = range(offset, offset + data.nbytes, manifest.CHUNK_BYTES)
+            sums = list(pool.map(copy, parts, starts))
+            total = manifest.combine_sums(sums, nbytes=data.nbytes)
+            entries.append(Entry(*spec, file, offset, total))
+    return Manifest(version, tuple(entries))
+
+
+def write_manifest(directory: Path, content: Manifest) -> None:
+    """Makes a payload valid: its manifest appears whole or not at all."""
+    draft = directory / f".{manifest.FILE}"
+    draft.write_text(manifest.dump(content))
+    draft.replace(directory / manifest.FILE)
+
+
+class Mapped(NamedTuple):
+    """A tensor of a payload in memory.
+
+    Attributes:
+      entry: what the manifest says.
+      data: u8[N], its bytes, mapped and not copied.
+    """
+
+    entry: Entry
+    data: np.ndarray
+
+
+def resolve(root: Path, payload: str) -> Path:
+    """The directory of a payload.
+
+    Raises:
+      ManifestError: if it is not an existing directory below the root, links followed.
+    """
+    directory = (root / payload).resolve()
+    if directory == root or not directory.is_relative_to(root):
+        raise ManifestError(f"{payload!r} leads out of the root {root}")
+    if not directory.is_dir():
+        raise ManifestError(f"{payload!r} is not a directory below {root}")
+    return directory
+
+
+def open_tensors(directory: Path, entries: Sequence[Entry]) -> list[Mapped]:
+    """Maps the files and finds every tensor; reads no tensor.
+
+    Raises:
+      ManifestError: if a file is a link, cannot be opened or is too short for a tensor.
+    """
+    files = {name: _map(directory / name) for name in dict.fromkeys(e.file for e in entries)}
+    mapped = []
+    for entry in entries:
+        data = files[entry.file][entry.offset : entry.offset + entry.nbytes]
+        if data.nbytes != entry.nbytes:
+            raise ManifestError(
+                f"{entry.name}: needs {entry.nbytes} bytes at {entry.offset} of {entry.file}, "
+                f"which has {files[entry.file].nbytes}"
+            )
+        mapped.append(Mapped(entry, data))
+    return mapped
+
+
+def check_bytes(tensors: Sequence[Mapped]) -> None:
+    """Compares every tensor's bytes with its checksum.
+
+    Raises:
+      ManifestError: for the first that differs.
+    """
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for tensor, found in zip(tensors, _checksums(pool, tensors), strict=True):
+            if found != tensor.entry.checksum:
+                raise ManifestError(
+                    f"{tensor.entry.name}: checksum {found}; the manifest has "
+                    f"{tensor.entry.checksum}"
+                )
+
+
+def _checksums(pool: ThreadPoolExecutor, tensors: Sequence[Mapped]) -> Iterator[str]:
+    parts = [manifest.chunks(tensor.data) for tensor in tensors]
+    sums = pool.map(manifest.chunk_sums, (chunk for chunks in parts for chunk in chunks))
+    for tensor, chunks in zip(tensors, parts, strict=True):
+        yield manifest.combine_sums([next(sums) for _ in chunks], nbytes=tensor.data.nbytes)
+
+
+def _map(path: Path) -> np.ndarray:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            # Private, so that consumers which ask for writable memory can be given it.
+            content = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=_READ_WRITE)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:
+        raise ManifestError(f"{path} cannot be mapped: {error}") from None
+    return np.frombuffer(content, np.uint8)
+
+
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
