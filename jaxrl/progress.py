@@ -66,7 +66,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Prints a line above the display."""
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the state after `step` steps."""

@@ -1,10 +1,15 @@
 """A tiny model and random rollouts, for tests of what is built on them."""
 
+import json
+import string
+from pathlib import Path
+
 import jax
 import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from jaxrl.batch import Rollout
-from jaxrl.models import spec
+from jaxrl.models import huggingface, spec
 from jaxrl.models.decoder import Model, decoder
 from jaxrl.models.families import DecoderConfig, Rope
 from jaxrl.models.spec import Params
@@ -58,3 +63,35 @@ def rollouts(count: int, *, seed: int = 0, longest: int = 12) -> list[Rollout]:
             )
         )
     return out
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def write_checkpoint(directory: Path, *, seed: int = 0) -> Path:
+    """The model and a tokenizer of single characters, as a Hugging Face checkpoint."""
+    huggingface.save(directory, params(seed), CONFIG, dtype=PRESETS["fp32"].wire)
+    characters = string.ascii_lowercase + string.digits + " \n.,:;?+-=*/#()$'\"!%&<>"
+    names = ["<pad>", "<end>", "<unk>", *characters]
+    assert len(names) <= CONFIG.vocab_size
+    names += [f"<{i}>" for i in range(CONFIG.vocab_size - len(names))]
+    tokenizer = Tokenizer(
+        models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>")
+    )
+    tokenizer.add_special_tokens(["<pad>", "<end>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<pad>",
+        "eos_token": "<end>",
+        "unk_token": "<unk>",
+        "chat_template": TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(described))
+    return directory

@@ -1,0 +1,160 @@
+"""The whole path on a tiny model: sample, reward, learn, publish, evaluate, save, export."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl import config_file, loop
+from jaxrl.config import Config
+from jaxrl.run import ResumeError
+from jaxrl.tracking import read_metrics
+from tests import tiny
+
+# GSM8K's shape: the answer is a solution that ends with #### and a number.
+QUESTIONS = [
+    {"question": f"what is {a} + {b}?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"}
+    for a in range(4)
+    for b in range(4)
+]
+REWARD = """
+def fewer_tokens(completion, example):
+    assert "question" in example and example["answer"].count("####") == 1
+    if example["answer"].endswith("#### 5"):
+        raise ValueError("this one cannot be scored")
+    return -float(len(completion))
+"""
+LOSS = """
+import jax.numpy as jnp
+from jaxrl.losses import kl_penalty, over_sampler, surrogate
+
+def soft_clip(*, width: float = 1.0, kl: float = 0.01):
+    policy = surrogate(lambda r, a: -width * jnp.tanh((r - 1) / width) * a, over_sampler)
+    return policy + kl * kl_penalty()
+"""
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("material")
+    tiny.write_checkpoint(directory / "model")
+    lines = "".join(json.dumps(row) + "\n" for row in QUESTIONS)
+    (directory / "questions.jsonl").write_text(lines)
+    (directory / "rewards.py").write_text(REWARD)
+    (directory / "losses.py").write_text(LOSS)
+    return directory
+
+
+def config(material: Path, run_dir: Path, **changes: str) -> Config:
+    keys = {
+        "precision": "fp32",
+        "run_dir": str(run_dir),
+        "model.path": str(material / "model"),
+        "data.path": str(material / "questions.jsonl"),
+        "data.eval_path": str(material / "questions.jsonl"),
+        "data.eval_limit": "4",
+        "data.prompt_key": "question",
+        "data.max_prompt_tokens": "24",
+        "reward.path": f"{material / 'rewards.py'}:fewer_tokens",
+        "sampling.max_tokens": "8",
+        "train.steps": "2",
+        "train.train_batch": "4",
+        "train.group_size": "4",
+        "train.microbatch_tokens": "128",
+        "optimizer.learning_rate": "0.01",
+    }
+    return config_file.load(Config, overrides=list((keys | changes).items()))
+
+
+@pytest.fixture(scope="module")
+def finished(material, tmp_path_factory) -> tuple[Path, loop.Result]:
+    """A run with every optional part: a user's loss and reward, a reference, mini-batches."""
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    changes = {
+        "loss.name": f"{material / 'losses.py'}:soft_clip",
+        "loss.width": "0.5",
+        "train.updates_per_rollout": "2",
+        "eval.every": "1",
+    }
+    return run_dir, loop.train(config(material, run_dir, **changes))
+
+
+def test_run_leaves_model_metrics_picture_and_checkpoint(finished):
+    run_dir, result = finished
+    assert result.step == 2
+    assert result.signum is None
+    assert result.final_accuracy is not None
+    assert (run_dir / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert list((run_dir / "tensorboard").iterdir())
+    assert {p.name for p in (run_dir / "checkpoints").iterdir()} >= {"2"}
+    entries = read_metrics(run_dir / "metrics.jsonl")
+    assert [e["step"] for e in entries if "reward" in e] == [1, 2]
+    assert [e["step"] for e in entries if "eval/accuracy" in e] == [0, 1, 2]
+    last = next(e for e in entries if e["step"] == 2 and "reward" in e)
+    for name in ("kl", "grad_norm", "completion_length", "learning_rate", "time/sample"):
+        assert np.isfinite(last[name]), name
+    # Answers that end in 5 are 4 of the 16 questions; their rewards are counted, not invented.
+    assert sum(e.get("reward/failed", 0) for e in entries) % 4 == 0
+
+
+def test_failed_rewards_are_masked_and_reported(material, tmp_path, capsys):
+    only = tmp_path / "five.jsonl"
+    rows = [q for q in QUESTIONS if q["answer"].endswith("#### 5")]
+    rows += [QUESTIONS[0], QUESTIONS[1]]
+    only.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"data.path": str(only), "train.train_batch": "4", "train.steps": "1"}
+    loop.train(config(material, tmp_path / "run", **changes))
+    (entry,) = [e for e in read_metrics(tmp_path / "run/metrics.jsonl") if "reward" in e]
+    assert entry["reward/failed"] == 8
+    assert "this one cannot be scored" in capsys.readouterr().err
+
+
+def test_exported_model_has_the_same_logits_in_transformers(finished):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run_dir, result = finished
+    assert result.model == run_dir / "model"
+    theirs = AutoModelForCausalLM.from_pretrained(result.model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(result.model)
+    ids = tokenizer.encode("what is 2 + 2?")
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0].numpy()
+
+    from jaxrl.models import huggingface
+    from jaxrl.models.decoder import decoder
+    from jaxrl.precision import PRESETS
+
+    found, params = huggingface.load(result.model, dtype=None)
+    model = decoder(found)
+    tokens = np.array([ids], np.int32)
+    positions = np.arange(len(ids), dtype=np.int32)[None]
+    hidden = jax.jit(model.hidden, static_argnames="precision")(
+        params, tokens, positions, np.ones_like(tokens), precision=PRESETS["fp32"]
+    )
+    ours = np.asarray(hidden[0] @ model.unembedding(params).T)
+    np.testing.assert_allclose(ours, expected, atol=1e-4 * np.abs(expected).max(), rtol=0)
+
+
+def test_finished_run_is_not_trained_again(finished, material):
+    run_dir, result = finished
+    resolved = config_file.load(Config, file=run_dir / "config.toml")
+    again = loop.train(resolved)
+    assert again.step == result.step
+    assert again.final_accuracy == result.final_accuracy
+    steps = [e["step"] for e in read_metrics(run_dir / "metrics.jsonl") if "reward" in e]
+    assert steps == [1, 2]
+
+
+def test_another_config_in_the_same_directory_is_refused(finished, material):
+    run_dir, _ = finished
+    with pytest.raises(ResumeError, match=r"optimizer\.learning_rate = 0\.01 there and 0\.02 here"):
+        loop.train(
+            config_file.load(
+                Config,
+                file=run_dir / "config.toml",
+                overrides=[("optimizer.learning_rate", "0.02")],
+            )
+        )
