@@ -8,6 +8,7 @@ scale. Nothing here knows which loss, which model or which mesh it is.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -197,6 +198,8 @@ def make_learner(
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale.scale, grads)
         grad_norm = optax.tree.norm(grads)
         new_state = _apply(state, grads, jnp.isfinite(grad_norm), optimizer, precision)
+        # A step that changed a shape or a dtype of its state would compile again at every call.
+        chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
         own = {
             "loss": Mean(total, denominator),
             "grad_norm": _once(grad_norm),
@@ -274,6 +277,9 @@ def _once(value: jax.Array) -> Mean:
 
 
 def _check(minibatch: Minibatch, objective: Objective, *, rows_per_microbatch: int) -> None:
+    chex.assert_rank(minibatch.batch.tokens, 2)
+    arrays = (minibatch.batch, minibatch.anchor, minibatch.reference)
+    chex.assert_equal_shape(jax.tree.leaves(arrays))
     rows = minibatch.batch.tokens.shape[0]
     if rows % rows_per_microbatch:
         raise ValueError(
