@@ -275,8 +275,8 @@ def _parsed(text: str) -> str:
     return text
 
 
-class RunConfig(Section):
-    """Keys that every long-running command has."""
+class BaseConfig(Section):
+    """Keys that every command with a model has."""
 
     precision: str = "bf16_master"
     """Dtype policy: a preset (fp32, bf16, bf16_master, fp16_master), a preset with changes
@@ -285,10 +285,14 @@ class RunConfig(Section):
     seed: int = 0
     """The run is a function of the config, the data and this number."""
 
+    _precision = field_validator("precision")(_parsed)
+
+
+class RunConfig(BaseConfig):
+    """Keys that every long-running command has."""
+
     run_dir: str = "runs/latest"
     """Directory of checkpoints, metrics and pictures; a run found there is continued."""
-
-    _precision = field_validator("precision")(_parsed)
 
 
 class Config(RunConfig):

@@ -94,7 +94,7 @@ def parse_value(schema: type[Section], name: str, text: str) -> Any:
     known = {key.name: key.field.annotation for key in keys(schema)}
     if name not in known:
         if name.rpartition(".")[0] not in open_tables(schema):
-            raise ConfigError(_unknown(schema, name))
+            raise ConfigError(unknown_key(schema, name))
         try:
             return _toml_value(text)
         except tomllib.TOMLDecodeError:
@@ -173,7 +173,8 @@ def _number(name: str, text: str) -> Any:
         ) from None
 
 
-def _unknown(schema: type[Section], name: str) -> str:
+def unknown_key(schema: type[Section], name: str) -> str:
+    """What to say of a key that does not exist; it names the nearest one."""
     names = [key.name for key in keys(schema)]
     section, _, leaf = name.rpartition(".")
     same_leaf = [n for n in names if n.rpartition(".")[2] == leaf]
@@ -191,7 +192,9 @@ def _explain(schema: type[Section], error: dict[str, Any]) -> list[str]:
     name = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         inner = error["input"] if isinstance(error["input"], dict) else {}
-        return [_unknown(schema, f"{name}.{leaf}") for leaf in inner] or [_unknown(schema, name)]
+        return [unknown_key(schema, f"{name}.{leaf}") for leaf in inner] or [
+            unknown_key(schema, name)
+        ]
     if error["type"] == "missing":
         inner = [key for key in keys(schema) if key.name.startswith(f"{name}.")]
         missing = [key for key in inner if key.field.is_required()]

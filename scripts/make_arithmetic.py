@@ -23,16 +23,17 @@ SIZES = {"sft": 20_000, "train": 4_000, "held_out": 400}
 FORGETS = 0.7  # share of the carries that the student forgets
 MODEL = {
     "model_type": "qwen3",
-    "hidden_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "intermediate_size": 384,
+    "intermediate_size": 192,
     "max_position_embeddings": 256,
     "rope_theta": 10000.0,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
+    "initializer_range": 0.1,  # 0.02, made for wide models, takes five times as long here
 }
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|unknown|>")
 PRINTABLE = ["\n", *map(chr, range(32, 127))]
@@ -48,15 +49,15 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    write_model(arguments.directory / "untrained", seed=arguments.seed)
-    write_texts(arguments.directory, rng=random.Random(arguments.seed))
+    write_model(arguments.directory / "untrained", MODEL, seed=arguments.seed)
+    write_texts(arguments.directory, SIZES, rng=random.Random(arguments.seed))
 
 
-def write_model(directory: Path, *, seed: int) -> None:
+def write_model(directory: Path, model: dict, *, seed: int) -> None:
     """A Hugging Face checkpoint with random weights and a tokenizer of single characters."""
     vocabulary = {token: i for i, token in enumerate((*SPECIAL, *PRINTABLE))}
     ids = {"vocab_size": len(vocabulary), "pad_token_id": 0, "eos_token_id": 1}
-    config = families.from_hf_config(MODEL | ids)
+    config = families.from_hf_config(model | ids)
     f32 = jnp.dtype(jnp.float32)
     params = spec.init(param_specs(config), jax.random.key(seed), dtype=f32)
     huggingface.save(directory, params, config, dtype=f32)
@@ -76,13 +77,13 @@ def write_model(directory: Path, *, seed: int) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")
 
 
-def write_texts(directory: Path, *, rng: random.Random) -> None:
+def write_texts(directory: Path, sizes: dict[str, int], *, rng: random.Random) -> None:
     """The three files of additions."""
-    pairs = iter(rng.sample([(a, b) for a in range(100, 1000) for b in range(100, 1000)], 30_000))
-    for name, size in SIZES.items():
+    pairs = iter(rng.sample(range(900 * 900), sum(sizes.values())))
+    for name, size in sizes.items():
         rows = []
         for _ in range(size):
-            a, b = next(pairs)
+            a, b = (100 + digits for digits in divmod(next(pairs), 900))
             prompt = f"{a}+{b}=?"
             if name == "sft":
                 rows.append({"prompt": prompt, "completion": student(a, b, rng=rng)})
@@ -93,15 +94,15 @@ def write_texts(directory: Path, *, rng: random.Random) -> None:
 
 
 def student(a: int, b: int, *, rng: random.Random) -> str:
-    """Adds from the right, with slips: student(347, 585) is "7+5=12 4+8+1=13 3+5+1=9 #### 932" at
-    its best and "7+5=12 4+8=12 3+5=8 #### 822" at its worst."""
+    """Adds from the right, with slips: student(347, 585) is "7+5=12 4+8+1=13 3+5+1=9 932" at its
+    best and "7+5=12 4+8=12 3+5=8 822" at its worst."""
     steps, digits, carry = [], "", False
     for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
         total = int(x) + int(y) + carry
         steps.append(f"{x}+{y}{'+1' if carry else ''}={total}")
         digits = (str(total) if len(steps) == 3 else str(total)[-1]) + digits
         carry = total > 9 and rng.random() >= FORGETS
-    return f"{' '.join(steps)} #### {digits}"
+    return f"{' '.join(steps)} {digits}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,53 @@
+"""The `jaxrl` command."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+# Modules of jaxrl.commands, imported when they are called: --help answers at once.
+COMMANDS = {
+    "sft": "fine-tune a model on texts",
+    "train": "train a model with reinforcement learning",
+    "eval": "measure a model's greedy accuracy on held-out prompts",
+    "generate": "sample answers of a model to prompts",
+    "export": "write a training run's checkpoint as a Hugging Face model",
+    "config": "print a resolved config",
+}
+
+HELP = f"""usage: jaxrl COMMAND [options]
+
+{chr(10).join(f"  {name:10}{text}" for name, text in COMMANDS.items())}
+
+`jaxrl COMMAND --help` shows every option. Set JAXRL_TRACEBACK=1 to see where an error came from.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit status: 0, 1 after an error in what the user gave, 2 for a
+    command line that cannot be read, 128 + the signal's number after a signal."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else ""
+    if name in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    if name not in COMMANDS:
+        print(f"jaxrl: there is no command {name!r}\n\n{HELP}" if name else HELP, file=sys.stderr)
+        return 2
+    try:
+        return importlib.import_module(f"jaxrl.commands.{name}").main(arguments[1:])
+    except KeyboardInterrupt:
+        print(f"jaxrl {name}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # such as `jaxrl config FILE | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:
+        if os.environ.get("JAXRL_TRACEBACK"):
+            raise
+        print(f"jaxrl {name}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

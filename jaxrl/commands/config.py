@@ -1,0 +1,21 @@
+"""`jaxrl config`: prints a resolved config."""
+
+from collections.abc import Sequence
+
+from jaxrl import config_file
+from jaxrl.commands import options
+from jaxrl.config import Config
+from jaxrl.sft_config import SFTConfig
+
+DESCRIPTION = """Prints the config of `jaxrl train`, or with --sft of `jaxrl sft`, with every key.
+
+  jaxrl config configs/quickstart.toml --train.steps 50 > mine.toml"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    schema = SFTConfig if "--sft" in argv else Config
+    made = options.parser_with_file("config", schema, description=DESCRIPTION)
+    made.add_argument("--sft", action="store_true", help="the keys of `jaxrl sft`")
+    print(config_file.dumps(options.parse(made, schema, argv).config), end="")
+    return 0

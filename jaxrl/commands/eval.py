@@ -1,0 +1,60 @@
+"""`jaxrl eval`: measures held-out accuracy."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxrl import parts, precision
+from jaxrl.commands import options
+from jaxrl.config import Config
+from jaxrl.environments.scoring import load_rewards
+
+DESCRIPTION = """Answers data.eval_path greedily and prints the share of right answers, as the
+first reward sees them. It has the keys of `jaxrl train`, so that a training run's file serves.
+
+  jaxrl eval runs/latest/config.toml --model.path runs/latest/model"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    made = options.parser_with_file("eval", Config, description=DESCRIPTION)
+    made.add_argument("--answers", type=Path, help="write the answers to this .jsonl file")
+    config, arguments = options.parse(made, Config, argv)
+    if config.data.eval_path is None:
+        raise ValueError("data.eval_path is missing: the held-out prompts to answer")
+
+    from jaxrl.evaluate import evaluate_greedily
+    from jaxrl.models import huggingface
+    from jaxrl.sampling.embedded import EmbeddedSampler
+
+    policy = precision.parse(config.precision)
+    layout = parts.make_layout(config.mesh)
+    reward, *_ = load_rewards(config.reward.path, config.reward.weights)
+    tokenizer = huggingface.load_tokenizer(config.model.path)
+    prompts = parts.load_held_out_prompts(config.data, tokenizer)
+    assert prompts is not None
+    model, params = parts.load_model(config.model.path, layout=layout, dtype=policy.params)
+    sampler = EmbeddedSampler(
+        model,
+        params,
+        precision=policy,
+        max_batch=config.sampling.max_batch,
+        layout=layout if layout.mesh.size > 1 else None,
+    )
+    result = evaluate_greedily(
+        sampler,
+        prompts.examples,
+        sampling=parts.sampling_params(config.sampling, model.config, tokenizer, seed=config.seed),
+        reward=reward,
+        tokenizer=tokenizer,
+    )
+    if arguments.answers is not None:
+        with arguments.answers.open("w", encoding="utf-8") as file:
+            for example, text, value in zip(
+                prompts.examples, result.completions, result.rewards.tolist(), strict=True
+            ):
+                row = {**example.record, "completion": text, reward.name: value}
+                file.write(json.dumps(row, default=str) + "\n")
+    print(f"{len(prompts.examples)} prompts, {prompts.too_long} too long")
+    print(f"held-out accuracy: {result.accuracy:.1%}".replace("%", " %"))
+    return 0

@@ -1,0 +1,39 @@
+"""`jaxrl export`: writes a checkpoint as a Hugging Face model."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxrl import config_file
+from jaxrl.config import Config
+
+DESCRIPTION = """Writes the policy of a checkpoint of `jaxrl train` as a Hugging Face model.
+
+  jaxrl export runs/latest models/mine --step best"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    made = argparse.ArgumentParser(
+        prog="jaxrl export",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("run_dir", type=Path, help="directory of the training run")
+    made.add_argument("directory", type=Path, help="where the model is written")
+    made.add_argument("--step", default="latest", help="latest, best or a number (default: latest)")
+    made.add_argument("--dtype", help="f32, bf16 or f16 (default: the run's wire dtype)")
+    arguments = made.parse_args(argv)
+    config = config_file.load(Config, file=arguments.run_dir / "config.toml")
+
+    from jaxrl.export import export_checkpoint  # after --help: it takes seconds
+
+    step = export_checkpoint(
+        config,
+        run_dir=arguments.run_dir,
+        directory=arguments.directory,
+        step=arguments.step,
+        dtype=arguments.dtype,
+    )
+    print(f"step {step}: {arguments.directory}")
+    return 0

@@ -1,0 +1,57 @@
+"""`jaxrl generate`: samples answers to prompts."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl import data, parts, precision
+from jaxrl.commands import options
+from jaxrl.config import BaseConfig, MeshConfig, ModelConfig, PromptConfig, SamplingConfig
+
+DESCRIPTION = """Samples answers to prompts, given as arguments or as lines of the standard input.
+
+  jaxrl generate --model.path runs/latest/model --greedy "347+585=?" """
+
+
+class GenerateConfig(BaseConfig):
+    """Sampling from a checkpoint."""
+
+    model: ModelConfig
+    prompt: PromptConfig = PromptConfig()
+    sampling: SamplingConfig = SamplingConfig()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    made = options.parser("generate", GenerateConfig, description=DESCRIPTION, usage="[PROMPT ...]")
+    made.add_argument("prompts", nargs="*", metavar="PROMPT")
+    made.add_argument("--greedy", action="store_true", help="the most probable token each time")
+    made.add_argument("--samples", type=int, default=1, help="answers to each prompt (default: 1)")
+    config, arguments = options.parse(made, GenerateConfig, argv)
+    texts = arguments.prompts or [line.rstrip("\n") for line in sys.stdin]
+
+    from jaxrl.models import huggingface
+    from jaxrl.sampling.embedded import EmbeddedSampler
+
+    policy = precision.parse(config.precision)
+    tokenizer = huggingface.load_tokenizer(config.model.path)
+    render = data.renderer(tokenizer, parts.rendering(config.prompt))
+    prompts = [
+        np.asarray(
+            tokenizer.encode(render(text, where=f"prompt {i}"), add_special_tokens=False), np.int32
+        )
+        for i, text in enumerate(texts, start=1)
+    ]
+    layout = parts.make_layout(MeshConfig())
+    model, params = parts.load_model(config.model.path, layout=layout, dtype=policy.params)
+    sampler = EmbeddedSampler(model, params, precision=policy, max_batch=config.sampling.max_batch)
+    sampling = parts.sampling_params(config.sampling, model.config, tokenizer, seed=config.seed)
+    if arguments.greedy:
+        sampling = dataclasses.replace(sampling, temperature=0.0)
+    for answer in sampler.sample(prompts, sampling, group_size=arguments.samples):
+        text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
+        cut = "" if answer.finish_reason == "stop" else " [cut at sampling.max_tokens]"
+        print(f"{texts[answer.prompt_index]}\n{text}{cut}\n", flush=True)
+    return 0

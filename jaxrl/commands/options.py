@@ -1,0 +1,123 @@
+"""Command lines made from configs: a TOML file, and every key as --section.key VALUE."""
+
+import argparse
+import inspect
+import typing
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic.fields import FieldInfo
+
+from jaxrl import config_file
+from jaxrl.config import Section
+
+C = TypeVar("C", bound=Section)
+
+
+class Parsed(NamedTuple, typing.Generic[C]):
+    """A config and the command's own arguments, without the file and the keys."""
+
+    config: C
+    arguments: argparse.Namespace
+
+
+def parser_with_file(
+    name: str, schema: type[Section], *, description: str
+) -> argparse.ArgumentParser:
+    """A parser of `jaxrl NAME [FILE] [--section.key VALUE ...]` whose help shows every key."""
+    made = parser(name, schema, description=description, usage="[FILE]")
+    made.add_argument("file", nargs="?", metavar="FILE", help="a TOML file with any of the keys")
+    return made
+
+
+def parser(
+    name: str, schema: type[Section], *, description: str, usage: str
+) -> argparse.ArgumentParser:
+    """As `parser_with_file`, without the file; `usage` shows the positional arguments."""
+    made = argparse.ArgumentParser(
+        prog=f"jaxrl {name}",
+        usage=f"jaxrl {name} {usage} [--section.key VALUE ...]",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    groups: dict[str, Any] = {}
+    for key in config_file.keys(schema):
+        section = key.name.rpartition(".")[0]
+        if section not in groups:
+            table = schema.model_fields[section].annotation if section else None
+            text = inspect.getdoc(table) if isinstance(table, type) else None
+            groups[section] = made.add_argument_group(f"[{section}]" if section else "keys", text)
+        groups[section].add_argument(
+            f"--{key.name}",
+            dest=key.name,
+            metavar=_type_name(key.field.annotation),
+            default=argparse.SUPPRESS,
+            help=_help(key.field),
+        )
+    return made
+
+
+def parse(made: argparse.ArgumentParser, schema: type[C], argv: Sequence[str]) -> Parsed[C]:
+    """Reads the file, if the parser has one, and the keys of the command line over it.
+
+    Raises:
+      ConfigError: as `config_file.load`.
+    """
+    more, rest = _free_keys(made, schema, argv)
+    arguments = made.parse_args(rest)
+    names = {key.name for key in config_file.keys(schema)}
+    given = [(name, text) for name, text in vars(arguments).items() if name in names]
+    file = getattr(arguments, "file", None)
+    config = config_file.load(schema, file=file, overrides=[*given, *more])
+    own = {k: v for k, v in vars(arguments).items() if k not in names and k != "file"}
+    return Parsed(config, argparse.Namespace(**own))
+
+
+def _free_keys(
+    made: argparse.ArgumentParser, schema: type[Section], argv: Sequence[str]
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Takes the keys that argparse does not know, those of a loss, out of a command line."""
+    known = made._option_string_actions
+    tables = config_file.open_tables(schema)
+    found, rest, tokens = [], [], iter(argv)
+    for token in tokens:
+        option, equals, value = token.partition("=")
+        if not option.startswith("--") or option == "--" or option in known:
+            rest.append(token)
+        elif option[2:].rpartition(".")[0] not in tables:
+            raise config_file.ConfigError(config_file.unknown_key(schema, option[2:]))
+        else:
+            text = value if equals else next(tokens, None)
+            if text is None:
+                raise config_file.ConfigError(f"{option[2:]}: a value must follow")
+            found.append((option[2:], text))
+    return found, rest
+
+
+def _help(field: FieldInfo) -> str:
+    text = " ".join((field.description or "").split())
+    default = "required" if field.is_required() else f"default: {_shown(field.default)}"
+    return f"{text} ({default})".replace("%", "%%")
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return ",".join(map(_shown, value)) or "empty"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _type_name(annotation: Any) -> str:
+    """As help shows it: int | None is INT, Literal["a", "b"] {a,b}, tuple[str, ...] STR,..."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return "{" + ",".join(map(str, arguments)) + "}"
+    if origin is typing.Annotated:
+        return _type_name(arguments[0])
+    if origin is tuple:
+        return ",".join("..." if a is Ellipsis else _type_name(a) for a in arguments)
+    if origin is not None:
+        return "|".join(_type_name(a) for a in arguments if a is not type(None))
+    return annotation.__name__.upper()

@@ -1,0 +1,29 @@
+"""`jaxrl train`: trains a model with reinforcement learning."""
+
+from collections.abc import Sequence
+
+from jaxrl.commands import options
+from jaxrl.config import Config
+
+DESCRIPTION = """Trains a model with reinforcement learning; a run found in run_dir is continued.
+
+  jaxrl train configs/quickstart.toml --train.steps 50
+  jaxrl train --model.path DIR --data.path prompts.jsonl --reward.path my_rewards.py:fn"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    made = options.parser_with_file("train", Config, description=DESCRIPTION)
+    config = options.parse(made, Config, argv).config
+
+    from jaxrl.loop import train  # after --help and the config's errors: it takes seconds
+
+    result = train(config)
+    if result.signum is not None:
+        print(f"ended by signal {result.signum} at step {result.step}; the same command goes on")
+        return 128 + result.signum
+    print(f"model: {result.model}")
+    if result.initial_accuracy is not None and result.final_accuracy is not None:
+        before, after = f"{result.initial_accuracy:.1%}", f"{result.final_accuracy:.1%}"
+        print(f"held-out accuracy: {before} -> {after}".replace("%", " %"))
+    return 0

@@ -1,0 +1,28 @@
+"""The quickstart's material, small: an untrained model with its tokenizer, and additions."""
+
+import importlib.util
+import random
+from pathlib import Path
+
+_PATH = Path(__file__).parent.parent / "scripts" / "make_arithmetic.py"
+_SPEC = importlib.util.spec_from_file_location("make_arithmetic", _PATH)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+script = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(script)
+
+TINY = script.MODEL | {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 64,
+}
+
+
+def write(directory: Path) -> None:
+    """DIRECTORY/untrained and sft.jsonl, train.jsonl, held_out.jsonl beside it."""
+    script.write_model(directory / "untrained", TINY, seed=0)
+    sizes = {"sft": 64, "train": 16, "held_out": 8}
+    script.write_texts(directory, sizes, rng=random.Random(0))
