@@ -13,8 +13,11 @@ dir=runs/quickstart
 scripts/make_venv.sh .venv requirements.txt
 SECONDS=0
 .venv/bin/python scripts/make_arithmetic.py "$dir" --seed "$seed"
-.venv/bin/jaxrl sft configs/quickstart_sft.toml --run.dir "$dir/sft" --run.seed "$seed" \
-    --model.path "$dir/random" --data.path "$dir/sft.jsonl"
-.venv/bin/jaxrl train configs/quickstart.toml --run.dir "$dir/grpo" --run.seed "$seed" \
-    --model.path "$dir/sft/model" --data.path "$dir/train.jsonl" --eval.path "$dir/held_out.jsonl"
-echo "$((SECONDS / 60)) min $((SECONDS % 60)) s after the install; everything is in $dir"
+.venv/bin/jaxrl sft configs/quickstart_sft.toml --seed "$seed" --run_dir "$dir/sft" \
+    --model.path "$dir/untrained" --data.path "$dir/sft.jsonl"
+# The progress display goes to the standard error; the result comes last, after the time.
+result=$(.venv/bin/jaxrl train configs/quickstart.toml --seed "$seed" --run_dir "$dir/grpo" \
+    --model.path "$dir/sft/model" --data.path "$dir/train.jsonl" \
+    --data.eval_path "$dir/held_out.jsonl")
+echo "$((SECONDS / 60)) min $((SECONDS % 60)) s after the install; curves: $dir/grpo/curves.png"
+echo "$result"
