@@ -78,7 +78,7 @@ def sequence_weights(batch: TokenBatch) -> jax.Array:
 def action_sequences(batch: TokenBatch) -> jax.Array:
     """Number of sequences with at least one action token in the whole batch, f32[]."""
     counts = _segment_totals(batch.action_mask.astype(jnp.float32), batch.segments)
-    return jnp.sum(counts[:, 1:] > 0, dtype=jnp.float32)
+    return jnp.sum(counts > 0, dtype=jnp.float32)
 
 
 def _segment_totals(values: jax.Array, segments: jax.Array) -> jax.Array:

@@ -151,7 +151,7 @@ class Weights:
 
     Attributes:
       needs: the scores, beyond the learner's log-probs, that `apply` reads.
-      apply: (scores, batch) -> f32[B, T] factors, through which no gradient flows, and metrics.
+      apply: (scores, batch) -> f32[B, T] factors and metrics; `reweight` lets no gradient through.
       weighted: the shifts that the factors account for; none for a mask of zeros and ones.
     """
 

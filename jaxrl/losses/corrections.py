@@ -60,7 +60,6 @@ def _check_bounds(low: float, high: float) -> None:
 def _reported(
     weights: jax.Array, outside: jax.Array, batch: TokenBatch, ratio: Ratio
 ) -> tuple[jax.Array, Metrics]:
-    weights = jax.lax.stop_gradient(weights)
     metrics = {
         "correction/mean": masked_mean(weights, batch.action_mask),
         "correction/outside": masked_mean(outside, batch.action_mask),

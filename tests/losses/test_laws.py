@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxrl.batch import assign_rows
 from jaxrl.losses import (
+    Weights,
     add,
     clipped,
     fixed_length,
@@ -20,11 +21,13 @@ from jaxrl.losses import (
     over_sampler,
     prefix,
     reinforce,
+    reweight,
     scale,
     sequence,
     sequence_mean_token_mean,
     sequence_mean_token_sum,
     shadowed,
+    token_loss,
     token_mean,
     token_sum,
     unclipped,
@@ -215,6 +218,22 @@ def test_extreme_log_ratios_stay_finite(shift):
     for case, (total, _, metrics, grads) in evaluated(sequences, UNPACKED).items():
         assert np.isfinite([total, *metrics.values()]).all(), case
         assert all(np.isfinite(g).all() for g in grads.values()), case
+
+
+def test_tokens_without_weight_may_lose_infinitely():
+    """Such as a term of the user's that divides by zero where the policy did not choose."""
+    infinite = token_loss(lambda scores, batch: (-scores.logprobs / batch.advantages, {}))
+    keep = Weights(frozenset(), lambda scores, batch: (batch.sampler_logprobs, {}))
+    scores, batch = one_row(
+        advantages=[1.0, 2.0, 0.0],
+        logprobs=-1.0,
+        sampler=[1.0, 1.0, 0.0],
+        action_mask=[True, True, False],
+    )
+    everywhere = batch.replace(action_mask=jnp.ones((1, 3), bool))
+    for term, data, tokens in ((infinite, batch, 2), (reweight(infinite, keep), everywhere, 3)):
+        total, _ = compiled(objective(term, sequence_mean_token_mean).total)(scores, data)
+        assert total == pytest.approx(1.5 / tokens)
 
 
 def test_batch_without_action_tokens_is_zero():
