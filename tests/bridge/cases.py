@@ -1,0 +1,103 @@
+"""Tiny models and servers that only remember, for the bridge's tests."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl.bridge import manifest, payload
+from jaxrl.bridge.base import InFlight, TensorSpec, Timings
+from jaxrl.bridge.payload import Mapped
+from jaxrl.models import spec
+from jaxrl.models.decoder import decoder
+from jaxrl.models.families import DecoderConfig, Rope
+from jaxrl.models.spec import Params
+
+QWEN3 = DecoderConfig(
+    model_type="qwen3",
+    vocab_size=128,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    intermediate_size=96,
+    rms_norm_eps=1e-6,
+    rope=Rope(theta=10000.0),
+    qkv_bias=False,
+    qk_norm=True,
+    tied=True,
+    max_positions=128,
+    initializer_range=0.2,  # far from uniform, so that other weights give other tokens
+    eos_ids=(1,),
+    pad_id=0,
+)
+FAMILIES = {
+    "qwen3_tied": QWEN3,
+    "qwen3": dataclasses.replace(QWEN3, tied=False),
+    "qwen2": dataclasses.replace(
+        QWEN3,
+        model_type="qwen2",
+        tied=False,
+        qkv_bias=True,
+        qk_norm=False,
+        num_heads=2,
+        num_kv_heads=1,
+    ),
+    "llama": dataclasses.replace(QWEN3, model_type="llama", tied=False, qk_norm=False),
+    "mistral": dataclasses.replace(
+        QWEN3, model_type="mistral", tied=False, qk_norm=False, windows=(16, 16)
+    ),
+}
+
+
+def params(config: DecoderConfig, seed: int) -> Params:
+    """Random parameters whose norms and biases are not trivial."""
+    made = spec.init(decoder(config).specs, jax.random.key(seed), dtype=np.dtype(np.float32))
+    keys = iter(jax.random.split(jax.random.key(seed + 1000), len(jax.tree.leaves(made))))
+    return jax.tree.map(lambda x: x + 0.05 * jax.random.normal(next(keys), x.shape), made)
+
+
+class ListSource:
+    """A `WeightSource` over arrays in memory."""
+
+    def __init__(self, tensors: dict[str, np.ndarray]) -> None:
+        self.tensors = tensors
+
+    def specs(self) -> list[TensorSpec]:
+        return [TensorSpec(name, a.shape, a.dtype.name) for name, a in self.tensors.items()]
+
+    def __iter__(self) -> Any:
+        yield from self.tensors.items()
+
+
+class Recorder:
+    """A `Server` that reads and checks every payload, and keeps a copy of its tensors."""
+
+    def __init__(self) -> None:
+        self.root = Path()
+        self.dtypes = ("", "")
+        self.tensors: dict[str, bytes] = {}
+        self.version = -1
+        self.failure: Exception | None = None
+
+    def connect(self, *, root: str, wire: str, sampler: str) -> None:
+        self.root = Path(root)
+        self.dtypes = (wire, sampler)
+
+    def update(self, payload_name: str, *, version: int, in_flight: InFlight) -> Timings:
+        if self.failure is not None:
+            raise self.failure
+        tensors = read_payload(self.root, payload_name)
+        self.tensors = {tensor.entry.name: tensor.data.tobytes() for tensor in tensors}
+        self.version = version
+        return Timings(load=1.0)
+
+
+def read_payload(root: Path, name: str) -> list[Mapped]:
+    directory = payload.resolve(root, name)
+    tensors = payload.open_tensors(directory, manifest.read(directory).entries)
+    payload.check_bytes(tensors)
+    return tensors

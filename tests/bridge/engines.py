@@ -1,0 +1,68 @@
+"""vLLM's engine in a child process, as a `Server`."""
+
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jaxrl.bridge.base import POISONED, REFUSED, InFlight, PoisonedError, RefusedError, Timings
+
+ROOT = Path(__file__).parent.parent.parent
+VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+
+
+class ChildEngine:
+    """Holds one model at a time; `open` exchanges it."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.model: Path | None = None
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"call": name, **arguments}) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline() or '{"error": "vLLM died"}')
+        if "ok" in answer:
+            return answer["ok"]
+        text = answer["error"]
+        kind = {REFUSED: RefusedError, POISONED: PoisonedError}
+        raise next((kind[m] for m in kind if m in text), RuntimeError)(text)
+
+    def open(self, model: Path, dtype: str) -> None:
+        self.call("open", model=str(model), dtype=dtype)
+        self.model = model
+
+    def generate(self, prompts: list[list[int]]) -> list:
+        return self.call("generate", prompts=prompts)
+
+    def connect(self, *, root: str, wire: str, sampler: str) -> None:
+        self.call("connect", root=root, wire=wire, sampler=sampler)
+
+    def update(self, payload: str, *, version: int, in_flight: InFlight) -> Timings:
+        start = time.perf_counter()
+        self.call("update", payload=payload, version=version)
+        return Timings(load=time.perf_counter() - start)
+
+
+@contextmanager
+def child_engine() -> Iterator[ChildEngine]:
+    """Starts the process and ends it; what vLLM printed is shown if the tests fail in between."""
+    command = [VLLM_PYTHON, Path(__file__).with_name("vllm_child.py")]
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as process,
+    ):
+        try:
+            yield ChildEngine(process)
+        finally:
+            process.kill()
+            log.seek(0)
+            print("".join(log.readlines()[-60:]))

@@ -1,0 +1,249 @@
+"""vLLM serves exactly what was published, and refuses the rest with the old weights in service.
+
+Here the engine runs without its server, which starts faster; `test_server` has the server.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxrl.bridge import manifest, payload
+from jaxrl.bridge.base import PoisonedError, RefusedError
+from jaxrl.bridge.directory import export
+from jaxrl.bridge.manifest import Manifest
+from jaxrl.bridge.shared_memory import SharedMemoryPublisher
+from jaxrl.bridge.source import ParamsSource
+from jaxrl.models import huggingface
+from jaxrl.models.decoder import decoder
+from jaxrl.models.families import DecoderConfig
+from tests.bridge.cases import FAMILIES, QWEN3, ListSource, params
+from tests.bridge.engines import ChildEngine, child_engine
+
+PROMPTS = [[5, 6, 7], [9, 3, 4, 8, 10, 77, 12], [100] * 20]
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ChildEngine]:
+    with child_engine() as running:
+        yield running
+
+
+def checkpoint(config: DecoderConfig, seed: int, directory: Path, dtype: np.dtype) -> Path:
+    huggingface.save(directory, params(config, seed), config, dtype=dtype)
+    return directory
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_equal_those_of_a_fresh_start(
+    engine: ChildEngine, tmp_path: Path, family: str, dtype: str
+) -> None:
+    config, wire = FAMILIES[family], np.dtype(DTYPES[dtype])
+    engine.open(checkpoint(config, 1, tmp_path / "new", wire), dtype)
+    expected = engine.generate(PROMPTS)
+    engine.open(checkpoint(config, 0, tmp_path / "old", wire), dtype)
+    old = engine.generate(PROMPTS)
+    assert old != expected
+    specs = decoder(config).specs
+    with SharedMemoryPublisher([engine], wire=wire, sampler=wire) as publisher:
+        for version, (seed, answers) in enumerate([(1, expected), (0, old), (1, expected)]):
+            source = ParamsSource(params(config, seed), specs, dtype=wire)
+            publisher.publish(source, version=version)
+            assert engine.generate(PROMPTS) == answers
+            assert engine.call("version") == str(version)
+    assert engine.call("loaded_modules") == []
+
+
+def mixture_of_experts(seed: int, directory: Path, dtype: str) -> Path:
+    """A random Qwen3-MoE checkpoint as transformers writes it."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=128,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=96,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        eos_token_id=1,
+    )
+    Qwen3MoeForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_are_exact(engine: ChildEngine, tmp_path: Path, dtype: str) -> None:
+    new = mixture_of_experts(1, tmp_path / "new", dtype)
+    engine.open(new, dtype)
+    expected = engine.generate(PROMPTS)
+    engine.open(mixture_of_experts(0, tmp_path / "old", dtype), dtype)
+    assert engine.generate(PROMPTS) != expected
+    wire = np.dtype(DTYPES[dtype])
+    with SharedMemoryPublisher([engine], wire=wire, sampler=wire) as publisher:
+        for version in range(2):
+            source = ListSource(load_file(new / "model.safetensors"))
+            publisher.publish(source, version=version)
+            assert engine.generate(PROMPTS) == expected
+
+
+@dataclasses.dataclass
+class Serving:
+    """An engine with version 5 in service, and the next payload ready to be spoilt."""
+
+    engine: ChildEngine
+    root: Path
+    source: ParamsSource
+    answers: list
+
+    def update(self, version: int = 6) -> None:
+        self.engine.update("next", version=version, in_flight="keep")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(QWEN3, 0, tmp_path_factory.mktemp("model"), np.dtype(np.float32))
+
+
+@pytest.fixture
+def serving(engine: ChildEngine, model: Path, tmp_path: Path) -> Serving:
+    f32 = np.dtype(np.float32)
+    specs = decoder(QWEN3).specs
+    root = tmp_path / "root"
+    root.mkdir()
+    if engine.model != model:
+        engine.open(model, "float32")
+    engine.connect(root=str(root), wire="float32", sampler="float32")
+    source = ParamsSource(params(QWEN3, 0), specs, dtype=f32)
+    export(source, root / "now", version=5, model_dir=model)
+    engine.update("now", version=5, in_flight="keep")
+    source = ParamsSource(params(QWEN3, 1), specs, dtype=f32)
+    export(source, root / "next", version=6, model_dir=model)
+    return Serving(engine, root, source, engine.generate(PROMPTS))
+
+
+def edit(change: Callable[[Manifest], Manifest]) -> Callable[[Path], None]:
+    def spoil(directory: Path) -> None:
+        payload.write_manifest(directory, change(manifest.read(directory)))
+
+    return spoil
+
+
+def edit_entry(which: str, **changes) -> Callable[[Path], None]:
+    return edit(
+        lambda m: m._replace(
+            entries=tuple(e._replace(**changes) if e.name == which else e for e in m.entries)
+        )
+    )
+
+
+def cut_file(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def flip_bit(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def link_file(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.rename(directory.parent.parent / "elsewhere")
+    file.symlink_to(directory.parent.parent / "elsewhere")
+
+
+NORM, LAST = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
+SPOILT = {
+    "missing": (edit(lambda m: m._replace(entries=m.entries[1:])), "embed_tokens.weight: missing"),
+    "renamed": (edit_entry(NORM, name="model.extra"), f"{NORM}: missing"),
+    "surplus": (
+        edit(lambda m: m._replace(entries=(*m.entries, m.entries[0]._replace(name="extra")))),
+        "extra: surplus",
+    ),
+    "twice": (edit(lambda m: m._replace(entries=(*m.entries, m.entries[0]))), "twice"),
+    "shape": (edit_entry(NORM, shape=(32,)), f"{NORM}: shape (32,)"),
+    "dtype": (edit_entry(NORM, dtype="float16"), f"{NORM}: float16; float32"),
+    "checksum": (edit_entry(NORM, checksum="0" * 32), f"{NORM}: checksum"),
+    "offset": (edit_entry(NORM, offset=10**9), f"{NORM}: needs 256 bytes"),
+    "place": (edit_entry(NORM, file="../../model/model.safetensors"), f"{NORM}: '../../model"),
+    "bit": (flip_bit, "checksum"),
+    "short": (cut_file, "needs"),
+    "link": (link_file, "cannot be mapped"),
+    "unfinished": (lambda d: (d / manifest.FILE).unlink(), "cannot be read"),
+    "older": (edit(lambda m: m._replace(version=4)), "the manifest has version 4"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_a_spoilt_payload_is_refused_by_name(serving: Serving, case: str) -> None:
+    spoil, named = SPOILT[case]
+    spoil(serving.root / "next")
+    with pytest.raises(RefusedError) as refusal:
+        serving.update()
+    assert named in str(refusal.value)
+    assert serving.engine.call("version") == "5"
+    assert serving.engine.generate(PROMPTS) == serving.answers
+
+
+def test_an_older_version_and_a_place_outside_are_refused(serving: Serving) -> None:
+    edit(lambda m: m._replace(version=4))(serving.root / "next")
+    with pytest.raises(RefusedError, match="older than version 5"):
+        serving.update(version=4)
+    with pytest.raises(RefusedError, match="leads out of the root"):
+        serving.engine.update("../model", version=6, in_flight="keep")
+    assert serving.engine.generate(PROMPTS) == serving.answers
+    # A learner that connects anew may have gone back to an older checkpoint.
+    serving.engine.connect(root=str(serving.root), wire="float32", sampler="float32")
+    serving.update(version=4)
+    assert serving.engine.generate(PROMPTS) != serving.answers
+
+
+def test_a_load_that_fails_halfway_poisons_until_a_complete_one(serving: Serving) -> None:
+    for tensors in (1, 5, 17):
+        serving.engine.call("fail_after", tensors=tensors)
+        with pytest.raises(PoisonedError, match="the memory went away"):
+            serving.update()
+        assert serving.engine.call("version") == "5"
+        serving.engine.generate(PROMPTS)  # mixed weights, but every layer is whole
+    serving.engine.update("now", version=5, in_flight="keep")
+    assert serving.engine.generate(PROMPTS) == serving.answers
+
+
+def test_a_connection_states_what_the_server_computes_in(serving: Serving) -> None:
+    root = str(serving.root)
+    with pytest.raises(RefusedError, match="computes in float32 and the learner expects bfloat16"):
+        serving.engine.connect(root=root, wire="float32", sampler="bfloat16")
+    with pytest.raises(RefusedError, match="no directory"):
+        serving.engine.connect(root=root + "-not", wire="float32", sampler="float32")
+    serving.update()
+    assert serving.engine.call("version") == "6"
+
+
+def test_the_wire_may_be_narrower_than_the_server(serving: Serving) -> None:
+    bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
+    source = ParamsSource(params(QWEN3, 1), decoder(QWEN3).specs, dtype=bf16)
+    rounded = {name: array.astype(f32) for name, array in source}
+    with SharedMemoryPublisher([serving.engine], wire=bf16, sampler=f32) as publisher:
+        publisher.publish(source, version=0)
+    narrow = serving.engine.generate(PROMPTS)
+    with SharedMemoryPublisher([serving.engine], wire=f32, sampler=f32) as publisher:
+        publisher.publish(ListSource(rounded), version=0)
+    assert serving.engine.generate(PROMPTS) == narrow

@@ -1,0 +1,210 @@
+"""What a server reads from a publisher is what the learner held, bit for bit."""
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import load_file
+
+from jaxrl.bridge import layout, manifest, payload
+from jaxrl.bridge.base import PoisonedError, RefusedError
+from jaxrl.bridge.directory import DirectoryPublisher, export
+from jaxrl.bridge.manifest import ManifestError
+from jaxrl.bridge.shared_memory import SharedMemoryPublisher
+from jaxrl.bridge.source import ParamsSource
+from jaxrl.models import huggingface
+from jaxrl.models.decoder import decoder
+from sharding.mesh import make_mesh
+from tests.bridge.cases import FAMILIES, QWEN3, ListSource, Recorder, params, read_payload
+
+F32, BF16 = np.dtype(np.float32), np.dtype(jnp.bfloat16)
+SPECS = decoder(QWEN3).specs
+
+
+def exported(config, tree, directory: Path, dtype: np.dtype) -> dict[str, bytes]:
+    """The same tensors on another way: through the checkpoint exporter and the format's library."""
+    huggingface.save(directory, tree, config, dtype=dtype)
+    return {k: v.tobytes() for k, v in load_file(directory / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize("wire", [F32, BF16, np.dtype(np.float16)], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_source_equals_the_exported_checkpoint(tmp_path: Path, family: str, wire: np.dtype) -> None:
+    config = FAMILIES[family]
+    tree = params(config, 0)
+    source = ParamsSource(tree, decoder(config).specs, dtype=wire)
+    found = {name: array.tobytes() for name, array in source}
+    assert found == exported(config, tree, tmp_path / "model", wire)
+    assert [spec.name for spec in source.specs()] == list(found)
+
+
+def test_source_gathers_from_a_mesh() -> None:
+    tree = params(QWEN3, 0)
+    mesh = make_mesh(fsdp=4, tensor=2)
+    spread = jax.tree.map(
+        lambda x: jax.device_put(
+            x, NamedSharding(mesh, PartitionSpec(*[None] * (x.ndim - 1), ("fsdp", "tensor")))
+        ),
+        tree,
+    )
+    whole = {name: array.tobytes() for name, array in ParamsSource(tree, SPECS, dtype=BF16)}
+    gathered = {name: array.tobytes() for name, array in ParamsSource(spread, SPECS, dtype=BF16)}
+    assert whole == gathered
+
+
+def test_source_refuses_other_parameters() -> None:
+    tree = params(QWEN3, 0)
+    del tree["final_norm"]
+    with pytest.raises(ValueError, match="final_norm"):
+        ParamsSource(tree, SPECS, dtype=F32)
+
+
+def test_shared_memory_brings_every_version(tmp_path: Path) -> None:
+    server = Recorder()
+    with SharedMemoryPublisher([server], wire=BF16, sampler=BF16, memory=tmp_path) as publisher:
+        assert server.dtypes == ("bfloat16", "bfloat16")
+        used = set()
+        for version in range(4):
+            source = ParamsSource(params(QWEN3, version), SPECS, dtype=BF16)
+            timings = publisher.publish(source, version=version)
+            assert server.tensors == {name: array.tobytes() for name, array in source}
+            assert server.version == version
+            assert timings.write > 0
+            assert timings.load == 1.0
+            files = [path for path in server.root.rglob("*.safetensors")]
+            used.update((path, path.stat().st_ino) for path in files)
+        assert len(used) == 2  # two files, written again and again
+    assert not list(tmp_path.iterdir())
+
+
+def test_shared_memory_removes_what_a_killed_process_left(tmp_path: Path) -> None:
+    dead = os.fork()
+    if dead == 0:
+        os._exit(0)
+    os.waitpid(dead, 0)
+    (tmp_path / f"jaxrl-{dead}-abc").mkdir()
+    (tmp_path / f"jaxrl-{os.getppid()}-abc").mkdir()
+    (tmp_path / "other").mkdir()
+    with SharedMemoryPublisher([], wire=F32, sampler=F32, memory=tmp_path):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {f"jaxrl-{os.getppid()}-abc", "other"}
+
+
+def test_directory_publishes_checkpoints(tmp_path: Path) -> None:
+    model_dir, server = tmp_path / "model", Recorder()
+    tree = params(QWEN3, 0)
+    expected = exported(QWEN3, tree, model_dir, F32)
+    publisher = DirectoryPublisher(
+        [server], tmp_path / "root", model_dir=model_dir, wire=F32, sampler=F32
+    )
+    for version in range(3):
+        publisher.publish(ParamsSource(tree, SPECS, dtype=F32), version=version)
+        assert server.tensors == expected
+    kept = {path.name for path in (tmp_path / "root").iterdir()}
+    assert kept == {"version-1", "version-2"}
+    config, loaded = huggingface.load(tmp_path / "root" / "version-2", dtype=F32)
+    assert config == QWEN3
+    jax.tree.map(np.testing.assert_array_equal, loaded, tree)
+    with pytest.raises(FileExistsError, match="version-2"):
+        publisher.publish(ParamsSource(tree, SPECS, dtype=F32), version=2)
+
+
+def test_export_in_several_files_and_without_leftovers(tmp_path: Path) -> None:
+    tree = params(QWEN3, 0)
+    huggingface.save(tmp_path / "model", tree, QWEN3, dtype=F32)
+    source = ParamsSource(tree, SPECS, dtype=F32)
+    export(source, tmp_path / "a", version=3, model_dir=tmp_path / "model", max_file_bytes=50_000)
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 2
+    _, loaded = huggingface.load(tmp_path / "a", dtype=F32)
+    jax.tree.map(np.testing.assert_array_equal, loaded, tree)
+    assert set(layout.read_specs(tmp_path / "a")) == set(source.specs())
+
+    class Broken(ListSource):
+        def __iter__(self):
+            raise OSError("no more")
+
+    with pytest.raises(OSError, match="no more"):
+        export(
+            Broken({"a": np.zeros(3, np.float32)}),
+            tmp_path / "b",
+            version=4,
+            model_dir=tmp_path / "model",
+        )
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "model"}
+
+
+def test_a_source_must_yield_what_it_announced(tmp_path: Path) -> None:
+    class Liar(ListSource):
+        def __iter__(self):
+            yield "a", np.zeros(4, np.float32)
+
+    with (
+        SharedMemoryPublisher([Recorder()], wire=F32, sampler=F32, memory=tmp_path) as publisher,
+        pytest.raises(ValueError, match=r"announced .*yielded a float32"),
+    ):
+        publisher.publish(Liar({"a": np.zeros(3, np.float32)}), version=0)
+
+
+def test_the_worst_failure_of_several_servers_is_raised(tmp_path: Path) -> None:
+    servers = [Recorder(), Recorder(), Recorder()]
+    servers[0].failure, servers[1].failure = RefusedError("no"), PoisonedError("half")
+    source = ListSource({"a": np.zeros(3, np.float32)})
+    with SharedMemoryPublisher(servers, wire=F32, sampler=F32, memory=tmp_path) as publisher:
+        with pytest.raises(PoisonedError, match="half"):
+            publisher.publish(source, version=0)
+        servers[1].failure = None
+        with pytest.raises(RefusedError, match="no"):
+            publisher.publish(source, version=0)
+        assert servers[2].version == 0
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A root with the payload `p`."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "root").mkdir()
+    source = ListSource({"a": np.arange(300, dtype=np.float32), "b": np.ones(2, np.float32)})
+    export(source, tmp_path / "root" / "p", version=1, model_dir=tmp_path / "model")
+    return tmp_path / "root"
+
+
+@pytest.mark.parametrize("name", ["..", ".", "p/..", "../model", "/tmp", "q", "p/manifest.json"])
+def test_payloads_stay_below_the_root(root: Path, name: str) -> None:
+    read_payload(root, "p")
+    (root / "q").symlink_to(root.parent / "model")
+    with pytest.raises(ManifestError, match="root"):
+        payload.resolve(root, name)
+
+
+def test_a_changed_byte_is_found(root: Path) -> None:
+    file = root / "p" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ManifestError, match="b: checksum"):
+        read_payload(root, "p")
+
+
+def test_a_short_file_is_found(root: Path) -> None:
+    file = root / "p" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ManifestError, match=r"b: needs 8 bytes"):
+        read_payload(root, "p")
+
+
+def test_a_linked_file_is_refused(root: Path) -> None:
+    file = root / "p" / "model.safetensors"
+    file.rename(root.parent / "elsewhere")
+    file.symlink_to(root.parent / "elsewhere")
+    with pytest.raises(ManifestError, match="cannot be mapped"):
+        read_payload(root, "p")
+
+
+def test_an_unfinished_payload_has_no_manifest(root: Path) -> None:
+    (root / "p" / manifest.FILE).unlink()
+    with pytest.raises(ManifestError, match="cannot be read"):
+        read_payload(root, "p")

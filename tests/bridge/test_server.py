@@ -1,0 +1,234 @@
+"""A real server under load: requests in flight, refusals, many publishes, memory."""
+
+import http.client
+import itertools
+import json
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from jaxrl.bridge.base import PoisonedError, RefusedError
+from jaxrl.bridge.launch import LocalServer, ServerFailedError, ServerOptions
+from jaxrl.bridge.shared_memory import SharedMemoryPublisher
+from jaxrl.bridge.source import ParamsSource
+from jaxrl.bridge.vllm_server import VllmServer
+from jaxrl.models import huggingface
+from jaxrl.models.decoder import decoder
+from tests.bridge.cases import QWEN3, ListSource, params
+from tests.bridge.engines import VLLM_PYTHON
+
+F32 = np.dtype(np.float32)
+SPECS = decoder(QWEN3).specs
+PROMPT = [5, 6, 7]
+OPTIONS = ServerOptions(
+    python=VLLM_PYTHON, dtype="float32", max_model_len=512, kv_cache_bytes=64 << 20
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    directory = tmp_path_factory.mktemp("server")
+    huggingface.save(directory / "model", params(QWEN3, 0), QWEN3, dtype=F32)
+    with LocalServer(directory / "model", OPTIONS, log=directory / "log") as running:
+        running.wait(lambda seconds: None)
+        yield running
+    print(running.log_tail())
+
+
+@pytest.fixture
+def publisher(server: LocalServer) -> Iterator[SharedMemoryPublisher]:
+    with SharedMemoryPublisher([VllmServer(server.url)], wire=F32, sampler=F32) as connected:
+        connected.publish(weights(0), version=0)
+        yield connected
+
+
+def weights(seed: int) -> ParamsSource:
+    return ParamsSource(params(QWEN3, seed), SPECS, dtype=F32)
+
+
+class Answer(NamedTuple):
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]  # of each token
+    finish_reason: str
+
+
+def ask(server: LocalServer, prompt: list[int], max_tokens: int) -> Answer:
+    """Greedy, and past any EOS."""
+    body = {
+        "token_ids": prompt,
+        "sampling_params": {
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "logprobs": 0,
+            "detokenize": False,
+            "ignore_eos": True,
+        },
+    }
+    address = urllib.parse.urlsplit(server.url).netloc
+    connection = http.client.HTTPConnection(address, timeout=250)
+    connection.request(
+        "POST", "/inference/v1/generate", json.dumps(body), {"Content-Type": "application/json"}
+    )
+    response = connection.getresponse()
+    text = response.read()
+    assert response.status == 200, text
+    choice: dict[str, Any] = json.loads(text)["choices"][0]
+    versions = [
+        int(span["version"])
+        for span in choice["weight_versions"]
+        for _ in range(span["start"], span["end"])
+    ]
+    logprobs = [item["logprob"] for item in choice["logprobs"]["content"]]
+    return Answer(choice["token_ids"], logprobs, versions, choice["finish_reason"])
+
+
+LENGTH = 480
+
+
+def spanning(server: LocalServer, publisher: SharedMemoryPublisher) -> tuple[Answer, Answer]:
+    """A request's answer from one version, and one during which the next was published."""
+    for attempt, delay in enumerate((0.3, 0.1, 0.6, 1.2, 2.4)):  # machines differ in speed
+        first = 2 * attempt
+        publisher.publish(weights(0), version=first)
+        old = ask(server, PROMPT, LENGTH)
+        with ThreadPoolExecutor() as pool:
+            flying = pool.submit(ask, server, PROMPT, LENGTH)
+            time.sleep(delay)
+            publisher.publish(weights(1), version=first + 1)
+            answer = flying.result()
+        if len(set(answer.versions)) == 2:
+            return old, answer
+    raise AssertionError("no publish met a request in flight")
+
+
+def test_versions_in_flight(server: LocalServer) -> None:
+    """A request that spans a publish has the old weights' tokens before and the new ones' after."""
+    with SharedMemoryPublisher([VllmServer(server.url)], wire=F32, sampler=F32) as publisher:
+        old, answer = spanning(server, publisher)
+    (version,) = set(old.versions)
+    before = answer.versions.count(version)
+    assert answer.versions == [version] * before + [version + 1] * (LENGTH - before)
+    assert answer.tokens[:before] == old.tokens[:before]
+    assert answer.logprobs[:before] == old.logprobs[:before]
+    rest = ask(server, PROMPT + answer.tokens[:before], LENGTH - before)
+    assert answer.tokens[before:] == rest.tokens
+    assert answer.logprobs[before:] == rest.logprobs
+    assert set(rest.versions) == {version + 1}
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "abort"])
+def test_requests_in_flight_may_end_first(server: LocalServer, in_flight: Any) -> None:
+    with (
+        SharedMemoryPublisher(
+            [VllmServer(server.url)], wire=F32, sampler=F32, in_flight=in_flight
+        ) as publisher,
+        ThreadPoolExecutor() as pool,
+    ):
+        publisher.publish(weights(0), version=0)
+        flying = pool.submit(ask, server, PROMPT, LENGTH)
+        time.sleep(0.2)
+        publisher.publish(weights(1), version=1)
+        answer = flying.result()
+    assert set(answer.versions) <= {0}
+    assert answer.finish_reason == {"wait": "length", "abort": "abort"}[in_flight]
+    assert (len(answer.tokens) == LENGTH) == (in_flight == "wait")
+
+
+def test_a_refusal_leaves_the_server_serving(
+    server: LocalServer, publisher: SharedMemoryPublisher
+) -> None:
+    answers = ask(server, PROMPT, 24)
+    tensors = dict(weights(1))
+    del tensors["model.norm.weight"]
+    with pytest.raises(RefusedError, match=r"^bridge refused: .*model\.norm\.weight: missing"):
+        publisher.publish(ListSource(tensors), version=1)
+    assert ask(server, PROMPT, 24) == answers
+    with pytest.raises(RefusedError, match="computes in float32"):
+        SharedMemoryPublisher([VllmServer(server.url)], wire=F32, sampler=np.dtype(np.float16))
+
+
+def test_an_update_without_a_pause_is_whole(server: LocalServer, tmp_path: Path) -> None:
+    """Stock vLLM's own update dies here, because a step meets a half-open model."""
+    unpaused = VllmServer(server.url)
+    call = unpaused._call
+    unpaused._call = lambda method, path, body=None: (
+        None if path.startswith(("/pause", "/resume")) else call(method, path, body)
+    )
+    with (
+        SharedMemoryPublisher([unpaused], wire=F32, sampler=F32) as publisher,
+        ThreadPoolExecutor() as pool,
+    ):
+        flying = [pool.submit(ask, server, PROMPT, LENGTH) for _ in range(4)]
+        for version in range(4):
+            publisher.publish(weights(version), version=version)
+        assert all(len(answer.result().tokens) == LENGTH for answer in flying)
+    assert unpaused.healthy()
+
+
+def resident(server: LocalServer) -> int:
+    """Bytes of private memory of all the server's processes."""
+    total = 0
+    for pid in server.process_ids:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith(("Private_Clean:", "Private_Dirty:")):
+                total += int(line.split()[1]) << 10
+    return total
+
+
+def test_fifty_publishes_under_load(server: LocalServer, publisher: SharedMemoryPublisher) -> None:
+    sources = [weights(0), weights(1)]
+    expected = []
+    for version, source in enumerate(sources, start=1):
+        publisher.publish(source, version=version)
+        expected.append(ask(server, PROMPT, 24))
+    done = threading.Event()
+
+    def client(seed: int) -> list[Answer]:
+        rng, answers = np.random.default_rng(seed), []
+        while not done.is_set():
+            answers.append(ask(server, rng.integers(2, 128, 8).tolist(), 48))
+        return answers
+
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(client, seed) for seed in range(4)]
+        memory = []
+        for version in range(3, 53):
+            publisher.publish(sources[version % 2], version=version)
+            memory.append(resident(server))
+        done.set()
+        streams = [client.result() for client in running]
+    for answers in streams:
+        assert len(answers) > 10
+        assert all(len(a.tokens) == len(a.versions) == 48 for a in answers)
+        assert all(a.finish_reason == "length" for a in answers)
+        versions = list(itertools.chain.from_iterable(a.versions for a in answers))
+        assert versions == sorted(versions)
+        assert np.isfinite([a.logprobs for a in answers]).all()
+    assert memory[-1] - memory[9] < 16 << 20
+    final = ask(server, PROMPT, 24)
+    assert final._replace(versions=[]) == expected[1]._replace(versions=[])
+    assert set(final.versions) == {52}
+
+
+def test_nobody_there_is_poison(tmp_path: Path) -> None:
+    nobody = VllmServer("http://127.0.0.1:9", timeout=1.0)
+    with pytest.raises(PoisonedError, match=r"127\.0\.0\.1:9/pause"):
+        nobody.update("slot-0", version=1, in_flight="keep")
+    with pytest.raises(ValueError, match="not the http"):
+        VllmServer("127.0.0.1:8000")
+
+
+def test_a_server_that_cannot_start_shows_why(tmp_path: Path) -> None:
+    with (
+        LocalServer(tmp_path / "none", OPTIONS, log=tmp_path / "log") as broken,
+        pytest.raises(ServerFailedError, match="none"),
+    ):
+        broken.wait(lambda seconds: None)
