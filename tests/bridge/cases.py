@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.bridge import manifest, payload
@@ -13,7 +14,7 @@ from jaxrl.bridge.payload import Mapped
 from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig, Rope
-from jaxrl.models.spec import Params
+from jaxrl.models.spec import Params, ParamSpec
 
 QWEN3 = DecoderConfig(
     model_type="qwen3",
@@ -54,10 +55,14 @@ FAMILIES = {
 
 
 def params(config: DecoderConfig, seed: int) -> Params:
-    """Random parameters whose norms and biases are not trivial."""
-    made = spec.init(decoder(config).specs, jax.random.key(seed), dtype=np.dtype(np.float32))
-    keys = iter(jax.random.split(jax.random.key(seed + 1000), len(jax.tree.leaves(made))))
-    return jax.tree.map(lambda x: x + 0.05 * jax.random.normal(next(keys), x.shape), made)
+    """Random f32 parameters whose norms and biases are not trivial."""
+    rng = np.random.default_rng(seed)
+
+    def draw(part: ParamSpec) -> jax.Array:
+        centre, scale = (1.0, 0.1) if part.scale is None else (0.0, part.scale or 0.1)
+        return jnp.asarray(rng.normal(centre, scale, part.shape).astype(np.float32))
+
+    return jax.tree.map(draw, dict(decoder(config).specs), is_leaf=spec.is_spec)
 
 
 class ListSource:

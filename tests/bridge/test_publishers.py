@@ -1,6 +1,7 @@
 """What a server reads from a publisher is what the learner held, bit for bit."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import jax
@@ -82,10 +83,9 @@ def test_shared_memory_brings_every_version(tmp_path: Path) -> None:
 
 
 def test_shared_memory_removes_what_a_killed_process_left(tmp_path: Path) -> None:
-    dead = os.fork()
-    if dead == 0:
-        os._exit(0)
-    os.waitpid(dead, 0)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    dead = ended.pid
     (tmp_path / f"jaxrl-{dead}-abc").mkdir()
     (tmp_path / f"jaxrl-{os.getppid()}-abc").mkdir()
     (tmp_path / "other").mkdir()
