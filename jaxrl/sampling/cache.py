@@ -14,12 +14,16 @@ from jaxrl.models.decoder import Model
 from jaxrl.models.layers import embed, feed_forward, matmul, project_qkv, rms_norm, rope_table
 from jaxrl.models.spec import Params
 from jaxrl.precision import Precision
+from jaxrl.sampling.bits import from_bits, to_bits
 
 
 @struct.dataclass
 class Cache:
-    """Keys and values of L layers, B rows and S slots. Keys are stored transposed: the products of
-    decoding then contract a dimension that is not the last one, which XLA on CPU runs fastest."""
+    """Keys and values of L layers, B rows and S slots, as `to_bits` leaves them.
+
+    Keys are stored transposed: the products of decoding then contract a dimension that is not the
+    last one of the cache, which XLA on CPU runs fastest.
+    """
 
     keys: jax.Array  # [L, B, K, head_dim, S]
     values: jax.Array  # [L, B, K, S, head_dim]
@@ -56,7 +60,7 @@ def prefill(
         out = attention(q, k, v, segments, window=window, precision=precision)
         x = x + matmul(out.reshape(*x.shape[:2], -1), layer["o"], precision=precision)
         x = x + feed_forward(x, layer, config=config, precision=precision)
-        return x, Cache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
+        return x, _entries(k, v, precision)
 
     x = embed(params["embed"], tokens, precision=precision)
     x, cache = lax.scan(body, x, (params["layers"], _windows(model)))
@@ -95,18 +99,22 @@ def extend(
 
     def body(x, scanned):
         layer, window, keys, values = scanned
+        layer = jax.tree.map(lambda x: from_bits(x, precision.compute), layer)
         q, k, v = project_qkv(x, layer, table, config=config, precision=precision)
-        new = Cache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
+        new = _entries(k, v, precision)
         keys = lax.dynamic_update_slice_in_dim(keys, new.keys, slot, axis=3)
         values = lax.dynamic_update_slice_in_dim(values, new.values, slot, axis=2)
         near = seen if window is None else seen & (index > slot - window)
+        keys, values = (from_bits(x, precision.compute) for x in (keys, values))
         out = attend(q, keys, values, seen=near, precision=precision)
         x = x + matmul(out, layer["o"], precision=precision)
         x = x + feed_forward(x, layer, config=config, precision=precision)
         return x, new
 
-    x = embed(params["embed"], tokens[:, None], precision=precision)
-    scanned = (params["layers"], _windows(model), cache.keys, cache.values)
+    x = from_bits(to_bits(params["embed"])[tokens[:, None]], params["embed"].dtype)
+    x = x.astype(precision.activations)
+    layers = jax.tree.map(to_bits, params["layers"])
+    scanned = (layers, _windows(model), cache.keys, cache.values)
     x, new = lax.scan(body, x, scanned)
     cache = Cache(
         lax.dynamic_update_slice_in_dim(cache.keys, new.keys, slot, axis=4),
@@ -137,6 +145,12 @@ def attend(
     probs = jax.nn.softmax(scores, axis=-1).astype(precision.compute)
     out = _batched_dot(probs, values.astype(precision.compute), precision)
     return out.reshape(batch, 1, heads * dim).astype(precision.activations)
+
+
+def _entries(k: jax.Array, v: jax.Array, precision: Precision) -> Cache:
+    """One layer's part of the cache from [B, T, K, hd] keys and values."""
+    k, v = (to_bits(x.astype(precision.compute)) for x in (k, v))
+    return Cache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
 
 
 def _batched_dot(x: jax.Array, y: jax.Array, precision: Precision) -> jax.Array:

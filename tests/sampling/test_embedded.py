@@ -1,0 +1,190 @@
+"""The embedded sampler against the learner's forward pass and against its own promises."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models.logprobs import token_logprobs
+from jaxrl.precision import PRESETS, cast, parse, sampler_precision
+from jaxrl.sampling.base import SamplingParams
+from jaxrl.sampling.embedded import EmbeddedSampler
+from sharding.mesh import make_mesh
+from sharding.partition import Layout
+from sharding.rules import PRESETS as RULES
+from tests import tiny
+
+MODEL, PARAMS, F32 = tiny.model(), tiny.params(), PRESETS["fp32"]
+PROMPTS = [np.arange(2, 2 + n, dtype=np.int32) * 7 % 62 for n in (3, 9, 14)]
+SAMPLED = SamplingParams(max_tokens=100, temperature=0.8, stop=((1,), (5, 6)), seed=3)
+GREEDY = SamplingParams(max_tokens=100, temperature=0, stop=((1,), (5, 6)))
+
+
+@pytest.fixture(scope="module")
+def sampler():
+    return EmbeddedSampler(MODEL, PARAMS, precision=F32, version=4)
+
+
+def _answers(sampler, params=SAMPLED, prompts=PROMPTS, group_size=4):
+    completions = list(sampler.sample(prompts, params, group_size=group_size))
+    answers = {(c.prompt_index, c.sample_index): c for c in completions}
+    assert len(answers) == len(completions) == len(prompts) * group_size
+    return answers
+
+
+def _same_tokens(one, other):
+    return all(np.array_equal(one[k].tokens, other[k].tokens) for k in one.keys() | other.keys())
+
+
+def _learner_logprobs(completion, *, precision, temperature, params=PARAMS):
+    """The learner's, of a whole sequence in a row with padding."""
+    prompt = PROMPTS[completion.prompt_index]
+    ids = np.concatenate([prompt, completion.tokens])
+    tokens, segments = np.zeros((2, 1, 128), np.int32)
+    tokens[0, : len(ids)], segments[0, : len(ids)] = ids, 1
+    scores = _score(params, tokens, segments, precision, temperature)
+    return scores[0, len(prompt) : len(ids)]
+
+
+def _score(params, tokens, segments, precision, temperature):
+    @jax.jit
+    def run(params, tokens, segments):
+        params = cast(params, precision.compute)
+        positions = jnp.arange(tokens.shape[1])[None]
+        hidden = MODEL.hidden(params, tokens, positions, segments, precision=precision)
+        head = MODEL.unembedding(params)
+        kwargs = {"precision": precision, "temperature": temperature}
+        return token_logprobs(hidden, head, tokens, segments > 0, **kwargs)
+
+    return run(params, tokens, segments)
+
+
+def test_logprobs_are_the_learners(sampler):
+    answers = _answers(sampler)
+    assert {c.finish_reason for c in answers.values()} == {"stop", "length"}
+    for key in [(0, 0), (1, 2), (2, 3)]:
+        one = answers[key]
+        expected = _learner_logprobs(one, precision=F32, temperature=0.8)
+        np.testing.assert_allclose(one.logprobs, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["bf16_master", "fp16_master"])
+def test_half_precision_answers_have_the_shadow_forwards_logprobs(policy):
+    precision = parse(policy)
+    sampler = EmbeddedSampler(MODEL, PARAMS, precision=precision)
+    one = _answers(sampler)[2, 3]
+    expected = _learner_logprobs(one, precision=sampler_precision(precision), temperature=0.8)
+    # Softmax and sums associate differently, which can flip the rounding of an activation.
+    tolerance = 16 * float(jnp.finfo(precision.sampler).eps)
+    np.testing.assert_allclose(one.logprobs, expected, atol=tolerance)
+
+
+def test_an_answer_is_a_function_of_its_own_prompt_index_and_seed(sampler):
+    answers = _answers(sampler)
+    small = EmbeddedSampler(MODEL, PARAMS, precision=F32, max_batch=8)
+    assert _same_tokens(answers, _answers(small))
+    fewer = _answers(sampler, prompts=PROMPTS[:2])
+    assert _same_tokens(fewer, {k: answers[k] for k in fewer})
+    other = _answers(sampler, params=dataclasses.replace(SAMPLED, seed=4))
+    assert not _same_tokens(answers, other)
+
+
+def test_repetition_is_exact_in_values_and_order(sampler):
+    one, two = (list(sampler.sample(PROMPTS, SAMPLED, group_size=4)) for _ in range(2))
+    for a, b in zip(one, two, strict=True):
+        assert a[:2] == b[:2]
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+
+
+def test_answers_end_where_they_should_and_come_in_finishing_order(sampler):
+    """Through growing caches and a batch that shrinks."""
+    completions = list(sampler.sample(PROMPTS, SAMPLED, group_size=11))
+    answers = {(c.prompt_index, c.sample_index): c for c in completions}
+    fewer = _answers(sampler)
+    assert _same_tokens(fewer, {k: answers[k] for k in fewer})
+    lengths = [len(c.tokens) for c in completions]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1] == 100
+    for one in completions:
+        stopped = one.tokens[-1] == 1 or tuple(one.tokens[-2:]) == (5, 6)
+        assert one.finish_reason == ("stop" if stopped else "length")
+        assert 1 not in one.tokens[:-1]
+        assert stopped or len(one.tokens) == 100
+        assert one.tokens.dtype == np.int32
+        assert one.logprobs.dtype == np.float32
+        np.testing.assert_array_equal(one.versions, 4)
+
+
+@pytest.fixture(scope="module")
+def greedy(sampler):
+    return _answers(sampler, GREEDY)
+
+
+def test_greedy_answers_carry_the_untempered_logprobs(greedy):
+    for key in [(0, 0), (2, 1)]:
+        expected = _learner_logprobs(greedy[key], precision=F32, temperature=1.0)
+        np.testing.assert_allclose(greedy[key].logprobs, expected, atol=1e-5)
+
+
+def test_load_serves_other_weights_from_the_next_request_on():
+    sampler = EmbeddedSampler(MODEL, PARAMS, precision=F32)
+    before = _answers(sampler)
+    running = sampler.sample(PROMPTS, SAMPLED, group_size=4)
+    other = tiny.params(1)
+    sampler.load(other, version=7)
+    jax.tree.map(lambda x: x.delete(), other)  # as a learner's donated state
+    assert sampler.version == 7
+    during = {(c.prompt_index, c.sample_index): c for c in running}
+    assert _same_tokens(before, during)
+    assert {int(v) for c in during.values() for v in c.versions} == {0}
+    after = _answers(sampler)
+    assert not _same_tokens(before, after)
+    assert {int(v) for c in after.values() for v in c.versions} == {7}
+
+
+def test_weights_are_rounded_to_the_wire():
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), PARAMS)
+    one = EmbeddedSampler(MODEL, PARAMS, precision=parse("fp32,wire=bf16"))
+    other = EmbeddedSampler(MODEL, rounded, precision=F32)
+    for a, b in zip(_answers(one).values(), _answers(other).values(), strict=True):
+        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("rules", "axes"),
+    [("data", {"data": 8}), ("fsdp_tensor", {"data": 2, "fsdp": 2, "tensor": 2})],
+)
+def test_a_mesh_gives_the_answers_of_one_device(greedy, rules, axes):
+    layout = Layout(make_mesh(**axes), RULES[rules])
+    params = jax.device_put(PARAMS, layout.tree(MODEL.specs))
+    sharded = _answers(EmbeddedSampler(MODEL, params, precision=F32, layout=layout), GREEDY)
+    assert _same_tokens(greedy, sharded)
+    for key in greedy:
+        np.testing.assert_allclose(greedy[key].logprobs, sharded[key].logprobs, atol=1e-5)
+
+
+def test_weights_that_overflow_are_reported():
+    broken = {**PARAMS, "final_norm": PARAMS["final_norm"] * np.nan}
+    sampler = EmbeddedSampler(MODEL, broken, precision=F32, version=3)
+    with pytest.raises(FloatingPointError, match="version 3"):
+        _answers(sampler)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "group_size", "message"),
+    [
+        ([PROMPTS[0], np.array([], np.int32)], 1, "prompt 1 .*shape"),
+        ([np.ones(29, np.int32)], 1, "29 tokens.*128 positions"),
+        ([np.array([3, 64])], 1, "0 to 63"),
+        ([np.array([0.5])], 1, "float64"),
+        (PROMPTS, 0, "group_size=0"),
+    ],
+)
+def test_requests_that_cannot_be_answered_are_refused_at_once(
+    sampler, prompts, group_size, message
+):
+    with pytest.raises(ValueError, match=message):
+        sampler.sample(prompts, SAMPLED, group_size=group_size)
