@@ -97,29 +97,27 @@ def extend(
     positions = (slot - pad)[:, None]
     table = rope_table(positions, rope=config.rope, head_dim=config.head_dim, precision=precision)
 
-    def body(x, scanned):
-        layer, window, keys, values = scanned
-        layer = jax.tree.map(lambda x: from_bits(x, precision.compute), layer)
+    # The cache is carried and written in place: scanned over, it would be copied as a whole.
+    def body(carry, scanned):
+        x, cache = carry
+        number, layer, window = scanned
+        layer = jax.tree.map(lambda bits: from_bits(bits, precision.compute), layer)
         q, k, v = project_qkv(x, layer, table, config=config, precision=precision)
         new = _entries(k, v, precision)
-        keys = lax.dynamic_update_slice_in_dim(keys, new.keys, slot, axis=3)
-        values = lax.dynamic_update_slice_in_dim(values, new.values, slot, axis=2)
+        keys = lax.dynamic_update_slice(cache.keys, new.keys[None], (number, 0, 0, 0, slot))
+        values = lax.dynamic_update_slice(cache.values, new.values[None], (number, 0, 0, slot, 0))
         near = seen if window is None else seen & (index > slot - window)
-        keys, values = (from_bits(x, precision.compute) for x in (keys, values))
-        out = attend(q, keys, values, seen=near, precision=precision)
+        own = (from_bits(part[number], precision.compute) for part in (keys, values))
+        out = attend(q, *own, seen=near, precision=precision)
         x = x + matmul(out, layer["o"], precision=precision)
         x = x + feed_forward(x, layer, config=config, precision=precision)
-        return x, new
+        return (x, Cache(keys, values)), None
 
     x = from_bits(to_bits(params["embed"])[tokens[:, None]], params["embed"].dtype)
     x = x.astype(precision.activations)
-    layers = jax.tree.map(to_bits, params["layers"])
-    scanned = (layers, _windows(model), cache.keys, cache.values)
-    x, new = lax.scan(body, x, scanned)
-    cache = Cache(
-        lax.dynamic_update_slice_in_dim(cache.keys, new.keys, slot, axis=4),
-        lax.dynamic_update_slice_in_dim(cache.values, new.values, slot, axis=3),
-    )
+    numbers = jnp.arange(config.num_layers, dtype=jnp.int32)
+    scanned = (numbers, jax.tree.map(to_bits, params["layers"]), _windows(model))
+    (x, cache), _ = lax.scan(body, (x, cache), scanned)
     return cache, _logits(params, x, model=model, precision=precision)
 
 
