@@ -6,6 +6,7 @@
 set -euo pipefail
 
 cd "$(dirname "$0")/.."
+unset PYTHONDONTWRITEBYTECODE  # without byte code every start takes many seconds more
 seed=${SEED:-0}
 dir=runs/quickstart
 [ "$seed" = 0 ] || dir=runs/quickstart-$seed

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Makes the environment .venv-test, then runs lint, types and tests. Arguments go to pytest:
+# Makes the environments .venv-test and .venv-vllm, then runs lint, types and tests. Arguments go to
+# pytest:
 #   ./scripts/test.sh                       everything
 #   ./scripts/test.sh tests/losses -k ppo   a part of the tests
 set -euo pipefail
 
 cd "$(dirname "$0")/.."
+unset PYTHONDONTWRITEBYTECODE  # without byte code every start takes many seconds more
 scripts/make_venv.sh .venv-test requirements-dev.txt requirements-torch.txt
+[ "$(uname)" != Linux ] || scripts/install_vllm.sh
 bin=.venv-test/bin
 
 "$bin/ruff" check .

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -9,10 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from jaxrl.bridge.base import POISONED, REFUSED, InFlight, PoisonedError, RefusedError, Timings
 
 ROOT = Path(__file__).parent.parent.parent
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build is for Linux")
 
 
 class ChildEngine:

@@ -22,8 +22,9 @@ from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
 from tests.bridge.cases import FAMILIES, QWEN3, ListSource, params
-from tests.bridge.engines import ChildEngine, child_engine
+from tests.bridge.engines import LINUX, ChildEngine, child_engine
 
+pytestmark = LINUX
 PROMPTS = [[5, 6, 7], [9, 3, 4, 8, 10, 77, 12], [100] * 20]
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 

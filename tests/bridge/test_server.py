@@ -8,6 +8,7 @@ import time
 import urllib.parse
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,13 +23,18 @@ from jaxrl.bridge.vllm_server import VllmServer
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from tests.bridge.cases import QWEN3, ListSource, params
-from tests.bridge.engines import VLLM_PYTHON
+from tests.bridge.engines import LINUX, VLLM_PYTHON
 
+pytestmark = LINUX
 F32 = np.dtype(np.float32)
 SPECS = decoder(QWEN3).specs
 PROMPT = [5, 6, 7]
 OPTIONS = ServerOptions(
-    python=VLLM_PYTHON, dtype="float32", max_model_len=512, kv_cache_bytes=64 << 20
+    python=VLLM_PYTHON,
+    dtype="float32",
+    max_model_len=512,
+    kv_cache_bytes=64 << 20,
+    arguments=("--skip-tokenizer-init",),  # the models here have none
 )
 
 
@@ -36,7 +42,12 @@ OPTIONS = ServerOptions(
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     directory = tmp_path_factory.mktemp("server")
     huggingface.save(directory / "model", params(QWEN3, 0), QWEN3, dtype=F32)
-    with LocalServer(directory / "model", OPTIONS, log=directory / "log") as running:
+    # oneDNN keeps the code of its last 1024 matrix products, some 150 MB here; with fewer the test
+    # for leaks sees a level memory early.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+        running = LocalServer(directory / "model", OPTIONS, log=directory / "log")
+    with running:
         running.wait(lambda seconds: None)
         yield running
     print(running.log_tail())
@@ -73,12 +84,11 @@ def ask(server: LocalServer, prompt: list[int], max_tokens: int) -> Answer:
         },
     }
     address = urllib.parse.urlsplit(server.url).netloc
-    connection = http.client.HTTPConnection(address, timeout=250)
-    connection.request(
-        "POST", "/inference/v1/generate", json.dumps(body), {"Content-Type": "application/json"}
-    )
-    response = connection.getresponse()
-    text = response.read()
+    headers = {"Content-Type": "application/json"}
+    with closing(http.client.HTTPConnection(address, timeout=250)) as connection:
+        connection.request("POST", "/inference/v1/generate", json.dumps(body), headers)
+        response = connection.getresponse()
+        text = response.read()
     assert response.status == 200, text
     choice: dict[str, Any] = json.loads(text)["choices"][0]
     versions = [
@@ -206,13 +216,13 @@ def test_fifty_publishes_under_load(server: LocalServer, publisher: SharedMemory
         done.set()
         streams = [client.result() for client in running]
     for answers in streams:
-        assert len(answers) > 10
         assert all(len(a.tokens) == len(a.versions) == 48 for a in answers)
         assert all(a.finish_reason == "length" for a in answers)
         versions = list(itertools.chain.from_iterable(a.versions for a in answers))
         assert versions == sorted(versions)
+        assert len(set(versions)) > 10
         assert np.isfinite([a.logprobs for a in answers]).all()
-    assert memory[-1] - memory[9] < 16 << 20
+    assert memory[-1] - memory[24] < 8 << 20
     final = ask(server, PROMPT, 24)
     assert final._replace(versions=[]) == expected[1]._replace(versions=[])
     assert set(final.versions) == {52}
