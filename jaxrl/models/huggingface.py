@@ -75,6 +75,7 @@ def load(
         tensors = _open_tensors(directory, stack)
         expected = [name for one in flat.values() for name in one.hf_names()]
         _check_names(set(expected), set(tensors), config=config, directory=directory)
+        _check_tied_head(tensors, config=config, directory=directory)
         values = {
             path: put(path, _read_parameter(one, tensors, dtype=dtype))
             for path, one in flat.items()
@@ -113,7 +114,7 @@ def _check_names(
     expected: set[str], found: set[str], *, config: DecoderConfig, directory: Path
 ) -> None:
     # Two kinds of surplus are harmless: buffers that old exports stored although they follow from
-    # the config, and the second copy of a tied head (transformers drops it too).
+    # the config, and the second copy of a tied head, once `_check_tied_head` has compared it.
     ignored = {name for name in found if name.endswith("rotary_emb.inv_freq")}
     if config.tied:
         ignored.add("lm_head.weight")
@@ -126,6 +127,17 @@ def _check_names(
             raise ValueError(
                 f"{directory}: a {config.model_type} checkpoint with this config.json {problem} "
                 f"{len(names)} tensor(s): {shown}"
+            )
+
+
+def _check_tied_head(tensors: Mapping[str, Any], *, config: DecoderConfig, directory: Path) -> None:
+    head, table = "lm_head.weight", "model.embed_tokens.weight"
+    if config.tied and head in tensors:
+        a, b = (tensors[name].get_tensor(name).view(np.uint8) for name in (head, table))
+        if not np.array_equal(a, b):
+            raise ValueError(
+                f"{directory}: config.json ties the head to the embedding, but {head!r} differs "
+                f"from {table!r}; set tie_word_embeddings to false if the head is its own"
             )
 
 
@@ -164,7 +176,7 @@ def save(
     """Writes a checkpoint that `transformers.AutoModelForCausalLM` and vLLM load.
 
     Args:
-      directory: is made if it does not exist.
+      directory: is made if it does not exist; weights of an earlier save in it are replaced.
       params: the decoder's parameters, on any devices; fetched one at a time.
       config: the decoder's.
       dtype: what the tensors are cast to.
@@ -183,8 +195,8 @@ def save(
     tensors = _tensors(params, flat, dtype=dtype)
     for i, names in enumerate(shards, start=1):
         file = _SINGLE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
-        # transformers reads the format from here and refuses files without it.
         content = dict(next(tensors) for _ in names)
+        # transformers reads the format from here and refuses files without it.
         save_file(content, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
@@ -193,6 +205,11 @@ def save(
         _write_json(directory / _INDEX, {"metadata": metadata, "weight_map": weight_map})
     content = families.to_hf_config(config, dtype=np.dtype(dtype).name)
     _write_json(directory / "config.json", content)
+    # Files of an earlier save with another number of shards would be read instead of these.
+    current = {*weight_map.values(), *([_INDEX] if len(shards) > 1 else [])}
+    for path in (*directory.glob("model*.safetensors"), directory / _INDEX):
+        if path.name not in current:
+            path.unlink(missing_ok=True)
     if source_dir is not None:
         copy_tokenizer(source_dir, directory)
 
@@ -215,8 +232,9 @@ def copy_tokenizer(source_dir: str | Path, directory: str | Path) -> None:
     """Copies what belongs to a checkpoint besides weights and config.json, where it exists."""
     for name in _TOKENIZER_FILES:
         source = Path(source_dir) / name
-        if source.is_file():
-            shutil.copyfile(source, Path(directory) / name)
+        target = Path(directory) / name
+        if source.is_file() and not (target.exists() and target.samefile(source)):
+            shutil.copyfile(source, target)
 
 
 def _plan_shards(

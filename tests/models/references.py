@@ -1,0 +1,63 @@
+"""Tiny random checkpoints of every family, made by transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen2_windows": (transformers.Qwen2Config, WINDOWS),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
+    "llama3": (transformers.LlamaConfig, {"rope_parameters": LLAMA3}),
+    "llama_linear": (
+        transformers.LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
+    ),
+    "mistral": (transformers.MistralConfig, {"sliding_window": 6, "head_dim": 12}),
+}
+
+
+def reference(family: str, *, tied: bool, dtype: torch.dtype = torch.float32) -> Any:
+    """A model in which every norm and bias matters."""
+    make, settings = FAMILIES[family]
+    config = make(**SIZES, **settings, tie_word_embeddings=tied)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(torch.randn_like(weight) * (0.3 if weight.ndim == 1 else 0.15))
+            if "norm" in name:
+                weight.add_(1.0)
+    return model.to(dtype).eval()
+
+
+def checkpoint(directory: Path, family: str, *, tied: bool, **options: Any) -> Any:
+    """Saves `reference` and returns it; options are those of `save_pretrained`."""
+    dtype = options.pop("dtype", torch.float32)
+    model = reference(family, tied=tied, dtype=dtype)
+    model.save_pretrained(directory, **options)
+    return model

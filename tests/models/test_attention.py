@@ -1,0 +1,71 @@
+"""Attention in blocks equals a softmax over the whole masked score matrix, gradients too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl import precision
+from jaxrl.models.attention import attention
+
+F64 = precision.parse("fp32,compute=f64,activations=f64,logits=f64")
+
+
+def naive(q, k, v, segments, window):
+    groups = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
+    index = np.arange(q.shape[1])
+    distance = index[:, None] - index[None, :]
+    seen = (distance >= 0) & (distance < window)
+    seen = seen[None] & (segments[:, :, None] == segments[:, None, :])
+    probs = jax.nn.softmax(scores, axis=-1, where=seen[:, None])
+    return jnp.einsum("bhts,bshd->bthd", probs, v)
+
+
+@pytest.mark.parametrize("length", [7, 128, 300])  # one block; exactly one; three, the last short
+@pytest.mark.parametrize("window", [None, 20])
+def test_equals_the_naive_form(length, window):
+    rng = np.random.default_rng(length)
+    segments = np.sort(rng.integers(0, 3, (2, length)), axis=1)  # padding on the left is a segment
+    with jax.enable_x64(True):
+        q, k, v, dout = (
+            jnp.asarray(rng.normal(size=(2, length, heads, 4))) for heads in (4, 2, 2, 4)
+        )
+
+        def blocked(q, k, v):
+            size = None if window is None else jnp.int32(window)
+            return attention(q, k, v, jnp.asarray(segments), window=size, precision=F64)
+
+        def whole(q, k, v):
+            return naive(q, k, v, segments, window or length)
+
+        @jax.jit
+        def both(q, k, v, dout):
+            results = []
+            for function in (blocked, whole):
+                out, backward = jax.vjp(function, q, k, v)
+                results.append((out, *backward(dout)))
+            return results
+
+        got, expected = both(q, k, v, dout)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_padding_is_finite_and_reaches_nothing():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 12, n, 4)), jnp.float32) for n in (2, 1, 1))
+    segments = jnp.asarray([[0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 0, 0]])
+    real = segments[:, :, None, None] > 0
+    fp32 = precision.PRESETS["fp32"]
+
+    def total(q, k, v):
+        out = attention(q, k, v, segments, window=None, precision=fp32)
+        return jnp.sum(jnp.where(real, out, 0) ** 2), out
+
+    (_, out), grads = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    assert np.isfinite(out).all()
+    for grad in grads:
+        assert np.isfinite(grad).all()
+        assert not np.asarray(jnp.where(real, 0, grad)).any()

@@ -1,0 +1,164 @@
+"""Program size, dtypes of every matrix product, recomputation, padding and gradients."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from jaxrl import precision
+from jaxrl.models import spec
+from jaxrl.models.decoder import decoder
+from jaxrl.models.families import from_hf_config
+from jaxrl.precision import PRESETS
+from tests.models.references import SIZES
+
+FP32 = PRESETS["fp32"]
+
+
+def config(model_type="qwen3", **settings):
+    return from_hf_config(
+        {"model_type": model_type, **SIZES, "head_dim": 8, "initializer_range": 0.2, **settings}
+    )
+
+
+def batch(rows=2, length=12):
+    tokens = jax.random.randint(jax.random.key(1), (rows, length), 2, SIZES["vocab_size"])
+    positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    return tokens, positions, jnp.where(positions < length - 2, 1, 0)
+
+
+def total(model, params, *inputs, policy=FP32):
+    """A scalar in which every real token of `hidden` counts differently."""
+    hidden = model.hidden(params, *inputs, precision=policy).astype(policy.accumulate)
+    weights = jnp.cos(jnp.arange(hidden.size, dtype=hidden.dtype)).reshape(hidden.shape)
+    real = inputs[2][..., None] > 0
+    return jnp.sum(jnp.where(real, hidden * weights, 0))
+
+
+def lowered(settings, policy, **options):
+    model = decoder(settings, **options)
+    params = spec.abstract(model.specs, dtype=policy.compute)
+    return jax.jit(jax.grad(partial(total, model, policy=policy))).lower(params, *batch())
+
+
+@pytest.mark.parametrize("remat", ["none", "layer"])
+def test_program_does_not_grow_with_layers(remat):
+    few, many = (lowered(config(num_hidden_layers=n), FP32, remat=remat).as_text() for n in (2, 8))
+    assert len(few.splitlines()) == len(many.splitlines())
+
+
+DOT = re.compile(r"dot_general .*: \(tensor<(\S+)>, tensor<(\S+)>\) -> tensor<(\S+)>")
+NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "text", ["fp32", "bf16", "bf16_master", "fp16_master", "bf16_master,activations=f32"]
+)
+def test_every_product_follows_the_policy(text, family):
+    policy = precision.parse(text)
+    program = lowered(config(family), policy).as_text()
+    found = [tuple(x.rsplit("x", 1)[-1] for x in match) for match in DOT.findall(program)]
+    assert program.count("dot_general ") == len(found) >= 3 * 9
+    operand = NAMES[policy.compute.name]
+    assert set(found) == {(operand, operand, "f32")}
+
+
+def test_residual_stream_and_gradients_have_their_dtypes():
+    policy = precision.parse("bf16_master,activations=f16")
+    model = decoder(config())
+    params = spec.abstract(model.specs, dtype=policy.compute)
+    hidden = jax.eval_shape(partial(model.hidden, precision=policy), params, *batch())
+    assert hidden.dtype == policy.activations
+    grads = jax.eval_shape(jax.grad(partial(total, model, policy=policy)), params, *batch())
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {policy.compute}
+
+
+def test_remat_changes_memory_and_nothing_else():
+    inputs = batch(rows=4, length=64)
+    results, memory = {}, {}
+    for remat in ("none", "matmuls", "attention", "layer"):
+        model = decoder(config(num_hidden_layers=4), remat=remat)
+        params = spec.init(model.specs, jax.random.key(0), dtype=FP32.params)
+        step = jax.jit(jax.grad(partial(total, model))).lower(params, *inputs).compile()
+        results[remat] = step(params, *inputs)
+        memory[remat] = step.memory_analysis().temp_size_in_bytes
+    for grads in results.values():
+        jax.tree.map(
+            partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), grads, results["none"]
+        )
+    assert memory["none"] > memory["matmuls"] > memory["attention"] > memory["layer"]
+
+
+def test_an_unknown_remat_is_refused():
+    with pytest.raises(ValueError, match="remat='full'; expected one of none, "):
+        decoder(config(), remat="full")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_gradients_agree_with_differences(family):
+    f64 = precision.parse("fp32,compute=f64,activations=f64,logits=f64")
+    with jax.enable_x64(True):
+        model = decoder(config(family, num_hidden_layers=2))
+        params = spec.init(model.specs, jax.random.key(0), dtype=f64.compute)
+        inputs = batch(rows=1, length=6)
+        function = jax.jit(lambda params: total(model, params, *inputs, policy=f64))
+        check_grads(function, (params,), order=1, modes=["rev"], eps=1e-6, rtol=1e-6)
+
+
+def test_padding_is_finite_and_reaches_nothing():
+    model = decoder(config())
+    params = spec.init(model.specs, jax.random.key(0), dtype=FP32.params)
+    tokens, positions, segments = batch()
+    step = jax.jit(jax.value_and_grad(partial(total, model)))
+    expected = step(params, tokens, positions, segments)
+    changed = jnp.where(segments > 0, tokens, SIZES["vocab_size"] - 1)
+    got = step(params, changed, jnp.where(segments > 0, positions, 99), segments)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    nothing = step(params, tokens, positions, jnp.zeros_like(segments))
+    assert all(not np.asarray(x).any() for x in jax.tree.leaves(nothing))
+
+
+def test_a_frequent_tokens_gradient_is_summed_in_f32():
+    model = decoder(config(num_hidden_layers=1))
+    policy = PRESETS["bf16_master"]
+    params = precision.cast(
+        spec.init(model.specs, jax.random.key(0), dtype=policy.params), policy.compute
+    )
+    # Rows of one token each: their gradients are equal, and 300 of them exceed 8 bits of mantissa.
+    ones = jnp.ones((300, 1), jnp.int32)
+
+    def mean(table, rows):
+        hidden = model.hidden(
+            {**params, "embed": table}, ones[:rows], 0 * ones[:rows], ones[:rows], precision=policy
+        )
+        return jnp.sum(hidden.astype(jnp.float32) * jnp.arange(32.0).reshape(1, 1, -1))
+
+    one, many = (jax.grad(mean)(params["embed"], rows)[1] for rows in (1, 300))
+    np.testing.assert_allclose(many.astype(float), 300 * one.astype(float), rtol=2**-7)
+
+
+def test_constrain_sees_the_stream_the_heads_and_the_feed_forward():
+    seen = []
+
+    def constrain(x, axes):
+        seen.append((x.shape, tuple(axes)))
+        return x
+
+    lowered(config(), FP32, constrain=constrain)
+    assert set(seen) == {
+        ((2, 12, 32), ("batch", "length", "embed")),
+        ((2, 12, 32), ("batch", "length", "q_heads")),
+        ((2, 12, 16), ("batch", "length", "kv_heads")),
+        ((2, 12, 48), ("batch", "length", "mlp")),
+    }
+
+
+def test_a_model_is_hashable():
+    model = decoder(config())
+    assert {model: 1}[model] == 1

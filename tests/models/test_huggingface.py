@@ -1,0 +1,190 @@
+"""A checkpoint imported and exported again is the same, bit for bit; what does not fit is named."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file, save_file
+
+from jaxrl.models import huggingface, spec
+from jaxrl.models.decoder import param_specs
+from tests.models.references import FAMILIES, checkpoint
+
+
+def tensors(directory):
+    """Every tensor of a directory as bits, and the file that holds it."""
+    values, files = {}, {}
+    for file in sorted(directory.glob("*.safetensors")):
+        for name, value in load_file(file).items():
+            assert name not in values
+            values[name], files[name] = (str(value.dtype), value.tobytes()), file.name
+    return values, files
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tiny")
+    checkpoint(directory, "qwen3", tied=True)
+    return directory
+
+
+@pytest.fixture
+def broken(tiny, tmp_path):
+    """A copy to damage."""
+    return shutil.copytree(tiny, tmp_path / "broken")
+
+
+@pytest.mark.parametrize("shard", [None, 20_000], ids=["single", "sharded"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_round_trip_is_bit_identical(dtype, tied, shard, tmp_path):
+    before, after = tmp_path / "before", tmp_path / "after"
+    options = {} if shard is None else {"max_shard_size": shard}
+    checkpoint(before, "qwen2", tied=tied, dtype=dtype, **options)
+    config, params = huggingface.load(before, dtype=None)
+    (stored,) = {x.dtype for x in jax.tree.leaves(params)}
+    limit = {} if shard is None else {"max_shard_bytes": shard}
+    huggingface.save(after, params, config, dtype=stored, **limit)
+
+    expected, got = tensors(before), tensors(after)
+    assert got[0] == expected[0]
+    assert (len(set(got[1].values())) > 1) == (shard is not None)
+    if shard is not None:
+        index = json.loads((after / "model.safetensors.index.json").read_text())
+        assert index["weight_map"] == got[1]
+        original = json.loads((before / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == original["metadata"]["total_size"]
+        for file in set(got[1].values()):
+            names = [name for name, where in got[1].items() if where == file]
+            assert len(names) == 1 or sum(len(got[0][name][1]) for name in names) <= shard
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_an_export(family, tmp_path):
+    before, after = tmp_path / "before", tmp_path / "after"
+    reference = checkpoint(before, family, tied=False)
+    config, params = huggingface.load(before, dtype=None)
+    huggingface.save(after, params, config, dtype=np.dtype("float32"), max_shard_bytes=30_000)
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        after, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert again.dtype == torch.float32
+    tokens = torch.arange(2, 20)[None]
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, reference(tokens).logits)
+
+
+def test_load_casts_and_hands_each_parameter_to_put(tiny):
+    seen = {}
+
+    def put(path, array):
+        seen[path] = array
+        return path
+
+    config, params = huggingface.load(tiny, dtype=np.dtype("float16"), put=put)
+    specs = spec.flatten(param_specs(config))
+    assert list(seen) == list(specs)
+    assert {path: x.shape for path, x in seen.items()} == {p: s.shape for p, s in specs.items()}
+    assert {x.dtype for x in seen.values()} == {np.dtype("float16")}
+    assert params["layers"]["q"] == "layers/q"
+
+
+def test_save_copies_the_tokenizer_and_replaces_an_earlier_save(tiny, tmp_path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    (tmp_path / "source" / "generation_config.json").write_text('{"eos_token_id": [1]}')
+    config, params = huggingface.load(tiny, dtype=None)
+    out = tmp_path / "out"
+    f32 = np.dtype("float32")
+    huggingface.save(out, params, config, dtype=f32, max_shard_bytes=30_000)
+    huggingface.save(out, params, config, dtype=f32, source_dir=tmp_path / "source")
+    assert sorted(x.name for x in out.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert tensors(out)[0] == tensors(tiny)[0]
+
+
+def change(directory, function):
+    """Applies `function` to the dict of a checkpoint's tensors."""
+    file = directory / "model.safetensors"
+    content = load_file(file)
+    function(content)
+    save_file(content, file, metadata={"format": "pt"})
+
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda x: x.pop(QUERY), f"misses 1 tensor.*{QUERY}"),
+        (lambda x: x.update(score=x[QUERY]), "has surplus 1 tensor.*score"),
+        (lambda x: x.update({QUERY: x[QUERY][:-1]}), rf"{QUERY}.*\(63, 32\).*\(64, 32\)"),
+        (lambda x: x.update({QUERY: x[QUERY].T.copy()}), rf"{QUERY}.*\(32, 64\)"),
+        (lambda x: x.update({QUERY: x[QUERY].astype(np.int8)}), f"{QUERY}.*I8"),
+        (
+            lambda x: x.update({"lm_head.weight": x["model.embed_tokens.weight"] + 1}),
+            "lm_head.weight.*differs",
+        ),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(damage, named, broken):
+    change(broken, damage)
+    with pytest.raises(ValueError, match=named):
+        huggingface.load(broken, dtype=None)
+
+
+def test_harmless_surplus_is_ignored(broken):
+    def add(content):
+        content["lm_head.weight"] = content["model.embed_tokens.weight"].copy()
+        content["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+
+    change(broken, add)
+    huggingface.load(broken, dtype=None)
+
+
+def test_a_damaged_file_is_named(broken):
+    file = broken / "model.safetensors"
+    content = file.read_bytes()
+    for damaged in (content[:-4], content[:100], b"", b"\xff" * 64):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"model\.safetensors is not a readable"):
+            huggingface.load(broken, dtype=None)
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors does not exist"):
+        huggingface.load(broken, dtype=None)
+    (broken / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        huggingface.load(broken, dtype=None)
+
+
+def test_a_damaged_index_is_named(tmp_path):
+    checkpoint(tmp_path, "qwen3", tied=True, max_shard_size=30_000)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["ghost"] = index["weight_map"][QUERY]
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="names tensor 'ghost'"):
+        huggingface.load(tmp_path, dtype=None)
+    index["weight_map"]["ghost"] = "ghost.safetensors"
+    path.write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match=r"ghost\.safetensors"):
+        huggingface.load(tmp_path, dtype=None)
+
+
+def test_save_refuses_parameters_of_another_config(tiny, tmp_path):
+    config, params = huggingface.load(tiny, dtype=None)
+    f32 = np.dtype("float32")
+    with pytest.raises(ValueError, match="head"):
+        huggingface.save(tmp_path, {**params, "head": params["embed"]}, config, dtype=f32)
+    with pytest.raises(ValueError, match=r"'embed' has shape \(95, 32\)"):
+        huggingface.save(tmp_path, {**params, "embed": params["embed"][1:]}, config, dtype=f32)
