@@ -20,7 +20,7 @@ from jaxrl.models import families, huggingface, spec
 from jaxrl.models.decoder import param_specs
 
 SIZES = {"sft": 20_000, "train": 4_000, "held_out": 400}
-FORGETS = 0.7  # share of the carries that the student forgets
+FORGETS = 0.65  # share of the carries that the student forgets
 MODEL = {
     "model_type": "qwen3",
     "hidden_size": 64,
