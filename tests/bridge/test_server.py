@@ -224,7 +224,7 @@ def test_fifty_publishes_under_load(server: LocalServer, publisher: SharedMemory
         assert np.isfinite([a.logprobs for a in answers]).all()
     assert memory[-1] - memory[24] < 8 << 20
     final = ask(server, PROMPT, 24)
-    assert final._replace(versions=[]) == expected[1]._replace(versions=[])
+    assert final._replace(versions=[]) == expected[52 % 2]._replace(versions=[])
     assert set(final.versions) == {52}
 
 
