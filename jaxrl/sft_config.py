@@ -59,9 +59,10 @@ class SFTTrainConfig(Section):
     packing: bool = True
     """Put several short sequences into a row; otherwise one to a row."""
 
-    remat: Remat = "none"
-    """What the backward pass computes again instead of keeping it: `none`; `matmuls` all but the
-    outputs of projections; `attention` all but the outputs of attention; `layer` all of a layer."""
+    remat: Remat = "matmuls"
+    """What the backward pass computes again instead of keeping it: `none`; `matmuls` all but matrix
+    products and attention, which costs next to nothing; `attention` all but attention; `layer` all
+    of a layer, the least memory."""
 
 
 class SFTConfig(RunConfig):

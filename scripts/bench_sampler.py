@@ -4,22 +4,11 @@ python scripts/bench_sampler.py --shapes S --sequences 8 64 --dtypes f32 bf16 f1
 """
 
 import argparse
-import json
-import resource
-import statistics
 from pathlib import Path
 
-import jax
-from benchmarks.sampling import (
-    ANSWER,
-    PROMPT,
-    SHAPES,
-    alternate,
-    embedded,
-    flops_per_token,
-    matmul_peak,
-    plain_loop,
-)
+from benchmarks import plain, sampling
+from benchmarks.shapes import ANSWER, PROMPT, SHAPES
+from benchmarks.timing import alternate, matmul_peak, summary, versus, write
 
 
 def main() -> None:
@@ -35,36 +24,19 @@ def main() -> None:
     for shape, sequences, dtype in (
         (s, n, d) for s in args.shapes for n in args.sequences for d in args.dtypes
     ):
-        runs = {"jaxrl": embedded(shape, dtype=dtype, sequences=sequences)}
-        if args.baseline and sequences == 64 and dtype != "f16":
-            runs["baseline"] = plain_loop(args.baseline, shape, dtype=dtype)
+        runs = {"jaxrl": sampling.embedded(shape, dtype=dtype, sequences=sequences)}
+        if args.baseline and sequences == 64 and dtype in plain.FLAGS:
+            runs["baseline"] = plain.loop(args.baseline, shape, dtype=dtype)
         seconds = alternate(runs, repetitions=args.repetitions)
         rates = {k: [sequences * ANSWER / s for s in v] for k, v in seconds.items()}
-        flops = max(rates["jaxrl"]) * flops_per_token(shape)
+        flops = max(rates["jaxrl"]) * sampling.flops_per_token(shape)
         row = {"shape": shape, "sequences": sequences, "prompt": PROMPT, "answer": ANSWER}
-        row |= {
-            "sampler": dtype,
-            "devices": jax.device_count(),
-            "device": jax.devices()[0].device_kind,
-        }
-        for name, values in rates.items():
-            row[f"{name} tokens/s"] = {
-                "best": round(max(values)),
-                "median": round(statistics.median(values)),
-                "worst": round(min(values)),
-            }
-        row |= {"model GFLOP/s": flops / 1e9, "share of matmul peak": flops / peaks[dtype]}
+        row |= {"sampler": dtype, "model GFLOP/s": flops / 1e9}
+        row |= {"matmul peak GFLOP/s": peaks[dtype] / 1e9, "share": flops / peaks[dtype]}
+        row |= {f"{name} tokens/s": summary(values) for name, values in rates.items()}
         if "baseline" in rates:
-            ratios = [a / b for a, b in zip(rates["jaxrl"], rates["baseline"], strict=True)]
-            row["ratio"] = {"best of each": max(rates["jaxrl"]) / max(rates["baseline"])}
-            row["ratio"] |= {"median": statistics.median(ratios), "of rounds": ratios}
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-        row |= {"process peak MiB, so far": round(peak), "matmul peak GFLOP/s": peaks[dtype] / 1e9}
-        line = json.dumps(row)
-        print(line, flush=True)
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(line + "\n")
+            row["ratio"] = versus(rates["jaxrl"], rates["baseline"])
+        write(row, args.out)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,63 @@
+"""Speed and memory of the learner's step, as JSON lines.
+
+python scripts/bench_learner.py --shapes S M --dtypes f32 bf16 f16 --rows 4 [--baseline DIR]
+
+All dtypes of a shape, and the baseline, are timed alternately.
+"""
+
+import argparse
+from pathlib import Path
+
+from benchmarks import learning, plain
+from benchmarks.learning import LENGTH, SEQUENCES
+from benchmarks.shapes import SHAPES
+from benchmarks.timing import alternate, matmul_peak, summary, versus, write
+
+from jaxrl.precision import parse
+
+PRECISION = {"f32": "fp32", "bf16": "bf16_master", "f16": "fp16_master"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["S"])
+    parser.add_argument("--dtypes", nargs="+", choices=PRECISION, default=list(PRECISION))
+    parser.add_argument("--rows", type=int, default=4, help="sequences per microbatch")
+    parser.add_argument("--remat", default="matmuls")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--baseline", type=Path, help="a folder with a plain jax_step.py")
+    parser.add_argument("--out", type=Path, help="append the lines to this file too")
+    args = parser.parse_args()
+    peaks = {dtype: matmul_peak(dtype) for dtype in args.dtypes}
+    for shape in args.shapes:
+        built = {
+            dtype: learning.learner_step(
+                shape, precision=parse(PRECISION[dtype]), rows=args.rows, remat=args.remat
+            )
+            for dtype in args.dtypes
+        }
+        runs = {dtype: one.run for dtype, one in built.items()}
+        if args.baseline:
+            for dtype in plain.FLAGS.keys() & runs.keys():
+                step = plain.step(args.baseline, shape, dtype=dtype, rows=args.rows)
+                runs[f"baseline {dtype}"] = step
+        seconds = alternate(runs, repetitions=args.repetitions)
+        flops = learning.step_flops(shape)
+        speeds = {name: [flops / s / 1e9 for s in values] for name, values in seconds.items()}
+        for dtype, one in built.items():
+            row = {"shape": shape, "sequences": SEQUENCES, "length": LENGTH, "rows": args.rows}
+            row |= {"precision": PRECISION[dtype], "remat": args.remat}
+            row |= {"tokens/s": summary([SEQUENCES * LENGTH / s for s in seconds[dtype]])}
+            row |= {"model GFLOP/s": summary(speeds[dtype])}
+            row |= {"matmul peak GFLOP/s": peaks[dtype] / 1e9}
+            row |= {"share": max(speeds[dtype]) * 1e9 / peaks[dtype]}
+            row |= {"step MiB": one.step_bytes / 2**20, "live arrays MiB": one.live_bytes / 2**20}
+            row |= {"compile s": one.compile_seconds}
+            for name in speeds:
+                if name == f"baseline {dtype}" or (name == "f32" and dtype != "f32"):
+                    row[f"over {name}"] = versus(speeds[dtype], speeds[name])
+            write(row, args.out)
+
+
+if __name__ == "__main__":
+    main()

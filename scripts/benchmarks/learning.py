@@ -1,0 +1,122 @@
+"""The learner's step as a run to be timed, and what it should need."""
+
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from benchmarks.shapes import ANSWER, PROMPT, SHAPES
+from benchmarks.timing import Run
+
+from jaxrl.batch import TokenBatch
+from jaxrl.learner import Minibatch, make_learner
+from jaxrl.losses.recipes import grpo
+from jaxrl.models.decoder import decoder
+from jaxrl.models.logprobs import token_logprobs
+from jaxrl.models.spec import init
+from jaxrl.precision import Precision, cast
+
+SEQUENCES, LENGTH = 64, PROMPT + ANSWER
+LEARNING_RATE, CLIP_NORM = 1e-6, 1.0
+
+
+class Built(NamedTuple):
+    """A compiled step, ready to run.
+
+    Attributes:
+      run: takes one step.
+      compile_seconds: to trace, lower and compile.
+      step_bytes: what the compiled program holds at once: arguments and temporaries.
+      live_bytes: what a step cannot do without, see `live_bytes`.
+    """
+
+    run: Run
+    compile_seconds: float
+    step_bytes: int
+    live_bytes: int
+
+
+def learner_step(shape: str, *, precision: Precision, rows: int, remat: str) -> Built:
+    """GRPO with AdamW on random weights, `rows` sequences at a time."""
+    model = decoder(SHAPES[shape], remat=remat)
+    learner = make_learner(
+        model,
+        grpo().objective,
+        optimizer=optax.chain(
+            optax.clip_by_global_norm(CLIP_NORM), optax.adamw(LEARNING_RATE, weight_decay=0.0)
+        ),
+        precision=precision,
+        rows_per_microbatch=rows,
+    )
+    params = init(model.specs, jax.random.key(0), dtype=precision.params)
+    state = jax.jit(learner.init)(params)
+    minibatch = Minibatch(batch=_batch(shape), microbatches=jnp.int32(SEQUENCES // rows))
+    start = time.perf_counter()
+    step = jax.jit(learner.step, donate_argnums=0).lower(state, minibatch).compile()
+    seconds = time.perf_counter() - start
+    memory = step.memory_analysis()
+    needed = live_bytes(model, state, minibatch, precision=precision, rows=rows)
+
+    def run(_: int) -> None:
+        nonlocal state
+        state, metrics = step(state, minibatch)
+        jax.block_until_ready((state, metrics))
+
+    held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    held += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Built(run, seconds, held, needed)
+
+
+def _batch(shape: str) -> TokenBatch:
+    """Full rows of one sequence each; sampler log-probs are those of a uniform policy, which random
+    weights nearly are, with noise."""
+    rng = np.random.default_rng(0)
+    size, vocab = (SEQUENCES, LENGTH), SHAPES[shape].vocab_size
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), size)
+    return TokenBatch(
+        tokens=jnp.asarray(rng.integers(100, vocab, size), jnp.int32),
+        segments=jnp.ones(size, jnp.int32),
+        positions=jnp.asarray(positions),
+        action_mask=jnp.asarray(positions >= PROMPT),
+        sampler_logprobs=jnp.asarray(rng.normal(-np.log(vocab), 0.1, size), jnp.float32),
+        advantages=jnp.asarray(rng.normal(size=(SEQUENCES, 1)) * np.ones(size), jnp.float32),
+    )
+
+
+def live_bytes(
+    model: Any, state: Any, minibatch: Minibatch, *, precision: Precision, rows: int
+) -> int:
+    """Bytes of the arrays that a step must hold at once when the backward pass of a microbatch
+    begins: state and batch, the weights in `compute`, gradients accumulated and of this microbatch,
+    and what the forward pass has kept for the backward pass."""
+    batch = jax.tree.map(lambda x: x[:rows], minibatch.batch)
+    weights = jax.eval_shape(lambda p: cast(p, precision.compute), state.params)
+    copies = [] if precision.compute == precision.params else [weights]
+    accumulated = jax.eval_shape(lambda p: cast(p, precision.grads), state.params)
+
+    def forward(weights: Any) -> jax.Array:
+        hidden = model.hidden(
+            weights, batch.tokens, batch.positions, batch.segments, precision=precision
+        )
+        return token_logprobs(
+            hidden, model.unembedding(weights), batch.tokens, batch.action_mask, precision=precision
+        )
+
+    kept = jax.tree.leaves(jax.eval_shape(lambda w: jax.vjp(forward, w)[1], weights))
+    own = {x.shape for x in jax.tree.leaves(weights)}
+    kept = [x for x in kept if x.shape not in own]
+    leaves = jax.tree.leaves((state, minibatch, copies, accumulated, weights, kept))
+    return sum(x.size * x.dtype.itemsize for x in leaves)
+
+
+def step_flops(shape: str) -> float:
+    """Model FLOPs of one step, forward and backward as three times forward: matrix products, the
+    causal half of attention, the head at answer tokens only."""
+    c = SHAPES[shape]
+    body = 2 * c.hidden_size * (c.num_heads + c.num_kv_heads) * c.head_dim
+    body = c.num_layers * (body + 3 * c.hidden_size * c.intermediate_size)
+    head = c.vocab_size * c.hidden_size
+    attention = 2 * SEQUENCES * c.num_layers * c.num_heads * c.head_dim * LENGTH**2
+    return 3 * (2 * SEQUENCES * LENGTH * body + 2 * SEQUENCES * ANSWER * head + attention)

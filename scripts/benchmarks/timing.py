@@ -1,0 +1,80 @@
+"""Alternating repetitions, the machine's peak, and a line of JSON for each result."""
+
+import json
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.precision import parse
+
+Run = Callable[[int], object]  # does the work with a seed and waits for it
+
+
+def alternate(runs: dict[str, Run], *, repetitions: int) -> dict[str, list[float]]:
+    """Seconds of every repetition, one run after the other so that a disturbance hits them alike;
+    the first call of each, which compiles, is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for seed in range(repetitions + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run(seed)
+            if seed:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def matmul_peak(dtype: str) -> float:
+    """FLOP/s of a large matrix product with operands in `dtype` and an f32 result."""
+    size = 2048
+    x = jnp.ones((size, size), parse(f"fp32,sampler={dtype}").sampler)
+    product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
+    seconds = alternate({"": lambda _: product(x).block_until_ready()}, repetitions=8)
+    return 2 * size**3 / min(seconds[""])
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Best, median and worst of a rate."""
+    return {
+        "best": max(values),
+        "median": statistics.median(values),
+        "worst": min(values),
+    }
+
+
+def versus(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Ratios of two rates that were measured alternately."""
+    rounds = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return {
+        "best of each": max(ours) / max(theirs),
+        "median of rounds": statistics.median(rounds),
+        "rounds": rounds,
+    }
+
+
+def write(row: dict[str, Any], out: Path | None) -> None:
+    """Prints a result and the machine as a line of JSON, and appends it to `out`."""
+    row |= {
+        "process peak MiB, so far": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
+        "devices": jax.device_count(),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+    line = json.dumps(_rounded(row))
+    print(line, flush=True)
+    if out:
+        with out.open("a") as file:
+            file.write(line + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_rounded(v) for v in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
