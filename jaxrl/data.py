@@ -257,7 +257,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 def _read_hub(path: str, *, split: str, subset: str | None) -> Iterator[Row]:
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
             f"data {path!r} is no file, and reading it from the Hugging Face hub needs the package "

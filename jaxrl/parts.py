@@ -12,7 +12,6 @@ from jaxrl.config import DataConfig, MeshConfig, OptimizerConfig, PromptConfig, 
 from jaxrl.data import Prompts, Rendering, Tokenizer
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model, decoder
-from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import Params, Specs
 from jaxrl.precision import DType
 from jaxrl.sampling.base import SamplingParams
@@ -118,11 +117,11 @@ def _load_prompts(
 
 
 def sampling_params(
-    config: SamplingConfig, model: DecoderConfig, tokenizer: Tokenizer, *, seed: int
+    config: SamplingConfig, model_path: str, tokenizer: Tokenizer, *, seed: int
 ) -> SamplingParams:
     """How answers are drawn; they end at the end-of-sequence tokens of the model and of the
     tokenizer, and at the texts of `sampling.stop`."""
-    ends = sorted({*model.eos_ids, tokenizer.eos_token_id} - {None})
+    ends = sorted({*huggingface.load_end_ids(model_path), tokenizer.eos_token_id} - {None})
     texts = [tokenizer.encode(text, add_special_tokens=False) for text in config.stop]
     return SamplingParams(
         max_tokens=config.max_tokens,

@@ -147,12 +147,18 @@ def open_run(config: Config) -> Iterator[tuple[Run, LearnerState, Progress]]:
             learning_rate=optimizer.learning_rate,
             sampler=sampler,
             sampling=parts.sampling_params(
-                config.sampling, model.config, tokenizer, seed=config.seed
+                config.sampling, config.model.path, tokenizer, seed=config.seed
             ),
             reference=reference,
             checkpoints=checkpoints,
             tracker=tracker,
         )
+        for name, those in (("data.path", prompts), ("data.eval_path", held_out)):
+            if those is not None and those.too_long:
+                tracker.note(
+                    f"{name}: {those.too_long} prompts have more than data.max_prompt_tokens = "
+                    f"{config.data.max_prompt_tokens} tokens and are left out"
+                )
         try:
             yield run, state, progress
         finally:

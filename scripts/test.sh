@@ -14,4 +14,4 @@ bin=.venv-test/bin
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/pyright" --pythonpath "$bin/python"
-"$bin/python" -m pytest "$@"
+"$bin/python" -m pytest -n 2 --dist loadfile "$@"

@@ -44,7 +44,9 @@ def main(argv: Sequence[str]) -> int:
     result = evaluate_greedily(
         sampler,
         prompts.examples,
-        sampling=parts.sampling_params(config.sampling, model.config, tokenizer, seed=config.seed),
+        sampling=parts.sampling_params(
+            config.sampling, config.model.path, tokenizer, seed=config.seed
+        ),
         reward=reward,
         tokenizer=tokenizer,
     )

@@ -47,7 +47,9 @@ def main(argv: Sequence[str]) -> int:
     layout = parts.make_layout(MeshConfig())
     model, params = parts.load_model(config.model.path, layout=layout, dtype=policy.params)
     sampler = EmbeddedSampler(model, params, precision=policy, max_batch=config.sampling.max_batch)
-    sampling = parts.sampling_params(config.sampling, model.config, tokenizer, seed=config.seed)
+    sampling = parts.sampling_params(
+        config.sampling, config.model.path, tokenizer, seed=config.seed
+    )
     if arguments.greedy:
         sampling = dataclasses.replace(sampling, temperature=0.0)
     for answer in sampler.sample(prompts, sampling, group_size=arguments.samples):

@@ -144,7 +144,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
         windows=_read_windows(raw, model_type),
         initializer_range=float(raw.get("initializer_range", 0.02)),
         bos_id=raw.get("bos_token_id"),
-        eos_ids=_ids(raw.get("eos_token_id")),
+        eos_ids=token_ids(raw.get("eos_token_id")),
         pad_id=raw.get("pad_token_id"),
     )
 
@@ -194,7 +194,8 @@ def _size(raw: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """The ids in a value of `eos_token_id`, which is one, several or none."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)

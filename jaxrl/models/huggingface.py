@@ -53,6 +53,15 @@ def load_tokenizer(directory: str | Path) -> Any:
     return AutoTokenizer.from_pretrained(str(directory))
 
 
+def load_end_ids(directory: str | Path) -> tuple[int, ...]:
+    """Token ids that end an answer: those of config.json and, since chat models often name theirs
+    only there, of generation_config.json."""
+    config = load_config(directory)
+    path = Path(directory) / "generation_config.json"
+    generation = _read_json(path).get("eos_token_id") if path.exists() else None
+    return tuple(dict.fromkeys((*config.eos_ids, *families.token_ids(generation))))
+
+
 def load(
     directory: str | Path, *, dtype: DType | None, put: Put = _on_default_device
 ) -> tuple[DecoderConfig, Params]:

@@ -1,5 +1,8 @@
 """The README's custom loss, run as a user would name it."""
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,20 +10,13 @@ import numpy as np
 from jaxrl.losses import build, objective, reinforce, token_mean
 from tests.losses.cases import compiled, lay_out, random_sequences
 
-EXAMPLE = """
-import jax
-from jaxrl.losses import Ratio, kl_penalty, over_sampler, surrogate
-
-def soft_gate(*, tau: float = 1.0, kl: float = 0.001, ratio: Ratio = over_sampler):
-    def gate(r, advantages):  # both f32[B, T]; a loss per token, to be minimised
-        return -advantages * jax.nn.sigmoid(tau * (r - 1)) * 4 / tau
-    return surrogate(gate, ratio) + kl * kl_penalty()
-"""
+README = Path(__file__).parents[2] / "README.md"
 
 
 def test_custom_loss_in_a_file(tmp_path):
     path = tmp_path / "my_loss.py"
-    path.write_text(EXAMPLE)
+    (example,) = re.findall(r"```python\n(# my_loss\.py\n.*?)```", README.read_text(), re.DOTALL)
+    path.write_text(example)
     recipe = build(f"{path}:soft_gate", {"tau": 2.0, "ratio": "over_anchor"})
     assert recipe.objective.needs == {"anchor", "reference"}
 

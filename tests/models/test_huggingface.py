@@ -112,6 +112,12 @@ def test_save_copies_the_tokenizer_and_replaces_an_earlier_save(tiny, tmp_path):
     assert tensors(out)[0] == tensors(tiny)[0]
 
 
+def test_answers_end_where_the_generation_config_says_too(broken):
+    assert huggingface.load_end_ids(broken) == (1,)
+    (broken / "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
+    assert huggingface.load_end_ids(broken) == (1, 7)
+
+
 def change(directory, function):
     """Applies `function` to the dict of a checkpoint's tensors."""
     file = directory / "model.safetensors"
