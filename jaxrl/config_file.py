@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from jaxrl.config import Section
+from jaxrl.config_tables import Section
 
 C = TypeVar("C", bound=Section)
 

@@ -6,7 +6,8 @@ import jax
 
 from jaxrl import parts, precision
 from jaxrl.checkpoint import CheckpointError, Checkpoints
-from jaxrl.config import Config, MeshConfig
+from jaxrl.config import Config
+from jaxrl.config_tables import MeshConfig
 from jaxrl.learner import LearnerState, make_learner
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective

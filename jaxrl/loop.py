@@ -75,8 +75,9 @@ def train(config: Config) -> Result:
                     state, learnt = learn(run, state, rollouts)
                 with clock(seconds, "time/publish"):
                     progress.step += 1
-                    run.sampler.load(state.params, version=progress.step)
-            log(run, rollouts, step=progress.step, numbers=rewarded | learnt | seconds)
+                    published = run.publish(state.params, version=progress.step)
+            numbers = rewarded | learnt | published | seconds
+            log(run, rollouts, step=progress.step, numbers=numbers)
             keep_safe(run, state, progress, ending=interrupt.signum is not None)
         done = progress.step == config.train.steps
         model = finish(run, state) if done else None

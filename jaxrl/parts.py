@@ -8,7 +8,13 @@ import optax
 from flax import traverse_util
 
 from jaxrl import data, optimizers
-from jaxrl.config import DataConfig, MeshConfig, OptimizerConfig, PromptConfig, SamplingConfig
+from jaxrl.config_tables import (
+    DataConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PromptConfig,
+    SamplingConfig,
+)
 from jaxrl.data import Prompts, Rendering, Tokenizer
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model, decoder

@@ -19,8 +19,8 @@ from jaxrl.losses import Need, Recipe
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
-from jaxrl.sampling.base import SamplingParams
-from jaxrl.sampling.embedded import EmbeddedSampler
+from jaxrl.samplers import Publish, open_sampler
+from jaxrl.sampling.base import Sampler, SamplingParams
 from jaxrl.tracking import Tracker, open_tracker
 from sharding.partition import Layout
 
@@ -61,7 +61,8 @@ class Run:
     recipe: Recipe
     learner: Learner  # compiled; `step` donates the state
     learning_rate: Any  # optimizer step -> learning rate
-    sampler: EmbeddedSampler
+    sampler: Sampler
+    publish: Publish
     sampling: SamplingParams  # with the seed of the run; the loop derives one for each step
     reference: Params | None  # in precision.compute; None unless the loss needs it
     checkpoints: Checkpoints
@@ -118,17 +119,21 @@ def open_run(config: Config) -> Iterator[tuple[Run, LearnerState, Progress]]:
     if (step := checkpoints.latest_step()) is not None:
         state, host = checkpoints.restore(step, state)
         progress = Progress(**host)
-    sampler = EmbeddedSampler(
-        model,
-        state.params,
-        precision=policy,
-        version=progress.step,
-        max_batch=config.sampling.max_batch,
-        layout=layout if layout.mesh.size > 1 else None,
-    )
-    with open_tracker(
-        directory, start_step=progress.step, total_steps=config.train.steps
-    ) as tracker:
+    with (
+        open_tracker(
+            directory, start_step=progress.step, total_steps=config.train.steps
+        ) as tracker,
+        open_sampler(
+            config,
+            model,
+            params=state.params,
+            version=progress.step,
+            policy=policy,
+            layout=layout,
+            directory=directory,
+            note=tracker.note,
+        ) as serving,
+    ):
         run = Run(
             config=config,
             directory=directory,
@@ -145,7 +150,8 @@ def open_run(config: Config) -> Iterator[tuple[Run, LearnerState, Progress]]:
                 step=jax.jit(pure.step, donate_argnums=0, out_shardings=(state_shardings, None)),
             ),
             learning_rate=optimizer.learning_rate,
-            sampler=sampler,
+            sampler=serving.sampler,
+            publish=serving.publish,
             sampling=parts.sampling_params(
                 config.sampling, config.model.path, tokenizer, seed=config.seed
             ),

@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import PositiveInt, model_validator
 
-from jaxrl.config import (
+from jaxrl.config_tables import (
     MeshConfig,
     ModelConfig,
     OptimizerConfig,

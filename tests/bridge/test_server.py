@@ -1,5 +1,6 @@
 """A real server under load: requests in flight, refusals, many publishes, memory."""
 
+import functools
 import http.client
 import itertools
 import json
@@ -60,6 +61,7 @@ def publisher(server: LocalServer) -> Iterator[SharedMemoryPublisher]:
         yield connected
 
 
+@functools.cache  # a publish that has to make its weights first comes too late
 def weights(seed: int) -> ParamsSource:
     return ParamsSource(params(QWEN3, seed), SPECS, dtype=F32)
 
@@ -105,14 +107,17 @@ LENGTH = 480
 
 def spanning(server: LocalServer, publisher: SharedMemoryPublisher) -> tuple[Answer, Answer]:
     """A request's answer from one version, and one during which the next was published."""
-    for attempt, delay in enumerate((0.3, 0.1, 0.6, 1.2, 2.4)):  # machines differ in speed
+    before, after = weights(0), weights(1)
+    for attempt in range(5):  # machines differ in speed, and from one second to the next
         first = 2 * attempt
-        publisher.publish(weights(0), version=first)
+        publisher.publish(before, version=first)
+        start = time.perf_counter()
         old = ask(server, PROMPT, LENGTH)
+        delay = 0.4 * (time.perf_counter() - start)
         with ThreadPoolExecutor() as pool:
             flying = pool.submit(ask, server, PROMPT, LENGTH)
             time.sleep(delay)
-            publisher.publish(weights(1), version=first + 1)
+            publisher.publish(after, version=first + 1)
             answer = flying.result()
         if len(set(answer.versions)) == 2:
             return old, answer
@@ -142,10 +147,11 @@ def test_requests_in_flight_may_end_first(server: LocalServer, in_flight: Any) -
         ) as publisher,
         ThreadPoolExecutor() as pool,
     ):
+        after = weights(1)
         publisher.publish(weights(0), version=0)
         flying = pool.submit(ask, server, PROMPT, LENGTH)
         time.sleep(0.2)
-        publisher.publish(weights(1), version=1)
+        publisher.publish(after, version=1)
         answer = flying.result()
     assert set(answer.versions) <= {0}
     assert answer.finish_reason == {"wait": "length", "abort": "abort"}[in_flight]

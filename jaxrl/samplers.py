@@ -1,0 +1,188 @@
+"""The sampler of a run, and how the learner's weights reach it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from jaxrl.bridge.base import Server, WeightPublisher
+from jaxrl.bridge.directory import DirectoryPublisher
+from jaxrl.bridge.launch import LocalServer, ServerOptions
+from jaxrl.bridge.shared_memory import SharedMemoryPublisher
+from jaxrl.bridge.source import ParamsSource
+from jaxrl.bridge.vllm_server import VllmServer
+from jaxrl.config import Config
+from jaxrl.config_tables import ServerConfig
+from jaxrl.models.decoder import Model
+from jaxrl.models.spec import Params
+from jaxrl.precision import Precision
+from jaxrl.sampling.base import Sampler
+from jaxrl.sampling.embedded import EmbeddedSampler
+from jaxrl.sampling.vllm import VllmSampler
+from sharding.partition import Layout
+
+
+class Publish(Protocol):
+    """Brings the learner's weights to the sampler."""
+
+    def __call__(self, params: Params, *, version: int) -> dict[str, float]:
+        """Returns once everything is sampled from `params`: metrics, seconds of the parts."""
+        ...
+
+
+class Serving(NamedTuple):
+    """A sampler and the way to it."""
+
+    sampler: Sampler
+    publish: Publish
+
+
+@contextmanager
+def open_sampler(
+    config: Config,
+    model: Model,
+    *,
+    params: Params,
+    version: int,
+    policy: Precision,
+    layout: Layout,
+    directory: Path,
+    note: Callable[[str], None],
+) -> Iterator[Serving]:
+    """The sampler of the config, which serves `params` as `version`.
+
+    Args:
+      config: of the run.
+      model: the decoder.
+      params: the learner's weights.
+      version: theirs.
+      policy: the run's.
+      layout: the learner's devices.
+      directory: the run's; a server that is started here logs there.
+      note: shows a line to the user.
+
+    Raises:
+      ServerFailedError: if a server does not start.
+      RefusedError: if a server computes in another dtype than the policy says.
+    """
+    if config.sampler.name == "embedded":
+        embedded = EmbeddedSampler(
+            model,
+            params,
+            precision=policy,
+            version=version,
+            max_batch=config.sampling.max_batch,
+            layout=layout if layout.mesh.size > 1 else None,
+        )
+
+        def load(params: Params, *, version: int) -> dict[str, float]:
+            embedded.load(params, version=version)
+            return {}
+
+        yield Serving(embedded, load)
+        return
+    with ExitStack() as stack:
+        urls = config.sampler.url or (
+            stack.enter_context(
+                started_server(
+                    config.sampler,
+                    Path(config.model.path),
+                    dtype=policy.sampler,
+                    max_model_len=config.longest_sequence,
+                    log=directory / "vllm.log",
+                    note=note,
+                )
+            ).url,
+        )
+        client = VllmSampler(
+            urls,
+            max_positions=model.config.max_positions,
+            vocab_size=model.config.vocab_size,
+            max_requests=config.sampler.max_requests,
+            timeout=config.sampler.timeout,
+        )
+        stack.callback(client.close)
+        servers = [VllmServer(url, timeout=config.sampler.timeout) for url in urls]
+        publisher = stack.enter_context(_publisher(config, servers, policy=policy))
+
+        def publish(params: Params, *, version: int) -> dict[str, float]:
+            source = ParamsSource(params, model.specs, dtype=policy.wire)
+            timings = publisher.publish(source, version=version)
+            client.published(version)
+            return {f"time/publish/{name}": s for name, s in timings._asdict().items()}
+
+        publish(params, version=version)
+        yield Serving(client, publish)
+
+
+@contextmanager
+def _publisher(
+    config: Config, servers: Sequence[Server], *, policy: Precision
+) -> Iterator[WeightPublisher]:
+    c = config.sampler
+    if c.directory is not None:
+        yield DirectoryPublisher(
+            servers,
+            Path(c.directory),
+            model_dir=Path(config.model.path),
+            wire=policy.wire,
+            sampler=policy.sampler,
+            in_flight=c.in_flight,
+        )
+        return
+    with SharedMemoryPublisher(
+        servers, wire=policy.wire, sampler=policy.sampler, in_flight=c.in_flight
+    ) as publisher:
+        yield publisher
+
+
+@contextmanager
+def started_server(
+    config: ServerConfig,
+    model_dir: Path,
+    *,
+    dtype: np.dtype,
+    max_model_len: int | None,
+    log: Path,
+    note: Callable[[str], None],
+) -> Iterator[LocalServer]:
+    """A vLLM server that is ready, and ends with the block.
+
+    Raises:
+      FileNotFoundError: if its environment does not exist.
+      ServerFailedError: if it does not start, or if the block fails because it has ended; the
+        message has what it printed last.
+    """
+    python = Path(config.python)
+    if not python.exists():
+        raise FileNotFoundError(
+            f"{python} does not exist; scripts/install_vllm.sh makes the server's environment, or "
+            "name another interpreter that has vLLM and jaxrl"
+        )
+    options = ServerOptions(
+        python=python.absolute(),
+        dtype=dtype.name,
+        max_model_len=max_model_len,
+        kv_cache_bytes=config.kv_cache_bytes,
+        device=config.device,
+        port=config.port,
+        arguments=config.arguments,
+    )
+    reported = 0.0
+
+    def progress(seconds: float) -> None:
+        nonlocal reported
+        if seconds >= reported:
+            note(f"vLLM is starting, {seconds:.0f} s; it prints to {log}")
+            reported += 10
+
+    with LocalServer(model_dir, options, log=log) as server:
+        server.wait(progress)
+        note(f"vLLM serves {model_dir} in {dtype.name} at {server.url}")
+        try:
+            yield server
+        except Exception:
+            server.check()
+            raise

@@ -1,0 +1,288 @@
+"""A client of one or many vLLM servers: token ids in; token ids, log-probs and versions out.
+
+Uses `/inference/v1/generate`, the one endpoint that reports which weights drew each token. A
+prompt's group is one request. Requests wait here, not in the server: each server has at most
+`max_requests` at a time, each on a connection that stays open.
+"""
+
+import contextlib
+import http.client
+import json
+import math
+import queue
+import socket
+import threading
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl.sampling.base import Completion, SamplingParams, check_request
+
+_ATTEMPTS = 4  # the first and three more, after 0.5, 1 and 2 seconds
+_ROUNDING = 1e-4  # a log-prob above 0 by less is 0; by more it is no log-prob
+
+
+class SamplerError(RuntimeError):
+    """A server did not answer, or its answer is none; the message has its own words."""
+
+
+class _Request(NamedTuple):
+    """What one HTTP request asks for: `count` answers that begin with `begun`."""
+
+    prompt_index: int
+    first: int  # sample index of the first answer
+    count: int
+    prompt: list[int]
+    seed: int
+    begun: "_Draft | None" = None
+
+
+class _Draft(NamedTuple):
+    """An answer that an aborted request has begun."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+
+
+class VllmSampler:
+    """A `Sampler` that asks vLLM servers.
+
+    All answers of a seed are the same as long as the server's numerics do not depend on its load.
+    Retrying sends the same token ids and the same seed; an answer is handed on once.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        max_positions: int,
+        vocab_size: int,
+        max_requests: int = 32,
+        timeout: float = 600.0,
+    ) -> None:
+        """Does not connect yet.
+
+        Args:
+          urls: addresses of the servers, such as http://127.0.0.1:8000.
+          max_positions: the longest sequence that the model takes.
+          vocab_size: number of the model's tokens.
+          max_requests: requests that a server has at a time.
+          timeout: seconds until a request is given up and sent again.
+
+        Raises:
+          ValueError: for a URL that is none, or no URL at all.
+        """
+        if not urls:
+            raise ValueError("urls is empty; a sampler needs a server")
+        self._max_positions, self._vocab_size = max_positions, vocab_size
+        addresses = [_address(url) for url in urls] * max_requests
+        # In turn, so that few requests spread over all servers.
+        self._connections = [http.client.HTTPConnection(*a, timeout=timeout) for a in addresses]
+        self._idle: queue.Queue[http.client.HTTPConnection] = queue.Queue()
+        for connection in self._connections:
+            self._idle.put(connection)
+        self._pool = ThreadPoolExecutor(len(addresses), thread_name_prefix="vllm")
+        self._closed = threading.Event()
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """The policy version that was published last."""
+        return self._version
+
+    def published(self, version: int) -> None:
+        """Learns that every server serves `version`."""
+        self._version = version
+
+    def sample(
+        self, prompts: Sequence[np.ndarray], params: SamplingParams, *, group_size: int
+    ) -> Iterator[Completion]:
+        """Draws `group_size` answers to every prompt, in the order in which they finish.
+
+        A log-prob that the server does not give, or that is NaN or positive, is NaN.
+
+        Args:
+          prompts: i32[P] token ids each.
+          params: how answers are drawn.
+          group_size: answers per prompt.
+
+        Raises:
+          ValueError: at the call, as `check_request`.
+          SamplerError: while iterating, if a server does not answer after several attempts or
+            refuses a request. Completions that came before stay good.
+        """
+        prompts = [np.asarray(prompt) for prompt in prompts]
+        check_request(
+            prompts,
+            params,
+            group_size=group_size,
+            max_positions=self._max_positions,
+            vocab_size=self._vocab_size,
+        )
+        seeds = np.random.SeedSequence(params.seed).generate_state(len(prompts), np.uint64) >> 2
+        requests = [
+            _Request(i, 0, group_size, prompt.tolist(), int(seed))
+            for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+        ]
+        return self._completions(requests, params)
+
+    def close(self) -> None:
+        """Closes the connections, so that servers drop what is in flight, and ends the threads."""
+        self._closed.set()
+        for connection in self._connections:
+            if connection.sock is not None:
+                with contextlib.suppress(OSError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+        self._pool.shutdown(cancel_futures=True)
+        for connection in self._connections:
+            connection.close()
+
+    def _completions(
+        self, requests: Sequence[_Request], params: SamplingParams
+    ) -> Iterator[Completion]:
+        futures = [self._pool.submit(self._answers, one, params) for one in requests]
+        try:
+            for future in as_completed(futures):
+                yield from future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def _answers(self, request: _Request, params: SamplingParams) -> list[Completion]:
+        """The answers to one request; what a publish has aborted is continued."""
+        done: list[Completion] = []
+        todo = [request]
+        while todo:
+            one = todo.pop()
+            for index, choice in enumerate(self._ask(one, params)):
+                draft, reason = _read(choice, one.begun)
+                if reason == "abort":
+                    todo.append(one._replace(first=one.first + index, count=1, begun=draft))
+                else:
+                    done.append(_completion(one, index, draft, reason=reason, stop=params.stop))
+        return done
+
+    def _ask(self, request: _Request, params: SamplingParams) -> list[dict[str, Any]]:
+        body = json.dumps(_body(request, params))
+        connection = self._idle.get()
+        try:
+            for attempt in range(_ATTEMPTS):
+                status, text = _post(connection, body)
+                if status == 200:
+                    return _choices(text, request)
+                connection.close()  # the next attempt opens it again
+                final = 400 <= status < 500 or attempt == _ATTEMPTS - 1
+                if final or self._closed.wait(0.5 * 2**attempt):
+                    raise SamplerError(
+                        f"http://{connection.host}:{connection.port} did not answer prompt "
+                        f"{request.prompt_index}: {status or ''} {text}"
+                    )
+        finally:
+            self._idle.put(connection)
+        raise AssertionError("unreachable")
+
+
+def _address(url: str) -> tuple[str, int]:
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise ValueError(f"{url!r} is not the http:// address of a server")
+    return parts.hostname, parts.port or 80
+
+
+def _body(request: _Request, params: SamplingParams) -> dict[str, Any]:
+    begun = request.begun.tokens if request.begun else []
+    settings: dict[str, Any] = {
+        "n": request.count,
+        "max_tokens": params.max_tokens - len(begun),
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        # Another seed where an answer goes on, else it would draw the same numbers again.
+        "seed": request.seed + request.first + len(begun),
+        "logprobs": 0,  # of the token itself and no other
+        "detokenize": False,
+        # Only what `params` names ends an answer, whatever the server's own configuration says.
+        "ignore_eos": True,
+        "stop_token_ids": [stop[0] for stop in params.stop if len(stop) == 1],
+    }
+    return {"token_ids": request.prompt + begun, "sampling_params": settings}
+
+
+def _post(connection: http.client.HTTPConnection, body: str) -> tuple[int, str]:
+    """Status and text of the answer; status 0 if there is none."""
+    try:
+        connection.request(
+            "POST", "/inference/v1/generate", body, {"Content-Type": "application/json"}
+        )
+        response = connection.getresponse()
+        return response.status, response.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        return 0, repr(error)
+
+
+def _choices(text: str, request: _Request) -> list[dict[str, Any]]:
+    choices = sorted(json.loads(text)["choices"], key=lambda choice: choice["index"])
+    if len(choices) != request.count:
+        raise SamplerError(
+            f"prompt {request.prompt_index}: asked for {request.count} answers and got "
+            f"{len(choices)}"
+        )
+    return choices
+
+
+def _read(choice: dict[str, Any], begun: _Draft | None) -> tuple[_Draft, str]:
+    """A choice behind what was begun, and why it ended."""
+    tokens = choice["token_ids"] or []
+    content = (choice.get("logprobs") or {}).get("content") or []
+    logprobs = [_checked(item.get("logprob")) for item in content[: len(tokens)]]
+    logprobs += [math.nan] * (len(tokens) - len(logprobs))
+    versions = [0] * len(tokens)
+    for span in choice.get("weight_versions") or ():
+        label = span["version"]
+        if not label.isdigit():
+            raise SamplerError(
+                f"the server samples from weights {label!r}, which no learner has published"
+            )
+        versions[span["start"] : span["end"]] = [int(label)] * (span["end"] - span["start"])
+    before = begun or _Draft([], [], [])
+    draft = _Draft(before.tokens + tokens, before.logprobs + logprobs, before.versions + versions)
+    return draft, choice["finish_reason"]
+
+
+def _checked(logprob: float | None) -> float:
+    if logprob is None or not logprob <= _ROUNDING:
+        return math.nan
+    return min(logprob, 0.0)
+
+
+def _completion(
+    request: _Request, index: int, draft: _Draft, *, reason: str, stop: Sequence[Sequence[int]]
+) -> Completion:
+    end = _stop_sequence_end(draft.tokens, stop)
+    tokens, logprobs, versions = (part[:end] for part in draft)
+    return Completion(
+        prompt_index=request.prompt_index,
+        sample_index=request.first + index,
+        tokens=np.asarray(tokens, np.int32),
+        logprobs=np.asarray(logprobs, np.float32),
+        versions=np.asarray(versions, np.int32),
+        finish_reason="length" if reason == "length" and end is None else "stop",
+    )
+
+
+def _stop_sequence_end(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int | None:
+    """Where the first stop sequence of several tokens ends, if there is one. Servers stop at single
+    tokens only: they would look for texts, and text does not determine tokens."""
+    ends = (
+        i
+        for sequence in stop
+        if len(sequence) > 1
+        for i in range(len(sequence), len(tokens) + 1)
+        if tuple(tokens[i - len(sequence) : i]) == tuple(sequence)
+    )
+    return min(ends, default=None)

@@ -1,0 +1,256 @@
+"""The vLLM client against a server that plays its part: retries, faults, aborts and stops."""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrl.sampling.base import Completion, SamplingParams
+from jaxrl.sampling.vllm import SamplerError, VllmSampler
+
+Reply = Callable[[dict[str, Any]], tuple[int, str]]
+PARAMS = SamplingParams(max_tokens=8, seed=3, stop=((1,), (5, 6)))
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with what `reply` makes of a request's body; a status of 0 hangs up."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.reply: Reply = answer
+        self.bodies: list[dict[str, Any]] = []
+        self.clients: set[int] = set()
+        self.busy, self.busiest, self.lock = 0, 0, threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.bodies.append(body)
+            self.server.clients.add(self.client_address[1])
+            self.server.busy += 1
+            self.server.busiest = max(self.server.busiest, self.server.busy)
+        status, text = self.server.reply(body)
+        with self.server.lock:
+            self.server.busy -= 1
+        if not status:
+            self.close_connection = True
+            return
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def choice(index: int, tokens: list[int], **changes: Any) -> dict[str, Any]:
+    return {
+        "index": index,
+        "token_ids": tokens,
+        "logprobs": {"content": [{"logprob": -0.25 * (i + 1)} for i in range(len(tokens))]},
+        "finish_reason": "length",
+        "weight_versions": [{"version": "4", "start": 0, "end": len(tokens)}],
+    } | changes
+
+
+def answer(body: dict[str, Any]) -> tuple[int, str]:
+    settings = body["sampling_params"]
+    made = [choice(i, [7 + i] * settings["max_tokens"]) for i in range(settings["n"])]
+    return 200, json.dumps({"choices": made[::-1]})
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield made
+        made.shutdown()
+
+
+@pytest.fixture
+def sampler(server: Server) -> Iterator[VllmSampler]:
+    made = VllmSampler([server.url], max_positions=64, vocab_size=64, max_requests=2, timeout=5.0)
+    yield made
+    made.close()
+
+
+def ask(sampler: VllmSampler, *prompts: list[int], group_size: int = 1) -> list[Completion]:
+    arrays = [np.array(prompt, np.int32) for prompt in prompts]
+    return list(sampler.sample(arrays, PARAMS, group_size=group_size))
+
+
+def test_a_group_is_one_request_with_ids_alone(server, sampler):
+    found = ask(sampler, [2, 3], [4], group_size=3)
+    assert {(c.prompt_index, c.sample_index) for c in found} == {
+        (i, j) for i in range(2) for j in range(3)
+    }
+    for c in found:
+        assert c.tokens.tolist() == [7 + c.sample_index] * 8
+        assert c.logprobs.dtype == np.float32
+        assert c.versions.tolist() == [4] * 8
+        assert c.finish_reason == "length"
+    assert sorted(body["token_ids"] for body in server.bodies) == [[2, 3], [4]]
+    settings = server.bodies[0]["sampling_params"]
+    assert settings["stop_token_ids"] == [1]
+    assert settings["ignore_eos"]
+    assert settings["logprobs"] == 0
+    seeds = [body["sampling_params"]["seed"] for body in server.bodies]
+    assert abs(seeds[0] - seeds[1]) > 1000  # a server counts up from it within a group
+
+
+def test_back_pressure_and_reuse_of_connections(server, sampler):
+    def slow(body):
+        time.sleep(0.02)
+        return answer(body)
+
+    server.reply = slow
+    assert len(ask(sampler, *[[2]] * 12)) == 12
+    assert server.busiest == 2
+    assert len(server.clients) == 2
+
+
+def test_lost_requests_are_sent_again_with_the_same_ids(server, sampler):
+    fates = iter([0, 503, 500])
+
+    def reply(body):
+        status = next(fates, 200)
+        return answer(body) if status == 200 else (status, "try again")
+
+    server.reply = reply
+    (one,) = ask(sampler, [2, 3])
+    assert len(one.tokens) == 8
+    assert len(server.bodies) == 4
+    assert all(body == server.bodies[0] for body in server.bodies)
+
+
+def test_a_refusal_is_final_and_in_the_servers_words(server, sampler):
+    server.reply = lambda body: (400, "max_model_len is 16")
+    with pytest.raises(SamplerError, match=r"prompt 0: 400 max_model_len is 16"):
+        ask(sampler, [2, 3])
+    assert len(server.bodies) == 1
+
+
+def test_completions_before_a_failure_stay_good(server, sampler):
+    def reply(body):
+        if body["token_ids"] == [3]:
+            time.sleep(0.2)
+            return 400, "no"
+        return answer(body)
+
+    server.reply = reply
+    stream = sampler.sample([np.array([2]), np.array([3])], PARAMS, group_size=1)
+    assert next(stream).prompt_index == 0
+    with pytest.raises(SamplerError, match="prompt 1"):
+        next(stream)
+
+
+def test_nobody_there_is_an_error_with_the_address(server):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxrl.sampling.vllm._ATTEMPTS", 1)
+        nobody = VllmSampler(["http://127.0.0.1:9"], max_positions=64, vocab_size=64, timeout=1.0)
+        with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9 .*refused"):
+            ask(nobody, [2])
+    nobody.close()
+    with pytest.raises(ValueError, match="not the http"):
+        VllmSampler(["localhost:8000"], max_positions=64, vocab_size=64)
+
+
+def test_aborted_answers_go_on_where_they_were(server, sampler):
+    def reply(body):
+        if len(server.bodies) == 1:
+            made = [
+                choice(0, [9, 9, 9], finish_reason="abort"),
+                choice(1, [8] * 8),
+                choice(2, [], finish_reason="abort", weight_versions=[]),
+            ]
+            return 200, json.dumps({"choices": made})
+        settings = body["sampling_params"]
+        span = [{"version": "5", "start": 0, "end": settings["max_tokens"]}]
+        return 200, json.dumps(
+            {"choices": [choice(0, [10] * settings["max_tokens"], weight_versions=span)]}
+        )
+
+    server.reply = reply
+    found = {c.sample_index: c for c in ask(sampler, [2, 3], group_size=3)}
+    assert found[0].tokens.tolist() == [9] * 3 + [10] * 5
+    assert found[0].versions.tolist() == [4] * 3 + [5] * 5
+    assert found[1].tokens.tolist() == [8] * 8
+    assert found[2].tokens.tolist() == [10] * 8
+    assert sorted(body["token_ids"] for body in server.bodies[1:]) == [[2, 3], [2, 3, 9, 9, 9]]
+    assert len({body["sampling_params"]["seed"] for body in server.bodies}) == 3
+
+
+def test_log_probs_that_are_none_are_nan(server, sampler):
+    values = [-1.0, None, math.nan, 0.5, 1e-6, -math.inf]
+    content = [{"logprob": v} for v in values]
+    server.reply = lambda body: (
+        200,
+        json.dumps({"choices": [choice(0, [7] * 8, logprobs={"content": content})]}),
+    )
+    (one,) = ask(sampler, [2])
+    expected = [-1.0, math.nan, math.nan, math.nan, 0.0, -math.inf, math.nan, math.nan]
+    np.testing.assert_array_equal(one.logprobs, np.array(expected, np.float32))
+
+
+def test_stop_sequences_of_several_tokens_end_an_answer_and_stay(server, sampler):
+    server.reply = lambda body: (200, json.dumps({"choices": [choice(0, [5, 5, 6, 7, 5, 6])]}))
+    (one,) = ask(sampler, [2])
+    assert one.tokens.tolist() == [5, 5, 6]
+    assert len(one.logprobs) == len(one.versions) == 3
+    assert one.finish_reason == "stop"
+    ended = choice(0, [7, 1], finish_reason="stop")
+    server.reply = lambda body: (200, json.dumps({"choices": [ended]}))
+    (one,) = ask(sampler, [2])
+    assert (one.tokens.tolist(), one.finish_reason) == ([7, 1], "stop")
+
+
+def test_weights_that_no_learner_published_are_an_error(server, sampler):
+    span = [{"version": "default", "start": 0, "end": 1}]
+    server.reply = lambda body: (
+        200,
+        json.dumps({"choices": [choice(0, [7], weight_versions=span)]}),
+    )
+    with pytest.raises(SamplerError, match="'default'"):
+        ask(sampler, [2])
+
+
+def test_closing_does_not_wait_for_what_is_in_flight(server, sampler):
+    release = threading.Event()
+
+    def hang(body):
+        release.wait(20)
+        return answer(body)
+
+    server.reply = hang
+    stream = sampler.sample([np.array([2])] * 5, PARAMS, group_size=1)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(list, stream)
+        while server.busy < 2:
+            time.sleep(0.01)
+        start = time.monotonic()
+        sampler.close()
+        assert time.monotonic() - start < 10
+        with pytest.raises((SamplerError, CancelledError)):
+            waiting.result()
+        release.set()
+    assert len(server.bodies) == 2

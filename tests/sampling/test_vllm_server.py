@@ -1,0 +1,198 @@
+"""The vLLM client, and a run that samples through it, against a real server."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl import config_file, loop, parts, precision
+from jaxrl.batch import Rollout, pack
+from jaxrl.config import Config
+from jaxrl.learner import Minibatch, make_learner
+from jaxrl.losses.aggregation import token_mean
+from jaxrl.losses.algebra import objective
+from jaxrl.losses.surrogates import reinforce
+from jaxrl.models import huggingface
+from jaxrl.models.decoder import decoder
+from jaxrl.samplers import Serving, open_sampler, started_server
+from jaxrl.sampling.base import SamplingParams
+from jaxrl.sampling.embedded import EmbeddedSampler
+from jaxrl.tracking import read_metrics
+from tests import tiny
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build is for Linux")
+SERVED = dataclasses.replace(tiny.CONFIG, head_dim=32)  # vLLM on CPU has no smaller heads
+MODEL = decoder(SERVED)
+FP32 = precision.PRESETS["fp32"]
+PROMPTS = [np.array(p, np.int32) for p in ([5, 6, 7], [9], [30, 31, 32, 33, 34, 35], [12, 13])]
+
+
+class Material(NamedTuple):
+    url: str
+    directory: Path
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Material]:
+    directory = tmp_path_factory.mktemp("vllm")
+    tiny.write_checkpoint(directory / "model", config=SERVED)
+    lines = "".join(json.dumps({"prompt": f"{i} + {i}", "answer": i}) + "\n" for i in range(8))
+    (directory / "prompts.jsonl").write_text(lines)
+    (directory / "reward.py").write_text("def short(text, row):\n    return -len(text) / 8\n")
+    with started_server(
+        config(directory).sampler,
+        directory / "model",
+        dtype=FP32.sampler,
+        max_model_len=None,
+        log=directory / "vllm.log",
+        note=print,
+    ) as server:
+        yield Material(server.url, directory)
+
+
+def config(directory: Path, **changes: str) -> Config:
+    keys = {
+        "precision": "fp32",
+        "run_dir": str(directory / "run"),
+        "model.path": str(directory / "model"),
+        "data.path": str(directory / "prompts.jsonl"),
+        "data.max_prompt_tokens": "16",
+        "reward.path": f"{directory}/reward.py:short",
+        "sampling.max_tokens": "12",
+        "sampler.name": "vllm",
+        "sampler.kv_cache_bytes": str(64 << 20),
+        "train.steps": "2",
+        "train.train_batch": "4",
+        "train.group_size": "4",
+        "train.microbatch_tokens": "112",
+        "optimizer.learning_rate": "0.01",
+    }
+    overrides = [(k.replace("__", "."), v) for k, v in changes.items()]
+    return config_file.load(Config, overrides=[*keys.items(), *overrides])
+
+
+@pytest.fixture
+def serving(material: Material) -> Iterator[Serving]:
+    made = config(material.directory, sampler__url=material.url)
+    layout = parts.make_layout(made.mesh)
+    model, params = parts.load_model(made.model.path, layout=layout, dtype=FP32.params)
+    with open_sampler(
+        made,
+        model,
+        params=params,
+        version=0,
+        policy=FP32,
+        layout=layout,
+        directory=material.directory,
+        note=print,
+    ) as opened:
+        yield opened
+
+
+def answers(sampler, params: SamplingParams, *, group_size: int = 1) -> list:
+    found = sampler.sample(PROMPTS, params, group_size=group_size)
+    return sorted(found, key=lambda c: (c.prompt_index, c.sample_index))
+
+
+def test_greedy_answers_are_those_of_the_embedded_sampler(serving):
+    embedded = EmbeddedSampler(MODEL, tiny.params(config=SERVED), precision=FP32)
+    plain = SamplingParams(max_tokens=24, temperature=0)
+    longest = answers(embedded, plain)
+    common = longest[0].tokens[3:5].tolist()
+    ends = dataclasses.replace(plain, stop=((int(longest[1].tokens[6]),), tuple(common)))
+    for params in (plain, ends):
+        both = answers(embedded, params), answers(serving.sampler, params)
+        for ours, theirs in zip(*both, strict=True):
+            assert theirs.tokens.tolist() == ours.tokens.tolist()
+            np.testing.assert_allclose(theirs.logprobs, ours.logprobs, atol=2e-5)
+            assert theirs.finish_reason == ours.finish_reason
+            assert set(theirs.versions) == {0}
+    assert answers(serving.sampler, ends)[1].finish_reason == "stop"
+
+
+def learner_logprobs(completions, params, *, temperature: float) -> list[np.ndarray]:
+    """What the learner says of the tokens that were drawn."""
+    learner = make_learner(
+        MODEL,
+        objective(reinforce(), token_mean),
+        optimizer=jax.tree_util.Partial,
+        precision=FP32,
+        rows_per_microbatch=len(completions),
+        temperature=temperature,
+    )
+    rollouts = [
+        Rollout(
+            prompt=PROMPTS[c.prompt_index],
+            completion=c.tokens,
+            logprobs=c.logprobs,
+            action_mask=np.ones(len(c.tokens), bool),
+            version=c.versions,
+            group=c.prompt_index,
+        )
+        for c in completions
+    ]
+    rows = [[i] for i in range(len(rollouts))]
+    batch = pack(rollouts, [0.0] * len(rollouts), rows=rows, row_length=32)
+    scored = jax.jit(learner.score)(params, Minibatch(batch=batch, microbatches=np.int32(1)))
+    return [np.asarray(r)[np.asarray(m)] for r, m in zip(scored, batch.action_mask, strict=True)]
+
+
+def test_after_a_publish_the_server_computes_what_the_learner_computes(serving):
+    """The canary: drawn tokens at another temperature, scored by the learner's own forward pass."""
+    drawn = SamplingParams(max_tokens=16, temperature=0.7, seed=5)
+    seen = []
+    for version, seed in ((1, 1), (2, 2)):
+        params = tiny.params(seed, config=SERVED)
+        seconds = serving.publish(params, version=version)
+        assert min(seconds.values()) > 0
+        found = answers(serving.sampler, drawn, group_size=2)
+        assert {int(v) for c in found for v in c.versions} == {version} == {serving.sampler.version}
+        expected = learner_logprobs(found, params, temperature=0.7)
+        for completion, logprobs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(completion.logprobs, logprobs, atol=5e-5)
+        again = answers(serving.sampler, drawn, group_size=2)
+        assert [c.tokens.tolist() for c in again] == [c.tokens.tolist() for c in found]
+        seen.append([c.tokens.tolist() for c in found])
+    assert seen[0] != seen[1]
+    assert len({tuple(tokens) for tokens in seen[0]}) == len(seen[0])
+
+
+def test_log_probs_are_those_of_the_truncated_distribution(serving):
+    truncated = SamplingParams(max_tokens=8, top_k=3, seed=1)
+    for completion in answers(serving.sampler, truncated, group_size=4):
+        whole = learner_logprobs([completion], tiny.params(config=SERVED), temperature=1.0)[0]
+        assert (completion.logprobs > whole - 1e-5).all()
+        assert completion.logprobs.min() > np.log(1e-6)
+    (only,) = {
+        float(c.logprobs.max())
+        for c in answers(serving.sampler, dataclasses.replace(truncated, top_k=1))
+    }
+    assert only == 0.0
+
+
+def test_a_prompt_the_server_cannot_take_is_an_error(serving):
+    with pytest.raises(ValueError, match="positions"):
+        serving.sampler.sample([np.arange(2, 60)] * 2, SamplingParams(max_tokens=100), group_size=1)
+
+
+def test_a_run_trains_through_the_server_and_goes_on(material, tmp_path):
+    changes = {"sampler__url": material.url, "run_dir": str(tmp_path / "run")}
+    first = loop.train(config(material.directory, **changes))
+    assert first.model is not None
+    rows = [e for e in read_metrics(tmp_path / "run/metrics.jsonl") if "reward" in e]
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert abs(row["kl"]) < 1e-6  # what was sampled is what is learnt from
+        assert row["time/publish/load"] > 0
+    again = loop.train(config(material.directory, **changes, train__steps="3"))
+    assert again.step == 3
+    _, params = huggingface.load(again.model, dtype=None)
+    before = tiny.params(config=SERVED)
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), params, before)
+    assert all(jax.tree.leaves(changed))
