@@ -68,7 +68,7 @@ def _fetch(name: str, array: Any) -> tuple[str, np.ndarray]:
 
 def _prepare(array: Any, part: ParamSpec, dtype: DType) -> Callable[[int], Any]:
     """The function from a layer's index to its tensor, on the device or as a view on the host."""
-    on_host = len(array.sharding.device_set) == 1 and array.devices().pop().platform == "cpu"
+    on_host = len(array.sharding.device_set) == 1 and next(iter(array.devices())).platform == "cpu"
     if on_host and array.dtype == dtype:
         host = np.asarray(array)  # the parameters' own memory
         return host.__getitem__ if part.stacked else lambda _: host

@@ -165,8 +165,9 @@ def test_after_a_publish_the_server_computes_what_the_learner_computes(serving):
 
 def test_log_probs_are_those_of_the_truncated_distribution(serving):
     truncated = SamplingParams(max_tokens=8, top_k=3, seed=1)
-    for completion in answers(serving.sampler, truncated, group_size=4):
-        whole = learner_logprobs([completion], tiny.params(config=SERVED), temperature=1.0)[0]
+    found = answers(serving.sampler, truncated, group_size=4)
+    expected = learner_logprobs(found, tiny.params(config=SERVED), temperature=1.0)
+    for completion, whole in zip(found, expected, strict=True):
         assert (completion.logprobs > whole - 1e-5).all()
         assert completion.logprobs.min() > np.log(1e-6)
     (only,) = {
