@@ -170,7 +170,7 @@ class ServerConfig(Section):
     python: str = ".venv-vllm/bin/python"
     """Interpreter of the environment with vLLM and jaxrl (scripts/install_vllm.sh makes it)."""
 
-    device: Literal["cpu", "cuda", "tpu"] = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
     """Which build of vLLM that environment has."""
 
     port: Annotated[int, Field(ge=0, lt=65536)] = 0

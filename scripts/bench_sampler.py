@@ -1,18 +1,38 @@
-"""Tokens per second of the embedded sampler, as JSON lines.
+"""Tokens per second of the samplers, as JSON lines.
 
 python scripts/bench_sampler.py --shapes S --sequences 8 64 --dtypes f32 bf16 f16 [--baseline DIR]
+python scripts/bench_sampler.py --sampler vllm --sequences 8 64 256 --dtypes bf16
+
+A vLLM server is asked by jaxrl's client and, alternately, by a bare loop that discards the answers.
 """
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks import plain, sampling
+from benchmarks import plain, sampling, serving
 from benchmarks.shapes import ANSWER, PROMPT, SHAPES
-from benchmarks.timing import alternate, matmul_peak, summary, versus, write
+from benchmarks.timing import Run, alternate, matmul_peak, summary, versus, write
+
+from jaxrl.precision import parse
+
+
+@contextmanager
+def embedded(
+    shape: str, *, dtype: str, sequences: int, baseline: Path | None
+) -> Iterator[dict[str, Run]]:
+    runs = {"jaxrl": sampling.embedded(shape, dtype=dtype, sequences=sequences)}
+    if baseline and sequences == 64 and dtype in plain.FLAGS:
+        runs["baseline"] = plain.loop(baseline, shape, dtype=dtype)
+    yield runs
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sampler", choices=["embedded", "vllm"], default="embedded")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["S"])
     parser.add_argument("--sequences", nargs="+", type=int, default=[8, 64], help="multiples of 8")
     parser.add_argument("--dtypes", nargs="+", default=["f32", "bf16", "f16"])
@@ -24,18 +44,21 @@ def main() -> None:
     for shape, sequences, dtype in (
         (s, n, d) for s in args.shapes for n in args.sequences for d in args.dtypes
     ):
-        runs = {"jaxrl": sampling.embedded(shape, dtype=dtype, sequences=sequences)}
-        if args.baseline and sequences == 64 and dtype in plain.FLAGS:
-            runs["baseline"] = plain.loop(args.baseline, shape, dtype=dtype)
-        seconds = alternate(runs, repetitions=args.repetitions)
+        if args.sampler == "embedded":
+            made = embedded(shape, dtype=dtype, sequences=sequences, baseline=args.baseline)
+        else:
+            served = parse(f"fp32,sampler={dtype}").sampler
+            made = serving.clients(SHAPES[shape], dtype=served, sequences=sequences)
+        with made as runs:
+            seconds = alternate(runs, repetitions=args.repetitions)
         rates = {k: [sequences * ANSWER / s for s in v] for k, v in seconds.items()}
         flops = max(rates["jaxrl"]) * sampling.flops_per_token(shape)
         row = {"shape": shape, "sequences": sequences, "prompt": PROMPT, "answer": ANSWER}
-        row |= {"sampler": dtype, "model GFLOP/s": flops / 1e9}
+        row |= {"sampler": args.sampler, "dtype": dtype, "model GFLOP/s": flops / 1e9}
         row |= {"matmul peak GFLOP/s": peaks[dtype] / 1e9, "share": flops / peaks[dtype]}
         row |= {f"{name} tokens/s": summary(values) for name, values in rates.items()}
-        if "baseline" in rates:
-            row["ratio"] = versus(rates["jaxrl"], rates["baseline"])
+        for other in rates.keys() - {"jaxrl"}:
+            row[f"over {other}"] = versus(rates["jaxrl"], rates[other])
         write(row, args.out)
 
 

@@ -16,7 +16,7 @@ from typing import Literal, Self
 from jaxrl.bridge.vllm_plugin import BACKEND
 from jaxrl.bridge.vllm_server import VllmServer
 
-Device = Literal["cpu", "cuda", "tpu"]
+Device = Literal["cpu", "cuda"]
 
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # offers the routes that change weights

@@ -7,6 +7,7 @@ from benchmarks.shapes import ANSWER, PROMPT, SHAPES
 from benchmarks.timing import Run
 
 from jaxrl.models.decoder import decoder
+from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import init
 from jaxrl.precision import parse
 from jaxrl.sampling.base import SamplingParams
@@ -22,8 +23,7 @@ def embedded(shape: str, *, dtype: str, sequences: int) -> Run:
     params = init(model.specs, jax.random.key(0), dtype=jnp.dtype(jnp.float32))
     policy = parse(f"fp32,wire={dtype},sampler={dtype}")
     sampler = EmbeddedSampler(model, params, precision=policy, max_batch=sequences)
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(100, config.vocab_size, (sequences // GROUP, PROMPT))
+    prompts = random_prompts(config, sequences=sequences)
 
     def run(seed: int) -> None:
         answers = SamplingParams(max_tokens=ANSWER, seed=seed)
@@ -31,6 +31,12 @@ def embedded(shape: str, *, dtype: str, sequences: int) -> Run:
         assert tokens == sequences * ANSWER
 
     return run
+
+
+def random_prompts(config: DecoderConfig, *, sequences: int) -> np.ndarray:
+    """One prompt for each group of `sequences` answers, i64[sequences / GROUP, PROMPT]."""
+    rng = np.random.default_rng(0)
+    return rng.integers(100, config.vocab_size, (sequences // GROUP, PROMPT))
 
 
 def flops_per_token(shape: str) -> float:

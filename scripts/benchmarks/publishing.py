@@ -1,0 +1,79 @@
+"""A publish in its parts, beside a copy of the same bytes and vLLM's own reload of a checkpoint."""
+
+import json
+import time
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from benchmarks import serving
+from benchmarks.shapes import SHAPES
+
+from jaxrl.bridge.shared_memory import SharedMemoryPublisher
+from jaxrl.bridge.source import ParamsSource
+from jaxrl.bridge.vllm_server import VllmServer
+from jaxrl.models.decoder import decoder
+from jaxrl.models.families import DecoderConfig, Rope
+from jaxrl.precision import DType, cast
+
+MODELS = {
+    "S": SHAPES["S"],
+    # The sizes of Qwen2.5-0.5B.
+    "0.5B": DecoderConfig(
+        model_type="qwen2",
+        vocab_size=151936,
+        hidden_size=896,
+        num_layers=24,
+        num_heads=14,
+        num_kv_heads=2,
+        head_dim=64,
+        intermediate_size=4864,
+        rms_norm_eps=1e-6,
+        rope=Rope(theta=1e6),
+        qkv_bias=True,
+        qk_norm=False,
+        tied=True,
+        max_positions=1024,
+    ),
+}
+
+
+def measure(
+    name: str, *, params_dtype: DType, wire: DType, repetitions: int
+) -> tuple[int, dict[str, list[float]]]:
+    """Bytes of the wire, and seconds of: the parts of a publish; `copy`, by one thread, of as many
+    bytes within memory that has been touched; `vLLM reload` of the checkpoint from the page cache.
+    All three alternate; the first time of each is not counted."""
+    config = MODELS[name]
+    specs = decoder(config).specs
+    seconds: dict[str, list[float]] = {}
+    with (
+        serving.server(config, dtype=wire) as (started, weights, _),
+        SharedMemoryPublisher([VllmServer(started.url)], wire=wire, sampler=wire) as publisher,
+    ):
+        source = ParamsSource(cast(weights, params_dtype), specs, dtype=wire)
+        nbytes = sum(int(np.prod(s.shape)) for s in source.specs()) * wire.itemsize
+        here, there = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+        for version in range(repetitions + 1):
+            parts = publisher.publish(source, version=version)._asdict()
+            parts["copy"] = _seconds(lambda: np.copyto(there, here))
+            parts["vLLM reload"] = _seconds(lambda: _reload(started.url))
+            if version:
+                for part, value in parts.items():
+                    seconds.setdefault(part, []).append(value)
+    return nbytes, seconds
+
+
+def _seconds(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def _reload(url: str) -> None:
+    body = json.dumps({"method": "reload_weights"}).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/collective_rpc", body, headers)
+    with urllib.request.urlopen(request, timeout=300) as response:
+        response.read()

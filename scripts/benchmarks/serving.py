@@ -1,0 +1,114 @@
+"""A vLLM server with random weights, our client of it, and the leanest client there can be."""
+
+import asyncio
+import json
+import tempfile
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import numpy as np
+from benchmarks.sampling import GROUP, random_prompts
+from benchmarks.shapes import ANSWER, PROMPT
+from benchmarks.timing import Run
+
+from jaxrl.bridge.launch import LocalServer
+from jaxrl.bridge.shared_memory import SharedMemoryPublisher
+from jaxrl.bridge.source import ParamsSource
+from jaxrl.bridge.vllm_server import VllmServer
+from jaxrl.config_tables import ServerConfig
+from jaxrl.models import huggingface
+from jaxrl.models.decoder import decoder
+from jaxrl.models.families import DecoderConfig
+from jaxrl.models.spec import Params, init
+from jaxrl.precision import DType
+from jaxrl.samplers import started_server
+from jaxrl.sampling.base import SamplingParams
+from jaxrl.sampling.vllm import VllmSampler
+
+
+@contextmanager
+def server(config: DecoderConfig, *, dtype: DType) -> Iterator[tuple[LocalServer, Params, Path]]:
+    """A server, its weights and its checkpoint."""
+    params = init(decoder(config).specs, jax.random.key(0), dtype=dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        huggingface.save(directory / "model", params, config, dtype=dtype)
+        with started_server(
+            ServerConfig(arguments=("--skip-tokenizer-init",), kv_cache_bytes=512 << 20),
+            directory / "model",
+            dtype=dtype,
+            max_model_len=PROMPT + ANSWER,
+            log=directory / "log",
+            note=lambda text: None,
+        ) as started:
+            yield started, params, directory / "model"
+
+
+@contextmanager
+def clients(config: DecoderConfig, *, dtype: DType, sequences: int) -> Iterator[dict[str, Run]]:
+    """Runs of our client, and of a bare asyncio loop that discards the answers."""
+    prompts = random_prompts(config, sequences=sequences)
+    with (
+        server(config, dtype=dtype) as (started, params, _),
+        SharedMemoryPublisher([VllmServer(started.url)], wire=dtype, sampler=dtype) as publisher,
+    ):
+        publisher.publish(ParamsSource(params, decoder(config).specs, dtype=dtype), version=0)
+        sampler = VllmSampler(
+            [started.url],
+            max_positions=config.max_positions,
+            vocab_size=config.vocab_size,
+            max_requests=len(prompts),
+        )
+
+        def ours(seed: int) -> None:
+            params = SamplingParams(max_tokens=ANSWER, seed=seed)
+            tokens = sum(len(c.tokens) for c in sampler.sample(prompts, params, group_size=GROUP))
+            assert tokens == sequences * ANSWER
+
+        streams: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        runner = asyncio.Runner()
+
+        def bare(seed: int) -> None:
+            bodies = [_body(prompt, seed=1000 * seed + i) for i, prompt in enumerate(prompts)]
+            runner.run(_ask_all(started.url, bodies, streams))
+
+        yield {"jaxrl": ours, "bare": bare}
+        for _, writer in streams:
+            writer.close()
+        runner.close()
+        sampler.close()
+
+
+def _body(prompt: np.ndarray, *, seed: int) -> bytes:
+    settings = {
+        "n": GROUP,
+        "max_tokens": ANSWER,
+        "temperature": 1.0,
+        "logprobs": 0,
+        "detokenize": False,
+        "ignore_eos": True,
+        "seed": seed,
+    }
+    return json.dumps({"token_ids": prompt.tolist(), "sampling_params": settings}).encode()
+
+
+async def _ask_all(url: str, bodies: list[bytes], streams: list) -> None:
+    address = urllib.parse.urlsplit(url)
+    while len(streams) < len(bodies):
+        streams.append(await asyncio.open_connection(address.hostname, address.port))
+
+    async def ask(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (
+            f"POST /inference/v1/generate HTTP/1.1\r\nHost: {address.netloc}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        answer = (await reader.readuntil(b"\r\n\r\n")).lower()
+        assert answer.startswith(b"http/1.1 200"), answer
+        length = int(answer.split(b"content-length:")[1].split(b"\r\n")[0])
+        await reader.readexactly(length)
+
+    await asyncio.gather(*(ask(b, *s) for b, s in zip(bodies, streams, strict=False)))
