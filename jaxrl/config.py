@@ -16,6 +16,7 @@ from jaxrl.config_tables import (
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
+    ProbeConfig,
     RewardConfig,
     RunConfig,
     SamplerConfig,
@@ -38,6 +39,10 @@ class Config(RunConfig):
     mesh: MeshConfig = MeshConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
+    probe: ProbeConfig = ProbeConfig()
+
+    strict_precision: bool = False
+    """Make it an error, not a warning, if learner and sampler compute in different dtypes."""
 
     @property
     def longest_sequence(self) -> int:

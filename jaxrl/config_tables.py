@@ -333,6 +333,21 @@ class BaseConfig(Section):
     _precision = field_validator("precision")(_parsed)
 
 
+class ProbeConfig(Section):
+    """The importance ratio taken apart into what the policy moved (alpha) and what the arithmetic
+    added (beta), as metrics `probe/...`; see docs/precision.md."""
+
+    every: NonNegativeInt = 10
+    """Probe the first mini-batch of every so many rollouts, at the cost of two forward passes; 0
+    never does."""
+
+    low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Clipping is counted below a ratio of 1 - low."""
+
+    high: PositiveFloat = 0.2
+    """Clipping is counted above a ratio of 1 + high."""
+
+
 class RunConfig(BaseConfig):
     """Keys that every long-running command has."""
 

@@ -15,6 +15,7 @@ import optax
 from flax import struct
 
 from jaxrl.batch import TokenBatch
+from jaxrl.diagnostics.mismatch import mismatch
 from jaxrl.losses.algebra import Need, Objective, Scores
 from jaxrl.metrics import Mean, Metrics
 from jaxrl.models.decoder import Model
@@ -62,12 +63,15 @@ class Learner(NamedTuple):
       init: params -> state before the first step.
       score: (params, minibatch) -> f32[N, T] log-probs of the action tokens, without gradient,
         computed as `step` computes them; anchor and reference scores come from here.
-      step: (state, minibatch) -> (state, metrics). `metrics` has the objective's, and "loss",
-        "grad_norm" (before clipping), "loss_scale", "skipped_steps" (since the start).
+      shadow: likewise, but of the weights that are published, computed in the sampler's dtypes.
+      step: (state, minibatch) -> (state, metrics). `metrics` has the objective's, those of
+        `diagnostics.mismatch`, and "loss", "grad_norm" (before clipping), "loss_scale",
+        "skipped_steps" (since the start).
     """
 
     init: Callable[[Params], LearnerState]
     score: Callable[[Params, Minibatch], jax.Array]
+    shadow: Callable[[Params, Minibatch], jax.Array]
     step: Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]
 
 
@@ -127,7 +131,7 @@ def make_learner(
     """
     constrain = _constrain(param_shardings)
     logprobs = _score_fn(model, precision=precision, temperature=temperature)
-    shadow = _score_fn(model, precision=sampler_precision(precision), temperature=temperature)
+    as_sampled = _score_fn(model, precision=sampler_precision(precision), temperature=temperature)
     with_entropy = Need.ENTROPY in objective.needs
 
     def microbatched(fn: Callable, accumulate: Any, minibatch: Minibatch) -> Callable:
@@ -139,10 +143,19 @@ def make_learner(
             num_real_microbatches=minibatch.microbatches,
         )
 
+    def published(params: Params) -> Params:
+        # The barrier keeps XLA from leaving out a rounding that the second cast seems to undo.
+        wire = jax.lax.optimization_barrier(cast(params, precision.wire))
+        return constrain(cast(wire, precision.sampler))
+
     def score(params: Params, minibatch: Minibatch) -> jax.Array:
         weights = constrain(cast(params, precision.compute))
         accumulate = optax.microbatching.AccumulationType.CONCAT
         return microbatched(logprobs, accumulate, minibatch)(weights, minibatch.batch)
+
+    def shadow(params: Params, minibatch: Minibatch) -> jax.Array:
+        accumulate = optax.microbatching.AccumulationType.CONCAT
+        return microbatched(as_sampled, accumulate, minibatch)(published(params), minibatch.batch)
 
     def scores(weights: Params, served: Params | None, inputs: dict[str, Any]) -> Scores:
         batch: TokenBatch = inputs["batch"]
@@ -162,7 +175,7 @@ def make_learner(
         if Need.ANCHOR in objective.needs and anchor is None:
             # One update per rollout: the anchor is the learner itself, at no cost.
             anchor = jax.lax.stop_gradient(pi)
-        replay = None if served is None else jax.lax.stop_gradient(shadow(served, batch))
+        replay = None if served is None else jax.lax.stop_gradient(as_sampled(served, batch))
         return Scores(
             logprobs=pi,
             entropy=entropy,
@@ -176,12 +189,12 @@ def make_learner(
         denominator = objective.denominator(minibatch.batch)
         denominator = jnp.where(denominator > 0, denominator, 1.0)
         weights = constrain(cast(state.params, precision.compute))
-        served = None
-        if Need.SHADOW in objective.needs:
-            served = constrain(cast(cast(state.params, precision.wire), precision.sampler))
+        served = published(state.params) if Need.SHADOW in objective.needs else None
 
         def scaled_loss(weights: Params, inputs: dict[str, Any]) -> tuple[jax.Array, Any]:
-            total, metrics = objective.total(scores(weights, served, inputs), inputs["batch"])
+            found = scores(weights, served, inputs)
+            total, metrics = objective.total(found, inputs["batch"])
+            metrics = metrics | mismatch(found.logprobs, inputs["batch"])
             return total * (state.loss_scale.scale / denominator), (total, metrics)
 
         def one(weights: Params, inputs: dict[str, Any]) -> Any:
@@ -218,7 +231,7 @@ def make_learner(
             loss_scale=init_loss_scale(precision.loss_scale),
         )
 
-    return Learner(init, score, step)
+    return Learner(init, score, shadow, step)
 
 
 def _score_fn(

@@ -20,6 +20,7 @@ from jaxrl.advantages import zero_std_groups
 from jaxrl.batch import Rollout, assign_rows, pack
 from jaxrl.config import Config
 from jaxrl.data import Example
+from jaxrl.diagnostics.split import known_tokens, split
 from jaxrl.environments import scoring
 from jaxrl.evaluate import evaluate_greedily
 from jaxrl.interrupt import Interrupt
@@ -72,7 +73,7 @@ def train(config: Config) -> Result:
                 with clock(seconds, "time/reward"):
                     rollouts, rewarded = reward(run, rollouts, examples)
                 with clock(seconds, "time/learn"):
-                    state, learnt = learn(run, state, rollouts)
+                    state, learnt = learn(run, state, rollouts, step=progress.step)
                 with clock(seconds, "time/publish"):
                     progress.step += 1
                     published = run.publish(state.params, version=progress.step)
@@ -152,7 +153,7 @@ def reward(
 
 
 def learn(
-    run: Run, state: LearnerState, rollouts: Sequence[Rollout]
+    run: Run, state: LearnerState, rollouts: Sequence[Rollout], *, step: int
 ) -> tuple[LearnerState, Numbers]:
     """One optimizer step on each mini-batch; the metrics are means over all of them."""
     learning_rate = run.learning_rate(int(state.step))
@@ -165,11 +166,31 @@ def learn(
         _with_scores(run, state, _pack(run, rollouts[i : i + size], advantages[i : i + size]))
         for i in range(0, len(rollouts), size)
     ]
+    probed = probe(run, state, minibatches[0], step=step)
     collected: Metrics = {}
     for minibatch in minibatches:
         state, metrics = run.learner.step(state, minibatch)
         collected = merge(collected, metrics)
-    return state, to_floats(collected) | {"learning_rate": float(learning_rate)}
+    return state, probed | to_floats(collected) | {"learning_rate": float(learning_rate)}
+
+
+def probe(run: Run, state: LearnerState, minibatch: Minibatch, *, step: int) -> Numbers:
+    """The log-ratio of a mini-batch taken apart into policy and arithmetic, before any update."""
+    c, batch = run.config.probe, minibatch.batch
+    if not _due(c.every, step):
+        return {}
+    tokens = known_tokens(
+        learner=np.asarray(run.learner.score(state.params, minibatch)),
+        shadow=np.asarray(run.learner.shadow(state.params, minibatch)),
+        sampler=np.asarray(batch.sampler_logprobs),
+        advantages=np.asarray(batch.advantages),
+        mask=np.asarray(batch.action_mask),
+        segments=np.asarray(batch.segments),
+    )
+    if not tokens.learner.size:
+        return {}
+    found = split(tokens, low=c.low, high=c.high)
+    return {f"probe/{name}": value for name, value in found.items()}
 
 
 def _pack(run: Run, rollouts: Sequence[Rollout], advantages: np.ndarray) -> Minibatch:

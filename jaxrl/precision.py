@@ -233,6 +233,30 @@ def sampler_precision(precision: Precision) -> Precision:
     )
 
 
+def disagreement(precision: Precision) -> str | None:
+    """How the learner's forward pass differs from the sampler's, and what to do; None if both
+    compute with the same weights in the same dtypes."""
+    differing = _differing(precision)
+    if not differing:
+        return None
+    roles = ", ".join(f"{role} = {_SHORT[getattr(precision, role)]}" for role in differing)
+    same_sampler = {k: p for k, p in PRESETS.items() if p.sampler == precision.sampler}
+    matched = " or ".join(repr(k) for k, p in same_sampler.items() if not _differing(p))
+    return (
+        f"{roles} and sampler = {_SHORT[precision.sampler]}, so that ratios measure arithmetic "
+        f"(phantom clipping). Use precision = {matched}, or the ratio shadowed"
+    )
+
+
+def _differing(precision: Precision) -> list[str]:
+    sampler = precision.sampler
+    roles = [r for r in ("compute", "activations") if getattr(precision, r) != sampler]
+    # A wire that cannot hold the sampler's numbers is a rounding that the learner lacks.
+    return (
+        roles if jnp.promote_types(precision.wire, sampler) == precision.wire else [*roles, "wire"]
+    )
+
+
 def cast(tree: Tree, dtype: DType) -> Tree:
     """Casts the floating-point leaves of a tree; leaves others as they are."""
     return jax.tree.map(

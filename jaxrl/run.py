@@ -147,6 +147,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, LearnerState, Progress]]:
             learner=Learner(
                 init=pure.init,
                 score=jax.jit(pure.score),
+                shadow=jax.jit(pure.shadow),
                 step=jax.jit(pure.step, donate_argnums=0, out_shardings=(state_shardings, None)),
             ),
             learning_rate=optimizer.learning_rate,
@@ -159,6 +160,10 @@ def open_run(config: Config) -> Iterator[tuple[Run, LearnerState, Progress]]:
             checkpoints=checkpoints,
             tracker=tracker,
         )
+        if (advice := precision.disagreement(policy)) is not None:
+            if config.strict_precision:
+                raise ValueError(f"{advice}; strict_precision = true makes this an error")
+            tracker.note(f"learner and sampler compute different policies: {advice}")
         for name, those in (("data.path", prompts), ("data.eval_path", held_out)):
             if those is not None and those.too_long:
                 tracker.note(

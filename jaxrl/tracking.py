@@ -66,7 +66,8 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, *, start_step: int):
-        kept = [entry for entry in read_metrics(path) if entry["step"] <= start_step]
+        # A run that starts from nothing evaluates its step 0 again.
+        kept = [e for e in read_metrics(path) if start_step and e["step"] <= start_step]
         # Replaced, not cut in place: a run killed here has either the old file or the new one.
         new = path.with_suffix(".new")
         new.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
@@ -112,12 +113,12 @@ class Curves:
 
     def __init__(self, directory: Path, *, start_step: int):
         self._writer = EventFileWriter(str(directory), flush_secs=10)
-        if start_step:
-            # TensorBoard drops the points of earlier files from this step on.
-            restart = _events.SessionLog(status=_events.SessionLog.START)
-            self._writer.add_event(
-                _events.Event(session_log=restart, step=start_step + 1, wall_time=time.time())
-            )
+        # TensorBoard drops the points of earlier files from this step on.
+        restart = _events.SessionLog(status=_events.SessionLog.START)
+        first = start_step + 1 if start_step else 0
+        self._writer.add_event(
+            _events.Event(session_log=restart, step=first, wall_time=time.time())
+        )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [_summaries.Summary.Value(tag=k, simple_value=v) for k, v in metrics.items()]

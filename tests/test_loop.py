@@ -64,6 +64,7 @@ def config(material: Path, run_dir: Path, **changes: str) -> Config:
         "train.group_size": "4",
         "train.microbatch_tokens": "128",
         "optimizer.learning_rate": "0.01",
+        "probe.every": "0",
     }
     return config_file.load(Config, overrides=list((keys | changes).items()))
 
@@ -77,6 +78,7 @@ def finished(material, tmp_path_factory) -> tuple[Path, loop.Result]:
         "loss.width": "0.5",
         "train.updates_per_rollout": "2",
         "eval.every": "1",
+        "probe.every": "1",
     }
     return run_dir, loop.train(config(material, run_dir, **changes))
 
@@ -93,7 +95,17 @@ def test_run_leaves_model_metrics_picture_and_checkpoint(finished):
     assert [e["step"] for e in entries if "reward" in e] == [1, 2]
     assert [e["step"] for e in entries if "eval/accuracy" in e] == [0, 1, 2]
     last = next(e for e in entries if e["step"] == 2 and "reward" in e)
-    for name in ("kl", "grad_norm", "completion_length", "learning_rate", "time/sample"):
+    assert abs(last["probe/beta_std"]) < 1e-6  # the same numbers on both sides
+    assert last["probe/phantom"] == 0
+    for name in (
+        "mismatch/k3_kl",
+        "probe/alpha_std",
+        "kl",
+        "grad_norm",
+        "completion_length",
+        "learning_rate",
+        "time/sample",
+    ):
         assert np.isfinite(last[name]), name
     # Answers that end in 5 are 4 of the 16 questions; their rewards are counted, not invented.
     assert sum(e.get("reward/failed", 0) for e in entries) % 4 == 0
@@ -158,3 +170,14 @@ def test_another_config_in_the_same_directory_is_refused(finished, material):
                 overrides=[("optimizer.learning_rate", "0.02")],
             )
         )
+
+
+def test_a_mismatched_precision_is_named_and_measured(material, tmp_path, capsys):
+    changes = {"precision": "phantom", "train.steps": "1", "probe.every": "1"}
+    with pytest.raises(ValueError, match=r"'bf16_master'.* strict_precision"):
+        loop.train(config(material, tmp_path / "strict", strict_precision="true", **changes))
+    loop.train(config(material, tmp_path / "run", **changes))
+    assert "compute = f32, activations = f32 and sampler = bf16" in capsys.readouterr().err
+    (entry,) = [e for e in read_metrics(tmp_path / "run/metrics.jsonl") if "reward" in e]
+    assert entry["probe/beta_std"] > 1e-4
+    assert entry["mismatch/token_mult_error"] > 1

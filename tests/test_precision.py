@@ -1,6 +1,7 @@
 """The policy's string form and the loss scale's state machine."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxrl.precision import (
     LossScaleSpec,
     Precision,
     cast,
+    disagreement,
     dynamic_loss_scale,
     init_loss_scale,
     parse,
@@ -147,3 +149,26 @@ def test_scale_stays_between_its_floor_and_infinity():
     for _ in range(130):
         state = step(state, np.False_)
     assert (state.scale, state.skipped) == (1.0, 130)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "bf16_master", "fp16_master"])
+def test_presets_with_a_matched_sampler_agree(name):
+    assert disagreement(PRESETS[name]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("phantom", r"compute = f32, activations = f32 and sampler = bf16.*'bf16_master'"),
+        ("fp32,sampler=f16", r"sampler = f16.*'fp16_master'"),
+        ("fp32,wire=bf16", r"^wire = bf16 and sampler = f32.*'fp32'"),
+        ("bf16_master,activations=f32", r"^activations = f32 and sampler = bf16"),
+        ("fp16_master,wire=bf16", r"^wire = bf16 and sampler = f16"),
+    ],
+)
+def test_a_disagreement_names_the_roles_and_the_cure(text, named):
+    assert re.search(named, disagreement(parse(text)))
+
+
+def test_a_wider_wire_loses_nothing():
+    assert disagreement(parse("bf16_master,wire=f32")) is None

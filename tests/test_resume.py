@@ -80,6 +80,7 @@ def started(material: Path, run_dir: Path) -> Iterator[subprocess.Popen]:
         "precision": "fp16_master,loss_scale=dynamic:65536:5",
         "checkpoint.every": 3,
         "eval.every": 8,
+        "probe.every": 0,
         "run_dir": run_dir,
     }
     environment = os.environ | {

@@ -72,6 +72,7 @@ def config(directory: Path, **changes: str) -> Config:
         "train.group_size": "4",
         "train.microbatch_tokens": "112",
         "optimizer.learning_rate": "0.01",
+        "probe.every": "0",
     }
     overrides = [(k.replace("__", "."), v) for k, v in changes.items()]
     return config_file.load(Config, overrides=[*keys.items(), *overrides])
