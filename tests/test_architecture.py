@@ -155,3 +155,11 @@ def test_files_are_small_and_finished(path: str) -> None:
 def test_top_level_holds_only_what_the_design_names() -> None:
     odd = {name.split("/")[0] for name in tracked() if not TOP_LEVEL.fullmatch(name.split("/")[0])}
     assert not odd
+
+
+def test_the_readme_shows_every_file():
+    readme = (ROOT / "README.md").read_text()
+    (tree,) = re.findall(r"```text\n(jaxrl/\n.*?)```", readme, re.DOTALL)
+    shown = sorted(line.split()[0] for line in tree.splitlines() if ".py" in line.split()[0])
+    files = [path for path in sources() if not path.endswith("__init__.py")]
+    assert shown == sorted(Path(path).name for path in files)
