@@ -5,9 +5,8 @@ import http.client
 import itertools
 import json
 import threading
-import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -105,57 +104,74 @@ def ask(server: LocalServer, prompt: list[int], max_tokens: int) -> Answer:
 LENGTH = 480
 
 
-def spanning(server: LocalServer, publisher: SharedMemoryPublisher) -> tuple[Answer, Answer]:
-    """A request's answer from one version, and one during which the next was published."""
-    before, after = weights(0), weights(1)
-    for attempt in range(5):  # machines differ in speed, and from one second to the next
-        first = 2 * attempt
-        publisher.publish(before, version=first)
-        start = time.perf_counter()
-        old = ask(server, PROMPT, LENGTH)
-        delay = 0.4 * (time.perf_counter() - start)
-        with ThreadPoolExecutor() as pool:
-            flying = pool.submit(ask, server, PROMPT, LENGTH)
-            time.sleep(delay)
-            publisher.publish(after, version=first + 1)
-            answer = flying.result()
-        if len(set(answer.versions)) == 2:
-            return old, answer
-    raise AssertionError("no publish met a request in flight")
+def ask_through(server: LocalServer, publish: Callable[[], None]) -> list[Answer]:
+    """Answers to one request after the other, from before the publish to after it.
+
+    However late a thread of a busy machine wakes, the publish meets the server at work."""
+    answers, first, done = [], threading.Event(), threading.Event()
+
+    def client() -> None:
+        while not done.is_set():
+            answers.append(ask(server, PROMPT, LENGTH))
+            first.set()
+
+    with ThreadPoolExecutor() as pool:
+        asking = pool.submit(client)
+        assert first.wait(250)
+        try:
+            publish()
+        finally:
+            done.set()
+        asking.result()
+    return answers
 
 
 def test_versions_in_flight(server: LocalServer) -> None:
     """A request that spans a publish has the old weights' tokens before and the new ones' after."""
     with SharedMemoryPublisher([VllmServer(server.url)], wire=F32, sampler=F32) as publisher:
-        old, answer = spanning(server, publisher)
-    (version,) = set(old.versions)
-    before = answer.versions.count(version)
-    assert answer.versions == [version] * before + [version + 1] * (LENGTH - before)
-    assert answer.tokens[:before] == old.tokens[:before]
-    assert answer.logprobs[:before] == old.logprobs[:before]
+        for attempt in range(5):  # in case a publish falls between two requests
+            old, new = 2 * attempt, 2 * attempt + 1
+            publisher.publish(weights(0), version=old)
+            publish = functools.partial(publisher.publish, weights(1), version=new)
+            answers = ask_through(server, publish)
+            spanning = [answer for answer in answers if len(set(answer.versions)) == 2]
+            if spanning:
+                break
+        else:
+            raise AssertionError("no publish met a request in flight")
+    (answer,) = spanning
+    before = answer.versions.count(old)
+    assert answer.versions == [old] * before + [new] * (LENGTH - before)
+    assert set(answers[0].versions) == {old}
+    assert answer.tokens[:before] == answers[0].tokens[:before]
+    assert answer.logprobs[:before] == answers[0].logprobs[:before]
     rest = ask(server, PROMPT + answer.tokens[:before], LENGTH - before)
     assert answer.tokens[before:] == rest.tokens
     assert answer.logprobs[before:] == rest.logprobs
-    assert set(rest.versions) == {version + 1}
+    assert set(rest.versions) == {new}
 
 
-@pytest.mark.parametrize("in_flight", ["wait", "abort"])
-def test_requests_in_flight_may_end_first(server: LocalServer, in_flight: Any) -> None:
-    with (
-        SharedMemoryPublisher(
-            [VllmServer(server.url)], wire=F32, sampler=F32, in_flight=in_flight
-        ) as publisher,
-        ThreadPoolExecutor() as pool,
-    ):
-        after = weights(1)
-        publisher.publish(weights(0), version=0)
-        flying = pool.submit(ask, server, PROMPT, LENGTH)
-        time.sleep(0.2)
-        publisher.publish(after, version=1)
-        answer = flying.result()
-    assert set(answer.versions) <= {0}
-    assert answer.finish_reason == {"wait": "length", "abort": "abort"}[in_flight]
-    assert (len(answer.tokens) == LENGTH) == (in_flight == "wait")
+@pytest.mark.parametrize(("in_flight", "attempts"), [("wait", 1), ("abort", 5)])
+def test_requests_in_flight_may_end_first(
+    server: LocalServer, in_flight: Any, attempts: int
+) -> None:
+    with SharedMemoryPublisher(
+        [VllmServer(server.url)], wire=F32, sampler=F32, in_flight=in_flight
+    ) as publisher:
+        aborted = False
+        for attempt in range(attempts):  # in case a publish falls between two requests
+            publisher.publish(weights(0), version=2 * attempt)
+            publish = functools.partial(publisher.publish, weights(1), version=2 * attempt + 1)
+            answers = ask_through(server, publish)
+            assert all(len(set(answer.versions)) <= 1 for answer in answers)
+            for answer in answers:
+                assert answer.finish_reason == (
+                    "length" if len(answer.tokens) == LENGTH else "abort"
+                )
+            aborted |= any(answer.finish_reason == "abort" for answer in answers)
+            if aborted:
+                break
+    assert aborted == (in_flight == "abort")
 
 
 def test_a_refusal_leaves_the_server_serving(
