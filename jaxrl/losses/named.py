@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl import advantages, plugins
+from jaxrl.advantages import groups
 from jaxrl.losses import aggregation, ratios, recipes, regularizers
 from jaxrl.losses.algebra import Aggregation, Objective, TokenLoss, objective
 from jaxrl.losses.ratios import Ratio
@@ -62,7 +63,7 @@ def build(name: str, parameters: Mapping[str, Any], *, advantage: str | None = N
     recipe = _as_recipe(function(**arguments), name=name)
     if advantage is None:
         return recipe
-    estimator = plugins.load_function(advantage, builtin=advantages, key="loss.advantage")
+    estimator = plugins.load_function(advantage, builtin=groups, key="loss.advantage")
     return recipe._replace(advantages=estimator)
 
 
