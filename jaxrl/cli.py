@@ -11,6 +11,7 @@ COMMANDS = {
     "train": "train a model with reinforcement learning",
     "eval": "measure a model's greedy accuracy on held-out prompts",
     "generate": "sample answers of a model to prompts",
+    "filter": "keep the prompts that a model answers right sometimes",
     "serve": "run a vLLM server that takes weights from a learner",
     "export": "write a training run's checkpoint as a Hugging Face model",
     "config": "print a resolved config",

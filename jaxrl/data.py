@@ -37,10 +37,12 @@ class Example(NamedTuple):
     Attributes:
       tokens: i32[P], the rendered prompt.
       record: the row of the data; `prompt` is the rendered text and `answer` the reference answer.
+      row: the row as it stands in the data.
     """
 
     tokens: np.ndarray
     record: Mapping[str, Any]
+    row: Mapping[str, Any]
 
 
 class Prompts(NamedTuple):
@@ -125,7 +127,7 @@ def load_prompts(
         if len(tokens) == 0:
             raise ValueError(f"{where}: the prompt under {prompt_key!r} has no tokens")
         answer = {"answer": column(record, answer_key, where=where)} if answer_key else {}
-        examples.append(Example(tokens, {**record, "prompt": text, **answer}))
+        examples.append(Example(tokens, {**record, "prompt": text, **answer}, record))
     if not examples:
         raise ValueError(
             f"{where}: no prompt to use; {too_long} have more than {max_tokens} tokens"

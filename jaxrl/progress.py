@@ -18,6 +18,8 @@ from rich.text import Text
 SHOWN = (
     ("reward", "reward", "{:.3f}"),
     ("held-out accuracy", "eval/accuracy", "{:.1%}"),
+    ("accuracy", "accuracy", "{:.1%}"),
+    ("kept", "kept", "{:,.0f}"),
     ("loss", "loss", "{:.4f}"),
     ("KL", "kl", "{:.5f}"),
     ("gradient norm", "grad_norm", "{:.3f}"),
