@@ -13,7 +13,6 @@ from jaxrl.config_tables import (
     DataConfig,
     EvalConfig,
     LossConfig,
-    MeshConfig,
     ModelConfig,
     OptimizerConfig,
     ProbeConfig,
@@ -23,6 +22,7 @@ from jaxrl.config_tables import (
     SamplingConfig,
     TrainConfig,
 )
+from jaxrl.mesh_config import MeshConfig
 
 
 class Config(RunConfig):
@@ -58,7 +58,7 @@ class Config(RunConfig):
     def microbatch_rows(self) -> int:
         """Rows of one forward and backward pass, over all data-parallel shards."""
         per_shard = self.train.microbatch_tokens // self.row_length
-        return per_shard * self.mesh.data * self.mesh.fsdp
+        return per_shard * self.mesh.batch_shards
 
     @property
     def optimizer_steps(self) -> int:

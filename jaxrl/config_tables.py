@@ -282,19 +282,6 @@ class OptimizerConfig(Section):
     """Largest global norm of the gradient; `none` does not clip."""
 
 
-class MeshConfig(Section):
-    """Devices; the product must be their number."""
-
-    data: PositiveInt = 1
-    """Copies of the model, each with its part of a batch."""
-
-    fsdp: PositiveInt = 1
-    """Shards of parameters and optimizer state, each with its part of a batch."""
-
-    tensor: PositiveInt = 1
-    """Shards of every matrix product."""
-
-
 class CheckpointConfig(Section):
     """Saving, from which a killed run goes on bit for bit."""
 

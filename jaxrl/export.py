@@ -7,11 +7,11 @@ import jax
 from jaxrl import parts, precision
 from jaxrl.checkpoint import CheckpointError, Checkpoints
 from jaxrl.config import Config
-from jaxrl.config_tables import MeshConfig
 from jaxrl.learner import LearnerState, make_learner
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective
 from jaxrl.losses.surrogates import reinforce
+from jaxrl.mesh_config import MeshConfig
 from jaxrl.models import huggingface, spec
 from jaxrl.models.decoder import Model, decoder
 from jaxrl.precision import Precision

@@ -1,21 +1,21 @@
 """What commands build from sections of a config: devices, model, optimizer, prompts, sampling."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import optax
 from flax import traverse_util
 
 from jaxrl import data, optimizers
 from jaxrl.config_tables import (
     DataConfig,
-    MeshConfig,
     OptimizerConfig,
     PromptConfig,
     SamplingConfig,
 )
 from jaxrl.data import Prompts, Rendering, Tokenizer
+from jaxrl.mesh_config import MeshConfig
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model, decoder
 from jaxrl.models.spec import Params, Specs
@@ -23,7 +23,6 @@ from jaxrl.precision import DType
 from jaxrl.sampling.base import SamplingParams
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
-from sharding.rules import PRESETS
 
 
 class Optimizer(NamedTuple):
@@ -40,11 +39,9 @@ def make_layout(mesh: MeshConfig) -> Layout:
       ValueError: if the mesh does not use all of them; one device out of many is allowed.
     """
     devices = jax.devices()
-    sizes = mesh.model_dump()
-    alone = int(np.prod(list(sizes.values()))) == 1
-    return Layout(
-        make_mesh(**sizes, devices=devices[:1] if alone else devices), PRESETS["fsdp_tensor"]
-    )
+    alone = math.prod(mesh.sizes.values()) == 1
+    devices = devices[:1] if alone else devices
+    return Layout(make_mesh(**mesh.sizes, devices=devices), mesh.layout_rules)
 
 
 def load_model(

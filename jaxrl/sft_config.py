@@ -6,7 +6,6 @@ from typing import Self
 from pydantic import PositiveInt, model_validator
 
 from jaxrl.config_tables import (
-    MeshConfig,
     ModelConfig,
     OptimizerConfig,
     PromptConfig,
@@ -14,6 +13,7 @@ from jaxrl.config_tables import (
     RunConfig,
     Section,
 )
+from jaxrl.mesh_config import MeshConfig
 
 
 class SFTDataConfig(PromptConfig):
@@ -81,7 +81,7 @@ class SFTConfig(RunConfig):
     def microbatch_rows(self) -> int:
         """Rows of one forward and backward pass, over all data-parallel shards."""
         per_shard = self.train.microbatch_tokens // self.train.row_length
-        return per_shard * self.mesh.data * self.mesh.fsdp
+        return per_shard * self.mesh.batch_shards
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:

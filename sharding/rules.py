@@ -6,7 +6,7 @@ tables.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 MeshAxes = tuple[str, ...]  # cut over these, the first one slowest; () is not cut
 
@@ -27,14 +27,21 @@ class Rules:
 _Table = Mapping[str, str | MeshAxes]
 
 _WHOLE: _Table = dict.fromkeys(
-    ("layers", "vocab", "embed", "q_heads", "kv_heads", "mlp", "norm"), ()
+    ("layers", "vocab", "embed", "q_heads", "kv_heads", "mlp", "norm", "experts"), ()
 )
+# "kv_length" is the length of the keys and values of attention, of which a query needs all.
 _BATCH_CUT: _Table = {
     "batch": ("data", "fsdp"),
-    **dict.fromkeys(("length", "vocab", "embed", "q_heads", "kv_heads", "mlp"), ()),
+    **dict.fromkeys(
+        ("length", "kv_length", "vocab", "embed", "q_heads", "kv_heads", "mlp", "experts"), ()
+    ),
 }
 _FSDP: _Table = {"embed": "fsdp"}
 _TENSOR: _Table = dict.fromkeys(("vocab", "q_heads", "kv_heads", "mlp"), "tensor")
+# Outside the experts the axis is one more to cut the batch over.
+_EXPERT: _Table = {"experts": "expert", "batch": ("data", "fsdp", "expert")}
+_CONTEXT: _Table = {"length": "context"}
+_BOTH: _Table = {"embed": ("fsdp", "context")}
 
 
 def make_rules(*, parameters: _Table, activations: _Table) -> Rules:
@@ -51,6 +58,31 @@ def make_rules(*, parameters: _Table, activations: _Table) -> Rules:
     )
 
 
+def change(rules: Rules, *, parameters: Sequence[str], activations: Sequence[str]) -> Rules:
+    """Rules with changes that are written as text, such as "embed=fsdp+context" or "vocab=".
+
+    Raises:
+      ValueError: for a text that is no such rule, or a logical axis named twice.
+    """
+    return make_rules(
+        parameters={**dict(rules.parameters), **_parse(parameters)},
+        activations={**dict(rules.activations), **_parse(activations)},
+    )
+
+
+def _parse(texts: Sequence[str]) -> dict[str, MeshAxes]:
+    found: dict[str, MeshAxes] = {}
+    for text in texts:
+        logical, equals, axes = text.partition("=")
+        if not equals or not logical or logical in found:
+            raise ValueError(
+                f"rule {text!r}: expected one LOGICAL=MESH+MESH for each logical axis, such as "
+                "'embed=fsdp+context', or 'vocab=' for an axis that is not cut"
+            )
+        found[logical] = tuple(axes.split("+")) if axes else ()
+    return found
+
+
 def _freeze(table: _Table) -> tuple[tuple[str, MeshAxes], ...]:
     return tuple((k, (v,) if isinstance(v, str) else v) for k, v in table.items())
 
@@ -64,4 +96,15 @@ PRESETS: dict[str, Rules] = {
     "tensor": make_rules(parameters=_TENSOR, activations=_TENSOR),
     # Both: with an axis of size 1 it equals one of the above.
     "fsdp_tensor": make_rules(parameters={**_FSDP, **_TENSOR}, activations=_TENSOR),
+    # Each device has some experts of every layer and sends tokens to where theirs are.
+    "expert": make_rules(
+        parameters={**_FSDP, **_TENSOR, "experts": "expert"}, activations={**_TENSOR, **_EXPERT}
+    ),
+    # Long rows: tokens cut over devices, keys and values gathered for attention.
+    "context": make_rules(parameters={**_BOTH, **_TENSOR}, activations={**_TENSOR, **_CONTEXT}),
+    # All of it: with the others' sizes 1 it equals any of the above.
+    "all": make_rules(
+        parameters={**_BOTH, **_TENSOR, "experts": "expert"},
+        activations={**_TENSOR, **_EXPERT, **_CONTEXT},
+    ),
 }

@@ -1,4 +1,5 @@
 import tomllib
+import typing
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ from hypothesis import strategies as st
 
 from jaxrl.config import Config
 from jaxrl.config_file import ConfigError, dumps, keys, load, validate
+from jaxrl.mesh_config import MeshRules
+from sharding.rules import PRESETS
 
 REQUIRED = {
     "model": {"path": "m"},
@@ -151,3 +154,24 @@ def test_sizes_follow_from_each_other():
     assert config.row_length == 512 + 512
     assert config.microbatch_rows == (5000 // 1024) * 6
     assert config.optimizer_steps == 400
+
+
+def test_the_rules_of_a_mesh_can_be_chosen_and_changed():
+    config = with_keys(mesh__fsdp=2, mesh__context=4, mesh__parameters=["embed=fsdp"])
+    assert dict(config.mesh.layout_rules.parameters)["embed"] == ("fsdp",)
+    assert (config.mesh.batch_shards, config.mesh.sizes["context"]) == (2, 4)
+    assert with_keys(mesh__expert=4, mesh__data=2).mesh.batch_shards == 8
+    assert set(typing.get_args(MeshRules)) == set(PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh__rules": "fsdp", "mesh__tensor": 2}, "mesh.tensor = 2: the rules 'fsdp' cut noth"),
+        ({"mesh__parameters": ["embed=stage"]}, "names the mesh axis 'stage'; expected .*'tensor'"),
+        ({"mesh__activations": ["embed"]}, "rule 'embed': expected one LOGICAL=MESH"),
+    ],
+)
+def test_rules_that_do_not_fit_the_mesh_are_an_error(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        with_keys(**changes)

@@ -91,6 +91,8 @@ def assert_close(a, b, *, rtol):
         ("fsdp", {"fsdp": 8}),
         ("tensor", {"data": 2, "tensor": 4}),
         ("fsdp_tensor", {"data": 2, "fsdp": 2, "tensor": 2}),
+        ("expert", {"fsdp": 2, "expert": 2, "tensor": 2}),
+        ("context", {"fsdp": 2, "context": 2, "tensor": 2}),
     ],
 )
 def test_a_mesh_changes_nothing_but_rounding(preset, sizes):

@@ -8,11 +8,12 @@ from sharding.mesh import AXES, make_mesh
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ({"data": 8}, (8, 1, 1)),
-        ({"fsdp": -1}, (1, 8, 1)),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, (2, 2, 2)),
-        ({"data": -1, "tensor": 4}, (2, 1, 4)),
-        ({"data": -1, "fsdp": 8}, (1, 8, 1)),
+        ({"data": 8}, (8, 1, 1, 1, 1)),
+        ({"fsdp": -1}, (1, 8, 1, 1, 1)),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, (2, 2, 1, 1, 2)),
+        ({"data": -1, "tensor": 4}, (2, 1, 1, 1, 4)),
+        ({"data": -1, "fsdp": 8}, (1, 8, 1, 1, 1)),
+        ({"expert": 4, "context": 2}, (1, 1, 4, 2, 1)),
     ],
 )
 def test_sizes_multiply_to_the_devices(sizes, expected):
@@ -30,12 +31,12 @@ def test_some_devices_only():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({}, r"data=1 x fsdp=1 x tensor=1 needs 1 devices and there are 8"),
-        ({"data": 3}, r"data=3 x fsdp=1 x tensor=1 needs 3 devices and there are 8"),
+        ({}, r"mesh of one device needs 1 devices and there are 8"),
+        ({"data": 3}, r"data=3 needs 3 devices and there are 8"),
         ({"data": -1, "tensor": 3}, r"multiply to 3, which does not divide the 8 devices"),
         ({"data": -1, "fsdp": -1}, r"only one of data, fsdp can be -1"),
-        ({"data": 0}, r"data=0 .*a size is a positive number"),
-        ({"data": -2}, r"data=-2 .*a size is a positive number"),
+        ({"data": 0}, r"data=0: a size is a positive number"),
+        ({"data": -2}, r"data=-2: a size is a positive number"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_an_error_with_the_numbers(sizes, message):

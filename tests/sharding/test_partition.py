@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
-from sharding.rules import PRESETS, make_rules
+from sharding.rules import PRESETS, change, make_rules
 
 MESHES = [
     {"data": 8},
@@ -60,6 +60,37 @@ def layout(preset="fsdp_tensor", **sizes):
 )
 def test_presets_cut_parameters(preset, axes, expected):
     assert layout(preset, data=2, fsdp=2, tensor=2).spec(axes) == expected
+
+
+def test_experts_and_long_rows_have_axes_of_their_own():
+    experts = ("layers", "experts", "mlp", "embed")
+    cut = layout("expert", fsdp=2, expert=4)
+    assert cut.spec(experts) == PartitionSpec(None, "expert", None, "fsdp")
+    assert cut.batch(("batch", "length")).spec == PartitionSpec(("fsdp", "expert"))
+    cut = layout("context", fsdp=2, context=4)
+    assert cut.spec(("vocab", "embed")) == PartitionSpec(None, ("fsdp", "context"))
+    assert cut.batch(("batch", "length", "mlp")).spec == PartitionSpec("fsdp", "context")
+    assert cut.batch(("batch", "kv_length", "kv_heads")).spec == PartitionSpec("fsdp")
+    cut = layout("all", expert=2, context=2, tensor=2)
+    assert cut.spec(experts) == PartitionSpec(None, "expert", "tensor", "context")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_preset_cuts_a_parameter_twice(preset):
+    one_device = Layout(make_mesh(devices=jax.devices()[:1]), PRESETS[preset])
+    one_device.tree(DECLARED | {"experts": Leaf((4, 8, 16), ("experts", "mlp", "embed"))})
+
+
+def test_rules_are_changed_by_text():
+    rules = change(PRESETS["all"], parameters=["embed=data+fsdp", "vocab="], activations=["new="])
+    cut = Layout(make_mesh(data=2, fsdp=2, tensor=2), rules)
+    assert cut.spec(("vocab", "embed")) == PartitionSpec(None, ("data", "fsdp"))
+    assert cut.batch(("batch", "new", "mlp")).spec == PartitionSpec(
+        ("data", "fsdp"), None, "tensor"
+    )
+    for wrong in (["embed"], ["=fsdp"], ["embed=fsdp", "embed="]):
+        with pytest.raises(ValueError, match=f"rule '{wrong[-1]}': expected one LOGICAL=MESH"):
+            change(PRESETS["all"], parameters=wrong, activations=[])
 
 
 def test_parameters_and_activations_have_their_own_rules():
@@ -153,12 +184,12 @@ def test_two_dimensions_over_one_mesh_axis_are_an_error():
 
 
 def test_an_unknown_axis_is_an_error():
-    with pytest.raises(ValueError, match=r"no rule for 'experts'; the rules know layers, vocab"):
-        layout(fsdp=8).spec(("experts", "embed"))
-    with pytest.raises(ValueError, match=r"'a/b': .*no rule for 'experts'"):
-        layout(fsdp=8).tree({"a": {"b": Leaf((8,), ("experts",))}})
+    with pytest.raises(ValueError, match=r"no rule for 'stages'; the rules know layers, vocab"):
+        layout(fsdp=8).spec(("stages", "embed"))
+    with pytest.raises(ValueError, match=r"'a/b': .*no rule for 'stages'"):
+        layout(fsdp=8).tree({"a": {"b": Leaf((8,), ("stages",))}})
     rules = make_rules(parameters={"layers": "stage"}, activations={})
-    with pytest.raises(ValueError, match=r"mesh axis 'stage'; the mesh has data, fsdp, tensor"):
+    with pytest.raises(ValueError, match=r"mesh axis 'stage'; the mesh has data, fsdp, expert"):
         Layout(make_mesh(fsdp=8), rules)
 
 
