@@ -14,6 +14,7 @@ COMMANDS = {
     "filter": "keep the prompts that a model answers right sometimes",
     "serve": "run a vLLM server that takes weights from a learner",
     "export": "write a training run's checkpoint as a Hugging Face model",
+    "plan": "compile a run's step for chips that need not exist: does it fit, how fast is it",
     "config": "print a resolved config",
 }
 

@@ -1,13 +1,15 @@
 """What commands build from sections of a config: devices, model, optimizer, prompts, sampling."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import optax
 from flax import traverse_util
 
-from jaxrl import data, optimizers
+from jaxrl import data, learner, optimizers, precision
+from jaxrl.config import Config
 from jaxrl.config_tables import (
     DataConfig,
     OptimizerConfig,
@@ -15,9 +17,12 @@ from jaxrl.config_tables import (
     SamplingConfig,
 )
 from jaxrl.data import Prompts, Rendering, Tokenizer
+from jaxrl.learner import Learner
+from jaxrl.losses import Objective
 from jaxrl.mesh_config import MeshConfig
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model, decoder
+from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import Params, Specs
 from jaxrl.precision import DType
 from jaxrl.sampling.base import SamplingParams
@@ -32,16 +37,25 @@ class Optimizer(NamedTuple):
     learning_rate: optax.Schedule
 
 
-def make_layout(mesh: MeshConfig) -> Layout:
-    """The devices of this process, arranged.
+def make_layout(mesh: MeshConfig, *, devices: Sequence[Any] | None = None) -> Layout:
+    """Devices, arranged.
+
+    Args:
+      mesh: sizes and rules.
+      devices: all of them are used; by default those of this process, or one if the sizes are 1.
 
     Raises:
-      ValueError: if the mesh does not use all of them; one device out of many is allowed.
+      ValueError: if the sizes do not multiply to the number of devices, or a rule does not fit.
     """
-    devices = jax.devices()
-    alone = math.prod(mesh.sizes.values()) == 1
-    devices = devices[:1] if alone else devices
+    if devices is None:
+        alone = math.prod(mesh.sizes.values()) == 1
+        devices = jax.devices()[:1] if alone else jax.devices()
     return Layout(make_mesh(**mesh.sizes, devices=devices), mesh.layout_rules)
+
+
+def make_decoder(config: DecoderConfig, *, layout: Layout, remat: str) -> Model:
+    """A decoder that computes on the layout's devices."""
+    return decoder(config, remat=remat, constrain=layout.constrain)
 
 
 def load_model(
@@ -52,7 +66,7 @@ def load_model(
     Raises:
       FileNotFoundError, ValueError: as `huggingface.load`.
     """
-    model = decoder(huggingface.load_config(path), remat=remat, constrain=layout.constrain)
+    model = make_decoder(huggingface.load_config(path), layout=layout, remat=remat)
     shardings: dict[str, Any] = traverse_util.flatten_dict(  # pyright: ignore[reportAssignmentType]
         layout.tree(model.specs), sep="/"
     )
@@ -80,6 +94,21 @@ def make_optimizer(config: OptimizerConfig, *, total_steps: int, specs: Specs) -
         specs=specs,
     )
     return Optimizer(transformation, schedule)
+
+
+def make_learner(
+    config: Config, model: Model, *, objective: Objective, optimizer: Optimizer, layout: Layout
+) -> Learner:
+    """The learner of a training run, not compiled."""
+    return learner.make_learner(
+        model,
+        objective,
+        optimizer=optimizer.transformation,
+        precision=precision.parse(config.precision),
+        rows_per_microbatch=config.microbatch_rows,
+        temperature=config.sampling.temperature,
+        param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
+    )
 
 
 def rendering(config: PromptConfig) -> Rendering:

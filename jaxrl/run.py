@@ -14,7 +14,7 @@ from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import Config
 from jaxrl.data import Prompts, Tokenizer
 from jaxrl.environments.scoring import Reward, load_rewards
-from jaxrl.learner import Learner, LearnerState, make_learner
+from jaxrl.learner import Learner, LearnerState
 from jaxrl.losses import Need, Recipe
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model
@@ -94,14 +94,8 @@ def open_run(config: Config) -> Iterator[tuple[Run, LearnerState, Progress]]:
     optimizer = parts.make_optimizer(
         config.optimizer, total_steps=config.optimizer_steps, specs=model.specs
     )
-    pure = make_learner(
-        model,
-        recipe.objective,
-        optimizer=optimizer.transformation,
-        precision=policy,
-        rows_per_microbatch=config.microbatch_rows,
-        temperature=config.sampling.temperature,
-        param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
+    pure = parts.make_learner(
+        config, model, objective=recipe.objective, optimizer=optimizer, layout=layout
     )
     state_shardings = layout.state(jax.eval_shape(pure.init, params), model.specs)
     reference = None

@@ -93,6 +93,15 @@ def token_logprobs_and_entropy(
     )
 
 
+def position_chunks(length: int, *, chunk: Chunk = DEFAULT_CHUNK) -> int:
+    """How many chunks a row of `length` tokens has, all of which are to be scored."""
+    return -(-length // _positions(length, chunk))
+
+
+def _positions(length: int, chunk: Chunk) -> int:
+    return min(max(64, -(-length // 4)) if chunk.positions is None else chunk.positions, length)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """What is static about one call."""
@@ -149,14 +158,14 @@ def _token_scores(
     if not isinstance(temperature, jax.core.Tracer) and not temperature > 0:
         raise ValueError(f"temperature={temperature} must be positive")
     length, vocab_size = tokens.shape[1], unembedding.shape[0]
-    positions = max(64, -(-length // 4)) if chunk.positions is None else chunk.positions
+    positions = _positions(length, chunk)
     if positions < 1 or chunk.vocab < 1:
         raise ValueError(f"chunk={chunk} must have positive sizes")
     plan = _Plan(
         compute=precision.compute,
         accumulate=precision.accumulate,
         logits=precision.logits,
-        positions=min(positions, length),
+        positions=positions,
         vocab_size=vocab_size,
         vocab_chunks=_vocab_chunks(vocab_size, chunk.vocab),
         entropy=entropy,

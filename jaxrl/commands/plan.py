@@ -1,0 +1,61 @@
+"""`jaxrl plan`: says whether a run fits, before there are chips."""
+
+from collections.abc import Sequence
+
+from jaxrl.commands import options
+from jaxrl.config import Config
+
+DESCRIPTION = """Compiles a run's step for devices that need not exist, and says what it takes.
+
+  jaxrl plan configs/qwen3_8b.toml --topology v5p:4x4x4
+  jaxrl plan configs/qwen3_8b.toml --topology cpu:8 --mesh.fsdp 8
+  jaxrl plan configs/qwen3_8b.toml --estimate --rollout-seconds 60 --train-seconds 40
+
+Of the model only config.json is read. TPU topologies (v5e, v5p, v6e) need libtpu, which works
+without a TPU: pip install 'jaxrl[tpu]'. The last line is such as
+
+  peak 31.4 GiB of 95.7 GiB per chip: fits"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; the exit status is 0 whether or not the step fits."""
+    made = options.parser_with_file("plan", Config, description=DESCRIPTION)
+    made.add_argument("--topology", help="chips to compile for, such as v5p:4x4x4 or cpu:8")
+    made.add_argument("--estimate", action="store_true", help="do not compile, only calculate")
+    made.add_argument("--link", type=float, default=50, help="GB/s to the samplers (default: 50)")
+    made.add_argument(
+        "--chip-memory", type=float, default=80, help="GB of a chip, for --estimate (default: 80)"
+    )
+    for name in ("rollout", "train"):
+        made.add_argument(
+            f"--{name}-seconds", type=float, help=f"a {name} phase, for --estimate's utilisation"
+        )
+    config, given = options.parse(made, Config, argv)
+    if (given.topology is None) != given.estimate:
+        made.error("give one of --topology and --estimate")
+
+    # After --help and the config's errors: it takes seconds.
+    if given.estimate:
+        from jaxrl.planning.estimate import Phases, estimate
+
+        phases = None
+        if given.rollout_seconds and given.train_seconds:
+            phases = Phases(rollout=given.rollout_seconds, train=given.train_seconds)
+        print(
+            estimate(
+                config,
+                chip_memory=given.chip_memory * 1e9,
+                link_rate=given.link * 1e9,
+                phases=phases,
+            )
+        )
+        return 0
+    from jaxrl.planning.topology import open_topology
+
+    topology = open_topology(given.topology)
+    from jaxrl.planning.program import compile_step
+    from jaxrl.planning.report import report
+
+    program = compile_step(config, topology)
+    print(report(config, topology, program, link_rate=given.link * 1e9))
+    return 0

@@ -1,0 +1,95 @@
+"""How long a step takes at least: work, memory traffic and links, each at the chip's full rate."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxrl.models import spec
+from jaxrl.models.spec import ParamSpec, Specs
+from jaxrl.planning.program import Program
+from jaxrl.planning.topology import Chip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """Seconds of a step; None where the chip's rates are not known.
+
+    Attributes:
+      model_flops: of one step, forward and backward as three times forward.
+      run_flops: with what the backward pass computes again.
+      compute: products at the chip's peak.
+      memory: weights and optimizer state through memory as often as the step needs them.
+      links: what is sent, over all of the chip's links.
+    """
+
+    model_flops: float
+    run_flops: float
+    compute: float | None
+    memory: float | None
+    links: float | None
+
+    @property
+    def overlapped(self) -> float | None:
+        """Seconds if all three went on at once, which nothing undercuts."""
+        known = [s for s in (self.compute, self.memory, self.links) if s is not None]
+        return max(known, default=None)
+
+    @property
+    def in_turn(self) -> float | None:
+        """Seconds if sending waits for computing, the other end of the range."""
+        if self.compute is None or self.memory is None or self.links is None:
+            return None
+        return max(self.compute, self.memory) + self.links
+
+
+def parameter_count(specs: Specs) -> int:
+    """All parameters of a model."""
+    return sum(math.prod(one.shape) for one in spec.flatten(specs).values())
+
+
+def forward_flops(config: Any, specs: Specs, *, rows: int, length: int) -> float:
+    """Of full rows of one sequence each: two for each weight that a token meets (of the experts
+    those that it is sent to, of the embedding none), and the causal half of attention."""
+    weights = sum(_met(one, config) for path, one in spec.flatten(specs).items() if path != "embed")
+    if config.tied:
+        weights += math.prod(specs["embed"].shape)
+    attention = 2 * config.num_layers * config.num_heads * config.head_dim * length**2
+    return float(rows * (2 * weights * length + attention))
+
+
+def _met(one: ParamSpec, config: Any) -> float:
+    size = math.prod(one.shape) if len(one.shape) > 1 + one.stacked else 0
+    if "experts" in one.axes and _per_expert(one):
+        size *= config.experts_per_token / config.num_experts
+    return float(size)
+
+
+def _per_expert(one: ParamSpec) -> bool:
+    """Whether a parameter holds one matrix for each expert: the router, with a row for each, is
+    met by every token."""
+    return one.axes.index("experts") < len(one.axes) - 2
+
+
+def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
+    """Of a compiled step."""
+    config, specs = program.model.config, program.model.specs
+    rows = program.rows * program.microbatches
+    forward = forward_flops(config, specs, rows=rows, length=program.row_length)
+    again = 1 if remat in ("layer", "attention") else 0
+    devices = program.layout.mesh.size
+    run = forward * (3 + again)
+    compute = memory = links = None
+    if chip.flops is not None:
+        compute = run / devices / chip.flops
+    if chip.memory_rate is not None and program.memory is not None:
+        # Gathered weights are written and read by every pass; state is read and written once.
+        gathered = parameter_count(specs) * program.policy.compute.itemsize
+        gathered /= program.layout.mesh.shape["tensor"] * program.layout.mesh.shape["expert"]
+        moved = 2 * (3 + again) * gathered * program.microbatches
+        moved += 2 * (program.memory.params + program.memory.optimizer + program.memory.gradients)
+        memory = moved / chip.memory_rate
+    if chip.link_rate is not None:
+        links = sum(traffic.sent for traffic in program.traffic.values()) / chip.link_rate
+    return Roofline(
+        model_flops=3 * forward, run_flops=run, compute=compute, memory=memory, links=links
+    )

@@ -1,0 +1,97 @@
+"""Devices that need not exist: TPU topologies that XLA compiles for, and simulated CPU devices."""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """What one device can do, by its vendor's data sheet.
+
+    Attributes:
+      memory: bytes.
+      flops: per second, operands in bf16 or f16; None where a data sheet says nothing of use.
+      memory_rate: bytes per second to and from memory.
+      link_rate: bytes per second that a chip sends to its neighbours over all of its links.
+    """
+
+    memory: float
+    flops: float | None = None
+    memory_rate: float | None = None
+    link_rate: float | None = None
+
+
+# From https://cloud.google.com/tpu/docs, the pages v5e, v5p and v6e in November 2026; memory is
+# what XLA lets a program have of the 16, 95 and 32 GB.
+CHIPS: Mapping[str, Chip] = {
+    "v5e": Chip(memory=15.75 * GIB, flops=197e12, memory_rate=0.819e12, link_rate=200e9),
+    "v5p": Chip(memory=95.74 * GIB, flops=459e12, memory_rate=2.765e12, link_rate=600e9),
+    "v6e": Chip(memory=31.25 * GIB, flops=918e12, memory_rate=1.638e12, link_rate=400e9),
+}
+
+_FORM = "expected v5p:4x4x4, v5e:16x16, v6e:4x4 or cpu:8, or other sizes of these"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Devices to compile for.
+
+    Attributes:
+      name: as it was asked for, such as "v5p:4x4x4".
+      chip: what each of them is.
+      devices: `jax.Device`s; those of a TPU cannot run anything here.
+    """
+
+    name: str
+    chip: Chip
+    devices: Sequence[Any]
+
+
+def open_topology(name: str) -> Topology:
+    """Devices by name. Must be called before anything else uses jax: it takes the CPU as the only
+    platform of this process.
+
+    Raises:
+      ValueError: for a name that is no topology.
+      ModuleNotFoundError: if TPU programs cannot be compiled here; says how to install it.
+      RuntimeError: if libtpu refuses the topology, or jax was started with fewer devices.
+    """
+    kind, _, shape = name.partition(":")
+    if kind not in (*CHIPS, "cpu") or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", shape):
+        raise ValueError(f"topology {name!r}: {_FORM}")
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")
+    if kind == "cpu":
+        return _simulated(name, count=math.prod(map(int, shape.split("x"))))
+    if importlib.util.find_spec("libtpu") is None:
+        raise ModuleNotFoundError(
+            f"topology {name!r} needs libtpu, XLA's compiler for TPUs, which works without a TPU: "
+            "pip install 'jax[tpu]', or 'jaxrl[tpu]'; cpu:8 needs nothing"
+        )
+    # Without these libtpu asks the cloud's metadata server who it is, and warns of no answer.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{kind}-8")
+    from jax.experimental import topologies
+
+    described = topologies.get_topology_desc(platform="tpu", topology_name=name)
+    return Topology(name=name, chip=CHIPS[kind], devices=described.devices)
+
+
+def _simulated(name: str, *, count: int) -> Topology:
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", count)
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise RuntimeError(f"topology {name!r}: jax was started with {len(devices)} CPU devices")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Topology(name=name, chip=Chip(memory=memory / count), devices=devices[:count])

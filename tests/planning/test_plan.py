@@ -1,0 +1,151 @@
+"""The real step compiled for 8 simulated devices; figures against what is known of the model."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import pytest
+
+from jaxrl import cli, config_file
+from jaxrl.config import Config
+from jaxrl.models import families, spec
+from jaxrl.planning import report
+from jaxrl.planning.program import _needed, compile_step
+from jaxrl.planning.roofline import forward_flops, parameter_count
+from jaxrl.planning.topology import CHIPS, Topology, open_topology
+from tests import tiny
+
+
+def make_config(directory, **changes) -> Config:
+    """A run of a tiny model of which there is only config.json."""
+    content = families.to_hf_config(tiny.CONFIG, dtype="float32")
+    (directory / "config.json").write_text(json.dumps(content))
+    keys = {
+        "model.path": str(directory),
+        "data.path": "d",
+        "data.max_prompt_tokens": "16",
+        "reward.path": "exact_match",
+        "sampling.max_tokens": "16",
+        "train.train_batch": "8",
+        "train.group_size": "4",
+        "train.microbatch_tokens": "64",
+        "mesh.fsdp": "4",
+        "mesh.tensor": "2",
+    }
+    keys |= {name.replace("__", "."): value for name, value in changes.items()}
+    return config_file.load(Config, overrides=list(keys.items()))
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    config = make_config(tmp_path_factory.mktemp("model"))
+    topology = open_topology("cpu:8")
+    return config, topology, compile_step(config, topology)
+
+
+def test_the_step_of_the_run_is_compiled_without_weights(planned):
+    _, _, program = planned
+    assert (program.rows, program.microbatches, program.row_length) == (8, 4, 32)
+    count = parameter_count(program.model.specs)
+    assert count == sum(x.size for x in jax.tree.leaves(jax.eval_shape(tiny.params)))
+    # Matrices are cut over all 8 devices, norms are whole; Adam keeps two moments.
+    norms = sum(
+        math.prod(one.shape)
+        for one in spec.flatten(program.model.specs).values()
+        if "norm" in one.axes
+    )
+    held = 4 * ((count - norms) / 8 + norms)
+    memory = program.memory
+    assert memory.params == held
+    assert memory.optimizer == pytest.approx(2 * held, abs=64)
+    assert memory.gradients == held
+    assert memory.copies == held / 2
+    parts = [getattr(memory, name) for name in ("params", "optimizer", "gradients", "copies")]
+    assert memory.peak == pytest.approx(sum(parts) + memory.activations + memory.rest)
+    assert program.traffic["all-reduce"].count >= program.microbatches * 2
+
+
+def test_the_report_ends_with_the_verdict(planned):
+    config, topology, program = planned
+    text = report.report(config, topology, program, link_rate=1e9)
+    assert text.splitlines()[-1].endswith("per chip: fits")
+    for part in ("parameters", "all-reduce", "model FLOPs", "Publishing", "mesh fsdp 4, tensor 2"):
+        assert part in text
+    small = Topology(name="x", chip=CHIPS["v5e"], devices=topology.devices)
+    assert "tokens/s" in report.report(config, small, program, link_rate=1e9)
+
+
+def test_what_does_not_fit_gets_advice(planned):
+    config, _, program = planned
+    chip = dataclasses.replace(CHIPS["v5e"], memory=1000.0)
+    tight = Topology(name="x", chip=chip, devices=[])
+    text = report.report(config, tight, program, link_rate=1e9)
+    assert text.splitlines()[-1].endswith("per chip: does not fit")
+    assert "train.remat = 'layer' instead of 'matmuls'" in text
+    assert "train.microbatch_tokens = 32 instead of 64" in text
+    refused = dataclasses.replace(program, memory=None, over=3.5 * 2**30)
+    text = report.report(config, tight, refused, link_rate=1e9)
+    assert text.splitlines()[-1] == "peak 3.5 GiB of 9.3e-07 GiB per chip: does not fit"
+
+
+def test_the_compilers_complaint_is_read():
+    first = "RESOURCE_EXHAUSTED: ... HLO temporaries (298.12G) exceeds available HBM (95.74G)."
+    second = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 2.5T of 15.75G hbm."
+    assert _needed(first) == 298.12 * 2**30
+    assert _needed(second) == 2.5 * 2**40
+    assert _needed("INTERNAL: (298.12G) exceeds available HBM (95.74G)") is None
+
+
+def test_work_by_hand(planned):
+    _, _, program = planned
+    # Layer: q 32x32, k and v 16x32, o 32x32, three of 48x32; two layers; tied head 64x32.
+    weights = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32) + 64 * 32
+    attention = 2 * 2 * 4 * 8 * 10 * 10  # layers, heads, head_dim; half of two products of 10 x 10
+    found = forward_flops(tiny.CONFIG, program.model.specs, rows=3, length=10)
+    assert found == 3 * (2 * 10 * weights + attention)
+
+
+def test_the_program_does_not_grow_with_the_layers(planned, tmp_path, monkeypatch):
+    lengths = []
+
+    class StopError(Exception):
+        pass
+
+    for layers in (2, 48):
+        content = families.to_hf_config(tiny.CONFIG, dtype="float32") | {
+            "num_hidden_layers": layers,
+            "layer_types": None,
+        }
+        config = make_config(tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps(content))
+
+        def keep(self):
+            lengths.append(len(self.as_text().splitlines()))
+            raise StopError
+
+        monkeypatch.setattr(jax.stages.Lowered, "compile", keep)
+        with pytest.raises(StopError):
+            compile_step(config, planned[1])
+    assert lengths[0] == lengths[1]
+
+
+@pytest.mark.parametrize("name", ["v5p", "v5p:", "v9:2x2", "cpu:0", "v5e:4x4x4x4"])
+def test_a_name_that_is_no_topology_is_an_error(name):
+    with pytest.raises(ValueError, match="expected v5p:4x4x4"):
+        open_topology(name)
+
+
+def test_a_missing_compiler_is_an_error_that_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jax\[tpu\]'"):
+        open_topology("v5e:2x2")
+
+
+def test_the_command(tmp_path, capsys):
+    make_config(tmp_path)
+    keys = ["--model.path", str(tmp_path), "--data.path", "d", "--reward.path", "exact_match"]
+    assert cli.main(["plan", *keys, "--estimate"]) == 0
+    assert "GRPO 1 trained, 1 frozen" in capsys.readouterr().out
+    assert cli.main(["plan", *keys, "--topology", "cpu:8"]) == 1
+    assert "needs 1 devices and there are 8" in capsys.readouterr().err
