@@ -54,6 +54,7 @@ class TokenBatch:
     action_mask: jax.Array  # bool[B, T], tokens that the policy chose
     sampler_logprobs: jax.Array  # f32[B, T], NaN where the sampler reported none
     advantages: jax.Array  # f32[B, T]
+    rewards: jax.Array | None = None  # f32[B, T], of the answer; 0 where it is not known
 
 
 def segment_sum(values: jax.Array, segments: jax.Array) -> jax.Array:
@@ -150,7 +151,7 @@ def pack(
     shape = (len(rows), row_length)
     tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
     action_mask = np.zeros(shape, bool)
-    logprobs, token_advantages = (np.zeros(shape, np.float32) for _ in range(2))
+    logprobs, token_advantages, rewards = (np.zeros(shape, np.float32) for _ in range(3))
     for r, members in enumerate(rows):
         start = 0
         for segment, i in enumerate(members, start=1):
@@ -164,6 +165,7 @@ def pack(
             # 0 where the policy did not choose: 0 x NaN must not reach a gradient.
             logprobs[r, answer] = np.where(rollout.action_mask, rollout.logprobs, 0)
             token_advantages[r, answer] = np.where(rollout.action_mask, advantages[i], 0)
+            rewards[r, answer] = np.where(rollout.action_mask, np.nan_to_num(rollout.reward), 0)
             start += rollout.length
     return TokenBatch(
         tokens=tokens,  # pyright: ignore[reportArgumentType] — numpy until it is put on devices
@@ -172,6 +174,7 @@ def pack(
         action_mask=action_mask,  # pyright: ignore[reportArgumentType]
         sampler_logprobs=logprobs,  # pyright: ignore[reportArgumentType]
         advantages=token_advantages,  # pyright: ignore[reportArgumentType]
+        rewards=rewards,  # pyright: ignore[reportArgumentType]
     )
 
 

@@ -121,7 +121,8 @@ class RewardConfig(Section):
 
 
 class LossConfig(Section):
-    """The loss; further keys of this table are keyword arguments of the recipe."""
+    """The loss; further keys of this table are keyword arguments of the recipe, or of
+    jaxrl.losses.with_terms (kl, entropy, correction, ...): see `jaxrl losses`."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, float | int | bool | str] = Field(init=False)
@@ -130,7 +131,7 @@ class LossConfig(Section):
     """Recipe: a name in jaxrl.losses.recipes, `file.py:function` or `package.module:function`."""
 
     advantage: str | None = None
-    """Advantage estimator: a name in jaxrl.advantages, `file.py:function` or
+    """Advantage estimator: a name in jaxrl.advantages.estimators, `file.py:function` or
     `package.module:function`; the recipe's own when absent."""
 
     @property

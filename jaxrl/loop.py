@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl import data, precision
-from jaxrl.advantages import zero_std_groups
+from jaxrl.advantages import Advantages, Outcomes, estimate, zero_std_groups
 from jaxrl.batch import Rollout, assign_rows, pack
 from jaxrl.config import Config
 from jaxrl.data import Example
@@ -157,9 +157,7 @@ def learn(
 ) -> tuple[LearnerState, Numbers]:
     """One optimizer step on each mini-batch; the metrics are means over all of them."""
     learning_rate = run.learning_rate(int(state.step))
-    advantages = run.recipe.advantages(
-        np.array([r.reward for r in rollouts]), np.array([r.group for r in rollouts])
-    )
+    advantages = estimate(run.recipe.advantages, outcomes(rollouts))
     updates = run.config.train.updates_per_rollout
     size = len(rollouts) // updates
     minibatches = [
@@ -172,6 +170,15 @@ def learn(
         state, metrics = run.learner.step(state, minibatch)
         collected = merge(collected, metrics)
     return state, probed | to_floats(collected) | {"learning_rate": float(learning_rate)}
+
+
+def outcomes(rollouts: Sequence[Rollout]) -> Outcomes:
+    """What advantages are made of."""
+    return Outcomes(
+        rewards=np.array([r.reward for r in rollouts]),
+        groups=np.array([r.group for r in rollouts]),
+        action_masks=[r.action_mask for r in rollouts],
+    )
 
 
 def probe(run: Run, state: LearnerState, minibatch: Minibatch, *, step: int) -> Numbers:
@@ -193,7 +200,7 @@ def probe(run: Run, state: LearnerState, minibatch: Minibatch, *, step: int) -> 
     return {f"probe/{name}": value for name, value in found.items()}
 
 
-def _pack(run: Run, rollouts: Sequence[Rollout], advantages: np.ndarray) -> Minibatch:
+def _pack(run: Run, rollouts: Sequence[Rollout], advantages: Advantages) -> Minibatch:
     c = run.config
     if c.train.packing:
         rows = assign_rows([r.length for r in rollouts], row_length=c.row_length)
@@ -248,7 +255,7 @@ def log(run: Run, rollouts: Sequence[Rollout], *, step: int, numbers: Numbers) -
         "tokens_per_second/sample": float(lengths.sum()) / numbers["time/sample"],
         "tokens_per_second/learn": tokens / numbers["time/learn"],
         # Without a reference model: the divergence from the policy that was sampled.
-        "kl": numbers.get("kl", numbers.get("ratio/kl", float("nan"))),
+        "kl": numbers.get("kl", numbers.get("mismatch/k3_kl", float("nan"))),
     }
     run.tracker.log(step, numbers | own)
 

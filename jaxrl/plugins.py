@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,8 +44,20 @@ def load_function(reference: str, *, builtin: ModuleType, key: str) -> Callable[
     return function
 
 
-def check_parameters(function: Callable[..., Any], parameters: Mapping[str, Any], *, key: str):
+def check_parameters(
+    function: Callable[..., Any],
+    parameters: Mapping[str, Any],
+    *,
+    key: str,
+    also: Sequence[str] = (),
+) -> None:
     """Checks keyword arguments of a config table against the function's signature.
+
+    Args:
+      function: takes the arguments.
+      parameters: the keys of the table.
+      key: the table, for messages.
+      also: further keys that the table may have.
 
     Raises:
       ValueError: for a parameter that the function does not take, or one without a default that is
@@ -54,16 +66,40 @@ def check_parameters(function: Callable[..., Any], parameters: Mapping[str, Any]
     declared = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in declared.values()):
         return
+    known = [*declared, *also]
     for name in parameters:
-        if name not in declared:
-            near = difflib.get_close_matches(name, declared, n=1)
-            hint = (
-                f"did you mean {near[0]}?" if near else f"it takes {', '.join(declared) or 'none'}"
-            )
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'none'}"
             raise ValueError(f"{key}.{name}: {function.__name__} has no such parameter; {hint}")
     required = [n for n, p in declared.items() if p.default is p.empty and n not in parameters]
     if required:
         raise ValueError(f"{key}.{required[0]} is missing: {function.__name__} needs it")
+
+
+def divide_parameters(
+    function: Callable[..., Any],
+    other: Callable[..., Any],
+    parameters: Mapping[str, Any],
+    *,
+    key: str,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keyword arguments of a config table that `function` takes, and the rest of them, which
+    must be keyword-only parameters of `other`.
+
+    Raises:
+      ValueError: as `check_parameters`, where neither takes a parameter.
+    """
+    declared = inspect.signature(function).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in declared.values())
+    theirs = [
+        name
+        for name, p in inspect.signature(other).parameters.items()
+        if p.kind is inspect.Parameter.KEYWORD_ONLY and name not in declared and not takes_all
+    ]
+    check_parameters(function, parameters, key=key, also=theirs)
+    own = {name: value for name, value in parameters.items() if name not in theirs}
+    return own, {name: value for name, value in parameters.items() if name in theirs}
 
 
 def _load_file(path: Path, *, reference: str, key: str) -> ModuleType:
@@ -94,9 +130,12 @@ def _import(name: str, *, reference: str, key: str) -> ModuleType:
 
 
 def _public_functions(module: ModuleType) -> list[str]:
-    """Functions that the module itself defines."""
+    """Functions in the module's `__all__`; without one, those that it defines itself."""
+    listed = getattr(module, "__all__", None)
     return [
         name
         for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_"
+        if inspect.isfunction(value)
+        and (name in listed if listed is not None else value.__module__ == module.__name__)
+        and name[0] != "_"
     ]

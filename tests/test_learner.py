@@ -21,6 +21,7 @@ from jaxrl.losses import (
     shadowed,
     token_mean,
     token_sum,
+    with_terms,
 )
 from jaxrl.metrics import to_floats
 from jaxrl.precision import PRESETS, LossScaleSpec, Precision, dynamic_loss_scale
@@ -74,7 +75,7 @@ def assert_close(a, b, *, rtol):
         np.testing.assert_allclose(x, y, atol=rtol * scale, rtol=0, err_msg=str(path))
 
 
-@pytest.mark.parametrize("recipe", [GRPO, grpo(aggregation=token_sum, entropy=0.1)])
+@pytest.mark.parametrize("recipe", [GRPO, with_terms(GRPO, aggregation=token_sum, entropy=0.1)])
 def test_packing_microbatching_and_padding_change_no_gradient(recipe):
     whole = gradient(learner(rows=8, recipe=recipe), minibatch(rows_per_microbatch=8, packed=False))
     assert max(np.abs(x).max() for x in jax.tree.leaves(whole)) > 1e-3

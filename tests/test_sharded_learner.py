@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.batch import pack
 from jaxrl.learner import Minibatch, interleave, make_learner
-from jaxrl.losses import grpo
+from jaxrl.losses import grpo, with_terms
 from jaxrl.metrics import to_floats
 from jaxrl.models.decoder import decoder
 from jaxrl.optimizers import make_optimizer, make_schedule
@@ -40,7 +40,7 @@ def run(layout: Layout):
     schedule = make_schedule("constant", learning_rate=1e-2, warmup_steps=0, total_steps=2)
     learner = make_learner(
         model,
-        grpo(entropy=0.01).objective,
+        with_terms(grpo(), entropy=0.01).objective,
         optimizer=make_optimizer(
             "adamw",
             schedule,

@@ -1,19 +1,32 @@
 """What an answer was worth beyond expectation, from its rewards (host, numpy)."""
 
+from jaxrl.advantages.baselines import gdpo, opo, reinforce_pp, reinforce_pp_baseline, remax
 from jaxrl.advantages.gae import gae
 from jaxrl.advantages.groups import (
-    AdvantageEstimator,
     centred,
     group_relative,
     leave_one_out,
+    max_rl,
+    pass_at_k,
     zero_std_groups,
 )
+from jaxrl.advantages.outcomes import AdvantageEstimator, Advantages, Outcomes, estimate
 
 __all__ = [
     "AdvantageEstimator",
+    "Advantages",
+    "Outcomes",
     "centred",
+    "estimate",
     "gae",
+    "gdpo",
     "group_relative",
     "leave_one_out",
+    "max_rl",
+    "opo",
+    "pass_at_k",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
     "zero_std_groups",
 ]

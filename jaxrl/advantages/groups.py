@@ -4,15 +4,7 @@ All take the reward of each rollout, f[N], and the index of its group, i[N], and
 reward that is NaN could not be computed: it is left out of every statistic and its advantage is 0.
 """
 
-from typing import Protocol
-
 import numpy as np
-
-
-class AdvantageEstimator(Protocol):
-    """(rewards f[N], groups i[N]) -> advantages f32[N]."""
-
-    def __call__(self, rewards: np.ndarray, groups: np.ndarray, /) -> np.ndarray: ...
 
 
 def group_relative(rewards: np.ndarray, groups: np.ndarray, *, eps: float = 1e-6) -> np.ndarray:
@@ -49,6 +41,43 @@ def leave_one_out(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     factor = n / np.maximum(n - 1, 1)
     value = factor * (rewards - _group_mean(rewards, index, count))
     return _finished(np.where(n > 1, value, rewards))
+
+
+def pass_at_k(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """The best answer of a group gets its reward - that of the second best, the others 0, as do all
+    where two share the first place; alone in its group: the reward.
+
+    The gradient of the expected best of k answers, arXiv:2503.19595. Raises as `group_relative`.
+    """
+    rewards, index, _ = _grouped(rewards, groups)
+    order = np.lexsort((rewards, index))  # by group, then by reward; NaN comes last
+    order = order[~np.isnan(rewards[order])]
+    advantages = np.zeros(len(rewards))
+    ends = np.flatnonzero(np.diff(index[order], append=-1))
+    for start, end in zip(np.append(0, ends[:-1] + 1), ends, strict=False):
+        best = order[end]
+        second = rewards[order[end - 1]] if end > start else 0.0
+        advantages[best] = rewards[best] - second
+    return _finished(advantages)
+
+
+def max_rl(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """(reward - mean) / mean of the group, 0 where nothing was earned: hard prompts weigh more.
+
+    Maximum likelihood RL, arXiv:2602.02710. Raises as `group_relative`.
+
+    Raises:
+      ValueError: for a negative reward, too.
+    """
+    rewards, index, count = _grouped(rewards, groups)
+    negative = np.flatnonzero(rewards < 0)
+    if negative.size:
+        raise ValueError(
+            f"max_rl divides by the mean reward and rollout {negative[0]} earned "
+            f"{rewards[negative[0]]}; it needs rewards >= 0, so no penalty may be added to them"
+        )
+    mean = _group_mean(rewards, index, count)
+    return _finished(np.where(mean > 0, rewards / np.where(mean > 0, mean, 1.0) - 1, 0.0))
 
 
 def zero_std_groups(rewards: np.ndarray, groups: np.ndarray) -> int:

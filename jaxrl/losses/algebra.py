@@ -5,10 +5,11 @@ and says which scores it needs, so that the learner computes these and no others
 it with the one aggregation of the run.
 """
 
+import dataclasses
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ class Need(enum.StrEnum):
     ANCHOR = "anchor"  # log-probs of the learner at the start of the update
     SHADOW = "shadow"  # log-probs of the same weights in the sampler's dtypes
     REFERENCE = "reference"  # log-probs of the frozen reference model
+    ENTROPY_COEFFICIENT = "entropy_coefficient"  # of an adaptive entropy bonus, set by the loop
 
 
 @struct.dataclass(kw_only=True)
@@ -39,6 +41,7 @@ class Scores:
     anchor: jax.Array | None = None  # f32[B, T]
     shadow: jax.Array | None = None  # f32[B, T]
     reference: jax.Array | None = None  # f32[B, T]
+    entropy_coefficient: jax.Array | None = None  # f32[]
 
 
 def require(scores: Scores, need: Need) -> jax.Array:
@@ -109,13 +112,7 @@ def add(*losses: TokenLoss) -> TokenLoss:
         total, metrics = jnp.zeros_like(scores.logprobs), {}
         for loss in losses:
             value, more = loss.apply(scores, batch)
-            twice = sorted(metrics.keys() & more.keys())
-            if twice:
-                raise ValueError(
-                    f"two terms of a sum report the metric {twice[0]!r}; "
-                    "prefix(term, 'name/') tells them apart"
-                )
-            total, metrics = total + value, metrics | more
+            total, metrics = total + value, _merged(metrics, more)
         return total, metrics
 
     return TokenLoss(
@@ -135,16 +132,6 @@ def scale(loss: TokenLoss, factor: float) -> TokenLoss:
     return TokenLoss(loss.needs, apply, loss.weighted)
 
 
-def prefix(loss: TokenLoss, text: str) -> TokenLoss:
-    """The same loss with `text` in front of the names of its metrics."""
-
-    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        value, metrics = loss.apply(scores, batch)
-        return value, {text + name: metric for name, metric in metrics.items()}
-
-    return TokenLoss(loss.needs, apply, loss.weighted)
-
-
 @dataclass(frozen=True)
 class Weights:
     """Factors for a policy term, such as the corrections of `losses.corrections`.
@@ -160,6 +147,19 @@ class Weights:
     weighted: frozenset[Shift] = frozenset()
 
 
+Term = TypeVar("Term", TokenLoss, Weights)
+
+
+def prefix(term: Term, text: str) -> Term:
+    """The same loss, or the same weights, with `text` in front of the names of its metrics."""
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        value, metrics = term.apply(scores, batch)
+        return value, {text + name: metric for name, metric in metrics.items()}
+
+    return dataclasses.replace(term, apply=apply)
+
+
 def reweight(loss: TokenLoss, weights: Weights) -> TokenLoss:
     """The loss times `weights`, token by token. A KL term is added afterwards, never reweighted.
 
@@ -169,26 +169,50 @@ def reweight(loss: TokenLoss, weights: Weights) -> TokenLoss:
       ValueError: if both account for the same change of policy, which would count it twice; also,
         when the loss is applied, if both report a metric of one name.
     """
-    twice = sorted(loss.weighted & weights.weighted)
-    if twice:
-        raise ValueError(
-            f"the loss already carries an importance ratio for the {' and the '.join(twice)}, and "
-            "the weights would count it again (update: anchor to learner; mismatch: sampler to "
-            "anchor). Correct with anchor_over_sampler a loss whose ratio is over_anchor, or with "
-            "over_sampler one whose ratio is on_policy"
-        )
+    _refuse_double_counting(loss.weighted, weights.weighted)
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         value, metrics = loss.apply(scores, batch)
         factors, more = weights.apply(scores, batch)
-        clash = sorted(metrics.keys() & more.keys())
-        if clash:
-            raise ValueError(f"the loss and its weights report the metric {clash[0]!r}")
         factors = jax.lax.stop_gradient(factors)
         # Select first: a removed token must not bring its infinity or its NaN along.
-        return jnp.where(factors != 0, value, 0) * factors, metrics | more
+        return jnp.where(factors != 0, value, 0) * factors, _merged(metrics, more)
 
     return TokenLoss(loss.needs | weights.needs, apply, loss.weighted | weights.weighted)
+
+
+def both(first: Weights, second: Weights) -> Weights:
+    """The product of two factors, such as a correction and a rejection.
+
+    Raises:
+      ValueError: as `reweight`.
+    """
+    _refuse_double_counting(first.weighted, second.weighted)
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        factors, metrics = first.apply(scores, batch)
+        others, more = second.apply(scores, batch)
+        return factors * others, _merged(metrics, more)
+
+    return Weights(first.needs | second.needs, apply, first.weighted | second.weighted)
+
+
+def _refuse_double_counting(first: frozenset[Shift], second: frozenset[Shift]) -> None:
+    if twice := sorted(first & second):
+        raise ValueError(
+            f"an importance ratio accounts for the {' and the '.join(twice)} already, and the "
+            "weights would count it again (update: anchor to learner; mismatch: sampler to "
+            "anchor). Correct with anchor_over_sampler a loss whose ratio is over_anchor, or with "
+            "over_sampler one whose ratio is on_policy"
+        )
+
+
+def _merged(metrics: Metrics, more: Metrics) -> Metrics:
+    if twice := sorted(metrics.keys() & more.keys()):
+        raise ValueError(
+            f"two terms report the metric {twice[0]!r}; prefix(term, 'name/') tells them apart"
+        )
+    return metrics | more
 
 
 class Aggregation(NamedTuple):
@@ -202,19 +226,28 @@ class Aggregation(NamedTuple):
     denominator: Callable[[TokenBatch], jax.Array]  # f32[]
 
 
-class Objective(NamedTuple):
-    """What a learner minimises.
+@dataclass(frozen=True)
+class Objective:
+    """What a learner minimises: a loss and its one reduction; made by `objective`."""
 
-    Attributes:
-      needs: as in `TokenLoss`.
-      total: (scores, batch) -> (f32[] weighted sum over this microbatch, metrics).
-      denominator: batch -> f32[], of the whole batch; 0 for a batch without action tokens, whose
-        total is 0 too.
-    """
+    loss: TokenLoss
+    aggregation: Aggregation
 
-    needs: frozenset[Need]
-    total: Callable[[Scores, TokenBatch], tuple[jax.Array, Metrics]]
-    denominator: Callable[[TokenBatch], jax.Array]
+    @property
+    def needs(self) -> frozenset[Need]:
+        """As in `TokenLoss`."""
+        return self.loss.needs
+
+    def total(self, scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        """(f32[], the weighted sum over this microbatch; metrics)."""
+        value, metrics = self.loss.apply(scores, batch)
+        weights = self.aggregation.weights(batch)
+        # Select before multiplying: 0 * inf at a token outside the mask would poison the sum.
+        return jnp.sum(jnp.where(weights != 0, value, 0) * weights), metrics
+
+    def denominator(self, batch: TokenBatch) -> jax.Array:
+        """f32[], of the whole batch; 0 for one without action tokens, whose total is 0 too."""
+        return self.aggregation.denominator(batch)
 
 
 def objective(loss: TokenLoss, aggregation: Aggregation) -> Objective:
@@ -228,11 +261,4 @@ def objective(loss: TokenLoss, aggregation: Aggregation) -> Objective:
             f"objective() takes a TokenLoss, got {type(loss).__name__}; aggregation happens once, "
             "on the sum of all terms"
         )
-
-    def total(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        value, metrics = loss.apply(scores, batch)
-        weights = aggregation.weights(batch)
-        # Select before multiplying: 0 * inf at a token outside the mask would poison the sum.
-        return jnp.sum(jnp.where(weights != 0, value, 0) * weights), metrics
-
-    return Objective(loss.needs, total, aggregation.denominator)
+    return Objective(loss, aggregation)

@@ -52,6 +52,37 @@ def masked(ratio: Ratio, *, low: float = 0.0, high: float) -> Weights:
     return Weights(ratio.needs, apply, ratio.weighted)
 
 
+def gamma_shaped(
+    ratio: Ratio,
+    *,
+    positive: tuple[float, float] = (2.0, 3.0),
+    negative: tuple[float, float] = (3.0, 2.0),
+) -> Weights:
+    """VESPO's weights (arXiv:2602.10693): e^lam w^k e^(-lam w), which is 1 at w = 1 and falls to 0
+    on both sides; (k, lam) is `positive` where A >= 0 and `negative` elsewhere.
+
+    Reports "correction/mean" and "correction/missing" as `truncated` does.
+
+    Raises:
+      ValueError: for a k or a lam that is not positive.
+    """
+    if min(*positive, *negative) <= 0:
+        raise ValueError(
+            f"gamma_shaped: k and lam must be > 0, got positive={positive}, negative={negative}"
+        )
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        w = ratio.value(scores, batch)
+        k, lam = (
+            jnp.where(batch.advantages >= 0, p, n) for p, n in zip(positive, negative, strict=True)
+        )
+        weights = jnp.exp(k * jnp.log(w) + lam * (1 - w))
+        metrics = {"correction/mean": masked_mean(weights, batch.action_mask)}
+        return weights, metrics | missing(ratio, batch, name="correction/missing")
+
+    return Weights(ratio.needs, apply, ratio.weighted)
+
+
 def _check_bounds(low: float, high: float) -> None:
     if not 0 <= low < 1 < high:
         raise ValueError(f"a correction needs 0 <= low < 1 < high, got low={low}, high={high}")

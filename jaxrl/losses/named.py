@@ -1,26 +1,43 @@
 """Losses named in a config: a recipe of ours or a function of the user's, with its parameters."""
 
+import functools
 import inspect
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl import advantages, plugins
-from jaxrl.advantages import groups
-from jaxrl.losses import aggregation, ratios, recipes, regularizers
-from jaxrl.losses.algebra import Aggregation, Objective, TokenLoss, objective
-from jaxrl.losses.ratios import Ratio
-from jaxrl.losses.recipes import Recipe
+from jaxrl.advantages import estimators
+from jaxrl.losses import aggregation, presets, ratios, recipes, regularizers
+from jaxrl.losses.algebra import Aggregation, Objective, TokenLoss, Weights, both, objective
+from jaxrl.losses.ratios import Level, Ratio
+from jaxrl.losses.recipe import Recipe, with_terms
 from jaxrl.losses.regularizers import KLEstimator
 
 # A parameter annotated with one of these types takes one of these names in a config.
-_PARTS: Mapping[Any, Mapping[str, Any]] = {
+PARTS: Mapping[Any, Mapping[str, Any]] = {
     Ratio: {
         "on_policy": ratios.on_policy,
         "over_anchor": ratios.over_anchor,
         "over_sampler": ratios.over_sampler,
         "shadowed": ratios.shadowed,
+    },
+    Level: {
+        "token": ratios.token,
+        "sequence": ratios.sequence,
+        "geometric": ratios.geometric,
+        "product": ratios.product,
+    },
+    Weights: {
+        "token_tis": presets.token_tis,
+        "sequence_tis": presets.sequence_tis,
+        "sequence_mis": presets.sequence_mis,
+        "sequence_mis_3": presets.sequence_mis_3,
+        "icepop": presets.icepop,
+        "geometric_mask": presets.geometric_mask,
+        "k3_mask": presets.k3_mask,
+        "veto": presets.veto,
     },
     Aggregation: {
         "token_mean": aggregation.token_mean,
@@ -45,40 +62,52 @@ def build(name: str, parameters: Mapping[str, Any], *, advantage: str | None = N
       name: a function of `losses.recipes`, `path/to/file.py:function` or `package.module:function`.
         The function takes keyword parameters and returns a Recipe, or an Objective (whose
         advantages are then `group_relative`), or a TokenLoss (also reduced by `token_mean`).
-      parameters: its keyword arguments. Ratios, aggregations and KL estimators are given by name.
-      advantage: a function of `jaxrl.advantages`, or one of the user's named as above, that
-        replaces the recipe's own.
+      parameters: its keyword arguments, and those of `recipe.with_terms` that it does not take
+        itself. Ratios, levels, corrections, aggregations and KL estimators are given by name.
+      advantage: a function of `jaxrl.advantages.estimators`, or one of the user's named as above,
+        that replaces the recipe's own.
 
     Raises:
       ValueError: for an unknown name (the nearest one is shown), an unknown, missing or mistyped
-        parameter (those that exist are listed), or a function that returns something else.
+        parameter (those that exist are listed), a function that returns something else, or parts
+        that do not go together.
     """
     function = plugins.load_function(name, builtin=recipes, key="loss.name")
-    plugins.check_parameters(function, parameters, key="loss")
-    declared = inspect.signature(function, eval_str=True).parameters
-    arguments = {
-        key: _argument(value, declared[key].annotation if key in declared else Any, key=key)
-        for key, value in parameters.items()
-    }
-    recipe = _as_recipe(function(**arguments), name=name)
+    own, more = plugins.divide_parameters(function, with_terms, parameters, key="loss")
+    recipe = _as_recipe(function(**_arguments(function, own)), name=name)
+    recipe = with_terms(recipe, **_arguments(with_terms, more))
     if advantage is None:
         return recipe
-    estimator = plugins.load_function(advantage, builtin=groups, key="loss.advantage")
+    estimator = plugins.load_function(advantage, builtin=estimators, key="loss.advantage")
     return recipe._replace(advantages=estimator)
 
 
+def _arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    declared = inspect.signature(function, eval_str=True).parameters
+    return {
+        key: _argument(value, declared[key].annotation if key in declared else Any, key=key)
+        for key, value in values.items()
+    }
+
+
 def _argument(value: Any, annotation: Any, *, key: str) -> Any:
-    if annotation in _PARTS:
-        parts = _PARTS[annotation]
-        if value not in parts:
-            raise ValueError(f"loss.{key} = {value!r}: use one of {', '.join(parts)}")
-        return parts[value]
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     kinds = typing.get_args(annotation) if union else (annotation,)
+    if kinds[0] in PARTS:
+        return _part(value, kinds[0], key=key)
     if not any(_fits(value, kind) for kind in kinds):
         expected = " or ".join(kind.__name__ for kind in kinds if kind is not types.NoneType)
         raise ValueError(f"loss.{key} = {value!r}: expected {expected}")
     return value
+
+
+def _part(value: Any, kind: Any, *, key: str) -> Any:
+    parts = PARTS[kind]
+    names = [name.strip() for name in str(value).split(" + ")] if kind is Weights else [value]
+    for name in names:
+        if name not in parts:
+            raise ValueError(f"loss.{key} = {value!r}: use one of {', '.join(parts)}")
+    return functools.reduce(both, [parts[name] for name in names])
 
 
 def _fits(value: Any, kind: Any) -> bool:

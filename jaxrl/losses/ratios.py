@@ -35,11 +35,13 @@ class Ratio(NamedTuple):
       log: (scores, batch) -> f32[B, T], the log-ratio, not clamped.
       weighted: the shifts of policy that it accounts for.
       needs: the scores, beyond the learner's log-probs, that `log` reads.
+      whole: whether it is one number for the whole sequence, found at each of its tokens.
     """
 
     log: LogRatioFn
     weighted: frozenset[Shift]
     needs: frozenset[Need] = frozenset()
+    whole: bool = False
 
     def value(self, scores: Scores, batch: TokenBatch) -> jax.Array:
         """exp(log-ratio clamped to +-20): f32[B, T]; the gradient is 0 where it was clamped."""
@@ -100,44 +102,79 @@ shadowed = Ratio(_shadowed, _BOTH, frozenset({Need.SHADOW}))
 forward pass: clips only what really moved."""
 
 
+class Level(Protocol):
+    """The ratio of tokens -> the ratio at another level: `token`, `sequence`, `geometric`,
+    `product`."""
+
+    def __call__(self, ratio: Ratio, /) -> Ratio: ...
+
+
+def token(ratio: Ratio) -> Ratio:
+    """The ratio of each token, as it is."""
+    return ratio
+
+
 def product(ratio: Ratio) -> Ratio:
-    """The ratio of whole sequences, at each of their tokens: the product over action tokens."""
+    """The ratio of whole sequences, at each of their tokens: the product over action tokens; the
+    gradient goes through the product to every token.
+
+    Raises:
+      ValueError: as do the other levels, if the ratio is of whole sequences already.
+    """
+    per_token(ratio, reader="product")
 
     def log(scores: Scores, batch: TokenBatch) -> jax.Array:
         return _sequence_sum(ratio.log(scores, batch), batch)
 
-    return Ratio(log, ratio.weighted, ratio.needs)
+    return Ratio(log, ratio.weighted, ratio.needs, whole=True)
 
 
 def geometric(ratio: Ratio) -> Ratio:
     """The geometric mean of the ratio over the action tokens of a sequence, at each of them; the
-    gradient goes through the mean to every token."""
+    gradient goes through the mean to every token (the form of GSPO in TRL, OpenRLHF and NeMo)."""
+    per_token(ratio, reader="geometric")
 
     def log(scores: Scores, batch: TokenBatch) -> jax.Array:
-        return _sequence_mean(ratio.log(scores, batch), batch)
+        return sequence_mean(ratio.log(scores, batch), batch)
 
-    return Ratio(log, ratio.weighted, ratio.needs)
+    return Ratio(log, ratio.weighted, ratio.needs, whole=True)
 
 
 def sequence(ratio: Ratio) -> Ratio:
     """GSPO's ratio (arXiv:2507.18071): the value of `geometric`, its logarithm at most 10, and at
-    each token the gradient of that token's own log-prob."""
+    each token the gradient of that token's own log-prob (the form of veRL and SkyRL). Where a
+    sequence has one advantage and one weight, its gradient is that of `geometric`."""
+    per_token(ratio, reader="sequence")
 
     def log(scores: Scores, batch: TokenBatch) -> jax.Array:
-        mean = _sequence_mean(ratio.log(scores, batch), batch)
+        mean = sequence_mean(ratio.log(scores, batch), batch)
         mean = jax.lax.stop_gradient(jnp.minimum(mean, _SEQUENCE_LIMIT))
         return _on_policy(scores, batch) + mean
 
-    return Ratio(log, ratio.weighted, ratio.needs)
+    return Ratio(log, ratio.weighted, ratio.needs, whole=True)
+
+
+def per_token(ratio: Ratio, *, reader: str) -> None:
+    """Checks that `reader` is given the ratio of single tokens.
+
+    Raises:
+      ValueError: if the ratio is of whole sequences.
+    """
+    if ratio.whole:
+        raise ValueError(
+            f"{reader} reads the ratio of each token, and this one is of whole sequences already "
+            "(product, geometric or sequence); give it the ratio of tokens"
+        )
+
+
+def sequence_mean(values: jax.Array, batch: TokenBatch) -> jax.Array:
+    """Mean over the action tokens of each sequence, at each of its tokens: f32[B, T]."""
+    count = segment_sum(batch.action_mask.astype(values.dtype), batch.segments)
+    return _sequence_sum(values, batch) / jnp.maximum(count, 1)
 
 
 def _sequence_sum(values: jax.Array, batch: TokenBatch) -> jax.Array:
     return segment_sum(jnp.where(batch.action_mask, values, 0), batch.segments)
-
-
-def _sequence_mean(values: jax.Array, batch: TokenBatch) -> jax.Array:
-    count = segment_sum(batch.action_mask.astype(values.dtype), batch.segments)
-    return _sequence_sum(values, batch) / jnp.maximum(count, 1)
 
 
 def missing(ratio: Ratio, batch: TokenBatch, *, name: str) -> Metrics:

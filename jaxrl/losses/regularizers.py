@@ -6,6 +6,7 @@ that of the divergence, while the gradient of `k1` is zero in expectation. `k1_p
 take the value from one and the gradient from the other.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxrl.batch import TokenBatch
 from jaxrl.losses.algebra import Need, Scores, TokenLoss, require, token_loss
+from jaxrl.losses.ratios import Ratio
 from jaxrl.metrics import Metrics, masked_mean
 
 
@@ -52,14 +54,50 @@ def _value_and_gradient(value: jax.Array, gradient: jax.Array) -> jax.Array:
     return jax.lax.stop_gradient(value) + (gradient - jax.lax.stop_gradient(gradient))
 
 
-def kl_penalty(estimator: KLEstimator = k3) -> TokenLoss:
-    """Divergence of the learner from the reference, per token; "kl" reports its mean."""
+def kl_penalty(estimator: KLEstimator = k3, *, ratio: Ratio | None = None) -> TokenLoss:
+    """Divergence of the learner from the reference, per token; "kl" reports its mean.
+
+    With a `ratio` the estimate is multiplied by it, gradient included, which makes it unbiased for
+    tokens that another policy sampled (DeepSeek-V3.2, arXiv:2512.02556).
+    """
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         value = estimator(require(scores, Need.REFERENCE) - scores.logprobs)
+        if ratio is not None:
+            value = ratio.value(scores, batch) * value
         return value, {"kl": masked_mean(jax.lax.stop_gradient(value), batch.action_mask)}
 
-    return token_loss(apply, Need.REFERENCE)
+    needs = frozenset({Need.REFERENCE})
+    return TokenLoss(needs if ratio is None else needs | ratio.needs, apply)
+
+
+def drift_penalty(ratio: Ratio) -> TokenLoss:
+    """(log ratio)^2: holds the learner near the ratio's other policy (prime-rl); "drift" reports
+    its mean."""
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        value = jnp.clip(ratio.log(scores, batch), -20.0, 20.0) ** 2
+        return value, {"drift": masked_mean(jax.lax.stop_gradient(value), batch.action_mask)}
+
+    return TokenLoss(ratio.needs, apply)
+
+
+def positive_likelihood(threshold: float = 0.0) -> TokenLoss:
+    """-log pi on answers whose reward exceeds `threshold`, 0 on others: imitation of what was right
+    (VAPO, arXiv:2504.05118). "nll/positive" reports its mean over the tokens of these answers.
+
+    Raises:
+      ValueError: when the loss is applied, if the batch holds no rewards.
+    """
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        if batch.rewards is None:
+            raise ValueError("positive_likelihood reads batch.rewards; make the batch with pack()")
+        right = batch.action_mask & (batch.rewards > threshold)
+        value = jnp.where(right, -scores.logprobs, 0)
+        return value, {"nll/positive": masked_mean(jax.lax.stop_gradient(value), right)}
+
+    return token_loss(apply)
 
 
 def entropy_bonus() -> TokenLoss:
@@ -73,20 +111,33 @@ def entropy_bonus() -> TokenLoss:
     return token_loss(apply, Need.ENTROPY)
 
 
-def regularized(
-    policy: TokenLoss, *, kl: float, kl_estimator: KLEstimator = k3, entropy: float = 0.0
-) -> TokenLoss:
-    """The policy term + kl x divergence - entropy x entropy. A term whose coefficient is 0 is left
-    out, and so are the scores that it needs.
+def adaptive_entropy_bonus() -> TokenLoss:
+    """`entropy_bonus` times a coefficient that an `EntropyController` sets before each rollout."""
+    bonus = entropy_bonus()
 
-    Raises:
-      ValueError: for a negative KL coefficient.
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        value, metrics = bonus.apply(scores, batch)
+        return require(scores, Need.ENTROPY_COEFFICIENT) * value, metrics
+
+    return token_loss(apply, Need.ENTROPY, Need.ENTROPY_COEFFICIENT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropyController:
+    """Raises the coefficient of the entropy bonus while the policy's entropy is below a target, and
+    lowers it while it is above (Skywork-OR1, arXiv:2505.22312).
+
+    Attributes:
+      initial: the first coefficient.
+      target: entropy, nats per token.
+      step: how far the coefficient moves after each rollout; it stays in [0, 1].
     """
-    if kl < 0:
-        raise ValueError(f"kl={kl} would reward distance from the reference; it must be >= 0")
-    loss = policy
-    if kl:
-        loss = loss + kl * kl_penalty(kl_estimator)
-    if entropy:
-        loss = loss + entropy * entropy_bonus()
-    return loss
+
+    initial: float = 0.0
+    target: float = 0.2
+    step: float = 0.005
+
+    def next(self, coefficient: float, *, entropy: float) -> float:
+        """The coefficient after a rollout whose mean entropy was `entropy`."""
+        move = self.step if entropy < self.target else -self.step
+        return min(max(coefficient + move, 0.0), 1.0)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.batch import TokenBatch
-from jaxrl.losses.algebra import Scores, TokenLoss
-from jaxrl.losses.ratios import Ratio, missing, on_policy
+from jaxrl.losses.algebra import Scores, TokenLoss, token_loss
+from jaxrl.losses.ratios import Ratio, geometric, missing, on_policy, per_token
 from jaxrl.metrics import Metrics, masked_mean
 
 
@@ -61,6 +61,12 @@ def reinforce() -> TokenLoss:
     return unclipped(on_policy)
 
 
+def likelihood() -> TokenLoss:
+    """-A log pi: the gradient of `reinforce`, with the value that policy gradients with fixed
+    weights are usually given (CISPO, VESPO, PG-Seq-IS); the weights come from `reweight`."""
+    return token_loss(lambda scores, batch: (-batch.advantages * scores.logprobs, {}))
+
+
 def clipped(
     ratio: Ratio,
     *,
@@ -111,3 +117,54 @@ def clipped(
         return shares
 
     return surrogate(fn, ratio, marks=marks)
+
+
+def soft_gated(ratio: Ratio, *, positive: float = 1.0, negative: float = 1.05) -> TokenLoss:
+    """SAPO's surrogate (arXiv:2511.20347): -sigmoid(tau (r - 1)) 4 / tau A, which fades where a
+    clip cuts; tau is `positive` where A > 0 and `negative` elsewhere.
+
+    Raises:
+      ValueError: for a temperature that is not positive.
+    """
+    if positive <= 0 or negative <= 0:
+        raise ValueError(
+            f"soft_gated: the temperatures positive={positive} and negative={negative} must be > 0"
+        )
+
+    def fn(r: jax.Array, advantages: jax.Array) -> jax.Array:
+        tau = jnp.where(advantages > 0, positive, negative)
+        return -jax.nn.sigmoid(tau * (r - 1)) * (4 / tau) * advantages
+
+    return surrogate(fn, ratio)
+
+
+def geometric_clipped(ratio: Ratio, *, low: float = 0.4, high: float = 0.4) -> TokenLoss:
+    """GMPO's surrogate (arXiv:2507.20673): -R A, where R is the geometric mean over the sequence of
+    the tokens' ratios, each first bounded on the side on which it would pay: by e^high where A > 0,
+    by e^-low where A < 0.
+
+    Reports also "clip/low" and "clip/high", the shares of tokens so bounded.
+
+    Raises:
+      ValueError: for a negative bound, or the ratio of whole sequences.
+    """
+    per_token(ratio, reader="geometric_clipped")
+    if low < 0 or high < 0:
+        raise ValueError(f"geometric_clipped: low={low} and high={high} must be >= 0")
+
+    def log(scores: Scores, batch: TokenBatch) -> jax.Array:
+        d = ratio.log(scores, batch)
+        return jnp.where(batch.advantages < 0, jnp.maximum(d, -low), jnp.minimum(d, high))
+
+    mean = unclipped(geometric(ratio._replace(log=log)))
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        loss, metrics = mean.apply(scores, batch)
+        d = jax.lax.stop_gradient(ratio.log(scores, batch))
+        shares = {
+            "clip/low": (batch.advantages < 0) & (d < -low),
+            "clip/high": (batch.advantages > 0) & (d > high),
+        }
+        return loss, metrics | {k: masked_mean(x, batch.action_mask) for k, x in shares.items()}
+
+    return TokenLoss(mean.needs, apply, mean.weighted)

@@ -9,29 +9,48 @@ import numpy as np
 
 from jaxrl.batch import Rollout, TokenBatch, pack
 from jaxrl.losses import (
+    Recipe,
     Scores,
     TokenLoss,
     anchor_over_sampler,
+    both,
+    build,
     clipped,
+    drift_penalty,
     entropy_bonus,
+    gamma_shaped,
     geometric,
+    geometric_clipped,
     k1,
     k1_plus,
     k2,
     k3,
     k3_plus,
+    k3_within,
     kl_penalty,
+    likelihood,
     masked,
+    off_policy_negatives,
     over_anchor,
     over_sampler,
+    positive_likelihood,
     product,
+    recipes,
     reinforce,
     reweight,
     sequence,
     shadowed,
+    soft_gated,
     truncated,
     unclipped,
+    vetoed,
+    within,
+    within_variation,
 )
+
+RECIPES: dict[str, Recipe] = {
+    name: build(name, {"max_length": 8} if name == "dr_grpo" else {}) for name in recipes.__all__
+}
 
 ROWS, ROW_LENGTH = 6, 24  # one shape for all layouts, so that each loss compiles once
 
@@ -54,6 +73,25 @@ TERMS: dict[str, TokenLoss] = {
         clipped(over_anchor), truncated(product(anchor_over_sampler), high=1.1)
     ),
     "sequence mis": reweight(reinforce(), masked(product(over_sampler), low=0.7, high=1.5)),
+    "likelihood": likelihood(),
+    "soft gate": soft_gated(over_sampler),
+    "geometric clip": geometric_clipped(over_sampler, low=0.1, high=0.1),
+    "gamma weights": reweight(likelihood(), gamma_shaped(product(over_sampler))),
+    "within": reweight(clipped(over_anchor), within(anchor_over_sampler, low=0.8, high=1.2)),
+    "both": reweight(
+        clipped(over_anchor),
+        both(
+            truncated(anchor_over_sampler, high=1.1),
+            within(geometric(anchor_over_sampler), low=0.9, high=1.1),
+        ),
+    ),
+    "k3 within": reweight(reinforce(), k3_within(over_sampler, high=0.05)),
+    "veto": reweight(reinforce(), vetoed(over_sampler, below=0.7)),
+    "opsm": reweight(reinforce(), off_policy_negatives(over_sampler, delta=0.05)),
+    "variation": reweight(reinforce(), within_variation(over_sampler, low=0.03, high=0.03)),
+    "drift": drift_penalty(over_sampler),
+    "positive nll": positive_likelihood(),
+    "weighted k3": kl_penalty(k3, ratio=over_sampler),
     "k1": kl_penalty(k1),
     "k2": kl_penalty(k2),
     "k3": kl_penalty(k3),
@@ -96,6 +134,7 @@ def _random_answer(rng: np.random.Generator, spread: float) -> Answer:
         action_mask=rng.random(length) < 0.8,
         version=np.zeros(length, np.int32),
         group=0,
+        reward=float(rng.integers(-1, 2)),
     )
     scores = {name: near() for name in SCORES} | {"logprobs": logprobs.astype(np.float32)}
     return Answer(rollout, scores, rng.normal(size=length).astype(np.float32))
@@ -139,7 +178,7 @@ def places(sequences: Sequence[Answer], rows: Sequence[Sequence[int]]) -> list[t
 def one_row(
     *, advantages: Any, action_mask: Any = None, **scores: Any
 ) -> tuple[Scores, TokenBatch]:
-    """One sequence that fills one row, for cases computed by hand; `sampler` is a score too."""
+    """One sequence that fills one row, for cases computed by hand; `sampler` and `rewards` too."""
     advantages = jnp.asarray(advantages, jnp.result_type(float))[None]
     length = advantages.shape[1]
     arrays = {
@@ -147,6 +186,7 @@ def one_row(
         for k, v in scores.items()
     }
     sampler = arrays.pop("sampler", jnp.zeros_like(advantages))
+    rewards = arrays.pop("rewards", jnp.zeros_like(advantages))
     mask = jnp.ones(length, bool) if action_mask is None else jnp.asarray(action_mask, bool)
     batch = TokenBatch(
         tokens=jnp.zeros((1, length), jnp.int32),
@@ -155,5 +195,6 @@ def one_row(
         action_mask=mask[None],
         sampler_logprobs=sampler,
         advantages=advantages,
+        rewards=rewards,
     )
     return Scores(**arrays), batch

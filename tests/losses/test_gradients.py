@@ -22,6 +22,7 @@ from jaxrl.losses import (
     reweight,
     truncated,
     unclipped,
+    with_terms,
 )
 from tests.losses.cases import compiled, one_row
 
@@ -93,6 +94,6 @@ def test_a_recipe_differentiates_through_its_aggregation():
             reference=[-1.2, -2.0, -0.4, -2.0],
             action_mask=[True, True, False, True],
         )
-        objective = grpo(kl=0.1).objective
+        objective = with_terms(grpo(), kl=0.1).objective
         total = jax.jit(lambda lp: objective.total(scores.replace(logprobs=lp), batch)[0])
         check_grads(total, (scores.logprobs,), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)

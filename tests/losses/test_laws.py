@@ -34,6 +34,7 @@ from jaxrl.losses import (
 )
 from jaxrl.metrics import to_floats
 from tests.losses.cases import (
+    RECIPES,
     ROW_LENGTH,
     ROWS,
     TERMS,
@@ -51,10 +52,12 @@ AGGREGATIONS = {
     "fixed_length": fixed_length(8),
     "token_sum": token_sum,
 }
-# Every term once, and every aggregation once.
-CASES = [(term, "sequence_mean_token_mean") for term in TERMS] + [
-    ("clipped over sampler", aggregation) for aggregation in AGGREGATIONS
-]
+# Every term once, every aggregation once, and every recipe.
+CASES = (
+    {f"term: {name}": objective(term, sequence_mean_token_mean) for name, term in TERMS.items()}
+    | {name: objective(clipped(over_sampler), how) for name, how in AGGREGATIONS.items()}
+    | {f"recipe: {name}": recipe.objective for name, recipe in RECIPES.items()}
+)
 UNPACKED = [[i] for i in range(ROWS)]
 
 quick = settings(max_examples=10, derandomize=True, deadline=None, database=None)
@@ -63,7 +66,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 def evaluate(case, scores, batch):
     """((total, metrics), gradients for log-probs and entropy), denominator."""
-    reduced = objective(TERMS[case[0]], AGGREGATIONS[case[1]])
+    reduced = CASES[case]
 
     def total(logprobs, entropy):
         return reduced.total(scores.replace(logprobs=logprobs, entropy=entropy), batch)
@@ -77,10 +80,10 @@ def evaluator(cases):
     return compiled(lambda scores, batch: [evaluate(case, scores, batch) for case in cases])
 
 
-def evaluated(sequences, rows, *, cases=CASES, **layout):
+def evaluated(sequences, rows, *, cases=tuple(CASES), **layout):
     """For each case total, denominator, metrics, and each sequence's gradient in any layout."""
     found = {}
-    results = jax.device_get(evaluator(tuple(cases))(*lay_out(sequences, rows, **layout)))
+    results = jax.device_get(evaluator(cases)(*lay_out(sequences, rows, **layout)))
     for case, (((total, metrics), grads), denominator) in zip(cases, results, strict=True):
         mine = {i: np.stack([g[index] for g in grads]) for i, index in places(sequences, rows)}
         everywhere, inside = (sum(np.abs(g).sum() for g in x) for x in (grads, mine.values()))
@@ -118,7 +121,7 @@ def test_layout_changes_nothing(seed):
 
 def test_longer_and_more_rows_change_nothing():
     sequences = random_sequences(7)
-    cases = [("product", "sequence_mean_token_mean"), ("clipped over sampler", "fixed_length")]
+    cases = ("term: product", "fixed_length")
     wider = evaluated(sequences, UNPACKED, cases=cases, shape=(ROWS + 1, ROW_LENGTH + 9))
     assert_same(wider, evaluated(sequences, UNPACKED))
 
@@ -132,7 +135,7 @@ def test_microbatches_add_up_to_the_whole(seed, cut):
     for case in CASES:
         totals, denominators, _, grads = zip(*(part[case] for part in parts), strict=True)
         np.testing.assert_allclose(sum(totals), whole[case][0], rtol=2e-5, atol=1e-5)
-        assert case[1] == "token_sum" or sum(denominators) == whole[case][1]
+        assert case == "token_sum" or sum(denominators) == whole[case][1]
         assert_same_gradients(grads[0] | grads[1], whole[case][3], case)
 
 
@@ -242,7 +245,7 @@ def test_batch_without_action_tokens_is_zero():
         s.rollout.action_mask[:] = False
     for case, (total, denominator, metrics, grads) in evaluated(sequences, UNPACKED).items():
         assert (total, metrics) == (0.0, {}), case
-        assert denominator == (1.0 if case[1] == "token_sum" else 0.0)
+        assert denominator == (1.0 if case == "token_sum" else 0.0)
         assert all((g == 0).all() for g in grads.values()), case
 
 

@@ -16,14 +16,14 @@ def user_file(tmp_path):
             """
             from __future__ import annotations
             from jaxrl.losses import Ratio, clipped, grpo, objective, over_anchor
-            from jaxrl.losses import reinforce, token_sum
+            from jaxrl.losses import reinforce, token_sum, with_terms
 
             def token(*, ratio: Ratio = over_anchor, factor: float = 1.0, label: str = ""):
                 return factor * clipped(ratio)
             def reduced():
                 return objective(reinforce(), token_sum)
             def recipe():
-                return grpo(kl=0.5)._replace(advantages=mine)
+                return with_terms(grpo(), kl=0.5)._replace(advantages=mine)
             def mine(rewards, groups):
                 return rewards
             def nothing():
@@ -60,9 +60,13 @@ def test_what_a_users_function_may_return(user_file):
     ("name", "parameters", "message"),
     [
         ("gropo", {}, "no function 'gropo'; did you mean grpo"),
-        ("reinforce", {}, "grpo, dr_grpo, dapo"),
+        ("zzz", {}, "it has .*grpo.*vespo"),
         ("grpo", {"clip_hihg": 0.2}, "loss.clip_hihg.*did you mean clip_high"),
-        ("grpo", {"zzz": 0.2}, "loss.zzz.*clip_low, clip_high, dual_clip, kl"),
+        (
+            "grpo",
+            {"zzz": 0.2},
+            "loss.zzz.*clip_low, clip_high, dual_clip, cap, ratio, corr",
+        ),
         ("dr_grpo", {}, "loss.max_length is missing"),
         ("dr_grpo", {"max_length": 8.5}, "loss.max_length = 8.5: expected int"),
         ("grpo", {"kl": "much"}, "loss.kl = 'much': expected float"),

@@ -19,6 +19,7 @@ from jaxrl.losses import (
     sequence_mean_token_sum,
     token_mean,
     token_sum,
+    with_terms,
 )
 from tests.losses.cases import compiled
 
@@ -89,7 +90,7 @@ def test_recipe(recipe, expected):
 
 
 def test_regularizers_enter_once():
-    recipe = grpo(kl=0.1, entropy=0.01, ratio=over_anchor)
+    recipe = with_terms(grpo(ratio=over_anchor), kl=0.1, entropy=0.01)
     assert recipe.objective.needs == {"anchor", "reference", "entropy"}
     value = loss(recipe.objective, anchor=-1.0, reference=-1.5, entropy=2.0)
     assert value == pytest.approx((-1 + 3) / 2 + 0.1 * (np.exp(-0.5) + 0.5 - 1) - 0.01 * 2.0)

@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 
 from jaxrl.losses import (
-    clipped,
     entropy_bonus,
+    grpo,
     k1,
     k1_plus,
     k2,
     k3,
     k3_plus,
     kl_penalty,
-    over_sampler,
-    regularized,
+    with_terms,
 )
 from jaxrl.metrics import to_floats
 from tests.losses.cases import compiled, one_row
@@ -87,9 +86,9 @@ def test_entropy_bonus_raises_entropy():
 
 
 def test_a_coefficient_of_zero_needs_no_score():
-    policy = clipped(over_sampler)
-    assert regularized(policy, kl=0.0).needs == frozenset()
-    assert regularized(policy, kl=0.1).needs == {"reference"}
-    assert regularized(policy, kl=0.1, entropy=0.1).needs == {"reference", "entropy"}
+    recipe = grpo()
+    assert with_terms(recipe).objective.needs == frozenset()
+    assert with_terms(recipe, kl=0.1).objective.needs == {"reference"}
+    assert with_terms(recipe, kl=0.1, entropy=0.1).objective.needs == {"reference", "entropy"}
     with pytest.raises(ValueError, match=r"kl=-0\.1"):
-        regularized(policy, kl=-0.1)
+        with_terms(recipe, kl=-0.1)

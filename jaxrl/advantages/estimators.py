@@ -1,0 +1,17 @@
+"""The estimators that a config can name."""
+
+from jaxrl.advantages.baselines import gdpo, opo, reinforce_pp, reinforce_pp_baseline, remax
+from jaxrl.advantages.groups import centred, group_relative, leave_one_out, max_rl, pass_at_k
+
+__all__ = [
+    "centred",
+    "gdpo",
+    "group_relative",
+    "leave_one_out",
+    "max_rl",
+    "opo",
+    "pass_at_k",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
+]

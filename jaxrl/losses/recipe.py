@@ -1,0 +1,82 @@
+"""An algorithm: what the learner minimises and how rewards become advantages."""
+
+from typing import NamedTuple
+
+from jaxrl.advantages import AdvantageEstimator
+from jaxrl.losses.algebra import Aggregation, Objective, Weights, objective, reweight
+from jaxrl.losses.ratios import Ratio
+from jaxrl.losses.regularizers import (
+    EntropyController,
+    KLEstimator,
+    adaptive_entropy_bonus,
+    entropy_bonus,
+    k3,
+    kl_penalty,
+    positive_likelihood,
+)
+
+
+class Recipe(NamedTuple):
+    """An algorithm.
+
+    Attributes:
+      objective: what the learner minimises.
+      advantages: rewards -> advantages; `recipe._replace(advantages=...)` exchanges it.
+      entropy: what sets the coefficient of an adaptive entropy bonus; None without one.
+    """
+
+    objective: Objective
+    advantages: AdvantageEstimator
+    entropy: EntropyController | None = None
+
+
+def with_terms(
+    recipe: Recipe,
+    *,
+    correction: Weights | None = None,
+    kl: float = 0.0,
+    kl_estimator: KLEstimator = k3,
+    kl_ratio: Ratio | None = None,
+    entropy: float = 0.0,
+    entropy_target: float | None = None,
+    entropy_step: float = 0.005,
+    positive_nll: float = 0.0,
+    aggregation: Aggregation | None = None,
+) -> Recipe:
+    """The recipe with more terms. A term whose coefficient is 0 is left out, and so are the scores
+    that it needs.
+
+    Args:
+      recipe: any algorithm.
+      correction: weights of the policy term; the terms below are not weighted.
+      kl: coefficient of the divergence from the reference model (.04 in GRPO's paper). Runs of more
+        than 1,000 steps should use .001: without it gradient norms grow slowly.
+      kl_estimator: how it is estimated.
+      kl_ratio: importance ratio that the estimate is multiplied by; none by default.
+      entropy: coefficient of the entropy bonus.
+      entropy_target: entropy per token, in nats, towards which the coefficient is moved after each
+        rollout, starting from `entropy`; none keeps it fixed (.2 in Skywork-OR1).
+      entropy_step: how far it is moved.
+      positive_nll: coefficient of the likelihood of answers whose reward is positive.
+      aggregation: how tokens become one number; the recipe's own by default.
+
+    Raises:
+      ValueError: for a negative KL coefficient, or a correction for what the recipe's ratio
+        accounts for already.
+    """
+    if kl < 0:
+        raise ValueError(f"kl={kl} would reward distance from the reference; it must be >= 0")
+    loss, controller = recipe.objective.loss, recipe.entropy
+    if correction is not None:
+        loss = reweight(loss, correction)
+    if kl:
+        loss = loss + kl * kl_penalty(kl_estimator, ratio=kl_ratio)
+    if entropy_target is not None:
+        controller = EntropyController(initial=entropy, target=entropy_target, step=entropy_step)
+        loss = loss + adaptive_entropy_bonus()
+    elif entropy:
+        loss = loss + entropy * entropy_bonus()
+    if positive_nll:
+        loss = loss + positive_nll * positive_likelihood()
+    reduced = objective(loss, aggregation or recipe.objective.aggregation)
+    return Recipe(reduced, recipe.advantages, controller)

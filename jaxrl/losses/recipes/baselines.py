@@ -1,0 +1,158 @@
+"""Algorithms that differ in their advantages; the policy term is PPO's, or REINFORCE's."""
+
+import functools
+
+from jaxrl import advantages
+from jaxrl.losses.aggregation import sequence_mean_token_mean, token_mean
+from jaxrl.losses.algebra import objective
+from jaxrl.losses.ratios import Level, Ratio, on_policy, over_sampler, product
+from jaxrl.losses.recipe import Recipe
+from jaxrl.losses.surrogates import clipped, unclipped
+
+
+def rloo(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    level: Level = product,
+    ratio: Ratio = over_sampler,
+) -> Recipe:
+    """RLOO (arXiv:2402.14740): the baseline is the mean of the other answers; an answer is one
+    action. The divergence from the reference belongs into the reward: reward.kl = 0.05 in TRL.
+
+    Formula:
+      sequence mean of -min(R A, clip(R, 1 - clip_low, 1 + clip_high) A)
+      R = product of r over the sequence
+      A = reward - mean of the others in the group
+
+    Args:
+      clip_low: as in grpo.
+      clip_high: as in grpo.
+      level: `product`, or `token` for a ratio of each token.
+      ratio: which policies are compared.
+    """
+    policy = clipped(level(ratio), low=clip_low, high=clip_high)
+    return Recipe(objective(policy, sequence_mean_token_mean), advantages.leave_one_out)
+
+
+def reinforce_pp(
+    *,
+    gamma: float = 1.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    ratio: Ratio = over_sampler,
+) -> Recipe:
+    """REINFORCE++ (arXiv:2501.03262): no groups; what follows a token, relative to the batch. The
+    divergence from the reference belongs into the reward: reward.kl = 0.01 in OpenRLHF.
+
+    Formula:
+      token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+      A = (G - mean) / std over the tokens of the batch, G = discounted sum of rewards to come
+
+    Args:
+      gamma: discount from one token to the next.
+      clip_low: as in grpo.
+      clip_high: as in grpo.
+      ratio: which policies are compared.
+    """
+    policy = clipped(ratio, low=clip_low, high=clip_high)
+    estimator = functools.partial(advantages.reinforce_pp, gamma=gamma)
+    return Recipe(objective(policy, token_mean), estimator)
+
+
+def reinforce_pp_baseline(
+    *, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over_sampler
+) -> Recipe:
+    """REINFORCE++ with a baseline (arXiv:2501.03262): relative to the group first, to the batch
+    then.
+
+    Formula:
+      token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+      A = (a - mean) / std over the tokens of the batch, a = reward - mean of the group
+
+    Args:
+      clip_low: as in grpo.
+      clip_high: as in grpo.
+      ratio: which policies are compared.
+    """
+    policy = clipped(ratio, low=clip_low, high=clip_high)
+    return Recipe(objective(policy, token_mean), advantages.reinforce_pp_baseline)
+
+
+def remax(*, ratio: Ratio = on_policy) -> Recipe:
+    """ReMax (arXiv:2310.10505): the baseline is the reward of the greedy answer, which is sampled
+    for every prompt.
+
+    Formula:
+      token mean of -r A
+      A = reward - reward of the greedy answer
+
+    Args:
+      ratio: which policies are compared; on_policy, r = 1, is REINFORCE.
+    """
+    return Recipe(objective(unclipped(ratio), token_mean), advantages.remax)
+
+
+def opo(*, ratio: Ratio = on_policy) -> Recipe:
+    """OPO (arXiv:2505.23585): exactly on-policy, with the baseline of least variance.
+
+    Formula:
+      token mean of -r A
+      A = reward - mean of the group weighted by length
+
+    Args:
+      ratio: which policies are compared; on_policy, r = 1, is REINFORCE.
+    """
+    return Recipe(objective(unclipped(ratio), token_mean), advantages.opo)
+
+
+def pass_at_k(
+    *, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over_sampler
+) -> Recipe:
+    """Policy gradient of the best of k answers (arXiv:2503.19595).
+
+    Formula:
+      sequence mean of token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+      A = reward - second best reward for the best of the group, 0 for the others
+
+    Args:
+      clip_low: as in grpo.
+      clip_high: as in grpo.
+      ratio: which policies are compared.
+    """
+    policy = clipped(ratio, low=clip_low, high=clip_high)
+    return Recipe(objective(policy, sequence_mean_token_mean), advantages.pass_at_k)
+
+
+def max_rl(*, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over_sampler) -> Recipe:
+    """Maximum likelihood RL (arXiv:2602.02710): the gradient of the log of the success rate; hard
+    prompts weigh more. Rewards must not be negative.
+
+    Formula:
+      token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+      A = (reward - mean) / mean of the group
+
+    Args:
+      clip_low: as in grpo.
+      clip_high: as in grpo.
+      ratio: which policies are compared.
+    """
+    policy = clipped(ratio, low=clip_low, high=clip_high)
+    return Recipe(objective(policy, token_mean), advantages.max_rl)
+
+
+def gdpo(*, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over_sampler) -> Recipe:
+    """GDPO (arXiv:2601.05242): GRPO for several rewards; each is made relative to its group before
+    they are added.
+
+    Formula:
+      sequence mean of token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+      A = (a - mean) / std over the batch, a = sum of weight (reward - mean) / std of the group
+
+    Args:
+      clip_low: as in grpo.
+      clip_high: as in grpo.
+      ratio: which policies are compared.
+    """
+    policy = clipped(ratio, low=clip_low, high=clip_high)
+    return Recipe(objective(policy, sequence_mean_token_mean), advantages.gdpo)

@@ -1,0 +1,227 @@
+"""Algorithms that bound the importance ratio: GRPO and its kin."""
+
+from jaxrl.advantages import centred, group_relative
+from jaxrl.losses.aggregation import fixed_length, sequence_mean_token_mean, token_mean
+from jaxrl.losses.algebra import objective, reweight
+from jaxrl.losses.corrections import masked, truncated
+from jaxrl.losses.ratios import (
+    Level,
+    Ratio,
+    anchor_over_sampler,
+    over_anchor,
+    over_sampler,
+    product,
+    sequence,
+)
+from jaxrl.losses.recipe import Recipe
+from jaxrl.losses.rejections import off_policy_negatives
+from jaxrl.losses.surrogates import clipped, geometric_clipped, soft_gated
+
+
+def grpo(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    cap: float | None = None,
+    ratio: Ratio = over_sampler,
+) -> Recipe:
+    """GRPO (arXiv:2402.03300): PPO's clip, with advantages relative to the group.
+
+    Formula:
+      sequence mean of token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+      A = (reward - mean) / (std + 1e-6) of the group
+
+    Args:
+      clip_low: the ratio pays down to 1 - clip_low.
+      clip_high: the ratio pays up to 1 + clip_high.
+      dual_clip: where A < 0 the loss is at most -dual_clip A (arXiv:1912.09729; 3 in veRL); none by
+        default.
+      cap: the ratio is cut to this first (INTELLECT-2, arXiv:2505.07291; 4 there); none by default.
+      ratio: which policies are compared.
+
+    Raises:
+      ValueError: for a clip out of range.
+    """
+    policy = clipped(ratio, low=clip_low, high=clip_high, dual=dual_clip, cap=cap)
+    return Recipe(objective(policy, sequence_mean_token_mean), group_relative)
+
+
+def dr_grpo(
+    *,
+    max_length: int,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    ratio: Ratio = over_sampler,
+) -> Recipe:
+    """Dr. GRPO (arXiv:2503.20783): GRPO without its two biases, the division by the group's
+    standard deviation and the one by the length.
+
+    Formula:
+      sum over tokens of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / (sequences max_length)
+      A = reward - mean of the group
+
+    Args:
+      max_length: the longest answer that the sampler may draw, in tokens.
+      clip_low: as in grpo.
+      clip_high: as in grpo.
+      ratio: which policies are compared.
+    """
+    policy = clipped(ratio, low=clip_low, high=clip_high)
+    return Recipe(objective(policy, fixed_length(max_length)), centred)
+
+
+def dapo(*, clip_low: float = 0.2, clip_high: float = 0.28, ratio: Ratio = over_sampler) -> Recipe:
+    """DAPO (arXiv:2503.14476): GRPO with more room above than below, and every token of the batch
+    alike. Its overlong penalty is reward.overlong_buffer; it samples dynamically.
+
+    Formula:
+      token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+      A as in grpo
+
+    Args:
+      clip_low: as in grpo.
+      clip_high: as in grpo.
+      ratio: which policies are compared.
+    """
+    policy = clipped(ratio, low=clip_low, high=clip_high)
+    return Recipe(objective(policy, token_mean), group_relative)
+
+
+def bnpo(*, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over_sampler) -> Recipe:
+    """What TRL calls BNPO (after arXiv:2506.02864): GRPO with every token alike. TRL divides by the
+    tokens of each device's part of a batch, we by those of the whole batch.
+
+    Formula:
+      token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+      A as in grpo
+
+    Args:
+      clip_low: as in grpo.
+      clip_high: as in grpo.
+      ratio: which policies are compared.
+    """
+    return dapo(clip_low=clip_low, clip_high=clip_high, ratio=ratio)
+
+
+def gspo(
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    level: Level = sequence,
+    ratio: Ratio = over_sampler,
+) -> Recipe:
+    """GSPO (arXiv:2507.18071): GRPO with one ratio for a sequence, the geometric mean of its
+    tokens'.
+
+    Formula:
+      sequence mean of token mean of -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)
+      s = exp(mean of log r), with each token's own gradient
+      A as in grpo
+
+    Args:
+      clip_low: as in grpo.
+      clip_high: as in grpo.
+      level: `sequence` gives each token the gradient of its own log-prob (veRL, SkyRL); `geometric`
+        lets the gradient through the mean (TRL, OpenRLHF, NeMo). They differ where the tokens of a
+        sequence differ in advantage or weight.
+      ratio: which policies are compared.
+    """
+    policy = clipped(level(ratio), low=clip_low, high=clip_high)
+    return Recipe(objective(policy, sequence_mean_token_mean), group_relative)
+
+
+def gmpo(*, clip_low: float = 0.4, clip_high: float = 0.4, ratio: Ratio = over_sampler) -> Recipe:
+    """GMPO (arXiv:2507.20673): the geometric mean over a sequence of bounded ratios, in place of
+    the arithmetic one.
+
+    Formula:
+      sequence mean of -exp(mean of d') A
+      d' = min(log r, clip_high) where A >= 0, max(log r, -clip_low) where A < 0
+      A as in grpo
+
+    Args:
+      clip_low: bound on the log-ratio below 0.
+      clip_high: bound on the log-ratio above 0.
+      ratio: which policies are compared.
+    """
+    policy = geometric_clipped(ratio, low=clip_low, high=clip_high)
+    return Recipe(objective(policy, sequence_mean_token_mean), group_relative)
+
+
+def sapo(*, positive: float = 1.0, negative: float = 1.05, ratio: Ratio = over_sampler) -> Recipe:
+    """SAPO (arXiv:2511.20347): GRPO with a soft gate in place of the clip.
+
+    Formula:
+      sequence mean of token mean of -sigmoid(tau (r - 1)) 4 / tau A
+      tau = positive where A > 0, negative elsewhere
+      A as in grpo
+
+    Args:
+      positive: temperature of the gate where A > 0.
+      negative: temperature elsewhere; larger fades sooner.
+      ratio: which policies are compared.
+    """
+    policy = soft_gated(ratio, positive=positive, negative=negative)
+    return Recipe(objective(policy, sequence_mean_token_mean), group_relative)
+
+
+def grpo_token_tis(*, high: float = 2.0, clip_low: float = 0.2, clip_high: float = 0.2) -> Recipe:
+    """GRPO with truncated importance sampling per token (Yao et al. 2025, "Your efficient RL
+    framework secretly brings you off-policy RL training").
+
+    Formula:
+      grpo's loss over the anchor, times min(w, high)
+      w = anchor / sampler, of the token
+
+    Args:
+      high: bound on the weight.
+      clip_low: as in grpo.
+      clip_high: as in grpo.
+    """
+    policy = clipped(over_anchor, low=clip_low, high=clip_high)
+    loss = reweight(policy, truncated(anchor_over_sampler, high=high))
+    return Recipe(objective(loss, sequence_mean_token_mean), group_relative)
+
+
+def grpo_seq_mis(*, high: float = 10.0, clip_low: float = 0.2, clip_high: float = 0.2) -> Recipe:
+    """GRPO with masked importance sampling per sequence (Liu et al. 2025, "When speed kills
+    stability"; arXiv:2510.26788).
+
+    Formula:
+      grpo's loss over the anchor, times W where W <= high and 0 elsewhere
+      W = anchor / sampler, of the whole sequence
+
+    Args:
+      high: sequences of larger weight are left out.
+      clip_low: as in grpo.
+      clip_high: as in grpo.
+    """
+    policy = clipped(over_anchor, low=clip_low, high=clip_high)
+    loss = reweight(policy, masked(product(anchor_over_sampler), high=high))
+    return Recipe(objective(loss, sequence_mean_token_mean), group_relative)
+
+
+def opsm(
+    *,
+    delta: float = 0.5,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    ratio: Ratio = over_sampler,
+) -> Recipe:
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556): GRPO without the bad answers
+    that the learner would hardly give any more.
+
+    Formula:
+      grpo's loss, 0 for sequences with A < 0 and mean of -log r > delta
+      A as in grpo
+
+    Args:
+      delta: nats per token.
+      clip_low: as in grpo.
+      clip_high: as in grpo.
+      ratio: which policies are compared.
+    """
+    policy = clipped(ratio, low=clip_low, high=clip_high)
+    loss = reweight(policy, off_policy_negatives(ratio, delta=delta))
+    return Recipe(objective(loss, sequence_mean_token_mean), group_relative)

@@ -1,0 +1,145 @@
+"""Algorithms whose importance weights are fixed numbers: policy gradients, corrected."""
+
+import math
+
+from jaxrl.advantages import centred, group_relative
+from jaxrl.losses.aggregation import token_mean
+from jaxrl.losses.algebra import objective, reweight
+from jaxrl.losses.corrections import gamma_shaped, truncated
+from jaxrl.losses.ratios import Ratio, over_sampler, product
+from jaxrl.losses.recipe import Recipe
+from jaxrl.losses.regularizers import drift_penalty
+from jaxrl.losses.rejections import within_variation
+from jaxrl.losses.surrogates import likelihood, unclipped
+
+
+def pg_seq_is(*, high: float = math.inf, ratio: Ratio = over_sampler) -> Recipe:
+    """The policy gradient with the importance weight of whole sequences (arXiv:2510.26788).
+
+    Formula:
+      token mean of -sg(min(W, high)) A log pi
+      W = product of r over the sequence
+      A = reward - mean of the group
+
+    Args:
+      high: bound on the weight (3 in the paper's "_seq_mis" scripts, which truncate); none by
+        default.
+      ratio: which policies are compared.
+    """
+    loss = reweight(likelihood(), truncated(product(ratio), high=high))
+    return Recipe(objective(loss, token_mean), centred)
+
+
+def pg_token_is(*, high: float = math.inf, ratio: Ratio = over_sampler) -> Recipe:
+    """The policy gradient with the importance weight of each token (arXiv:2510.26788).
+
+    Formula:
+      token mean of -sg(min(r, high)) A log pi
+      A = reward - mean of the group
+
+    Args:
+      high: bound on the weight; none by default.
+      ratio: which policies are compared.
+    """
+    return Recipe(
+        objective(reweight(likelihood(), truncated(ratio, high=high)), token_mean), centred
+    )
+
+
+def cispo(*, low: float = 0.0, high: float = 5.0, ratio: Ratio = over_sampler) -> Recipe:
+    """CISPO (MiniMax-M1, arXiv:2506.13585): clips the weight and not the gradient. The defaults are
+    TRL's; low = 0.8, high = 1.2 are veRL's and NeMo's.
+
+    Formula:
+      token mean of -sg(clip(r, low, high)) A log pi
+      A as in grpo
+
+    Args:
+      low: least weight.
+      high: largest weight.
+      ratio: which policies are compared.
+    """
+    loss = reweight(likelihood(), truncated(ratio, low=low, high=high))
+    return Recipe(objective(loss, token_mean), group_relative)
+
+
+def vespo(
+    *,
+    k_positive: float = 2.0,
+    lam_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lam_negative: float = 2.0,
+    ratio: Ratio = over_sampler,
+) -> Recipe:
+    """VESPO (arXiv:2602.10693): a smooth weight of whole sequences that falls off on both sides.
+
+    Formula:
+      token mean of -sg(phi) A log pi
+      phi = W^k exp(lam (1 - W)), W = product of r over the sequence
+      A as in grpo
+
+    Args:
+      k_positive: k where A >= 0.
+      lam_positive: lam where A >= 0.
+      k_negative: k where A < 0.
+      lam_negative: lam where A < 0.
+      ratio: which policies are compared.
+    """
+    weights = gamma_shaped(
+        product(ratio),
+        positive=(k_positive, lam_positive),
+        negative=(k_negative, lam_negative),
+    )
+    return Recipe(objective(reweight(likelihood(), weights), token_mean), group_relative)
+
+
+def dppo(
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    cap: float = 20.0,
+    ratio: Ratio = over_sampler,
+) -> Recipe:
+    """DPPO in total variation (arXiv:2602.04879): a trust region for probabilities, not for their
+    ratio, so that rare tokens may move.
+
+    Formula:
+      token mean of -keep sg(min(r, cap)) A log pi
+      keep = p - q <= high where A > 0, p - q >= -low elsewhere; p the learner's probability of the
+        token, q that of the ratio's other policy
+      A as in grpo
+
+    Args:
+      low: how far a probability may have fallen.
+      high: how far it may have risen.
+      cap: bound on the weight.
+      ratio: which policies are compared.
+    """
+    weighted = reweight(likelihood(), truncated(ratio, high=cap))
+    loss = reweight(weighted, within_variation(ratio, low=low, high=high))
+    return Recipe(objective(loss, token_mean), group_relative)
+
+
+def prime(
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    drift: float = 1e-3,
+    ratio: Ratio = over_sampler,
+) -> Recipe:
+    """The default of prime-rl (INTELLECT-3, arXiv:2512.16144): DPPO's trust region, and a penalty
+    on the distance from the sampler.
+
+    Formula:
+      token mean of -keep r A + drift (log r)^2
+      keep as in dppo
+      A = reward - mean of the group
+
+    Args:
+      low: how far a probability may have fallen.
+      high: how far it may have risen.
+      drift: coefficient of the penalty.
+      ratio: which policies are compared.
+    """
+    policy = reweight(unclipped(ratio), within_variation(ratio, low=low, high=high))
+    return Recipe(objective(policy + drift * drift_penalty(ratio), token_mean), centred)

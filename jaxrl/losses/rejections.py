@@ -1,0 +1,124 @@
+"""Tokens and sequences that are better not learnt from: weights of 1 and 0.
+
+They go into `algebra.reweight` like corrections but account for no change of policy, so they may
+stand beside one: `reweight(reweight(loss, truncated(...)), within(...))`. What is rejected leaves
+the sum and stays in the denominator. Ratios are the learner's side over the sampler's. Each reports
+the share of action tokens that it rejects.
+"""
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.batch import TokenBatch, segment_sum
+from jaxrl.losses.algebra import Scores, Weights
+from jaxrl.losses.ratios import Ratio, per_token, sequence_mean
+from jaxrl.metrics import Metrics, masked_mean
+
+_LIMIT = 20.0  # of a log-ratio before exp
+
+
+class _Rejects(Protocol):
+    """(log-ratio f32[B, T], scores, batch) -> bool[B, T]."""
+
+    def __call__(self, d: jax.Array, scores: Scores, batch: TokenBatch, /) -> jax.Array: ...
+
+
+def _rejection(rejects: _Rejects, ratio: Ratio, *, name: str) -> Weights:
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        d = jax.lax.stop_gradient(jnp.clip(ratio.log(scores, batch), -_LIMIT, _LIMIT))
+        gone = rejects(d, scores, batch)
+        return 1.0 - gone, {f"rejected/{name}": masked_mean(gone, batch.action_mask)}
+
+    return Weights(ratio.needs, apply)
+
+
+def within(ratio: Ratio, *, low: float = 0.0, high: float) -> Weights:
+    """1 where low <= ratio <= high, at the level of the ratio; the mask of `corrections.masked`
+    without its weight. Reports "rejected/outside".
+
+    Raises:
+      ValueError: unless 0 <= low < 1 < high.
+    """
+    if not 0 <= low < 1 < high:
+        raise ValueError(f"within needs 0 <= low < 1 < high, got low={low}, high={high}")
+
+    def rejects(d: jax.Array, scores: Scores, batch: TokenBatch) -> jax.Array:
+        w = jnp.exp(d)
+        return (w < low) | (w > high)
+
+    return _rejection(rejects, ratio, name="outside")
+
+
+def k3_within(ratio: Ratio, *, high: float = 0.01) -> Weights:
+    """0 for sequences whose mean over tokens of w - 1 - log w, the k3 estimate of the divergence,
+    exceeds `high`. Reports "rejected/k3".
+
+    Raises:
+      ValueError: unless high > 0; for the ratio of whole sequences.
+    """
+    per_token(ratio, reader="k3_within")
+    if high <= 0:
+        raise ValueError(f"k3_within: high={high} must be > 0")
+
+    def rejects(d: jax.Array, scores: Scores, batch: TokenBatch) -> jax.Array:
+        return sequence_mean(jnp.expm1(d) - d, batch) > high
+
+    return _rejection(rejects, ratio, name="k3")
+
+
+def vetoed(ratio: Ratio, *, below: float = 1e-4) -> Weights:
+    """0 for sequences with a token whose ratio is less than `below`: the learner holds it for all
+    but impossible. Reports "rejected/veto".
+
+    Raises:
+      ValueError: unless 0 < below < 1; for the ratio of whole sequences.
+    """
+    per_token(ratio, reader="vetoed")
+    if not 0 < below < 1:
+        raise ValueError(f"vetoed: below={below} must lie between 0 and 1")
+
+    def rejects(d: jax.Array, scores: Scores, batch: TokenBatch) -> jax.Array:
+        tokens = (jnp.exp(d) < below) & batch.action_mask
+        return segment_sum(tokens.astype(jnp.float32), batch.segments) > 0
+
+    return _rejection(rejects, ratio, name="veto")
+
+
+def off_policy_negatives(ratio: Ratio, *, delta: float) -> Weights:
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556): 0 for sequences with A < 0
+    whose mean over tokens of -log ratio exceeds `delta`: bad answers that the learner would hardly
+    give any more. Reports "rejected/opsm".
+
+    Raises:
+      ValueError: unless delta > 0; for the ratio of whole sequences.
+    """
+    per_token(ratio, reader="off_policy_negatives")
+    if delta <= 0:
+        raise ValueError(f"off_policy_negatives: delta={delta} must be > 0")
+
+    def rejects(d: jax.Array, scores: Scores, batch: TokenBatch) -> jax.Array:
+        return (batch.advantages < 0) & (sequence_mean(-d, batch) > delta)
+
+    return _rejection(rejects, ratio, name="opsm")
+
+
+def within_variation(ratio: Ratio, *, low: float = 0.2, high: float = 0.2) -> Weights:
+    """DPPO's trust region (arXiv:2602.04879) in total variation: with p the learner's probability
+    of the token and q that of the ratio's other policy, 0 where A > 0 and p - q > high, or A <= 0
+    and p - q < -low. Reports "rejected/variation".
+
+    Raises:
+      ValueError: for bounds outside [0, 1], or the ratio of whole sequences.
+    """
+    per_token(ratio, reader="within_variation")
+    if not (0 <= low <= 1 and 0 <= high <= 1):
+        raise ValueError(f"within_variation: low={low} and high={high} must lie in [0, 1]")
+
+    def rejects(d: jax.Array, scores: Scores, batch: TokenBatch) -> jax.Array:
+        logprobs = jax.lax.stop_gradient(scores.logprobs)
+        moved = jnp.exp(logprobs) - jnp.exp(logprobs - d)
+        return jnp.where(batch.advantages > 0, moved > high, moved < -low)
+
+    return _rejection(rejects, ratio, name="variation")
