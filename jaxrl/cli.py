@@ -15,6 +15,7 @@ COMMANDS = {
     "serve": "run a vLLM server that takes weights from a learner",
     "export": "write a training run's checkpoint as a Hugging Face model",
     "plan": "compile a run's step for chips that need not exist: does it fit, how fast is it",
+    "losses": "list the algorithms with their formulas and parameters",
     "config": "print a resolved config",
 }
 

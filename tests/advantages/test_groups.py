@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.advantages import centred, group_relative, leave_one_out, zero_std_groups
+from jaxrl.advantages import (
+    centred,
+    group_relative,
+    leave_one_out,
+    max_rl,
+    pass_at_k,
+    zero_std_groups,
+)
 
 ESTIMATORS = [group_relative, centred, leave_one_out]
 NAN = float("nan")
@@ -23,6 +30,8 @@ quick = settings(max_examples=50, derandomize=True, deadline=None, database=None
         (group_relative, [0, -1 / (1 + 1e-6), 3.0, 1 / (1 + 1e-6), 0, 0, 0]),
         (centred, [0, -1, 0, 1, 0, 0, 0]),
         (leave_one_out, [0, -1.5, 3.0, 1.5, 0, 0, 0]),
+        (max_rl, [0, -1, 0, 1, 0, 0, 0]),
+        (pass_at_k, [0, 0, 3.0, 1, 0, 0, 0]),
     ],
 )
 def test_by_hand(estimator, expected):
@@ -65,6 +74,19 @@ def test_laws(estimator, data, shift, seed):
                 np.testing.assert_allclose(shifted, result, rtol=1e-2, atol=1e-2)
 
 
+def test_pass_at_k_rewards_the_best_alone():
+    rewards, groups = np.array([-5.0, 2.0, -1.0, -2.0, 9.0]), np.array([2, 2, 1, 1, 2])
+    np.testing.assert_allclose(pass_at_k(rewards, groups), [0, 0, 1, 0, 7])
+
+
+def test_max_rl_weighs_hard_prompts():
+    rewards, groups = np.array([1.0, 0, 0, 0, 1, 1, 1, 0]), np.repeat([0, 1], 4)
+    expected = [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1]
+    np.testing.assert_allclose(max_rl(rewards, groups), expected, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"rollout 1 earned -0\.5"):
+        max_rl(np.array([1.0, -0.5]), np.array([0, 0]))
+
+
 def test_zero_std_groups():
     rewards = np.array([0.1, 0.1, 0.1, 1, 0, 5, NAN, 2, NAN, NAN])
     groups = np.array([0, 0, 0, 1, 1, 2, 3, 3, 4, 4])
@@ -73,7 +95,7 @@ def test_zero_std_groups():
     assert np.abs(group_relative(rewards, groups)[:3]).max() < 1e-9
 
 
-@pytest.mark.parametrize("estimator", [*ESTIMATORS, zero_std_groups])
+@pytest.mark.parametrize("estimator", [*ESTIMATORS, max_rl, pass_at_k, zero_std_groups])
 def test_errors(estimator):
     with pytest.raises(ValueError, match="reward of rollout 1 is inf"):
         estimator(np.array([1.0, np.inf]), np.array([0, 0]))

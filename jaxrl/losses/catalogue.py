@@ -1,0 +1,92 @@
+"""What there is to choose from, read from the code: recipes, terms, estimators, parts.
+
+A recipe's docstring is a summary that names its paper, a section "Formula:" and a section "Args:".
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxrl.advantages import estimators
+from jaxrl.losses import named, recipes
+from jaxrl.losses.recipe import with_terms
+
+
+class Parameter(NamedTuple):
+    """A key of the [loss] table; `default` is as a config would spell it, None if it is needed."""
+
+    name: str
+    default: str | None
+    meaning: str
+
+
+class Entry(NamedTuple):
+    """A recipe, or an advantage estimator."""
+
+    name: str
+    summary: str
+    formula: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def papers(self) -> tuple[str, ...]:
+        """ArXiv ids in the summary, the algorithm's own first."""
+        return tuple(dict.fromkeys(re.findall(r"arXiv:(\d{4}\.\d{5})", self.summary)))
+
+
+def list_recipes() -> list[Entry]:
+    """Every recipe that a config can name, by name."""
+    return [describe(getattr(recipes, name)) for name in sorted(recipes.__all__)]
+
+
+def list_estimators() -> list[Entry]:
+    """Every advantage estimator that a config can name, by name."""
+    return [describe(getattr(estimators, name)) for name in sorted(estimators.__all__)]
+
+
+def list_terms() -> tuple[Parameter, ...]:
+    """The keys that every recipe takes besides its own."""
+    return describe(with_terms).parameters
+
+
+def list_parts() -> dict[str, tuple[str, ...]]:
+    """Names that a config has for each kind of part: ratios, levels, corrections, ..."""
+    return {kind.__name__: tuple(parts) for kind, parts in named.PARTS.items()}
+
+
+def describe(function: Callable[..., Any]) -> Entry:
+    """What the docstring and the signature of a function say."""
+    sections = re.split(r"^(Formula|Args|Raises):\n", inspect.getdoc(function) or "", flags=re.M)
+    text = dict(zip(sections[1::2], sections[2::2], strict=True))
+    meanings = dict(re.findall(r"^  (\w+): ((?:.|\n {4})*)", text.get("Args", ""), flags=re.M))
+    declared = inspect.signature(function).parameters.values()
+    return Entry(
+        name=getattr(function, "__name__", str(function)),
+        summary=_one_line(re.sub(r"Raises as .*", "", sections[0])),
+        formula=tuple(
+            _one_line(line)
+            for line in re.findall(r"^  (\S.*(?:\n {4}.*)*)", text.get("Formula", ""), flags=re.M)
+        ),
+        parameters=tuple(
+            Parameter(p.name, _default(p), _one_line(meanings.get(p.name, "")))
+            for p in declared
+            if p.kind is p.KEYWORD_ONLY
+        ),
+    )
+
+
+def _default(parameter: inspect.Parameter) -> str | None:
+    if parameter.default is parameter.empty:
+        return None
+    if parameter.default is None:
+        return "none"
+    for parts in named.PARTS.values():
+        for name, part in parts.items():
+            if part is parameter.default:
+                return name
+    return str(parameter.default)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

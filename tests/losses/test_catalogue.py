@@ -1,0 +1,117 @@
+"""What `jaxrl losses` and docs/losses.md say is what the code does."""
+
+import inspect
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.advantages import Outcomes, estimate
+from jaxrl.cli import main
+from jaxrl.commands.losses import markdown
+from jaxrl.losses import build, catalogue, objective, recipes, reinforce, token_mean
+from tests.losses.cases import compiled, lay_out, random_sequences
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+
+
+def test_the_document_is_up_to_date():
+    hint = "python scripts/make_losses_doc.py writes it anew"
+    assert markdown(catalogue.list_recipes()) in DOCUMENT, hint
+
+
+@pytest.mark.parametrize("entry", catalogue.list_recipes(), ids=lambda entry: entry.name)
+def test_every_recipe_is_described(entry):
+    function = getattr(recipes, entry.name)
+    assert entry.papers or "et al." in entry.summary
+    assert entry.formula
+    assert [p.name for p in entry.parameters] == list(inspect.signature(function).parameters)
+    for p in entry.parameters:
+        assert p.meaning, p.name
+        assert any(p.name in line for line in entry.formula) or p.name in inspect.getsource(
+            function
+        ), p.name
+
+
+def test_every_term_and_estimator_is_described():
+    assert all(p.meaning for p in catalogue.list_terms())
+    assert all(entry.papers for entry in catalogue.list_estimators())
+
+
+def test_defaults_are_those_that_a_config_would_name():
+    for entry in catalogue.list_recipes():
+        parameters = {p.name: p.default for p in entry.parameters if p.default != "none"}
+        values = {k: 8 if v is None else _value(v) for k, v in parameters.items()}
+        built, plain = build(entry.name, values), build(entry.name, _needed(entry))
+        assert built.objective.needs == plain.objective.needs
+
+
+def _needed(entry):
+    return {p.name: 8 for p in entry.parameters if p.default is None}
+
+
+def _value(text):
+    return float(text) if re.fullmatch(r"[\d.e+-]+|inf", text) else text
+
+
+def test_command(capsys):
+    assert main(["losses", "gspo"]) == 0
+    shown = capsys.readouterr().out
+    assert "arXiv:2507.18071" in shown
+    assert "clip_high = 0.0004" in shown
+    assert "rloo" not in shown
+    assert "entropy_target" in shown
+    assert main(["losses"]) == 0
+    assert all(f"\n{name}\n" in "\n" + capsys.readouterr().out for name in ("bnpo",))
+    assert main(["losses", "gppo"]) == 1
+
+
+@pytest.fixture
+def files(tmp_path):
+    """The document's Python blocks as files."""
+    blocks = re.findall(r"```python\n# (\w+)\.py\n(.*?)```", DOCUMENT, re.DOTALL)
+    assert [name for name, _ in blocks] == ["surrogate", "correction", "advantage"]
+    for name, code in blocks:
+        (tmp_path / f"{name}.py").write_text(code)
+        for function in re.split(r"\n\n\n(?=def )", code)[1:]:
+            assert len(function.strip().splitlines()) < 10
+    return tmp_path
+
+
+def test_the_documents_surrogate_and_correction(files):
+    """Where nothing moved and nothing mismatches they are REINFORCE."""
+    sequences = random_sequences(0, spread=0.0)
+    scores, batch = lay_out(sequences, [[i] for i in range(len(sequences))])
+    plain = objective(reinforce(), token_mean)
+    own = [
+        build(f"{files}/surrogate.py:saturating", {"width": 0.3}).objective,
+        build(f"{files}/correction.py:half_corrected", {"aggregation": "token_mean"}).objective,
+    ]
+    assert [reduced.needs for reduced in own] == [set(), {"anchor"}]
+
+    @compiled
+    def gradients(logprobs):
+        return [
+            jax.grad(lambda lp, o=o: o.total(scores.replace(logprobs=lp), batch)[0])(logprobs)
+            for o in (plain, *own)
+        ]
+
+    expected, *found = gradients(scores.logprobs)
+    for gradient in found:
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_documents_advantages(files):
+    outcomes = Outcomes(
+        rewards=np.array([1.0, 2.0, 5.0, np.nan, 7.0]),
+        groups=np.array([0, 0, 0, 1, 1]),
+        action_masks=[np.ones(n, bool) for n in (1, 2, 4, 3, 7)],
+    )
+    for name, expected in (
+        ("above_median", [-1.0, 0.0, 1.0, 0.0, 0.0]),
+        ("per_token", [1.0, 1.0, 1.25, 0.0, 1.0]),
+    ):
+        estimator = build("grpo", {}, advantage=f"{files}/advantage.py:{name}").advantages
+        np.testing.assert_allclose(estimate(estimator, outcomes), expected)
