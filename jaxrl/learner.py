@@ -128,11 +128,18 @@ def make_learner(
       temperature: of the sampling distribution; the learner's log-probs are of the tempered one.
       param_shardings: tree of shardings that parameters, their compute copies and gradients keep;
         None on a single device.
+
+    Raises:
+      ValueError: if the objective balances experts and the model has none.
     """
     constrain = _constrain(param_shardings)
     logprobs = _score_fn(model, precision=precision, temperature=temperature)
     as_sampled = _score_fn(model, precision=sampler_precision(precision), temperature=temperature)
     with_entropy = Need.ENTROPY in objective.needs
+    if Need.IMBALANCE in objective.needs and model.hidden_routed is None:
+        raise ValueError(
+            "the loss balances experts and the model has none; set the coefficient `balance` to 0"
+        )
 
     def microbatched(fn: Callable, accumulate: Any, minibatch: Minibatch) -> Callable:
         return optax.microbatching.microbatch(
@@ -159,18 +166,13 @@ def make_learner(
 
     def scores(weights: Params, served: Params | None, inputs: dict[str, Any]) -> Scores:
         batch: TokenBatch = inputs["batch"]
+        hidden, imbalance = _hidden(model, weights, batch, precision=precision)
+        tokens = (hidden, model.unembedding(weights), batch.tokens, batch.action_mask)
+        numerics = {"precision": precision, "temperature": temperature}
         if with_entropy:
-            hidden = _hidden(model, weights, batch, precision=precision)
-            pi, entropy = token_logprobs_and_entropy(
-                hidden,
-                model.unembedding(weights),
-                tokens=batch.tokens,
-                mask=batch.action_mask,
-                precision=precision,
-                temperature=temperature,
-            )
+            pi, entropy = token_logprobs_and_entropy(*tokens, **numerics)
         else:
-            pi, entropy = logprobs(weights, batch), None
+            pi, entropy = token_logprobs(*tokens, **numerics), None
         anchor = inputs["anchor"]
         if Need.ANCHOR in objective.needs and anchor is None:
             # One update per rollout: the anchor is the learner itself, at no cost.
@@ -182,6 +184,7 @@ def make_learner(
             anchor=anchor,
             shadow=replay,
             reference=inputs["reference"],
+            imbalance=imbalance if Need.IMBALANCE in objective.needs else None,
         )
 
     def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
@@ -238,8 +241,9 @@ def _score_fn(
     model: Model, *, precision: Precision, temperature: float
 ) -> Callable[[Params, TokenBatch], jax.Array]:
     def score(weights: Params, batch: TokenBatch) -> jax.Array:
+        hidden, _ = _hidden(model, weights, batch, precision=precision)
         return token_logprobs(
-            _hidden(model, weights, batch, precision=precision),
+            hidden,
             model.unembedding(weights),
             tokens=batch.tokens,
             mask=batch.action_mask,
@@ -250,8 +254,15 @@ def _score_fn(
     return score
 
 
-def _hidden(model: Model, weights: Params, batch: TokenBatch, *, precision: Precision) -> jax.Array:
-    return model.hidden(weights, batch.tokens, batch.positions, batch.segments, precision=precision)
+def _hidden(
+    model: Model, weights: Params, batch: TokenBatch, *, precision: Precision
+) -> tuple[jax.Array, jax.Array | None]:
+    """Hidden states and, of a mixture of experts, how unevenly it uses them."""
+    inputs = (weights, batch.tokens, batch.positions, batch.segments)
+    if model.hidden_routed is None:
+        return model.hidden(*inputs, precision=precision), None
+    routed = model.hidden_routed(*inputs, precision=precision)
+    return routed.hidden, routed.imbalance
 
 
 def _constrain(shardings: Any) -> Callable[[Params], Params]:

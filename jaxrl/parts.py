@@ -55,7 +55,7 @@ def make_layout(mesh: MeshConfig, *, devices: Sequence[Any] | None = None) -> La
 
 def make_decoder(config: DecoderConfig, *, layout: Layout, remat: str) -> Model:
     """A decoder that computes on the layout's devices."""
-    return decoder(config, remat=remat, constrain=layout.constrain)
+    return decoder(config, remat=remat, constrain=layout.constrain, local=layout.local)
 
 
 def load_model(

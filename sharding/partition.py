@@ -1,7 +1,7 @@
 """Logical axes -> shardings, checked: nothing is cut silently otherwise than the rules say."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -77,6 +77,36 @@ class Layout:
         sharding = self.batch(axes)
         _check(x.shape, axes, sharding=sharding, path="activation")
         return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, sharding)
+
+    def local(
+        self,
+        function: Callable[..., jax.Array],
+        *,
+        inputs: Sequence[Sequence[str]],
+        output: Sequence[str],
+    ) -> Callable[..., jax.Array]:
+        """The function as each device runs it on its own part of its arguments; inside a compiled
+        function, and the function itself on one device.
+
+        Args:
+          function: of arrays, without communication.
+          inputs: logical axes of each argument, by the rules for activations. An argument that is
+            cut otherwise is brought to this layout first.
+          output: those of the result, of which the function returns one device's part. It must
+            differ over no mesh axis that these do not name.
+
+        Raises:
+          ValueError: as `spec`; at the call, if a dimension does not divide.
+        """
+        if self.mesh.size == 1:
+            return function
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=tuple(self.batch(axes).spec for axes in inputs),
+            out_specs=self.batch(output).spec,
+            check_vma=False,
+        )
 
     def tree(self, declared: Any) -> Any:
         """Shardings of parameters, in the same tree.

@@ -27,11 +27,12 @@ class Rules:
 _Table = Mapping[str, str | MeshAxes]
 
 _WHOLE: _Table = dict.fromkeys(
-    ("layers", "vocab", "embed", "q_heads", "kv_heads", "mlp", "norm", "experts"), ()
+    ("layers", "vocab", "embed", "q_heads", "kv_heads", "mlp", "norm", "experts", "router"), ()
 )
 # "kv_length" is the length of the keys and values of attention, of which a query needs all.
+# "routed" is the batch where tokens meet experts: the devices with experts all see its tokens.
 _BATCH_CUT: _Table = {
-    "batch": ("data", "fsdp"),
+    **dict.fromkeys(("batch", "routed"), ("data", "fsdp")),
     **dict.fromkeys(
         ("length", "kv_length", "vocab", "embed", "q_heads", "kv_heads", "mlp", "experts"), ()
     ),

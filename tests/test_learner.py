@@ -24,6 +24,7 @@ from jaxrl.losses import (
     with_terms,
 )
 from jaxrl.metrics import to_floats
+from jaxrl.models.decoder import decoder
 from jaxrl.precision import PRESETS, LossScaleSpec, Precision, dynamic_loss_scale
 from tests import tiny
 
@@ -34,10 +35,16 @@ ROW = 24
 
 @functools.cache  # a step takes seconds to compile
 def learner(
-    *, rows: int, recipe=None, precision: Precision = FP32, optimizer=None, temperature=1.0
+    *,
+    rows: int,
+    recipe=None,
+    precision: Precision = FP32,
+    optimizer=None,
+    temperature=1.0,
+    config=tiny.CONFIG,
 ) -> Learner:
     built = make_learner(
-        tiny.model(),
+        decoder(config),
         getattr(recipe or GRPO, "objective", recipe),
         optimizer=optimizer or optax.sgd(1.0),
         precision=precision,
@@ -59,9 +66,9 @@ def minibatch(count=8, *, rows_per_microbatch, microbatches=4, packed=True, seed
     return Minibatch(batch=jax.tree.map(jnp.asarray, batch), microbatches=jnp.int32(used))
 
 
-def gradient(one: Learner, batch: Minibatch) -> dict:
+def gradient(one: Learner, batch: Minibatch, *, config=tiny.CONFIG) -> dict:
     """What sgd with learning rate 1 subtracted."""
-    state = one.init(tiny.params())
+    state = one.init(tiny.params(config=config))
     after, _ = one.step(state, batch)
     return jax.tree.map(lambda a, b: np.asarray(a - b), state.params, after.params)
 
@@ -75,16 +82,29 @@ def assert_close(a, b, *, rtol):
         np.testing.assert_allclose(x, y, atol=rtol * scale, rtol=0, err_msg=str(path))
 
 
-@pytest.mark.parametrize("recipe", [GRPO, with_terms(GRPO, aggregation=token_sum, entropy=0.1)])
-def test_packing_microbatching_and_padding_change_no_gradient(recipe):
-    whole = gradient(learner(rows=8, recipe=recipe), minibatch(rows_per_microbatch=8, packed=False))
+@pytest.mark.parametrize(
+    ("recipe", "config"),
+    [
+        (GRPO, tiny.CONFIG),
+        (with_terms(GRPO, aggregation=token_sum, entropy=0.1), tiny.CONFIG),
+        (with_terms(GRPO, balance=0.1), tiny.MOE),
+    ],
+)
+def test_packing_microbatching_and_padding_change_no_gradient(recipe, config):
+    rows = minibatch(rows_per_microbatch=8, packed=False)
+    whole = gradient(learner(rows=8, recipe=recipe, config=config), rows, config=config)
     assert max(np.abs(x).max() for x in jax.tree.leaves(whole)) > 1e-3
-    one = learner(rows=2, recipe=recipe)
+    one = learner(rows=2, recipe=recipe, config=config)
     for batch in (
         minibatch(rows_per_microbatch=2, packed=False),
         minibatch(rows_per_microbatch=2, microbatches=7),
     ):
-        assert_close(gradient(one, batch), whole, rtol=2e-5)
+        assert_close(gradient(one, batch, config=config), whole, rtol=2e-5)
+
+
+def test_balancing_the_experts_of_a_dense_model_is_an_error():
+    with pytest.raises(ValueError, match="balances experts and the model has none"):
+        learner(rows=2, recipe=with_terms(GRPO, balance=0.1))
 
 
 def test_metrics_do_not_depend_on_microbatches():

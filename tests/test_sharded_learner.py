@@ -12,6 +12,7 @@ from jaxrl.learner import Minibatch, interleave, make_learner
 from jaxrl.losses import grpo, with_terms
 from jaxrl.metrics import to_floats
 from jaxrl.models.decoder import decoder
+from jaxrl.models.families import DecoderConfig
 from jaxrl.optimizers import make_optimizer, make_schedule
 from jaxrl.precision import PRESETS as PRECISIONS
 from sharding.mesh import make_mesh
@@ -34,13 +35,14 @@ def minibatch() -> Minibatch:
     return Minibatch(batch=batch, microbatches=jnp.int32(used))  # pyright: ignore
 
 
-def run(layout: Layout):
+def run(layout: Layout, config: DecoderConfig):
     """Scores, gradient (as Adam's first moment), metrics and parameters after two steps."""
-    model = decoder(tiny.CONFIG, constrain=layout.constrain)
+    balance = 0.0 if config.experts is None else 0.1
+    model = decoder(config, constrain=layout.constrain, local=layout.local)
     schedule = make_schedule("constant", learning_rate=1e-2, warmup_steps=0, total_steps=2)
     learner = make_learner(
         model,
-        with_terms(grpo(), entropy=0.01).objective,
+        with_terms(grpo(), entropy=0.01, balance=balance).objective,
         optimizer=make_optimizer(
             "adamw",
             schedule,
@@ -54,7 +56,7 @@ def run(layout: Layout):
         rows_per_microbatch=ROWS,
         param_shardings=layout.tree(model.specs),
     )
-    params = jax.device_put(tiny.params(), layout.tree(model.specs))
+    params = jax.device_put(tiny.params(config=config), layout.tree(model.specs))
     shardings = layout.state(jax.eval_shape(learner.init, params), model.specs)
     state = jax.jit(learner.init, out_shardings=shardings)(params)
     batch = minibatch()
@@ -73,8 +75,8 @@ def run(layout: Layout):
 
 
 @functools.cache
-def on_one_device():
-    return run(Layout(make_mesh(devices=jax.devices()[:1]), PRESETS["data"]))
+def on_one_device(config: DecoderConfig):
+    return run(Layout(make_mesh(devices=jax.devices()[:1]), PRESETS["data"]), config)
 
 
 def assert_close(a, b, *, rtol):
@@ -85,19 +87,19 @@ def assert_close(a, b, *, rtol):
 
 
 @pytest.mark.parametrize(
-    ("preset", "sizes"),
+    ("preset", "sizes", "config"),
     [
-        ("data", {"data": 8}),
-        ("fsdp", {"fsdp": 8}),
-        ("tensor", {"data": 2, "tensor": 4}),
-        ("fsdp_tensor", {"data": 2, "fsdp": 2, "tensor": 2}),
-        ("expert", {"fsdp": 2, "expert": 2, "tensor": 2}),
-        ("context", {"fsdp": 2, "context": 2, "tensor": 2}),
+        ("data", {"data": 8}, tiny.CONFIG),
+        ("fsdp", {"fsdp": 8}, tiny.CONFIG),
+        ("tensor", {"data": 2, "tensor": 4}, tiny.CONFIG),
+        ("fsdp_tensor", {"data": 2, "fsdp": 2, "tensor": 2}, tiny.CONFIG),
+        ("expert", {"fsdp": 2, "expert": 2, "tensor": 2}, tiny.MOE),
+        ("context", {"fsdp": 2, "context": 2, "tensor": 2}, tiny.CONFIG),
     ],
 )
-def test_a_mesh_changes_nothing_but_rounding(preset, sizes):
-    scores, moments, metrics, params = run(Layout(make_mesh(**sizes), PRESETS[preset]))
-    expected = on_one_device()
+def test_a_mesh_changes_nothing_but_rounding(preset, sizes, config):
+    scores, moments, metrics, params = run(Layout(make_mesh(**sizes), PRESETS[preset]), config)
+    expected = on_one_device(config)
     assert_close(scores, expected[0], rtol=1e-5)
     assert_close(moments, expected[1], rtol=2e-5)
     assert metrics == pytest.approx(expected[2], rel=1e-4, abs=1e-6)

@@ -1,5 +1,6 @@
 """A tiny model and random rollouts, for tests of what is built on them."""
 
+import dataclasses
 import json
 import string
 from pathlib import Path
@@ -11,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from jaxrl.batch import Rollout
 from jaxrl.models import huggingface, spec
 from jaxrl.models.decoder import Model, decoder
-from jaxrl.models.families import DecoderConfig, Rope
+from jaxrl.models.families import DecoderConfig, Experts, Rope
 from jaxrl.models.spec import Params
 from jaxrl.precision import PRESETS
 
@@ -33,6 +34,12 @@ CONFIG = DecoderConfig(
     initializer_range=0.2,  # far from uniform, so that log-probs differ
     eos_ids=(1,),
     pad_id=0,
+)
+
+MOE = dataclasses.replace(
+    CONFIG,
+    model_type="qwen3_moe",
+    experts=Experts(count=8, per_token=2, intermediate_size=16, renormalise=True),
 )
 
 

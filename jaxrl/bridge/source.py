@@ -25,8 +25,8 @@ class ParamsSource:
 
     Tensors are unstacked from the layers, cast on the device and gathered from the mesh one at a
     time, so that at most two of them exist besides the parameters; where nothing has to be cast or
-    gathered, none does. The parameters must not be donated before iteration ends. Over several
-    processes all must iterate, in the same order.
+    gathered, none does. The experts of a layer count as one. The parameters must not be donated
+    before iteration ends. Over several processes all must iterate, in the same order.
     """
 
     def __init__(self, params: Params, specs: Specs, *, dtype: DType) -> None:
@@ -41,40 +41,43 @@ class ParamsSource:
     def specs(self) -> list[TensorSpec]:
         """What iteration yields."""
         return [
-            TensorSpec(name, part.shape[1:] if part.stacked else part.shape, self._dtype.name)
+            TensorSpec(name, part.tensor_shape, self._dtype.name)
             for _, part in self._parts
             for name in part.hf_names()
         ]
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
-        ahead: deque[tuple[str, Any]] = deque()
-        for name, take in self._tasks():
-            ahead.append((name, take()))
+        ahead: deque[tuple[ParamSpec, list[str], Any]] = deque()
+        for part, names, take in self._tasks():
+            ahead.append((part, names, take()))
             if len(ahead) > _AHEAD:
-                yield _fetch(*ahead.popleft())
+                yield from _fetch(*ahead.popleft())
         while ahead:
-            yield _fetch(*ahead.popleft())
+            yield from _fetch(*ahead.popleft())
 
-    def _tasks(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def _tasks(self) -> Iterator[tuple[ParamSpec, list[str], Callable[[], Any]]]:
+        """What is fetched at once: a layer of a parameter, and the names of its tensors."""
         for array, part in self._parts:
             prepare = _prepare(array, part, self._dtype)
-            for i, name in enumerate(part.hf_names()):
-                yield name, functools.partial(prepare, i)
+            names = part.hf_names()
+            size = len(names) // (part.shape[0] if part.stacked else 1)
+            for i in range(len(names) // size):
+                yield part, names[i * size : (i + 1) * size], functools.partial(prepare, i)
 
 
-def _fetch(name: str, array: Any) -> tuple[str, np.ndarray]:
-    return name, np.asarray(array)
+def _fetch(part: ParamSpec, names: list[str], array: Any) -> Iterator[tuple[str, np.ndarray]]:
+    yield from zip(names, np.asarray(array).reshape(-1, *part.tensor_shape), strict=True)
 
 
 def _prepare(array: Any, part: ParamSpec, dtype: DType) -> Callable[[int], Any]:
-    """The function from a layer's index to its tensor, on the device or as a view on the host."""
+    """The function from a layer's index to its tensors, on the device or as a view on the host."""
     on_host = len(array.sharding.device_set) == 1 and next(iter(array.devices())).platform == "cpu"
     if on_host and array.dtype == dtype:
         host = np.asarray(array)  # the parameters' own memory
         return host.__getitem__ if part.stacked else lambda _: host
     mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
     whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    convert = _converter(part.stacked, dtype, whole)
+    convert = _converter(bool(part.stacked), dtype, whole)
     return lambda i: convert(array, i)
 
 

@@ -81,6 +81,7 @@ from jaxrl.losses.regularizers import (
     k3,
     k3_plus,
     kl_penalty,
+    load_balance,
     positive_likelihood,
 )
 from jaxrl.losses.rejections import (
@@ -144,6 +145,7 @@ __all__ = [
     "k3_within",
     "kl_penalty",
     "likelihood",
+    "load_balance",
     "masked",
     "max_rl",
     "objective",

@@ -27,13 +27,14 @@ class Need(enum.StrEnum):
     SHADOW = "shadow"  # log-probs of the same weights in the sampler's dtypes
     REFERENCE = "reference"  # log-probs of the frozen reference model
     ENTROPY_COEFFICIENT = "entropy_coefficient"  # of an adaptive entropy bonus, set by the loop
+    IMBALANCE = "imbalance"  # how unevenly the learner's routers use their experts
 
 
 @struct.dataclass(kw_only=True)
 class Scores:
     """What a loss may look at; entry t scores tokens[:, t] given the tokens before it.
 
-    Only `logprobs` and `entropy` carry a gradient. A score that no loss needs is None.
+    Only `logprobs`, `entropy` and `imbalance` carry a gradient. A score that no loss needs is None.
     """
 
     logprobs: jax.Array  # f32[B, T], the learner
@@ -42,6 +43,7 @@ class Scores:
     shadow: jax.Array | None = None  # f32[B, T]
     reference: jax.Array | None = None  # f32[B, T]
     entropy_coefficient: jax.Array | None = None  # f32[]
+    imbalance: jax.Array | None = None  # f32[B, T], see `models.experts.imbalance`
 
 
 def require(scores: Scores, need: Need) -> jax.Array:

@@ -12,6 +12,7 @@ from jaxrl.losses.regularizers import (
     entropy_bonus,
     k3,
     kl_penalty,
+    load_balance,
     positive_likelihood,
 )
 
@@ -41,6 +42,7 @@ def with_terms(
     entropy_target: float | None = None,
     entropy_step: float = 0.005,
     positive_nll: float = 0.0,
+    balance: float = 0.0,
     aggregation: Aggregation | None = None,
 ) -> Recipe:
     """The recipe with more terms. A term whose coefficient is 0 is left out, and so are the scores
@@ -58,6 +60,7 @@ def with_terms(
         rollout, starting from `entropy`; none keeps it fixed (.2 in Skywork-OR1).
       entropy_step: how far it is moved.
       positive_nll: coefficient of the likelihood of answers whose reward is positive.
+      balance: coefficient of the imbalance of a mixture of experts.
       aggregation: how tokens become one number; the recipe's own by default.
 
     Raises:
@@ -78,5 +81,7 @@ def with_terms(
         loss = loss + entropy * entropy_bonus()
     if positive_nll:
         loss = loss + positive_nll * positive_likelihood()
+    if balance:
+        loss = loss + balance * load_balance()
     reduced = objective(loss, aggregation or recipe.objective.aggregation)
     return Recipe(reduced, recipe.advantages, controller)

@@ -122,6 +122,19 @@ def adaptive_entropy_bonus() -> TokenLoss:
     return token_loss(apply, Need.ENTROPY, Need.ENTROPY_COEFFICIENT)
 
 
+def load_balance() -> TokenLoss:
+    """What a mixture of experts pays for using them unevenly, per token (arXiv:2101.03961, within
+    sequences); "imbalance" reports its mean, which is the number of experts per token when all are
+    used alike."""
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        value = require(scores, Need.IMBALANCE)
+        mean = masked_mean(jax.lax.stop_gradient(value), batch.action_mask)
+        return value, {"imbalance": mean}
+
+    return token_loss(apply, Need.IMBALANCE)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EntropyController:
     """Raises the coefficient of the entropy bonus while the policy's entropy is below a target, and

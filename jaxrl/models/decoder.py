@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.attention import KEPT, attention
+from jaxrl.models.experts import Local, Routing, feed_forward, imbalance, undivided
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.layers import (
     Constrain,
     embed,
-    feed_forward,
     identity,
     matmul,
     project_qkv,
@@ -43,6 +43,32 @@ class Hidden(Protocol):
         ...
 
 
+class Routed(NamedTuple):
+    """What a decoder with experts can say besides its hidden states."""
+
+    hidden: jax.Array  # as `Hidden` returns it
+    imbalance: jax.Array  # f32[B, T], see `experts.imbalance`; the mean over layers
+    experts: jax.Array  # i32[B, T, L, k], where each layer sent the tokens
+
+
+class HiddenRouted(Protocol):
+    """`Hidden` of a decoder with experts, and what its routers did."""
+
+    def __call__(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segments: jax.Array,
+        *,
+        precision: Precision,
+        recorded: jax.Array | None = None,
+    ) -> Routed:
+        """`recorded`: i32[B, T, L, k], experts to send tokens to; negative where a token has none
+        (`experts.feed_forward`)."""
+        ...
+
+
 class Model(NamedTuple):
     """What the learner and the sampler see of a model; hashable."""
 
@@ -50,6 +76,8 @@ class Model(NamedTuple):
     specs: Specs
     hidden: Hidden
     unembedding: Callable[[Params], jax.Array]  # the head [V, D]; the embedding when tied
+    hidden_routed: HiddenRouted | None = None  # where config.experts is not None
+    local: Local = undivided
 
     def __hash__(self) -> int:  # the specs are a dict and follow from the config
         return hash((self.config, self.hidden))
@@ -69,7 +97,11 @@ _REMAT: dict[str, Callable[..., Any]] = {
 
 
 def decoder(
-    config: DecoderConfig, *, remat: str = "none", constrain: Constrain = identity
+    config: DecoderConfig,
+    *,
+    remat: str = "none",
+    constrain: Constrain = identity,
+    local: Local = undivided,
 ) -> Model:
     """A decoder-only transformer.
 
@@ -80,6 +112,7 @@ def decoder(
         memory and on CPU is the fastest, since less is written. "attention": everything but
         attention. "layer": everything; only each layer's input is kept.
       constrain: imposes a layout on activations.
+      local: runs experts on the devices that hold them.
 
     Raises:
       ValueError: for an unknown `remat`.
@@ -87,16 +120,16 @@ def decoder(
     if remat != "none" and remat not in _REMAT:
         raise ValueError(f"remat={remat!r}; expected one of {', '.join(('none', *_REMAT))}")
 
-    def layer_step(x, layer, window, table, segments, precision):
+    def layer_step(x, layer, window, recorded, *, table, segments, precision):
         dims = {"config": config, "precision": precision, "constrain": constrain}
         q, k, v = project_qkv(x, layer, table, **dims)
         out = attention(q, k, v, segments, window=window, precision=precision)
         x = x + matmul(out.reshape(*x.shape[:2], -1), layer["o"], precision=precision)
         x = constrain(x, ("batch", "length", "embed"))
-        x = x + feed_forward(x, layer, **dims)
-        return constrain(x, ("batch", "length", "embed"))
+        more, routing = feed_forward(x, layer, **dims, local=local, recorded=recorded)
+        return constrain(x + more, ("batch", "length", "embed")), routing
 
-    def hidden(params, tokens, positions, segments, *, precision):
+    def run(params, tokens, positions, segments, precision, recorded, observe):
         table = rope_table(
             positions, rope=config.rope, head_dim=config.head_dim, precision=precision
         )
@@ -104,26 +137,48 @@ def decoder(
         windows = jnp.array([far if w is None else w for w in config.windows], jnp.int32)
 
         def body(x, scanned):
-            layer, window = scanned
-            return layer_step(x, layer, window, table, segments, precision), None
+            fixed = {"table": table, "segments": segments, "precision": precision}
+            x, routing = layer_step(x, *scanned, **fixed)
+            return x, observe(routing, segments)
 
         if remat != "none":
             body = jax.checkpoint(body, policy=_REMAT[remat], prevent_cse=False)
         x = embed(params["embed"], tokens, precision=precision)
         x = constrain(x, ("batch", "length", "embed"))
-        x, _ = jax.lax.scan(body, x, (params["layers"], windows if config.windows else None))
+        scanned = (params["layers"], windows if config.windows else None, recorded)
+        x, observed = jax.lax.scan(body, x, scanned)
         x = rms_norm(x, params["final_norm"], eps=config.rms_norm_eps, precision=precision)
-        return constrain(x, ("batch", "length", "embed"))
+        return constrain(x, ("batch", "length", "embed")), observed
+
+    def hidden(params, tokens, positions, segments, *, precision):
+        return run(params, tokens, positions, segments, precision, None, _nothing)[0]
+
+    def hidden_routed(params, tokens, positions, segments, *, precision, recorded=None):
+        if recorded is not None:
+            recorded = recorded.transpose(2, 0, 1, 3)
+        x, (costs, chosen) = run(
+            params, tokens, positions, segments, precision, recorded, _imbalance_and_experts
+        )
+        return Routed(x, jnp.mean(costs, axis=0), chosen.transpose(1, 2, 0, 3))
 
     def unembedding(params):
         return params["embed"] if config.tied else params["head"]
 
-    return Model(config, param_specs(config), hidden, unembedding)
+    routed = None if config.experts is None else hidden_routed
+    return Model(config, param_specs(config), hidden, unembedding, routed, local)
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _imbalance_and_experts(routing: Routing, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return imbalance(routing, segments), routing.experts
 
 
 def param_specs(config: DecoderConfig) -> Specs:
     """Every parameter of a decoder: shape, axes, initial value and Hugging Face name."""
-    hidden, mlp = (config.hidden_size, "embed"), (config.intermediate_size, "mlp")
+    hidden = (config.hidden_size, "embed")
     queries = (config.num_heads * config.head_dim, "q_heads")
     keys = (config.num_kv_heads * config.head_dim, "kv_heads")
     vocab = (config.vocab_size, "vocab")
@@ -144,10 +199,23 @@ def param_specs(config: DecoderConfig) -> Specs:
         "v": stacked("self_attn.v_proj.weight", keys, hidden, scale=std),
         "o": stacked("self_attn.o_proj.weight", hidden, queries, scale=std),
         "mlp_norm": stacked("post_attention_layernorm.weight", norm, scale=None),
-        "gate": stacked("mlp.gate_proj.weight", mlp, hidden, scale=std),
-        "up": stacked("mlp.up_proj.weight", mlp, hidden, scale=std),
-        "down": stacked("mlp.down_proj.weight", hidden, mlp, scale=std),
     }
+    if config.experts is None:
+        mlp = (config.intermediate_size, "mlp")
+        layers |= {
+            "gate": stacked("mlp.gate_proj.weight", mlp, hidden, scale=std),
+            "up": stacked("mlp.up_proj.weight", mlp, hidden, scale=std),
+            "down": stacked("mlp.down_proj.weight", hidden, mlp, scale=std),
+        }
+    else:
+        count, mlp = config.experts.count, (config.experts.intermediate_size, "mlp")
+        experts, one = (count, "experts"), "mlp.experts.{expert}"
+        layers |= {
+            "router": stacked("mlp.gate.weight", (count, "router"), hidden, scale=std),
+            "expert_gate": stacked(f"{one}.gate_proj.weight", experts, mlp, hidden, scale=std),
+            "expert_up": stacked(f"{one}.up_proj.weight", experts, mlp, hidden, scale=std),
+            "expert_down": stacked(f"{one}.down_proj.weight", experts, hidden, mlp, scale=std),
+        }
     if config.qkv_bias:
         layers |= {
             "q_bias": stacked("self_attn.q_proj.bias", queries, scale=0.0),

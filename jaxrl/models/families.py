@@ -38,6 +38,23 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts in the place of every feed-forward network.
+
+    Attributes:
+      count: experts of a layer.
+      per_token: experts that a token is sent to.
+      intermediate_size: of one expert.
+      renormalise: whether a token's weights are divided by their sum.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    renormalise: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Everything that the decoder's shape and function depend on.
 
@@ -45,6 +62,8 @@ class DecoderConfig:
       model_type: Hugging Face's name of the family, one of `FAMILIES`.
       windows: for each layer how many tokens a token sees, itself included, None for all; () if no
         layer has a window.
+      intermediate_size: of the feed-forward networks; unused, though kept, where there are experts.
+      experts: None for a dense decoder.
       max_positions: longest sequence that the checkpoint was made for, in tokens.
       initializer_range: standard deviation of the initial weights.
       bos_id, pad_id: token ids, None if the checkpoint names none.
@@ -66,6 +85,7 @@ class DecoderConfig:
     tied: bool
     max_positions: int
     windows: tuple[int | None, ...] = ()
+    experts: Experts | None = None
     initializer_range: float = 0.02
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -79,6 +99,7 @@ class Family(NamedTuple):
     qkv_bias: bool
     qk_norm: bool
     head_dim: int | None  # used when config.json has none; None: hidden_size / num_heads
+    experts: bool = False
 
 
 FAMILIES = {
@@ -86,6 +107,9 @@ FAMILIES = {
     "mistral": Family("MistralForCausalLM", qkv_bias=False, qk_norm=False, head_dim=None),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, head_dim=None),
     "qwen3": Family("Qwen3ForCausalLM", qkv_bias=False, qk_norm=True, head_dim=128),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", qkv_bias=False, qk_norm=True, head_dim=None, experts=True
+    ),
 }
 
 # Keys that change the function and the only values that the decoder computes.
@@ -97,6 +121,9 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, None),
     "use_mrope": (False, None),
     "quantization_config": (None,),
+    # The layers are scanned, so all of them are alike.
+    "decoder_sparse_step": (1, None),
+    "mlp_only_layers": ([], None),
 }
 
 
@@ -142,6 +169,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
         tied=bool(raw.get("tie_word_embeddings", False)),
         max_positions=_size(raw, "max_position_embeddings"),
         windows=_read_windows(raw, model_type),
+        experts=_read_experts(raw) if family.experts else None,
         initializer_range=float(raw.get("initializer_range", 0.02)),
         bos_id=raw.get("bos_token_id"),
         eos_ids=token_ids(raw.get("eos_token_id")),
@@ -184,7 +212,7 @@ def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
         "rope_theta": config.rope.theta,
         "rope_scaling": rope if config.rope.scaling else None,
     }
-    return content | _write_windows(config)
+    return content | _write_windows(config) | _write_experts(config.experts)
 
 
 def _size(raw: Mapping[str, Any], key: str) -> int:
@@ -241,6 +269,35 @@ def _write_rope(rope: Rope) -> dict[str, Any]:
         "low_freq_factor": scaling.low_freq_factor,
         "high_freq_factor": scaling.high_freq_factor,
         "original_max_position_embeddings": scaling.original_max_positions,
+    }
+
+
+def _read_experts(raw: Mapping[str, Any]) -> Experts:
+    if raw.get("use_sliding_window"):
+        raise ValueError("qwen3_moe with use_sliding_window=True is not supported; only False is")
+    count = _size(raw, "num_local_experts" if "num_local_experts" in raw else "num_experts")
+    per_token = _size(raw, "num_experts_per_tok")
+    if per_token > count:
+        raise ValueError(f"num_experts_per_tok={per_token} is more than the {count} experts")
+    return Experts(
+        count=count,
+        per_token=per_token,
+        intermediate_size=_size(raw, "moe_intermediate_size"),
+        renormalise=bool(raw.get("norm_topk_prob", False)),
+    )
+
+
+def _write_experts(experts: Experts | None) -> dict[str, Any]:
+    if experts is None:
+        return {}
+    return {
+        "num_experts": experts.count,  # transformers 4
+        "num_local_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.renormalise,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     }
 
 

@@ -154,7 +154,7 @@ def _read_parameter(
     one: ParamSpec, tensors: Mapping[str, Any], *, dtype: DType | None
 ) -> np.ndarray:
     names = one.hf_names()
-    shape = one.shape[1:] if one.stacked else one.shape
+    shape = one.tensor_shape
     out: np.ndarray | None = None
     for i, name in enumerate(names):
         part = tensors[name].get_slice(name)
@@ -167,10 +167,10 @@ def _read_parameter(
                 f"tensor {name!r} has dtype {part.get_dtype()}; supported are {', '.join(_DTYPES)}"
             )
         if out is None:
-            out = np.empty(one.shape, dtype or _DTYPES[part.get_dtype()])
-        (out[i] if one.stacked else out)[...] = tensors[name].get_tensor(name)
+            out = np.empty((len(names), *shape), dtype or _DTYPES[part.get_dtype()])
+        out[i] = tensors[name].get_tensor(name)
     assert out is not None  # a decoder has at least one layer
-    return out
+    return out.reshape(one.shape)
 
 
 def save(
@@ -252,7 +252,7 @@ def _plan_shards(
     shards: list[list[str]] = [[]]
     room = max_bytes
     for one in flat.values():
-        size = itemsize * int(np.prod(one.shape[1:] if one.stacked else one.shape))
+        size = itemsize * int(np.prod(one.tensor_shape))
         for name in one.hf_names():
             if size > room and shards[-1]:
                 shards.append([])
@@ -274,8 +274,8 @@ def _tensors(
             raise ValueError(
                 f"parameter {path!r} has shape {given[path].shape}, expected {one.shape}"
             )
-        value = np.asarray(given[path]).astype(dtype)
-        for name, tensor in zip(one.hf_names(), value if one.stacked else [value], strict=True):
+        value = np.asarray(given[path]).astype(dtype).reshape(-1, *one.tensor_shape)
+        for name, tensor in zip(one.hf_names(), value, strict=True):
             yield name, np.ascontiguousarray(tensor)
 
 

@@ -1,5 +1,6 @@
 """One declaration per parameter: shape, axes, initial value and Hugging Face name."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,12 +15,14 @@ class ParamSpec(NamedTuple):
     """How one parameter looks everywhere.
 
     Matrices keep Hugging Face's orientation, [out, in], contracted on the last axis. A parameter
-    of the layers has their number as its first dimension and the axis "layers" there.
+    of the layers has their number as its first dimension and the axis "layers" there; one of
+    experts has theirs, and the axis "experts", after it.
 
     Attributes:
-      shape: with the layers in front.
+      shape: with the layers, and the experts, in front.
       axes: logical name of each dimension; sharding rules map them to mesh axes.
-      name: Hugging Face's name; "{layer}" stands for the layer's index.
+      name: Hugging Face's name; "{layer}" stands for the layer's index, "{expert}" for the
+        expert's.
       scale: standard deviation of the normal initial value; 0 gives zeros and None ones.
     """
 
@@ -29,15 +32,21 @@ class ParamSpec(NamedTuple):
     scale: float | None
 
     @property
-    def stacked(self) -> bool:
-        """Whether the first dimension is the layers."""
-        return self.axes[0] == "layers"
+    def stacked(self) -> int:
+        """Number of leading dimensions along which Hugging Face has separate tensors."""
+        return ("{layer}" in self.name) + ("{expert}" in self.name)
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Shape of each Hugging Face tensor."""
+        return self.shape[self.stacked :]
 
     def hf_names(self) -> list[str]:
-        """Names of the Hugging Face tensors that this parameter holds, in order."""
-        if not self.stacked:
-            return [self.name]
-        return [self.name.format(layer=i) for i in range(self.shape[0])]
+        """Names of the Hugging Face tensors that this parameter holds: one, or those of the layers
+        in order, and of a layer those of the experts in order."""
+        indices = itertools.product(*map(range, self.shape[: self.stacked]))
+        fields = ("layer", "expert")
+        return [self.name.format(**dict(zip(fields, index, strict=False))) for index in indices]
 
 
 Specs = Mapping[str, Any]  # nested dicts with ParamSpec leaves

@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-from typing import Any
 
 from jaxrl.models import spec
+from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import ParamSpec, Specs
 from jaxrl.planning.program import Program
 from jaxrl.planning.topology import Chip
@@ -47,7 +47,7 @@ def parameter_count(specs: Specs) -> int:
     return sum(math.prod(one.shape) for one in spec.flatten(specs).values())
 
 
-def forward_flops(config: Any, specs: Specs, *, rows: int, length: int) -> float:
+def forward_flops(config: DecoderConfig, specs: Specs, *, rows: int, length: int) -> float:
     """Of full rows of one sequence each: two for each weight that a token meets (of the experts
     those that it is sent to, of the embedding none), and the causal half of attention."""
     weights = sum(_met(one, config) for path, one in spec.flatten(specs).items() if path != "embed")
@@ -57,17 +57,12 @@ def forward_flops(config: Any, specs: Specs, *, rows: int, length: int) -> float
     return float(rows * (2 * weights * length + attention))
 
 
-def _met(one: ParamSpec, config: Any) -> float:
+def _met(one: ParamSpec, config: DecoderConfig) -> float:
     size = math.prod(one.shape) if len(one.shape) > 1 + one.stacked else 0
-    if "experts" in one.axes and _per_expert(one):
-        size *= config.experts_per_token / config.num_experts
+    if "experts" in one.axes:
+        assert config.experts is not None
+        size *= config.experts.per_token / config.experts.count
     return float(size)
-
-
-def _per_expert(one: ParamSpec) -> bool:
-    """Whether a parameter holds one matrix for each expert: the router, with a row for each, is
-    met by every token."""
-    return one.axes.index("experts") < len(one.axes) - 2
 
 
 def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:

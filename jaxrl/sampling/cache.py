@@ -11,7 +11,8 @@ from jax import lax
 
 from jaxrl.models.attention import attention
 from jaxrl.models.decoder import Model
-from jaxrl.models.layers import embed, feed_forward, matmul, project_qkv, rms_norm, rope_table
+from jaxrl.models.experts import feed_forward
+from jaxrl.models.layers import embed, matmul, project_qkv, rms_norm, rope_table
 from jaxrl.models.spec import Params
 from jaxrl.precision import Precision
 from jaxrl.sampling.bits import from_bits, to_bits
@@ -59,7 +60,8 @@ def prefill(
         q, k, v = project_qkv(x, layer, table, config=config, precision=precision)
         out = attention(q, k, v, segments, window=window, precision=precision)
         x = x + matmul(out.reshape(*x.shape[:2], -1), layer["o"], precision=precision)
-        x = x + feed_forward(x, layer, config=config, precision=precision)
+        more, _ = feed_forward(x, layer, config=config, precision=precision, local=model.local)
+        x = x + more
         return x, _entries(k, v, precision)
 
     x = embed(params["embed"], tokens, precision=precision)
@@ -110,7 +112,8 @@ def extend(
         own = (from_bits(part[number], precision.compute) for part in (keys, values))
         out = attend(q, *own, seen=near, precision=precision)
         x = x + matmul(out, layer["o"], precision=precision)
-        x = x + feed_forward(x, layer, config=config, precision=precision)
+        more, _ = feed_forward(x, layer, config=config, precision=precision, local=model.local)
+        x = x + more
         return (x, Cache(keys, values)), None
 
     x = from_bits(to_bits(params["embed"])[tokens[:, None]], params["embed"].dtype)

@@ -13,7 +13,7 @@ from jaxrl.bridge.base import InFlight, TensorSpec, Timings
 from jaxrl.bridge.payload import Mapped
 from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
-from jaxrl.models.families import DecoderConfig, Rope
+from jaxrl.models.families import DecoderConfig, Experts, Rope
 from jaxrl.models.spec import Params, ParamSpec
 
 QWEN3 = DecoderConfig(
@@ -52,6 +52,13 @@ FAMILIES = {
         QWEN3, model_type="mistral", tied=False, qk_norm=False, windows=(16, 16)
     ),
 }
+
+EXPERTS = dataclasses.replace(
+    QWEN3,
+    model_type="qwen3_moe",
+    tied=False,
+    experts=Experts(count=4, per_token=2, intermediate_size=64, renormalise=True),
+)
 
 
 def params(config: DecoderConfig, seed: int) -> Params:

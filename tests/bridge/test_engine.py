@@ -10,7 +10,6 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import PoisonedError, RefusedError
@@ -21,7 +20,7 @@ from jaxrl.bridge.source import ParamsSource
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
-from tests.bridge.cases import FAMILIES, QWEN3, ListSource, params
+from tests.bridge.cases import EXPERTS, FAMILIES, QWEN3, ListSource, params
 from tests.bridge.engines import LINUX, ChildEngine, child_engine
 
 pytestmark = LINUX
@@ -61,44 +60,16 @@ def test_answers_equal_those_of_a_fresh_start(
     assert engine.call("loaded_modules") == []
 
 
-def mixture_of_experts(seed: int, directory: Path, dtype: str) -> Path:
-    """A random Qwen3-MoE checkpoint as transformers writes it."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=128,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=96,
-        moe_intermediate_size=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        eos_token_id=1,
-    )
-    Qwen3MoeForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
-    return directory
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_are_exact(engine: ChildEngine, tmp_path: Path, dtype: str) -> None:
-    new = mixture_of_experts(1, tmp_path / "new", dtype)
-    engine.open(new, dtype)
-    expected = engine.generate(PROMPTS)
-    engine.open(mixture_of_experts(0, tmp_path / "old", dtype), dtype)
-    assert engine.generate(PROMPTS) != expected
     wire = np.dtype(DTYPES[dtype])
+    engine.open(checkpoint(EXPERTS, 1, tmp_path / "new", wire), dtype)
+    expected = engine.generate(PROMPTS)
+    engine.open(checkpoint(EXPERTS, 0, tmp_path / "old", wire), dtype)
+    assert engine.generate(PROMPTS) != expected
     with SharedMemoryPublisher([engine], wire=wire, sampler=wire) as publisher:
         for version in range(2):
-            source = ListSource(load_file(new / "model.safetensors"))
+            source = ParamsSource(params(EXPERTS, 1), decoder(EXPERTS).specs, dtype=wire)
             publisher.publish(source, version=version)
             assert engine.generate(PROMPTS) == expected
 

@@ -19,8 +19,17 @@ from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
+from jaxrl.models.families import DecoderConfig
 from sharding.mesh import make_mesh
-from tests.bridge.cases import FAMILIES, QWEN3, ListSource, Recorder, params, read_payload
+from tests.bridge.cases import (
+    EXPERTS,
+    FAMILIES,
+    QWEN3,
+    ListSource,
+    Recorder,
+    params,
+    read_payload,
+)
 
 F32, BF16 = np.dtype(np.float32), np.dtype(jnp.bfloat16)
 SPECS = decoder(QWEN3).specs
@@ -33,9 +42,10 @@ def exported(config, tree, directory: Path, dtype: np.dtype) -> dict[str, bytes]
 
 
 @pytest.mark.parametrize("wire", [F32, BF16, np.dtype(np.float16)], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_source_equals_the_exported_checkpoint(tmp_path: Path, family: str, wire: np.dtype) -> None:
-    config = FAMILIES[family]
+@pytest.mark.parametrize("config", [*FAMILIES.values(), EXPERTS], ids=[*FAMILIES, "experts"])
+def test_source_equals_the_exported_checkpoint(
+    tmp_path: Path, config: DecoderConfig, wire: np.dtype
+) -> None:
     tree = params(config, 0)
     source = ParamsSource(tree, decoder(config).specs, dtype=wire)
     found = {name: array.tobytes() for name, array in source}
@@ -43,8 +53,9 @@ def test_source_equals_the_exported_checkpoint(tmp_path: Path, family: str, wire
     assert [spec.name for spec in source.specs()] == list(found)
 
 
-def test_source_gathers_from_a_mesh() -> None:
-    tree = params(QWEN3, 0)
+@pytest.mark.parametrize("config", [QWEN3, EXPERTS], ids=["dense", "experts"])
+def test_source_gathers_from_a_mesh(config: DecoderConfig) -> None:
+    tree, specs = params(config, 0), decoder(config).specs
     mesh = make_mesh(fsdp=4, tensor=2)
     spread = jax.tree.map(
         lambda x: jax.device_put(
@@ -52,8 +63,8 @@ def test_source_gathers_from_a_mesh() -> None:
         ),
         tree,
     )
-    whole = {name: array.tobytes() for name, array in ParamsSource(tree, SPECS, dtype=BF16)}
-    gathered = {name: array.tobytes() for name, array in ParamsSource(spread, SPECS, dtype=BF16)}
+    whole = {name: array.tobytes() for name, array in ParamsSource(tree, specs, dtype=BF16)}
+    gathered = {name: array.tobytes() for name, array in ParamsSource(spread, specs, dtype=BF16)}
     assert whole == gathered
 
 

@@ -29,6 +29,7 @@ from jaxrl.losses import (
     k3_within,
     kl_penalty,
     likelihood,
+    load_balance,
     masked,
     off_policy_negatives,
     over_anchor,
@@ -54,7 +55,7 @@ RECIPES: dict[str, Recipe] = {
 
 ROWS, ROW_LENGTH = 6, 24  # one shape for all layouts, so that each loss compiles once
 
-SCORES = ("logprobs", "entropy", "anchor", "shadow", "reference")
+SCORES = ("logprobs", "entropy", "anchor", "shadow", "reference", "imbalance")
 
 TERMS: dict[str, TokenLoss] = {
     "reinforce": reinforce(),
@@ -98,6 +99,7 @@ TERMS: dict[str, TokenLoss] = {
     "k1+": kl_penalty(k1_plus),
     "k3+": kl_penalty(k3_plus),
     "entropy": entropy_bonus(),
+    "balance": load_balance(),
 }
 
 

@@ -27,6 +27,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "head_dim": 16,
+}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, {}),
@@ -38,6 +44,8 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
     ),
     "mistral": (transformers.MistralConfig, {"sliding_window": 6, "head_dim": 12}),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": True}),
+    "qwen3_moe_raw": (transformers.Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": False}),
 }
 
 

@@ -41,10 +41,11 @@ def broken(tiny, tmp_path):
 @pytest.mark.parametrize("shard", [None, 20_000], ids=["single", "sharded"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_round_trip_is_bit_identical(dtype, tied, shard, tmp_path):
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_round_trip_is_bit_identical(family, dtype, tied, shard, tmp_path):
     before, after = tmp_path / "before", tmp_path / "after"
     options = {} if shard is None else {"max_shard_size": shard}
-    checkpoint(before, "qwen2", tied=tied, dtype=dtype, **options)
+    checkpoint(before, family, tied=tied, dtype=dtype, **options)
     config, params = huggingface.load(before, dtype=None)
     (stored,) = {x.dtype for x in jax.tree.leaves(params)}
     limit = {} if shard is None else {"max_shard_bytes": shard}

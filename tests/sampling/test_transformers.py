@@ -42,6 +42,10 @@ FAMILIES = {
         },
     ),
     "mistral": (transformers.MistralConfig, {"sliding_window": 6}),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
 }
 
 
