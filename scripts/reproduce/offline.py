@@ -1,0 +1,115 @@
+"""Learner and vLLM on the same weights and the same tokens, in bf16 and in fp16."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from reproduce import scoring
+from reproduce.grid import ROOT, markdown
+
+from jaxrl import config_file
+from jaxrl.batch import Rollout
+from jaxrl.config import Config
+from jaxrl.run import open_run
+
+CONFIG = ROOT / "configs" / "sanity_test.toml"
+TOKENS = 192  # of an answer; drawn past its end, so that long sequences can be looked at
+LENGTHS = (8, 16, 32, 64, 128, TOKENS)
+SERVED = {"bf16": "bf16_master", "fp16": "fp16_master"}
+LEARNERS = {**SERVED, "f32": "fp32"}
+Scores = dict[str, np.ndarray]  # "learner bf16", "vllm bf16", ...: f64[sequences, TOKENS]
+
+
+def measured(directory: Path, keys: Mapping[str, str]) -> Scores:
+    """Log-probs of 64 sequences that the embedded sampler has drawn in f32, by learners in three
+    dtypes and by vLLM servers in two. What `directory` has of it is not done again.
+
+    Args:
+      directory: for arrays and logs.
+      keys: of the config, with "model.path" and "data.path" among them.
+    """
+    file = directory / "scores.npz"
+    if file.exists():
+        return dict(np.load(file))
+    more = {"sampling.max_tokens": str(TOKENS), "data.max_prompt_tokens": "16"}
+    more |= {"train.row_length": "208", "train.microbatch_tokens": str(16 * 208)}
+    more |= {"train.train_batch": "8", **keys}
+    found: Scores = {}
+    rollouts: list[Rollout] = []
+    for dtype in ("f32", "bf16", "fp16"):
+        sampler = {"sampler.name": "vllm"} if dtype in SERVED else {}
+        own = {"precision": LEARNERS[dtype], "run_dir": str(directory / dtype), **sampler}
+        config = config_file.load(Config, file=CONFIG, overrides=list((more | own).items()))
+        with open_run(config) as (run, state, _):
+            rollouts = rollouts or _sequences(run)
+            batch = scoring.minibatch(run, rollouts)
+            found[f"learner {dtype}"] = _answers(scoring.score(run, state, batch).learner)
+            if dtype in SERVED:
+                sampled: Any = run.sampler
+                served = sampled.score([np.concatenate([r.prompt, r.completion]) for r in rollouts])
+                tails = [scores[-TOKENS:] for scores in served]
+                found[f"vllm {dtype}"] = np.array(tails, np.float64)
+    np.savez(file, **found)  # pyright: ignore[reportArgumentType]
+    return found
+
+
+def _sequences(run: Any) -> list[Rollout]:
+    prompts = [example.tokens for example in run.prompts.examples[:8]]
+    endless = dataclasses.replace(run.sampling, stop=())
+    drawn = sorted(
+        run.sampler.sample(prompts, endless, group_size=8),
+        key=lambda c: (c.prompt_index, c.sample_index),
+    )
+    everything = np.ones(TOKENS, bool)
+    return [
+        Rollout(
+            prompt=prompts[c.prompt_index],
+            completion=c.tokens,
+            logprobs=c.logprobs,
+            action_mask=everything,
+            version=c.versions,
+            group=c.prompt_index,
+            reward=0.0,
+        )
+        for c in drawn
+    ]
+
+
+def _answers(scores: np.ndarray) -> np.ndarray:
+    """[N, row] with NaN outside of the answers -> [N, TOKENS]."""
+    return scores[~np.isnan(scores)].reshape(len(scores), TOKENS)
+
+
+def difference(scores: Scores, *, learner: str, served: str) -> np.ndarray:
+    """Learner - sampler, f64[sequences, TOKENS]."""
+    return scores[f"learner {learner}"] - scores[f"vllm {served}"]
+
+
+def sequence_std(delta: np.ndarray) -> list[float]:
+    """Standard deviation over sequences of the log-ratio of their first LENGTHS tokens."""
+    return [float(delta[:, :length].sum(axis=1).std()) for length in LENGTHS]
+
+
+def table(scores: Scores) -> str:
+    """A line for each learner and server, and how many times smaller fp16's numbers are."""
+    header = ["learner", "vLLM", "token std", "p99", "mean of abs(p - q)", "beyond eps .2"]
+    header += [f"sequence std, {length} tokens" for length in LENGTHS]
+    numbers = {}
+    for learner, served in (
+        *((d, d) for d in SERVED),
+        *(("f32", d) for d in SERVED),
+    ):
+        delta = difference(scores, learner=learner, served=served)
+        p, q = np.exp(scores[f"learner {learner}"]), np.exp(scores[f"vllm {served}"])
+        outside = (delta > np.log(1.2)) | (delta < np.log(0.8))
+        p99, gap = np.quantile(np.abs(delta), 0.99), np.abs(p - q).mean()
+        numbers[learner, served] = [delta.std(), p99, gap, outside.mean(), *sequence_std(delta)]
+    lines = [[*pair, *(f"{x:.2g}" for x in row)] for pair, row in numbers.items()]
+    times = [
+        f"{a / b:.1f}" if b else "-"
+        for a, b in zip(numbers["bf16", "bf16"], numbers["fp16", "fp16"], strict=True)
+    ]
+    lines.append(["**bf16 / fp16**", "", *times])
+    return markdown(header, lines)

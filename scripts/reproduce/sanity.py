@@ -1,0 +1,171 @@
+"""The sanity test: algorithms under dtype policies, on prompts that can all be learnt."""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import make_arithmetic
+import numpy as np
+from reproduce import scoring
+from reproduce.grid import ROOT, Entries, curve, finished, markdown, metrics, spread, trained
+from reproduce.phantom import SHORT, SMALL
+
+from jaxrl import cli, config_file
+from jaxrl.config import Config
+from jaxrl.run import open_run
+
+CONFIG = ROOT / "configs" / "sanity_test.toml"
+ALGORITHMS = {
+    "GRPO": "grpo",
+    "GRPO-Token-TIS": "grpo_token_tis",
+    "GRPO-Seq-MIS": "grpo_seq_mis",
+    "GSPO": "gspo",
+    "PG-Seq-IS": "pg_seq_is",
+}
+POLICIES = {"bf16": "bf16_master", "fp16": "fp16_master", "f32": "fp32"}
+SAMPLERS = {"bf16": "bf16", "fp16": "f16", "f32": "f32"}
+CANDIDATES = 200  # prompts that the perfectible ones are chosen from
+Cell = tuple[str, str, str]  # algorithm, training dtype, sampler dtype
+
+
+def write_material(directory: Path) -> None:
+    """The quickstart's base model, unless `directory`/base has one, and perfectible prompts."""
+    if not (directory / "base" / "model").exists():
+        make_arithmetic.write_model(directory / "untrained", make_arithmetic.MODEL, seed=0)
+        rng = random.Random(0)
+        make_arithmetic.write_texts(directory, make_arithmetic.SIZES, rng=rng)
+        _jaxrl(
+            "sft",
+            "configs/quickstart_sft.toml",
+            "--run_dir",
+            directory / "base",
+            "--model.path",
+            directory / "untrained",
+            "--data.path",
+            directory / "sft.jsonl",
+        )
+    out = directory / "perfectible.jsonl"
+    if not out.exists():
+        lines = (directory / "train.jsonl").read_text().splitlines()[:CANDIDATES]
+        (directory / "candidates.jsonl").write_text("\n".join(lines) + "\n")
+        _jaxrl(
+            "filter",
+            "configs/sanity_test.toml",
+            "--out",
+            out,
+            "--precision",
+            "fp32",
+            "--model.path",
+            directory / "base" / "model",
+            "--data.path",
+            directory / "candidates.jsonl",
+        )
+
+
+def _jaxrl(*arguments: object) -> None:
+    status = cli.main([str(argument) for argument in arguments])
+    if status:
+        raise SystemExit(status)
+
+
+def cells(
+    algorithms: Sequence[str] = tuple(ALGORITHMS), *, ablated: Sequence[str] = tuple(ALGORITHMS)
+) -> list[Cell]:
+    """The runs: `algorithms` where training and sampler agree, `ablated` ones where they do not."""
+    matched = [(name, dtype, dtype) for name in algorithms for dtype in POLICIES]
+    crossed = [(name, a, b) for name in ablated for a in POLICIES for b in SAMPLERS if a != b]
+    return matched + crossed
+
+
+def cell_dir(directory: Path, cell: Cell, *, seed: int) -> Path:
+    """Where a run lies."""
+    return directory / "runs" / f"{'-'.join(cell)}-{seed}"
+
+
+def run_cell(directory: Path, cell: Cell, *, seed: int) -> Entries:
+    """One run."""
+    algorithm, training, served = cell
+    policy = POLICIES[training]
+    if training != served:
+        policy += f",wire={SAMPLERS[served]},sampler={SAMPLERS[served]}"
+    return trained(
+        CONFIG,
+        {
+            "seed": str(seed),
+            "run_dir": str(cell_dir(directory, cell, seed=seed)),
+            "model.path": str(directory / "base" / "model"),
+            "data.path": str(directory / "perfectible.jsonl"),
+            "loss.name": ALGORITHMS[algorithm],
+            "precision": policy,
+        },
+    )
+
+
+def found_cells(directory: Path) -> dict[Cell, list[Entries]]:
+    """The runs that are there, by their seeds."""
+    there = {}
+    for cell in cells():
+        run_dirs = sorted(directory.glob(f"runs/{'-'.join(cell)}-[0-9]*"))
+        runs = [metrics(run_dir) for run_dir in run_dirs if finished(run_dir)]
+        if runs:
+            there[cell] = runs
+    return there
+
+
+def smooth(values: np.ndarray, *, window: int = 5) -> np.ndarray:
+    """Means over `window` rollouts: f64[runs, N] -> f64[runs, N - window + 1]."""
+    return np.lib.stride_tricks.sliding_window_view(values, window, axis=1).mean(axis=-1)
+
+
+def collapse(accuracy: np.ndarray) -> int | None:
+    """The first rollout at which a smoothed curve is below half of what it has reached; None where
+    it never is."""
+    fallen = np.flatnonzero(accuracy < 0.5 * np.maximum.accumulate(accuracy))
+    return int(fallen[0]) + 1 if fallen.size else None
+
+
+def table(results: Mapping[Cell, Sequence[Entries]]) -> str:
+    """A line for each cell of the grid, over its seeds."""
+    header = ["algorithm", "training", "sampler", "accuracy, first", "best", "final", "collapse"]
+    header += ["k3 KL, first 10", "k3 KL, last 10", "sequence log-ratio std"]
+    lines = []
+    for cell, runs in results.items():
+        accuracy = 100 * smooth(curve(runs, "reward"))
+        fallen = [c for c in map(collapse, accuracy) if c is not None]
+        kl = curve(runs, "mismatch/k3_kl")
+        lines.append(
+            [
+                *cell,
+                *(spread(x, "{:.1f}") for x in (accuracy[:, 0], accuracy.max(1), accuracy[:, -1])),
+                ", ".join(map(str, fallen)) or "none",
+                *(spread(part.mean(axis=1), "{:.1e}") for part in (kl[:, :10], kl[:, -10:])),
+                spread(np.nanmean(curve(runs, "probe/sequence_std"), axis=1), "{:.1e}"),
+            ]
+        )
+    return markdown(header, lines)
+
+
+def check_direction(directory: Path) -> list[str]:
+    """Beta of one rollout of a small model with a bf16 and with an fp16 sampler, as lines to print.
+
+    Raises:
+      AssertionError: unless fp16's standard deviation is at most a quarter of bf16's.
+    """
+    make_arithmetic.write_model(directory / "model", SMALL, seed=0)
+    rows = [{"prompt": f"{i}+{i * i}=", "answer": str(i + i * i)} for i in range(10, 26)]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"model.path": str(directory / "model"), "data.path": str(directory / "prompts.jsonl")}
+    keys |= SHORT | {"train.row_length": "36", "train.microbatch_tokens": "576"}
+    std, rollouts = {}, []
+    for name in ("bf16", "fp16"):
+        half = SAMPLERS[name]
+        own = {"precision": f"fp32,wire={half},sampler={half}", "run_dir": str(directory / name)}
+        config = config_file.load(Config, file=CONFIG, overrides=list((keys | own).items()))
+        with open_run(config) as (run, state, progress):
+            rollouts = rollouts or scoring.sampled(run, progress)
+            scored = scoring.score(run, state, scoring.minibatch(run, rollouts))
+        std[name] = float(np.nanstd(scored.learner - scored.shadow))
+    assert 0 < std["fp16"] <= std["bf16"] / 4, std
+    ratio = f"bf16 / fp16: {std['bf16'] / std['fp16']:.1f}"
+    return [*(f"beta std {value:.5f}: f32 learner, {name}" for name, value in std.items()), ratio]

@@ -1,0 +1,51 @@
+"""Scores of sampled answers outside of a training run, by the run's own parts."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl import loop
+from jaxrl.batch import Rollout, pack
+from jaxrl.learner import LearnerState, Minibatch
+from jaxrl.run import Progress, Run
+
+
+class Scored(NamedTuple):
+    """Log-probs of the same tokens, f64[N, T]; NaN outside of the answers."""
+
+    learner: np.ndarray
+    shadow: np.ndarray
+
+
+def sampled(run: Run, progress: Progress) -> list[Rollout]:
+    """The answers of a rollout, with their rewards."""
+    examples = loop.next_prompts(run, progress)
+    answers = loop.sample(run, examples, step=progress.step)
+    return loop.reward(run, answers, examples)[0]
+
+
+def minibatch(run: Run, rollouts: Sequence[Rollout]) -> Minibatch:
+    """One answer to a row, in their order; the advantage is the reward less its group's mean."""
+    rewards = np.array([r.reward for r in rollouts])
+    groups = np.array([r.group for r in rollouts])
+    means = np.bincount(groups, rewards) / np.bincount(groups)
+    rows = [[i] for i in range(len(rollouts))]
+    per_microbatch = run.config.microbatch_rows
+    assert len(rows) % per_microbatch == 0, "else the rows would have to be padded"
+    batch = pack(
+        rollouts, list(rewards - means[groups]), rows=rows, row_length=run.config.row_length
+    )
+    return Minibatch(
+        batch=jax.tree.map(jnp.asarray, batch),
+        microbatches=jnp.int32(len(rows) // per_microbatch),
+    )
+
+
+def score(run: Run, state: LearnerState, given: Minibatch) -> Scored:
+    """What the learner says of the answers' tokens, and what it says in the sampler's dtypes."""
+    mask = np.asarray(given.batch.action_mask)
+    both = (f(state.params, given) for f in (run.learner.score, run.learner.shadow))
+    return Scored(*(np.where(mask, np.asarray(x, np.float64), np.nan) for x in both))

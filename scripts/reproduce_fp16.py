@@ -1,0 +1,81 @@
+"""FP16 against BF16, reproduced: tables and pictures of docs/precision.md, Result 2.
+
+    python scripts/reproduce_fp16.py runs/fp16
+    python scripts/reproduce_fp16.py --quick     two minutes; checks the direction only
+
+Killed and started again it goes on. The offline part needs vLLM (scripts/install_vllm.sh).
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from reproduce import grid, offline, phantom, pictures, sanity
+
+PARTS = ["offline", "sanity"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", nargs="?", type=Path, default=Path("runs/fp16"))
+    parser.add_argument("--quick", action="store_true", help="one rollout and its check")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument(
+        "--algorithms", nargs="+", choices=sanity.ALGORITHMS, default=[*sanity.ALGORITHMS]
+    )
+    parser.add_argument("--ablated", nargs="*", choices=sanity.ALGORITHMS, default=["GRPO"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    arguments = parser.parse_args()
+    if arguments.quick:
+        with tempfile.TemporaryDirectory() as directory:
+            grid.set_up(Path(directory))
+            print("\n".join(sanity.check_direction(Path(directory))))
+        return
+    directory = arguments.directory.absolute()
+    grid.set_up(directory)
+    sanity.write_material(directory)
+    if "offline" in arguments.parts:
+        compare(directory)
+    if "sanity" in arguments.parts:
+        for seed in arguments.seeds:
+            for cell in sanity.cells(arguments.algorithms, ablated=arguments.ablated):
+                sanity.run_cell(directory, cell, seed=seed)
+    show(directory)
+
+
+def compare(directory: Path) -> None:
+    """The offline part."""
+    phantom.write_material(directory / "deep", model=phantom.DEEP, seeds=[0])
+    models = {
+        "trained": directory / "base" / "model",
+        "deep": directory / "deep" / "model-0",
+    }
+    data = {"data.path": str(directory / "perfectible.jsonl")}
+    scores = {
+        name: offline.measured(directory / f"offline-{name}", data | {"model.path": str(path)})
+        for name, path in models.items()
+    }
+    text = "\n".join(f"{name}\n\n{offline.table(found)}" for name, found in scores.items())
+    (directory / "offline.md").write_text(text)
+    print(text)
+    pictures.offline(directory / "fp16_offline.png", scores)
+
+
+def show(directory: Path) -> None:
+    """Table and picture of all runs that are there."""
+    results = sanity.found_cells(directory)
+    took = grid.minutes([run for runs in results.values() for run in runs])
+    text = f"{took:.0f} minutes\n\n{sanity.table(results)}"
+    (directory / "sanity.md").write_text(text)
+    print(text)
+    matched = {
+        name: {d: results[name, d, d] for d in sanity.POLICIES if (name, d, d) in results}
+        for name in sanity.ALGORITHMS
+    }
+    pictures.sanity(directory / "fp16_sanity.png", matched)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Phantom clipping, reproduced: tables and pictures of docs/precision.md, Result 1.
+
+    python scripts/reproduce_phantom_clipping.py runs/phantom
+    python scripts/reproduce_phantom_clipping.py --quick     two minutes; checks the direction only
+    python scripts/reproduce_phantom_clipping.py runs/phantom --samplers     shows what is there
+
+Killed and started again it goes on. The real vLLM needs scripts/install_vllm.sh.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from reproduce import grid, phantom, pictures
+
+SAMPLERS = ("vllm", "embedded")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", nargs="?", type=Path, default=Path("runs/phantom"))
+    parser.add_argument("--quick", action="store_true", help="three short runs and their checks")
+    parser.add_argument("--samplers", nargs="*", choices=SAMPLERS, default=SAMPLERS)
+    parser.add_argument("--rows", nargs="+", type=int, default=range(len(phantom.ROWS)))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    arguments = parser.parse_args()
+    if arguments.quick:
+        with tempfile.TemporaryDirectory() as directory:
+            grid.set_up(Path(directory))
+            print("\n".join(phantom.check_directions(Path(directory))))
+        return
+    directory = arguments.directory.absolute()
+    grid.set_up(directory)
+    phantom.write_material(directory, model=phantom.DEEP, seeds=arguments.seeds)
+    rows = [phantom.ROWS[i] for i in arguments.rows]
+    for sampler in arguments.samplers:
+        phantom.train_rows(directory, sampler=sampler, rows=rows, seeds=arguments.seeds)
+    show(directory)
+
+
+def show(directory: Path) -> None:
+    """Tables and pictures of all runs that are there."""
+    results = {s: found for s in SAMPLERS if (found := phantom.found_rows(directory, sampler=s))}
+    for sampler, rows in results.items():
+        took = grid.minutes([run for runs in rows.values() for run in runs])
+        text = f"{sampler}, {took:.0f} minutes\n\n{phantom.table(rows)}"
+        (directory / f"{sampler}.md").write_text(text)
+        print(text)
+    named = {s: {row.name: runs for row, runs in rows.items()} for s, rows in results.items()}
+    pictures.phantom_lengths(
+        directory / "phantom_lengths.png", named, rows=[row.name for row in phantom.ROWS]
+    )
+    policies = {"f32 learner": phantom.FAILURE.name, **phantom.MATCHED}
+    betas = {
+        s: {policy: rows[name] for policy, name in policies.items() if name in rows}
+        for s, rows in named.items()
+    }
+    pictures.phantom_betas(directory / "phantom_betas.png", betas)
+
+
+if __name__ == "__main__":
+    main()
