@@ -109,9 +109,16 @@ def open_sampler(
 
         def publish(params: Params, *, version: int) -> dict[str, float]:
             source = ParamsSource(params, model.specs, dtype=policy.wire)
+            before = {server.url for server in servers if server.connected}
             timings = publisher.publish(source, version=version)
-            client.published(version)
-            return {f"time/publish/{name}": s for name, s in timings._asdict().items()}
+            serving = {server.url for server in servers if server.connected}
+            for url in sorted(before - serving):
+                note(f"{url} does not answer; the other servers go on, and it is tried again")
+            for url in sorted(serving - before):
+                note(f"{url} is back and serves version {version}")
+            client.published(version, urls=sorted(serving))
+            seconds = {f"time/publish/{name}": s for name, s in timings._asdict().items()}
+            return seconds | {"sampler/servers": float(len(serving))}
 
         publish(params, version=version)
         yield Serving(client, publish)

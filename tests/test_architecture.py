@@ -45,7 +45,7 @@ GUARDED = {
 }  # fmt: skip
 GATES = {
     "jaxrl/models/huggingface.py",
-    "jaxrl/sampling/vllm.py",
+    "jaxrl/sampling/routing.py",
     "jaxrl/bridge/vllm_plugin.py",
     "jaxrl/bridge/vllm_engine.py",
     "jaxrl/bridge/vllm_server.py",

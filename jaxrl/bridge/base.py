@@ -50,6 +50,8 @@ class Timings(NamedTuple):
 
 # How the engine's error messages begin, so that both ends of an HTTP connection tell them apart.
 REFUSED, POISONED = "bridge refused:", "bridge poisoned:"
+# What the engine says, after `REFUSED`, of a learner that it has not met since its start.
+STRANGER = "no learner has connected"
 
 
 class RefusedError(RuntimeError):
@@ -59,6 +61,10 @@ class RefusedError(RuntimeError):
 class PoisonedError(RuntimeError):
     """A load failed halfway, or nobody knows how it ended: the server stays paused until a complete
     publish succeeds."""
+
+
+class LostError(RuntimeError):
+    """The server does not answer; other servers may go on without it."""
 
 
 class Server(Protocol):
@@ -78,6 +84,7 @@ class Server(Protocol):
         Raises:
           RefusedError: the old weights keep serving.
           PoisonedError: the server stays paused.
+          LostError: it does not answer.
         """
         ...
 
@@ -86,10 +93,11 @@ class WeightPublisher(Protocol):
     """Brings weights to every server."""
 
     def publish(self, source: WeightSource, *, version: int) -> Timings:
-        """Returns once every server serves `version`.
+        """Returns once every server that answers serves `version`.
 
         Raises:
           RefusedError: a server refused and serves its old version.
           PoisonedError: a server stays paused; publish again.
+          LostError: no server answers.
         """
         ...

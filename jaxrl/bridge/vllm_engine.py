@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from jaxrl.bridge import manifest, payload
-from jaxrl.bridge.base import POISONED, REFUSED, TensorSpec
+from jaxrl.bridge.base import POISONED, REFUSED, STRANGER, TensorSpec
 from jaxrl.bridge.layout import read_specs
 from jaxrl.bridge.payload import Mapped
 
@@ -125,7 +125,7 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _checked(self, update_info: UpdateInfo) -> list[Mapped]:
         if self._root is None:
-            raise ValueError("no learner has connected")
+            raise ValueError(STRANGER)
         directory = payload.resolve(self._root, update_info.payload)
         content = manifest.read(directory)
         if content.version != update_info.version:

@@ -10,19 +10,32 @@ from typing import Any
 from jaxrl.bridge.base import (
     POISONED,
     REFUSED,
+    STRANGER,
     InFlight,
+    LostError,
     PoisonedError,
     RefusedError,
     Timings,
 )
+
+_PROBE = 5.0  # seconds that a server which was lost has to answer
 
 
 class ControlError(RuntimeError):
     """The server did not do what it was told; the message has its own words."""
 
 
+class _UnreachableError(ControlError):
+    """There was no answer."""
+
+
 class VllmServer:
-    """A `Server` that was started with VLLM_SERVER_DEV_MODE=1 and our weight-transfer backend."""
+    """A `Server` that was started with VLLM_SERVER_DEV_MODE=1 and our weight-transfer backend.
+
+    Attributes:
+      url: its address.
+      connected: whether it answered last; one that was started again is met again by `update`.
+    """
 
     def __init__(self, url: str, *, timeout: float = 600.0) -> None:
         """Does not connect yet.
@@ -34,22 +47,23 @@ class VllmServer:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"{url!r} is not the http:// address of a server")
+        self.url, self.connected = url, False
         self._host, self._port = parts.hostname, parts.port or 80
         self._timeout = timeout
+        self._init_info: dict[str, str] = {}
 
     def connect(self, *, root: str, wire: str, sampler: str) -> None:
         """See `Server.connect`."""
-        info = {"root": root, "wire": wire, "sampler": sampler}
-        try:
-            self._call("POST", "/init_weight_transfer_engine", {"init_info": info})
-        except ControlError as error:
-            if REFUSED in str(error):
-                raise RefusedError(_reason(error, REFUSED)) from None
-            raise
+        self._init_info = {"root": root, "wire": wire, "sampler": sampler}
+        self._meet()
 
     def update(self, payload: str, *, version: int, in_flight: InFlight) -> Timings:
-        """See `Server.update`. Whatever is not clearly a refusal counts as poisoned."""
+        """See `Server.update`. Of a server that answers, whatever is not clearly a refusal counts
+        as poisoned."""
         try:
+            if not self.connected:
+                self._call("GET", "/health", timeout=_PROBE)
+                self._meet()
             marks = [time.perf_counter()]
             # The cache holds keys and values of the old weights; requests in flight get new ones.
             self._call("POST", f"/pause?mode={in_flight}&clear_cache=true")
@@ -58,8 +72,14 @@ class VllmServer:
             marks.append(time.perf_counter())
             self._call("POST", "/resume")
             marks.append(time.perf_counter())
+        except _UnreachableError as error:
+            self.connected = False
+            raise LostError(str(error)) from error
         except ControlError as error:
             raise PoisonedError(f"stays paused: {_reason(error, POISONED)}") from error
+        if refusal is not None and STRANGER in str(refusal):  # it was started again meanwhile
+            self.connected = False
+            return self.update(payload, version=version, in_flight=in_flight)
         if refusal is not None:
             raise refusal
         pause, load, resume = (after - before for before, after in itertools.pairwise(marks))
@@ -77,6 +97,15 @@ class VllmServer:
             return False
         return True
 
+    def _meet(self) -> None:
+        try:
+            self._call("POST", "/init_weight_transfer_engine", {"init_info": self._init_info})
+        except ControlError as error:
+            if REFUSED in str(error):
+                raise RefusedError(_reason(error, REFUSED)) from None
+            raise
+        self.connected = True
+
     def _load(self, payload: str, version: int) -> RefusedError | None:
         info = {"payload": payload, "version": version}
         try:
@@ -89,8 +118,12 @@ class VllmServer:
             raise
         return None
 
-    def _call(self, method: str, path: str, body: Any = None) -> Any:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+    def _call(
+        self, method: str, path: str, body: Any = None, *, timeout: float | None = None
+    ) -> Any:
+        connection = http.client.HTTPConnection(
+            self._host, self._port, timeout=timeout or self._timeout
+        )
         where = f"{method} http://{self._host}:{self._port}{path}"
         try:
             content = None if body is None else json.dumps(body)
@@ -99,7 +132,7 @@ class VllmServer:
             response = connection.getresponse()
             text = response.read().decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
-            raise ControlError(f"{where}: {error!r}") from None
+            raise _UnreachableError(f"{where}: {error!r}") from None
         finally:
             connection.close()
         if response.status != 200:

@@ -1,18 +1,11 @@
 """A client of one or many vLLM servers: token ids in; token ids, log-probs and versions out.
 
 Uses `/inference/v1/generate`, the one endpoint that reports which weights drew each token. A
-prompt's group is one request. Requests wait here, not in the server: each server has at most
-`max_requests` at a time, each on a connection that stays open.
+prompt's group is one request, which computes the prompt once.
 """
 
-import contextlib
-import http.client
 import json
 import math
-import queue
-import socket
-import threading
-import urllib.parse
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
@@ -20,13 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.sampling.base import Completion, SamplingParams, check_request
+from jaxrl.sampling.routing import Router, SamplerError, StrangerError
 
-_ATTEMPTS = 4  # the first and three more, after 0.5, 1 and 2 seconds
+_PATH = "/inference/v1/generate"
 _ROUNDING = 1e-4  # a log-prob above 0 by less is 0; by more it is no log-prob
-
-
-class SamplerError(RuntimeError):
-    """A server did not answer, or its answer is none; the message has its own words."""
 
 
 class _Request(NamedTuple):
@@ -76,17 +66,9 @@ class VllmSampler:
         Raises:
           ValueError: for a URL that is none, or no URL at all.
         """
-        if not urls:
-            raise ValueError("urls is empty; a sampler needs a server")
         self._max_positions, self._vocab_size = max_positions, vocab_size
-        addresses = [_address(url) for url in urls] * max_requests
-        # In turn, so that few requests spread over all servers.
-        self._connections = [http.client.HTTPConnection(*a, timeout=timeout) for a in addresses]
-        self._idle: queue.Queue[http.client.HTTPConnection] = queue.Queue()
-        for connection in self._connections:
-            self._idle.put(connection)
-        self._pool = ThreadPoolExecutor(len(addresses), thread_name_prefix="vllm")
-        self._closed = threading.Event()
+        self._router = Router(urls, max_requests=max_requests, timeout=timeout)
+        self._pool = ThreadPoolExecutor(len(urls) * max_requests, thread_name_prefix="vllm")
         self._version = 0
 
     @property
@@ -94,8 +76,9 @@ class VllmSampler:
         """The policy version that was published last."""
         return self._version
 
-    def published(self, version: int) -> None:
-        """Learns that every server serves `version`."""
+    def published(self, version: int, *, urls: Sequence[str]) -> None:
+        """Learns that these servers serve `version`; those that were lost are asked again."""
+        self._router.restore(urls)
         self._version = version
 
     def sample(
@@ -132,14 +115,9 @@ class VllmSampler:
 
     def close(self) -> None:
         """Closes the connections, so that servers drop what is in flight, and ends the threads."""
-        self._closed.set()
-        for connection in self._connections:
-            if connection.sock is not None:
-                with contextlib.suppress(OSError):
-                    connection.sock.shutdown(socket.SHUT_RDWR)
+        self._router.hang_up()
         self._pool.shutdown(cancel_futures=True)
-        for connection in self._connections:
-            connection.close()
+        self._router.close()
 
     def _completions(
         self, requests: Sequence[_Request], params: SamplingParams
@@ -167,30 +145,12 @@ class VllmSampler:
         return done
 
     def _ask(self, request: _Request, params: SamplingParams) -> list[dict[str, Any]]:
-        body = json.dumps(_body(request, params))
-        connection = self._idle.get()
-        try:
-            for attempt in range(_ATTEMPTS):
-                status, text = _post(connection, body)
-                if status == 200:
-                    return _choices(text, request)
-                connection.close()  # the next attempt opens it again
-                final = 400 <= status < 500 or attempt == _ATTEMPTS - 1
-                if final or self._closed.wait(0.5 * 2**attempt):
-                    raise SamplerError(
-                        f"http://{connection.host}:{connection.port} did not answer prompt "
-                        f"{request.prompt_index}: {status or ''} {text}"
-                    )
-        finally:
-            self._idle.put(connection)
-        raise AssertionError("unreachable")
-
-
-def _address(url: str) -> tuple[str, int]:
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
-        raise ValueError(f"{url!r} is not the http:// address of a server")
-    return parts.hostname, parts.port or 80
+        return self._router.post(
+            _PATH,
+            json.dumps(_body(request, params)),
+            read=lambda text: _choices(text, request),
+            about=f"prompt {request.prompt_index}",
+        )
 
 
 def _body(request: _Request, params: SamplingParams) -> dict[str, Any]:
@@ -213,18 +173,6 @@ def _body(request: _Request, params: SamplingParams) -> dict[str, Any]:
     return {"token_ids": request.prompt + begun, "sampling_params": settings}
 
 
-def _post(connection: http.client.HTTPConnection, body: str) -> tuple[int, str]:
-    """Status and text of the answer; status 0 if there is none."""
-    try:
-        connection.request(
-            "POST", "/inference/v1/generate", body, {"Content-Type": "application/json"}
-        )
-        response = connection.getresponse()
-        return response.status, response.read().decode(errors="replace")
-    except (OSError, http.client.HTTPException) as error:
-        return 0, repr(error)
-
-
 def _choices(text: str, request: _Request) -> list[dict[str, Any]]:
     choices = sorted(json.loads(text)["choices"], key=lambda choice: choice["index"])
     if len(choices) != request.count:
@@ -232,6 +180,12 @@ def _choices(text: str, request: _Request) -> list[dict[str, Any]]:
             f"prompt {request.prompt_index}: asked for {request.count} answers and got "
             f"{len(choices)}"
         )
+    labels = {span["version"] for c in choices for span in c.get("weight_versions") or ()}
+    for label in labels:
+        if not label.isdigit():
+            raise StrangerError(
+                f"the server samples from weights {label!r}, which no learner has published"
+            )
     return choices
 
 
@@ -243,12 +197,8 @@ def _read(choice: dict[str, Any], begun: _Draft | None) -> tuple[_Draft, str]:
     logprobs += [math.nan] * (len(tokens) - len(logprobs))
     versions = [0] * len(tokens)
     for span in choice.get("weight_versions") or ():
-        label = span["version"]
-        if not label.isdigit():
-            raise SamplerError(
-                f"the server samples from weights {label!r}, which no learner has published"
-            )
-        versions[span["start"] : span["end"]] = [int(label)] * (span["end"] - span["start"])
+        length = span["end"] - span["start"]
+        versions[span["start"] : span["end"]] = [int(span["version"])] * length
     before = begun or _Draft([], [], [])
     draft = _Draft(before.tokens + tokens, before.logprobs + logprobs, before.versions + versions)
     return draft, choice["finish_reason"]

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 from jaxrl.bridge import layout, manifest, payload
-from jaxrl.bridge.base import PoisonedError, RefusedError
+from jaxrl.bridge.base import LostError, PoisonedError, RefusedError
 from jaxrl.bridge.directory import DirectoryPublisher, export
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
@@ -171,6 +171,18 @@ def test_the_worst_failure_of_several_servers_is_raised(tmp_path: Path) -> None:
         with pytest.raises(RefusedError, match="no"):
             publisher.publish(source, version=0)
         assert servers[2].version == 0
+
+
+def test_servers_that_do_not_answer_are_passed_over(tmp_path: Path) -> None:
+    servers = [Recorder(), Recorder()]
+    source = ListSource({"a": np.zeros(3, np.float32)})
+    with SharedMemoryPublisher(servers, wire=F32, sampler=F32, memory=tmp_path) as publisher:
+        servers[0].failure = LostError("nobody there")
+        assert publisher.publish(source, version=0).load == 1.0
+        assert [server.version for server in servers] == [-1, 0]
+        servers[1].failure = LostError("gone, too")
+        with pytest.raises(LostError, match="nobody there"):
+            publisher.publish(source, version=1)
 
 
 @pytest.fixture

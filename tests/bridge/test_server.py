@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from jaxrl.bridge.base import PoisonedError, RefusedError
+from jaxrl.bridge.base import LostError, RefusedError
 from jaxrl.bridge.launch import LocalServer, ServerFailedError, ServerOptions
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
@@ -258,9 +258,9 @@ def test_memory_stays_level(server: LocalServer, publisher: SharedMemoryPublishe
     assert memory[-1] - memory[19] < 4 << 20
 
 
-def test_nobody_there_is_poison(tmp_path: Path) -> None:
+def test_nobody_there_is_lost(tmp_path: Path) -> None:
     nobody = VllmServer("http://127.0.0.1:9", timeout=1.0)
-    with pytest.raises(PoisonedError, match=r"127\.0\.0\.1:9/pause"):
+    with pytest.raises(LostError, match=r"127\.0\.0\.1:9/"):
         nobody.update("slot-0", version=1, in_flight="keep")
     with pytest.raises(ValueError, match="not the http"):
         VllmServer("127.0.0.1:8000")

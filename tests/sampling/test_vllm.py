@@ -166,7 +166,7 @@ def test_completions_before_a_failure_stay_good(server, sampler):
 
 def test_nobody_there_is_an_error_with_the_address(server):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxrl.sampling.vllm._ATTEMPTS", 1)
+        patch.setattr("jaxrl.sampling.routing._ATTEMPTS", 1)
         nobody = VllmSampler(["http://127.0.0.1:9"], max_positions=64, vocab_size=64, timeout=1.0)
         with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9 .*refused"):
             ask(nobody, [2])
@@ -198,6 +198,62 @@ def test_aborted_answers_go_on_where_they_were(server, sampler):
     assert found[2].tokens.tolist() == [10] * 8
     assert sorted(body["token_ids"] for body in server.bodies[1:]) == [[2, 3], [2, 3, 9, 9, 9]]
     assert len({body["sampling_params"]["seed"] for body in server.bodies}) == 3
+
+
+@pytest.fixture
+def two(server: Server) -> Iterator[tuple[Server, Server, VllmSampler]]:
+    with Server() as second:
+        threading.Thread(target=second.serve_forever, daemon=True).start()
+        both = VllmSampler(
+            [server.url, second.url], max_positions=64, vocab_size=64, max_requests=2, timeout=5.0
+        )
+        yield server, second, both
+        both.close()
+        second.shutdown()
+
+
+def test_two_servers_share_the_requests(two):
+    first, second, sampler = two
+    first.reply = second.reply = lambda body: (time.sleep(0.02), answer(body))[1]
+    found = ask(sampler, *[[i] for i in range(2, 22)], group_size=3)
+    assert len({(c.prompt_index, c.sample_index) for c in found}) == len(found) == 60
+    assert len(first.bodies) + len(second.bodies) == 20  # a group stays together
+    assert min(len(first.bodies), len(second.bodies)) >= 4
+    assert max(first.busiest, second.busiest) == 2
+
+
+STRANGER = json.dumps(
+    {"choices": [choice(0, [7], weight_versions=[{"version": "default", "start": 0, "end": 1}])]}
+)
+
+
+@pytest.mark.parametrize("fate", [(0, ""), (200, STRANGER)])
+def test_a_lost_server_gets_nothing_until_it_serves_again(two, fate):
+    first, second, sampler = two
+    second.reply = lambda body: fate
+    assert len(ask(sampler, *[[i] for i in range(2, 22)])) == 20
+    refused = len(second.bodies)
+    assert 1 <= refused <= 4  # at most a try on each of its connections, and one again
+    assert len(ask(sampler, *[[i] for i in range(2, 22)])) == 20
+    assert len(second.bodies) == refused
+    second.reply = answer
+    sampler.published(7, urls=[first.url, second.url])
+    assert sampler.version == 7
+    assert len(ask(sampler, *[[i] for i in range(2, 22)])) == 20
+    assert len(second.bodies) > refused
+
+
+def test_when_all_are_lost_all_are_tried_again(two):
+    first, second, sampler = two
+    second.reply = lambda body: (0, "")
+    fates = iter([0, 503])
+
+    def reply(body):
+        status = next(fates, 200)
+        return answer(body) if status == 200 else (status, "try again")
+
+    first.reply = reply
+    assert len(ask(sampler, [2], [3], [4])) == 3
 
 
 def test_log_probs_that_are_none_are_nan(server, sampler):

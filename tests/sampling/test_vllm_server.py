@@ -2,8 +2,12 @@
 
 import dataclasses
 import json
+import os
+import signal
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +17,7 @@ import pytest
 
 from jaxrl import config_file, loop, parts, precision
 from jaxrl.batch import Rollout, pack
+from jaxrl.bridge.launch import LocalServer
 from jaxrl.config import Config
 from jaxrl.learner import Minibatch, make_learner
 from jaxrl.losses.aggregation import token_mean
@@ -45,15 +50,21 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Material]:
     lines = "".join(json.dumps({"prompt": f"{i} + {i}", "answer": i}) + "\n" for i in range(8))
     (directory / "prompts.jsonl").write_text(lines)
     (directory / "reward.py").write_text("def short(text, row):\n    return -len(text) / 8\n")
+    with started(directory) as server:
+        yield Material(server.url, directory)
+
+
+@contextmanager
+def started(directory: Path, *, port: int = 0) -> Iterator[LocalServer]:
     with started_server(
-        config(directory).sampler,
+        config(directory, sampler__port=str(port)).sampler,
         directory / "model",
         dtype=FP32.sampler,
         max_model_len=None,
-        log=directory / "vllm.log",
+        log=directory / f"vllm-{port}.log",
         note=print,
     ) as server:
-        yield Material(server.url, directory)
+        yield server
 
 
 def config(directory: Path, **changes: str) -> Config:
@@ -80,7 +91,15 @@ def config(directory: Path, **changes: str) -> Config:
 
 @pytest.fixture
 def serving(material: Material) -> Iterator[Serving]:
-    made = config(material.directory, sampler__url=material.url)
+    with opened(material, [material.url], note=print) as made:
+        yield made
+
+
+@contextmanager
+def opened(
+    material: Material, urls: Sequence[str], *, note: Callable[[str], None]
+) -> Iterator[Serving]:
+    made = config(material.directory, sampler__url=json.dumps(urls))
     layout = parts.make_layout(made.mesh)
     model, params = parts.load_model(made.model.path, layout=layout, dtype=FP32.params)
     with open_sampler(
@@ -91,9 +110,9 @@ def serving(material: Material) -> Iterator[Serving]:
         policy=FP32,
         layout=layout,
         directory=material.directory,
-        note=print,
-    ) as opened:
-        yield opened
+        note=note,
+    ) as serving:
+        yield serving
 
 
 def answers(sampler, params: SamplingParams, *, group_size: int = 1) -> list:
@@ -188,6 +207,40 @@ def test_many_long_prompts_with_seeds(serving):
 def test_a_prompt_the_server_cannot_take_is_an_error(serving):
     with pytest.raises(ValueError, match="positions"):
         serving.sampler.sample([np.arange(2, 60)] * 2, SamplingParams(max_tokens=100), group_size=1)
+
+
+def test_a_server_that_is_killed_is_done_without_and_taken_back(material):
+    """In the middle of its requests; the others answer them, and none twice."""
+    notes: list[str] = []
+    plain = SamplingParams(max_tokens=32, temperature=0)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mortal = f"http://127.0.0.1:{port}"
+    with (
+        started(material.directory, port=port) as second,
+        opened(material, [material.url, mortal], note=notes.append) as serving,
+    ):
+        requests = serving.sampler.sample(PROMPTS * 24, plain, group_size=1)
+        found = [next(requests)]
+        for process in second.process_ids:
+            os.kill(process, signal.SIGKILL)
+        found += requests
+        assert len({(c.prompt_index, c.sample_index) for c in found}) == len(found) == 96
+        expected = [c.tokens.tolist() for c in answers(serving.sampler, plain)]
+        assert all(c.tokens.tolist() == expected[c.prompt_index % 4] for c in found)
+        params = tiny.params(1, config=SERVED)
+        assert serving.publish(params, version=1)["sampler/servers"] == 1
+        assert f"{mortal} does not answer" in notes[-1]
+        assert {int(v) for c in answers(serving.sampler, plain) for v in c.versions} == {1}
+        with started(material.directory, port=port):
+            params = tiny.params(2, config=SERVED)
+            assert serving.publish(params, version=2)["sampler/servers"] == 2
+            assert notes[-1] == f"{mortal} is back and serves version 2"
+            found = answers(
+                serving.sampler, dataclasses.replace(plain, temperature=1.0), group_size=8
+            )
+            assert {int(v) for c in found for v in c.versions} == {2}
 
 
 def test_a_run_trains_through_the_server_and_goes_on(material, tmp_path):

@@ -1,0 +1,171 @@
+"""Requests to one or many servers: which one takes a request, and what happens when it is lost.
+
+Requests wait here, not in a server: each server has at most `max_requests` at a time, each on a
+connection that stays open. The connection that has been idle longest takes the next request, so a
+slow server gets fewer.
+"""
+
+import contextlib
+import http.client
+import queue
+import socket
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
+from http.client import HTTPConnection
+from typing import NamedTuple, TypeVar
+
+_ATTEMPTS = 4  # the first and three more, after 0.5, 1 and 2 seconds
+
+T = TypeVar("T")
+
+
+class SamplerError(RuntimeError):
+    """A server did not answer, or its answer is none; the message has its own words."""
+
+
+class StrangerError(SamplerError):
+    """The server is not the one that it was: it holds weights that no learner has published."""
+
+
+class _Address(NamedTuple):
+    host: str
+    port: int
+
+
+class _Answer(NamedTuple):
+    status: int  # 0 if there is none
+    text: str
+    lost: bool  # nobody is there, or it hangs
+
+
+class Router:
+    """Connections to servers that do the same work.
+
+    A server that is lost gets no more requests until `restore`; those that it had are sent to
+    others. When the last is lost, all are tried again, and after some attempts requests fail.
+    """
+
+    def __init__(self, urls: Sequence[str], *, max_requests: int, timeout: float) -> None:
+        """Does not connect yet.
+
+        Raises:
+          ValueError: for a URL that is none, or no URL at all.
+        """
+        if not urls:
+            raise ValueError("urls is empty; a sampler needs a server")
+        self._serving = {_address(url) for url in urls}
+        addresses = [_address(url) for url in urls] * max_requests
+        # In turn, so that few requests spread over all servers.
+        self._connections = [HTTPConnection(*a, timeout=timeout) for a in addresses]
+        self._idle: queue.Queue[HTTPConnection] = queue.Queue()
+        for connection in self._connections:
+            self._idle.put(connection)
+        self._parked: list[HTTPConnection] = []  # of servers that were lost
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+
+    def post(self, path: str, body: str, *, read: Callable[[str], T], about: str) -> T:
+        """What `read` makes of the answer; waits for a connection, and tries several times.
+
+        Args:
+          path: of every server.
+          body: JSON.
+          read: raises StrangerError for a server that must not be asked.
+          about: what the request is about, for error messages.
+
+        Raises:
+          SamplerError: if a server refuses the request, or none answers it.
+        """
+        failures = 0
+        while True:
+            with self._connection() as connection:
+                answer = _post(connection, path, body)
+                if answer.status == 200:
+                    try:
+                        return read(answer.text)
+                    except StrangerError:
+                        if self._give_up(connection):
+                            continue
+                        raise
+                connection.close()  # the next request on it opens it again
+                if answer.lost and self._give_up(connection):
+                    continue
+            failures += 1
+            final = 400 <= answer.status < 500 or failures == _ATTEMPTS
+            if final or self._closed.wait(0.5 * 2 ** (failures - 1)):
+                raise SamplerError(
+                    f"http://{connection.host}:{connection.port} did not answer {about}: "
+                    f"{answer.status or ''} {answer.text}"
+                )
+
+    def restore(self, urls: Sequence[str]) -> None:
+        """Sends requests to these servers again."""
+        with self._lock:
+            self._serving |= {_address(url) for url in urls}
+            returned, self._parked = self._parked, []
+        for connection in returned:
+            self._idle.put(connection)
+
+    def hang_up(self) -> None:
+        """Lets servers drop what is in flight; requests that wait for an answer fail."""
+        self._closed.set()
+        for connection in self._connections:
+            if connection.sock is not None:
+                with contextlib.suppress(OSError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes the connections, which nobody may be using."""
+        for connection in self._connections:
+            connection.close()
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[HTTPConnection]:
+        while True:
+            connection = self._idle.get()
+            with self._lock:
+                if _of(connection) in self._serving:
+                    break
+                self._parked.append(connection)
+        try:
+            if self._closed.is_set():
+                raise SamplerError("the sampler was closed")
+            yield connection
+        finally:
+            self._idle.put(connection)
+
+    def _give_up(self, connection: HTTPConnection) -> bool:
+        """Whether another server is left to go on with. If none is, all are tried again."""
+        with self._lock:
+            others = self._serving - {_of(connection)}
+            left = bool(others) and not self._closed.is_set()
+            self._serving = others if left else {_of(c) for c in self._connections}
+            returned, self._parked = ([], self._parked) if left else (self._parked, [])
+        for connection in returned:
+            self._idle.put(connection)
+        return left
+
+
+def _post(connection: HTTPConnection, path: str, body: str) -> _Answer:
+    fresh = connection.sock is None
+    try:
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return _Answer(response.status, response.read().decode(errors="replace"), False)
+    except TimeoutError as error:
+        return _Answer(0, repr(error), True)
+    except (OSError, http.client.HTTPException) as error:
+        # Servers close idle connections, which says nothing about them.
+        return _Answer(0, repr(error), fresh)
+
+
+def _of(connection: HTTPConnection) -> _Address:
+    return _Address(connection.host, connection.port)
+
+
+def _address(url: str) -> _Address:
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise ValueError(f"{url!r} is not the http:// address of a server")
+    return _Address(parts.hostname, parts.port or 80)
