@@ -19,8 +19,9 @@ class Rollout(NamedTuple):
         sampled from; NaN where the sampler reported none.
       action_mask: bool[C], whether the policy chose the token (tool output is False).
       version: i32[C] policy version that sampled each token.
-      group: index of the prompt within the batch; answers to one prompt share it.
+      group: number of the prompt; answers to one prompt share it and others have another.
       reward: scalar reward; NaN if it could not be computed.
+      components: what each reward function gave, before its weight; NaN where it failed.
       truncated: whether the answer ended because it ran out of tokens.
     """
 
@@ -31,6 +32,7 @@ class Rollout(NamedTuple):
     version: np.ndarray
     group: int
     reward: float = float("nan")
+    components: tuple[float, ...] = ()
     truncated: bool = False
 
     @property

@@ -61,6 +61,11 @@ class Config(RunConfig):
         return per_shard * self.mesh.batch_shards
 
     @property
+    def minibatch_answers(self) -> int:
+        """The most answers that one optimizer step learns from."""
+        return self.train.train_batch * self.train.group_size // self.train.updates_per_rollout
+
+    @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the whole run, which the schedule spans."""
         return self.train.steps * self.train.updates_per_rollout
@@ -84,6 +89,11 @@ def _contradictions(c: Config) -> Iterator[str]:
         yield (
             "train.group_size = 1: the advantage compares the answers of a group, and there is "
             "only one; set train.group_size to 2 or more, or choose another loss.advantage"
+        )
+    if train.group_size == 1 and train.refill_rounds:
+        yield (
+            f"train.refill_rounds = {train.refill_rounds} leaves out groups whose answers all earn "
+            "the same, and with train.group_size = 1 these are all; set one of the two otherwise"
         )
     if answers % train.updates_per_rollout:
         yield (

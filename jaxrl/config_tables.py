@@ -235,6 +235,15 @@ class TrainConfig(Section):
     updates_per_rollout: PositiveInt = 1
     """Mini-batches per rollout, one optimizer step each; 1 is exactly on-policy."""
 
+    refill_rounds: Annotated[int, Field(ge=0, le=10)] = 0
+    """Dynamic sampling (DAPO): groups whose answers all earn the same are left out, and up to this
+    many times `train_batch` further prompts are answered until there are `train_batch` others.
+    Those beyond wait for the next step. 0 learns from every group."""
+
+    mask_truncated: bool = False
+    """Learn nothing from answers that sampling.max_tokens cut. Their rewards still count in the
+    mean and the spread of their group."""
+
     microbatch_tokens: PositiveInt = 4096
     """Tokens, padding included, of one forward and backward pass on a data-parallel shard; rounded
     down to whole rows."""

@@ -5,9 +5,7 @@ stages work with (sampler, learner, data, ...) is a `Run`, which `jaxrl.run.open
 """
 
 import dataclasses
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,13 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl import data, precision
-from jaxrl.advantages import Advantages, Outcomes, estimate, zero_std_groups
+from jaxrl import precision
+from jaxrl.advantages import Advantages, Outcomes, estimate
+from jaxrl.answers import Answers, Numbers, clock, collect
 from jaxrl.batch import Rollout, assign_rows, pack
 from jaxrl.config import Config
-from jaxrl.data import Example
 from jaxrl.diagnostics.split import known_tokens, split
-from jaxrl.environments import scoring
 from jaxrl.evaluate import evaluate_greedily
 from jaxrl.interrupt import Interrupt
 from jaxrl.learner import LearnerState, Minibatch, interleave
@@ -31,8 +28,6 @@ from jaxrl.models import huggingface
 from jaxrl.plots import draw_run
 from jaxrl.run import Progress, Run, open_run
 from jaxrl.tracking import read_metrics
-
-Numbers = dict[str, float]
 
 
 class Result(NamedTuple):
@@ -67,18 +62,14 @@ def train(config: Config) -> Result:
         while progress.step < config.train.steps and interrupt.signum is None:
             seconds: Numbers = {}
             with clock(seconds, "time/step"):
-                with clock(seconds, "time/sample"):
-                    examples = next_prompts(run, progress)
-                    rollouts = sample(run, examples, step=progress.step)
-                with clock(seconds, "time/reward"):
-                    rollouts, rewarded = reward(run, rollouts, examples)
+                answers = collect(run, progress, seconds=seconds)
                 with clock(seconds, "time/learn"):
-                    state, learnt = learn(run, state, rollouts, step=progress.step)
+                    state, learnt = learn(run, state, answers.batch, step=progress.step)
                 with clock(seconds, "time/publish"):
                     progress.step += 1
                     published = run.publish(state.params, version=progress.step)
-            numbers = rewarded | learnt | published | seconds
-            log(run, rollouts, step=progress.step, numbers=numbers)
+            numbers = answers.numbers | learnt | published | seconds
+            log(run, answers, step=progress.step, numbers=numbers)
             keep_safe(run, state, progress, ending=interrupt.signum is not None)
         done = progress.step == config.train.steps
         model = finish(run, state) if done else None
@@ -87,79 +78,14 @@ def train(config: Config) -> Result:
         )
 
 
-def next_prompts(run: Run, progress: Progress) -> list[Example]:
-    """The prompts of the next rollout; moves the position in the data on."""
-    count = run.config.train.train_batch
-    examples = run.prompts.examples
-    chosen = data.take(len(examples), position=progress.position, count=count, seed=run.config.seed)
-    progress.position += count
-    return [examples[i] for i in chosen]
-
-
-def sample(run: Run, examples: Sequence[Example], *, step: int) -> list[Rollout]:
-    """`group_size` answers to every prompt, without rewards, in the order of the prompts."""
-    completions = run.sampler.sample(
-        [example.tokens for example in examples],
-        dataclasses.replace(run.sampling, seed=_seed(run.config.seed, step)),
-        group_size=run.config.train.group_size,
-    )
-    # They come as they finish; training must not depend on that.
-    ordered = sorted(completions, key=lambda c: (c.prompt_index, c.sample_index))
-    for completion in ordered:
-        if (newest := int(completion.versions.max(initial=0))) > step:
-            raise RuntimeError(
-                f"the sampler answered with policy version {newest} and the learner is at {step}; "
-                "the sampler serves another run"
-            )
-    return [
-        Rollout(
-            prompt=examples[c.prompt_index].tokens,
-            completion=c.tokens,
-            logprobs=c.logprobs,
-            action_mask=np.ones(len(c.tokens), bool),
-            version=c.versions,
-            group=c.prompt_index,
-            truncated=c.finish_reason == "length",
-        )
-        for c in ordered
-    ]
-
-
-def reward(
-    run: Run, rollouts: Sequence[Rollout], examples: Sequence[Example]
-) -> tuple[list[Rollout], Numbers]:
-    """Rollouts with their rewards. One whose reward failed is masked: it teaches nothing."""
-    texts = [run.tokenizer.decode(r.completion, skip_special_tokens=True) for r in rollouts]
-    scored = scoring.score(run.rewards, texts, [examples[r.group].record for r in rollouts])
-    if scored.first_failure is not None:
-        run.tracker.note(scored.first_failure)
-    failed = np.isnan(scored.total)
-    if failed.all():
-        raise RuntimeError(f"every reward of a rollout failed; {scored.first_failure}")
-    groups = np.array([r.group for r in rollouts])
-    numbers = {
-        "reward": float(np.nanmean(scored.total)),
-        "reward/std": float(np.nanstd(scored.total)),
-        "reward/failed": float(failed.sum()),
-        "groups/zero_std": float(zero_std_groups(scored.total, groups)),
-    }
-    if len(scored.parts) > 1:
-        numbers |= {f"reward/{k}": float(np.nanmean(v)) for k, v in scored.parts.items()}
-    rewarded = [
-        r._replace(reward=float(value), action_mask=r.action_mask & (not bad))
-        for r, value, bad in zip(rollouts, scored.total, failed, strict=True)
-    ]
-    return rewarded, numbers
-
-
 def learn(
     run: Run, state: LearnerState, rollouts: Sequence[Rollout], *, step: int
 ) -> tuple[LearnerState, Numbers]:
     """One optimizer step on each mini-batch; the metrics are means over all of them."""
     learning_rate = run.learning_rate(int(state.step))
     advantages = estimate(run.recipe.advantages, outcomes(rollouts))
-    updates = run.config.train.updates_per_rollout
-    size = len(rollouts) // updates
+    # Equal parts; where dynamic sampling found too few groups they are smaller, or fewer.
+    size = -(-len(rollouts) // run.config.train.updates_per_rollout)
     minibatches = [
         _with_scores(run, state, _pack(run, rollouts[i : i + size], advantages[i : i + size]))
         for i in range(0, len(rollouts), size)
@@ -207,7 +133,7 @@ def _pack(run: Run, rollouts: Sequence[Rollout], advantages: Advantages) -> Mini
     else:
         rows = [[i] for i in range(len(rollouts))]
     # Room for the worst case, one sequence to a row, so that the step compiles once.
-    most = -(-len(rollouts) // c.microbatch_rows)
+    most = -(-c.minibatch_answers // c.microbatch_rows)
     placed, used = interleave(rows, rows_per_microbatch=c.microbatch_rows, max_microbatches=most)
     batch = pack(rollouts, list(advantages), rows=placed, row_length=c.row_length)
     sharding = run.layout.batch(("batch", "length"))
@@ -243,14 +169,14 @@ def evaluate(run: Run, *, step: int) -> float | None:
     return found.accuracy
 
 
-def log(run: Run, rollouts: Sequence[Rollout], *, step: int, numbers: Numbers) -> None:
-    """Writes the metrics of a step: those given and what the rollouts show."""
-    lengths = np.array([len(r.completion) for r in rollouts])
-    tokens = sum(r.length for r in rollouts)
+def log(run: Run, answers: Answers, *, step: int, numbers: Numbers) -> None:
+    """Writes the metrics of a step: those given and what the answers show."""
+    lengths = np.array([len(r.completion) for r in answers.sampled])
+    tokens = sum(r.length for r in answers.batch)
     own = {
         "completion_length": float(lengths.mean()),
         "completion_length/max": float(lengths.max()),
-        "completion/truncated": float(np.mean([r.truncated for r in rollouts])),
+        "completion/truncated": float(np.mean([r.truncated for r in answers.sampled])),
         "tokens_per_second": tokens / numbers["time/step"],
         "tokens_per_second/sample": float(lengths.sum()) / numbers["time/sample"],
         "tokens_per_second/learn": tokens / numbers["time/learn"],
@@ -268,8 +194,7 @@ def keep_safe(run: Run, state: LearnerState, progress: Progress, *, ending: bool
         measured = evaluate(run, step=step)
         progress.accuracy = measured if measured is not None else progress.accuracy
     if step == c.train.steps or _due(c.checkpoint.every, step) or ending or measured is not None:
-        host = dataclasses.asdict(progress)
-        run.checkpoints.save(step, state, host=host, metric=measured)
+        run.checkpoints.save(step, state, host=progress.to_json(), metric=measured)
 
 
 def finish(run: Run, state: LearnerState) -> Path:
@@ -286,18 +211,5 @@ def finish(run: Run, state: LearnerState) -> Path:
     return model
 
 
-@contextmanager
-def clock(seconds: Numbers, name: str) -> Iterator[None]:
-    """Adds the wall-clock seconds of the block to `seconds[name]`."""
-    start = time.perf_counter()
-    yield
-    seconds[name] = time.perf_counter() - start
-
-
 def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _seed(seed: int, step: int) -> int:
-    """A seed of its own for every step, the same when the step is done again."""
-    return int(np.random.SeedSequence((seed, step)).generate_state(1)[0])

@@ -1,7 +1,7 @@
 """What a training run is made of, built once from its config."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,8 @@ from typing import Any
 import jax
 from flax import traverse_util
 
-from jaxrl import config_file, losses, parts, precision
+from jaxrl import config_file, losses, parts, precision, refill
+from jaxrl.batch import Rollout
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import Config
 from jaxrl.data import Prompts, Tokenizer
@@ -38,12 +39,27 @@ class Progress:
       position: prompts taken from the data so far.
       initial_accuracy: held-out accuracy before the first step; None if it is not measured.
       accuracy: the latest held-out accuracy.
+      pending: answers that dynamic sampling left over, to be learnt from in the next step.
+      short_batches: steps in which dynamic sampling did not find enough groups.
     """
 
     step: int = 0
     position: int = 0
     initial_accuracy: float | None = None
     accuracy: float | None = None
+    pending: list[Rollout] = dataclasses.field(default_factory=list)
+    short_batches: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        return vars(self) | {"pending": [refill.encode(rollout) for rollout in self.pending]}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Progress":
+        """The inverse of `to_json`."""
+        fields = dict(content)
+        fields["pending"] = [refill.decode(rollout) for rollout in fields.get("pending", ())]
+        return cls(**fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +128,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, LearnerState, Progress]]:
     progress = Progress()
     if (step := checkpoints.latest_step()) is not None:
         state, host = checkpoints.restore(step, state)
-        progress = Progress(**host)
+        progress = Progress.from_json(host)
     with (
         open_tracker(
             directory, start_step=progress.step, total_steps=config.train.steps
