@@ -209,6 +209,7 @@ def test_a_prompt_the_server_cannot_take_is_an_error(serving):
         serving.sampler.sample([np.arange(2, 60)] * 2, SamplingParams(max_tokens=100), group_size=1)
 
 
+@pytest.mark.timeout(900)  # two servers start
 def test_a_server_that_is_killed_is_done_without_and_taken_back(material):
     """In the middle of its requests; the others answer them, and none twice."""
     notes: list[str] = []
