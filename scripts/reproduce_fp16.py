@@ -70,10 +70,10 @@ def show(directory: Path) -> None:
     text = f"{took:.0f} minutes\n\n{sanity.table(results)}"
     (directory / "sanity.md").write_text(text)
     print(text)
-    matched = {
-        name: {d: results[name, d, d] for d in sanity.POLICIES if (name, d, d) in results}
-        for name in sanity.ALGORITHMS
-    }
+    matched: dict[str, dict] = {}
+    for (algorithm, training, served), runs in results.items():
+        if training == served:
+            matched.setdefault(algorithm, {})[training] = runs
     pictures.sanity(directory / "fp16_sanity.png", matched)
 
 

@@ -53,7 +53,8 @@ def phantom_lengths(
 
 
 def phantom_betas(path: Path, results: Mapping[str, Mapping[str, Sequence[Entries]]]) -> None:
-    """|beta| by the sampler's probability and the phantom fraction: {sampler: {policy: runs}}."""
+    """|beta| by the sampler's probability, and what is clipped before any update, with the phantoms
+    of the dtype in a darker color: {sampler: {policy: runs}}."""
     figure, axes = new(2)
     position = 0
     for i, (sampler, policies) in enumerate(results.items()):
@@ -62,19 +63,23 @@ def phantom_betas(path: Path, results: Mapping[str, Mapping[str, Sequence[Entrie
             means = [np.nanmean(curve(first, f"probe/beta_decile_{d}")) for d in range(10)]
             label = f"{policy}, {sampler}"
             style = {"color": color, "linestyle": STYLES[i]}
-            axes[0].plot(range(1, 11), means, marker="o", markersize=3.5, label=label, **style)
-            share = np.nanmean(curve(first, "probe/phantom"))
-            axes[1].barh(position, 100 * share, color=color, alpha=1.0 if i == 0 else 0.6)
-            axes[1].text(100 * share, position, f" {100 * share:.2f} %", va="center", fontsize=9)
-            axes[1].text(0, position + 0.42, label, va="bottom", fontsize=8)
+            if any(means):  # a matched policy has no beta at all
+                axes[0].plot(range(1, 11), means, marker="o", markersize=3.5, label=label, **style)
+            clipped = 100 * np.nanmean(curve(first, "probe/clipped"))
+            phantom = 100 * np.nanmean(curve(first, "probe/phantom"))
+            axes[1].barh(position, clipped, color=color, alpha=0.45, height=0.55)
+            axes[1].barh(position, phantom, color=color, height=0.55)
+            text = f" {clipped:.1f} %, by the dtype {phantom:.1f} %"
+            axes[1].text(clipped, position, text, va="center", fontsize=9)
+            axes[1].text(0, position + 0.31, label, va="bottom", fontsize=8.5)
             position -= 1
     axes[0].set_xlabel("tenth of the tokens by the sampler's probability, rarest first")
     axes[0].set_ylabel("mean |beta|, nats")
     axes[0].set_yscale("log")
     axes[0].legend(fontsize=8)
     axes[1].set_yticks([])
-    axes[1].set_xlabel("tokens clipped by a phantom at eps .2, rollouts 1 to 10, %")
-    axes[1].margins(x=0.18, y=0.1)
+    axes[1].set_xlabel("tokens clipped at eps .2 before any update, rollouts 1 to 10, %")
+    axes[1].margins(x=0.6, y=0.1)
     save(figure, path)
 
 
@@ -105,9 +110,10 @@ def offline(path: Path, scores: Mapping[str, Mapping[str, np.ndarray]]) -> None:
 def sanity(
     path: Path, results: Mapping[str, Mapping[str, Sequence[Entries]]], *, window: int = 5
 ) -> None:
-    """Training accuracy of each algorithm by policy, and the mismatch of all: {algorithm: {policy:
-    runs}}."""
-    figure, axes = new(3, rows=2, width=4.6, height=3.5)
+    """Training accuracy of each algorithm by policy, and the mismatch of all before an update:
+    {algorithm: {policy: runs}}."""
+    panels = len(results) + 1
+    figure, axes = new(min(panels, 3), rows=-(-panels // 3), width=4.6, height=3.5)
     for axis, (algorithm, policies) in zip(axes, results.items(), strict=False):
         for policy, runs in policies.items():
             values = 100 * curve(runs, "reward")
@@ -118,17 +124,20 @@ def sanity(
             axis.plot(steps, smoothed.mean(0), label=policy, color=color, linewidth=1.6)
             axis.fill_between(steps, smoothed.min(0), smoothed.max(0), color=color, alpha=0.12)
         axis.set(title=algorithm, xlabel="rollout", ylabel="training accuracy, %", ylim=(0, 101))
-    axes[0].legend()
+        axis.legend(loc="lower right")
+    last = axes[len(results)]
     for policy, color in _DTYPES.items():
-        shown = [policies for policies in results.values() if policy in policies]
-        for i, policies in enumerate(shown):
-            values = curve(policies[policy], "mismatch/k3_kl").mean(axis=0)
-            steps = np.arange(1, len(values) + 1)
+        shown = [policies[policy] for policies in results.values() if policy in policies]
+        for i, runs in enumerate(shown):
+            values = curve(runs, "probe/sequence_std").mean(axis=0)
+            steps = np.flatnonzero(~np.isnan(values))
             label = policy if i == 0 else None
-            axes[-1].plot(steps, values, color=color, linewidth=0.9, alpha=0.8, label=label)
-    axes[-1].set(title="learner against sampler, all algorithms", xlabel="rollout", yscale="log")
-    axes[-1].set_ylabel("k3 KL per token, nats")
-    axes[-1].legend()
+            last.plot(steps + 1, values[steps], ".-", color=color, linewidth=1, label=label)
+    last.set(title="learner against sampler, all algorithms", xlabel="rollout", yscale="log")
+    last.set_ylabel("std of the sequence log-ratio, nats")
+    last.legend()
+    for axis in axes[panels:]:
+        axis.set_visible(False)
     save(figure, path)
 
 

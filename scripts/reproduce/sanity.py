@@ -125,22 +125,37 @@ def collapse(accuracy: np.ndarray) -> int | None:
     return int(fallen[0]) + 1 if fallen.size else None
 
 
+def clipped(entries: Entries) -> float:
+    """The share of tokens that the loss has clipped, over a whole run; NaN if it clips none."""
+    return float(sum(curve([entries], name).mean() for name in ("clip/low", "clip/high")))
+
+
 def table(results: Mapping[Cell, Sequence[Entries]]) -> str:
     """A line for each cell of the grid, over its seeds."""
-    header = ["algorithm", "training", "sampler", "accuracy, first", "best", "final", "collapse"]
-    header += ["k3 KL, first 10", "k3 KL, last 10", "sequence log-ratio std"]
+    header = [
+        "algorithm",
+        "training",
+        "sampler",
+        "accuracy, first",
+        "best",
+        "final",
+        "collapse",
+        "clipped",
+    ]
+    header += ["sequence log-ratio std, first half", "second half"]
     lines = []
     for cell, runs in results.items():
         accuracy = 100 * smooth(curve(runs, "reward"))
         fallen = [c for c in map(collapse, accuracy) if c is not None]
-        kl = curve(runs, "mismatch/k3_kl")
+        # The probe looks before an update: what it finds is arithmetic and no policy.
+        halves = np.array_split(curve(runs, "probe/sequence_std"), 2, axis=1)
         lines.append(
             [
                 *cell,
                 *(spread(x, "{:.1f}") for x in (accuracy[:, 0], accuracy.max(1), accuracy[:, -1])),
                 ", ".join(map(str, fallen)) or "none",
-                *(spread(part.mean(axis=1), "{:.1e}") for part in (kl[:, :10], kl[:, -10:])),
-                spread(np.nanmean(curve(runs, "probe/sequence_std"), axis=1), "{:.1e}"),
+                spread([clipped(run) for run in runs]),
+                *(spread(np.nanmean(part, axis=1), "{:.1e}") for part in halves),
             ]
         )
     return markdown(header, lines)
