@@ -7,6 +7,7 @@ import pytest
 from jaxrl.losses import (
     anchor_over_sampler,
     clipped,
+    gamma_shaped,
     kl_penalty,
     masked,
     over_anchor,
@@ -50,6 +51,20 @@ def test_weights_multiply_the_loss(weights, expected):
     )
     np.testing.assert_allclose(factors[0], expected, rtol=1e-5)
     np.testing.assert_allclose(weighted, plain * np.array([expected]), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("sign", "k", "lam"), [(1.0, 2.0, 3.0), (-1.0, 3.0, 2.0)])
+def test_gamma_weights(sign, k, lam):
+    scores, batch = case()
+    batch = batch.replace(advantages=sign * batch.advantages)
+    for ratio, w in ((anchor_over_sampler, RATIOS), (product(anchor_over_sampler), [2.16] * 5)):
+        w = np.nan_to_num(w, nan=1.0)
+        factors, metrics = compiled(gamma_shaped(ratio).apply)(scores, batch)
+        expected = np.exp(lam) * w**k * np.exp(-lam * w)
+        np.testing.assert_allclose(factors[0], expected, rtol=1e-5)
+        assert to_floats(metrics)["correction/mean"] == pytest.approx(expected.mean(), rel=1e-5)
+    with pytest.raises(ValueError, match="k and lam must be > 0"):
+        gamma_shaped(over_sampler, positive=(0.0, 1.0))
 
 
 @pytest.mark.parametrize(("make", "total"), [(truncated, 5.9), (masked, 3.4)])

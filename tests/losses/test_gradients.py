@@ -8,20 +8,32 @@ from jax.test_util import check_grads
 
 from jaxrl.losses import (
     anchor_over_sampler,
+    cispo,
     clipped,
+    dppo,
+    drift_penalty,
     entropy_bonus,
     geometric,
+    geometric_clipped,
     grpo,
     k1,
     k2,
     k3,
     kl_penalty,
+    likelihood,
+    off_policy_negatives,
     over_anchor,
     over_sampler,
+    pg_seq_is,
+    pg_token_is,
+    positive_likelihood,
+    prime,
     product,
     reweight,
+    soft_gated,
     truncated,
     unclipped,
+    vespo,
     with_terms,
 )
 from tests.losses.cases import compiled, one_row
@@ -40,6 +52,13 @@ DIFFERENTIABLE = {
     "product": clipped(product(over_sampler), low=0.9, high=30.0),
     "geometric": clipped(geometric(over_anchor)),
     "corrected": reweight(clipped(over_anchor), truncated(anchor_over_sampler, high=2.0)),
+    "soft gate": soft_gated(over_sampler),
+    "geometric clip": geometric_clipped(over_sampler),
+    "likelihood": likelihood(),
+    "rejected": reweight(clipped(over_sampler), off_policy_negatives(over_sampler, delta=9.0)),
+    "drift": drift_penalty(over_sampler),
+    "positive nll": positive_likelihood(),
+    "weighted k3": kl_penalty(k3, ratio=over_sampler),
     "k1": kl_penalty(k1),
     "k2": kl_penalty(k2),
     "k3": kl_penalty(k3),
@@ -59,6 +78,7 @@ def test_gradient_is_the_numerical_one(name, sign):
             anchor=old - 0.02,
             reference=old,
             entropy=np.ones(len(LOG_RATIOS)),
+            rewards=np.arange(len(LOG_RATIOS)) % 2,
         )
         # Different weights: no token's error may hide behind another's.
         weights = jnp.linspace(1.0, 2.0, len(LOG_RATIOS))[None]
@@ -69,6 +89,59 @@ def test_gradient_is_the_numerical_one(name, sign):
             return jnp.sum(weights * DIFFERENTIABLE[name].apply(changed, batch)[0])
 
         check_grads(weighted, (scores.logprobs,), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+
+
+# Weights that no gradient flows through: loss = -weight(r) A log pi, so the gradient is -weight A.
+WEIGHTED = {
+    "cispo": (cispo(low=0.8, high=1.2), lambda r, a: np.clip(r, 0.8, 1.2)),
+    "cispo, upper bound": (cispo(high=1.3), lambda r, a: np.minimum(r, 1.3)),
+    "pg_token_is": (pg_token_is(), lambda r, a: r),
+    "pg_token_is, bounded": (pg_token_is(high=1.1), lambda r, a: np.minimum(r, 1.1)),
+    "pg_seq_is": (pg_seq_is(), lambda r, a: np.prod(r)),
+    "pg_seq_is, bounded": (pg_seq_is(high=1.01), lambda r, a: min(np.prod(r), 1.01)),
+    "vespo": (
+        vespo(),
+        lambda r, a: np.where(
+            a >= 0,
+            np.prod(r) ** 2 * np.exp(3 - 3 * np.prod(r)),
+            np.prod(r) ** 3 * np.exp(2 - 2 * np.prod(r)),
+        ),
+    ),
+    "dppo": (
+        dppo(low=0.01, high=0.02, cap=1.3),
+        lambda r, a: np.minimum(r, 1.3) * _within_variation(r, a, low=0.01, high=0.02),
+    ),
+    "prime": (
+        prime(low=0.01, high=0.02, drift=0.0),
+        lambda r, a: r * _within_variation(r, a, low=0.01, high=0.02),
+    ),
+}
+
+
+def _within_variation(r, a, *, low, high):
+    q = np.exp(np.linspace(-3.0, -4.0, len(r)))
+    return np.where(a > 0, r * q - q <= high, r * q - q >= -low)
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_fixed_weights_by_hand(name):
+    """On both sides of every bound, for both signs of the advantage."""
+    with jax.enable_x64(True):
+        recipe, weight = WEIGHTED[name]
+        old = np.linspace(-3.0, -4.0, len(LOG_RATIOS))
+
+        @jax.jit
+        def gradient(scores, batch):
+            total = recipe.objective.total
+            return jax.grad(lambda lp: total(scores.replace(logprobs=lp), batch)[0])(
+                scores.logprobs
+            )
+
+        for sign in (1.0, -1.0):
+            advantages = sign * np.linspace(0.5, 1.5, len(LOG_RATIOS))
+            case = one_row(advantages=advantages, logprobs=old + LOG_RATIOS, sampler=old)
+            expected = -weight(np.exp(LOG_RATIOS), advantages) * advantages
+            np.testing.assert_allclose(gradient(*case)[0], expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

@@ -38,6 +38,7 @@ from tests.losses.cases import (
     ROW_LENGTH,
     ROWS,
     TERMS,
+    Answer,
     compiled,
     lay_out,
     one_row,
@@ -117,6 +118,32 @@ def test_layout_changes_nothing(seed):
     assert_same(evaluated(sequences, rows), unpacked)
     order = np.random.default_rng(seed).permutation(ROWS)
     assert_same(evaluated(sequences, [[i] for i in order], padding=100.0), unpacked)
+
+
+@quick
+@given(seed=seeds)
+def test_a_masked_token_is_as_if_absent(seed):
+    """One that the policy did not choose changes nothing, for every term and every recipe."""
+    sequences = random_sequences(seed)
+    whole = evaluated(sequences, UNPACKED)
+    found = evaluated([without_masked(s) for s in sequences], UNPACKED)
+    for case, (total, denominator, metrics, grads) in whole.items():
+        kept = {i: grads[i][:, s.rollout.action_mask] for i, s in enumerate(sequences)}
+        assert_same({case: found[case]}, {case: (total, denominator, metrics, kept)})
+
+
+def without_masked(answer):
+    mask, rollout = answer.rollout.action_mask, answer.rollout
+    return Answer(
+        rollout._replace(
+            completion=rollout.completion[mask],
+            logprobs=rollout.logprobs[mask],
+            version=rollout.version[mask],
+            action_mask=mask[mask],
+        ),
+        {name: score[mask] for name, score in answer.scores.items()},
+        answer.advantages[mask],
+    )
 
 
 def test_longer_and_more_rows_change_nothing():

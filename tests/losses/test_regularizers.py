@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from jaxrl.losses import (
+    EntropyController,
+    adaptive_entropy_bonus,
+    drift_penalty,
     entropy_bonus,
     grpo,
     k1,
@@ -14,6 +17,8 @@ from jaxrl.losses import (
     k3,
     k3_plus,
     kl_penalty,
+    over_sampler,
+    positive_likelihood,
     with_terms,
 )
 from jaxrl.metrics import to_floats
@@ -83,6 +88,76 @@ def test_entropy_bonus_raises_entropy():
     loss, metrics = compiled(entropy_bonus().apply)(scores, batch)
     np.testing.assert_array_equal(loss, [[-0.5, -1.5]])
     assert to_floats(metrics) == {"entropy": 1.0}
+
+
+def gradient(term, scores, batch):
+    return compiled(jax.grad(lambda lp: term.apply(scores.replace(logprobs=lp), batch)[0].sum()))(
+        scores.logprobs
+    )[0]
+
+
+def test_weighted_divergence_has_the_gradient_of_the_divergence():
+    """In expectation under the sampler, the weighted k3 is the divergence, value and gradient."""
+    with jax.enable_x64(True):
+        logits = jnp.array([0.3, -1.0, 0.8, 0.0])
+        sampler, reference = (
+            jax.nn.log_softmax(jnp.array(x)) for x in ([0.2, -0.5, 0.5, 0.4], [0.1, 0.2, 0.3, -0.5])
+        )
+        term = kl_penalty(k3, ratio=over_sampler)
+
+        def sampled(logits):
+            p = jax.nn.log_softmax(logits)
+            scores, batch = one_row(
+                advantages=[0.0] * 4, logprobs=p, sampler=sampler, reference=reference
+            )
+            return jnp.sum(jnp.exp(sampler) * term.apply(scores, batch)[0][0])
+
+        def divergence(logits):
+            p = jax.nn.log_softmax(logits)
+            return jnp.sum(jnp.exp(p) * (p - reference))
+
+        found = compiled(
+            lambda x: (jax.value_and_grad(sampled)(x), jax.value_and_grad(divergence)(x))
+        )
+        (value, slope), (expected, gradient) = found(logits)
+        np.testing.assert_allclose(value, expected, rtol=1e-10)
+        np.testing.assert_allclose(slope, gradient, rtol=1e-8, atol=1e-12)
+
+
+def test_drift_is_the_squared_log_ratio():
+    scores, batch = one_row(advantages=[1.0] * 3, logprobs=-1.0, sampler=[-1.5, -1.0, np.nan])
+    loss, metrics = compiled(drift_penalty(over_sampler).apply)(scores, batch)
+    np.testing.assert_allclose(loss[0], [0.25, 0, 0], atol=1e-7)
+    assert to_floats(metrics) == {"drift": pytest.approx(0.25 / 3)}
+    np.testing.assert_allclose(gradient(drift_penalty(over_sampler), scores, batch), [1, 0, 0])
+
+
+def test_likelihood_of_answers_that_earned_something():
+    scores, batch = one_row(
+        advantages=[-1.0] * 3, logprobs=[-1.0, -2.0, -3.0], rewards=[1.0, 0.0, -1.0]
+    )
+    loss, metrics = compiled(positive_likelihood().apply)(scores, batch)
+    np.testing.assert_array_equal(loss, [[1.0, 0.0, 0.0]])
+    assert to_floats(metrics) == {"nll/positive": 1.0}
+    with pytest.raises(ValueError, match=r"batch\.rewards"):
+        positive_likelihood().apply(scores, batch.replace(rewards=None))
+
+
+def test_adaptive_entropy_bonus():
+    scores, batch = one_row(advantages=[0.0] * 2, logprobs=-1.0, entropy=[0.5, 1.5])
+    term = adaptive_entropy_bonus()
+    loss, _ = compiled(term.apply)(scores.replace(entropy_coefficient=jnp.float32(0.1)), batch)
+    np.testing.assert_allclose(loss, [[-0.05, -0.15]], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"scores\.entropy_coefficient"):
+        term.apply(scores, batch)
+
+
+def test_the_controller_follows_the_target_within_its_range():
+    controller = EntropyController(initial=0.01, target=0.2, step=0.005)
+    assert controller.next(0.01, entropy=0.1) == pytest.approx(0.015)
+    assert controller.next(0.01, entropy=0.3) == pytest.approx(0.005)
+    assert controller.next(0.002, entropy=0.3) == 0.0
+    assert controller.next(0.999, entropy=0.1) == 1.0
 
 
 def test_a_coefficient_of_zero_needs_no_score():

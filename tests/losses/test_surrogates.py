@@ -5,11 +5,23 @@ import math
 import numpy as np
 import pytest
 
-from jaxrl.losses import clipped, over_sampler, reinforce, unclipped
+from jaxrl.losses import (
+    clipped,
+    geometric_clipped,
+    likelihood,
+    over_sampler,
+    product,
+    reinforce,
+    soft_gated,
+    unclipped,
+)
 from jaxrl.metrics import to_floats
 from tests.losses.cases import compiled, one_row
 
 RATIOS = np.array([0.5, 0.9, 1.1, 1.5, 4.0])
+
+
+BOUNDED = geometric_clipped(over_sampler, low=math.log(1.1), high=math.log(1.1) + 1e-9)
 
 
 def applied(term, advantage, *, action_mask=None):
@@ -33,6 +45,12 @@ def applied(term, advantage, *, action_mask=None):
         (clipped(over_sampler, dual=3.0), 2.0, [-1.0, -1.8, -2.2, -2.4, -2.4]),
         (clipped(over_sampler, cap=1.3), -2.0, [1.6, 1.8, 2.2, 2.6, 2.6]),
         (clipped(over_sampler, low=1.0, high=math.inf), 2.0, [-1.0, -1.8, -2.2, -3.0, -8.0]),
+        (likelihood(), 2.0, -2.0 * np.log(RATIOS)),
+        (soft_gated(over_sampler), 2.0, -8.0 / (1 + np.exp(1 - RATIOS))),
+        (soft_gated(over_sampler, negative=2.0), -1.0, 2.0 / (1 + np.exp(2 * (1 - RATIOS)))),
+        # Bounded by 1.1 from above where A > 0, by 1 / 1.1 from below where A < 0.
+        (BOUNDED, 2.0, [-2.0 * (0.5 * 0.9 * 1.1 * 1.1 * 1.1) ** 0.2] * 5),
+        (BOUNDED, -2.0, [2.0 * (1 / 1.1 * 1 / 1.1 * 1.1 * 1.5 * 4.0) ** 0.2] * 5),
     ],
 )
 def test_value(term, advantage, expected):
@@ -78,3 +96,18 @@ def test_metrics_are_means_over_action_tokens():
 def test_impossible_clips_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         clipped(over_sampler, **arguments)
+
+
+@pytest.mark.parametrize(("advantage", "low", "high"), [(1.0, 0.0, 0.4), (-1.0, 0.4, 0.0)])
+def test_geometric_clip_shares(advantage, low, high):
+    _, metrics = applied(BOUNDED, advantage)
+    assert (metrics["clip/low"], metrics["clip/high"]) == pytest.approx((low, high))
+
+
+def test_impossible_gates_and_bounds_are_refused():
+    with pytest.raises(ValueError, match="negative=0"):
+        soft_gated(over_sampler, negative=0.0)
+    with pytest.raises(ValueError, match="low=-1"):
+        geometric_clipped(over_sampler, low=-1.0)
+    with pytest.raises(ValueError, match="ratio of each token"):
+        geometric_clipped(product(over_sampler))

@@ -1,0 +1,154 @@
+"""What is rejected, by hand, on both sides of every bound; presets."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.losses import (
+    anchor_over_sampler,
+    both,
+    clipped,
+    geometric,
+    k3_within,
+    masked,
+    off_policy_negatives,
+    over_anchor,
+    over_sampler,
+    prefix,
+    presets,
+    product,
+    reinforce,
+    reweight,
+    sequence,
+    truncated,
+    vetoed,
+    within,
+    within_variation,
+)
+from jaxrl.losses.algebra import Weights
+from jaxrl.losses.named import PARTS
+from jaxrl.metrics import to_floats
+from tests.losses.cases import compiled, one_row
+
+RATIOS = np.array([0.4, 0.9, 1.5, 4.0, np.nan])  # learner / sampler; the last one is unknown
+
+
+def applied(weights, *, ratios=RATIOS, advantages=None, **scores):
+    ratios = np.asarray(ratios, float)
+    advantages = np.ones(len(ratios)) if advantages is None else advantages
+    given = {"logprobs": -2.0, "anchor": -2.0, "sampler": -2.0 - np.log(ratios), **scores}
+    factors, metrics = compiled(weights.apply)(*one_row(advantages=advantages, **given))
+    return np.asarray(factors[0]), to_floats(metrics)
+
+
+K3 = np.mean(np.array([0.4, 0.9, 1.5, 4.0, 1.0]) - 1 - np.log([0.4, 0.9, 1.5, 4.0, 1.0]))
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        (within(over_sampler, low=0.5, high=2.0), [0, 1, 1, 0, 1]),
+        (within(product(over_sampler), high=2.17), [1] * 5),  # .4 x .9 x 1.5 x 4 = 2.16
+        (within(product(over_sampler), high=2.15), [0] * 5),
+        (within(geometric(over_sampler), low=0.9, high=1.17), [1] * 5),  # 2.16 ** .2 = 1.1665
+        (within(geometric(over_sampler), low=0.9, high=1.16), [0] * 5),
+        (k3_within(over_sampler, high=K3 + 1e-3), [1] * 5),
+        (k3_within(over_sampler, high=K3 - 1e-3), [0] * 5),
+        (vetoed(over_sampler, below=0.41), [0] * 5),
+        (vetoed(over_sampler, below=0.39), [1] * 5),
+        (
+            both(within(over_sampler, high=2), truncated(over_sampler, high=1.2)),
+            [0.4, 0.9, 1.2, 0, 1],
+        ),
+    ],
+)
+def test_by_hand(weights, expected):
+    factors, metrics = applied(weights)
+    np.testing.assert_allclose(factors, expected, rtol=1e-6)
+    rejected = next(v for k, v in metrics.items() if k.startswith("rejected/"))
+    assert rejected == pytest.approx(np.mean(np.array(expected) == 0))
+
+
+def test_only_the_sequence_at_fault_is_rejected():
+    scores, batch = one_row(advantages=[1.0] * 4, logprobs=-2.0, sampler=[-2.0, -2.0, -2.0, 9.0])
+    batch = batch.replace(segments=np.array([[1, 1, 2, 2]]))
+    for weights in (
+        vetoed(over_sampler),
+        k3_within(over_sampler),
+        within(product(over_sampler), low=0.1, high=2),
+    ):
+        np.testing.assert_array_equal(compiled(weights.apply)(scores, batch)[0], [[1, 1, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("advantage", "delta", "kept"), [(-1.0, 0.19, 0), (-1.0, 0.21, 1), (1.0, 0.19, 1)]
+)
+def test_off_policy_negatives(advantage, delta, kept):
+    """Mean of log mu - log pi is .2."""
+    weights = off_policy_negatives(over_sampler, delta=delta)
+    factors, _ = applied(weights, ratios=np.exp([-0.5, 0.1]), advantages=[advantage] * 2)
+    np.testing.assert_array_equal(factors, [kept] * 2)
+
+
+def test_variation_bounds_probabilities_and_not_their_ratio():
+    """p - q is .3, -.3, .3, -.3, and for a rare token whose ratio is 10, .009."""
+    p, q = np.array([0.6, 0.3, 0.6, 0.3, 0.01]), np.array([0.3, 0.6, 0.3, 0.6, 0.001])
+    factors, metrics = applied(
+        within_variation(over_sampler),
+        ratios=p / q,
+        advantages=[1.0, 1.0, -1.0, -1.0, 1.0],
+        logprobs=np.log(p),
+        sampler=np.log(q),
+    )
+    np.testing.assert_array_equal(factors, [0, 1, 1, 0, 1])
+    assert metrics == {"rejected/variation": pytest.approx(0.4)}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: within(over_sampler, high=1.0), "0 <= low < 1 < high"),
+        (lambda: k3_within(over_sampler, high=0.0), "high=0"),
+        (lambda: vetoed(over_sampler, below=1.0), "below=1"),
+        (lambda: off_policy_negatives(over_sampler, delta=0.0), "delta=0"),
+        (lambda: within_variation(over_sampler, low=-0.1), "low=-0.1"),
+        (lambda: vetoed(product(over_sampler)), "vetoed reads the ratio of each token"),
+        (lambda: k3_within(geometric(over_sampler)), "k3_within reads the ratio of each token"),
+        (lambda: within_variation(sequence(over_sampler)), "reads the ratio of each token"),
+        (lambda: off_policy_negatives(product(over_sampler), delta=1), "ratio of each token"),
+        (lambda: product(product(over_sampler)), "product reads the ratio of each token"),
+        (lambda: geometric(sequence(over_sampler)), "geometric reads the ratio of each token"),
+        (lambda: sequence(geometric(over_sampler)), "sequence reads the ratio of each token"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_rejection_accounts_for_no_change_of_policy():
+    """So it may stand beside a ratio and a correction of the same kind, and only they clash."""
+    weights = both(truncated(anchor_over_sampler, high=2), vetoed(anchor_over_sampler))
+    assert reweight(clipped(over_anchor), weights).needs == {"anchor"}
+    assert reweight(clipped(over_sampler), vetoed(over_sampler)).needs == set()
+    with pytest.raises(ValueError, match="count it again"):
+        both(truncated(over_sampler, high=2), masked(over_sampler, high=2))
+    with pytest.raises(ValueError, match="count it again"):
+        reweight(clipped(over_sampler), both(presets.veto, presets.token_tis))
+
+
+def test_metrics_of_two_rejections_are_told_apart():
+    case = one_row(advantages=[1.0], logprobs=-1.0)
+    token, whole = within(over_sampler, high=2), within(product(over_sampler), high=2)
+    with pytest.raises(ValueError, match=r"'rejected/outside'.*prefix"):
+        jax.eval_shape(both(token, whole).apply, *case)
+    loss = reweight(reinforce(), both(token, prefix(whole, "sequence/")))
+    metrics = jax.eval_shape(loss.apply, *case)[1]
+    assert {"rejected/outside", "sequence/rejected/outside"} <= metrics.keys()
+
+
+@pytest.mark.parametrize("name", PARTS[Weights])
+def test_presets_change_nothing_where_the_sampler_agrees(name):
+    factors, _ = applied(PARTS[Weights][name], ratios=[1.0, 1.0, np.nan])
+    np.testing.assert_array_equal(factors, np.ones(3))
+    assert PARTS[Weights][name] is getattr(presets, name)
