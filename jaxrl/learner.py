@@ -1,8 +1,7 @@
 """The learner: three pure functions over one state.
 
-`step` runs value-and-grad over microbatches with the denominator of the whole batch, unscales,
-clips, and applies the optimizer; a step with a non-finite gradient changes nothing but the loss
-scale. Nothing here knows which loss, which model or which mesh it is.
+It computes the scores that an objective needs and hands them to it; `jaxrl.update` takes the step.
+Nothing here knows which loss, which model or which mesh it is.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,35 +9,18 @@ from typing import Any, NamedTuple
 
 import chex
 import jax
-import jax.numpy as jnp
 import optax
 from flax import struct
 
 from jaxrl.batch import TokenBatch
 from jaxrl.diagnostics.mismatch import mismatch
 from jaxrl.losses.algebra import Need, Objective, Scores
-from jaxrl.metrics import Mean, Metrics
+from jaxrl.metrics import Metrics
 from jaxrl.models.decoder import Model
 from jaxrl.models.logprobs import token_logprobs, token_logprobs_and_entropy
 from jaxrl.models.spec import Params
-from jaxrl.precision import (
-    LossScale,
-    Precision,
-    cast,
-    init_loss_scale,
-    sampler_precision,
-    update_loss_scale,
-)
-
-
-@struct.dataclass
-class LearnerState:
-    """Everything that a step changes; the checkpoint holds exactly this."""
-
-    step: jax.Array  # i32[], optimizer steps taken, skipped ones included
-    params: Params  # in precision.params
-    opt_state: Any  # moments in precision.moments
-    loss_scale: LossScale
+from jaxrl.precision import Precision, cast, sampler_precision
+from jaxrl.update import LearnerState, by_microbatch, constrainer, make_update
 
 
 @struct.dataclass(kw_only=True)
@@ -132,7 +114,7 @@ def make_learner(
     Raises:
       ValueError: if the objective balances experts and the model has none.
     """
-    constrain = _constrain(param_shardings)
+    constrain = constrainer(param_shardings)
     logprobs = _score_fn(model, precision=precision, temperature=temperature)
     as_sampled = _score_fn(model, precision=sampler_precision(precision), temperature=temperature)
     with_entropy = Need.ENTROPY in objective.needs
@@ -141,13 +123,9 @@ def make_learner(
             "the loss balances experts and the model has none; set the coefficient `balance` to 0"
         )
 
-    def microbatched(fn: Callable, accumulate: Any, minibatch: Minibatch) -> Callable:
-        return optax.microbatching.microbatch(
-            fn,
-            argnums=1,
-            microbatch_size=rows_per_microbatch,
-            accumulator=accumulate,
-            num_real_microbatches=minibatch.microbatches,
+    def concatenated(fn: Callable, minibatch: Minibatch) -> Callable:
+        return by_microbatch(
+            fn, rows_per_microbatch=rows_per_microbatch, microbatches=minibatch.microbatches
         )
 
     def published(params: Params) -> Params:
@@ -157,12 +135,10 @@ def make_learner(
 
     def score(params: Params, minibatch: Minibatch) -> jax.Array:
         weights = constrain(cast(params, precision.compute))
-        accumulate = optax.microbatching.AccumulationType.CONCAT
-        return microbatched(logprobs, accumulate, minibatch)(weights, minibatch.batch)
+        return concatenated(logprobs, minibatch)(weights, minibatch.batch)
 
     def shadow(params: Params, minibatch: Minibatch) -> jax.Array:
-        accumulate = optax.microbatching.AccumulationType.CONCAT
-        return microbatched(as_sampled, accumulate, minibatch)(published(params), minibatch.batch)
+        return concatenated(as_sampled, minibatch)(published(params), minibatch.batch)
 
     def scores(weights: Params, served: Params | None, inputs: dict[str, Any]) -> Scores:
         batch: TokenBatch = inputs["batch"]
@@ -187,54 +163,36 @@ def make_learner(
             imbalance=imbalance if Need.IMBALANCE in objective.needs else None,
         )
 
+    def total(
+        weights: Params, inputs: dict[str, Any], served: Params | None
+    ) -> tuple[jax.Array, Metrics]:
+        found = scores(weights, served, inputs)
+        value, metrics = objective.total(found, inputs["batch"])
+        return value, metrics | mismatch(found.logprobs, inputs["batch"])
+
+    update = make_update(
+        total,
+        optimizer=optimizer,
+        precision=precision,
+        rows_per_microbatch=rows_per_microbatch,
+        param_shardings=param_shardings,
+    )
+
     def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
         _check(minibatch, objective, rows_per_microbatch=rows_per_microbatch)
-        denominator = objective.denominator(minibatch.batch)
-        denominator = jnp.where(denominator > 0, denominator, 1.0)
-        weights = constrain(cast(state.params, precision.compute))
-        served = published(state.params) if Need.SHADOW in objective.needs else None
-
-        def scaled_loss(weights: Params, inputs: dict[str, Any]) -> tuple[jax.Array, Any]:
-            found = scores(weights, served, inputs)
-            total, metrics = objective.total(found, inputs["batch"])
-            metrics = metrics | mismatch(found.logprobs, inputs["batch"])
-            return total * (state.loss_scale.scale / denominator), (total, metrics)
-
-        def one(weights: Params, inputs: dict[str, Any]) -> Any:
-            grads, aux = jax.grad(scaled_loss, has_aux=True)(weights, inputs)
-            return constrain(cast(grads, precision.grads)), aux
-
-        inputs = {
-            "batch": minibatch.batch,
-            "anchor": minibatch.anchor,
-            "reference": minibatch.reference,
-        }
-        accumulate = optax.microbatching.AccumulationType.SUM
-        grads, (total, metrics) = microbatched(one, accumulate, minibatch)(weights, inputs)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale.scale, grads)
-        grad_norm = optax.tree.norm(grads)
-        new_state = _apply(state, grads, jnp.isfinite(grad_norm), optimizer, precision)
-        # A step that changed a shape or a dtype of its state would compile again at every call.
-        chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
-        own = {
-            "loss": Mean(total, denominator),
-            "grad_norm": _once(grad_norm),
-            "loss_scale": _once(state.loss_scale.scale),
-            "skipped_steps": _once(new_state.loss_scale.skipped),
-        }
-        return new_state, metrics | own
-
-    def init(params: Params) -> LearnerState:
-        params = cast(params, precision.params)
-        master = cast(params, jnp.dtype(jnp.float32))
-        return LearnerState(
-            step=jnp.int32(0),
-            params=params,
-            opt_state=cast(optimizer.init(master), precision.moments),
-            loss_scale=init_loss_scale(precision.loss_scale),
+        return update.step(
+            state,
+            {
+                "batch": minibatch.batch,
+                "anchor": minibatch.anchor,
+                "reference": minibatch.reference,
+            },
+            fixed=published(state.params) if Need.SHADOW in objective.needs else None,
+            denominator=objective.denominator(minibatch.batch),
+            microbatches=minibatch.microbatches,
         )
 
-    return Learner(init, score, shadow, step)
+    return Learner(update.init, score, shadow, step)
 
 
 def _score_fn(
@@ -263,41 +221,6 @@ def _hidden(
         return model.hidden(*inputs, precision=precision), None
     routed = model.hidden_routed(*inputs, precision=precision)
     return routed.hidden, routed.imbalance
-
-
-def _constrain(shardings: Any) -> Callable[[Params], Params]:
-    if shardings is None:
-        return lambda tree: tree
-    return lambda tree: jax.lax.with_sharding_constraint(tree, shardings)
-
-
-def _apply(
-    state: LearnerState,
-    grads: Params,
-    finite: jax.Array,
-    optimizer: optax.GradientTransformation,
-    precision: Precision,
-) -> LearnerState:
-    """The state after the optimizer's update, or after a skipped step where `finite` is False."""
-    f32 = jnp.dtype(jnp.float32)
-    master, moments = cast(state.params, f32), cast(state.opt_state, f32)
-    updates, moments = optimizer.update(grads, moments, master)
-    params = cast(optax.apply_updates(master, updates), precision.params)
-    opt_state = cast(moments, precision.moments)
-
-    def keep(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(finite, new, old)
-
-    return LearnerState(
-        step=state.step + 1,
-        params=jax.tree.map(keep, params, state.params),
-        opt_state=jax.tree.map(keep, opt_state, state.opt_state),
-        loss_scale=update_loss_scale(state.loss_scale, finite, spec=precision.loss_scale),
-    )
-
-
-def _once(value: jax.Array) -> Mean:
-    return Mean(value.astype(jnp.float32), jnp.float32(1))
 
 
 def _check(minibatch: Minibatch, objective: Objective, *, rows_per_microbatch: int) -> None:

@@ -88,6 +88,6 @@ def _is_matrix(spec: ParamSpec) -> bool:
 
 
 def _muon_axes(spec: ParamSpec) -> Any:
-    if not _is_matrix(spec) or "vocab" in spec.axes:
+    if not _is_matrix(spec) or {"vocab", "label"} & set(spec.axes):
         return None
     return optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)

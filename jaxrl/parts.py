@@ -1,7 +1,8 @@
 """What commands build from sections of a config: devices, model, optimizer, prompts, sampling."""
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,16 +62,46 @@ def make_decoder(config: DecoderConfig, *, layout: Layout, remat: str) -> Model:
 def load_model(
     path: str, *, layout: Layout, dtype: DType, remat: str = "none"
 ) -> tuple[Model, Params]:
-    """A Hugging Face checkpoint, its parameters cut over the devices as the layout says.
+    """A language model's checkpoint, its parameters cut over the devices as the layout says.
 
     Raises:
-      FileNotFoundError, ValueError: as `huggingface.load`.
+      FileNotFoundError, ValueError: as `huggingface.load`; also for a reward model.
     """
-    model = make_decoder(huggingface.load_config(path), layout=layout, remat=remat)
+    config = huggingface.load_config(path)
+    if config.scored:
+        raise ValueError(
+            f"{path} is a reward model, which has no words to say; a language model is needed here"
+        )
+    return _load(config, path, load=huggingface.load, layout=layout, dtype=dtype, remat=remat)
+
+
+def load_scorer(
+    path: str, *, layout: Layout, dtype: DType, remat: str = "none"
+) -> tuple[Model, Params]:
+    """As `load_model`, a reward model, or the beginning of one from a language model.
+
+    Raises:
+      FileNotFoundError, ValueError: as `huggingface.load_scorer`.
+    """
+    config = dataclasses.replace(huggingface.load_config(path), scored=True)
+    load = huggingface.load_scorer
+    return _load(config, path, load=load, layout=layout, dtype=dtype, remat=remat)
+
+
+def _load(
+    config: DecoderConfig,
+    path: str,
+    *,
+    load: Callable[..., tuple[DecoderConfig, Params]],
+    layout: Layout,
+    dtype: DType,
+    remat: str,
+) -> tuple[Model, Params]:
+    model = make_decoder(config, layout=layout, remat=remat)
     shardings: dict[str, Any] = traverse_util.flatten_dict(  # pyright: ignore[reportAssignmentType]
         layout.tree(model.specs), sep="/"
     )
-    _, params = huggingface.load(
+    _, params = load(
         path, dtype=dtype, put=lambda name, array: jax.device_put(array, shardings[name])
     )
     return model, params

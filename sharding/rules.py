@@ -27,7 +27,11 @@ class Rules:
 _Table = Mapping[str, str | MeshAxes]
 
 _WHOLE: _Table = dict.fromkeys(
-    ("layers", "vocab", "embed", "q_heads", "kv_heads", "mlp", "norm", "experts", "router"), ()
+    (
+        *("layers", "vocab", "embed", "q_heads", "kv_heads", "mlp", "norm"),
+        *("experts", "router", "label"),
+    ),
+    (),
 )
 # "kv_length" is the length of the keys and values of attention, of which a query needs all.
 # "routed" is the batch where tokens meet experts: the devices with experts all see its tokens.

@@ -18,6 +18,7 @@ LOWER = (
     {"batch", "advantages", "losses", "models"},
     {
         "learner",
+        "update",
         "optimizers",
         "checkpoint",
         "sampling",

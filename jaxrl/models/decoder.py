@@ -75,7 +75,7 @@ class Model(NamedTuple):
     config: DecoderConfig
     specs: Specs
     hidden: Hidden
-    unembedding: Callable[[Params], jax.Array]  # the head [V, D]; the embedding when tied
+    unembedding: Callable[[Params], jax.Array]  # the head [V, D], tied or not; a scorer's [1, D]
     hidden_routed: HiddenRouted | None = None  # where config.experts is not None
     local: Local = undivided
 
@@ -162,6 +162,8 @@ def decoder(
         return Routed(x, jnp.mean(costs, axis=0), chosen.transpose(1, 2, 0, 3))
 
     def unembedding(params):
+        if config.scored:
+            return params["score"]
         return params["embed"] if config.tied else params["head"]
 
     routed = None if config.experts is None else hidden_routed
@@ -232,6 +234,9 @@ def param_specs(config: DecoderConfig) -> Specs:
         "layers": layers,
         "final_norm": spec("model.norm.weight", norm, scale=None),
     }
-    if not config.tied:
+    if config.scored:
+        # Zeros, where a language model becomes a reward model: its answers are worth the same.
+        specs["score"] = spec("score.weight", (1, "label"), hidden, scale=0.0)
+    elif not config.tied:
         specs["head"] = spec("lm_head.weight", vocab, hidden, scale=std)
     return specs

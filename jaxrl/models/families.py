@@ -64,6 +64,8 @@ class DecoderConfig:
         layer has a window.
       intermediate_size: of the feed-forward networks; unused, though kept, where there are experts.
       experts: None for a dense decoder.
+      scored: whether the head gives each token one score, as that of a reward model, and not one
+        logit for each entry of the vocabulary.
       max_positions: longest sequence that the checkpoint was made for, in tokens.
       initializer_range: standard deviation of the initial weights.
       bos_id, pad_id: token ids, None if the checkpoint names none.
@@ -87,6 +89,7 @@ class DecoderConfig:
     windows: tuple[int | None, ...] = ()
     experts: Experts | None = None
     initializer_range: float = 0.02
+    scored: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
@@ -111,6 +114,8 @@ FAMILIES = {
         "Qwen3MoeForCausalLM", qkv_bias=False, qk_norm=True, head_dim=None, experts=True
     ),
 }
+
+_SCORED = "ForSequenceClassification"
 
 # Keys that change the function and the only values that the decoder computes.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -171,6 +176,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
         windows=_read_windows(raw, model_type),
         experts=_read_experts(raw) if family.experts else None,
         initializer_range=float(raw.get("initializer_range", 0.02)),
+        scored=_read_scored(raw),
         bos_id=raw.get("bos_token_id"),
         eos_ids=token_ids(raw.get("eos_token_id")),
         pad_id=raw.get("pad_token_id"),
@@ -185,8 +191,11 @@ def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
       dtype: the weights' dtype by its long name, such as "bfloat16".
     """
     rope = _write_rope(config.rope)
+    architecture = FAMILIES[config.model_type].architecture
+    if config.scored:
+        architecture = architecture.replace("ForCausalLM", _SCORED)
     content = {
-        "architectures": [FAMILIES[config.model_type].architecture],
+        "architectures": [architecture],
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -212,7 +221,9 @@ def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
         "rope_theta": config.rope.theta,
         "rope_scaling": rope if config.rope.scaling else None,
     }
-    return content | _write_windows(config) | _write_experts(config.experts)
+    # Without these transformers gives a classifier two labels.
+    label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if config.scored else {}
+    return content | _write_windows(config) | _write_experts(config.experts) | label
 
 
 def _size(raw: Mapping[str, Any], key: str) -> int:
@@ -227,6 +238,17 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _read_scored(raw: Mapping[str, Any]) -> bool:
+    if not any(name.endswith(_SCORED) for name in raw.get("architectures") or ()):
+        return False
+    labels = len(raw["id2label"]) if raw.get("id2label") else raw.get("num_labels", 2)
+    if labels != 1:
+        raise ValueError(
+            f"config.json: a classifier with {labels} labels (id2label); a reward model has one"
+        )
+    return True
 
 
 def _read_rope(raw: Mapping[str, Any]) -> Rope:

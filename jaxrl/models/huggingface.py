@@ -5,6 +5,7 @@ checkpoint is used exactly once, and what does not fit is an error that names it
 """
 
 import contextlib
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -77,19 +78,48 @@ def load(
       ValueError: for a corrupt file, a missing, surplus or misshapen tensor, or a dtype that is not
         floating-point; the message names it. Also as `load_config`.
     """
-    directory = Path(directory)
     config = load_config(directory)
+    with _checked_tensors(Path(directory), config) as tensors:
+        values = {
+            path: put(path, _read_parameter(one, tensors, dtype=dtype))
+            for path, one in spec.flatten(param_specs(config)).items()
+        }
+    return config, traverse_util.unflatten_dict(values, sep="/")
+
+
+def load_scorer(
+    directory: str | Path, *, dtype: DType, put: Put = _on_default_device
+) -> tuple[DecoderConfig, Params]:
+    """Reads a reward model, `transformers.AutoModelForSequenceClassification` with one label, or
+    begins one from a language model: its head is left out, and the score is 0 for every text.
+
+    Arguments and errors are those of `load`.
+    """
+    config = load_config(directory)
+    scorer = dataclasses.replace(config, scored=True)
+    with _checked_tensors(Path(directory), config) as tensors:
+        values = {
+            path: put(
+                path,
+                _read_parameter(one, tensors, dtype=dtype)
+                if config.scored or path != "score"
+                else np.zeros(one.shape, dtype),
+            )
+            for path, one in spec.flatten(param_specs(scorer)).items()
+        }
+    return scorer, traverse_util.unflatten_dict(values, sep="/")
+
+
+@contextlib.contextmanager
+def _checked_tensors(directory: Path, config: DecoderConfig) -> Iterator[dict[str, Any]]:
+    """Tensor name -> the open file that holds it; the names are those of the config's decoder."""
     flat = spec.flatten(param_specs(config))
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(directory, stack)
-        expected = [name for one in flat.values() for name in one.hf_names()]
-        _check_names(set(expected), set(tensors), config=config, directory=directory)
+        expected = {name for one in flat.values() for name in one.hf_names()}
+        _check_names(expected, set(tensors), config=config, directory=directory)
         _check_tied_head(tensors, config=config, directory=directory)
-        values = {
-            path: put(path, _read_parameter(one, tensors, dtype=dtype))
-            for path, one in flat.items()
-        }
-    return config, traverse_util.unflatten_dict(values, sep="/")
+        yield tensors
 
 
 def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
@@ -182,7 +212,8 @@ def save(
     source_dir: str | Path | None = None,
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:
-    """Writes a checkpoint that `transformers.AutoModelForCausalLM` and vLLM load.
+    """Writes a checkpoint that `transformers.AutoModelForCausalLM` and vLLM load; that of a reward
+    model is for `AutoModelForSequenceClassification`.
 
     Args:
       directory: is made if it does not exist; weights of an earlier save in it are replaced.

@@ -63,6 +63,19 @@ def reference(family: str, *, tied: bool, dtype: torch.dtype = torch.float32) ->
     return model.to(dtype).eval()
 
 
+def classifier(family: str, *, tied: bool, labels: int = 1, dtype: torch.dtype) -> Any:
+    """A reward model: the body of `reference` and a random score."""
+    language_model = reference(family, tied=tied)
+    config = language_model.config
+    config.num_labels = labels
+    make = transformers.AutoModelForSequenceClassification.from_config
+    model = make(config, attn_implementation="eager")
+    with torch.no_grad():
+        model.model.load_state_dict(language_model.model.state_dict())
+        model.score.weight.copy_(torch.randn_like(model.score.weight))
+    return model.to(dtype).eval()
+
+
 def checkpoint(directory: Path, family: str, *, tied: bool, **options: Any) -> Any:
     """Saves `reference` and returns it; options are those of `save_pretrained`."""
     dtype = options.pop("dtype", torch.float32)

@@ -1,0 +1,62 @@
+"""Scores of whole sequences: a decoder whose head gives each token one number, a reward model.
+
+It is what `transformers.AutoModelForSequenceClassification` is with one label. The score of a
+sequence is that of its last token which is not the padding token, as there.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.batch import TokenBatch
+from jaxrl.models.decoder import Model
+from jaxrl.models.spec import Params
+from jaxrl.precision import Precision
+
+
+def token_scores(hidden: jax.Array, head: jax.Array, *, precision: Precision) -> jax.Array:
+    """The head's output at each token.
+
+    Args:
+      hidden: activations[B, T, D] after the final norm.
+      head: compute[1, D].
+      precision: operands are rounded to `compute`, the sum has at least f32 and is rounded to
+        `logits`.
+
+    Returns:
+      f32[B, T] (f64 if products accumulate in it).
+    """
+    wide = precision.accumulate
+    x, weight = (a.astype(precision.compute).astype(wide) for a in (hidden, head))
+    return jnp.sum(x * weight[None], axis=-1).astype(precision.logits).astype(wide)
+
+
+def sequence_scores(
+    model: Model, weights: Params, batch: TokenBatch, *, precision: Precision
+) -> jax.Array:
+    """The score of each sequence of a batch.
+
+    Args:
+      model: a scorer, whose `config.scored` holds.
+      weights: its parameters in `precision.compute`.
+      batch: tokens in rows, in any layout.
+      precision: the dtype policy.
+
+    Returns:
+      f32[B, T + 1]: entry s of a row is the score of its sequence s; 0 where there is none.
+    """
+    tokens, segments = batch.tokens, batch.segments
+    hidden = model.hidden(weights, tokens, batch.positions, segments, precision=precision)
+    scores = token_scores(hidden, model.unembedding(weights), precision=precision)
+    last = jax.vmap(_last)(segments, _not_padding(tokens, model.config.pad_id) & (segments > 0))
+    return jnp.where(last >= 0, jnp.take_along_axis(scores, jnp.maximum(last, 0), axis=1), 0)
+
+
+def _not_padding(tokens: jax.Array, pad_id: int | None) -> jax.Array:
+    return jnp.ones_like(tokens, bool) if pad_id is None else tokens != pad_id
+
+
+def _last(segments: jax.Array, counts: jax.Array) -> jax.Array:
+    """i32[T + 1]: where in a row the last token that counts of each sequence stands, -1 without."""
+    size = segments.shape[0]
+    places = jnp.where(counts, jnp.arange(size), -1)
+    return jnp.full(size + 1, -1).at[segments].max(places)
