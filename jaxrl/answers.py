@@ -13,6 +13,7 @@ from jaxrl.advantages import zero_std_groups
 from jaxrl.batch import Rollout
 from jaxrl.data import Example
 from jaxrl.environments import scoring
+from jaxrl.environments.reward_model import rate
 from jaxrl.run import Progress, Run
 
 Numbers = dict[str, float]
@@ -116,6 +117,9 @@ def reward(run: Run, rollouts: Sequence[Rollout], examples: Mapping[int, Example
     """Rollouts with their rewards. One whose reward failed is masked: it teaches nothing."""
     texts = [run.tokenizer.decode(r.completion, skip_special_tokens=True) for r in rollouts]
     scored = scoring.score(run.rewards, texts, [examples[r.group].record for r in rollouts])
+    if run.reward_model is not None:
+        values, weight = rate(run.reward_model, rollouts), run.config.reward.model_weight
+        scored = scoring.with_part(scored, "model", values=values, weight=weight)
     if scored.first_failure is not None:
         run.tracker.note(scored.first_failure)
     failed = np.isnan(scored.total)
@@ -141,9 +145,9 @@ def reward_metrics(run: Run, rollouts: Sequence[Rollout]) -> Numbers:
         "reward/failed": float(np.isnan(rewards).sum()),
         "groups/zero_std": float(zero_std_groups(rewards, np.array([r.group for r in rollouts]))),
     }
-    if len(run.rewards) > 1:
+    if len(run.reward_names) > 1:
         components = np.nanmean([r.components for r in rollouts], axis=0)
-        names = [f"reward/{term.name}" for term in run.rewards]
+        names = [f"reward/{name}" for name in run.reward_names]
         numbers |= dict(zip(names, map(float, components), strict=True))
     return numbers
 

@@ -61,7 +61,7 @@ class TokenBatch:
 
 def segment_sum(values: jax.Array, segments: jax.Array) -> jax.Array:
     """Sum over each token's own sequence, at each token: [B, T] -> [B, T]; 0 at padding."""
-    totals = _segment_totals(jnp.where(segments > 0, values, 0), segments)
+    totals = segment_totals(jnp.where(segments > 0, values, 0), segments)
     return jnp.where(segments > 0, jnp.take_along_axis(totals, segments, axis=1), 0)
 
 
@@ -80,12 +80,12 @@ def sequence_weights(batch: TokenBatch) -> jax.Array:
 
 def action_sequences(batch: TokenBatch) -> jax.Array:
     """Number of sequences with at least one action token in the whole batch, f32[]."""
-    counts = _segment_totals(batch.action_mask.astype(jnp.float32), batch.segments)
+    counts = segment_totals(batch.action_mask.astype(jnp.float32), batch.segments)
     return jnp.sum(counts > 0, dtype=jnp.float32)
 
 
-def _segment_totals(values: jax.Array, segments: jax.Array) -> jax.Array:
-    """[B, T + 1]: entry s of a row is the sum over its segment s."""
+def segment_totals(values: jax.Array, segments: jax.Array) -> jax.Array:
+    """Sum over each sequence: [B, T] -> [B, T + 1]; entry s of a row is that of its segment s."""
     empty = jnp.zeros((segments.shape[0], segments.shape[1] + 1), values.dtype)
     return jax.vmap(lambda zeros, s, v: zeros.at[s].add(v))(empty, segments, values)
 

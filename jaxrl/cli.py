@@ -8,6 +8,8 @@ from collections.abc import Sequence
 # Modules of jaxrl.commands, imported when they are called: --help answers at once.
 COMMANDS = {
     "sft": "fine-tune a model on texts",
+    "reward-model": "train a reward model on pairs of answers",
+    "dpo": "tune a model on pairs of answers",
     "train": "train a model with reinforcement learning",
     "eval": "measure a model's greedy accuracy on held-out prompts",
     "generate": "sample answers of a model to prompts",
@@ -21,7 +23,7 @@ COMMANDS = {
 
 HELP = f"""usage: jaxrl COMMAND [options]
 
-{chr(10).join(f"  {name:10}{text}" for name, text in COMMANDS.items())}
+{chr(10).join(f"  {name:14}{text}" for name, text in COMMANDS.items())}
 
 `jaxrl COMMAND --help` shows every option. Set JAXRL_TRACEBACK=1 to see where an error came from.
 """
@@ -39,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jaxrl: there is no command {name!r}\n\n{HELP}" if name else HELP, file=sys.stderr)
         return 2
     try:
-        return importlib.import_module(f"jaxrl.commands.{name}").main(arguments[1:])
+        module = importlib.import_module("jaxrl.commands." + name.replace("-", "_"))
+        return module.main(arguments[1:])
     except KeyboardInterrupt:
         print(f"jaxrl {name}: interrupted", file=sys.stderr)
         return 130

@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from typing import Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from jaxrl.config_tables import (
     CheckpointConfig,
@@ -30,7 +30,7 @@ class Config(RunConfig):
 
     model: ModelConfig
     data: DataConfig
-    reward: RewardConfig
+    reward: RewardConfig = Field(default={}, validate_default=True)
     loss: LossConfig = LossConfig()
     sampling: SamplingConfig = SamplingConfig()
     sampler: SamplerConfig = SamplerConfig()
@@ -115,6 +115,11 @@ def _contradictions(c: Config) -> Iterator[str]:
         yield (
             f"reward.weights has {len(c.reward.weights)} numbers for {len(c.reward.path)} "
             "functions in reward.path; give one for each, or none"
+        )
+    if c.data.eval_path is not None and not c.reward.path:
+        yield (
+            "data.eval_path needs a function in reward.path that says which answers are right; "
+            "with reward.weights = [0] it is measured and not learnt"
         )
     if c.data.system_prompt is not None and c.data.template == "text":
         yield (

@@ -4,7 +4,7 @@ A table is frozen and strict. `--help` prints the docstrings below.
 """
 
 import typing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -16,6 +16,7 @@ from pydantic import (
     PositiveInt,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from jaxrl import precision
@@ -112,12 +113,27 @@ class DataConfig(PromptConfig):
 class RewardConfig(Section):
     """What an answer is worth."""
 
-    path: Annotated[Texts, Field(min_length=1)]
+    path: Texts = ()
     """Reward functions, added up: a name in jaxrl.environments.rewards (`exact_match`,
-    `numeric_match`, ...), `file.py:function` or `package.module:function`."""
+    `numeric_match`, ...), `file.py:function` or `package.module:function`. The first one says what
+    counts as right in evaluations."""
 
     weights: Numbers = ()
-    """Factor of each reward, in the same order; all 1 when empty."""
+    """Factor of each function, in the same order; all 1 when empty. A function with the factor 0 is
+    measured and not learnt."""
+
+    model: str | None = None
+    """Directory of a reward model (`jaxrl reward-model`), whose score of prompt and answer is added
+    too. It reads the sampled token ids, so its tokenizer must be the policy's."""
+
+    model_weight: float = 1.0
+    """Factor of the reward model's score."""
+
+    @model_validator(mode="after")
+    def _names_something(self) -> Self:
+        if not self.path and self.model is None:
+            raise ValueError("reward.path is missing, and reward.model too: name what answers earn")
+        return self
 
 
 class LossConfig(Section):

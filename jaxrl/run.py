@@ -7,27 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flax import traverse_util
 
-from jaxrl import config_file, losses, parts, precision, refill
+from jaxrl import losses, parts, precision, refill
 from jaxrl.batch import Rollout
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import Config
 from jaxrl.data import Prompts, Tokenizer
+from jaxrl.environments.reward_model import RewardModel, check_vocabulary, make_scores
 from jaxrl.environments.scoring import Reward, load_rewards
 from jaxrl.learner import Learner, LearnerState
 from jaxrl.losses import Need, Recipe
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
+from jaxrl.run_directory import claim
 from jaxrl.samplers import Publish, open_sampler
 from jaxrl.sampling.base import Sampler, SamplingParams
 from jaxrl.tracking import Tracker, open_tracker
 from sharding.partition import Layout
-
-
-class ResumeError(ValueError):
-    """The run directory holds another run."""
 
 
 @dataclasses.dataclass
@@ -72,6 +69,7 @@ class Run:
     prompts: Prompts
     held_out: Prompts | None
     rewards: Sequence[Reward]
+    reward_model: RewardModel | None
     model: Model
     layout: Layout
     recipe: Recipe
@@ -83,6 +81,11 @@ class Run:
     reference: Params | None  # in precision.compute; None unless the loss needs it
     checkpoints: Checkpoints
     tracker: Tracker
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Of the parts of the reward: its functions, then the reward model."""
+        return [*(term.name for term in self.rewards), *["model"] * (self.reward_model is not None)]
 
 
 @contextmanager
@@ -107,6 +110,9 @@ def open_run(config: Config) -> Iterator[tuple[Run, LearnerState, Progress]]:
     model, params = parts.load_model(
         config.model.path, layout=layout, dtype=policy.params, remat=config.train.remat
     )
+    reward_model = None
+    if config.reward.model is not None:
+        reward_model = load_reward_model(config, config.reward.model, tokenizer, layout=layout)
     optimizer = parts.make_optimizer(
         config.optimizer, total_steps=config.optimizer_steps, specs=model.specs
     )
@@ -118,7 +124,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, LearnerState, Progress]]:
     if Need.REFERENCE in recipe.objective.needs:
         reference = jax.jit(precision.cast, static_argnums=1)(params, policy.compute)
 
-    _claim(directory, config)
+    claim(directory, config)
     checkpoints = Checkpoints(
         directory / "checkpoints",
         keep=config.checkpoint.keep,
@@ -151,6 +157,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, LearnerState, Progress]]:
             prompts=prompts,
             held_out=held_out,
             rewards=rewards,
+            reward_model=reward_model,
             model=model,
             layout=layout,
             recipe=recipe,
@@ -186,30 +193,44 @@ def open_run(config: Config) -> Iterator[tuple[Run, LearnerState, Progress]]:
             checkpoints.close()
 
 
-# Keys that may change between the parts of one run: they do not change what a step computes.
-_FREE = ("run_dir", "checkpoint.", "eval.", "data.eval_")
+def load_reward_model(
+    config: Config, path: str, tokenizer: Tokenizer, *, layout: Layout
+) -> RewardModel:
+    """The reward model of a run, on the learner's devices, in `precision.compute`.
 
+    Args:
+      config: of the run; rows and microbatches are those of its learner.
+      path: the reward model's directory.
+      tokenizer: the policy's.
+      layout: of the learner.
 
-def _claim(directory: Path, config: Config) -> None:
-    """Writes the resolved config into the run directory, or checks that the one there agrees."""
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "config.toml"
-    if path.exists() and (directory / "checkpoints").exists():
-        there = _flat(config_file.load(Config, file=path))
-        here = _flat(config)
-        free = _FREE if config.optimizer.schedule != "constant" else (*_FREE, "train.steps")
-        changed = [
-            f"{key} = {there.get(key)!r} there and {here.get(key)!r} here"
-            for key in sorted(there.keys() | here.keys())
-            if there.get(key) != here.get(key) and not key.startswith(free)
-        ]
-        if changed:
-            raise ResumeError(
-                f"{directory} holds a run with another config: {'; '.join(changed)}. Choose "
-                "another run_dir, or delete it to start again"
-            )
-    path.write_text(config_file.dumps(config), encoding="utf-8")
-
-
-def _flat(config: Config) -> dict[str, Any]:
-    return {str(k): v for k, v in traverse_util.flatten_dict(config.model_dump(), sep=".").items()}
+    Raises:
+      ValueError: if it is no reward model, or its token ids mean something else; the message says
+        what differs.
+    """
+    if not huggingface.load_config(path).scored:
+        raise ValueError(
+            f"reward.model = {path!r} is a language model, which scores nothing; make a reward "
+            "model of it with jaxrl reward-model"
+        )
+    policy = precision.parse(config.precision)
+    model, params = parts.load_scorer(path, layout=layout, dtype=policy.compute)
+    check_vocabulary(
+        path,
+        own=huggingface.load_tokenizer(path),
+        policy=tokenizer,
+        vocab_size=model.config.vocab_size,
+    )
+    scores = make_scores(
+        model,
+        precision=policy,
+        rows_per_microbatch=config.microbatch_rows,
+        param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
+    )
+    return RewardModel(
+        params=params,
+        scores=jax.jit(scores),
+        sharding=layout.batch(("batch", "length")),
+        row_length=config.row_length,
+        rows_per_microbatch=config.microbatch_rows,
+    )

@@ -3,28 +3,31 @@
 The learner is the one of reinforcement learning; the objective is -logprob, without advantages.
 """
 
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jaxrl import data, parts, precision
 from jaxrl.batch import Rollout, TokenBatch, assign_rows, pack
 from jaxrl.data import Row, Tokenizer
-from jaxrl.interrupt import Interrupt
-from jaxrl.learner import Minibatch, interleave, make_learner
+from jaxrl.learner import make_learner
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import Scores, TokenLoss, objective, token_loss
-from jaxrl.metrics import Metrics, to_floats
+from jaxrl.metrics import Metrics
 from jaxrl.models import huggingface
 from jaxrl.sft_config import SFTConfig, SFTDataConfig
-from jaxrl.tracking import open_tracker
-
-_LOG_EVERY = 10  # steps between two looks at the loss, each of which waits for the device
+from jaxrl.supervised import (
+    HostBatch,
+    Result,
+    Task,
+    answered,
+    end_of,
+    fit,
+    left_out,
+    rows_for,
+    take,
+)
 
 
 class Texts(NamedTuple):
@@ -37,22 +40,6 @@ class Texts(NamedTuple):
 
     sequences: Sequence[Rollout]
     too_long: int
-
-
-class Result(NamedTuple):
-    """How a run ended.
-
-    Attributes:
-      step: optimizer steps taken.
-      signum: the signal that ended it early, or None.
-      loss: of the last logged step, nats per token.
-      model: directory of the tuned model; None if the run was ended early.
-    """
-
-    step: int
-    signum: int | None
-    loss: float
-    model: Path | None
 
 
 def cross_entropy() -> TokenLoss:
@@ -69,6 +56,7 @@ def finetune(config: SFTConfig) -> Result:
     """Trains for `config.train.steps` steps, or until a signal comes, and saves the model.
 
     Raises:
+      ResumeError, CheckpointError: as `supervised.fit`.
       ValueError: for data, a model or a run directory that cannot be used; the message names it.
     """
     policy = precision.parse(config.precision)
@@ -89,46 +77,17 @@ def finetune(config: SFTConfig) -> Result:
         rows_per_microbatch=config.microbatch_rows,
         param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
     )
-    shardings = layout.state(jax.eval_shape(learner.init, params), model.specs)
-    state = jax.jit(learner.init, out_shardings=shardings)(params)
-    update = jax.jit(learner.step, donate_argnums=0, out_shardings=(shardings, None))
-    place = layout.batch(("batch", "length"))
-
-    directory, steps = Path(config.run_dir), config.train.steps
-    step, loss, since, tokens = 0, float("nan"), time.perf_counter(), 0
-    with (
-        Interrupt() as interrupt,
-        open_tracker(directory, start_step=0, total_steps=steps, title="sft") as tracker,
-    ):
-        if texts.too_long:
-            tracker.note(
-                f"{texts.too_long} texts have more than train.row_length = "
-                f"{config.train.row_length} tokens and are left out"
-            )
-        while step < steps and interrupt.signum is None:
-            batch, used = _batch(texts.sequences, step=step, config=config)
-            tokens += int(np.count_nonzero(batch.segments))
-            minibatch = Minibatch(batch=jax.device_put(batch, place), microbatches=jnp.int32(used))
-            state, metrics = update(state, minibatch)
-            step += 1
-            if step % _LOG_EVERY == 0 or step == steps:
-                numbers = to_floats(metrics)
-                now = time.perf_counter()
-                loss = numbers["loss"]
-                numbers["tokens_per_second"] = tokens / (now - since)
-                numbers["learning_rate"] = float(np.asarray(optimizer.learning_rate(step - 1)))
-                tracker.log(step, numbers)
-                since, tokens = now, 0
-    if interrupt.signum is not None:
-        return Result(step, interrupt.signum, loss, None)
-    huggingface.save(
-        directory / "model",
-        state.params,
-        model.config,
-        dtype=policy.params,
-        source_dir=config.model.path,
+    task = Task(
+        title="sft",
+        model=model,
+        params=params,
+        init=learner.init,
+        step=learner.step,
+        learning_rate=optimizer.learning_rate,
+        batch=lambda step: _batch(texts.sequences, step=step, config=config),
+        notes=left_out("data.path", texts.too_long, config),
     )
-    return Result(step, None, loss, directory / "model")
+    return fit(config, task, layout=layout)
 
 
 def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> Texts:
@@ -140,9 +99,7 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
       ValueError: for a row without a key, a tokenizer without an end-of-sequence token, or if no
         text is left; the message names file, line and key.
     """
-    end = tokenizer.eos_token_id
-    if end is None:
-        raise ValueError("the model's tokenizer has no end-of-sequence token, so no text could end")
+    end = end_of(tokenizer)
     render = data.renderer(tokenizer, parts.rendering(config))
 
     def split(row: Row) -> tuple[list[int], list[int]]:
@@ -163,7 +120,7 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
         prompt, completion = split(row)
         if not prompt:
             raise ValueError(f"{row.where}: the text begins with no token to predict from")
-        sequences.append(_sequence(prompt, [*completion, end]))
+        sequences.append(answered(prompt, [*completion, end]))
     short = [one for one in sequences if one.length <= max_tokens]
     if not short:
         raise ValueError(
@@ -172,30 +129,13 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
     return Texts(short, len(sequences) - len(short))
 
 
-def _sequence(prompt: Sequence[int], completion: Sequence[int]) -> Rollout:
-    size = len(completion)
-    return Rollout(
-        prompt=np.asarray(prompt, np.int32),
-        completion=np.asarray(completion, np.int32),
-        logprobs=np.full(size, np.nan, np.float32),
-        action_mask=np.ones(size, bool),
-        version=np.zeros(size, np.int32),
-        group=0,
-    )
-
-
-def _batch(sequences: Sequence[Rollout], *, step: int, config: SFTConfig) -> tuple[TokenBatch, int]:
-    """The sequences of a step, on the host, and the number of microbatches that they fill."""
-    size, c = config.train.batch_size, config.train
-    chosen = data.take(len(sequences), position=step * size, count=size, seed=config.seed)
-    batch = [sequences[i] for i in chosen]
-    if c.packing:
-        rows = assign_rows([one.length for one in batch], row_length=c.row_length)
+def _batch(sequences: Sequence[Rollout], *, step: int, config: SFTConfig) -> HostBatch:
+    """The sequences of a step, and the number of microbatches that they fill."""
+    batch = [sequences[i] for i in take(len(sequences), step=step, config=config)]
+    if config.train.packing:
+        rows = assign_rows([one.length for one in batch], row_length=config.train.row_length)
     else:
-        rows = [[i] for i in range(size)]
-    placed, used = interleave(
-        rows,
-        rows_per_microbatch=config.microbatch_rows,
-        max_microbatches=-(-size // config.microbatch_rows),
-    )
-    return pack(batch, [0.0] * size, rows=placed, row_length=c.row_length), used
+        rows = [[i] for i in range(len(batch))]
+    placed, used = rows_for(rows, config)
+    packed = pack(batch, [0.0] * len(batch), rows=placed, row_length=config.train.row_length)
+    return HostBatch(packed, used)

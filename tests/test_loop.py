@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl import config_file, loop
 from jaxrl.config import Config
-from jaxrl.run import ResumeError
+from jaxrl.run_directory import ResumeError
 from jaxrl.tracking import read_metrics
 from tests import tiny
 

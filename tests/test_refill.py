@@ -70,6 +70,8 @@ def hand_made(**train: Any) -> SimpleNamespace:
         sampling=SamplingParams(max_tokens=2),
         tokenizer=SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids))),
         rewards=[Reward("earned", earned, 1.0)],
+        reward_model=None,
+        reward_names=["earned"],
         tracker=SimpleNamespace(note=notes.append),
         notes=notes,
     )

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from jaxrl.commands import options
+from jaxrl.commands import options, outcome
 from jaxrl.sft_config import SFTConfig
 
-DESCRIPTION = """Fine-tunes a model on texts: cross-entropy over completion tokens, packed.
+DESCRIPTION = """Fine-tunes a model on texts: cross-entropy over completion tokens, packed; a run
+found in run_dir is continued.
 
   jaxrl sft --model.path DIR --data.path texts.jsonl --run_dir runs/sft"""
 
@@ -18,8 +19,5 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.sft import finetune  # after --help and the config's errors: it takes seconds
 
     result = finetune(config)
-    if result.signum is not None:
-        print(f"ended by signal {result.signum} at step {result.step}; nothing is saved")
-        return 128 + result.signum
-    print(f"loss {result.loss:.4f} nats per token; model: {result.model}")
-    return 0
+    loss = result.last.get("loss", float("nan"))
+    return outcome.report(result, f"loss {loss:.4f} nats per token")

@@ -77,8 +77,24 @@ def score(
                 )
         parts[term.name] = values
         failures[term.name] = int(np.isnan(values).sum())
-    weighted = [term.weight * parts[term.name] for term in terms]
-    return Scored(np.sum(weighted, axis=0), parts, failures, first_failure)
+    total = np.zeros(len(completions))
+    for term in terms:
+        total = total + term.weight * parts[term.name]
+    return Scored(total, parts, failures, first_failure)
+
+
+def with_part(scored: Scored, name: str, *, values: np.ndarray, weight: float) -> Scored:
+    """The same answers with one more reward, f64[N], NaN where it could not be computed."""
+    failed = int(np.isnan(values).sum())
+    first_failure = scored.first_failure
+    if failed and first_failure is None:
+        first_failure = f"reward {name} is not finite on {failed} answers"
+    return Scored(
+        scored.total + weight * values,
+        {**scored.parts, name: values},
+        {**scored.failures, name: failed},
+        first_failure,
+    )
 
 
 def _finite(value: Any) -> float:

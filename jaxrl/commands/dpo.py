@@ -1,0 +1,21 @@
+"""`jaxrl dpo`: direct preference optimisation on pairs of answers."""
+
+from collections.abc import Sequence
+
+from jaxrl.commands import options, outcome
+from jaxrl.preference_config import DPOConfig
+
+DESCRIPTION = """Tunes a model on pairs of answers (DPO and its relatives): the chosen one shall
+become more probable against the model that the run begins with; a run found in run_dir goes on.
+
+  jaxrl dpo --model.path DIR --data.path pairs.jsonl --loss ipo --run_dir runs/dpo"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    made = options.parser_with_file("dpo", DPOConfig, description=DESCRIPTION)
+    config = options.parse(made, DPOConfig, argv).config
+
+    from jaxrl.dpo import train_dpo  # after --help and the config's errors: it takes seconds
+
+    return outcome.report_pairs(train_dpo(config))

@@ -1,0 +1,183 @@
+"""Losses of pairs: of two answers to one prompt, the chosen one shall be preferred.
+
+In a batch the answers of a pair are consecutive sequences of one row: 1 and 2, 3 and 4, and so on,
+the chosen one first. The advantages of the chosen answer add up to the margin by which it is
+better, which the Bradley-Terry loss uses.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.batch import TokenBatch, segment_totals
+from jaxrl.losses.algebra import Aggregation, Need, Scores, TokenLoss, require, token_loss
+from jaxrl.metrics import Mean, Metrics, masked_mean
+
+
+class LogRatios(NamedTuple):
+    """log pi / reference of both answers of pairs, all f32[...] of one shape."""
+
+    chosen: jax.Array  # summed over the answer's tokens
+    rejected: jax.Array
+    chosen_tokens: jax.Array  # their number
+    rejected_tokens: jax.Array
+
+
+class PairLoss(NamedTuple):
+    """A loss of the DPO family.
+
+    Attributes:
+      beta: how strongly the reference holds; beta times the log-ratio is the implicit reward.
+      apply: log-ratios -> one loss per pair.
+    """
+
+    beta: float
+    apply: Callable[[LogRatios], jax.Array]
+
+
+def sigmoid(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PairLoss:
+    """DPO (arXiv:2305.18290): -log sigmoid(beta (chosen - rejected)).
+
+    With `label_smoothing`, conservative DPO (https://ericmitchell.ai/cdpo.pdf): that share of the
+    labels is taken to be the wrong way round.
+
+    Raises:
+      ValueError: if `label_smoothing` is not in [0, 0.5).
+    """
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and less than 0.5")
+
+    def apply(x: LogRatios) -> jax.Array:
+        h = beta * (x.chosen - x.rejected)
+        right, wrong = jax.nn.log_sigmoid(h), jax.nn.log_sigmoid(-h)
+        return -(1 - label_smoothing) * right - label_smoothing * wrong
+
+    return PairLoss(beta, apply)
+
+
+def hinge(*, beta: float = 0.1) -> PairLoss:
+    """SLiC-HF's hinge on DPO's reward (arXiv:2305.10425, 2309.06657):
+    max(0, 1 - beta (chosen - rejected))."""
+    return PairLoss(beta, lambda x: jax.nn.relu(1 - beta * (x.chosen - x.rejected)))
+
+
+def ipo(*, beta: float = 0.1) -> PairLoss:
+    """IPO (arXiv:2310.12036) on log-ratios averaged over an answer's tokens, as TRL has it:
+    (chosen / tokens - rejected / tokens - 1 / (2 beta))^2."""
+
+    def apply(x: LogRatios) -> jax.Array:
+        apart = x.chosen / x.chosen_tokens - x.rejected / x.rejected_tokens
+        return (apart - 1 / (2 * beta)) ** 2
+
+    return PairLoss(beta, apply)
+
+
+def ipo_summed(*, beta: float = 0.1) -> PairLoss:
+    """IPO (arXiv:2310.12036) on log-ratios of whole answers, as OpenRLHF has it:
+    (chosen - rejected - 1 / (2 beta))^2."""
+    return PairLoss(beta, lambda x: (x.chosen - x.rejected - 1 / (2 * beta)) ** 2)
+
+
+def bradley_terry(
+    chosen: jax.Array, rejected: jax.Array, *, margin: jax.Array, centring: float
+) -> jax.Array:
+    """-log sigmoid(chosen - rejected - margin) + centring (chosen + rejected)^2, per pair.
+
+    The margin is that of Llama 2 (arXiv:2307.09288); the second term keeps rewards around 0, which
+    the first leaves open (arXiv:2312.09244).
+
+    Args:
+      chosen: f32[...], the reward of the better answer.
+      rejected: f32[...], the reward of the worse answer.
+      margin: f32[...], by how much the chosen answer shall be worth more.
+      centring: coefficient; TRL's suggestion is 0.01.
+    """
+    apart = jax.nn.log_sigmoid(chosen - rejected - margin)
+    return -apart + centring * (chosen + rejected) ** 2
+
+
+def pairwise(loss: PairLoss) -> TokenLoss:
+    """A loss of pairs, to be reduced by `pair_mean`: each token of a chosen answer carries an equal
+    part of its pair's loss.
+
+    Its metrics are means over pairs: the implicit rewards (reward/...), the share of pairs in which
+    the chosen answer has the higher one (accuracy), and log-probs of whole answers (logprobs/...).
+    """
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        there, mask = pairs_there(batch), batch.action_mask
+
+        def of_answers(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return split_pairs(segment_totals(jnp.where(mask, values, 0), batch.segments))
+
+        chosen, rejected = of_answers(scores.logprobs - require(scores, Need.REFERENCE))
+        # Where there is no pair the lengths are 0, and 0 / 0 must not reach a gradient.
+        lengths = [jnp.maximum(x, 1) for x in of_answers(jnp.ones_like(scores.logprobs))]
+        value = loss.apply(LogRatios(chosen, rejected, lengths[0], lengths[1]))
+        parts = jnp.where(there, value / lengths[0], 0)
+        answers = jnp.zeros((mask.shape[0], mask.shape[1] + 1), parts.dtype)
+        answers = answers.at[:, 1 : 2 * parts.shape[1] : 2].set(parts)
+        per_token = jnp.where(mask, jnp.take_along_axis(answers, batch.segments, axis=1), 0)
+
+        logprobs = of_answers(jax.lax.stop_gradient(scores.logprobs))
+        better, worse = (loss.beta * jax.lax.stop_gradient(x) for x in (chosen, rejected))
+        return per_token, _compared("reward", better, worse, there=there) | {
+            "logprobs/chosen": masked_mean(logprobs[0], there),
+            "logprobs/rejected": masked_mean(logprobs[1], there),
+        }
+
+    return token_loss(apply, Need.REFERENCE)
+
+
+def ranked(scores: jax.Array, batch: TokenBatch, *, centring: float) -> tuple[jax.Array, Metrics]:
+    """The Bradley-Terry loss of a batch.
+
+    Args:
+      scores: f32[B, T + 1], the reward of each sequence, as `models.scorer` gives it.
+      batch: its pairs, with their margins.
+      centring: as in `bradley_terry`.
+
+    Returns:
+      The sum over pairs, to be divided by `pair_count`, and means over pairs: the rewards
+      (score/...) and the share of pairs whose chosen answer has the higher one (accuracy).
+    """
+    there = pairs_there(batch)
+    chosen, rejected = split_pairs(scores)
+    margin, _ = split_pairs(segment_totals(batch.advantages, batch.segments))
+    value = bradley_terry(chosen, rejected, margin=margin, centring=centring)
+    metrics = _compared("score", *jax.lax.stop_gradient((chosen, rejected)), there=there)
+    return jnp.sum(jnp.where(there, value, 0)), metrics
+
+
+def split_pairs(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[B, T + 1] of sequences -> [B, T // 2] of chosen and of rejected answers."""
+    rejected = values[:, 2::2]
+    return values[:, 1::2][:, : rejected.shape[1]], rejected
+
+
+def pairs_there(batch: TokenBatch) -> jax.Array:
+    """bool[B, T // 2], where there is a pair."""
+    used = segment_totals((batch.segments > 0).astype(jnp.float32), batch.segments)
+    return split_pairs(used)[1] > 0
+
+
+def pair_count(batch: TokenBatch) -> jax.Array:
+    """Number of pairs in the whole batch, f32[]."""
+    return jnp.sum(pairs_there(batch), dtype=jnp.float32)
+
+
+pair_mean = Aggregation(lambda batch: batch.action_mask.astype(jnp.float32), pair_count)
+"""Mean over pairs of the sum over the tokens of both answers."""
+
+
+def _compared(
+    name: str, chosen: jax.Array, rejected: jax.Array, *, there: jax.Array
+) -> dict[str, Mean]:
+    return {
+        "accuracy": masked_mean((chosen > rejected).astype(jnp.float32), there),
+        f"{name}/chosen": masked_mean(chosen, there),
+        f"{name}/rejected": masked_mean(rejected, there),
+        f"{name}/margin": masked_mean(chosen - rejected, there),
+    }

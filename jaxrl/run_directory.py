@@ -1,0 +1,46 @@
+"""The directory of a run: it holds one run, whose config it keeps."""
+
+from pathlib import Path
+from typing import Any
+
+from flax import traverse_util
+
+from jaxrl import config_file
+from jaxrl.config import Config
+from jaxrl.supervised_config import SupervisedConfig
+
+# Keys that may change between the parts of one run: they do not change what a step computes.
+_FREE = ("run_dir", "checkpoint.", "eval.", "data.eval_")
+
+
+class ResumeError(ValueError):
+    """The run directory holds another run."""
+
+
+def claim(directory: Path, config: Config | SupervisedConfig) -> None:
+    """Writes the resolved config into the run directory, or checks that the one there agrees.
+
+    Raises:
+      ResumeError: if the directory holds a run with another config; the message names the keys.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "config.toml"
+    if path.exists() and (directory / "checkpoints").exists():
+        there = _flat(config_file.load(type(config), file=path))
+        here = _flat(config)
+        free = _FREE if config.optimizer.schedule != "constant" else (*_FREE, "train.steps")
+        changed = [
+            f"{key} = {there.get(key)!r} there and {here.get(key)!r} here"
+            for key in sorted(there.keys() | here.keys())
+            if there.get(key) != here.get(key) and not key.startswith(free)
+        ]
+        if changed:
+            raise ResumeError(
+                f"{directory} holds a run with another config: {'; '.join(changed)}. Choose "
+                "another run_dir, or delete it to start again"
+            )
+    path.write_text(config_file.dumps(config), encoding="utf-8")
+
+
+def _flat(config: Config | SupervisedConfig) -> dict[str, Any]:
+    return {str(k): v for k, v in traverse_util.flatten_dict(config.model_dump(), sep=".").items()}
