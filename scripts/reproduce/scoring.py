@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl import loop
+from jaxrl import answers
 from jaxrl.batch import Rollout, pack
 from jaxrl.learner import LearnerState, Minibatch
 from jaxrl.run import Progress, Run
@@ -22,15 +22,13 @@ class Scored(NamedTuple):
 
 def sampled(run: Run, progress: Progress) -> list[Rollout]:
     """The answers of a rollout, with their rewards."""
-    examples = loop.next_prompts(run, progress)
-    answers = loop.sample(run, examples, step=progress.step)
-    return loop.reward(run, answers, examples)[0]
+    return answers.collect(run, progress, seconds={}).batch
 
 
 def minibatch(run: Run, rollouts: Sequence[Rollout]) -> Minibatch:
     """One answer to a row, in their order; the advantage is the reward less its group's mean."""
     rewards = np.array([r.reward for r in rollouts])
-    groups = np.array([r.group for r in rollouts])
+    groups = np.unique([r.group for r in rollouts], return_inverse=True)[1]
     means = np.bincount(groups, rewards) / np.bincount(groups)
     rows = [[i] for i in range(len(rollouts))]
     per_microbatch = run.config.microbatch_rows
