@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 def _filter(config: Config, arguments: argparse.Namespace) -> int:
     from jaxrl.models import huggingface  # after --help and the config's errors: it takes seconds
 
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # both end it cleanly
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     out, samples, low, high = arguments.out, arguments.samples, arguments.low, arguments.high
     tokenizer = huggingface.load_tokenizer(config.model.path)
     prompts = parts.load_training_prompts(config.data, tokenizer)

@@ -46,7 +46,7 @@ def _serve(config: ServeConfig, arguments: argparse.Namespace) -> int:
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # both end it cleanly
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         with started_server(
             config,
