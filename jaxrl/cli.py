@@ -14,6 +14,7 @@ COMMANDS = {
     "eval": "measure a model's greedy accuracy on held-out prompts",
     "generate": "sample answers of a model to prompts",
     "filter": "keep the prompts that a model answers right sometimes",
+    "doctor": "measure what each dtype policy does to the importance ratio",
     "serve": "run a vLLM server that takes weights from a learner",
     "export": "write a training run's checkpoint as a Hugging Face model",
     "plan": "compile a run's step for chips that need not exist: does it fit, how fast is it",

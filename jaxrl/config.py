@@ -139,5 +139,15 @@ def _contradictions(c: Config) -> Iterator[str]:
         )
     if c.sampler.name == "embedded" and c.sampler.url:
         yield "sampler.url names servers and sampler.name = 'embedded' asks none; set it to 'vllm'"
+    if c.probe.replay and c.sampler.name == "embedded":
+        yield (
+            "probe.replay asks a server and sampler.name = 'embedded' computes here; leave it out, "
+            "or set sampler.name = 'vllm'"
+        )
+    if c.probe.replay and c.sampling.temperature != 1:
+        yield (
+            f"probe.replay and sampling.temperature = {c.sampling.temperature:g}: vLLM scores "
+            "given tokens at a temperature of 1 only; leave one of them out"
+        )
     if c.data.eval_path is None and c.eval.every:
         yield f"eval.every = {c.eval.every} needs data.eval_path"

@@ -354,6 +354,10 @@ class ProbeConfig(Section):
     """Probe the first mini-batch of every so many rollouts, at the cost of two forward passes; 0
     never does."""
 
+    replay: bool = False
+    """Let the vLLM server score the same tokens, which takes the arithmetic apart into dtype and
+    engine; needs sampler.name = vllm and a temperature of 1."""
+
     low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Clipping is counted below a ratio of 1 - low."""
 

@@ -18,6 +18,7 @@ from jaxrl.advantages import Advantages, Outcomes, estimate
 from jaxrl.answers import Answers, Numbers, clock, collect
 from jaxrl.batch import Rollout, assign_rows, pack
 from jaxrl.config import Config
+from jaxrl.diagnostics.replay import parts, replay_batch, summary
 from jaxrl.diagnostics.split import known_tokens, split
 from jaxrl.evaluate import evaluate_greedily
 from jaxrl.interrupt import Interrupt
@@ -112,17 +113,22 @@ def probe(run: Run, state: LearnerState, minibatch: Minibatch, *, step: int) -> 
     c, batch = run.config.probe, minibatch.batch
     if not _due(c.every, step):
         return {}
+    arrays = {
+        "learner": np.asarray(run.learner.score(state.params, minibatch)),
+        "shadow": np.asarray(run.learner.shadow(state.params, minibatch)),
+        "sampler": np.asarray(batch.sampler_logprobs),
+    }
+    mask, segments = np.asarray(batch.action_mask), np.asarray(batch.segments)
     tokens = known_tokens(
-        learner=np.asarray(run.learner.score(state.params, minibatch)),
-        shadow=np.asarray(run.learner.shadow(state.params, minibatch)),
-        sampler=np.asarray(batch.sampler_logprobs),
-        advantages=np.asarray(batch.advantages),
-        mask=np.asarray(batch.action_mask),
-        segments=np.asarray(batch.segments),
+        **arrays, advantages=np.asarray(batch.advantages), mask=mask, segments=segments
     )
     if not tokens.learner.size:
         return {}
     found = split(tokens, low=c.low, high=c.high)
+    if c.replay and run.replay is not None:
+        replay = replay_batch(run.replay, tokens=np.asarray(batch.tokens), segments=segments)
+        three = parts(replay=replay[mask], **{k: v[mask] for k, v in arrays.items()})
+        found |= summary(three)
     return {f"probe/{name}": value for name, value in found.items()}
 
 

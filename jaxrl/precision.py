@@ -151,6 +151,11 @@ class Precision:
         return jnp.promote_types(self.compute, jnp.float32)
 
 
+def short_name(dtype: DType) -> str:
+    """f32, bf16, f16 or f64."""
+    return _SHORT[dtype]
+
+
 ROLES = tuple(f.name for f in dataclasses.fields(Precision) if f.name != "loss_scale")
 
 

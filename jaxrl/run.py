@@ -13,6 +13,7 @@ from jaxrl.batch import Rollout
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import Config
 from jaxrl.data import Prompts, Tokenizer
+from jaxrl.diagnostics.replay import Score
 from jaxrl.environments.reward_model import RewardModel, check_vocabulary, make_scores
 from jaxrl.environments.scoring import Reward, load_rewards
 from jaxrl.learner import Learner, LearnerState
@@ -77,6 +78,7 @@ class Run:
     learning_rate: Any  # optimizer step -> learning rate
     sampler: Sampler
     publish: Publish
+    replay: Score | None  # the server's log-probs of given tokens; None without a server
     sampling: SamplingParams  # with the seed of the run; the loop derives one for each step
     reference: Params | None  # in precision.compute; None unless the loss needs it
     checkpoints: Checkpoints
@@ -170,6 +172,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, LearnerState, Progress]]:
             learning_rate=optimizer.learning_rate,
             sampler=serving.sampler,
             publish=serving.publish,
+            replay=serving.score,
             sampling=parts.sampling_params(
                 config.sampling, config.model.path, tokenizer, seed=config.seed
             ),

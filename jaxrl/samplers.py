@@ -13,8 +13,8 @@ from jaxrl.bridge.launch import LocalServer, ServerOptions
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.bridge.vllm_server import VllmServer
-from jaxrl.config import Config
-from jaxrl.config_tables import ServerConfig
+from jaxrl.config_tables import ModelConfig, SamplerConfig, ServerConfig
+from jaxrl.diagnostics.replay import Score
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.precision import Precision
@@ -22,6 +22,29 @@ from jaxrl.sampling.base import Sampler
 from jaxrl.sampling.embedded import EmbeddedSampler
 from jaxrl.sampling.vllm import VllmSampler
 from sharding.partition import Layout
+
+
+class Batching(Protocol):
+    """What of it the embedded sampler needs."""
+
+    @property
+    def max_batch(self) -> int: ...
+
+
+class ServingConfig(Protocol):
+    """What of a config says how answers are sampled."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+
+    @property
+    def sampling(self) -> Batching: ...
+
+    @property
+    def sampler(self) -> SamplerConfig: ...
+
+    @property
+    def longest_sequence(self) -> int: ...
 
 
 class Publish(Protocol):
@@ -33,15 +56,16 @@ class Publish(Protocol):
 
 
 class Serving(NamedTuple):
-    """A sampler and the way to it."""
+    """A sampler, the way to it, and its log-probs of given tokens if it is another program."""
 
     sampler: Sampler
     publish: Publish
+    score: Score | None = None
 
 
 @contextmanager
 def open_sampler(
-    config: Config,
+    config: ServingConfig,
     model: Model,
     *,
     params: Params,
@@ -90,7 +114,8 @@ def open_sampler(
                     config.sampler,
                     Path(config.model.path),
                     dtype=policy.sampler,
-                    max_model_len=config.longest_sequence,
+                    # A token is drawn where a sequence is only scored.
+                    max_model_len=min(config.longest_sequence + 1, model.config.max_positions),
                     log=directory / "vllm.log",
                     note=note,
                 )
@@ -121,12 +146,12 @@ def open_sampler(
             return seconds | {"sampler/servers": float(len(serving))}
 
         publish(params, version=version)
-        yield Serving(client, publish)
+        yield Serving(client, publish, client.score)
 
 
 @contextmanager
 def _publisher(
-    config: Config, servers: Sequence[Server], *, policy: Precision
+    config: ServingConfig, servers: Sequence[Server], *, policy: Precision
 ) -> Iterator[WeightPublisher]:
     c = config.sampler
     if c.directory is not None:

@@ -89,6 +89,12 @@ class VllmServer:
         """What the server says it samples from; "default" before the first publish."""
         return self._call("GET", "/weight_info")["weight_version"]
 
+    def dtype(self) -> str:
+        """What the server computes in, such as "bfloat16". Takes a server 15 seconds: it lists its
+        whole environment, too."""
+        info = self._call("GET", "/server_info?config_format=json")
+        return info["vllm_config"]["model_config"]["dtype"].removeprefix("torch.")
+
     def healthy(self) -> bool:
         """Whether the server answers that it is ready."""
         try:

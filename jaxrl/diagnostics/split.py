@@ -87,8 +87,8 @@ def split(tokens: Tokens, *, low: float, high: float) -> dict[str, float]:
     clipped = float(np.mean(above | below))
     rare_first = np.array_split(np.abs(beta)[np.argsort(q, kind="stable")], _DECILES)
     return {
-        **_moments("alpha", alpha),
-        **_moments("beta", beta),
+        **moments("alpha", alpha),
+        **moments("beta", beta),
         **{f"beta_decile_{i}": float(x.mean()) for i, x in enumerate(rare_first) if x.size},
         "beta_advantage": _correlation(beta, tokens.advantages),
         "clipped": clipped,
@@ -110,7 +110,8 @@ def split(tokens: Tokens, *, low: float, high: float) -> dict[str, float]:
     }
 
 
-def _moments(name: str, values: np.ndarray) -> dict[str, float]:
+def moments(name: str, values: np.ndarray) -> dict[str, float]:
+    """Mean, "_std" and, of the magnitude, "_p99"."""
     return {
         name: float(values.mean()),
         f"{name}_std": float(values.std()),

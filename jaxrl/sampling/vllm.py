@@ -113,6 +113,34 @@ class VllmSampler:
         ]
         return self._completions(requests, params)
 
+    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """What the servers' weights say of given tokens, in one forward pass over each sequence.
+
+        The log-probs are those of temperature 1 without truncation: vLLM computes no others for a
+        prompt, and of another temperature they cannot be had from one token's log-prob alone.
+
+        Args:
+          sequences: i32[T] token ids each, of which the first is only context.
+
+        Returns:
+          For each sequence f32[T]: entry t is log p(tokens[t] | tokens[:t]). Entry 0 is NaN, and so
+          is the last one of a sequence that fills the model's positions, because the server draws
+          one more token than it scores.
+
+        Raises:
+          ValueError: for a sequence that `check_request` refuses as a prompt.
+          SamplerError: as `sample`, or if a server serves another version than `self.version`.
+        """
+        sequences = [np.asarray(sequence) for sequence in sequences]
+        check_request(
+            sequences,
+            SamplingParams(max_tokens=1),
+            group_size=1,
+            max_positions=self._max_positions + 1,
+            vocab_size=self._vocab_size,
+        )
+        return list(self._pool.map(self._score, range(len(sequences)), sequences))
+
     def close(self) -> None:
         """Closes the connections, so that servers drop what is in flight, and ends the threads."""
         self._router.hang_up()
@@ -152,6 +180,24 @@ class VllmSampler:
             about=f"prompt {request.prompt_index}",
         )
 
+    def _score(self, index: int, sequence: np.ndarray) -> np.ndarray:
+        known = sequence[: self._max_positions - 1].tolist()
+        settings = {
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,  # of the token itself and no other
+            "detokenize": False,
+            "ignore_eos": True,
+        }
+        found = self._router.post(
+            _PATH,
+            json.dumps({"token_ids": known, "sampling_params": settings}),
+            read=lambda text: _scores(text, known, version=self._version),
+            about=f"sequence {index}",
+        )
+        unknown = [math.nan] * (len(sequence) - len(known))
+        return np.array([math.nan, *found, *unknown], np.float32)
+
 
 def _body(request: _Request, params: SamplingParams) -> dict[str, Any]:
     begun = request.begun.tokens if request.begun else []
@@ -187,6 +233,22 @@ def _choices(text: str, request: _Request) -> list[dict[str, Any]]:
                 f"the server samples from weights {label!r}, which no learner has published"
             )
     return choices
+
+
+def _scores(text: str, tokens: Sequence[int], *, version: int) -> list[float]:
+    """Log-probs of all tokens but the first."""
+    reply = json.loads(text)
+    (span,) = reply["choices"][0]["weight_versions"]
+    if span["version"] != str(version):
+        kind = SamplerError if span["version"].isdigit() else StrangerError
+        raise kind(
+            f"the server scores with weights {span['version']!r} and {version} were published "
+            "last; they changed meanwhile"
+        )
+    return [
+        _checked(entry[str(token)]["logprob"])
+        for token, entry in zip(tokens[1:], reply["prompt_logprobs"][1:], strict=True)
+    ]
 
 
 def _read(choice: dict[str, Any], begun: _Draft | None) -> tuple[_Draft, str]:

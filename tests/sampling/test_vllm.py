@@ -290,6 +290,34 @@ def test_weights_that_no_learner_published_are_an_error(server, sampler):
         ask(sampler, [2])
 
 
+def scored(body):
+    """Scores token t of the prompt as -t / 8."""
+    tokens = body["token_ids"]
+    entries = [None, *({str(t): {"logprob": -t / 8}} for t in tokens[1:])]
+    return 200, json.dumps({"choices": [choice(0, [9])], "prompt_logprobs": entries})
+
+
+def test_given_tokens_are_scored_in_order(server, sampler):
+    server.reply = scored
+    sampler.published(4, urls=[server.url])
+    found = sampler.score([np.array([2, 8, 4]), np.array([3]), np.arange(64)])
+    np.testing.assert_array_equal(found[0], [np.nan, -1, -0.5])
+    np.testing.assert_array_equal(found[1], [np.nan])
+    # One token is drawn, for which a sequence of all 64 positions leaves no room.
+    np.testing.assert_array_equal(found[2], [np.nan, *(-np.arange(1, 63) / 8), np.nan])
+    assert sorted(len(body["token_ids"]) for body in server.bodies) == [1, 3, 63]
+    assert all(body["sampling_params"]["prompt_logprobs"] == 0 for body in server.bodies)
+    with pytest.raises(ValueError, match="positions"):
+        sampler.score([np.arange(64), np.zeros(65, int)])
+
+
+def test_scores_of_other_weights_are_an_error(server, sampler):
+    server.reply = scored
+    sampler.published(5, urls=[server.url])
+    with pytest.raises(SamplerError, match="scores with weights '4' and 5 were published"):
+        sampler.score([np.array([2, 8])])
+
+
 def test_closing_does_not_wait_for_what_is_in_flight(server, sampler):
     release = threading.Event()
 

@@ -138,14 +138,6 @@ def test_greedy_answers_are_those_of_the_embedded_sampler(serving):
 
 def learner_logprobs(completions, params, *, temperature: float) -> list[np.ndarray]:
     """What the learner says of the tokens that were drawn."""
-    learner = make_learner(
-        MODEL,
-        objective(reinforce(), token_mean),
-        optimizer=jax.tree_util.Partial,
-        precision=FP32,
-        rows_per_microbatch=len(completions),
-        temperature=temperature,
-    )
     rollouts = [
         Rollout(
             prompt=PROMPTS[c.prompt_index],
@@ -157,10 +149,27 @@ def learner_logprobs(completions, params, *, temperature: float) -> list[np.ndar
         )
         for c in completions
     ]
+    scored = batch_logprobs(rollouts, params, temperature=temperature, row_length=32)
+    return [
+        row[len(r.prompt) : len(r.prompt) + len(r.completion)]
+        for row, r in zip(scored, rollouts, strict=True)
+    ]
+
+
+def batch_logprobs(rollouts, params, *, temperature: float, row_length: int) -> np.ndarray:
+    """f32[N, row_length], a sequence to a row."""
+    learner = make_learner(
+        MODEL,
+        objective(reinforce(), token_mean),
+        optimizer=jax.tree_util.Partial,
+        precision=FP32,
+        rows_per_microbatch=len(rollouts),
+        temperature=temperature,
+    )
     rows = [[i] for i in range(len(rollouts))]
-    batch = pack(rollouts, [0.0] * len(rollouts), rows=rows, row_length=32)
+    batch = pack(rollouts, [0.0] * len(rollouts), rows=rows, row_length=row_length)
     scored = jax.jit(learner.score)(params, Minibatch(batch=batch, microbatches=np.int32(1)))
-    return [np.asarray(r)[np.asarray(m)] for r, m in zip(scored, batch.action_mask, strict=True)]
+    return np.asarray(scored)
 
 
 def test_after_a_publish_the_server_computes_what_the_learner_computes(serving):
@@ -181,6 +190,42 @@ def test_after_a_publish_the_server_computes_what_the_learner_computes(serving):
         seen.append([c.tokens.tolist() for c in found])
     assert seen[0] != seen[1]
     assert len({tuple(tokens) for tokens in seen[0]}) == len(seen[0])
+
+
+def test_the_server_scores_given_tokens_as_the_learner_does(serving):
+    """Long sequences and short ones, a prefix that the server has in its cache, new weights."""
+    rng = np.random.default_rng(0)
+    longest = rng.integers(2, 64, tiny.CONFIG.max_positions).astype(np.int32)
+    sequences = [longest[:n] for n in (2, 7, 40, 128)] + [longest[::-1][:90], np.array([9])]
+    for version in (1, 2):
+        params = tiny.params(version, config=SERVED)
+        serving.publish(params, version=version)
+        for _ in range(2):  # the second time everything is cached
+            found = serving.score(sequences)
+            logits = all_logprobs(params, longest)
+            for sequence, scores in zip(sequences[:4], found[:4], strict=True):
+                known = min(len(sequence), 127)
+                np.testing.assert_allclose(scores[1:known], logits[1:known], atol=5e-5)
+                assert np.isnan(scores[0])
+                assert np.isnan(scores[known:]).all()
+            assert [len(scores) for scores in found] == [2, 7, 40, 128, 90, 1]
+        drawn = answers(serving.sampler, SamplingParams(max_tokens=9, seed=version))
+        again = serving.score([np.append(PROMPTS[c.prompt_index], c.tokens) for c in drawn])
+        for completion, scores in zip(drawn, again, strict=True):
+            np.testing.assert_allclose(completion.logprobs, scores[-9:], atol=5e-5)
+
+
+def all_logprobs(params, tokens) -> np.ndarray:
+    """What a learner says of a whole sequence, i32[T] -> f32[T]; 0 for the first token."""
+    rollout = Rollout(
+        prompt=tokens[:1],
+        completion=tokens[1:],
+        logprobs=np.zeros(len(tokens) - 1, np.float32),
+        action_mask=np.ones(len(tokens) - 1, bool),
+        version=np.zeros(len(tokens) - 1, np.int32),
+        group=0,
+    )
+    return batch_logprobs([rollout], params, temperature=1.0, row_length=len(tokens))[0]
 
 
 def test_log_probs_are_those_of_the_truncated_distribution(serving):
@@ -245,7 +290,12 @@ def test_a_server_that_is_killed_is_done_without_and_taken_back(material):
 
 
 def test_a_run_trains_through_the_server_and_goes_on(material, tmp_path):
-    changes = {"sampler__url": material.url, "run_dir": str(tmp_path / "run")}
+    changes = {
+        "sampler__url": material.url,
+        "run_dir": str(tmp_path / "run"),
+        "probe__every": "1",
+        "probe__replay": "true",
+    }
     first = loop.train(config(material.directory, **changes))
     assert first.model is not None
     rows = [e for e in read_metrics(tmp_path / "run/metrics.jsonl") if "reward" in e]
@@ -253,6 +303,9 @@ def test_a_run_trains_through_the_server_and_goes_on(material, tmp_path):
     for row in rows:
         assert abs(row["kl"]) < 1e-6  # what was sampled is what is learnt from
         assert row["time/publish/load"] > 0
+        whole = row["probe/dtype"] + row["probe/engine"] + row["probe/policy"]
+        assert whole == pytest.approx(row["probe/alpha"] + row["probe/beta"], abs=1e-9)
+        assert row["probe/engine_p99"] < 1e-4  # f32 on both sides
     again = loop.train(config(material.directory, **changes, train__steps="3"))
     assert again.step == 3
     _, params = huggingface.load(again.model, dtype=None)
