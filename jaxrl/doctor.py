@@ -144,7 +144,7 @@ def _draw(material: _Material, policy: Precision, *, note: Callable[[str], None]
             for c in ordered
         ]
         lengths = [r.length for r in rollouts]
-        shards = config.mesh.data * config.mesh.fsdp
+        shards = config.mesh.batch_shards
         per_microbatch = max(1, config.microbatch_tokens // max(lengths)) * shards
         rows = assign_rows(lengths, row_length=max(lengths))
         most = -(-len(rows) // per_microbatch)

@@ -6,7 +6,6 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_va
 
 from jaxrl import precision
 from jaxrl.config_tables import (
-    MeshConfig,
     ModelConfig,
     PromptConfig,
     Remat,
@@ -14,6 +13,7 @@ from jaxrl.config_tables import (
     Section,
     Texts,
 )
+from jaxrl.mesh_config import MeshConfig
 
 
 class DoctorDataConfig(PromptConfig):
