@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ def _examine(config: DoctorConfig) -> int:
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: servers end, too
     findings = examine(config, note=note)
     advice, out = recommend(findings), Path(config.out)
     draw_agreement(
