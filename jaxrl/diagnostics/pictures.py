@@ -60,7 +60,7 @@ def draw_agreement(
 def _scatter(panel, pairs: Pairs, *, name: str, color: str, low: float, high: float) -> None:
     chosen = np.linspace(0, len(pairs.learner) - 1, min(_MOST_POINTS, len(pairs.learner)))
     learner, sampler = (np.exp(x[chosen.astype(int)]) for x in (pairs.learner, pairs.sampler))
-    rarest = np.clip(min(sampler.min(), learner.min()), _RAREST, 0.1)
+    rarest = np.clip(min(sampler.min(), learner.min()), _RAREST, 0.05)
     line = 10.0 ** np.array([np.floor(np.log10(rarest)), 0.0])
     panel.plot(line, line, color="0.3", linewidth=0.8, label="equal")
     panel.fill_between(line, line * (1 - low), line * (1 + high), color="0.85", label="not clipped")
