@@ -57,6 +57,8 @@ class TokenBatch:
     sampler_logprobs: jax.Array  # f32[B, T], NaN where the sampler reported none
     advantages: jax.Array  # f32[B, T]
     rewards: jax.Array | None = None  # f32[B, T], of the answer; 0 where it is not known
+    values: jax.Array | None = None  # f32[B, T], of the critic before it learns from the batch
+    returns: jax.Array | None = None  # f32[B, T], what the critic should have expected
 
 
 def segment_sum(values: jax.Array, segments: jax.Array) -> jax.Array:
@@ -125,6 +127,8 @@ def pack(
     rollouts: Sequence[Rollout],
     advantages: Sequence[np.ndarray | float],
     *,
+    values: Sequence[np.ndarray] | None = None,
+    returns: Sequence[np.ndarray] | None = None,
     rows: Sequence[Sequence[int]],
     row_length: int,
 ) -> TokenBatch:
@@ -133,6 +137,8 @@ def pack(
     Args:
       rollouts: the samples.
       advantages: for each rollout one number, or f32[C] for its completion tokens.
+      values: for each rollout f32[C], of a critic; None without one.
+      returns: likewise, the critic's targets.
       rows: for each row of the result the indices of its rollouts, in order; an empty row is all
         padding. See `assign_rows`; one rollout to a row is the unpacked layout.
       row_length: tokens in a row.
@@ -154,6 +160,11 @@ def pack(
     tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
     action_mask = np.zeros(shape, bool)
     logprobs, token_advantages, rewards = (np.zeros(shape, np.float32) for _ in range(3))
+    judged = {
+        name: (np.zeros(shape, np.float32), given)
+        for name, given in (("values", values), ("returns", returns))
+        if given is not None
+    }
     for r, members in enumerate(rows):
         start = 0
         for segment, i in enumerate(members, start=1):
@@ -167,6 +178,8 @@ def pack(
             # 0 where the policy did not choose: 0 x NaN must not reach a gradient.
             logprobs[r, answer] = np.where(rollout.action_mask, rollout.logprobs, 0)
             token_advantages[r, answer] = np.where(rollout.action_mask, advantages[i], 0)
+            for array, given in judged.values():
+                array[r, answer] = np.where(rollout.action_mask, given[i], 0)
             rewards[r, answer] = np.where(rollout.action_mask, np.nan_to_num(rollout.reward), 0)
             start += rollout.length
     return TokenBatch(
@@ -177,7 +190,22 @@ def pack(
         sampler_logprobs=logprobs,  # pyright: ignore[reportArgumentType]
         advantages=token_advantages,  # pyright: ignore[reportArgumentType]
         rewards=rewards,  # pyright: ignore[reportArgumentType]
+        **{name: array for name, (array, _) in judged.items()},  # pyright: ignore[reportArgumentType]
     )
+
+
+def gather(
+    array: np.ndarray, rollouts: Sequence[Rollout], *, rows: Sequence[Sequence[int]]
+) -> list[np.ndarray]:
+    """What an array [B, T] holds for the completion of each rollout, [C], where `pack` placed it in
+    these rows."""
+    found: dict[int, np.ndarray] = {}
+    for r, members in enumerate(rows):
+        end = 0
+        for i in members:
+            end += rollouts[i].length
+            found[i] = array[r, end - len(rollouts[i].completion) : end]
+    return [found[i] for i in range(len(rollouts))]
 
 
 def _check_rollout(rollout: Rollout, *, index: int) -> None:

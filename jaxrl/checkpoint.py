@@ -27,10 +27,12 @@ class Restored(NamedTuple, Generic[State]):
     Attributes:
       state: as it was saved, bit for bit, on the devices that were asked for.
       host: as it was saved; tuples have become lists and keys strings.
+      critic: likewise as `state`; None if it was not asked for.
     """
 
     state: State
     host: dict[str, Any]
+    critic: Any = None
 
 
 class Checkpoints:
@@ -95,6 +97,7 @@ class Checkpoints:
                 options=options,
                 item_handlers={
                     "state": ocp.StandardCheckpointHandler(),
+                    "critic": ocp.StandardCheckpointHandler(),
                     "host": ocp.JsonCheckpointHandler(),
                 },
             )
@@ -105,7 +108,13 @@ class Checkpoints:
             ) from error
 
     def save(
-        self, step: int, state: Any, *, host: Mapping[str, Any], metric: float | None = None
+        self,
+        step: int,
+        state: Any,
+        *,
+        host: Mapping[str, Any],
+        critic: Any = None,
+        metric: float | None = None,
     ) -> None:
         """Starts to save; returns once the state has been copied, so that it may be donated.
 
@@ -115,6 +124,7 @@ class Checkpoints:
           step: of the learner; larger than that of every checkpoint there is.
           state: a tree of arrays.
           host: whatever else the run needs to go on, as JSON: data position, seeds, policy version.
+          critic: a further tree of arrays, for runs that have a critic.
           metric: larger is better; None if it was not measured.
 
         Raises:
@@ -139,7 +149,9 @@ class Checkpoints:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(dict(host))
+                    state=ocp.args.StandardSave(state),
+                    host=ocp.args.JsonSave(dict(host)),
+                    **{} if critic is None else {"critic": ocp.args.StandardSave(critic)},
                 ),
                 metrics={} if metric is None else {"metric": float(metric)},
                 force=True,
@@ -156,13 +168,14 @@ class Checkpoints:
         step = self._manager.best_step()
         return None if step is None or not self._manager.metrics(step) else step
 
-    def restore(self, step: int, like: State) -> Restored[State]:
+    def restore(self, step: int, like: State, *, critic: Any = None) -> Restored[State]:
         """Reads one checkpoint.
 
         Args:
           step: for example `latest_step()`.
           like: a tree of the state's structure whose leaves have shape, dtype and sharding: arrays,
             or `jax.ShapeDtypeStruct`s. The mesh may be another than the one it was written on.
+          critic: likewise, of the critic, if it is to be restored.
 
         Raises:
           CheckpointError: if the step does not exist or cannot be read, or if an array has another
@@ -172,23 +185,25 @@ class Checkpoints:
         path = self.directory / str(step)
         if step not in self._manager.all_steps():
             raise CheckpointError(f"there is no checkpoint {path}; steps there: {self._steps()}")
-        try:
-            metadata = self._manager.item_metadata(step)["state"]
-            if metadata is None:
-                raise FileNotFoundError("the list of its arrays is missing or damaged")
-            saved = _signature(metadata.tree)
-        except Exception as error:
-            raise self._unreadable(path, error) from error
-        _check_same(_signature(like), saved, path=path)
+        wanted = {"state": like} | ({} if critic is None else {"critic": critic})
+        for item, tree in wanted.items():
+            try:
+                metadata = self._manager.item_metadata(step)[item]
+                if metadata is None:
+                    raise FileNotFoundError(f"the list of its arrays ({item}) is missing")
+                saved = _signature(metadata.tree)
+            except Exception as error:
+                raise self._unreadable(path, error) from error
+            _check_same(_signature(tree), saved, path=path)
+        arrays = {
+            item: ocp.args.StandardRestore(tree)  # pyright: ignore[reportArgumentType]
+            for item, tree in wanted.items()
+        }
         try:
             restored = self._manager.restore(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardRestore(like),  # pyright: ignore[reportArgumentType]
-                    host=ocp.args.JsonRestore(),
-                ),
+                step, args=ocp.args.Composite(host=ocp.args.JsonRestore(), **arrays)
             )
-            return Restored(restored["state"], restored["host"])
+            return Restored(restored["state"], restored["host"], restored.get("critic"))
         except Exception as error:
             raise self._unreadable(path, error) from error
 

@@ -22,6 +22,7 @@ from jaxrl.config_tables import (
     SamplingConfig,
     TrainConfig,
 )
+from jaxrl.critic_config import CriticConfig
 from jaxrl.mesh_config import MeshConfig
 
 
@@ -36,6 +37,7 @@ class Config(RunConfig):
     sampler: SamplerConfig = SamplerConfig()
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    critic: CriticConfig = CriticConfig()
     mesh: MeshConfig = MeshConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
@@ -80,12 +82,14 @@ class Config(RunConfig):
 
 # Advantages that compare the answers of a group; None is the recipe's own, which does too.
 _GROUP_ADVANTAGES = (None, "group_relative", "centred", "leave_one_out")
+_ALONE = ("ppo", "reinforce_pp", "remax")  # recipes whose own compare with something else
 
 
 def _contradictions(c: Config) -> Iterator[str]:
     """One line for each pair of keys that cannot both hold, with the fix."""
     train, answers = c.train, c.train.train_batch * c.train.group_size
-    if train.group_size == 1 and c.loss.advantage in _GROUP_ADVANTAGES:
+    groups = c.loss.advantage in _GROUP_ADVANTAGES and c.loss.name not in _ALONE
+    if train.group_size == 1 and groups:
         yield (
             "train.group_size = 1: the advantage compares the answers of a group, and there is "
             "only one; set train.group_size to 2 or more, or choose another loss.advantage"

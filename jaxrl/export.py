@@ -42,7 +42,7 @@ def export_checkpoint(
     checkpoints = Checkpoints.reading(run_dir / "checkpoints")
     chosen = _choose(checkpoints, step)
     model = decoder(huggingface.load_config(config.model.path))
-    state, _ = checkpoints.restore(chosen, _like(config, model, policy))
+    state = checkpoints.restore(chosen, _like(config, model, policy)).state
     huggingface.save(
         directory, state.params, model.config, dtype=wire, source_dir=config.model.path
     )

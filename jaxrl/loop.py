@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl import precision
-from jaxrl.advantages import Advantages, Outcomes, estimate
+from jaxrl.advantages import Advantages, Outcomes, estimate, explained_variance
 from jaxrl.answers import Answers, Numbers, clock, collect
-from jaxrl.batch import Rollout, assign_rows, pack
+from jaxrl.batch import Rollout, assign_rows, gather, pack
 from jaxrl.config import Config
 from jaxrl.diagnostics.replay import parts, replay_batch, summary
 from jaxrl.diagnostics.split import known_tokens, split
@@ -27,7 +27,7 @@ from jaxrl.losses.algebra import Need
 from jaxrl.metrics import Metrics, merge, to_floats
 from jaxrl.models import huggingface
 from jaxrl.plots import draw_run
-from jaxrl.run import Progress, Run, open_run
+from jaxrl.run import Progress, Run, State, open_run
 from jaxrl.tracking import read_metrics
 
 
@@ -68,7 +68,7 @@ def train(config: Config) -> Result:
                     state, learnt = learn(run, state, answers.batch, step=progress.step)
                 with clock(seconds, "time/publish"):
                     progress.step += 1
-                    published = run.publish(state.params, version=progress.step)
+                    published = run.publish(state.policy.params, version=progress.step)
             numbers = answers.numbers | learnt | published | seconds
             log(run, answers, step=progress.step, numbers=numbers)
             keep_safe(run, state, progress, ending=interrupt.signum is not None)
@@ -79,24 +79,70 @@ def train(config: Config) -> Result:
         )
 
 
+class Targets(NamedTuple):
+    """What is learnt from each answer: f32[C] of its tokens, or one advantage for all of them.
+
+    Attributes:
+      advantages: for the policy.
+      values: what the critic expected; None without one.
+      returns: what it should have expected; None without one.
+    """
+
+    advantages: Advantages
+    values: Sequence[np.ndarray] | None
+    returns: Sequence[np.ndarray] | None
+
+    def of(self, part: slice) -> "Targets":
+        """Those of some answers."""
+        values = None if self.values is None else self.values[part]
+        returns = None if self.returns is None else self.returns[part]
+        return Targets(self.advantages[part], values, returns)
+
+
 def learn(
-    run: Run, state: LearnerState, rollouts: Sequence[Rollout], *, step: int
-) -> tuple[LearnerState, Numbers]:
-    """One optimizer step on each mini-batch; the metrics are means over all of them."""
-    learning_rate = run.learning_rate(int(state.step))
-    advantages = estimate(run.recipe.advantages, outcomes(rollouts))
+    run: Run, state: State, rollouts: Sequence[Rollout], *, step: int
+) -> tuple[State, Numbers]:
+    """One optimizer step on each mini-batch, of the critic where there is one and, once that is
+    pre-trained, of the policy; the metrics are means over all of them."""
+    policy, critic = state
+    learning_rate = float(run.learning_rate(int(policy.step)))
     # Equal parts; where dynamic sampling found too few groups they are smaller, or fewer.
     size = -(-len(rollouts) // run.config.train.updates_per_rollout)
+    parts = [slice(i, i + size) for i in range(0, len(rollouts), size)]
+    targets, numbers = aim(run, state, rollouts, parts=parts)
     minibatches = [
-        _with_scores(run, state, _pack(run, rollouts[i : i + size], advantages[i : i + size]))
-        for i in range(0, len(rollouts), size)
+        _with_scores(run, policy, _pack(run, rollouts[part], targets.of(part))) for part in parts
     ]
-    probed = probe(run, state, minibatches[0], step=step)
+    numbers |= probe(run, policy, minibatches[0], step=step)
     collected: Metrics = {}
     for minibatch in minibatches:
-        state, metrics = run.learner.step(state, minibatch)
-        collected = merge(collected, metrics)
-    return state, probed | to_floats(collected) | {"learning_rate": float(learning_rate)}
+        if run.critic is not None and critic is not None:
+            critic, metrics = run.critic.step(critic, minibatch)
+            collected = merge(collected, metrics)
+        if run.critic is None or step >= run.config.critic.pretrain_steps:
+            policy, metrics = run.learner.step(policy, minibatch)
+            collected = merge(collected, metrics)
+    numbers |= to_floats(collected) | {"learning_rate": learning_rate}
+    return State(policy, critic), numbers
+
+
+def aim(
+    run: Run, state: State, rollouts: Sequence[Rollout], *, parts: Sequence[slice]
+) -> tuple[Targets, Numbers]:
+    """Advantages, and where there is a critic its values and its own targets."""
+    known = outcomes(rollouts)
+    if run.critic is None or state.critic is None:
+        return Targets(estimate(run.recipe.advantages, known), None, None), {}
+    values: list[np.ndarray] = []
+    for part in parts:
+        rows, _ = _rows(run, rollouts[part])
+        minibatch = _pack(run, rollouts[part], Targets(np.zeros(len(rollouts[part])), None, None))
+        found = np.asarray(run.critic.values(state.critic.params, minibatch))
+        values += gather(found, rollouts[part], rows=rows)
+    known = dataclasses.replace(known, values=values)
+    returns = run.critic.returns(known)
+    numbers = {"value/explained_variance": explained_variance(returns, known)}
+    return Targets(estimate(run.recipe.advantages, known), values, returns), numbers
 
 
 def outcomes(rollouts: Sequence[Rollout]) -> Outcomes:
@@ -132,7 +178,8 @@ def probe(run: Run, state: LearnerState, minibatch: Minibatch, *, step: int) -> 
     return {f"probe/{name}": value for name, value in found.items()}
 
 
-def _pack(run: Run, rollouts: Sequence[Rollout], advantages: Advantages) -> Minibatch:
+def _rows(run: Run, rollouts: Sequence[Rollout]) -> tuple[list[Sequence[int]], int]:
+    """Which answers lie in which row of a mini-batch, and the microbatches in use."""
     c = run.config
     if c.train.packing:
         rows = assign_rows([r.length for r in rollouts], row_length=c.row_length)
@@ -140,8 +187,19 @@ def _pack(run: Run, rollouts: Sequence[Rollout], advantages: Advantages) -> Mini
         rows = [[i] for i in range(len(rollouts))]
     # Room for the worst case, one sequence to a row, so that the step compiles once.
     most = -(-c.minibatch_answers // c.microbatch_rows)
-    placed, used = interleave(rows, rows_per_microbatch=c.microbatch_rows, max_microbatches=most)
-    batch = pack(rollouts, list(advantages), rows=placed, row_length=c.row_length)
+    return interleave(rows, rows_per_microbatch=c.microbatch_rows, max_microbatches=most)
+
+
+def _pack(run: Run, rollouts: Sequence[Rollout], targets: Targets) -> Minibatch:
+    rows, used = _rows(run, rollouts)
+    batch = pack(
+        rollouts,
+        list(targets.advantages),
+        values=targets.values,
+        returns=targets.returns,
+        rows=rows,
+        row_length=run.config.row_length,
+    )
     sharding = run.layout.batch(("batch", "length"))
     return Minibatch(batch=jax.device_put(batch, sharding), microbatches=jnp.int32(used))
 
@@ -192,7 +250,7 @@ def log(run: Run, answers: Answers, *, step: int, numbers: Numbers) -> None:
     run.tracker.log(step, numbers | own)
 
 
-def keep_safe(run: Run, state: LearnerState, progress: Progress, *, ending: bool) -> None:
+def keep_safe(run: Run, state: State, progress: Progress, *, ending: bool) -> None:
     """Evaluates and saves where the config says so, and saves when the run is ending."""
     c, step = run.config, progress.step
     measured = None
@@ -200,15 +258,21 @@ def keep_safe(run: Run, state: LearnerState, progress: Progress, *, ending: bool
         measured = evaluate(run, step=step)
         progress.accuracy = measured if measured is not None else progress.accuracy
     if step == c.train.steps or _due(c.checkpoint.every, step) or ending or measured is not None:
-        run.checkpoints.save(step, state, host=progress.to_json(), metric=measured)
+        run.checkpoints.save(
+            step,
+            state.policy,
+            host=progress.to_json(),
+            critic=state.critic,
+            metric=measured,
+        )
 
 
-def finish(run: Run, state: LearnerState) -> Path:
+def finish(run: Run, state: State) -> Path:
     """Exports the trained model for Hugging Face, as it was sampled, and draws the curves."""
     model = run.directory / "model"
     huggingface.save(
         model,
-        state.params,
+        state.policy.params,
         run.model.config,
         dtype=precision.parse(run.config.precision).wire,
         source_dir=run.config.model.path,

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -12,6 +12,7 @@ from jaxrl import losses, parts, precision, refill
 from jaxrl.batch import Rollout
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import Config
+from jaxrl.critic import CriticLearner, make_critic
 from jaxrl.data import Prompts, Tokenizer
 from jaxrl.diagnostics.replay import Score
 from jaxrl.environments.reward_model import RewardModel, check_vocabulary, make_scores
@@ -26,6 +27,13 @@ from jaxrl.samplers import Publish, open_sampler
 from jaxrl.sampling.base import Sampler, SamplingParams
 from jaxrl.tracking import Tracker, open_tracker
 from sharding.partition import Layout
+
+
+class State(NamedTuple):
+    """What learns: the policy, and the critic of a recipe that has one."""
+
+    policy: LearnerState
+    critic: LearnerState | None
 
 
 @dataclasses.dataclass
@@ -76,6 +84,7 @@ class Run:
     recipe: Recipe
     learner: Learner  # compiled; `step` donates the state
     learning_rate: Any  # optimizer step -> learning rate
+    critic: CriticLearner | None  # compiled likewise; None unless the recipe has one
     sampler: Sampler
     publish: Publish
     replay: Score | None  # the server's log-probs of given tokens; None without a server
@@ -91,11 +100,11 @@ class Run:
 
 
 @contextmanager
-def open_run(config: Config) -> Iterator[tuple[Run, LearnerState, Progress]]:
+def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     """Builds a run, or goes on with the one that its directory holds.
 
     Yields:
-      (the parts, the learner's state, how far it has come).
+      (the parts, the state of what learns, how far it has come).
 
     Raises:
       ResumeError: if the directory holds a run with another config.
@@ -132,11 +141,12 @@ def open_run(config: Config) -> Iterator[tuple[Run, LearnerState, Progress]]:
         keep=config.checkpoint.keep,
         keep_best=config.checkpoint.keep_best,
     )
-    state = jax.jit(pure.init, out_shardings=state_shardings)(params)
+    critic, critic_state = open_critic(config, recipe, layout=layout) or (None, None)
+    state = State(jax.jit(pure.init, out_shardings=state_shardings)(params), critic_state)
     progress = Progress()
     if (step := checkpoints.latest_step()) is not None:
-        state, host = checkpoints.restore(step, state)
-        progress = Progress.from_json(host)
+        restored = checkpoints.restore(step, state.policy, critic=state.critic)
+        state, progress = State(restored.state, restored.critic), Progress.from_json(restored.host)
     with (
         open_tracker(
             directory, start_step=progress.step, total_steps=config.train.steps
@@ -144,7 +154,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, LearnerState, Progress]]:
         open_sampler(
             config,
             model,
-            params=state.params,
+            params=state.policy.params,
             version=progress.step,
             policy=policy,
             layout=layout,
@@ -170,6 +180,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, LearnerState, Progress]]:
                 step=jax.jit(pure.step, donate_argnums=0, out_shardings=(state_shardings, None)),
             ),
             learning_rate=optimizer.learning_rate,
+            critic=critic,
             sampler=serving.sampler,
             publish=serving.publish,
             replay=serving.score,
@@ -194,6 +205,45 @@ def open_run(config: Config) -> Iterator[tuple[Run, LearnerState, Progress]]:
             yield run, state, progress
         finally:
             checkpoints.close()
+
+
+def open_critic(
+    config: Config, recipe: Recipe, *, layout: Layout
+) -> tuple[CriticLearner, LearnerState] | None:
+    """The critic that the recipe asks for, compiled, and its state before the first step; None if
+    it asks for none.
+
+    Raises:
+      FileNotFoundError, ValueError: for a checkpoint that cannot be used; the message names it.
+    """
+    if recipe.critic is None:
+        return None
+    policy = precision.parse(config.precision)
+    model, params = parts.load_scorer(
+        config.critic.path or config.model.path,
+        layout=layout,
+        dtype=policy.params,
+        remat=config.train.remat,
+    )
+    optimizer = parts.make_optimizer(
+        config.optimizer.model_copy(update={"learning_rate": config.critic.learning_rate}),
+        total_steps=config.optimizer_steps,
+        specs=model.specs,
+    )
+    pure = make_critic(
+        model,
+        recipe.critic,
+        optimizer=optimizer.transformation,
+        precision=policy,
+        rows_per_microbatch=config.microbatch_rows,
+        param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
+    )
+    shardings = layout.state(jax.eval_shape(pure.init, params), model.specs)
+    compiled = pure._replace(
+        values=jax.jit(pure.values),
+        step=jax.jit(pure.step, donate_argnums=0, out_shardings=(shardings, None)),
+    )
+    return compiled, jax.jit(pure.init, out_shardings=shardings)(params)
 
 
 def load_reward_model(

@@ -125,7 +125,8 @@ def fit(config: SupervisedConfig, task: Task, *, layout: Layout, eval_every: int
     )
     step, first, last = 0, {}, {}
     if (found := checkpoints.latest_step()) is not None:
-        state, host = checkpoints.restore(found, state)
+        restored = checkpoints.restore(found, state)
+        state, host = restored.state, restored.host
         step, first, last = found, host["first"], host["last"]
     try:
         with (

@@ -18,6 +18,7 @@ LOWER = (
     {"batch", "advantages", "losses", "models"},
     {
         "learner",
+        "critic",
         "update",
         "optimizers",
         "checkpoint",

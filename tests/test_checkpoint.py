@@ -84,6 +84,16 @@ def test_what_is_restored_is_what_was_saved(checkpoints):
     assert restored.host == HOST
 
 
+def test_a_critic_is_saved_beside_the_policy_and_read_only_if_asked_for(checkpoints):
+    state, critic = make_state(seed=3), make_state(seed=4)
+    checkpoints.save(7, state, host=HOST, critic=critic)
+    assert_same_bits(critic, checkpoints.restore(7, state, critic=critic).critic)
+    assert checkpoints.restore(7, state).critic is None
+    checkpoints.save(8, state, host=HOST)
+    with pytest.raises(CheckpointError, match="critic"):
+        checkpoints.restore(8, state, critic=critic)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_dtypes_and_non_finite_values_keep_their_bits(checkpoints, dtype):
     state = make_state(dtype=dtype)

@@ -53,7 +53,7 @@ def material(tmp_path_factory):
     (directory / "reward.py").write_text(
         "def capitals(completion, example):\n"
         "    found = example['answer'] in completion\n"
-        "    return (sum(c.isupper() for c in completion) + found) / 9\n"
+        "    return (sum(c.isupper() for c in completion) + found) // 3 / 3\n"
     )
     return directory
 
@@ -61,7 +61,8 @@ def material(tmp_path_factory):
 @contextmanager
 def started(material: Path, run_dir: Path) -> Iterator[subprocess.Popen]:
     """`jaxrl train` with everything that a checkpoint must hold: moments, a loss scale that moves,
-    several updates per rollout, a position in the data, the best accuracy."""
+    a critic, several updates per rollout, a position in the data, answers that were left over, the
+    best accuracy."""
     keys = {
         "model.path": material / "model",
         "data.path": material / "prompts.jsonl",
@@ -73,6 +74,10 @@ def started(material: Path, run_dir: Path) -> Iterator[subprocess.Popen]:
         "train.steps": STEPS,
         "train.train_batch": 3,
         "train.group_size": 4,
+        "train.refill_rounds": 2,
+        "loss.name": "ppo",
+        "critic.pretrain_steps": 2,
+        "critic.learning_rate": 1e-2,
         "train.updates_per_rollout": 2,
         "train.microbatch_tokens": 64,
         "optimizer.learning_rate": 1e-2,
@@ -123,9 +128,9 @@ def wait_for_step(process: subprocess.Popen, run_dir: Path, *, step: int) -> Non
     assert process.poll() is None, log_of(run_dir)
 
 
-def final_state(run_dir: Path) -> dict:
+def final_state(run_dir: Path, item: str = "state") -> dict:
     with ocp.StandardCheckpointer() as reader:
-        return reader.restore(run_dir / "checkpoints" / str(STEPS) / "state")
+        return reader.restore(run_dir / "checkpoints" / str(STEPS) / item)
 
 
 def numbers(run_dir: Path) -> list[dict]:
@@ -142,7 +147,7 @@ def undisturbed(material, tmp_path_factory):
 
 
 def assert_same_run(a: Path, b: Path) -> None:
-    x, y = final_state(a), final_state(b)
+    x, y = ([final_state(run, item) for item in ("state", "critic")] for run in (a, b))
     assert jax.tree.structure(x) == jax.tree.structure(y)
     for (path, u), v in zip(jax.tree.leaves_with_path(x), jax.tree.leaves(y), strict=True):
         assert np.asarray(u).tobytes() == np.asarray(v).tobytes(), jax.tree_util.keystr(path)
@@ -154,7 +159,9 @@ def assert_same_run(a: Path, b: Path) -> None:
 def test_the_undisturbed_run_learns_and_moves_the_loss_scale(undisturbed):
     before = np.asarray(tiny.params()["layers"]["q"])
     assert np.abs(final_state(undisturbed)["params"]["layers"]["q"] - before).max() > 1e-2
+    assert np.abs(final_state(undisturbed, "critic")["params"]["score"]).max() > 1e-2
     assert len({row["loss_scale"] for row in rows(undisturbed) if "loss_scale" in row}) > 2
+    assert sum(row.get("groups/kept", 0) > 0 for row in rows(undisturbed)) > STEPS // 4
 
 
 def test_killed_and_resumed_equals_undisturbed(material, undisturbed, tmp_path):

@@ -1,6 +1,7 @@
 """What an answer was worth beyond expectation, from its rewards (host, numpy)."""
 
 from jaxrl.advantages.baselines import gdpo, opo, reinforce_pp, reinforce_pp_baseline, remax
+from jaxrl.advantages.critic import explained_variance, generalized, lambda_returns
 from jaxrl.advantages.gae import gae
 from jaxrl.advantages.groups import (
     centred,
@@ -18,9 +19,12 @@ __all__ = [
     "Outcomes",
     "centred",
     "estimate",
+    "explained_variance",
     "gae",
     "gdpo",
+    "generalized",
     "group_relative",
+    "lambda_returns",
     "leave_one_out",
     "max_rl",
     "opo",

@@ -27,6 +27,8 @@ class Outcomes:
       weights: for each reward function its weight.
       penalties: for each answer f64[C], what was taken from the reward at each of its tokens for
         distance from the reference (`rewards` has their sum); None if there is no such penalty.
+      values: for each answer f32[C], what a critic expected before each of its tokens; None without
+        a critic.
       greedy: () -> f64[N], the reward of the greedy answer to each answer's prompt. It is sampled
         only if it is asked for.
     """
@@ -37,6 +39,7 @@ class Outcomes:
     components: Mapping[str, np.ndarray] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
     penalties: Sequence[np.ndarray] | None = None
+    values: Sequence[np.ndarray] | None = None
     greedy: Callable[[], np.ndarray] = _no_greedy
 
     @property

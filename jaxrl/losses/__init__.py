@@ -61,6 +61,7 @@ from jaxrl.losses.recipes import (
     pass_at_k,
     pg_seq_is,
     pg_token_is,
+    ppo,
     prime,
     reinforce_pp,
     reinforce_pp_baseline,
@@ -100,9 +101,11 @@ from jaxrl.losses.surrogates import (
     surrogate,
     unclipped,
 )
+from jaxrl.losses.value import Critic, clipped_value_loss, value_loss
 
 __all__ = [
     "Aggregation",
+    "Critic",
     "EntropyController",
     "KLEstimator",
     "Level",
@@ -122,6 +125,7 @@ __all__ = [
     "build",
     "cispo",
     "clipped",
+    "clipped_value_loss",
     "dapo",
     "dppo",
     "dr_grpo",
@@ -159,6 +163,7 @@ __all__ = [
     "pg_seq_is",
     "pg_token_is",
     "positive_likelihood",
+    "ppo",
     "prefix",
     "prime",
     "product",
@@ -182,6 +187,7 @@ __all__ = [
     "token_sum",
     "truncated",
     "unclipped",
+    "value_loss",
     "vespo",
     "vetoed",
     "with_terms",

@@ -26,6 +26,7 @@ class Need(enum.StrEnum):
     ANCHOR = "anchor"  # log-probs of the learner at the start of the update
     SHADOW = "shadow"  # log-probs of the same weights in the sampler's dtypes
     REFERENCE = "reference"  # log-probs of the frozen reference model
+    VALUES = "values"  # what a critic expects before each token
     ENTROPY_COEFFICIENT = "entropy_coefficient"  # of an adaptive entropy bonus, set by the loop
     IMBALANCE = "imbalance"  # how unevenly the learner's routers use their experts
 
@@ -34,7 +35,8 @@ class Need(enum.StrEnum):
 class Scores:
     """What a loss may look at; entry t scores tokens[:, t] given the tokens before it.
 
-    Only `logprobs`, `entropy` and `imbalance` carry a gradient. A score that no loss needs is None.
+    Only `logprobs`, `entropy`, `values` and `imbalance` carry a gradient. A score that no loss
+    needs is None.
     """
 
     logprobs: jax.Array  # f32[B, T], the learner
@@ -42,6 +44,7 @@ class Scores:
     anchor: jax.Array | None = None  # f32[B, T]
     shadow: jax.Array | None = None  # f32[B, T]
     reference: jax.Array | None = None  # f32[B, T]
+    values: jax.Array | None = None  # f32[B, T], of a critic, differentiable
     entropy_coefficient: jax.Array | None = None  # f32[]
     imbalance: jax.Array | None = None  # f32[B, T], see `models.experts.imbalance`
 

@@ -15,6 +15,7 @@ from jaxrl.losses.regularizers import (
     load_balance,
     positive_likelihood,
 )
+from jaxrl.losses.value import Critic
 
 
 class Recipe(NamedTuple):
@@ -24,11 +25,13 @@ class Recipe(NamedTuple):
       objective: what the learner minimises.
       advantages: rewards -> advantages; `recipe._replace(advantages=...)` exchanges it.
       entropy: what sets the coefficient of an adaptive entropy bonus; None without one.
+      critic: what a critic is asked for; None without one.
     """
 
     objective: Objective
     advantages: AdvantageEstimator
     entropy: EntropyController | None = None
+    critic: Critic | None = None
 
 
 def with_terms(
@@ -84,4 +87,4 @@ def with_terms(
     if balance:
         loss = loss + balance * load_balance()
     reduced = objective(loss, aggregation or recipe.objective.aggregation)
-    return Recipe(reduced, recipe.advantages, controller)
+    return recipe._replace(objective=reduced, entropy=controller)

@@ -45,7 +45,7 @@ def measured(directory: Path, keys: Mapping[str, str]) -> Scores:
         with open_run(config) as (run, state, _):
             rollouts = rollouts or _sequences(run)
             batch = scoring.minibatch(run, rollouts)
-            found[f"learner {dtype}"] = _answers(scoring.score(run, state, batch).learner)
+            found[f"learner {dtype}"] = _answers(scoring.score(run, state.policy, batch).learner)
             if dtype in SERVED:
                 sampled: Any = run.sampler
                 served = sampled.score([np.concatenate([r.prompt, r.completion]) for r in rollouts])

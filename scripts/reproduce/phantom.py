@@ -218,7 +218,7 @@ def check_directions(directory: Path) -> list[str]:
     config = config_file.load(Config, file=CONFIG, overrides=list(keys.items()))
     with open_run(config) as (run, state, progress):
         batch = scoring.minibatch(run, scoring.sampled(run, progress))
-        scored = scoring.score(run, state, batch)
+        scored = scoring.score(run, state.policy, batch)
     known = jax.tree.map(lambda x: jnp.asarray(np.nan_to_num(x), jnp.float32), scored)
     scores = Scores(logprobs=known.learner, shadow=known.shadow, anchor=known.learner)
     shares = {

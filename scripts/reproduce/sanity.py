@@ -179,7 +179,7 @@ def check_direction(directory: Path) -> list[str]:
         config = config_file.load(Config, file=CONFIG, overrides=list((keys | own).items()))
         with open_run(config) as (run, state, progress):
             rollouts = rollouts or scoring.sampled(run, progress)
-            scored = scoring.score(run, state, scoring.minibatch(run, rollouts))
+            scored = scoring.score(run, state.policy, scoring.minibatch(run, rollouts))
         std[name] = float(np.nanstd(scored.learner - scored.shadow))
     assert 0 < std["fp16"] <= std["bf16"] / 4, std
     ratio = f"bf16 / fp16: {std['bf16'] / std['fp16']:.1f}"

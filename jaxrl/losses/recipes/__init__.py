@@ -26,6 +26,7 @@ from jaxrl.losses.recipes.clipping import (
     opsm,
     sapo,
 )
+from jaxrl.losses.recipes.critic import ppo
 from jaxrl.losses.recipes.weighting import cispo, dppo, pg_seq_is, pg_token_is, prime, vespo
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "pass_at_k",
     "pg_seq_is",
     "pg_token_is",
+    "ppo",
     "prime",
     "reinforce_pp",
     "reinforce_pp_baseline",

@@ -1,0 +1,67 @@
+"""Advantages and targets from a critic's values."""
+
+import numpy as np
+import pytest
+
+from jaxrl.advantages import Outcomes, explained_variance, generalized, lambda_returns
+
+# The worked example of tests/advantages/test_gae.py, with a token between that is not an action,
+# and an answer whose reward could not be computed.
+VALUES = [np.array([0.5, 0.6, 9.0, 0.7, 0.8]), np.array([0.1, 0.2])]
+MASKS = [np.array([True, True, False, True, True]), np.array([True, True])]
+RAW = np.array([0.4292, 0.3564, 0.0, 0.2801, 0.2])
+CHOSEN = MASKS[0]
+
+
+def outcomes(**changes) -> Outcomes:
+    known = {
+        "rewards": np.array([1.0, np.nan]),
+        "groups": np.array([0, 1]),
+        "action_masks": MASKS,
+        "values": VALUES,
+    }
+    return Outcomes(**known | changes)
+
+
+def test_advantages_are_whitened_over_the_tokens_of_known_answers():
+    found, unknown = generalized(outcomes(), gamma=0.99, lam=0.95)
+    raw = RAW[CHOSEN]
+    expected = (raw - raw.mean()) / raw.std(ddof=1)
+    np.testing.assert_allclose(found[CHOSEN], expected, atol=2e-3)
+    assert found[2] == 0
+    np.testing.assert_array_equal(unknown, 0)
+    assert found[CHOSEN].mean() == pytest.approx(0, abs=1e-6)
+    assert found[CHOSEN].std(ddof=1) == pytest.approx(1, abs=1e-6)
+
+
+def test_returns_are_advantages_and_values():
+    returns, _ = lambda_returns(outcomes(), gamma=0.99, lam=0.95)
+    np.testing.assert_allclose(returns[CHOSEN], (RAW + VALUES[0])[CHOSEN], atol=1e-4)
+    # lam 1 trusts the rewards alone: the critic's target is the discounted reward.
+    (returns, _) = lambda_returns(outcomes(), gamma=0.5, lam=1.0)
+    np.testing.assert_allclose(returns[CHOSEN], [0.125, 0.25, 0.5, 1.0])
+
+
+def test_penalties_are_part_of_the_reward():
+    penalties = [np.array([0.1, 0.0, 5.0, 0.2, 0.0]), np.zeros(2)]
+    whole = outcomes(rewards=np.array([0.7, np.nan]), penalties=penalties)
+    returns, _ = lambda_returns(whole, gamma=1.0, lam=1.0)
+    np.testing.assert_allclose(returns[CHOSEN], [0.7, 0.8, 0.8, 1.0], atol=1e-6)
+
+
+def test_explained_variance():
+    known = outcomes(rewards=np.array([1.0, 0.0]))
+    assert explained_variance(VALUES, known) == pytest.approx(1)
+    constant = outcomes(rewards=np.array([1.0, 0.0]), values=[np.full(5, 0.3), np.full(2, 0.3)])
+    assert explained_variance(VALUES, constant) == pytest.approx(0)
+    assert np.isnan(explained_variance([np.ones(5), np.ones(2)], known))
+
+
+def test_an_advantage_for_one_token_alone():
+    single = outcomes(action_masks=[np.array([True]), np.array([True])], values=[np.ones(1)] * 2)
+    np.testing.assert_array_equal(generalized(single)[0], [0.0])
+
+
+def test_without_a_critic_the_message_says_so():
+    with pytest.raises(ValueError, match="use the recipe ppo"):
+        generalized(outcomes(values=None))
