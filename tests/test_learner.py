@@ -25,7 +25,7 @@ from jaxrl.losses import (
 )
 from jaxrl.metrics import to_floats
 from jaxrl.models.decoder import decoder
-from jaxrl.precision import PRESETS, LossScaleSpec, Precision, dynamic_loss_scale
+from jaxrl.precision import PRESETS, LossScale, LossScaleSpec, Precision, dynamic_loss_scale
 from tests import tiny
 
 FP32 = PRESETS["fp32"]
@@ -189,36 +189,67 @@ def test_loss_scale_cancels(scale):
     )
 
 
-def test_overflow_skips_the_step_and_halves_the_scale():
+def test_into_overflow_and_back():
+    """From far too large a scale: skipped and halved until gradients are finite, then up again."""
     policy = dataclasses.replace(
         PRESETS["fp16_master"], loss_scale=dynamic_loss_scale(2.0**60, interval=2)
     )
     one = learner(rows=2, precision=policy, optimizer=optax.adam(1e-3))
     batch = minibatch(rows_per_microbatch=2)
     state: LearnerState = one.init(tiny.params())
-    skipped, metrics = one.step(state, batch)
-    assert_equal(skipped.params, state.params)
-    assert_equal(skipped.opt_state, state.opt_state)
-    assert skipped.loss_scale.scale == 2.0**59
-    assert to_floats(metrics)["skipped_steps"] == 1
-    assert int(skipped.step) == 1
-    for _ in range(56):
-        skipped, metrics = one.step(skipped, batch)
-    assert to_floats(metrics)["skipped_steps"] < 57
-    assert np.isfinite(to_floats(metrics)["grad_norm"]) or skipped.loss_scale.scale > 1
-    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), skipped.params, state.params)
-    assert max(jax.tree.leaves(moved)) > 0
+    scale, finite = 2.0**60, []
+    for i in range(60):
+        after, metrics = one.step(state, batch)
+        numbers = to_floats(metrics)
+        assert int(after.step) == i + 1
+        assert numbers["loss_scale"] == scale
+        finite.append(int(after.loss_scale.skipped) == int(state.loss_scale.skipped))
+        assert numbers["skipped_steps"] == finite.count(False)
+        if finite[-1]:
+            assert np.isfinite(numbers["grad_norm"])
+            moved = jax.tree.map(lambda a, b: (a != b).any(), after.params, state.params)
+            assert any(jax.tree.leaves(moved))
+            scale *= 2 if int(after.loss_scale.good_steps) == 0 else 1
+        else:
+            assert_equal(after.params, state.params)
+            assert_equal(after.opt_state, state.opt_state)
+            scale /= 2
+        assert after.loss_scale.scale == scale
+        state = after
+    first = finite.index(True)
+    assert 30 < first < 55
+    assert finite[first + 1]  # two finite steps double the scale,
+    assert False in finite[first:]  # which overflows again
+
+
+# No clip: a token at its edge would be on another side in another precision.
+NO_CLIP = objective(clipped(over_sampler, low=1.0, high=1e9), token_mean)
+
+
+def test_gradients_that_underflow_in_f16_are_saved_by_the_scale():
+    """Where unscaled f16 keeps nothing, scaled f16 has f32's gradients to its own rounding."""
+    tiny_loss = 2.0**-40
+    batch = minibatch(rows_per_microbatch=2)
+    exact = gradient(learner(rows=2, recipe=NO_CLIP), batch)
+    small = batch.replace(batch=batch.batch.replace(advantages=batch.batch.advantages * tiny_loss))
+    policy = dataclasses.replace(PRESETS["fp16_master"], loss_scale=LossScaleSpec(initial=2.0**48))
+    # The learning rate makes up for the loss, so that the difference of parameters shows it.
+    one = learner(rows=2, recipe=NO_CLIP, precision=policy, optimizer=optax.sgd(1 / tiny_loss))
+    assert_close(gradient(one, small), exact, rtol=0.012)
+    unscaled = LossScale(scale=jnp.float32(1), good_steps=jnp.int32(0), skipped=jnp.int32(0))
+    state = one.init(tiny.params()).replace(loss_scale=unscaled)
+    after, metrics = one.step(state, small)
+    assert to_floats(metrics)["grad_norm"] == 0
+    assert_equal(after.params, state.params)
 
 
 @pytest.mark.parametrize(("name", "rtol"), [("bf16_master", 0.06), ("fp16_master", 0.012)])
 def test_half_precision_gradients_agree_with_f32(name, rtol):
     batch = minibatch(rows_per_microbatch=2)
-    # No clip: a token at its edge would be on another side in another precision.
-    recipe = objective(clipped(over_sampler, low=1.0, high=1e9), token_mean)
-    exact = gradient(learner(rows=2, recipe=recipe), batch)
+    exact = gradient(learner(rows=2, recipe=NO_CLIP), batch)
     policy = dataclasses.replace(PRESETS[name], loss_scale=LossScaleSpec(initial=2.0**8))
     assert_close(
-        gradient(learner(rows=2, recipe=recipe, precision=policy), batch), exact, rtol=rtol
+        gradient(learner(rows=2, recipe=NO_CLIP, precision=policy), batch), exact, rtol=rtol
     )
 
 
