@@ -59,6 +59,7 @@ class TokenBatch:
     rewards: jax.Array | None = None  # f32[B, T], of the answer; 0 where it is not known
     values: jax.Array | None = None  # f32[B, T], of the critic before it learns from the batch
     returns: jax.Array | None = None  # f32[B, T], what the critic should have expected
+    entropy_weights: jax.Array | None = None  # f32[B, T], of an adaptive entropy bonus
 
 
 def segment_sum(values: jax.Array, segments: jax.Array) -> jax.Array:

@@ -125,6 +125,11 @@ def _contradictions(c: Config) -> Iterator[str]:
             "data.eval_path needs a function in reward.path that says which answers are right; "
             "with reward.weights = [0] it is measured and not learnt"
         )
+    if c.reward.overlong_buffer > c.sampling.max_tokens:
+        yield (
+            f"reward.overlong_buffer = {c.reward.overlong_buffer} is more than the "
+            f"sampling.max_tokens = {c.sampling.max_tokens} that an answer may have"
+        )
     if c.data.system_prompt is not None and c.data.template == "text":
         yield (
             "data.system_prompt needs a chat template and data.template = 'text' has none; "

@@ -135,6 +135,17 @@ class RewardConfig(Section):
             raise ValueError("reward.path is missing, and reward.model too: name what answers earn")
         return self
 
+    kl: NonNegativeFloat = 0.0
+    """What a nat of distance from the initial model takes from the reward, token by token; 0 needs
+    no reference. The other place for it is loss.kl."""
+
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """How that distance is estimated."""
+
+    overlong_buffer: NonNegativeInt = 0
+    """The reward of an answer falls by up to 1 over the last so many of sampling.max_tokens; 0
+    takes nothing."""
+
 
 class LossConfig(Section):
     """The loss; further keys of this table are keyword arguments of the recipe, or of

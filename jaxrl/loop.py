@@ -5,7 +5,8 @@ stages work with (sampler, learner, data, ...) is a `Run`, which `jaxrl.run.open
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl import precision
-from jaxrl.advantages import Advantages, Outcomes, estimate, explained_variance
+from jaxrl import precision, shaping
+from jaxrl.advantages import Advantages, estimate, explained_variance
 from jaxrl.answers import Answers, Numbers, clock, collect
 from jaxrl.batch import Rollout, assign_rows, gather, pack
 from jaxrl.config import Config
@@ -65,7 +66,7 @@ def train(config: Config) -> Result:
             with clock(seconds, "time/step"):
                 answers = collect(run, progress, seconds=seconds)
                 with clock(seconds, "time/learn"):
-                    state, learnt = learn(run, state, answers.batch, step=progress.step)
+                    state, learnt = learn(run, state, answers.batch, progress=progress)
                 with clock(seconds, "time/publish"):
                     progress.step += 1
                     published = run.publish(state.policy.params, version=progress.step)
@@ -100,7 +101,7 @@ class Targets(NamedTuple):
 
 
 def learn(
-    run: Run, state: State, rollouts: Sequence[Rollout], *, step: int
+    run: Run, state: State, rollouts: Sequence[Rollout], *, progress: Progress
 ) -> tuple[State, Numbers]:
     """One optimizer step on each mini-batch, of the critic where there is one and, once that is
     pre-trained, of the policy; the metrics are means over all of them."""
@@ -113,16 +114,25 @@ def learn(
     minibatches = [
         _with_scores(run, policy, _pack(run, rollouts[part], targets.of(part))) for part in parts
     ]
-    numbers |= probe(run, policy, minibatches[0], step=step)
+    if run.recipe.entropy is not None:
+        coefficient = progress.entropy_coefficient
+        coefficient = run.recipe.entropy.initial if coefficient is None else coefficient
+        minibatches = [_with_entropy_weights(m, coefficient) for m in minibatches]
+    numbers |= probe(run, policy, minibatches[0], step=progress.step)
     collected: Metrics = {}
     for minibatch in minibatches:
         if run.critic is not None and critic is not None:
             critic, metrics = run.critic.step(critic, minibatch)
             collected = merge(collected, metrics)
-        if run.critic is None or step >= run.config.critic.pretrain_steps:
+        if run.critic is None or progress.step >= run.config.critic.pretrain_steps:
             policy, metrics = run.learner.step(policy, minibatch)
             collected = merge(collected, metrics)
     numbers |= to_floats(collected) | {"learning_rate": learning_rate}
+    if run.recipe.entropy is not None and "entropy" in numbers:
+        numbers["entropy/coefficient"] = coefficient
+        progress.entropy_coefficient = run.recipe.entropy.next(
+            coefficient, entropy=numbers["entropy"]
+        )
     return State(policy, critic), numbers
 
 
@@ -130,28 +140,40 @@ def aim(
     run: Run, state: State, rollouts: Sequence[Rollout], *, parts: Sequence[slice]
 ) -> tuple[Targets, Numbers]:
     """Advantages, and where there is a critic its values and its own targets."""
-    known = outcomes(rollouts)
+    known, numbers = shaping.outcomes(
+        run,
+        rollouts,
+        params=state.policy.params,
+        logprobs=lambda params: per_token(
+            run, rollouts, functools.partial(run.learner.score, params), parts=parts
+        ),
+    )
     if run.critic is None or state.critic is None:
-        return Targets(estimate(run.recipe.advantages, known), None, None), {}
-    values: list[np.ndarray] = []
-    for part in parts:
-        rows, _ = _rows(run, rollouts[part])
-        minibatch = _pack(run, rollouts[part], Targets(np.zeros(len(rollouts[part])), None, None))
-        found = np.asarray(run.critic.values(state.critic.params, minibatch))
-        values += gather(found, rollouts[part], rows=rows)
+        return Targets(estimate(run.recipe.advantages, known), None, None), numbers
+    judge = functools.partial(run.critic.values, state.critic.params)
+    values = per_token(run, rollouts, judge, parts=parts)
     known = dataclasses.replace(known, values=values)
     returns = run.critic.returns(known)
-    numbers = {"value/explained_variance": explained_variance(returns, known)}
+    numbers["value/explained_variance"] = explained_variance(returns, known)
     return Targets(estimate(run.recipe.advantages, known), values, returns), numbers
 
 
-def outcomes(rollouts: Sequence[Rollout]) -> Outcomes:
-    """What advantages are made of."""
-    return Outcomes(
-        rewards=np.array([r.reward for r in rollouts]),
-        groups=np.array([r.group for r in rollouts]),
-        action_masks=[r.action_mask for r in rollouts],
-    )
+def per_token(
+    run: Run,
+    rollouts: Sequence[Rollout],
+    score: Callable[[Minibatch], jax.Array],
+    *,
+    parts: Sequence[slice],
+) -> list[np.ndarray]:
+    """What `score` finds for the tokens of each answer, f32[C]; 0 where the policy did not
+    choose."""
+    found: list[np.ndarray] = []
+    for part in parts:
+        some = rollouts[part]
+        minibatch = _pack(run, some, Targets(np.zeros(len(some)), None, None))
+        rows, _ = _rows(run, some)
+        found += gather(np.asarray(score(minibatch)), some, rows=rows)
+    return found
 
 
 def probe(run: Run, state: LearnerState, minibatch: Minibatch, *, step: int) -> Numbers:
@@ -207,7 +229,8 @@ def _pack(run: Run, rollouts: Sequence[Rollout], targets: Targets) -> Minibatch:
 def _with_scores(run: Run, state: LearnerState, minibatch: Minibatch) -> Minibatch:
     """Adds the scores that the loss needs and that are known before the first update."""
     needs = run.recipe.objective.needs
-    if run.reference is not None:
+    if Need.REFERENCE in needs:
+        assert run.reference is not None
         minibatch = dataclasses.replace(
             minibatch, reference=run.learner.score(run.reference, minibatch)
         )
@@ -216,6 +239,12 @@ def _with_scores(run: Run, state: LearnerState, minibatch: Minibatch) -> Minibat
             minibatch, anchor=run.learner.score(state.params, minibatch)
         )
     return minibatch
+
+
+def _with_entropy_weights(minibatch: Minibatch, coefficient: float) -> Minibatch:
+    weights = jnp.full_like(minibatch.batch.advantages, coefficient)
+    batch = dataclasses.replace(minibatch.batch, entropy_weights=weights)
+    return dataclasses.replace(minibatch, batch=batch)
 
 
 def evaluate(run: Run, *, step: int) -> float | None:

@@ -47,6 +47,7 @@ class Progress:
       accuracy: the latest held-out accuracy.
       pending: answers that dynamic sampling left over, to be learnt from in the next step.
       short_batches: steps in which dynamic sampling did not find enough groups.
+      entropy_coefficient: of an adaptive entropy bonus; None until there is one.
     """
 
     step: int = 0
@@ -55,6 +56,7 @@ class Progress:
     accuracy: float | None = None
     pending: list[Rollout] = dataclasses.field(default_factory=list)
     short_batches: int = 0
+    entropy_coefficient: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What a checkpoint holds."""
@@ -89,7 +91,7 @@ class Run:
     publish: Publish
     replay: Score | None  # the server's log-probs of given tokens; None without a server
     sampling: SamplingParams  # with the seed of the run; the loop derives one for each step
-    reference: Params | None  # in precision.compute; None unless the loss needs it
+    reference: Params | None  # in precision.compute; None unless the loss or the reward needs it
     checkpoints: Checkpoints
     tracker: Tracker
 
@@ -132,7 +134,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     )
     state_shardings = layout.state(jax.eval_shape(pure.init, params), model.specs)
     reference = None
-    if Need.REFERENCE in recipe.objective.needs:
+    if Need.REFERENCE in recipe.objective.needs or config.reward.kl:
         reference = jax.jit(precision.cast, static_argnums=1)(params, policy.compute)
 
     claim(directory, config)

@@ -27,7 +27,6 @@ class Need(enum.StrEnum):
     SHADOW = "shadow"  # log-probs of the same weights in the sampler's dtypes
     REFERENCE = "reference"  # log-probs of the frozen reference model
     VALUES = "values"  # what a critic expects before each token
-    ENTROPY_COEFFICIENT = "entropy_coefficient"  # of an adaptive entropy bonus, set by the loop
     IMBALANCE = "imbalance"  # how unevenly the learner's routers use their experts
 
 
@@ -45,7 +44,6 @@ class Scores:
     shadow: jax.Array | None = None  # f32[B, T]
     reference: jax.Array | None = None  # f32[B, T]
     values: jax.Array | None = None  # f32[B, T], of a critic, differentiable
-    entropy_coefficient: jax.Array | None = None  # f32[]
     imbalance: jax.Array | None = None  # f32[B, T], see `models.experts.imbalance`
 
 

@@ -82,6 +82,11 @@ def build(name: str, parameters: Mapping[str, Any], *, advantage: str | None = N
     return recipe._replace(advantages=estimator)
 
 
+def kl_estimator(name: str) -> KLEstimator:
+    """The KL estimator of a config's name."""
+    return _part(name, KLEstimator, key="kl_estimator")
+
+
 def _arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
     declared = inspect.signature(function, eval_str=True).parameters
     return {

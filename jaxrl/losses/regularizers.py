@@ -112,14 +112,23 @@ def entropy_bonus() -> TokenLoss:
 
 
 def adaptive_entropy_bonus() -> TokenLoss:
-    """`entropy_bonus` times a coefficient that an `EntropyController` sets before each rollout."""
+    """`entropy_bonus` times a coefficient that an `EntropyController` sets for each rollout.
+
+    Raises:
+      ValueError: when the loss is applied, if the batch does not hold the coefficient.
+    """
     bonus = entropy_bonus()
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        if batch.entropy_weights is None:
+            raise ValueError(
+                "the adaptive entropy bonus reads batch.entropy_weights, and nothing has set them; "
+                "the loop does so from Recipe.entropy"
+            )
         value, metrics = bonus.apply(scores, batch)
-        return require(scores, Need.ENTROPY_COEFFICIENT) * value, metrics
+        return batch.entropy_weights * value, metrics
 
-    return token_loss(apply, Need.ENTROPY, Need.ENTROPY_COEFFICIENT)
+    return token_loss(apply, Need.ENTROPY)
 
 
 def load_balance() -> TokenLoss:

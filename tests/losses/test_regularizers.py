@@ -146,9 +146,9 @@ def test_likelihood_of_answers_that_earned_something():
 def test_adaptive_entropy_bonus():
     scores, batch = one_row(advantages=[0.0] * 2, logprobs=-1.0, entropy=[0.5, 1.5])
     term = adaptive_entropy_bonus()
-    loss, _ = compiled(term.apply)(scores.replace(entropy_coefficient=jnp.float32(0.1)), batch)
+    loss, _ = compiled(term.apply)(scores, batch.replace(entropy_weights=jnp.full((1, 2), 0.1)))
     np.testing.assert_allclose(loss, [[-0.05, -0.15]], rtol=1e-6)
-    with pytest.raises(ValueError, match=r"scores\.entropy_coefficient"):
+    with pytest.raises(ValueError, match=r"batch\.entropy_weights"):
         term.apply(scores, batch)
 
 
