@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from jaxrl.data import Example
 from jaxrl.environments import scoring
 from jaxrl.environments.reward_model import rate
 from jaxrl.run import Progress, Run
+from jaxrl.sampling.base import Completion
 
 Numbers = dict[str, float]
 
@@ -70,11 +71,20 @@ def collect(run: Run, progress: Progress, *, seconds: Numbers) -> Answers:
 
 def next_prompts(run: Run, progress: Progress) -> dict[int, Example]:
     """The prompts of the next round by their number in the run; moves the position in the data."""
-    first, count = progress.position, run.config.train.train_batch
+    first = progress.position
+    progress.position += run.config.train.train_batch
+    return prompts_from(run, range(first, progress.position))
+
+
+def prompts_from(run: Run, numbers: Iterable[int]) -> dict[int, Example]:
+    """Prompts by their number in the run."""
     examples = run.prompts.examples
-    chosen = data.take(len(examples), position=first, count=count, seed=run.config.seed)
-    progress.position += count
-    return {first + i: examples[place] for i, place in enumerate(chosen)}
+    return {
+        number: examples[
+            data.take(len(examples), position=number, count=1, seed=run.config.seed)[0]
+        ]
+        for number in numbers
+    }
 
 
 def sample(
@@ -84,7 +94,7 @@ def sample(
     c, prompts = run.config, list(examples.items())
     completions = run.sampler.sample(
         [example.tokens for _, example in prompts],
-        dataclasses.replace(run.sampling, seed=_seed(c.seed, step, round_)),
+        dataclasses.replace(run.sampling, seed=seed(c.seed, step, round_)),
         group_size=c.train.group_size,
     )
     # They come as they finish; training must not depend on that.
@@ -97,20 +107,23 @@ def sample(
                 "the sampler serves another run"
             )
         number, example = prompts[completion.prompt_index]
-        truncated = completion.finish_reason == "length"
-        learnt = not (truncated and c.train.mask_truncated)
-        rollouts.append(
-            Rollout(
-                prompt=example.tokens,
-                completion=completion.tokens,
-                logprobs=completion.logprobs,
-                action_mask=np.full(len(completion.tokens), learnt),
-                version=completion.versions,
-                group=number,
-                truncated=truncated,
-            )
-        )
+        rollouts.append(as_rollout(run, completion, example, group=number))
     return rollouts
+
+
+def as_rollout(run: Run, completion: Completion, example: Example, *, group: int) -> Rollout:
+    """An answer to a prompt, without its reward."""
+    truncated = completion.finish_reason == "length"
+    learnt = not (truncated and run.config.train.mask_truncated)
+    return Rollout(
+        prompt=example.tokens,
+        completion=completion.tokens,
+        logprobs=completion.logprobs,
+        action_mask=np.full(len(completion.tokens), learnt),
+        version=completion.versions,
+        group=group,
+        truncated=truncated,
+    )
 
 
 def reward(run: Run, rollouts: Sequence[Rollout], examples: Mapping[int, Example]) -> list[Rollout]:
@@ -123,8 +136,6 @@ def reward(run: Run, rollouts: Sequence[Rollout], examples: Mapping[int, Example
     if scored.first_failure is not None:
         run.tracker.note(scored.first_failure)
     failed = np.isnan(scored.total)
-    if failed.all():
-        raise RuntimeError(f"every reward of a rollout failed; {scored.first_failure}")
     components = np.stack(list(scored.parts.values()), axis=1)
     return [
         r._replace(
@@ -137,8 +148,16 @@ def reward(run: Run, rollouts: Sequence[Rollout], examples: Mapping[int, Example
 
 
 def reward_metrics(run: Run, rollouts: Sequence[Rollout]) -> Numbers:
-    """What answers earned: means over those whose reward is known, and counts of the rest."""
+    """What answers earned: means over those whose reward is known, and counts of the rest.
+
+    Raises:
+      RuntimeError: if every reward failed.
+    """
     rewards = np.array([r.reward for r in rollouts])
+    if np.isnan(rewards).all():
+        raise RuntimeError(
+            f"every reward of {len(rollouts)} answers failed; the first failure was reported above"
+        )
     numbers = {
         "reward": float(np.nanmean(rewards)),
         "reward/std": float(np.nanstd(rewards)),
@@ -160,6 +179,6 @@ def clock(seconds: Numbers, name: str) -> Iterator[None]:
     seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def _seed(seed: int, step: int, round_: int) -> int:
-    """A seed of its own for every round of a step, the same when the step is done again."""
-    return int(np.random.SeedSequence((seed, step, round_)).generate_state(1)[0])
+def seed(seed: int, step: int, request: int) -> int:
+    """A seed of its own for every request of a step, the same when the step is done again."""
+    return int(np.random.SeedSequence((seed, step, request)).generate_state(1)[0])

@@ -3,6 +3,7 @@
 `jaxrl.config_file` reads one from TOML and the command line.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Self
 
@@ -24,6 +25,7 @@ from jaxrl.config_tables import (
 )
 from jaxrl.critic_config import CriticConfig
 from jaxrl.mesh_config import MeshConfig
+from jaxrl.rollouts_config import RolloutsConfig
 
 
 class Config(RunConfig):
@@ -35,6 +37,7 @@ class Config(RunConfig):
     loss: LossConfig = LossConfig()
     sampling: SamplingConfig = SamplingConfig()
     sampler: SamplerConfig = SamplerConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     critic: CriticConfig = CriticConfig()
@@ -148,6 +151,13 @@ def _contradictions(c: Config) -> Iterator[str]:
         )
     if c.sampler.name == "embedded" and c.sampler.url:
         yield "sampler.url names servers and sampler.name = 'embedded' asks none; set it to 'vllm'"
+    on_mesh = c.sampler.name == "embedded" or c.reward.model is not None
+    if c.rollouts.max_staleness and math.prod(c.mesh.sizes.values()) > 1 and on_mesh:
+        yield (
+            f"rollouts.max_staleness = {c.rollouts.max_staleness} and a mesh of several "
+            "devices: two threads that start programs on the same devices wait for each other; let "
+            "a server sample (sampler.name = 'vllm', no reward.model), or set it to 0"
+        )
     if c.probe.replay and c.sampler.name == "embedded":
         yield (
             "probe.replay asks a server and sampler.name = 'embedded' computes here; leave it out, "

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl import precision, shaping
 from jaxrl.advantages import Advantages, estimate, explained_variance
-from jaxrl.answers import Answers, Numbers, clock, collect
+from jaxrl.answers import Answers, Numbers, clock
 from jaxrl.batch import Rollout, assign_rows, gather, pack
 from jaxrl.config import Config
 from jaxrl.diagnostics.replay import parts, replay_batch, summary
@@ -29,6 +29,7 @@ from jaxrl.metrics import Metrics, merge, to_floats
 from jaxrl.models import huggingface
 from jaxrl.plots import draw_run
 from jaxrl.run import Progress, Run, State, open_run
+from jaxrl.stream import open_answers
 from jaxrl.tracking import read_metrics
 
 
@@ -58,13 +59,17 @@ def train(config: Config) -> Result:
     Raises:
       ResumeError, CheckpointError, ValueError: see `run.open_run`; the message says what to do.
     """
-    with Interrupt() as interrupt, open_run(config) as (run, state, progress):
+    with (
+        Interrupt() as interrupt,
+        open_run(config) as (run, state, progress),
+        open_answers(run, progress) as collect,
+    ):
         if progress.step == 0:
             progress.accuracy = progress.initial_accuracy = evaluate(run, step=0)
         while progress.step < config.train.steps and interrupt.signum is None:
             seconds: Numbers = {}
             with clock(seconds, "time/step"):
-                answers = collect(run, progress, seconds=seconds)
+                answers = collect(seconds=seconds)
                 with clock(seconds, "time/learn"):
                     state, learnt = learn(run, state, answers.batch, progress=progress)
                 with clock(seconds, "time/publish"):
@@ -271,7 +276,7 @@ def log(run: Run, answers: Answers, *, step: int, numbers: Numbers) -> None:
         "completion_length/max": float(lengths.max()),
         "completion/truncated": float(np.mean([r.truncated for r in answers.sampled])),
         "tokens_per_second": tokens / numbers["time/step"],
-        "tokens_per_second/sample": float(lengths.sum()) / numbers["time/sample"],
+        "tokens_per_second/sample": float(lengths.sum()) / max(numbers["time/sample"], 1e-9),
         "tokens_per_second/learn": tokens / numbers["time/learn"],
         # Without a reference model: the divergence from the policy that was sampled.
         "kl": numbers.get("kl", numbers.get("mismatch/k3_kl", float("nan"))),

@@ -45,7 +45,10 @@ class Progress:
       position: prompts taken from the data so far.
       initial_accuracy: held-out accuracy before the first step; None if it is not measured.
       accuracy: the latest held-out accuracy.
-      pending: answers that dynamic sampling left over, to be learnt from in the next step.
+      pending: answers that wait to be learnt from: those that dynamic sampling left over, and
+        those that were sampled ahead.
+      running: numbers of prompts that were being answered, to be answered again.
+      counts: `buffer.Counts` of a run that samples ahead.
       short_batches: steps in which dynamic sampling did not find enough groups.
       entropy_coefficient: of an adaptive entropy bonus; None until there is one.
     """
@@ -55,6 +58,8 @@ class Progress:
     initial_accuracy: float | None = None
     accuracy: float | None = None
     pending: list[Rollout] = dataclasses.field(default_factory=list)
+    running: list[int] = dataclasses.field(default_factory=list)
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
     short_batches: int = 0
     entropy_coefficient: float | None = None
 

@@ -52,6 +52,10 @@ class SamplingParams:
                 raise ValueError(f"{name}={getattr(self, name)!r}: it must be {expected}")
 
 
+class ClosedError(RuntimeError):
+    """The sampler was closed while it was sampling."""
+
+
 class Completion(NamedTuple):
     """One answer.
 
@@ -90,6 +94,11 @@ class Sampler(Protocol):
         Raises:
           ValueError: for an empty prompt or one too long for the model.
         """
+        ...
+
+    def close(self) -> None:
+        """Drops what is being sampled: whoever iterates over it, in another thread, gets an error.
+        Nothing can be sampled afterwards."""
         ...
 
 

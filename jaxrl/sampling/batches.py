@@ -1,5 +1,6 @@
 """One batch of answers from its prompts to its completions, seen from the host."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.precision import Precision
-from jaxrl.sampling.base import Completion, SamplingParams
+from jaxrl.sampling.base import ClosedError, Completion, SamplingParams
 from jaxrl.sampling.buckets import count_bucket, length_bucket
 from jaxrl.sampling.choice import Draw, draw
 from jaxrl.sampling.decoding import SEGMENT, Drawn, Rows, begin, decode, move, start
@@ -39,6 +40,7 @@ class Request(NamedTuple):
     precision: Precision
     layout: Layout | None
     max_batch: int
+    closed: threading.Event
 
     @property
     def shards(self) -> int:
@@ -100,6 +102,7 @@ def run_batch(answers: Sequence[Answer], request: Request) -> Iterator[Completio
 
     Raises:
       FloatingPointError: if the model's logits are not finite.
+      ClosedError: once the sampler is closed.
     """
     params = request.params
     width = length_bucket(max(len(answer.prompt) for answer in answers), step=16)
@@ -115,6 +118,8 @@ def run_batch(answers: Sequence[Answer], request: Request) -> Iterator[Completio
     rows, out = _begin(answers, request, width=width, slots=slots, table=table, settings=settings)
     progress += [None] * (rows.token.shape[0] - len(progress))
     while True:
+        if request.closed.is_set():
+            raise ClosedError("the sampler was closed")
         out, length, ended = jax.device_get((out, rows.length, rows.ended))
         total += int(out.count)
         finished = []

@@ -1,5 +1,6 @@
 """Sampling with JAX on the learner's own arrays: the default sampler, without a server."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -62,6 +63,7 @@ class EmbeddedSampler:
         self._precision = sampler_precision(precision)
         self._max_batch = max_batch
         self._layout = layout
+        self._closed = threading.Event()
         self.load(params, version=version)
 
     @property
@@ -84,6 +86,10 @@ class EmbeddedSampler:
         )
         self._weights = _Weights(weights, version)
 
+    def close(self) -> None:
+        """See `Sampler.close`."""
+        self._closed.set()
+
     def sample(
         self, prompts: Sequence[np.ndarray], params: SamplingParams, *, group_size: int
     ) -> Iterator[Completion]:
@@ -98,6 +104,7 @@ class EmbeddedSampler:
           ValueError: at the call, for a prompt that is empty, too long for the model or not of its
             vocabulary, or for sampling params that make no sense.
           FloatingPointError: while iterating, if the model's logits are not finite.
+          ClosedError: while iterating, after `close`.
         """
         config = self._model.config
         prompts = [np.asarray(prompt) for prompt in prompts]
@@ -113,7 +120,14 @@ class EmbeddedSampler:
         answers = [Answer(prompts[i], i, j) for i in order for j in range(group_size)]
         weights, version = self._weights
         request = Request(
-            weights, version, params, self._model, self._precision, self._layout, self._max_batch
+            weights,
+            version,
+            params,
+            self._model,
+            self._precision,
+            self._layout,
+            self._max_batch,
+            self._closed,
         )
         starts = range(0, len(answers), self._max_batch)
         return (

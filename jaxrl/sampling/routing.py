@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from http.client import HTTPConnection
 from typing import NamedTuple, TypeVar
 
+from jaxrl.sampling.base import ClosedError
+
 _ATTEMPTS = 4  # the first and three more, after 0.5, 1 and 2 seconds
 
 T = TypeVar("T")
@@ -130,7 +132,7 @@ class Router:
                 self._parked.append(connection)
         try:
             if self._closed.is_set():
-                raise SamplerError("the sampler was closed")
+                raise ClosedError("the sampler was closed")
             yield connection
         finally:
             self._idle.put(connection)

@@ -142,7 +142,8 @@ class VllmSampler:
         return list(self._pool.map(self._score, range(len(sequences)), sequences))
 
     def close(self) -> None:
-        """Closes the connections, so that servers drop what is in flight, and ends the threads."""
+        """See `Sampler.close`: closes the connections, so that servers drop what is in flight, and
+        ends the threads."""
         self._router.hang_up()
         self._pool.shutdown(cancel_futures=True)
         self._router.close()
