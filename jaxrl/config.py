@@ -128,6 +128,16 @@ def _contradictions(c: Config) -> Iterator[str]:
             "data.eval_path needs a function in reward.path that says which answers are right; "
             "with reward.weights = [0] it is measured and not learnt"
         )
+    if c.critic.trunk == "shared" and c.critic.path is not None:
+        yield (
+            f"critic.path = {c.critic.path!r} and critic.trunk = 'shared': the trunk is the "
+            "policy's, and the head begins with 0; leave critic.path out"
+        )
+    if c.critic.trunk == "own" and c.critic.coefficient is not None:
+        yield (
+            f"critic.coefficient = {c.critic.coefficient:g} weighs two losses of one network and "
+            "critic.trunk = 'own' has two; set critic.learning_rate instead"
+        )
     if c.reward.overlong_buffer > c.sampling.max_tokens:
         yield (
             f"reward.overlong_buffer = {c.reward.overlong_buffer} is more than the "

@@ -1,24 +1,24 @@
 """The critic of PPO: a decoder whose head says what an answer will earn, learnt beside the policy.
 
 It has parameters and an optimizer of its own; like the learner it is pure functions over one state.
+`jaxrl.actor_critic` puts the two together.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from jaxrl.advantages import Outcomes
 from jaxrl.batch import TokenBatch
 from jaxrl.learner import Minibatch
 from jaxrl.losses.algebra import Scores
 from jaxrl.losses.value import Critic
 from jaxrl.metrics import Metrics
 from jaxrl.models.decoder import Model
-from jaxrl.models.scorer import token_scores
+from jaxrl.models.scorer import token_values
 from jaxrl.models.spec import Params
 from jaxrl.precision import Precision, cast
 from jaxrl.update import LearnerState, by_microbatch, constrainer, make_update
@@ -33,13 +33,11 @@ class CriticLearner(NamedTuple):
         without gradient; 0 elsewhere.
       step: (state, minibatch) -> (state, metrics); reads `batch.values` and `batch.returns`. The
         names of the metrics begin with "value/".
-      returns: the recipe's: outcomes with values -> what the critic should have expected.
     """
 
     init: Callable[[Params], LearnerState]
     values: Callable[[Params, Minibatch], jax.Array]
     step: Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]
-    returns: Callable[[Outcomes], Sequence[np.ndarray]]
 
 
 def make_critic(
@@ -55,19 +53,14 @@ def make_critic(
 
     Args:
       model: a scorer, whose `config.scored` holds.
-      recipe: what is minimised, and the targets.
+      recipe: what is minimised.
       optimizer: any optax transformation; it sees unscaled f32 gradients and f32 parameters.
       precision: the dtype policy.
       rows_per_microbatch: rows that are computed at once; divides the rows of every minibatch.
       param_shardings: as in `make_learner`.
     """
     constrain = constrainer(param_shardings)
-
-    def judge(weights: Params, batch: TokenBatch) -> jax.Array:
-        hidden = model.hidden(
-            weights, batch.tokens, batch.positions, batch.segments, precision=precision
-        )
-        return token_values(hidden, model.unembedding(weights), batch, precision=precision)
+    judge = functools.partial(judged, model, precision=precision)
 
     def values(params: Params, minibatch: Minibatch) -> jax.Array:
         weights = constrain(cast(params, precision.compute))
@@ -77,8 +70,7 @@ def make_critic(
 
     def total(weights: Params, batch: TokenBatch, fixed: None) -> tuple[jax.Array, Metrics]:
         del fixed
-        found = judge(weights, batch)
-        return recipe.objective.total(Scores(logprobs=jnp.zeros_like(found), values=found), batch)
+        return value_total(recipe, judge(weights, batch), batch=batch)
 
     update = make_update(
         total,
@@ -96,25 +88,33 @@ def make_critic(
             denominator=recipe.objective.denominator(minibatch.batch),
             microbatches=minibatch.microbatches,
         )
-        names = {name: f"value/{name.removeprefix('value/')}" for name in metrics}
-        return state, {names[name]: metric for name, metric in metrics.items()}
+        return state, named(metrics)
 
-    return CriticLearner(update.init, values, step, recipe.returns)
+    return CriticLearner(update.init, values, step)
 
 
-def token_values(
-    hidden: jax.Array, head: jax.Array, batch: TokenBatch, *, precision: Precision
-) -> jax.Array:
-    """What a value head expects before each action token: its output at the token before.
+def judged(model: Model, weights: Params, batch: TokenBatch, *, precision: Precision) -> jax.Array:
+    """The values of a batch, differentiable; f32[B, T].
 
     Args:
-      hidden: activations[B, T, D] after the final norm.
-      head: compute[1, D].
-      batch: says which tokens are actions; none begins a sequence, since a prompt precedes it.
+      model: a scorer.
+      weights: its parameters in `precision.compute`.
+      batch: tokens in rows.
       precision: the dtype policy.
-
-    Returns:
-      f32[B, T]; 0 at all other tokens.
     """
-    scores = token_scores(hidden, head, precision=precision)
-    return jnp.where(batch.action_mask, jnp.roll(scores, 1, axis=1), 0)
+    hidden = model.hidden(
+        weights, batch.tokens, batch.positions, batch.segments, precision=precision
+    )
+    return token_values(hidden, model.unembedding(weights), batch, precision=precision)
+
+
+def value_total(
+    recipe: Critic, values: jax.Array, *, batch: TokenBatch
+) -> tuple[jax.Array, Metrics]:
+    """The critic's loss alone, summed over a microbatch, and its metrics."""
+    return recipe.objective.total(Scores(logprobs=jnp.zeros_like(values), values=values), batch)
+
+
+def named(metrics: Metrics) -> Metrics:
+    """The metrics of a critic's step, each name beginning with "value/"."""
+    return {f"value/{name.removeprefix('value/')}": metric for name, metric in metrics.items()}

@@ -18,9 +18,13 @@ from jaxrl.losses.algebra import Need, Objective, Scores
 from jaxrl.metrics import Metrics
 from jaxrl.models.decoder import Model
 from jaxrl.models.logprobs import token_logprobs, token_logprobs_and_entropy
+from jaxrl.models.scorer import token_values
 from jaxrl.models.spec import Params
 from jaxrl.precision import Precision, cast, sampler_precision
 from jaxrl.update import LearnerState, by_microbatch, constrainer, make_update
+
+# Among the parameters, the head of a critic that shares the policy's trunk: [1, D].
+VALUE_HEAD = "score"
 
 
 @struct.dataclass(kw_only=True)
@@ -103,7 +107,8 @@ def make_learner(
 
     Args:
       model: what turns tokens into hidden states.
-      objective: what is minimised; the scores it needs are computed, others are not.
+      objective: what is minimised; the scores it needs are computed, others are not. For one that
+        needs values, the parameters hold `VALUE_HEAD` besides the model's.
       optimizer: any optax transformation; it sees unscaled f32 gradients and f32 parameters.
       precision: the dtype policy.
       rows_per_microbatch: rows that are computed at once; divides the rows of every minibatch.
@@ -154,12 +159,16 @@ def make_learner(
             # One update per rollout: the anchor is the learner itself, at no cost.
             anchor = jax.lax.stop_gradient(pi)
         replay = None if served is None else jax.lax.stop_gradient(as_sampled(served, batch))
+        values = None
+        if Need.VALUES in objective.needs:
+            values = token_values(hidden, weights[VALUE_HEAD], batch, precision=precision)
         return Scores(
             logprobs=pi,
             entropy=entropy,
             anchor=anchor,
             shadow=replay,
             reference=inputs["reference"],
+            values=values,
             imbalance=imbalance if Need.IMBALANCE in objective.needs else None,
         )
 
@@ -180,6 +189,11 @@ def make_learner(
 
     def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
         _check(minibatch, objective, rows_per_microbatch=rows_per_microbatch)
+        if Need.VALUES in objective.needs and VALUE_HEAD not in state.params:
+            raise ValueError(
+                "the loss needs a critic's values and the parameters have no head for them; see "
+                "actor_critic.shared_trunk"
+            )
         return update.step(
             state,
             {

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl import precision, shaping
+from jaxrl.actor_critic import State
 from jaxrl.advantages import Advantages, estimate, explained_variance
 from jaxrl.answers import Answers, Numbers, clock
 from jaxrl.batch import Rollout, assign_rows, gather, pack
@@ -28,7 +29,7 @@ from jaxrl.losses.algebra import Need
 from jaxrl.metrics import Metrics, merge, to_floats
 from jaxrl.models import huggingface
 from jaxrl.plots import draw_run
-from jaxrl.run import Progress, Run, State, open_run
+from jaxrl.run import Progress, Run, open_run
 from jaxrl.stream import open_answers
 from jaxrl.tracking import read_metrics
 
@@ -110,7 +111,7 @@ def learn(
 ) -> tuple[State, Numbers]:
     """One optimizer step on each mini-batch, of the critic where there is one and, once that is
     pre-trained, of the policy; the metrics are means over all of them."""
-    policy, critic = state
+    policy = state.policy
     learning_rate = float(run.learning_rate(int(policy.step)))
     # Equal parts; where dynamic sampling found too few groups they are smaller, or fewer.
     size = -(-len(rollouts) // run.config.train.updates_per_rollout)
@@ -126,19 +127,25 @@ def learn(
     numbers |= probe(run, policy, minibatches[0], step=progress.step)
     collected: Metrics = {}
     for minibatch in minibatches:
-        if run.critic is not None and critic is not None:
-            critic, metrics = run.critic.step(critic, minibatch)
-            collected = merge(collected, metrics)
-        if run.critic is None or progress.step >= run.config.critic.pretrain_steps:
-            policy, metrics = run.learner.step(policy, minibatch)
-            collected = merge(collected, metrics)
+        state, metrics = update(run, state, minibatch, step=progress.step)
+        collected = merge(collected, metrics)
     numbers |= to_floats(collected) | {"learning_rate": learning_rate}
     if run.recipe.entropy is not None and "entropy" in numbers:
         numbers["entropy/coefficient"] = coefficient
         progress.entropy_coefficient = run.recipe.entropy.next(
             coefficient, entropy=numbers["entropy"]
         )
-    return State(policy, critic), numbers
+    return state, numbers
+
+
+def update(run: Run, state: State, minibatch: Minibatch, *, step: int) -> tuple[State, Metrics]:
+    """One optimizer step."""
+    if run.critic is None:
+        policy, metrics = run.learner.step(state.policy, minibatch)
+        return State(policy), metrics
+    if step < run.config.critic.pretrain_steps:
+        return run.critic.pretrain(state, minibatch)
+    return run.critic.step(state, minibatch)
 
 
 def aim(
@@ -153,12 +160,12 @@ def aim(
             run, rollouts, functools.partial(run.learner.score, params), parts=parts
         ),
     )
-    if run.critic is None or state.critic is None:
+    if run.critic is None or run.recipe.critic is None:
         return Targets(estimate(run.recipe.advantages, known), None, None), numbers
-    judge = functools.partial(run.critic.values, state.critic.params)
+    judge = functools.partial(run.critic.values, state)
     values = per_token(run, rollouts, judge, parts=parts)
     known = dataclasses.replace(known, values=values)
-    returns = run.critic.returns(known)
+    returns = run.recipe.critic.returns(known)
     numbers["value/explained_variance"] = explained_variance(returns, known)
     return Targets(estimate(run.recipe.advantages, known), values, returns), numbers
 

@@ -4,20 +4,21 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from jaxrl import losses, parts, precision, refill
+from jaxrl.actor_critic import ActorCritic, State
 from jaxrl.batch import Rollout
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import Config
-from jaxrl.critic import CriticLearner, make_critic
+from jaxrl.critics import open_critic
 from jaxrl.data import Prompts, Tokenizer
 from jaxrl.diagnostics.replay import Score
 from jaxrl.environments.reward_model import RewardModel, check_vocabulary, make_scores
 from jaxrl.environments.scoring import Reward, load_rewards
-from jaxrl.learner import Learner, LearnerState
+from jaxrl.learner import Learner
 from jaxrl.losses import Need, Recipe
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model
@@ -27,13 +28,6 @@ from jaxrl.samplers import Publish, open_sampler
 from jaxrl.sampling.base import Sampler, SamplingParams
 from jaxrl.tracking import Tracker, open_tracker
 from sharding.partition import Layout
-
-
-class State(NamedTuple):
-    """What learns: the policy, and the critic of a recipe that has one."""
-
-    policy: LearnerState
-    critic: LearnerState | None
 
 
 @dataclasses.dataclass
@@ -91,7 +85,7 @@ class Run:
     recipe: Recipe
     learner: Learner  # compiled; `step` donates the state
     learning_rate: Any  # optimizer step -> learning rate
-    critic: CriticLearner | None  # compiled likewise; None unless the recipe has one
+    critic: ActorCritic | None  # compiled likewise; None unless the recipe has one
     sampler: Sampler
     publish: Publish
     replay: Score | None  # the server's log-probs of given tokens; None without a server
@@ -148,8 +142,12 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         keep=config.checkpoint.keep,
         keep_best=config.checkpoint.keep_best,
     )
-    critic, critic_state = open_critic(config, recipe, layout=layout) or (None, None)
-    state = State(jax.jit(pure.init, out_shardings=state_shardings)(params), critic_state)
+    state, critic = State(jax.jit(pure.init, out_shardings=state_shardings)(params)), None
+    if recipe.critic is not None:
+        critic, judge = open_critic(
+            config, recipe, learner=pure, model=model, shardings=state_shardings, layout=layout
+        )
+        state = state._replace(critic=judge)
     progress = Progress()
     if (step := checkpoints.latest_step()) is not None:
         restored = checkpoints.restore(step, state.policy, critic=state.critic)
@@ -212,45 +210,6 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             yield run, state, progress
         finally:
             checkpoints.close()
-
-
-def open_critic(
-    config: Config, recipe: Recipe, *, layout: Layout
-) -> tuple[CriticLearner, LearnerState] | None:
-    """The critic that the recipe asks for, compiled, and its state before the first step; None if
-    it asks for none.
-
-    Raises:
-      FileNotFoundError, ValueError: for a checkpoint that cannot be used; the message names it.
-    """
-    if recipe.critic is None:
-        return None
-    policy = precision.parse(config.precision)
-    model, params = parts.load_scorer(
-        config.critic.path or config.model.path,
-        layout=layout,
-        dtype=policy.params,
-        remat=config.train.remat,
-    )
-    optimizer = parts.make_optimizer(
-        config.optimizer.model_copy(update={"learning_rate": config.critic.learning_rate}),
-        total_steps=config.optimizer_steps,
-        specs=model.specs,
-    )
-    pure = make_critic(
-        model,
-        recipe.critic,
-        optimizer=optimizer.transformation,
-        precision=policy,
-        rows_per_microbatch=config.microbatch_rows,
-        param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
-    )
-    shardings = layout.state(jax.eval_shape(pure.init, params), model.specs)
-    compiled = pure._replace(
-        values=jax.jit(pure.values),
-        step=jax.jit(pure.step, donate_argnums=0, out_shardings=(shardings, None)),
-    )
-    return compiled, jax.jit(pure.init, out_shardings=shardings)(params)
 
 
 def load_reward_model(

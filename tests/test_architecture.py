@@ -19,6 +19,7 @@ LOWER = (
     {
         "learner",
         "critic",
+        "actor_critic",
         "update",
         "optimizers",
         "checkpoint",

@@ -104,6 +104,8 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({"reward__weights": [1, 2]}, "2 numbers for 1 functions in reward.path"),
         ({"optimizer__warmup_steps": 100}, "the run's 100 optimizer steps"),
         ({"eval__every": 5}, "eval.every = 5 needs data.eval_path"),
+        ({"critic__trunk": "shared", "critic__path": "c"}, "leave critic.path out"),
+        ({"critic__coefficient": 0.5}, "set critic.learning_rate instead"),
         ({"data__template": "text", "data__system_prompt": "Hi"}, "needs a chat template"),
     ],
 )

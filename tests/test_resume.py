@@ -17,7 +17,10 @@ import orbax.checkpoint as ocp
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from jaxrl import config_file
 from jaxrl.checkpoint import Checkpoints
+from jaxrl.config import Config
+from jaxrl.export import export_checkpoint
 from jaxrl.models import huggingface
 from jaxrl.precision import PRESETS
 from tests import tiny
@@ -61,8 +64,8 @@ def material(tmp_path_factory):
 @contextmanager
 def started(material: Path, run_dir: Path) -> Iterator[subprocess.Popen]:
     """`jaxrl train` with everything that a checkpoint must hold: moments, a loss scale that moves,
-    a critic, several updates per rollout, a position in the data, answers that were left over, the
-    best accuracy."""
+    a critic's head on the policy's trunk, several updates per rollout, a position in the data,
+    answers that were left over, the best accuracy."""
     keys = {
         "model.path": material / "model",
         "data.path": material / "prompts.jsonl",
@@ -76,6 +79,7 @@ def started(material: Path, run_dir: Path) -> Iterator[subprocess.Popen]:
         "train.group_size": 4,
         "train.refill_rounds": 2,
         "loss.name": "ppo",
+        "critic.trunk": "shared",
         "critic.pretrain_steps": 2,
         "critic.learning_rate": 1e-2,
         "train.updates_per_rollout": 2,
@@ -162,6 +166,15 @@ def test_the_undisturbed_run_learns_and_moves_the_loss_scale(undisturbed):
     assert np.abs(final_state(undisturbed, "critic")["params"]["score"]).max() > 1e-2
     assert len({row["loss_scale"] for row in rows(undisturbed) if "loss_scale" in row}) > 2
     assert sum(row.get("groups/kept", 0) > 0 for row in rows(undisturbed)) > STEPS // 4
+
+
+def test_the_critics_head_is_not_exported(undisturbed, tmp_path):
+    config = config_file.load(Config, file=undisturbed / "config.toml")
+    export_checkpoint(config, run_dir=undisturbed, directory=tmp_path, step="latest", dtype=None)
+    for directory in (tmp_path, undisturbed / "model"):
+        huggingface.load(directory, dtype=None)  # refuses a tensor that no language model has
+    names = [directory / "model.safetensors" for directory in (tmp_path, undisturbed / "model")]
+    assert names[0].read_bytes() == names[1].read_bytes()
 
 
 def test_killed_and_resumed_equals_undisturbed(material, undisturbed, tmp_path):

@@ -30,6 +30,24 @@ def token_scores(hidden: jax.Array, head: jax.Array, *, precision: Precision) ->
     return jnp.sum(x * weight[None], axis=-1).astype(precision.logits).astype(wide)
 
 
+def token_values(
+    hidden: jax.Array, head: jax.Array, batch: TokenBatch, *, precision: Precision
+) -> jax.Array:
+    """What a value head expects before each action token: its output at the token before.
+
+    Args:
+      hidden: activations[B, T, D] after the final norm.
+      head: compute[1, D].
+      batch: says which tokens are actions; none begins a sequence, since a prompt precedes it.
+      precision: the dtype policy.
+
+    Returns:
+      f32[B, T]; 0 at all other tokens.
+    """
+    scores = token_scores(hidden, head, precision=precision)
+    return jnp.where(batch.action_mask, jnp.roll(scores, 1, axis=1), 0)
+
+
 def sequence_scores(
     model: Model, weights: Params, batch: TokenBatch, *, precision: Precision
 ) -> jax.Array:
