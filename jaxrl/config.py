@@ -17,7 +17,6 @@ from jaxrl.config_tables import (
     ModelConfig,
     OptimizerConfig,
     ProbeConfig,
-    RewardConfig,
     RunConfig,
     SamplerConfig,
     SamplingConfig,
@@ -25,6 +24,7 @@ from jaxrl.config_tables import (
 )
 from jaxrl.critic_config import CriticConfig
 from jaxrl.mesh_config import MeshConfig
+from jaxrl.reward_config import RewardConfig
 from jaxrl.rollouts_config import RolloutsConfig
 
 

@@ -4,7 +4,7 @@ A table is frozen and strict. `--help` prints the docstrings below.
 """
 
 import typing
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -16,7 +16,6 @@ from pydantic import (
     PositiveInt,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from jaxrl import precision
@@ -108,43 +107,6 @@ class DataConfig(PromptConfig):
 
     eval_limit: PositiveInt | None = None
     """Evaluate on this many held-out prompts, the first ones of the file; all when absent."""
-
-
-class RewardConfig(Section):
-    """What an answer is worth."""
-
-    path: Texts = ()
-    """Reward functions, added up: a name in jaxrl.environments.rewards (`exact_match`,
-    `numeric_match`, ...), `file.py:function` or `package.module:function`. The first one says what
-    counts as right in evaluations."""
-
-    weights: Numbers = ()
-    """Factor of each function, in the same order; all 1 when empty. A function with the factor 0 is
-    measured and not learnt."""
-
-    model: str | None = None
-    """Directory of a reward model (`jaxrl reward-model`), whose score of prompt and answer is added
-    too. It reads the sampled token ids, so its tokenizer must be the policy's."""
-
-    model_weight: float = 1.0
-    """Factor of the reward model's score."""
-
-    @model_validator(mode="after")
-    def _names_something(self) -> Self:
-        if not self.path and self.model is None:
-            raise ValueError("reward.path is missing, and reward.model too: name what answers earn")
-        return self
-
-    kl: NonNegativeFloat = 0.0
-    """What a nat of distance from the initial model takes from the reward, token by token; 0 needs
-    no reference. The other place for it is loss.kl."""
-
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """How that distance is estimated."""
-
-    overlong_buffer: NonNegativeInt = 0
-    """The reward of an answer falls by up to 1 over the last so many of sampling.max_tokens; 0
-    takes nothing."""
 
 
 class LossConfig(Section):

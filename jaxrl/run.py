@@ -118,7 +118,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     prompts = parts.load_training_prompts(config.data, tokenizer)
     held_out = parts.load_held_out_prompts(config.data, tokenizer)
     recipe = losses.build(config.loss.name, config.loss.parameters, advantage=config.loss.advantage)
-    rewards = load_rewards(config.reward.path, config.reward.weights)
+    rewards = load_rewards(config.reward.path, config.reward.weights, timeout=config.reward.timeout)
     model, params = parts.load_model(
         config.model.path, layout=layout, dtype=policy.params, remat=config.train.remat
     )

@@ -29,7 +29,9 @@ def main(argv: Sequence[str]) -> int:
 
     policy = precision.parse(config.precision)
     layout = parts.make_layout(config.mesh)
-    reward, *_ = load_rewards(config.reward.path, config.reward.weights)
+    reward, *_ = load_rewards(
+        config.reward.path, config.reward.weights, timeout=config.reward.timeout
+    )
     tokenizer = huggingface.load_tokenizer(config.model.path)
     prompts = parts.load_held_out_prompts(config.data, tokenizer)
     assert prompts is not None

@@ -96,7 +96,9 @@ def _measure(
         return
     policy = precision.parse(config.precision)
     layout = parts.make_layout(config.mesh)
-    reward, *_ = load_rewards(config.reward.path, config.reward.weights)
+    reward, *_ = load_rewards(
+        config.reward.path, config.reward.weights, timeout=config.reward.timeout
+    )
     model, params = parts.load_model(config.model.path, layout=layout, dtype=policy.params)
     with (
         Progress("filter", start_step=done, total_steps=len(examples)) as progress,

@@ -8,16 +8,27 @@ import numpy as np
 
 from jaxrl import plugins
 from jaxrl.environments import rewards
+from jaxrl.environments.calls import call_each
 
-RewardFn = Callable[[str, Mapping[str, Any]], float]
+RewardFn = Callable[..., Any]
+
+_BATCHED = "_jaxrl_batched"
 
 
 class Reward(NamedTuple):
-    """One term of the reward."""
+    """One term of the reward.
+
+    Attributes:
+      name: for metrics and messages.
+      function: of one answer and its example, or marked by `batched`; `def` or `async def`.
+      weight: of its values in the sum.
+      timeout: seconds that a call may take.
+    """
 
     name: str
     function: RewardFn
     weight: float
+    timeout: float = 60.0
 
 
 class Scored(NamedTuple):
@@ -36,7 +47,16 @@ class Scored(NamedTuple):
     first_failure: str | None
 
 
-def load_rewards(paths: Sequence[str], weights: Sequence[float] = ()) -> list[Reward]:
+def batched(function: RewardFn) -> RewardFn:
+    """Marks a reward that takes all answers at once: a decorator of
+    `(completions: list[str], examples: list[Mapping]) -> one number for each`."""
+    setattr(function, _BATCHED, True)
+    return function
+
+
+def load_rewards(
+    paths: Sequence[str], weights: Sequence[float] = (), *, timeout: float = 60.0
+) -> list[Reward]:
     """The rewards that `reward.path` and `reward.weights` name; no weights means 1 for each.
 
     Raises:
@@ -48,7 +68,7 @@ def load_rewards(paths: Sequence[str], weights: Sequence[float] = ()) -> list[Re
     if twice:
         raise ValueError(f"reward.path names {twice[0]!r} twice; its parts could not be told apart")
     return [
-        Reward(name, function, weight)
+        Reward(name, function, weight, timeout)
         for name, function, weight in zip(
             names, functions, weights or [1.0] * len(names), strict=True
         )
@@ -60,20 +80,21 @@ def score(
 ) -> Scored:
     """Applies every reward to every answer.
 
-    A function that raises, or returns something that is no finite number, has failed on that
-    answer: the answer's reward is NaN and the failure is counted.
+    A function that raises, takes too long, or returns something that is no finite number, has
+    failed on that answer: the answer's reward is NaN and the failure is counted. One that takes all
+    answers at once fails on all of them.
     """
     parts: dict[str, np.ndarray] = {}
     failures: dict[str, int] = {}
     first_failure = None
     for term in terms:
         values = np.full(len(completions), np.nan)
-        for i, (completion, example) in enumerate(zip(completions, examples, strict=True)):
+        for i, found in enumerate(_apply(term, completions, examples)):
             try:
-                values[i] = _finite(term.function(completion, example))
+                values[i] = _finite(found)
             except Exception as error:
                 first_failure = first_failure or (
-                    f"reward {term.name} failed on the answer {completion[:80]!r}: {error!r}"
+                    f"reward {term.name} failed on the answer {completions[i][:80]!r}: {error!r}"
                 )
         parts[term.name] = values
         failures[term.name] = int(np.isnan(values).sum())
@@ -97,7 +118,27 @@ def with_part(scored: Scored, name: str, *, values: np.ndarray, weight: float) -
     )
 
 
+def _apply(
+    term: Reward, completions: Sequence[str], examples: Sequence[Mapping[str, Any]]
+) -> Sequence[Any]:
+    """For each answer what the function returned, or the exception that it raised."""
+    if not hasattr(term.function, _BATCHED):
+        pairs = list(zip(completions, examples, strict=True))
+        return call_each(term.function, pairs, timeout=term.timeout)
+    everything = (list(completions), list(examples))
+    (found,) = call_each(term.function, [everything], timeout=term.timeout)
+    if isinstance(found, Exception):
+        return [found] * len(completions)
+    values = list(found)
+    if len(values) != len(completions):
+        wrong = ValueError(f"{len(values)} rewards for {len(completions)} answers")
+        return [wrong] * len(completions)
+    return values
+
+
 def _finite(value: Any) -> float:
+    if isinstance(value, Exception):
+        raise value
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{value!r} is not a finite number")

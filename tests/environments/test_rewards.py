@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,3 +111,48 @@ def test_two_rewards_of_one_name():
 def test_installed_module():
     (term,) = load_rewards(["jaxrl.environments.rewards:brevity"])
     assert term.function("x" * 1000, {}) == -1
+
+
+SLOW = """
+import asyncio, threading
+from jaxrl.environments.scoring import batched
+
+def hangs(completion, example):
+    if completion == "hang":
+        threading.Event().wait()
+    return len(completion)
+
+async def judge(completion, example):
+    await asyncio.sleep(100 if completion == "hang" else 0)
+    return len(completion)
+
+@batched
+def ranks(completions, examples):
+    return [completions.index(c) for c in completions]
+
+@batched
+async def too_few(completions, examples):
+    return [1.0]
+"""
+
+
+@pytest.mark.parametrize("name", ["hangs", "judge"])
+def test_what_hangs_costs_its_own_answer_only(tmp_path, name):
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW)
+    terms = load_rewards([f"{file}:{name}"], timeout=0.5)
+    scored = score(terms, ["a", "hang", "ccc"], [{}] * 3)
+    np.testing.assert_array_equal(scored.total, [1, np.nan, 3])
+    assert scored.failures == {name: 1}
+    assert scored.first_failure is not None
+    assert "it took longer than 0.5 s" in scored.first_failure
+
+
+def test_a_batched_reward_sees_all_answers_at_once(tmp_path):
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW)
+    scored = score(load_rewards([f"{file}:ranks"]), ["a", "b", "a"], [{}] * 3)
+    np.testing.assert_array_equal(scored.total, [0, 1, 0])
+    scored = score(load_rewards([f"{file}:too_few"]), ["a", "b"], [{}] * 2)
+    assert np.isnan(scored.total).all()
+    assert "1 rewards for 2 answers" in str(scored.first_failure)
