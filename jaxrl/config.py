@@ -83,20 +83,9 @@ class Config(RunConfig):
         return self
 
 
-# Advantages that compare the answers of a group; None is the recipe's own, which does too.
-_GROUP_ADVANTAGES = (None, "group_relative", "centred", "leave_one_out")
-_ALONE = ("ppo", "reinforce_pp", "remax")  # recipes whose own compare with something else
-
-
 def _contradictions(c: Config) -> Iterator[str]:
     """One line for each pair of keys that cannot both hold, with the fix."""
     train, answers = c.train, c.train.train_batch * c.train.group_size
-    groups = c.loss.advantage in _GROUP_ADVANTAGES and c.loss.name not in _ALONE
-    if train.group_size == 1 and groups:
-        yield (
-            "train.group_size = 1: the advantage compares the answers of a group, and there is "
-            "only one; set train.group_size to 2 or more, or choose another loss.advantage"
-        )
     if train.group_size == 1 and train.refill_rounds:
         yield (
             f"train.refill_rounds = {train.refill_rounds} leaves out groups whose answers all earn "

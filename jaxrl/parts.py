@@ -9,7 +9,8 @@ import jax
 import optax
 from flax import traverse_util
 
-from jaxrl import data, learner, optimizers, precision
+from jaxrl import data, learner, losses, optimizers, precision
+from jaxrl.advantages import compares_group
 from jaxrl.config import Config
 from jaxrl.config_tables import (
     DataConfig,
@@ -19,7 +20,7 @@ from jaxrl.config_tables import (
 )
 from jaxrl.data import Prompts, Rendering, Tokenizer
 from jaxrl.learner import Learner
-from jaxrl.losses import Objective
+from jaxrl.losses import Objective, Recipe
 from jaxrl.mesh_config import MeshConfig
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model, decoder
@@ -125,6 +126,27 @@ def make_optimizer(config: OptimizerConfig, *, total_steps: int, specs: Specs) -
         specs=specs,
     )
     return Optimizer(transformation, schedule)
+
+
+def make_recipe(config: Config) -> Recipe:
+    """The algorithm of a training run.
+
+    Raises:
+      ValueError: as `losses.build`, and for one answer to each prompt where the advantage compares
+        answers to one prompt.
+    """
+    recipe = losses.build(
+        config.loss.name,
+        config.loss.parameters,
+        advantage=config.loss.advantage,
+        known={"max_length": config.sampling.max_tokens},
+    )
+    if config.train.group_size == 1 and compares_group(recipe.advantages):
+        raise ValueError(
+            "train.group_size = 1: the advantage compares the answers of a group, and there is "
+            "only one; set train.group_size to 2 or more, or choose another loss.advantage"
+        )
+    return recipe
 
 
 def make_learner(

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxrl import losses, parts, precision, refill
+from jaxrl import parts, precision, refill
 from jaxrl.actor_critic import ActorCritic, State
 from jaxrl.batch import Rollout
 from jaxrl.checkpoint import Checkpoints
@@ -111,13 +111,13 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
       ResumeError: if the directory holds a run with another config.
       ValueError: for a config, a model or data that cannot be used; the message names the key.
     """
+    recipe = parts.make_recipe(config)
     directory = Path(config.run_dir)
     policy = precision.parse(config.precision)
     layout = parts.make_layout(config.mesh)
     tokenizer = huggingface.load_tokenizer(config.model.path)
     prompts = parts.load_training_prompts(config.data, tokenizer)
     held_out = parts.load_held_out_prompts(config.data, tokenizer)
-    recipe = losses.build(config.loss.name, config.loss.parameters, advantage=config.loss.advantage)
     rewards = load_rewards(config.reward.path, config.reward.weights, timeout=config.reward.timeout)
     model, params = parts.load_model(
         config.model.path, layout=layout, dtype=policy.params, remat=config.train.remat

@@ -65,6 +65,7 @@ def test_printed_config_loads_again(tmp_path, capsys):
         (["config", *REQUIRED, "--loss.kl"], 1, "loss.kl: a value must follow"),
         (["train", "none.toml"], 1, "none.toml: cannot be read"),
         (["config", *REQUIRED, "--train.group_size", "1"], 1, "set train.group_size to 2 or more"),
+        (["config", *REQUIRED, "--loss.name", "gppo"], 1, "did you mean"),
         (["train"], 1, "model.path is missing"),
         (["sft", "--model.path", "m"], 1, "data.path is missing"),
         (["export", "nowhere", "out"], 1, "nowhere/config.toml: cannot be read"),

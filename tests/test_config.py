@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxrl import parts
 from jaxrl.config import Config
 from jaxrl.config_file import ConfigError, dumps, keys, load, validate
 from jaxrl.mesh_config import MeshRules
 from sharding.rules import PRESETS
+from tests.losses.cases import one_row
 
 REQUIRED = {
     "model": {"path": "m"},
@@ -97,7 +99,6 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({"train__remat": "some"}, "train.remat = 'some': input should be 'none'"),
         ({"optimizer__learning_rate": float("nan")}, "optimizer.learning_rate = nan"),
         ({"data__prompt_format": "Q:"}, "data.prompt_format = 'Q:': the prompt itself would be"),
-        ({"train__group_size": 1}, "set train.group_size to 2 or more"),
         ({"train__updates_per_rollout": 3}, "32 x 8 = 256 answers; choose a divisor"),
         ({"train__row_length": 100}, "data.max_prompt_tokens + sampling.max_tokens = 1024"),
         ({"train__microbatch_tokens": 1000}, "raise it to a multiple of 1024"),
@@ -113,6 +114,20 @@ def test_error_names_key_and_fix(changes, message):
     with pytest.raises(ConfigError) as error:
         with_keys(**changes)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("loss", [{}, {"advantage": "opo"}, {"name": "max_rl"}])
+def test_one_answer_to_each_prompt_has_nothing_to_be_compared_with(loss):
+    keys = {f"loss__{key}": value for key, value in loss.items()}
+    with pytest.raises(ValueError, match=r"set train\.group_size to 2 or more"):
+        parts.make_recipe(with_keys(train__group_size=1, **keys))
+    parts.make_recipe(with_keys(train__group_size=1, loss__name="ppo"))
+
+
+def test_a_recipe_knows_the_longest_answer():
+    recipe = parts.make_recipe(with_keys(loss__name="dr_grpo", sampling__max_tokens=100))
+    _, batch = one_row(advantages=[1.0], logprobs=[-1.0])
+    assert recipe.objective.denominator(batch) == 100
 
 
 def test_all_errors_are_reported_at_once():

@@ -11,13 +11,21 @@ from jaxrl.advantages.groups import (
     pass_at_k,
     zero_std_groups,
 )
-from jaxrl.advantages.outcomes import AdvantageEstimator, Advantages, Outcomes, estimate
+from jaxrl.advantages.outcomes import (
+    AdvantageEstimator,
+    Advantages,
+    Outcomes,
+    compares_group,
+    estimate,
+    within_group,
+)
 
 __all__ = [
     "AdvantageEstimator",
     "Advantages",
     "Outcomes",
     "centred",
+    "compares_group",
     "estimate",
     "explained_variance",
     "gae",
@@ -32,5 +40,6 @@ __all__ = [
     "reinforce_pp",
     "reinforce_pp_baseline",
     "remax",
+    "within_group",
     "zero_std_groups",
 ]

@@ -4,9 +4,10 @@ import numpy as np
 
 from jaxrl.advantages.gae import gae
 from jaxrl.advantages.groups import group_relative
-from jaxrl.advantages.outcomes import Outcomes
+from jaxrl.advantages.outcomes import Outcomes, within_group
 
 
+@within_group
 def opo(outcomes: Outcomes) -> np.ndarray:
     """Reward - mean of the group weighted by length, the baseline of least variance if tokens
     contribute alike; f32[N].
@@ -20,6 +21,7 @@ def opo(outcomes: Outcomes) -> np.ndarray:
     return np.nan_to_num(rewards - baseline[index]).astype(np.float32)
 
 
+@within_group
 def gdpo(outcomes: Outcomes, *, eps: float = 1e-6) -> np.ndarray:
     """Each component of the reward relative to its group, their weighted sum, and that relative to
     the batch; f32[N]. No component drowns another.
@@ -68,6 +70,7 @@ def reinforce_pp(outcomes: Outcomes, *, gamma: float = 1.0, eps: float = 1e-8) -
     return np.split(every, np.cumsum([len(r) for r in returns])[:-1]) if returns else []
 
 
+@within_group
 def reinforce_pp_baseline(outcomes: Outcomes, *, eps: float = 1e-8) -> np.ndarray:
     """Reward - mean of the group (alone in its group: the reward), relative to all tokens of the
     batch; f32[N].

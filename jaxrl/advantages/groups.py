@@ -6,7 +6,10 @@ reward that is NaN could not be computed: it is left out of every statistic and 
 
 import numpy as np
 
+from jaxrl.advantages.outcomes import within_group
 
+
+@within_group
 def group_relative(rewards: np.ndarray, groups: np.ndarray, *, eps: float = 1e-6) -> np.ndarray:
     """(reward - mean) / (std + eps) within the group, std unbiased; alone in its group: the reward.
 
@@ -22,6 +25,7 @@ def group_relative(rewards: np.ndarray, groups: np.ndarray, *, eps: float = 1e-6
     return _finished(np.where(count[index] > 1, centred / (std + eps), rewards))
 
 
+@within_group
 def centred(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Reward - mean of the group; alone in its group: 0.
 
@@ -31,6 +35,7 @@ def centred(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return _finished(rewards - _group_mean(rewards, index, count))
 
 
+@within_group
 def leave_one_out(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Reward - mean of the others in the group; alone in its group: the reward.
 
@@ -43,6 +48,7 @@ def leave_one_out(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return _finished(np.where(n > 1, value, rewards))
 
 
+@within_group
 def pass_at_k(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """The best answer of a group gets its reward - that of the second best, the others 0, as do all
     where two share the first place; alone in its group: the reward.
@@ -61,6 +67,7 @@ def pass_at_k(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return _finished(advantages)
 
 
+@within_group
 def max_rl(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """(reward - mean) / mean of the group, 0 where nothing was earned: hard prompts weigh more.
 

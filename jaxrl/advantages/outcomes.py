@@ -1,9 +1,10 @@
 """What an advantage estimator may see of the answers of a rollout."""
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -75,6 +76,24 @@ class FromOutcomes(Protocol):
 
 
 AdvantageEstimator = FromRewards | FromOutcomes
+
+
+E = TypeVar("E", bound=Callable[..., Advantages])
+
+
+def within_group(estimator: E) -> E:
+    """Marks an estimator that compares an answer with the others to its prompt, so that a run with
+    one answer to each prompt is refused."""
+    estimator.within_group = True  # pyright: ignore[reportFunctionMemberAccess]
+    return estimator
+
+
+def compares_group(estimator: AdvantageEstimator) -> bool:
+    """Whether `within_group` marked the estimator, or what a `functools.partial` of it is made
+    of."""
+    while isinstance(estimator, functools.partial):
+        estimator = estimator.func
+    return getattr(estimator, "within_group", False)
 
 
 def estimate(estimator: AdvantageEstimator, outcomes: Outcomes) -> Advantages:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxrl import config_file
+from jaxrl import config_file, parts
 from jaxrl.commands import options
 from jaxrl.config import Config
 from jaxrl.sft_config import SFTConfig
@@ -17,5 +17,8 @@ def main(argv: Sequence[str]) -> int:
     schema = SFTConfig if "--sft" in argv else Config
     made = options.parser_with_file("config", schema, description=DESCRIPTION)
     made.add_argument("--sft", action="store_true", help="the keys of `jaxrl sft`")
-    print(config_file.dumps(options.parse(made, schema, argv).config), end="")
+    config = options.parse(made, schema, argv).config
+    if isinstance(config, Config):
+        parts.make_recipe(config)  # what is wrong with the loss is said here, too
+    print(config_file.dumps(config), end="")
     return 0

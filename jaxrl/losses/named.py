@@ -55,7 +55,13 @@ PARTS: Mapping[Any, Mapping[str, Any]] = {
 }
 
 
-def build(name: str, parameters: Mapping[str, Any], *, advantage: str | None = None) -> Recipe:
+def build(
+    name: str,
+    parameters: Mapping[str, Any],
+    *,
+    advantage: str | None = None,
+    known: Mapping[str, Any] = types.MappingProxyType({}),
+) -> Recipe:
     """The recipe that a config describes.
 
     Args:
@@ -66,6 +72,8 @@ def build(name: str, parameters: Mapping[str, Any], *, advantage: str | None = N
         itself. Ratios, levels, corrections, aggregations and KL estimators are given by name.
       advantage: a function of `jaxrl.advantages.estimators`, or one of the user's named as above,
         that replaces the recipe's own.
+      known: what the run says anyway, such as max_length, for parameters of these names that the
+        function needs and `parameters` leaves out.
 
     Raises:
       ValueError: for an unknown name (the nearest one is shown), an unknown, missing or mistyped
@@ -73,6 +81,9 @@ def build(name: str, parameters: Mapping[str, Any], *, advantage: str | None = N
         that do not go together.
     """
     function = plugins.load_function(name, builtin=recipes, key="loss.name")
+    declared = inspect.signature(function).parameters
+    needed = [key for key, parameter in declared.items() if parameter.default is parameter.empty]
+    parameters = {key: known[key] for key in needed if key in known} | dict(parameters)
     own, more = plugins.divide_parameters(function, with_terms, parameters, key="loss")
     recipe = _as_recipe(function(**_arguments(function, own)), name=name)
     recipe = with_terms(recipe, **_arguments(with_terms, more))

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl import losses, parts, precision
+from jaxrl import parts, precision
 from jaxrl.batch import TokenBatch
 from jaxrl.config import Config
 from jaxrl.learner import LearnerState, Minibatch
@@ -90,7 +90,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
     model = parts.make_decoder(
         huggingface.load_config(config.model.path), layout=layout, remat=config.train.remat
     )
-    recipe = losses.build(config.loss.name, config.loss.parameters, advantage=config.loss.advantage)
+    recipe = parts.make_recipe(config)
     optimizer = parts.make_optimizer(
         config.optimizer, total_steps=config.optimizer_steps, specs=model.specs
     )

@@ -13,7 +13,7 @@ from jaxrl.config import Config
 from jaxrl.tracking import read_metrics
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
-# A third of the quickstart's answers; what a recipe needs besides.
+# A third of the quickstart's answers.
 BUDGET = {
     "train.steps": "24",
     "train.train_batch": "16",
@@ -25,7 +25,6 @@ BUDGET = {
     "probe.every": "0",
     "loss.kl": "0.0",
 }
-NEEDED = {"dr_grpo": {"loss.max_length": "36"}}
 
 
 class Curve(NamedTuple):
@@ -41,8 +40,7 @@ def train(recipe: str, *, seed: int, base: Path, out: Path) -> Curve:
     """The curve of a run; a run found finished is read, one found half done goes on."""
     run_dir = out / f"{recipe}-{seed}"
     if not (run_dir / "model").exists():
-        keys = BUDGET | NEEDED.get(recipe, {})
-        keys |= {
+        keys = BUDGET | {
             "loss.name": recipe,
             "seed": str(seed),
             "run_dir": str(run_dir),

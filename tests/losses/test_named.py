@@ -5,7 +5,9 @@ import textwrap
 import pytest
 
 from jaxrl import advantages
-from jaxrl.losses import Objective, Recipe, build
+from jaxrl.advantages import compares_group, estimators
+from jaxrl.losses import Objective, Recipe, build, recipes
+from tests.losses.cases import RECIPES, one_row
 
 
 @pytest.fixture
@@ -46,6 +48,15 @@ def test_advantage_replaces_the_recipes_own(user_file):
     assert own([1.0], [0]) == [1.0]
 
 
+def test_what_may_learn_from_one_answer_to_each_prompt(user_file):
+    alone = {name for name in recipes.__all__ if not compares_group(RECIPES[name].advantages)}
+    assert alone == {"ppo", "reinforce_pp", "remax"}
+    alone = {name for name in estimators.__all__ if not compares_group(getattr(estimators, name))}
+    assert alone == {"reinforce_pp", "remax"}
+    assert not compares_group(build("grpo", {}, advantage=f"{user_file}:mine").advantages)
+    assert compares_group(build(f"{user_file}:token", {}).advantages)
+
+
 def test_what_a_users_function_may_return(user_file):
     for name, needs in (("token", {"anchor"}), ("reduced", set()), ("recipe", {"reference"})):
         recipe = build(f"{user_file}:{name}", {})
@@ -80,6 +91,14 @@ def test_what_a_users_function_may_return(user_file):
 def test_errors_name_the_key_and_the_fix(name, parameters, message):
     with pytest.raises(ValueError, match=message):
         build(name, parameters)
+
+
+def test_the_run_gives_what_a_recipe_needs_and_the_config_leaves_out():
+    _, batch = one_row(advantages=[1.0, 2.0], logprobs=[-1.0, -1.0])
+    for parameters, length in (({}, 8), ({"max_length": 5}, 5)):
+        recipe = build("dr_grpo", parameters, known={"max_length": 8, "clip_low": 0.5})
+        assert recipe.objective.denominator(batch) == length
+    assert build("grpo", {}, known={"max_length": 8}).objective.denominator(batch) == 1
 
 
 def test_errors_of_users_functions(user_file):

@@ -62,7 +62,8 @@ def dr_grpo(
       A = reward - mean of the group
 
     Args:
-      max_length: the longest answer that the sampler may draw, in tokens.
+      max_length: the longest answer that the sampler may draw, in tokens; in a config
+        sampling.max_tokens when absent.
       clip_low: as in grpo.
       clip_high: as in grpo.
       ratio: which policies are compared.
