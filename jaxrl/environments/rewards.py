@@ -6,9 +6,12 @@ from `file.py:function`.
 """
 
 import re
+import secrets
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
+
+from jaxrl.environments.sandbox import run_python
 
 _NUMBER = re.compile(r"(?<![\w.])-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\w.])-?\$?\.\d+")
 
@@ -44,6 +47,28 @@ def hash_format(completion: str, example: Mapping[str, Any]) -> float:
     lines = completion.strip().splitlines()
     marked = re.fullmatch(r"####\s*(.+)", lines[-1].strip()) if lines else None
     return float(marked is not None and _NUMBER.fullmatch(marked[1].strip()) is not None)
+
+
+def python_tests(completion: str, example: Mapping[str, Any]) -> float:
+    """1 if the completion's Python passes all of the example's tests, in the sandbox; else 0.
+
+    The code is that of the last fenced block, else the whole completion. `example["tests"]` is a
+    text, or a list of texts, of Python that raises where the code is wrong, such as MBPP's asserts.
+
+    Raises:
+      SandboxError: if this machine offers no sandbox.
+    """
+    fenced = re.findall(r"```(?:python|py)?\n(.*?)```", completion, re.DOTALL)
+    tests = example["tests"]
+    # Code that ends the program before the tests must not pass: only what comes after them counts.
+    passed = secrets.token_hex(8)
+    parts = [
+        fenced[-1] if fenced else completion,
+        tests if isinstance(tests, str) else "\n".join(tests),
+        f"print({passed!r})",
+    ]
+    ran = run_python("\n".join(parts))
+    return float(ran.status == 0 and ran.stdout.endswith(f"{passed}\n"))
 
 
 def brevity(completion: str, example: Mapping[str, Any]) -> float:

@@ -1,0 +1,94 @@
+"""Runs Python that nobody has read, in a process of its own that can reach nothing.
+
+Linux only. The kernel's namespaces keep it from the network, from other processes and from writing
+anywhere but into an empty directory in memory; limits end it when it takes too much time, memory or
+output. It can read what the user can read, and nothing of that leaves it but its output. This is as
+safe as the kernel: do not run what is written to break out of it.
+"""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+_CHILD = Path(__file__).with_name("sandbox_child.py")
+_STARTING = 30.0  # seconds that a process has to start and to set up its walls
+
+
+class SandboxError(RuntimeError):
+    """The machine does not offer what the sandbox is made of."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a program may take.
+
+    Attributes:
+      seconds: of wall-clock time.
+      memory: bytes of address space of a process, and of files.
+      processes: that exist at a time; Linux does not hold root to it.
+      output: bytes of each of the two streams that are kept.
+    """
+
+    seconds: float = 5.0
+    memory: int = 512 << 20
+    processes: int = 16
+    output: int = 64 << 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """How a program ended.
+
+    Attributes:
+      status: exit status; negative is a signal.
+      stdout, stderr: what it printed, cut off at `Limits.output`.
+      timed_out: whether it was ended because it took too long.
+    """
+
+    status: int
+    stdout: str
+    stderr: str
+    timed_out: bool
+
+
+def run_python(code: str, *, stdin: str = "", limits: Limits | None = None) -> Ran:
+    """Runs a program.
+
+    Args:
+      code: Python, without packages but the standard library.
+      stdin: what it can read.
+      limits: what it may take.
+
+    Raises:
+      SandboxError: if the walls cannot be set up here.
+    """
+    limits = limits or Limits()
+    numbers = (limits.seconds, limits.memory, limits.processes, limits.output)
+    command = [sys.executable, "-I", "-S", str(_CHILD), *map(str, numbers)]
+    sent = f"{len(code.encode())}\n{code}{stdin}".encode()
+    try:
+        done = subprocess.run(
+            command,
+            input=sent,
+            capture_output=True,
+            env={"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
+            timeout=limits.seconds + _STARTING,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        raise SandboxError(
+            f"no sandbox after {late.timeout:g} s: the machine is overloaded"
+        ) from None
+    printed, _, last = _text(done.stderr).rpartition("\n")
+    if done.returncode:
+        raise SandboxError(
+            f"the sandbox cannot be set up here: {last or printed}; it needs Linux with user "
+            "namespaces (in a container: a seccomp profile that allows unshare and mount)"
+        )
+    status, in_time = map(int, last.split())
+    return Ran(status, _text(done.stdout), printed, not in_time)
+
+
+def _text(data: bytes | None) -> str:
+    return (data or b"").decode(errors="replace")

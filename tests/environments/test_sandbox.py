@@ -1,0 +1,100 @@
+"""Programs that try to get out of the sandbox, and the reward that runs unit tests in it."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxrl.environments import sandbox
+from jaxrl.environments.rewards import python_tests
+from jaxrl.environments.sandbox import Limits, SandboxError, run_python
+
+
+def test_a_program_reads_prints_and_ends():
+    ran = run_python("import sys\nprint(input()[::-1])\nsys.exit(97)", stdin="abc\nrest")
+    assert (ran.status, ran.stdout, ran.stderr, ran.timed_out) == (97, "cba\n", "", False)
+
+
+def test_an_exception_shows_its_own_lines_only():
+    ran = run_python("def f():\n    return 1 / 0\n\nf()")
+    assert ran.status == 1
+    assert ran.stderr.count("File ") == 2
+    assert ran.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+ESCAPES = {
+    "network": "import socket; socket.create_connection(('127.0.0.1', 22), timeout=1)",
+    "names": "import socket; socket.getaddrinfo('example.org', 80)",
+    "writing": "open('{there}/new', 'w')",
+    "deleting": "import os; os.remove('{there}/kept')",
+    "shared memory": "open('/dev/shm/new', 'w')",
+    "killing": "import os, signal; os.kill({pid}, signal.SIGKILL)",
+    "killing all": "import os, signal; os.kill(-1, signal.SIGKILL)",
+    "writable again": "import ctypes, os; libc = ctypes.CDLL(None, use_errno=True)\n"
+    "assert libc.mount(None, b'/', None, 4096 | 32, None) == 0, os.strerror(ctypes.get_errno())",
+    "another user": "import os; os.setuid(0)",
+    "memory": "x = bytearray(1 << 30)",
+    "files": "f = open('big', 'wb')\nfor _ in range(1000): f.write(bytes(1 << 20))\nf.flush()",
+}
+
+
+@pytest.mark.parametrize("way", ESCAPES)
+def test_there_is_no_way_out(tmp_path, way):
+    (tmp_path / "kept").write_text("")
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
+        code = ESCAPES[way].format(there=tmp_path, pid=other.pid)
+        ran = run_python(code, limits=Limits(seconds=20.0, memory=256 << 20))
+        assert ran.status != 0, ran
+        assert ran.stderr, ran
+        assert not ran.timed_out
+        assert other.poll() is None
+        other.kill()
+    assert os.listdir(tmp_path) == ["kept"]
+    assert not os.path.exists("/dev/shm/new")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "import time; time.sleep(100)",
+        "import os, time\nos.fork()\nos.setsid() if os.getpid() != 1 else None\ntime.sleep(100)",
+        "import os\nfor _ in range(6): os.fork()\nwhile True: pass",
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(100)",
+    ],
+)
+def test_what_takes_too_long_is_ended_with_all_it_started(code):
+    start = time.monotonic()
+    ran = run_python("print('begun', flush=True)\n" + code, limits=Limits(seconds=1.0))
+    assert ran.timed_out
+    assert ran.stdout == "begun\n"
+    assert time.monotonic() - start < 60
+
+
+def test_endless_output_is_cut():
+    ran = run_python("while True: print('x' * 999)", limits=Limits(seconds=1.0, output=5000))
+    assert len(ran.stdout) == 5000
+
+
+def test_a_machine_without_namespaces_is_an_error_and_runs_nothing(monkeypatch, tmp_path):
+    broken = tmp_path / "child.py"
+    source = sandbox._CHILD.read_text()
+    broken.write_text(source.replace("must(libc.unshare(", "must(libc.unshare(1 | "))
+    monkeypatch.setattr(sandbox, "_CHILD", broken)
+    with pytest.raises(SandboxError, match="Invalid argument; it needs Linux with user namespaces"):
+        run_python("print('free')")
+
+
+def test_code_earns_1_when_all_tests_pass():
+    tests = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
+    right = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+    wrong = "```python\ndef add(a, b):\n    return a - b\n```"
+    leaves = "```python\nimport os\nos._exit(0)\n```"
+    assert python_tests(right, {"tests": tests}) == 1
+    assert python_tests(right, {"tests": "\n".join(tests)}) == 1
+    assert python_tests("def add(a, b): return a + b", {"tests": tests}) == 1
+    assert python_tests(wrong, {"tests": tests}) == 0
+    assert python_tests(leaves, {"tests": tests}) == 0
+    assert python_tests("no code", {"tests": tests}) == 0
