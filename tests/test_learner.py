@@ -147,6 +147,23 @@ def test_anchor_defaults_to_the_learner_itself():
     assert_close(gradient(one, batch), gradient(one, given), rtol=1e-5)
 
 
+def test_bypass_and_decoupled_agree_over_several_updates():
+    """With the sampler's log-probs those of the weights that sampled, the anchor computed once
+    before the first of three updates is the sampler: the two wirings take the same steps."""
+    bypass, decoupled = (learner(rows=2, recipe=grpo(ratio=r)) for r in (over_sampler, over_anchor))
+    batch = minibatch(rows_per_microbatch=2)
+    sampled = bypass.score(tiny.params(), batch)
+    batch = batch.replace(batch=batch.batch.replace(sampler_logprobs=sampled))
+    ends = []
+    for one, given in ((bypass, batch), (decoupled, batch.replace(anchor=sampled))):
+        state = one.init(tiny.params())
+        for _ in range(3):
+            state, metrics = one.step(state, given)
+        assert to_floats(metrics)["ratio/kl"] > 1e-3  # the policy has moved
+        ends.append(state.params)
+    assert_close(*ends, rtol=1e-6)
+
+
 def test_missing_reference_is_an_error():
     one = learner(rows=2, recipe=objective(kl_penalty(), token_mean))
     with pytest.raises(ValueError, match="KL coefficient to 0"):

@@ -1,11 +1,13 @@
 """Reward shaping by hand, and in a run that uses all of it."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jaxrl import config_file, loop, shaping
+from jaxrl.advantages import lambda_returns
 from jaxrl.batch import gather, pack
 from jaxrl.config import Config
 from jaxrl.environments.scoring import Reward
@@ -87,6 +89,25 @@ def test_outcomes_hold_what_was_added_and_its_components():
     }
     for tokens, reward, r in zip(known.token_rewards(), known.rewards, rollouts, strict=True):
         assert tokens.sum() == pytest.approx(reward if r.action_mask.any() else 0.0)
+
+
+def test_with_a_critic_each_token_pays_its_own_distance_from_the_reference():
+    """PPO's reward by hand: -.1 (log pi - log ref) for each token, and 1 for the last besides."""
+    rollout = tiny.rollouts(1)[0]._replace(
+        completion=np.arange(4), action_mask=np.array([True, True, False, True]), reward=1.0
+    )
+    scores = {"mine": [-1.0, -2.0, -9.0, -0.5], "theirs": [-1.5, -1.0, 0.0, -0.5]}
+    known, _ = shaping.outcomes(
+        run(kl=0.1),
+        [rollout._replace(components=(1.0, 0.0))],
+        params="mine",  # pyright: ignore[reportArgumentType]
+        logprobs=lambda params: [np.array(scores[params])],  # pyright: ignore[reportArgumentType]
+    )
+    np.testing.assert_allclose(known.token_rewards(), [[-0.05, 0.1, 0.0, 1.0]], atol=1e-7)
+    judged = dataclasses.replace(known, values=[np.array([0.5, 0.6, 7.0, 0.8])])
+    # delta: -.05 + .6 - .5, .1 + .8 - .6, 1 - .8; A = delta + .5 A of the next chosen token.
+    (returns,) = lambda_returns(judged, lam=0.5)
+    np.testing.assert_allclose(returns, [0.05 + 0.2 + 0.5, 0.4 + 0.6, 0.0, 1.0], atol=1e-6)
 
 
 def test_without_shaping_nothing_is_scored_or_added():

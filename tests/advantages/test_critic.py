@@ -49,6 +49,14 @@ def test_penalties_are_part_of_the_reward():
     np.testing.assert_allclose(returns[CHOSEN], [0.7, 0.8, 0.8, 1.0], atol=1e-6)
 
 
+def test_an_answer_without_actions_has_no_advantage():
+    silent = outcomes(
+        rewards=np.array([1.0, 2.0]), action_masks=[np.zeros(5, bool), np.zeros(2, bool)]
+    )
+    for found in (generalized(silent), lambda_returns(silent)):
+        np.testing.assert_array_equal(np.concatenate(found), np.zeros(7))
+
+
 def test_explained_variance():
     known = outcomes(rewards=np.array([1.0, 0.0]))
     assert explained_variance(VALUES, known) == pytest.approx(1)

@@ -218,7 +218,7 @@ def opsm(
       A as in grpo
 
     Args:
-      delta: nats per token.
+      delta: nats per token; the paper gives none, TRL's manual 0.5, slime's default is 1e-4.
       clip_low: as in grpo.
       clip_high: as in grpo.
       ratio: which policies are compared.

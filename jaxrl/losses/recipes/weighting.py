@@ -127,8 +127,9 @@ def prime(
     drift: float = 1e-3,
     ratio: Ratio = over_sampler,
 ) -> Recipe:
-    """The default of prime-rl (INTELLECT-3, arXiv:2512.16144): DPPO's trust region, and a penalty
-    on the distance from the sampler.
+    """The default of prime-rl in early 2026, "DPPO+KL" (the framework: arXiv:2512.16144): DPPO's
+    trust region, and a penalty on the distance from the sampler. INTELLECT-3 itself was trained
+    with masked ratios; later versions reject |p - q| > .3 whatever the sign of A.
 
     Formula:
       token mean of -keep r A + drift (log r)^2
