@@ -26,6 +26,7 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], Field(strict=False)]
 Remat = Literal["none", "matmuls", "attention", "layer"]
+Attention = Literal["auto", "xla", "splash", "cudnn"]
 
 
 class Section(BaseModel):
@@ -248,6 +249,10 @@ class TrainConfig(Section):
     """What the backward pass computes again instead of keeping it: `none`; `matmuls` all but matrix
     products and attention, which costs next to nothing; `attention` all but attention; `layer` all
     of a layer, the least memory."""
+
+    attention: Attention = "auto"
+    """Its kernel: `xla` runs everywhere, `splash` on TPUs, `cudnn` on NVIDIA GPUs; `auto` takes the
+    one of the devices where the model and the dtypes allow it, and the run says which."""
 
 
 class OptimizerConfig(Section):

@@ -64,6 +64,7 @@ def _own_network(
         layout=layout,
         dtype=policy.params,
         remat=config.train.remat,
+        attention=config.train.attention,
     )
     critic = make_critic(
         scorer,

@@ -37,7 +37,11 @@ def train_dpo(config: DPOConfig) -> Result:
     training = load_training_pairs(config.data, tokenizer, max_tokens=longest)
     held_out = load_held_out_pairs(config.data, tokenizer, max_tokens=longest)
     model, params = parts.load_model(
-        config.model.path, layout=layout, dtype=policy.params, remat=config.train.remat
+        config.model.path,
+        layout=layout,
+        dtype=policy.params,
+        remat=config.train.remat,
+        attention=config.train.attention,
     )
     reference: Params = jax.jit(precision.cast, static_argnums=1)(params, policy.compute)
     optimizer = parts.make_optimizer(

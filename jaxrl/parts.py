@@ -22,11 +22,12 @@ from jaxrl.data import Prompts, Rendering, Tokenizer
 from jaxrl.learner import Learner
 from jaxrl.losses import Objective, Recipe
 from jaxrl.mesh_config import MeshConfig
-from jaxrl.models import huggingface
+from jaxrl.models import huggingface, kernels
 from jaxrl.models.decoder import Model, decoder
 from jaxrl.models.families import DecoderConfig
+from jaxrl.models.kernels import Wanted
 from jaxrl.models.spec import Params, Specs
-from jaxrl.precision import DType
+from jaxrl.precision import DType, Precision
 from jaxrl.sampling.base import SamplingParams
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
@@ -55,13 +56,39 @@ def make_layout(mesh: MeshConfig, *, devices: Sequence[Any] | None = None) -> La
     return Layout(make_mesh(**mesh.sizes, devices=devices), mesh.layout_rules)
 
 
-def make_decoder(config: DecoderConfig, *, layout: Layout, remat: str) -> Model:
+def make_decoder(
+    config: DecoderConfig, *, layout: Layout, remat: str, attention: Wanted = "auto"
+) -> Model:
     """A decoder that computes on the layout's devices."""
-    return decoder(config, remat=remat, constrain=layout.constrain, local=layout.local)
+    return decoder(
+        config,
+        remat=remat,
+        constrain=layout.constrain,
+        local=layout.local,
+        attend=kernels.attend(attention, layout=layout, config=config),
+    )
+
+
+def attention_note(
+    wanted: Wanted, *, config: DecoderConfig, layout: Layout, policy: Precision, length: int
+) -> str:
+    """What a run says of its attention in rows of `length` tokens.
+
+    Raises:
+      ValueError: as `kernels.choose`.
+    """
+    kernel = kernels.choose(wanted, layout=layout, config=config, precision=policy, length=length)
+    first = layout.mesh.devices.flat[0]
+    return f"attention by {kernel} on {layout.mesh.size} x {first.device_kind}"
 
 
 def load_model(
-    path: str, *, layout: Layout, dtype: DType, remat: str = "none"
+    path: str,
+    *,
+    layout: Layout,
+    dtype: DType,
+    remat: str = "none",
+    attention: Wanted = "auto",
 ) -> tuple[Model, Params]:
     """A language model's checkpoint, its parameters cut over the devices as the layout says.
 
@@ -73,11 +100,17 @@ def load_model(
         raise ValueError(
             f"{path} is a reward model, which has no words to say; a language model is needed here"
         )
-    return _load(config, path, load=huggingface.load, layout=layout, dtype=dtype, remat=remat)
+    model = make_decoder(config, layout=layout, remat=remat, attention=attention)
+    return model, _load(model, path, load=huggingface.load, layout=layout, dtype=dtype)
 
 
 def load_scorer(
-    path: str, *, layout: Layout, dtype: DType, remat: str = "none"
+    path: str,
+    *,
+    layout: Layout,
+    dtype: DType,
+    remat: str = "none",
+    attention: Wanted = "auto",
 ) -> tuple[Model, Params]:
     """As `load_model`, a reward model, or the beginning of one from a language model.
 
@@ -85,27 +118,25 @@ def load_scorer(
       FileNotFoundError, ValueError: as `huggingface.load_scorer`.
     """
     config = dataclasses.replace(huggingface.load_config(path), scored=True)
-    load = huggingface.load_scorer
-    return _load(config, path, load=load, layout=layout, dtype=dtype, remat=remat)
+    model = make_decoder(config, layout=layout, remat=remat, attention=attention)
+    return model, _load(model, path, load=huggingface.load_scorer, layout=layout, dtype=dtype)
 
 
 def _load(
-    config: DecoderConfig,
+    model: Model,
     path: str,
     *,
     load: Callable[..., tuple[DecoderConfig, Params]],
     layout: Layout,
     dtype: DType,
-    remat: str,
-) -> tuple[Model, Params]:
-    model = make_decoder(config, layout=layout, remat=remat)
+) -> Params:
     shardings: dict[str, Any] = traverse_util.flatten_dict(  # pyright: ignore[reportAssignmentType]
         layout.tree(model.specs), sep="/"
     )
     _, params = load(
         path, dtype=dtype, put=lambda name, array: jax.device_put(array, shardings[name])
     )
-    return model, params
+    return params
 
 
 def make_optimizer(config: OptimizerConfig, *, total_steps: int, specs: Specs) -> Optimizer:

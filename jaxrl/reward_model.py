@@ -39,7 +39,11 @@ def train_reward_model(config: RewardModelConfig) -> Result:
     training = load_training_pairs(config.data, tokenizer, max_tokens=longest)
     held_out = load_held_out_pairs(config.data, tokenizer, max_tokens=longest)
     model, params = parts.load_scorer(
-        config.model.path, layout=layout, dtype=policy.params, remat=config.train.remat
+        config.model.path,
+        layout=layout,
+        dtype=policy.params,
+        remat=config.train.remat,
+        attention=config.train.attention,
     )
     optimizer = parts.make_optimizer(
         config.optimizer, total_steps=config.train.steps, specs=model.specs

@@ -119,8 +119,19 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     prompts = parts.load_training_prompts(config.data, tokenizer)
     held_out = parts.load_held_out_prompts(config.data, tokenizer)
     rewards = load_rewards(config.reward.path, config.reward.weights, timeout=config.reward.timeout)
+    attention = parts.attention_note(
+        config.train.attention,
+        config=huggingface.load_config(config.model.path),
+        layout=layout,
+        policy=policy,
+        length=config.row_length,
+    )
     model, params = parts.load_model(
-        config.model.path, layout=layout, dtype=policy.params, remat=config.train.remat
+        config.model.path,
+        layout=layout,
+        dtype=policy.params,
+        remat=config.train.remat,
+        attention=config.train.attention,
     )
     reward_model = None
     if config.reward.model is not None:
@@ -196,6 +207,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             checkpoints=checkpoints,
             tracker=tracker,
         )
+        tracker.note(attention)
         if (advice := precision.disagreement(policy)) is not None:
             if config.strict_precision:
                 raise ValueError(f"{advice}; strict_precision = true makes this an error")

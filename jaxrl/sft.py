@@ -64,7 +64,11 @@ def finetune(config: SFTConfig) -> Result:
     tokenizer = huggingface.load_tokenizer(config.model.path)
     texts = load_texts(config.data, tokenizer, max_tokens=config.train.row_length)
     model, params = parts.load_model(
-        config.model.path, layout=layout, dtype=policy.params, remat=config.train.remat
+        config.model.path,
+        layout=layout,
+        dtype=policy.params,
+        remat=config.train.remat,
+        attention=config.train.attention,
     )
     optimizer = parts.make_optimizer(
         config.optimizer, total_steps=config.train.steps, specs=model.specs

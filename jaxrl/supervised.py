@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl import data, precision
+from jaxrl import data, parts, precision
 from jaxrl.batch import Rollout, TokenBatch
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.interrupt import Interrupt
@@ -112,8 +112,16 @@ def fit(config: SupervisedConfig, task: Task, *, layout: Layout, eval_every: int
     Raises:
       ResumeError: if the run directory holds a run with another config.
       CheckpointError: if a checkpoint cannot be written or read.
+      ValueError: if `train.attention` is a kernel that cannot be used; says why.
     """
     directory, steps = Path(config.run_dir), config.train.steps
+    attention = parts.attention_note(
+        config.train.attention,
+        config=task.model.config,
+        layout=layout,
+        policy=precision.parse(config.precision),
+        length=config.train.row_length,
+    )
     claim(directory, config)
     shardings = layout.state(jax.eval_shape(task.init, task.params), task.model.specs)
     state = jax.jit(task.init, out_shardings=shardings)(task.params)
@@ -135,7 +143,7 @@ def fit(config: SupervisedConfig, task: Task, *, layout: Layout, eval_every: int
                 directory, start_step=step, total_steps=steps, title=task.title
             ) as tracker,
         ):
-            for note in task.notes:
+            for note in (attention, *task.notes):
                 tracker.note(note)
             if step == 0 and (first := task.measure(state.params)):
                 tracker.log(0, _held_out(first))

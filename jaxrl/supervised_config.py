@@ -6,6 +6,7 @@ from typing import Self
 from pydantic import PositiveInt, model_validator
 
 from jaxrl.config_tables import (
+    Attention,
     CheckpointConfig,
     ModelConfig,
     OptimizerConfig,
@@ -40,6 +41,10 @@ class SupervisedTrainConfig(Section):
     """What the backward pass computes again instead of keeping it: `none`; `matmuls` all but matrix
     products and attention, which costs next to nothing; `attention` all but attention; `layer` all
     of a layer, the least memory."""
+
+    attention: Attention = "auto"
+    """Its kernel: `xla` runs everywhere, `splash` on TPUs, `cudnn` on NVIDIA GPUs; `auto` takes the
+    one of the devices where the model and the dtypes allow it, and the run says which."""
 
 
 class SupervisedConfig(RunConfig):

@@ -1,6 +1,7 @@
 """Logical axes -> shardings, checked: nothing is cut silently otherwise than the rules say."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -63,6 +64,15 @@ class Layout:
     def replicated(self) -> NamedSharding:
         """The whole array on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
+
+    def axes(self, logical: str) -> MeshAxes:
+        """The mesh axes, larger than 1, that a logical axis of activations is cut over."""
+        entry = (*self.batch((logical,)).spec, None)[0]
+        return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+    def count(self, logical: str) -> int:
+        """Parts that a logical axis of activations is cut into."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes(logical))
 
     def batch(self, axes: Sequence[str]) -> NamedSharding:
         """How an input or an activation with these logical axes is cut."""

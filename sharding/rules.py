@@ -33,12 +33,11 @@ _WHOLE: _Table = dict.fromkeys(
     ),
     (),
 )
-# "kv_length" is the length of the keys and values of attention, of which a query needs all.
 # "routed" is the batch where tokens meet experts: the devices with experts all see its tokens.
 _BATCH_CUT: _Table = {
     **dict.fromkeys(("batch", "routed"), ("data", "fsdp")),
     **dict.fromkeys(
-        ("length", "kv_length", "vocab", "embed", "q_heads", "kv_heads", "mlp", "experts"), ()
+        ("length", "vocab", "embed", "q_heads", "kv_heads", "head_dim", "mlp", "experts"), ()
     ),
 }
 _FSDP: _Table = {"embed": "fsdp"}

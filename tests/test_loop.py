@@ -172,12 +172,20 @@ def test_another_config_in_the_same_directory_is_refused(finished, material):
         )
 
 
+def test_a_kernel_that_is_not_there_ends_the_run_before_it_begins(material, tmp_path):
+    with pytest.raises(ValueError, match=r"'splash' is for TPUs, .* platform 'cpu'; use 'auto'"):
+        loop.train(config(material, tmp_path / "run", **{"train.attention": "splash"}))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_mismatched_precision_is_named_and_measured(material, tmp_path, capsys):
     changes = {"precision": "phantom", "train.steps": "1", "probe.every": "1"}
     with pytest.raises(ValueError, match=r"'bf16_master'.* strict_precision"):
         loop.train(config(material, tmp_path / "strict", strict_precision="true", **changes))
     loop.train(config(material, tmp_path / "run", **changes))
-    assert "compute = f32, activations = f32 and sampler = bf16" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "compute = f32, activations = f32 and sampler = bf16" in said
+    assert "attention by xla on 1 x cpu" in said
     (entry,) = [e for e in read_metrics(tmp_path / "run/metrics.jsonl") if "reward" in e]
     assert entry["probe/beta_std"] > 1e-4
     assert entry["mismatch/token_mult_error"] > 1

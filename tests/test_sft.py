@@ -140,7 +140,7 @@ def test_finetuning_learns_and_saves_a_model(material, tmp_path):
     assert tokenizer.decode([3]) == "<|user|>"
 
 
-def test_a_signal_ends_the_run(material, tmp_path, monkeypatch):
+def test_a_signal_ends_the_run(material, tmp_path, monkeypatch, capsys):
     batch = sft._batch
 
     def interrupted(*args, **kwargs):
@@ -151,6 +151,7 @@ def test_a_signal_ends_the_run(material, tmp_path, monkeypatch):
     monkeypatch.setattr(sft, "_batch", interrupted)
     result = sft.finetune(config(material, tmp_path))
     assert (result.step, result.signum, result.model) == (3, signal.SIGINT, None)
+    assert "attention by xla on 1 x cpu" in capsys.readouterr().err
 
 
 def test_contradictions():

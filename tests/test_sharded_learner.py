@@ -11,6 +11,7 @@ from jaxrl.batch import pack
 from jaxrl.learner import Minibatch, interleave, make_learner
 from jaxrl.losses import grpo, with_terms
 from jaxrl.metrics import to_floats
+from jaxrl.models import kernels
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
 from jaxrl.optimizers import make_optimizer, make_schedule
@@ -38,7 +39,8 @@ def minibatch() -> Minibatch:
 def run(layout: Layout, config: DecoderConfig):
     """Scores, gradient (as Adam's first moment), metrics and parameters after two steps."""
     balance = 0.0 if config.experts is None else 0.1
-    model = decoder(config, constrain=layout.constrain, local=layout.local)
+    attend = kernels.attend("auto", layout=layout, config=config)
+    model = decoder(config, constrain=layout.constrain, local=layout.local, attend=attend)
     schedule = make_schedule("constant", learning_rate=1e-2, warmup_steps=0, total_steps=2)
     learner = make_learner(
         model,

@@ -1,7 +1,7 @@
 """Causal attention within segments that keeps no [T, T] array for the backward pass."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,28 @@ KEPT = "attention"
 _MIN_BLOCK, _MAX_BLOCKS = 128, 8
 
 
+class Part(NamedTuple):
+    """Queries that are a part of their rows, where keys and values are of the whole rows."""
+
+    first: jax.Array  # i32[], index in the row of the first query
+    segments: jax.Array  # i32[B, S], of the whole rows
+
+
+class Attend(Protocol):
+    """What the decoder wants of attention, see `attention`."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segments: jax.Array,
+        *,
+        window: jax.Array | None,
+        precision: Precision,
+    ) -> jax.Array: ...
+
+
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -26,6 +48,7 @@ def attention(
     *,
     window: jax.Array | None,
     precision: Precision,
+    part: Part | None = None,
 ) -> jax.Array:
     """Grouped-query attention of whole sequences (arXiv:1706.03762, 2305.13245).
 
@@ -36,11 +59,13 @@ def attention(
 
     Args:
       q: [B, T, H, hd].
-      k: [B, T, K, hd], H a multiple of K; query head h reads key head h // (H / K).
+      k: [B, S, K, hd], H a multiple of K; query head h reads key head h // (H / K). S is T, or with
+        `part` the length of the whole row.
       v: like k.
       segments: i32[B, T], 0 for padding.
       window: i32[], how many tokens a token sees, itself included; None for all.
       precision: the dtype policy; scores and softmax are in `accumulate`.
+      part: which part of their rows the queries are; None for all of it.
 
     Returns:
       [B, T, H, hd] in `precision.activations`.
@@ -49,30 +74,31 @@ def attention(
     groups = heads // k.shape[2]
     q = q.reshape(batch, length, -1, groups, dim).transpose(0, 2, 3, 1, 4)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    window = jnp.int32(length) if window is None else window
-    out = _attention(q, k, v, segments, window, precision)
+    window = jnp.int32(k.shape[2]) if window is None else window
+    out = _attention(q, k, v, segments, window, part, precision)
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
 
 
-def _forward(q, k, v, segments, window, precision):
+def _forward(q, k, v, segments, window, part, precision):
     q, k, v = (x.astype(precision.compute) for x in (q, k, v))
     outs, log_totals = [], []
-    for start, stop in _blocks(q.shape[3]):
-        scores = _scores(q, k, segments, window, start=start, stop=stop, precision=precision)
+    for start, stop, end in _blocks(q, k, part):
+        block = {"start": start, "stop": stop, "end": end, "precision": precision}
+        scores = _scores(q, k, segments, window, part, **block)
         largest = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - largest)
         total = jnp.sum(weights, axis=-1, keepdims=True)
         weights = weights.astype(precision.compute)
-        out = _dot("bkgts,bksd->bkgtd", weights, v[:, :, :stop], precision=precision)
+        out = _dot("bkgts,bksd->bkgtd", weights, v[:, :, :end], precision=precision)
         outs.append((out / total).astype(precision.activations))
         log_totals.append(largest + jnp.log(total))
     out = checkpoint_name(jnp.concatenate(outs, axis=3), KEPT)
     log_total = checkpoint_name(jnp.concatenate(log_totals, axis=3), KEPT)
-    return out, (q, k, v, out, log_total, segments, window)
+    return out, (q, k, v, out, log_total, segments, window, part)
 
 
 def _backward(precision, residuals, dout):
-    q, k, v, out, log_total, segments, window = residuals
+    q, k, v, out, log_total, segments, window, part = residuals
     dot = functools.partial(_dot, precision=precision)
     mean = jnp.sum(
         dout.astype(precision.accumulate) * out.astype(precision.accumulate), axis=-1, keepdims=True
@@ -81,10 +107,11 @@ def _backward(precision, residuals, dout):
     dqs = []
     # Transposed, so that no product transposes an array of scores.
     dk, dv = (jnp.zeros(k.swapaxes(2, 3).shape, precision.accumulate) for _ in range(2))
-    for start, stop in _blocks(q.shape[3]):
-        rows, seen = (..., slice(start, stop), slice(None)), (..., slice(stop))
-        keys = (..., slice(stop), slice(None))
-        scores = _scores(q, k, segments, window, start=start, stop=stop, precision=precision)
+    for start, stop, end in _blocks(q, k, part):
+        rows, seen = (..., slice(start, stop), slice(None)), (..., slice(end))
+        keys = (..., slice(end), slice(None))
+        block = {"start": start, "stop": stop, "end": end, "precision": precision}
+        scores = _scores(q, k, segments, window, part, **block)
         probs = jnp.exp(scores - log_total[rows])
         dprobs = dot("bkgtd,bksd->bkgts", dout[rows], v[keys])
         dscores = probs * (dprobs - mean[rows]) * q.shape[-1] ** -0.5
@@ -93,16 +120,20 @@ def _backward(precision, residuals, dout):
         dk = dk.at[seen].add(dot("bkdt,bkts->bkds", _columns(q[rows]), _flat(dscores)))
         dv = dv.at[seen].add(dot("bkdt,bkts->bkds", _columns(dout[rows]), _flat(probs)))
     grads = (jnp.concatenate(dqs, axis=3), dk.swapaxes(2, 3), dv.swapaxes(2, 3))
-    return (*(x.astype(precision.activations) for x in grads), None, None)
+    return (*(x.astype(precision.activations) for x in grads), None, None, None)
 
 
-_attention: Any = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(5,))
+_attention: Any = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(6,))
 _attention.defvjp(_forward, _backward)
 
 
-def _blocks(length: int) -> list[tuple[int, int]]:
+def _blocks(q: jax.Array, k: jax.Array, part: Part | None) -> list[tuple[int, int, int]]:
+    """First query, the one after the last, and the end of the keys that they can see."""
+    length = q.shape[3]
     size = max(_MIN_BLOCK, -(-length // _MAX_BLOCKS))
-    return [(start, min(start + size, length)) for start in range(0, length, size)]
+    blocks = [(start, min(start + size, length)) for start in range(0, length, size)]
+    # Where a part begins is not known while compiling, so its blocks go against all keys.
+    return [(*block, block[1] if part is None else k.shape[2]) for block in blocks]
 
 
 def _flat(x):
@@ -118,12 +149,13 @@ def _dot(equation: str, x: jax.Array, y: jax.Array, *, precision: Precision) -> 
     return jnp.einsum(equation, x, y, preferred_element_type=precision.accumulate)
 
 
-def _scores(q, k, segments, window, *, start, stop, precision):
-    """Scores of the queries in [start, stop) with the keys before stop; the lowest number where a
+def _scores(q, k, segments, window, part, *, start, stop, end, precision):
+    """Scores of the queries in [start, stop) with the keys before `end`; the lowest number where a
     query does not see a key."""
-    q, k = q[..., start:stop, :], k[..., :stop, :]
+    q, k = q[..., start:stop, :], k[..., :end, :]
     scores = _dot("bkgtd,bksd->bkgts", q, k, precision=precision) * q.shape[-1] ** -0.5
-    distance = jnp.arange(start, stop)[:, None] - jnp.arange(stop)[None, :]
+    first, of_keys = (0, segments) if part is None else part
+    distance = first + jnp.arange(start, stop)[:, None] - jnp.arange(end)[None, :]
     causal = (distance >= 0) & (distance < window)
-    seen = causal[None] & (segments[:, start:stop, None] == segments[:, None, :stop])
+    seen = causal[None] & (segments[:, start:stop, None] == of_keys[:, None, :end])
     return jnp.where(seen[:, None, None], scores, jnp.finfo(scores.dtype).min)

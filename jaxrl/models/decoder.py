@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.attention import KEPT, attention
+from jaxrl.models.attention import KEPT, Attend, attention
 from jaxrl.models.experts import Local, Routing, feed_forward, imbalance, undivided
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.layers import (
@@ -102,6 +102,7 @@ def decoder(
     remat: str = "none",
     constrain: Constrain = identity,
     local: Local = undivided,
+    attend: Attend = attention,
 ) -> Model:
     """A decoder-only transformer.
 
@@ -113,6 +114,7 @@ def decoder(
         attention. "layer": everything; only each layer's input is kept.
       constrain: imposes a layout on activations.
       local: runs experts on the devices that hold them.
+      attend: attention, see `kernels.attend`.
 
     Raises:
       ValueError: for an unknown `remat`.
@@ -123,7 +125,7 @@ def decoder(
     def layer_step(x, layer, window, recorded, *, table, segments, precision):
         dims = {"config": config, "precision": precision, "constrain": constrain}
         q, k, v = project_qkv(x, layer, table, **dims)
-        out = attention(q, k, v, segments, window=window, precision=precision)
+        out = attend(q, k, v, segments, window=window, precision=precision)
         x = x + matmul(out.reshape(*x.shape[:2], -1), layer["o"], precision=precision)
         x = constrain(x, ("batch", "length", "embed"))
         more, routing = feed_forward(x, layer, **dims, local=local, recorded=recorded)

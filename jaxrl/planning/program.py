@@ -14,8 +14,9 @@ from jaxrl.batch import TokenBatch
 from jaxrl.config import Config
 from jaxrl.learner import LearnerState, Minibatch
 from jaxrl.losses import Need
-from jaxrl.models import huggingface, logprobs, spec
+from jaxrl.models import huggingface, kernels, logprobs, spec
 from jaxrl.models.decoder import Model
+from jaxrl.models.kernels import Kernel
 from jaxrl.planning.collectives import Traffic, collectives
 from jaxrl.planning.topology import GIB, Topology
 from jaxrl.precision import DType, Precision
@@ -53,6 +54,7 @@ class Program:
       model: without weights.
       layout: the mesh and its rules.
       policy: the dtypes.
+      kernel: what computes attention.
       rows: of one microbatch, over all devices.
       microbatches: of one optimizer step, at most.
       row_length: tokens of a row.
@@ -66,6 +68,7 @@ class Program:
     model: Model
     layout: Layout
     policy: Precision
+    kernel: Kernel
     rows: int
     microbatches: int
     row_length: int
@@ -87,9 +90,15 @@ def compile_step(config: Config, topology: Topology) -> Program:
     """
     policy = precision.parse(config.precision)
     layout = parts.make_layout(config.mesh, devices=topology.devices)
-    model = parts.make_decoder(
-        huggingface.load_config(config.model.path), layout=layout, remat=config.train.remat
+    sizes = huggingface.load_config(config.model.path)
+    kernel = kernels.choose(
+        config.train.attention,
+        layout=layout,
+        config=sizes,
+        precision=policy,
+        length=config.row_length,
     )
+    model = parts.make_decoder(sizes, layout=layout, remat=config.train.remat, attention=kernel)
     recipe = parts.make_recipe(config)
     optimizer = parts.make_optimizer(
         config.optimizer, total_steps=config.optimizer_steps, specs=model.specs
@@ -106,6 +115,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
         "model": model,
         "layout": layout,
         "policy": policy,
+        "kernel": kernel,
         "rows": config.microbatch_rows,
         "microbatches": microbatches,
         "row_length": config.row_length,

@@ -53,7 +53,7 @@ def _what(config: Config, topology: Topology, program: Program) -> Iterator[str]
     yield f"{topology.name}: {len(topology.devices)} chips, mesh {sizes or 'of one chip'}"
     yield (
         f"a step: {program.microbatches} x {program.rows} rows of {program.row_length} tokens at "
-        f"most, remat {config.train.remat}"
+        f"most, remat {config.train.remat}, attention by {program.kernel}"
     )
     yield f"compiled in {program.seconds:.0f} s, {program.hlo_bytes / 2**20:.1f} MiB of program"
 

@@ -58,11 +58,12 @@ def forward_flops(config: DecoderConfig, specs: Specs, *, rows: int, length: int
 
 
 def _met(one: ParamSpec, config: DecoderConfig) -> float:
-    size = math.prod(one.shape) if len(one.shape) > 1 + one.stacked else 0
-    if "experts" in one.axes:
-        assert config.experts is not None
-        size *= config.experts.per_token / config.experts.count
-    return float(size)
+    """Weights of a matrix that one token is multiplied with; 0 for norms and biases."""
+    if len(one.shape) < 2 + one.stacked:
+        return 0.0
+    experts = config.experts if "experts" in one.axes else None
+    share = 1.0 if experts is None else experts.per_token / experts.count
+    return math.prod(one.shape) * share
 
 
 def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:

@@ -81,6 +81,8 @@ def open_topology(name: str) -> Topology:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{kind}-8")
+    # Its lock is for the TPU of the machine, and several plans do not share one.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 
     described = topologies.get_topology_desc(platform="tpu", topology_name=name)

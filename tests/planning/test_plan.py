@@ -10,6 +10,7 @@ import pytest
 from jaxrl import cli, config_file
 from jaxrl.config import Config
 from jaxrl.models import families, spec
+from jaxrl.models.decoder import param_specs
 from jaxrl.planning import report
 from jaxrl.planning.program import _needed, compile_step
 from jaxrl.planning.roofline import forward_flops, parameter_count
@@ -104,6 +105,19 @@ def test_work_by_hand(planned):
     attention = 2 * 2 * 4 * 8 * 10 * 10  # layers, heads, head_dim; half of two products of 10 x 10
     found = forward_flops(tiny.CONFIG, program.model.specs, rows=3, length=10)
     assert found == 3 * (2 * 10 * weights + attention)
+
+
+def test_a_token_meets_the_router_and_its_own_experts():
+    experts = tiny.MOE.experts
+    every = dataclasses.replace(experts, per_token=experts.count)
+    specs = param_specs(tiny.MOE)
+    some, all_of_them = (
+        forward_flops(dataclasses.replace(tiny.MOE, experts=e), specs, rows=1, length=10)
+        for e in (experts, every)
+    )
+    left_out = experts.count - experts.per_token
+    matrix = tiny.MOE.hidden_size * experts.intermediate_size
+    assert all_of_them - some == 2 * 10 * tiny.MOE.num_layers * left_out * 3 * matrix
 
 
 def test_the_program_does_not_grow_with_the_layers(planned, tmp_path, monkeypatch):

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import pytest
 from jax.sharding import AxisType
@@ -42,3 +44,29 @@ def test_some_devices_only():
 def test_a_mesh_that_does_not_fit_is_an_error_with_the_numbers(sizes, message):
     with pytest.raises(ValueError, match=message):
         make_mesh(**sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What jax asks of a TPU's chip in order to arrange it."""
+
+    coords: tuple[int, int, int]
+    platform: str = "tpu"
+    device_kind: str = "TPU v5"
+    core_on_chip: int = 0
+    process_index: int = 0
+
+    @property
+    def id(self) -> int:
+        x, y, z = self.coords
+        return x + 4 * (y + 4 * z)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 64}, {"fsdp": 8, "expert": 8}, {"data": 32, "tensor": 2}]
+)
+def test_sizes_need_not_be_those_of_the_wires(sizes):
+    chips = [Chip((x, y, z)) for z in range(4) for y in range(4) for x in range(4)]
+    mesh = make_mesh(**sizes, devices=chips)
+    assert {axis: n for axis, n in mesh.shape.items() if n > 1} == sizes
+    assert {chip.id for chip in mesh.devices.flat} == set(range(64))

@@ -70,7 +70,7 @@ def test_experts_and_long_rows_have_axes_of_their_own():
     cut = layout("context", fsdp=2, context=4)
     assert cut.spec(("vocab", "embed")) == PartitionSpec(None, ("fsdp", "context"))
     assert cut.batch(("batch", "length", "mlp")).spec == PartitionSpec("fsdp", "context")
-    assert cut.batch(("batch", "kv_length", "kv_heads")).spec == PartitionSpec("fsdp")
+    assert (cut.axes("length"), cut.count("length"), cut.count("mlp")) == (("context",), 4, 1)
     cut = layout("all", expert=2, context=2, tensor=2)
     assert cut.spec(experts) == PartitionSpec(None, "expert", "tensor", "context")
 

@@ -1,0 +1,230 @@
+"""Attention on a mesh, by the kernels that its devices have.
+
+`xla` is `attention.attention`, which runs everywhere; `splash` the TPU's flash attention from
+jax.experimental.pallas; `cudnn` NVIDIA's, through jax.nn.dot_product_attention.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl.models.attention import KEPT, Attend, Part, attention
+from jaxrl.models.families import DecoderConfig
+from jaxrl.precision import Precision
+from sharding.partition import Layout
+
+Kernel = Literal["xla", "splash", "cudnn"]
+Wanted = Kernel | Literal["auto"]
+
+_LANES = 128  # of a TPU's vector unit; splash attention wants multiples of it
+_BLOCKS = (512, 256, 128)  # tokens that it works on at a time, the first that divides a row
+
+
+def choose(
+    wanted: Wanted,
+    *,
+    layout: Layout,
+    config: DecoderConfig,
+    precision: Precision,
+    length: int,
+) -> Kernel:
+    """The kernel for rows of `length` tokens on the layout's devices.
+
+    Raises:
+      ValueError: if a kernel is wanted that does not compute this; says why.
+    """
+    if wanted == "xla":
+        return "xla"
+    platform = layout.mesh.devices.flat[0].platform
+    own = length // layout.count("length")
+    reasons: dict[Kernel, str | None] = {
+        "splash": _no_splash(platform, config, precision, own),
+        "cudnn": _no_cudnn(platform, config, precision),
+    }
+    if wanted == "auto":
+        there: list[Kernel] = [name for name, reason in reasons.items() if reason is None]
+        return (*there, "xla")[0]
+    if (reason := reasons[wanted]) is not None:
+        raise ValueError(f"attention = {wanted!r} {reason}; use 'auto' or 'xla'")
+    return wanted
+
+
+def _no_splash(platform: str, config: DecoderConfig, precision: Precision, own: int) -> str | None:
+    if platform != "tpu":
+        return f"is for TPUs, and the devices are of the platform {platform!r}"
+    if config.head_dim % _LANES or own % _LANES:
+        return (
+            f"wants multiples of {_LANES}; the model's head_dim is {config.head_dim}, and a device "
+            f"has {own} tokens of a row"
+        )
+    if config.windows:
+        return "knows no windows that differ by layer"
+    if precision.compute == jnp.float16:
+        return "has no f16, which the TPU's vector unit lacks"
+    return None
+
+
+def _no_cudnn(platform: str, config: DecoderConfig, precision: Precision) -> str | None:
+    if platform not in ("gpu", "cuda"):
+        return f"is for NVIDIA GPUs, and the devices are of the platform {platform!r}"
+    if precision.compute.itemsize != 2:
+        return f"computes in bf16 or f16, and precision.compute is {precision.compute.name}"
+    if config.head_dim % 8 or config.head_dim > 128:
+        return f"wants a head_dim of at most 128 and a multiple of 8, not {config.head_dim}"
+    if config.windows:
+        return "knows no windows that differ by layer"
+    return None
+
+
+def attend(wanted: Wanted, *, layout: Layout, config: DecoderConfig) -> Attend:
+    """Attention that a decoder on the layout's mesh can call. It raises as `choose`, which looks
+    at the rows and the dtypes of every call, and as `by_kernel`."""
+
+    def chosen(q, k, v, segments, *, window, precision):
+        kernel = choose(
+            wanted, layout=layout, config=config, precision=precision, length=q.shape[1]
+        )
+        on_mesh = by_kernel(kernel, layout=layout)
+        return on_mesh(q, k, v, segments, window=window, precision=precision)
+
+    return chosen
+
+
+def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Attend:
+    """Attention by a kernel that the caller knows to be there.
+
+    Rows stay where they are and heads are dealt out as the rules say. Where the rules cut "length",
+    every device has its part of the queries and gathers the keys and values of the whole rows.
+
+    Args:
+      kernel: which one.
+      layout: the mesh and its rules.
+      interpret: run splash attention's program without a TPU, slowly.
+
+    The result raises ValueError if rows, tokens or heads do not divide over their devices.
+    """
+    if kernel == "xla" and layout.count("length") == 1:
+        return attention  # XLA cuts it over rows and heads by itself
+
+    def on_mesh(q, k, v, segments, *, window, precision):
+        constant = None
+        if kernel == "splash":
+            constant = _splash_kernel(q, layout, interpret=interpret)
+        local = functools.partial(_LOCAL[kernel], precision=precision)
+        return _on_mesh(local, layout, q, k, v, segments, window, constant)
+
+    return on_mesh
+
+
+def _on_mesh(local, layout, q, k, v, segments, window, constant):
+    """`local(q, k, v, segments, window, part, constant)` on each device's own part."""
+    tokens = ("batch", "length")
+    q = layout.constrain(q, (*tokens, "q_heads", "head_dim"))
+    k, v = (layout.constrain(x, (*tokens, "kv_heads", "head_dim")) for x in (k, v))
+    if layout.mesh.size == 1:
+        return local(q, k, v, segments, window, None, constant)
+    queries, keys, rows = (
+        layout.batch(axes).spec for axes in ((*tokens, "q_heads"), (*tokens, "kv_heads"), tokens)
+    )
+    over = layout.axes("length")
+
+    def one(q, k, v, segments, window, constant):
+        part = None
+        if over:
+            gather = functools.partial(jax.lax.all_gather, axis_name=over, axis=1, tiled=True)
+            first = jax.lax.axis_index(over) * q.shape[1]
+            part = Part(first.astype(jnp.int32), gather(segments))
+            k, v = gather(k), gather(v)
+        return local(q, k, v, segments, window, part, constant)
+
+    split: Any = PartitionSpec()
+    if constant is not None:
+        split = constant.manual_sharding_spec(
+            NamedSharding(layout.mesh, PartitionSpec(None, over or None))
+        )
+    return jax.shard_map(
+        one,
+        mesh=layout.mesh,
+        in_specs=(queries, keys, keys, rows, PartitionSpec(), split),
+        out_specs=queries,
+        check_vma=False,
+    )(q, k, v, segments, window, constant)
+
+
+def _xla(q, k, v, segments, window, part, constant, *, precision):
+    del constant
+    return attention(q, k, v, segments, window=window, precision=precision, part=part)
+
+
+def _splash_kernel(q: jax.Array, layout: Layout, *, interpret: bool) -> Any:
+    """Splash attention for queries [B, T, H, hd], with the blocks of scores that each device can
+    leave out."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # slow to import
+
+    length, shards = q.shape[1], layout.count("length")
+    block = next(size for size in _BLOCKS if length // shards % size == 0)
+    mask = splash.CausalMask((length, length), shard_count=shards)
+    return splash.make_splash_mha(
+        splash.MultiHeadMask([mask] * (q.shape[2] // layout.count("q_heads"))),
+        block_sizes=splash.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_q_dq=block,
+            block_kv_dq=block,
+        ),
+        head_shards=1,
+        q_seq_shards=shards,
+        residual_checkpoint_name=KEPT,
+        interpret=interpret,
+    )
+
+
+def _splash(q, k, v, segments, window, part, constant, *, precision):
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    del window  # `choose` does not take it for models with windows
+    # The kernel does not scale: queries are rounded once more than in `attention`.
+    scaled = (q.astype(precision.accumulate) * q.shape[-1] ** -0.5).astype(precision.compute)
+    k, v = k.astype(precision.compute), v.astype(precision.compute)
+    ids = splash.SegmentIds(q=segments, kv=segments if part is None else part.segments)
+    out = jax.vmap(constant)(*(x.transpose(0, 2, 1, 3) for x in (scaled, k, v)), ids)
+    return out.transpose(0, 2, 1, 3).astype(precision.activations)
+
+
+def _library(
+    q,
+    k,
+    v,
+    segments,
+    window,
+    part,
+    constant,
+    *,
+    precision,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+):
+    del window, constant
+    first, of_keys = (0, segments) if part is None else part
+    seen = segments[:, None, :, None] == of_keys[:, None, None, :]
+    if part is not None:
+        distance = first + jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None, :]
+        seen = seen & (distance >= 0)[None, None]
+    q, k, v = (x.astype(precision.compute) for x in (q, k, v))
+    out = jax.nn.dot_product_attention(
+        q, k, v, mask=seen, is_causal=part is None, implementation=implementation
+    )
+    return checkpoint_name(out, KEPT).astype(precision.activations)
+
+
+_LOCAL: dict[Kernel, Callable[..., jax.Array]] = {
+    "xla": _xla,
+    "splash": _splash,
+    "cudnn": _library,
+}
