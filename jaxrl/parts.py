@@ -20,7 +20,7 @@ from jaxrl.config_tables import (
 )
 from jaxrl.data import Prompts, Rendering, Tokenizer
 from jaxrl.learner import Learner
-from jaxrl.losses import Objective, Recipe
+from jaxrl.losses import Need, Objective, Recipe
 from jaxrl.mesh_config import MeshConfig
 from jaxrl.models import huggingface, kernels
 from jaxrl.models.decoder import Model, decoder
@@ -163,8 +163,8 @@ def make_recipe(config: Config) -> Recipe:
     """The algorithm of a training run.
 
     Raises:
-      ValueError: as `losses.build`, and for one answer to each prompt where the advantage compares
-        answers to one prompt.
+      ValueError: as `losses.build`, for one answer to each prompt where the advantage compares
+        answers to one prompt, and for a policy's loss that reads values.
     """
     recipe = losses.build(
         config.loss.name,
@@ -176,6 +176,11 @@ def make_recipe(config: Config) -> Recipe:
         raise ValueError(
             "train.group_size = 1: the advantage compares the answers of a group, and there is "
             "only one; set train.group_size to 2 or more, or choose another loss.advantage"
+        )
+    if Need.VALUES in recipe.objective.needs:
+        raise ValueError(
+            f"loss.name = {config.loss.name!r}: the policy's loss reads a critic's values, which "
+            "are there for the critic's own loss; return a Recipe with critic=Critic(...)"
         )
     return recipe
 

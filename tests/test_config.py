@@ -124,6 +124,11 @@ def test_one_answer_to_each_prompt_has_nothing_to_be_compared_with(loss):
     parts.make_recipe(with_keys(train__group_size=1, loss__name="ppo"))
 
 
+def test_a_policys_loss_that_reads_values_is_refused():
+    with pytest.raises(ValueError, match="critic=Critic"):
+        parts.make_recipe(with_keys(loss__name="jaxrl.losses:value_loss"))
+
+
 def test_a_recipe_knows_the_longest_answer():
     recipe = parts.make_recipe(with_keys(loss__name="dr_grpo", sampling__max_tokens=100))
     _, batch = one_row(advantages=[1.0], logprobs=[-1.0])
