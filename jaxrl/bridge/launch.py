@@ -121,7 +121,7 @@ class LocalServer:
     @property
     def process_ids(self) -> list[int]:
         """The server's processes."""
-        group = os.getpgid(self._process.pid)
+        group = self._process.pid  # it began a session of its own
         found = []
         for entry in Path("/proc").iterdir():
             try:
@@ -132,16 +132,16 @@ class LocalServer:
         return found
 
     def stop(self) -> None:
-        """Ends the server and removes memory segments that it leaves behind."""
-        if self._process.poll() is not None:
-            return
+        """Ends the server, and workers that have outlived it, and removes memory segments that it
+        leaves behind."""
         segments = {path for pid in self.process_ids for path in _segments(pid)}
-        group = os.getpgid(self._process.pid)
-        os.killpg(group, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_GRACE)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)  # workers may outlive their parent
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_GRACE)
+        for pid in self.process_ids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self._process.wait()
         for path in segments:
             path.unlink(missing_ok=True)

@@ -4,10 +4,12 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Protocol, Self
 
-from pydantic import PositiveInt
+from pydantic import PositiveInt, model_validator
 
 from jaxrl import precision
 from jaxrl.commands import options
@@ -16,7 +18,10 @@ from jaxrl.config_tables import ServerConfig
 DESCRIPTION = """Runs a stock vLLM server on 127.0.0.1 that takes weights from a learner.
 
   jaxrl serve runs/quickstart/sft/model --port 8000 --dtype f32
-  jaxrl train configs/quickstart.toml --sampler vllm --sampler.url http://127.0.0.1:8000"""
+  jaxrl train configs/quickstart.toml --sampler vllm --sampler.url http://127.0.0.1:8000
+
+With --replicas N it runs N of them on ports that follow each other, and starts again what ends; a
+run gives the weights to a server that is back at its next publish."""
 
 
 class ServeConfig(ServerConfig):
@@ -29,7 +34,30 @@ class ServeConfig(ServerConfig):
     """Longest prompt and answer together, in tokens; the model's own limit when absent."""
 
     log: str = "vllm.log"
-    """File for what the server prints."""
+    """File for what the server prints; a number is added to it for every further replica."""
+
+    replicas: PositiveInt = 1
+    """Servers; the second has the port after `port`, which must not be 0 then, and so on."""
+
+    @model_validator(mode="after")
+    def _ports_are_known(self) -> Self:
+        if self.replicas > 1 and not 0 < self.port <= 65536 - self.replicas:
+            raise ValueError(
+                f"replicas = {self.replicas} and port = {self.port}: name the first of "
+                f"{self.replicas} ports, such as port = 8000"
+            )
+        return self
+
+
+class Running(Protocol):
+    """A server that runs."""
+
+    @property
+    def url(self) -> str: ...
+
+    def check(self) -> None:
+        """Nothing while it runs; raises what it has ended with."""
+        ...
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,25 +69,62 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(config: ServeConfig, arguments: argparse.Namespace) -> int:
+    from jaxrl.bridge.launch import ServerFailedError
     from jaxrl.samplers import started_server
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    try:
-        with started_server(
-            config,
+    def start(replica: int) -> AbstractContextManager[Running]:
+        log = Path(config.log)
+        return started_server(
+            config.model_copy(update={"port": config.port and config.port + replica}),
             arguments.model_dir,
             dtype=precision.parse(f"fp32,sampler={config.dtype}").sampler,
             max_model_len=config.max_model_len,
-            log=Path(config.log),
+            log=log.with_stem(f"{log.stem}-{replica}") if replica else log,
             note=note,
-        ) as server:
-            print(server.url, flush=True)
+        )
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        with replicas(start, count=config.replicas, failure=ServerFailedError, note=note) as check:
             while True:
-                server.check()
+                check()
                 time.sleep(0.5)
     except KeyboardInterrupt:
         note("vLLM has ended")
         return 0
+
+
+@contextmanager
+def replicas(
+    start: Callable[[int], AbstractContextManager[Running]],
+    *,
+    count: int,
+    failure: type[Exception],
+    note: Callable[[str], None],
+) -> Iterator[Callable[[], None]]:
+    """Servers that run, whose addresses are printed, and a function that looks after them: of
+    several it starts again the one that has ended.
+
+    Raises:
+      Exception: `failure`, if one does not start, or the only one has ended.
+    """
+    with ExitStack() as all_of_them:
+        stacks = [all_of_them.enter_context(ExitStack()) for _ in range(count)]
+        running = [stack.enter_context(start(i)) for i, stack in enumerate(stacks)]
+        print("\n".join(server.url for server in running), flush=True)
+
+        def check() -> None:
+            for i, stack in enumerate(stacks):
+                try:
+                    running[i].check()
+                except failure as error:
+                    if count == 1:
+                        raise
+                    note(f"{running[i].url} has ended and is started again: {error}")
+                    stack.close()
+                    running[i] = stack.enter_context(start(i))
+
+        yield check
