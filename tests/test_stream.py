@@ -1,7 +1,9 @@
 """Sampling while the learner trains: threads, a sampler made by hand, and whole small runs."""
 
 import json
+import signal
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +96,13 @@ def prompts_of(run: Any, count: int) -> list[int]:
     return [int(e.tokens[0]) for e in prompts_from(run, range(count)).values()]
 
 
+def until_waiting(stream: Stream, *, groups: int) -> None:
+    with stream._changed:
+        assert stream._changed.wait_for(
+            lambda: len(stream._buffer.waiting) == 2 * groups, timeout=250
+        )
+
+
 def learnt(batch: Any) -> list[int]:
     return [r.group for r in batch.batch[::2]]
 
@@ -105,8 +114,7 @@ def test_sampler_works_while_the_learner_trains(tables):
         first = stream.collect(seconds={})
         assert learnt(first) == [0, 1]
         # What the learner has not asked for yet is sampled meanwhile, and no more than that.
-        while len(stream._buffer.waiting) < 2 * 2:
-            pass
+        until_waiting(stream, groups=2)
         assert len(run.sampler.asked) == 4
         progress.step = run.sampler.version = 1
         second = stream.collect(seconds={})
@@ -122,7 +130,7 @@ def test_a_long_answer_holds_up_nobody_but_its_own_place():
     slow = prompts_of(run, 4)[0]
     with Stream(run, progress) as stream:
         while len(run.sampler.asked) < 4:
-            pass
+            time.sleep(0.01)
         for prompt, gate in run.sampler.gates.items():
             if prompt != slow:
                 gate.set()
@@ -139,8 +147,7 @@ def test_restart_answers_again_what_was_in_flight_and_keeps_what_waited():
     run.sampler.gates = {third: threading.Event()}
     with Stream(run, progress) as stream:
         stream.collect(seconds={})
-        while len(stream._buffer.waiting) < 2:
-            pass
+        until_waiting(stream, groups=1)
         progress.step = run.sampler.version = 1
         run.sampler.gates[third].set()
         assert learnt(stream.collect(seconds={})) == [2, 3]
@@ -192,12 +199,18 @@ def material(tmp_path_factory) -> Path:
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
     (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "reward.py").write_text(
-        "def fewer(completion, example):\n    return -float(len(completion))\n"
+        "import os, pathlib, signal\n"
+        "end = pathlib.Path(__file__).with_name('end')\n"
+        "def fewer(completion, example):\n"
+        "    if end.exists():\n"
+        "        end.unlink()\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return -float(len(completion))\n"
     )
     return directory
 
 
-def trained(material: Path, run_dir: Path, **changes: str) -> list[dict[str, Any]]:
+def settings(material: Path, run_dir: Path, **changes: str) -> Config:
     keys = {
         "precision": "fp32",
         "run_dir": str(run_dir),
@@ -207,24 +220,37 @@ def trained(material: Path, run_dir: Path, **changes: str) -> list[dict[str, Any
         "reward.path": f"{material / 'reward.py'}:fewer",
         "sampling.max_tokens": "8",
         "train.steps": "4",
-        "train.train_batch": "4",
-        "train.group_size": "4",
-        "train.microbatch_tokens": "128",
+        "train.train_batch": "2",
+        "train.group_size": "2",
+        "train.microbatch_tokens": "64",
         "probe.every": "0",
         "rollouts.max_staleness": "2",
         **changes,
     }
-    result = loop.train(config_file.load(Config, overrides=list(keys.items())))
-    assert result.step == 4
+    return config_file.load(Config, overrides=list(keys.items()))
+
+
+def entries_of(run_dir: Path) -> list[dict[str, Any]]:
     return [e for e in read_metrics(run_dir / "metrics.jsonl") if "reward" in e]
 
 
-def test_a_run_learns_from_what_was_sampled_ahead(material, tmp_path):
-    entries = trained(material, tmp_path / "run")
-    assert [e["rollouts/learnt"] for e in entries] == [4, 8, 12, 16]
+def test_sigterm_drops_what_is_in_flight_and_the_run_goes_on(material, tmp_path):
+    """The whole run, in two parts: what is learnt adds up, and nothing is learnt twice."""
+    config = settings(material, tmp_path / "run")
+    end = material / "end"
+    end.touch()
+    first = loop.train(config)
+    assert first.signum == signal.SIGTERM
+    assert not end.exists()
+    saved = entries_of(tmp_path / "run")
+    assert saved[-1]["rollouts/learnt"] == 2 * first.step < 8
+    second = loop.train(config)
+    assert second.step == 4
+    entries = entries_of(tmp_path / "run")
+    assert [e["rollouts/learnt"] for e in entries] == [2, 4, 6, 8]
     for e in entries:
         kinds = ("learnt", "late", "flat", "waiting")
         assert e["rollouts/made"] == sum(e[f"rollouts/{kind}"] for kind in kinds)
         assert 0 <= e["staleness"] <= e["staleness/max"] <= 2
         assert np.isfinite(e["time/wait"])
-    assert entries[-1]["rollouts/made"] == 16  # nothing is begun that nobody will learn from
+    assert entries[-1]["rollouts/made"] == 8  # nothing is begun that nobody will learn from

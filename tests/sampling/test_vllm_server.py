@@ -312,3 +312,20 @@ def test_a_run_trains_through_the_server_and_goes_on(material, tmp_path):
     before = tiny.params(config=SERVED)
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), params, before)
     assert all(jax.tree.leaves(changed))
+
+
+def test_a_run_learns_while_the_server_samples(material, tmp_path):
+    changes = {
+        "sampler__url": material.url,
+        "run_dir": str(tmp_path / "run"),
+        "rollouts__max_staleness": "2",
+        "train__steps": "5",
+    }
+    assert loop.train(config(material.directory, **changes)).step == 5
+    rows = [e for e in read_metrics(tmp_path / "run/metrics.jsonl") if "reward" in e]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    for row in rows:
+        kinds = ("learnt", "late", "flat", "waiting")
+        assert row["rollouts/made"] == sum(row[f"rollouts/{kind}"] for kind in kinds)
+        assert row["staleness/max"] <= 2
+    assert max(row["staleness"] for row in rows) > 0
