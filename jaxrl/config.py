@@ -23,6 +23,7 @@ from jaxrl.config_tables import (
     TrainConfig,
 )
 from jaxrl.critic_config import CriticConfig
+from jaxrl.lora_config import LoraConfig
 from jaxrl.mesh_config import MeshConfig
 from jaxrl.reward_config import RewardConfig
 from jaxrl.rollouts_config import RolloutsConfig
@@ -41,6 +42,7 @@ class Config(RunConfig):
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     critic: CriticConfig = CriticConfig()
+    lora: LoraConfig = LoraConfig()
     mesh: MeshConfig = MeshConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
@@ -121,6 +123,11 @@ def _contradictions(c: Config) -> Iterator[str]:
         yield (
             f"critic.path = {c.critic.path!r} and critic.trunk = 'shared': the trunk is the "
             "policy's, and the head begins with 0; leave critic.path out"
+        )
+    if c.critic.trunk == "shared" and c.lora.rank:
+        yield (
+            f"critic.trunk = 'shared' would learn the trunk that lora.rank = {c.lora.rank} keeps "
+            "frozen; set critic.trunk = 'own' or lora.rank = 0"
         )
     if c.critic.trunk == "own" and c.critic.coefficient is not None:
         yield (

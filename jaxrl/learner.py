@@ -16,6 +16,7 @@ from jaxrl.batch import TokenBatch
 from jaxrl.diagnostics.mismatch import mismatch
 from jaxrl.losses.algebra import Need, Objective, Scores
 from jaxrl.metrics import Metrics
+from jaxrl.models import lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.logprobs import token_logprobs, token_logprobs_and_entropy
 from jaxrl.models.scorer import token_values
@@ -55,7 +56,7 @@ class Learner(NamedTuple):
         "skipped_steps" (since the start).
     """
 
-    init: Callable[[Params], LearnerState]
+    init: Callable[[Any], LearnerState]  # of Params or lora.Adapted
     score: Callable[[Params, Minibatch], jax.Array]
     shadow: Callable[[Params, Minibatch], jax.Array]
     step: Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]
@@ -120,6 +121,7 @@ def make_learner(
       ValueError: if the objective balances experts and the model has none.
     """
     constrain = constrainer(param_shardings)
+    constrain_merged = constrainer(lora.frozen(param_shardings))
     logprobs = _score_fn(model, precision=precision, temperature=temperature)
     as_sampled = _score_fn(model, precision=sampler_precision(precision), temperature=temperature)
     with_entropy = Need.ENTROPY in objective.needs
@@ -135,8 +137,8 @@ def make_learner(
 
     def published(params: Params) -> Params:
         # The barrier keeps XLA from leaving out a rounding that the second cast seems to undo.
-        wire = jax.lax.optimization_barrier(cast(params, precision.wire))
-        return constrain(cast(wire, precision.sampler))
+        wire = jax.lax.optimization_barrier(cast(lora.merge(params), precision.wire))
+        return constrain_merged(cast(wire, precision.sampler))
 
     def score(params: Params, minibatch: Minibatch) -> jax.Array:
         weights = constrain(cast(params, precision.compute))

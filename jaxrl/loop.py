@@ -27,11 +27,12 @@ from jaxrl.interrupt import Interrupt
 from jaxrl.learner import LearnerState, Minibatch, interleave
 from jaxrl.losses.algebra import Need
 from jaxrl.metrics import Metrics, merge, to_floats
-from jaxrl.models import huggingface
+from jaxrl.models import huggingface, lora, peft
 from jaxrl.plots import draw_run
 from jaxrl.run import Progress, Run, open_run
 from jaxrl.stream import open_answers
 from jaxrl.tracking import read_metrics
+from jaxrl.update import saved
 
 
 class Result(NamedTuple):
@@ -243,9 +244,9 @@ def _with_scores(run: Run, state: LearnerState, minibatch: Minibatch) -> Minibat
     needs = run.recipe.objective.needs
     if Need.REFERENCE in needs:
         assert run.reference is not None
-        minibatch = dataclasses.replace(
-            minibatch, reference=run.learner.score(run.reference, minibatch)
-        )
+        reference = lora.with_trainable(state.params, run.reference)
+        scores = run.learner.score(reference, minibatch)
+        minibatch = dataclasses.replace(minibatch, reference=scores)
     if Need.ANCHOR in needs and run.config.train.updates_per_rollout > 1:
         minibatch = dataclasses.replace(
             minibatch, anchor=run.learner.score(state.params, minibatch)
@@ -301,7 +302,7 @@ def keep_safe(run: Run, state: State, progress: Progress, *, ending: bool) -> No
     if step == c.train.steps or _due(c.checkpoint.every, step) or ending or measured is not None:
         run.checkpoints.save(
             step,
-            state.policy,
+            saved(state.policy),
             host=progress.to_json(),
             critic=state.critic,
             metric=measured,
@@ -309,15 +310,16 @@ def keep_safe(run: Run, state: State, progress: Progress, *, ending: bool) -> No
 
 
 def finish(run: Run, state: State) -> Path:
-    """Exports the trained model for Hugging Face, as it was sampled, and draws the curves."""
-    model = run.directory / "model"
+    """Exports the trained model for Hugging Face, as it was sampled, and draws the curves; adapters
+    are merged into it, and kept by themselves besides."""
+    model, source, params = run.directory / "model", run.config.model.path, state.policy.params
+    policy = precision.parse(run.config.precision)
     huggingface.save(
-        model,
-        state.policy.params,
-        run.model.config,
-        dtype=precision.parse(run.config.precision).wire,
-        source_dir=run.config.model.path,
+        model, lora.merge(params), run.model.config, dtype=policy.wire, source_dir=source
     )
+    if isinstance(run.specs, lora.Adapted):
+        adapter = run.directory / "adapter"
+        peft.save(adapter, params.adapters, specs=run.specs, base=source, dtype=policy.params)
     draw_run(read_metrics(run.directory / "metrics.jsonl"), run.directory / "curves.png")
     return model
 

@@ -20,9 +20,10 @@ from jaxrl.config_tables import (
 )
 from jaxrl.data import Prompts, Rendering, Tokenizer
 from jaxrl.learner import Learner
+from jaxrl.lora_config import LoraConfig
 from jaxrl.losses import Need, Objective, Recipe
 from jaxrl.mesh_config import MeshConfig
-from jaxrl.models import huggingface, kernels
+from jaxrl.models import huggingface, kernels, lora, peft, spec
 from jaxrl.models.decoder import Model, decoder
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.kernels import Wanted
@@ -139,6 +140,45 @@ def _load(
     return params
 
 
+def trained_specs(config: LoraConfig, specs: Specs) -> Any:
+    """Of what a run holds: the model's, or `lora.Adapted`.
+
+    Raises:
+      ValueError: if a target of the adapters matches nothing.
+    """
+    if not config.rank:
+        return specs
+    adapters = lora.adapter_specs(specs, rank=config.rank, targets=config.targets)
+    return lora.Adapted(adapters, specs, config.alpha)
+
+
+def load_trained(config: Config, *, layout: Layout) -> tuple[Model, Any, Any]:
+    """The model of a run, what is trained and its specs: all parameters in `precision.params`, or
+    adapters beside parameters that stay in `precision.wire`.
+
+    Raises:
+      FileNotFoundError, ValueError: as `load_model`, `trained_specs` and `peft.load`.
+    """
+    c, policy = config.lora, precision.parse(config.precision)
+    dtype = policy.wire if c.rank else policy.params
+    model, params = load_model(
+        config.model.path,
+        layout=layout,
+        dtype=dtype,
+        remat=config.train.remat,
+        attention=config.train.attention,
+    )
+    specs = trained_specs(c, model.specs)
+    if not isinstance(specs, lora.Adapted):
+        return model, params, specs
+    if c.path is not None:
+        adapters = peft.load(c.path, specs, dtype=policy.params)
+    else:
+        adapters = spec.init(specs.adapters, jax.random.key(config.seed), dtype=policy.params)
+    adapters = jax.device_put(adapters, layout.tree(specs.adapters))
+    return model, lora.Adapted(adapters, params, specs.alpha), specs
+
+
 def make_optimizer(config: OptimizerConfig, *, total_steps: int, specs: Specs) -> Optimizer:
     """The optimizer of a run of `total_steps` optimizer steps."""
     schedule = optimizers.make_schedule(
@@ -189,6 +229,7 @@ def make_learner(
     config: Config, model: Model, *, objective: Objective, optimizer: Optimizer, layout: Layout
 ) -> Learner:
     """The learner of a training run, not compiled."""
+    specs = trained_specs(config.lora, model.specs)
     return learner.make_learner(
         model,
         objective,
@@ -196,7 +237,7 @@ def make_learner(
         precision=precision.parse(config.precision),
         rows_per_microbatch=config.microbatch_rows,
         temperature=config.sampling.temperature,
-        param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
+        param_shardings=layout.tree(specs) if layout.mesh.size > 1 else None,
     )
 
 

@@ -20,13 +20,14 @@ from jaxrl.environments.reward_model import RewardModel, check_vocabulary, make_
 from jaxrl.environments.scoring import Reward, load_rewards
 from jaxrl.learner import Learner
 from jaxrl.losses import Need, Recipe
-from jaxrl.models import huggingface
+from jaxrl.models import huggingface, lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.run_directory import claim
 from jaxrl.samplers import Publish, open_sampler
 from jaxrl.sampling.base import Sampler, SamplingParams
 from jaxrl.tracking import Tracker, open_tracker
+from jaxrl.update import saved, with_saved
 from sharding.partition import Layout
 
 
@@ -81,6 +82,7 @@ class Run:
     rewards: Sequence[Reward]
     reward_model: RewardModel | None
     model: Model
+    specs: Any  # of the learner's parameters: the model's, or lora.Adapted
     layout: Layout
     recipe: Recipe
     learner: Learner  # compiled; `step` donates the state
@@ -90,7 +92,9 @@ class Run:
     publish: Publish
     replay: Score | None  # the server's log-probs of given tokens; None without a server
     sampling: SamplingParams  # with the seed of the run; the loop derives one for each step
-    reference: Params | None  # in precision.compute; None unless the loss or the reward needs it
+    # The trainable part before the first step, in precision.compute; None unless the loss or the
+    # reward needs it.
+    reference: Params | None
     checkpoints: Checkpoints
     tracker: Tracker
 
@@ -126,26 +130,21 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         policy=policy,
         length=config.row_length,
     )
-    model, params = parts.load_model(
-        config.model.path,
-        layout=layout,
-        dtype=policy.params,
-        remat=config.train.remat,
-        attention=config.train.attention,
-    )
+    model, params, specs = parts.load_trained(config, layout=layout)
     reward_model = None
     if config.reward.model is not None:
         reward_model = load_reward_model(config, config.reward.model, tokenizer, layout=layout)
     optimizer = parts.make_optimizer(
-        config.optimizer, total_steps=config.optimizer_steps, specs=model.specs
+        config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
     )
     pure = parts.make_learner(
         config, model, objective=recipe.objective, optimizer=optimizer, layout=layout
     )
-    state_shardings = layout.state(jax.eval_shape(pure.init, params), model.specs)
+    state_shardings = layout.state(jax.eval_shape(pure.init, params), lora.declared(specs))
     reference = None
     if Need.REFERENCE in recipe.objective.needs or config.reward.kl:
-        reference = jax.jit(precision.cast, static_argnums=1)(params, policy.compute)
+        trained = lora.trainable(params)
+        reference = jax.jit(precision.cast, static_argnums=1)(trained, policy.compute)
 
     claim(directory, config)
     checkpoints = Checkpoints(
@@ -153,7 +152,8 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         keep=config.checkpoint.keep,
         keep_best=config.checkpoint.keep_best,
     )
-    state, critic = State(jax.jit(pure.init, out_shardings=state_shardings)(params)), None
+    init = jax.jit(pure.init, donate_argnums=0, out_shardings=state_shardings)
+    state, critic = State(init(params)), None
     if recipe.critic is not None:
         critic, judge = open_critic(
             config, recipe, learner=pure, model=model, shardings=state_shardings, layout=layout
@@ -161,8 +161,9 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         state = state._replace(critic=judge)
     progress = Progress()
     if (step := checkpoints.latest_step()) is not None:
-        restored = checkpoints.restore(step, state.policy, critic=state.critic)
-        state, progress = State(restored.state, restored.critic), Progress.from_json(restored.host)
+        restored = checkpoints.restore(step, saved(state.policy), critic=state.critic)
+        state = State(with_saved(state.policy, restored.state), restored.critic)
+        progress = Progress.from_json(restored.host)
     with (
         open_tracker(
             directory, start_step=progress.step, total_steps=config.train.steps
@@ -187,6 +188,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             rewards=rewards,
             reward_model=reward_model,
             model=model,
+            specs=specs,
             layout=layout,
             recipe=recipe,
             learner=Learner(

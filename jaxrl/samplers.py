@@ -15,6 +15,7 @@ from jaxrl.bridge.source import ParamsSource
 from jaxrl.bridge.vllm_server import VllmServer
 from jaxrl.config_tables import ModelConfig, SamplerConfig, ServerConfig
 from jaxrl.diagnostics.replay import Score
+from jaxrl.models import lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.precision import Precision
@@ -94,7 +95,7 @@ def open_sampler(
     if config.sampler.name == "embedded":
         embedded = EmbeddedSampler(
             model,
-            params,
+            lora.merge(params),
             precision=policy,
             version=version,
             max_batch=config.sampling.max_batch,
@@ -102,7 +103,7 @@ def open_sampler(
         )
 
         def load(params: Params, *, version: int) -> dict[str, float]:
-            embedded.load(params, version=version)
+            embedded.load(lora.merge(params), version=version)
             return {}
 
         yield Serving(embedded, load)
@@ -133,7 +134,7 @@ def open_sampler(
         publisher = stack.enter_context(_publisher(config, servers, policy=policy))
 
         def publish(params: Params, *, version: int) -> dict[str, float]:
-            source = ParamsSource(params, model.specs, dtype=policy.wire)
+            source = ParamsSource(lora.merge(params), model.specs, dtype=policy.wire)
             before = {server.url for server in servers if server.connected}
             timings = publisher.publish(source, version=version)
             serving = {server.url for server in servers if server.connected}

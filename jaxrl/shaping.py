@@ -15,6 +15,7 @@ from jaxrl.advantages import Outcomes
 from jaxrl.answers import Numbers, reward
 from jaxrl.batch import Rollout
 from jaxrl.losses.named import kl_estimator
+from jaxrl.models import lora
 from jaxrl.models.spec import Params
 from jaxrl.run import Run
 
@@ -51,7 +52,7 @@ def outcomes(
     if c.kl and run.reference is not None:
         penalties = kl_penalties(
             learner=logprobs(params),
-            reference=logprobs(run.reference),
+            reference=logprobs(lora.with_trainable(params, run.reference)),
             masks=[r.action_mask for r in rollouts],
             coefficient=c.kl,
             estimator=c.kl_estimator,

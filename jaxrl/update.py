@@ -4,6 +4,7 @@ Value-and-grad over microbatches with the denominator of the whole batch, then t
 the optimizer; a step with a non-finite gradient changes nothing but the loss scale.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import optax
 from flax import struct
 
 from jaxrl.metrics import Mean, Metrics
+from jaxrl.models import lora
 from jaxrl.models.spec import Params
 from jaxrl.precision import LossScale, Precision, cast, init_loss_scale, update_loss_scale
 
@@ -23,9 +25,20 @@ class LearnerState:
     """Everything that a step changes; the checkpoint holds exactly this."""
 
     step: jax.Array  # i32[], optimizer steps taken, skipped ones included
-    params: Params  # in precision.params
+    params: Any  # Params in precision.params; or lora.Adapted, whose frozen part is in any dtype
     opt_state: Any  # moments in precision.moments
     loss_scale: LossScale
+
+
+def saved(state: LearnerState) -> LearnerState:
+    """What a checkpoint holds of a state: frozen parameters lie in the model that the run began
+    with."""
+    return dataclasses.replace(state, params=lora.trainable(state.params))
+
+
+def with_saved(state: LearnerState, found: LearnerState) -> LearnerState:
+    """The state that `found` was saved from, with the frozen parameters of `state`."""
+    return dataclasses.replace(found, params=lora.with_trainable(state.params, found.params))
 
 
 class Update(NamedTuple):
@@ -39,7 +52,7 @@ class Update(NamedTuple):
         "loss", "grad_norm" (before clipping), "loss_scale", "skipped_steps" (since the start).
     """
 
-    init: Callable[[Params], LearnerState]
+    init: Callable[[Any], LearnerState]
     step: Callable[..., tuple[LearnerState, Metrics]]
 
 
@@ -66,6 +79,7 @@ def make_update(
         None on a single device.
     """
     constrain = constrainer(param_shardings)
+    constrain_trained = constrainer(lora.trainable(param_shardings))
 
     def step(
         state: LearnerState,
@@ -78,13 +92,13 @@ def make_update(
         denominator = jnp.where(denominator > 0, denominator, 1.0)
         weights = constrain(cast(state.params, precision.compute))
 
-        def scaled_loss(weights: Params, inputs: Any) -> tuple[jax.Array, Any]:
-            value, metrics = total(weights, inputs, fixed)
+        def scaled_loss(trained: Params, inputs: Any) -> tuple[jax.Array, Any]:
+            value, metrics = total(lora.with_trainable(weights, trained), inputs, fixed)
             return value * (state.loss_scale.scale / denominator), (value, metrics)
 
-        def one(weights: Params, inputs: Any) -> Any:
-            grads, aux = jax.grad(scaled_loss, has_aux=True)(weights, inputs)
-            return constrain(cast(grads, precision.grads)), aux
+        def one(trained: Params, inputs: Any) -> Any:
+            grads, aux = jax.grad(scaled_loss, has_aux=True)(trained, inputs)
+            return constrain_trained(cast(grads, precision.grads)), aux
 
         summed = optax.microbatching.microbatch(
             one,
@@ -93,7 +107,7 @@ def make_update(
             accumulator=optax.microbatching.AccumulationType.SUM,
             num_real_microbatches=microbatches,
         )
-        grads, (value, metrics) = summed(weights, inputs)
+        grads, (value, metrics) = summed(lora.trainable(weights), inputs)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale.scale, grads)
         grad_norm = optax.tree.norm(grads)
         new_state = _apply(state, grads, jnp.isfinite(grad_norm), optimizer, precision)
@@ -107,12 +121,12 @@ def make_update(
         }
         return new_state, metrics | own
 
-    def init(params: Params) -> LearnerState:
-        params = cast(params, precision.params)
-        master = cast(params, jnp.dtype(jnp.float32))
+    def init(params: Any) -> LearnerState:
+        trained = cast(lora.trainable(params), precision.params)
+        master = cast(trained, jnp.dtype(jnp.float32))
         return LearnerState(
             step=jnp.int32(0),
-            params=params,
+            params=lora.with_trainable(params, trained),
             opt_state=cast(optimizer.init(master), precision.moments),
             loss_scale=init_loss_scale(precision.loss_scale),
         )
@@ -149,7 +163,8 @@ def _apply(
 ) -> LearnerState:
     """The state after the optimizer's update, or after a skipped step where `finite` is False."""
     f32 = jnp.dtype(jnp.float32)
-    master, moments = cast(state.params, f32), cast(state.opt_state, f32)
+    trained = lora.trainable(state.params)
+    master, moments = cast(trained, f32), cast(state.opt_state, f32)
     updates, moments = optimizer.update(grads, moments, master)
     params = cast(optax.apply_updates(master, updates), precision.params)
     opt_state = cast(moments, precision.moments)
@@ -159,7 +174,7 @@ def _apply(
 
     return LearnerState(
         step=state.step + 1,
-        params=jax.tree.map(keep, params, state.params),
+        params=lora.with_trainable(state.params, jax.tree.map(keep, params, trained)),
         opt_state=jax.tree.map(keep, opt_state, state.opt_state),
         loss_scale=update_loss_scale(state.loss_scale, finite, spec=precision.loss_scale),
     )

@@ -29,7 +29,7 @@ _Table = Mapping[str, str | MeshAxes]
 _WHOLE: _Table = dict.fromkeys(
     (
         *("layers", "vocab", "embed", "q_heads", "kv_heads", "mlp", "norm"),
-        *("experts", "router", "label"),
+        *("experts", "router", "label", "rank"),
     ),
     (),
 )

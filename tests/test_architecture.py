@@ -48,6 +48,7 @@ GUARDED = {
 }  # fmt: skip
 GATES = {
     "jaxrl/models/huggingface.py",
+    "jaxrl/models/peft.py",
     "jaxrl/sampling/routing.py",
     "jaxrl/bridge/vllm_plugin.py",
     "jaxrl/bridge/vllm_engine.py",

@@ -106,6 +106,8 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({"optimizer__warmup_steps": 100}, "the run's 100 optimizer steps"),
         ({"eval__every": 5}, "eval.every = 5 needs data.eval_path"),
         ({"critic__trunk": "shared", "critic__path": "c"}, "leave critic.path out"),
+        ({"critic__trunk": "shared", "lora__rank": 4}, "lora.rank = 4 keeps frozen"),
+        ({"lora__path": "adapter"}, "lora.rank = 0 trains none; set lora.rank"),
         ({"critic__coefficient": 0.5}, "set critic.learning_rate instead"),
         ({"data__template": "text", "data__system_prompt": "Hi"}, "needs a chat template"),
     ],

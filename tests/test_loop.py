@@ -1,14 +1,21 @@
 """The whole path on a tiny model: sample, reward, learn, publish, evaluate, save, export."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from flax import traverse_util
+from safetensors.numpy import load_file
 
 from jaxrl import config_file, loop
+from jaxrl.cli import main
 from jaxrl.config import Config
+from jaxrl.models import huggingface, spec
+from jaxrl.precision import parse
+from jaxrl.run import open_run
 from jaxrl.run_directory import ResumeError
 from jaxrl.tracking import read_metrics
 from tests import tiny
@@ -189,3 +196,43 @@ def test_a_mismatched_precision_is_named_and_measured(material, tmp_path, capsys
     (entry,) = [e for e in read_metrics(tmp_path / "run/metrics.jsonl") if "reward" in e]
     assert entry["probe/beta_std"] > 1e-4
     assert entry["mismatch/token_mult_error"] > 1
+
+
+def test_adapters_are_trained_resumed_and_exported(material, tmp_path):
+    whole, more, out = (tmp_path / name for name in ("whole", "more", "out"))
+    adapter, model = "adapter/adapter_model.safetensors", "model/model.safetensors"
+    keys = {
+        "lora.rank": "2",
+        "precision": "bf16_master",
+        "loss.kl": "0.1",
+        "data.eval_limit": "1",
+        "train.train_batch": "2",
+        "checkpoint.every": "1",
+    }
+    loop.train(config(material, whole, **keys))
+    first = {file: (whole / file).read_bytes() for file in (adapter, model)}
+    shutil.rmtree(whole / "checkpoints" / "2")
+    loop.train(config(material, whole, **keys))
+    assert {file: (whole / file).read_bytes() for file in first} == first
+    steps = [e for e in read_metrics(whole / "metrics.jsonl") if "reward" in e]
+    # The reference is the model without what the adapters have learnt.
+    assert steps[0]["kl"] == 0
+    assert steps[1]["kl"] > 0
+    tensors = load_file(whole / adapter)
+    assert all(np.any(x) for x in tensors.values())  # B was 0
+    bf16 = parse("bf16").wire
+    (_, before), (_, after) = (huggingface.load(d / "model", dtype=bf16) for d in (material, whole))
+    same = jax.tree.map(lambda x, y: bool((x == y).all()), before, after)
+    layers = same.pop("layers")
+    assert all(same.values())
+    assert {name for name, kept in layers.items() if not kept} == {*"qkvo", "gate", "up", "down"}
+    assert main(["export", str(whole), str(out / "model")]) == 0
+    assert main(["export", str(whole), str(out / "adapter"), "--adapter"]) == 0
+    assert {file: (out / file).read_bytes() for file in first} == first
+    begun = config(material, more, **keys | {"lora.path": str(out / "adapter")})
+    with open_run(begun) as (run, state, _):
+        params = state.policy.params
+        given = traverse_util.flatten_dict(params.adapters, sep="/")
+        assert {x.dtype for x in jax.tree.leaves(params.frozen)} == {bf16}
+    for path, one in spec.flatten(run.specs.adapters).items():
+        np.testing.assert_array_equal(given[path], [tensors[name] for name in one.hf_names()])

@@ -1,4 +1,4 @@
-"""`jaxrl export`: writes a checkpoint as a Hugging Face model."""
+"""`jaxrl export`: writes a checkpoint as a Hugging Face model, or its adapters."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,9 +7,11 @@ from pathlib import Path
 from jaxrl import config_file
 from jaxrl.config import Config
 
-DESCRIPTION = """Writes the policy of a checkpoint of `jaxrl train` as a Hugging Face model.
+DESCRIPTION = """Writes the policy of a checkpoint of `jaxrl train` as a Hugging Face model with its
+adapters merged into it, or the adapters alone.
 
-  jaxrl export runs/latest models/mine --step best"""
+  jaxrl export runs/latest models/mine --step best
+  jaxrl export runs/latest adapters/mine --adapter"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,13 +24,20 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("run_dir", type=Path, help="directory of the training run")
     made.add_argument("directory", type=Path, help="where the model is written")
     made.add_argument("--step", default="latest", help="latest, best or a number (default: latest)")
-    made.add_argument("--dtype", help="f32, bf16 or f16 (default: the run's wire dtype)")
+    made.add_argument(
+        "--adapter", action="store_true", help="write the adapters of lora.rank alone, as PEFT does"
+    )
+    made.add_argument(
+        "--dtype",
+        help="f32, bf16 or f16 (default: the run's wire dtype; of adapters, that of its params)",
+    )
     arguments = made.parse_args(argv)
     config = config_file.load(Config, file=arguments.run_dir / "config.toml")
 
-    from jaxrl.export import export_checkpoint  # after --help: it takes seconds
+    from jaxrl.export import export_adapters, export_checkpoint  # after --help: it takes seconds
 
-    step = export_checkpoint(
+    export = export_adapters if arguments.adapter else export_checkpoint
+    step = export(
         config,
         run_dir=arguments.run_dir,
         directory=arguments.directory,

@@ -14,11 +14,12 @@ from jaxrl.models.layers import (
     Constrain,
     embed,
     identity,
-    matmul,
+    project,
     project_qkv,
     rms_norm,
     rope_table,
 )
+from jaxrl.models.lora import attach, frozen
 from jaxrl.models.spec import Params, ParamSpec, Specs
 from jaxrl.precision import Precision
 
@@ -39,6 +40,7 @@ class Hidden(Protocol):
         stream after the final norm, [B, T, D] in `precision.activations`.
 
         The caller casts `params` to `precision.compute` once a step; what differs is cast here.
+        They may be `lora.Adapted`.
         """
         ...
 
@@ -126,12 +128,13 @@ def decoder(
         dims = {"config": config, "precision": precision, "constrain": constrain}
         q, k, v = project_qkv(x, layer, table, **dims)
         out = attend(q, k, v, segments, window=window, precision=precision)
-        x = x + matmul(out.reshape(*x.shape[:2], -1), layer["o"], precision=precision)
+        x = x + project(out.reshape(*x.shape[:2], -1), layer, "o", precision=precision)
         x = constrain(x, ("batch", "length", "embed"))
         more, routing = feed_forward(x, layer, **dims, local=local, recorded=recorded)
         return constrain(x + more, ("batch", "length", "embed")), routing
 
     def run(params, tokens, positions, segments, precision, recorded, observe):
+        params = attach(params)
         table = rope_table(
             positions, rope=config.rope, head_dim=config.head_dim, precision=precision
         )
@@ -166,7 +169,7 @@ def decoder(
     def unembedding(params):
         if config.scored:
             return params["score"]
-        return params["embed"] if config.tied else params["head"]
+        return frozen(params)["embed" if config.tied else "head"]
 
     routed = None if config.experts is None else hidden_routed
     return Model(config, param_specs(config), hidden, unembedding, routed, local)

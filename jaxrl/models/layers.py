@@ -59,6 +59,17 @@ def matmul(x: jax.Array, weight: jax.Array, *, precision: Precision) -> jax.Arra
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
+def project(x: jax.Array, layer: Layer, name: str, *, precision: Precision) -> jax.Array:
+    """`matmul` with a matrix of the layer and, where it has one, its adapter: W x + B (A x)."""
+    y = matmul(x, layer[name], precision=precision)
+    if f"{name}_a" not in layer:
+        return y
+    low = matmul(x, layer[f"{name}_a"], precision=precision)
+    more = matmul(low, layer[f"{name}_b"], precision=precision)
+    wide = y.astype(precision.accumulate) + more.astype(precision.accumulate)
+    return wide.astype(precision.activations)
+
+
 def _embed_forward(table, tokens, precision):
     # The empty slice carries the table's shape and dtype to the backward pass.
     return table[tokens].astype(precision.activations), (tokens, table[:, :0])
@@ -153,7 +164,7 @@ def project_qkv(
     x = rms_norm(x, layer["attn_norm"], eps=config.rms_norm_eps, precision=precision)
 
     def heads(name: str, axis: str) -> jax.Array:
-        y = matmul(x, layer[name], precision=precision)
+        y = project(x, layer, name, precision=precision)
         if config.qkv_bias:
             bias = layer[f"{name}_bias"].astype(precision.accumulate).reshape(1, 1, -1)
             y = (y.astype(precision.accumulate) + bias).astype(precision.activations)
@@ -178,8 +189,8 @@ def feed_forward(
     """SwiGLU (arXiv:2002.05202) of the normed residual stream: [B, T, D] -> [B, T, D], to be added
     to the stream."""
     x = rms_norm(x, layer["mlp_norm"], eps=config.rms_norm_eps, precision=precision)
-    gate = matmul(x, layer["gate"], precision=precision).astype(precision.accumulate)
-    up = matmul(x, layer["up"], precision=precision).astype(precision.accumulate)
+    gate = project(x, layer, "gate", precision=precision).astype(precision.accumulate)
+    up = project(x, layer, "up", precision=precision).astype(precision.accumulate)
     hidden = (jax.nn.silu(gate) * up).astype(precision.activations)
     hidden = constrain(hidden, ("batch", "length", "mlp"))
-    return matmul(hidden, layer["down"], precision=precision)
+    return project(hidden, layer, "down", precision=precision)

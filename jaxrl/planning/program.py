@@ -14,7 +14,7 @@ from jaxrl.batch import TokenBatch
 from jaxrl.config import Config
 from jaxrl.learner import LearnerState, Minibatch
 from jaxrl.losses import Need
-from jaxrl.models import huggingface, kernels, logprobs, spec
+from jaxrl.models import huggingface, kernels, logprobs, lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.kernels import Kernel
 from jaxrl.planning.collectives import Traffic, collectives
@@ -66,6 +66,7 @@ class Program:
     """
 
     model: Model
+    specs: Any  # of the learner's parameters: the model's, or lora.Adapted
     layout: Layout
     policy: Precision
     kernel: Kernel
@@ -100,19 +101,22 @@ def compile_step(config: Config, topology: Topology) -> Program:
     )
     model = parts.make_decoder(sizes, layout=layout, remat=config.train.remat, attention=kernel)
     recipe = parts.make_recipe(config)
+    specs = parts.trained_specs(config.lora, model.specs)
     optimizer = parts.make_optimizer(
-        config.optimizer, total_steps=config.optimizer_steps, specs=model.specs
+        config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
     )
     learner = parts.make_learner(
         config, model, objective=recipe.objective, optimizer=optimizer, layout=layout
     )
-    shapes = jax.eval_shape(learner.init, spec.abstract(model.specs, dtype=policy.params))
-    shardings = layout.state(shapes, model.specs)
+    params = lora.abstract(specs, trained=policy.params, kept=policy.wire)
+    shapes = jax.eval_shape(learner.init, params)
+    shardings = layout.state(shapes, lora.declared(specs))
     state = jax.tree.map(_place, shapes, shardings)
     minibatch = _minibatch(config, layout, needs=recipe.objective.needs)
     microbatches = minibatch.batch.tokens.shape[0] // config.microbatch_rows
     built = {
         "model": model,
+        "specs": specs,
         "layout": layout,
         "policy": policy,
         "kernel": kernel,
@@ -177,8 +181,9 @@ def _place(shape: Any, sharding: Any) -> Any:
 
 def _memory(found: Any, state: LearnerState, *, policy: Precision) -> Memory:
     params, optimizer = (_held(tree) for tree in (state.params, state.opt_state))
-    gradients = _held(state.params, dtype=policy.grads)
-    copies = 0.0 if policy.compute == policy.params else _held(state.params, dtype=policy.compute)
+    gradients = _held(lora.trainable(state.params), dtype=policy.grads)
+    copied = [x for x in jax.tree.leaves(state.params) if x.dtype != policy.compute]
+    copies = _held(copied, dtype=policy.compute)
     temporary = float(found.temp_size_in_bytes)
     peak = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     peak += temporary + found.generated_code_size_in_bytes

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from jaxrl.config import Config
+from jaxrl.models import lora
 from jaxrl.planning.program import Program
 from jaxrl.planning.roofline import Roofline, parameter_count, roofline
 from jaxrl.planning.topology import GIB, Topology
@@ -50,6 +51,9 @@ def _what(config: Config, topology: Topology, program: Program) -> Iterator[str]
     sizes = ", ".join(f"{axis} {n}" for axis, n in program.layout.mesh.shape.items() if n > 1)
     count = parameter_count(program.model.specs)
     yield f"{config.model.path}: {count / 1e9:.2f} billion parameters, {config.precision}"
+    if isinstance(program.specs, lora.Adapted):
+        trained = parameter_count(program.specs.adapters)
+        yield f"adapters of rank {config.lora.rank}: {trained:,} parameters are trained"
     yield f"{topology.name}: {len(topology.devices)} chips, mesh {sizes or 'of one chip'}"
     yield (
         f"a step: {program.microbatches} x {program.rows} rows of {program.row_length} tokens at "

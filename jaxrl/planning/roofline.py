@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from jaxrl.models import spec
+from jaxrl.models import lora, spec
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import ParamSpec, Specs
 from jaxrl.planning.program import Program
@@ -15,7 +15,8 @@ class Roofline:
     """Seconds of a step; None where the chip's rates are not known.
 
     Attributes:
-      model_flops: of one step, forward and backward as three times forward.
+      model_flops: of one step, forward and backward as three times forward, less the gradients of
+        frozen weights.
       run_flops: with what the backward pass computes again.
       compute: products at the chip's peak.
       memory: weights and optimizer state through memory as often as the step needs them.
@@ -50,11 +51,16 @@ def parameter_count(specs: Specs) -> int:
 def forward_flops(config: DecoderConfig, specs: Specs, *, rows: int, length: int) -> float:
     """Of full rows of one sequence each: two for each weight that a token meets (of the experts
     those that it is sent to, of the embedding none), and the causal half of attention."""
+    attention = 2 * config.num_layers * config.num_heads * config.head_dim * length**2
+    return rows * (2 * met_weights(config, specs) * length + attention)
+
+
+def met_weights(config: DecoderConfig, specs: Specs) -> float:
+    """Weights that a token is multiplied with."""
     weights = sum(_met(one, config) for path, one in spec.flatten(specs).items() if path != "embed")
     if config.tied:
         weights += math.prod(specs["embed"].shape)
-    attention = 2 * config.num_layers * config.num_heads * config.head_dim * length**2
-    return float(rows * (2 * weights * length + attention))
+    return float(weights)
 
 
 def _met(one: ParamSpec, config: DecoderConfig) -> float:
@@ -71,9 +77,14 @@ def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
     config, specs = program.model.config, program.model.specs
     rows = program.rows * program.microbatches
     forward = forward_flops(config, specs, rows=rows, length=program.row_length)
+    spared = 0.0
+    if isinstance(program.specs, lora.Adapted):  # frozen weights have no gradients
+        tokens = rows * program.row_length
+        forward += 2.0 * tokens * parameter_count(program.specs.adapters)
+        spared = 2.0 * tokens * met_weights(config, specs)
     again = 1 if remat in ("layer", "attention") else 0
     devices = program.layout.mesh.size
-    run = forward * (3 + again)
+    run = forward * (3 + again) - spared
     compute = memory = links = None
     if chip.flops is not None:
         compute = run / devices / chip.flops
@@ -87,5 +98,5 @@ def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
     if chip.link_rate is not None:
         links = sum(traffic.sent for traffic in program.traffic.values()) / chip.link_rate
     return Roofline(
-        model_flops=3 * forward, run_flops=run, compute=compute, memory=memory, links=links
+        model_flops=3 * forward - spared, run_flops=run, compute=compute, memory=memory, links=links
     )

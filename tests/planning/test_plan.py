@@ -13,7 +13,7 @@ from jaxrl.models import families, spec
 from jaxrl.models.decoder import param_specs
 from jaxrl.planning import report
 from jaxrl.planning.program import _needed, compile_step
-from jaxrl.planning.roofline import forward_flops, parameter_count
+from jaxrl.planning.roofline import forward_flops, parameter_count, roofline
 from jaxrl.planning.topology import CHIPS, Topology, open_topology
 from tests import tiny
 
@@ -163,3 +163,25 @@ def test_the_command(tmp_path, capsys):
     assert "GRPO 1 trained, 1 frozen" in capsys.readouterr().out
     assert cli.main(["plan", *keys, "--topology", "cpu:8"]) == 1
     assert "needs 1 devices and there are 8" in capsys.readouterr().err
+
+
+def test_adapters_are_all_that_has_gradients_and_moments(planned, tmp_path):
+    config = make_config(
+        tmp_path, lora__rank="8", lora__targets='["q_proj"]', precision="bf16_master"
+    )
+    _, topology, whole = planned
+    program = compile_step(config, topology)
+    adapters = 2 * 8 * (32 + 32)  # layers, rank, in and out
+    assert parameter_count(program.specs.adapters) == adapters
+    memory = program.memory
+    # A is cut over fsdp = 4 alone, B over tensor = 2 alone.
+    held = 4 * (2 * 8 * 32 / 4 + 2 * 32 * 8 / 2)
+    assert memory.gradients == held
+    assert memory.optimizer == pytest.approx(2 * held, abs=64)
+    assert memory.params == whole.memory.params / 2 + held
+    assert memory.copies == held / 2
+    text = report.report(config, topology, program, link_rate=1e9)
+    assert "adapters of rank 8: 1,024 parameters are trained" in text
+    chip = CHIPS["v5e"]
+    two, three = (roofline(p, chip, remat="matmuls").model_flops for p in (program, whole))
+    assert 2 / 3 < two / three < 0.85

@@ -1,0 +1,147 @@
+"""Low-rank adapters (arXiv:2106.09685): a second pytree beside frozen parameters.
+
+A matrix W of the layers becomes W + alpha / rank * B A, with A [rank, in] and B [out, rank] trained
+and W kept as it is. `Adapted` stands wherever parameters do; the functions below accept both.
+"""
+
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxrl.models import spec
+from jaxrl.models.spec import Params, ParamSpec, Specs
+from jaxrl.precision import DType
+
+
+@struct.dataclass
+class Adapted:
+    """Frozen parameters and what is trained instead; also for the specs, shapes and shardings of
+    both."""
+
+    adapters: Any  # {"layers": {"q_a": [L, rank, in], "q_b": [L, out, rank], ...}}
+    frozen: Any  # as the decoder declares them
+    alpha: float = struct.field(pytree_node=False)
+
+    @property
+    def rank(self) -> int:
+        """Of every adapter."""
+        leaves = jax.tree.leaves_with_path(self.adapters, is_leaf=spec.is_spec)
+        return next(x.shape[-2] for path, x in leaves if path[-1].key.endswith("_a"))
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / self.rank
+
+
+def adapter_specs(specs: Specs, *, rank: int, targets: Sequence[str]) -> Specs:
+    """Declares the adapters of some matrices, under the names that PEFT gives them.
+
+    Args:
+      specs: of the decoder.
+      rank: of every adapter.
+      targets: patterns with * and ? of module names, such as "q_proj" or "*_proj". Experts are not
+        adapted.
+
+    Raises:
+      ValueError: for a pattern that matches no matrix; the message lists the modules.
+    """
+    modules = {
+        path.removeprefix("layers/"): (one, one.name.removesuffix(".weight").rpartition(".")[2])
+        for path, one in spec.flatten(specs).items()
+        if one.stacked == 1 and len(one.shape) == 3 and one.name.endswith("_proj.weight")
+    }
+    for target in targets:
+        if not any(fnmatch.fnmatchcase(module, target) for _, module in modules.values()):
+            known = ", ".join(module for _, module in modules.values())
+            raise ValueError(f"lora.targets: {target!r} matches no module; there are {known}")
+    layers: dict[str, ParamSpec] = {}
+    for name, (one, module) in modules.items():
+        if not any(fnmatch.fnmatchcase(module, target) for target in targets):
+            continue
+        count, outputs, inputs = one.shape
+        prefix = f"base_model.model.{one.name.removesuffix('.weight')}"
+        layers[f"{name}_a"] = ParamSpec(
+            (count, rank, inputs),
+            ("layers", "rank", one.axes[2]),
+            f"{prefix}.lora_A.weight",
+            (3 * inputs) ** -0.5,  # the variance of PEFT's uniform distribution
+        )
+        layers[f"{name}_b"] = ParamSpec(
+            (count, outputs, rank),
+            ("layers", one.axes[1], "rank"),
+            f"{prefix}.lora_B.weight",
+            0.0,
+        )
+    return {"layers": layers}
+
+
+def abstract(specs: Any, *, trained: DType, kept: DType) -> Any:
+    """Shapes and dtypes without memory; `kept` is that of frozen parameters."""
+    if not isinstance(specs, Adapted):
+        return spec.abstract(specs, dtype=trained)
+    adapters = spec.abstract(specs.adapters, dtype=trained)
+    return Adapted(adapters, spec.abstract(specs.frozen, dtype=kept), specs.alpha)
+
+
+def declared(specs: Any) -> Any:
+    """All parameters in one tree of the decoder's form: adapters lie beside their matrices."""
+    if not isinstance(specs, Adapted):
+        return specs
+    return {**specs.frozen, "layers": {**specs.frozen["layers"], **specs.adapters["layers"]}}
+
+
+def trainable(params: Any) -> Any:
+    """What the optimizer changes: the adapters, or all parameters."""
+    return params.adapters if isinstance(params, Adapted) else params
+
+
+def with_trainable(params: Any, changed: Any) -> Any:
+    """The parameters with what `trainable` returns exchanged."""
+    if not isinstance(params, Adapted):
+        return changed
+    return Adapted(changed, params.frozen, params.alpha)
+
+
+def frozen(params: Any) -> Any:
+    """In the form that the decoder declares: the frozen part, or all parameters."""
+    return params.frozen if isinstance(params, Adapted) else params
+
+
+def attach(params: Any) -> Params:
+    """What the decoder computes with: adapters beside their matrices, with the scale in B."""
+    if not isinstance(params, Adapted):
+        return params
+    adapters = {
+        name: (params.scale * value.astype(jnp.float32)).astype(value.dtype)
+        if name.endswith("_b")
+        else value
+        for name, value in params.adapters["layers"].items()
+    }
+    return declared(Adapted({"layers": adapters}, params.frozen, params.alpha))
+
+
+def merge(params: Any) -> Params:
+    """The parameters of a plain decoder that computes the same: W + alpha / rank * B A, added in
+    f32 and rounded to W's dtype."""
+    return _merge(params) if isinstance(params, Adapted) else params
+
+
+@jax.jit
+def _merge(params: Adapted) -> Params:
+    adapters, layers = params.adapters["layers"], dict(params.frozen["layers"])
+
+    def one(parts: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        weight, a, b = (part.astype(jnp.float32) for part in parts)
+        change = jnp.matmul(b, a, precision=lax.Precision.HIGHEST)
+        return (weight + params.scale * change).astype(parts[0].dtype)
+
+    for name in (key.removesuffix("_a") for key in adapters if key.endswith("_a")):
+        # Layer by layer: the f32 copies of a whole stack would be twice the bf16 model.
+        layers[name] = lax.map(one, (layers[name], adapters[f"{name}_a"], adapters[f"{name}_b"]))
+    return {**params.frozen, "layers": layers}

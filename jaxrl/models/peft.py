@@ -1,0 +1,102 @@
+"""Adapter directories as the library PEFT writes and reads them."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from safetensors.numpy import load_file, save_file
+
+from jaxrl.models import spec
+from jaxrl.models.lora import Adapted
+from jaxrl.models.spec import Params
+from jaxrl.precision import DType
+
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+
+# What an adapter may say of itself, where it says anything: nothing else is computed here.
+_PLAIN = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_rslora": False,
+    "use_dora": False,
+    "fan_in_fan_out": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "modules_to_save": None,
+}
+
+
+def save(
+    directory: str | Path, adapters: Params, *, specs: Adapted, base: str, dtype: DType
+) -> None:
+    """Writes adapters that `peft.PeftModel.from_pretrained` and vLLM load.
+
+    Args:
+      directory: is made if it does not exist.
+      adapters: on any devices.
+      specs: theirs and the model's.
+      base: directory or hub id of the model that they belong to.
+      dtype: what the tensors are cast to.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    given = traverse_util.flatten_dict(adapters, sep="/")
+    tensors: dict[str, np.ndarray] = {}
+    for path, one in spec.flatten(specs.adapters).items():
+        value = np.asarray(given[path]).astype(dtype)
+        tensors |= {n: np.ascontiguousarray(x) for n, x in zip(one.hf_names(), value, strict=True)}
+    save_file(tensors, directory / _TENSORS, metadata={"format": "pt"})
+    alpha = specs.alpha
+    content = _PLAIN | {
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": specs.rank,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+    }
+    (directory / _CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def load(directory: str | Path, specs: Adapted, *, dtype: DType) -> Params:
+    """Reads adapters of these specs.
+
+    Raises:
+      FileNotFoundError: if a file is missing.
+      ValueError: if they have another rank, alpha or kind, or other tensors; the message names it.
+    """
+    directory = Path(directory)
+    config = json.loads((directory / _CONFIG).read_text())
+    wanted = {"lora.rank": ("r", specs.rank), "lora.alpha": ("lora_alpha", specs.alpha)}
+    for ours, (key, value) in wanted.items():
+        if config.get(key) != value:
+            raise ValueError(
+                f"{directory}: {key} is {config.get(key)!r} and {ours} is {value!r}; set {ours} to "
+                "what the adapters were trained with"
+            )
+    for key, value in _PLAIN.items():
+        if config.get(key) not in (value, None):
+            raise ValueError(
+                f"{directory}: {key} is {config[key]!r}, which is not supported; expected {value!r}"
+            )
+    tensors = load_file(directory / _TENSORS)
+    flat = spec.flatten(specs.adapters)
+    names = {name for one in flat.values() for name in one.hf_names()}
+    if odd := sorted(names ^ tensors.keys()):
+        raise ValueError(
+            f"{directory}: its tensors are not those of lora.targets: {', '.join(odd[:5])}"
+        )
+    values = {}
+    for path, one in flat.items():
+        for name in one.hf_names():
+            if tensors[name].shape != one.tensor_shape:
+                raise ValueError(
+                    f"{directory}: {name} has shape {tensors[name].shape}, expected "
+                    f"{one.tensor_shape}; they belong to another model"
+                )
+        stacked = np.stack([tensors[name] for name in one.hf_names()])
+        values[path] = jnp.asarray(stacked.astype(dtype))
+    return traverse_util.unflatten_dict(values, sep="/")

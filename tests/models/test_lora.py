@@ -1,0 +1,113 @@
+"""Adapters: nothing changed at first, merged equals attached, and PEFT's format."""
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxrl.models import lora, peft, spec
+from jaxrl.models.decoder import decoder
+from jaxrl.precision import PRESETS
+from tests import tiny
+
+FP32 = PRESETS["fp32"]
+MODEL = decoder(tiny.CONFIG)
+SPECS = lora.Adapted(
+    lora.adapter_specs(MODEL.specs, rank=3, targets=["*_proj"]), MODEL.specs, alpha=6.0
+)
+TOKENS = jax.random.randint(jax.random.key(5), (2, 7), 2, tiny.CONFIG.vocab_size)
+hidden = jax.jit(partial(MODEL.hidden, precision=FP32))
+
+
+def forward(params):
+    positions = jnp.broadcast_to(jnp.arange(7), TOKENS.shape)
+    return hidden(params, TOKENS, positions, jnp.ones_like(TOKENS))
+
+
+def adapted(*, seed=None):
+    """With B zero, or random if there is a seed."""
+    adapters = spec.init(SPECS.adapters, jax.random.key(0), dtype=FP32.params)
+    if seed is not None:
+        rng = np.random.default_rng(seed)
+        adapters = jax.tree.map(
+            lambda x: jnp.asarray(rng.normal(0, 0.1, x.shape).astype(np.float32)), adapters
+        )
+    return lora.Adapted(adapters, tiny.params(), alpha=6.0)
+
+
+def test_new_adapters_change_nothing():
+    new = adapted()
+    assert new.scale == SPECS.scale == 2.0
+    assert all(np.any(x) for name, x in new.adapters["layers"].items() if name.endswith("_a"))
+    np.testing.assert_array_equal(forward(new), forward(tiny.params()))
+    jax.tree.map(np.testing.assert_array_equal, lora.merge(new), tiny.params())
+
+
+def test_merged_and_attached_adapters_compute_the_same():
+    some = adapted(seed=1)
+    merged = forward(lora.merge(some))
+    assert float(jnp.abs(merged - forward(tiny.params())).max()) > 0.1
+    np.testing.assert_allclose(forward(some), merged, rtol=1e-4, atol=1e-4)
+    a, b = (np.asarray(some.adapters["layers"][f"down_{part}"][1]) for part in "ab")
+    down = np.asarray(tiny.params()["layers"]["down"][1])
+    merged = lora.merge(some)["layers"]["down"][1]
+    np.testing.assert_allclose(merged, down + 2.0 * b @ a, rtol=1e-5, atol=1e-6)
+
+
+def test_targets_choose_modules():
+    specs = lora.adapter_specs(MODEL.specs, rank=2, targets=["q_proj", "[vo]_proj"])
+    assert set(specs["layers"]) == {f"{name}_{part}" for name in "qvo" for part in "ab"}
+    with pytest.raises(ValueError, match="'lm_head' matches no module; there are q_proj, k_proj"):
+        lora.adapter_specs(MODEL.specs, rank=2, targets=["q_proj", "lm_head"])
+    moe = lora.adapter_specs(decoder(tiny.MOE).specs, rank=2, targets=["*_proj"])
+    assert set(moe["layers"]) == {f"{name}_{part}" for name in "qkvo" for part in "ab"}
+
+
+def test_adapter_files_have_pefts_names_and_come_back_bit_for_bit(tmp_path):
+    some = adapted(seed=2)
+    peft.save(tmp_path, some.adapters, specs=SPECS, base="base", dtype=FP32.params)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    prefix = "base_model.model.model.layers.1.mlp.down_proj"
+    assert tensors[f"{prefix}.lora_A.weight"].shape == (3, tiny.CONFIG.intermediate_size)
+    assert tensors[f"{prefix}.lora_B.weight"].shape == (tiny.CONFIG.hidden_size, 3)
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (written["r"], written["lora_alpha"]) == (3, 6)
+    again = peft.load(tmp_path, SPECS, dtype=FP32.params)
+    jax.tree.map(np.testing.assert_array_equal, again, some.adapters)
+
+    def refused(message, *, rank=3, targets=("*_proj",), alpha=6.0):
+        specs = lora.adapter_specs(MODEL.specs, rank=rank, targets=targets)
+        with pytest.raises(ValueError, match=message):
+            peft.load(tmp_path, lora.Adapted(specs, MODEL.specs, alpha), dtype=FP32.params)
+
+    refused("lora_alpha is 6 and lora.alpha is 5.0; set lora.alpha", alpha=5.0)
+    refused("r is 3 and lora.rank is 4", rank=4)
+    refused(r"not those of lora\.targets: .*down_proj", targets=["q_proj"])
+    (tmp_path / "adapter_config.json").write_text(json.dumps(written | {"use_dora": True}))
+    refused("use_dora is True, which is not supported")
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
+def test_the_library_peft_computes_the_same_and_writes_what_is_read(tmp_path):
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    tiny.write_checkpoint(tmp_path / "base")
+    some = adapted(seed=3)
+    base = str(tmp_path / "base")
+    peft.save(tmp_path / "ours", some.adapters, specs=SPECS, base=base, dtype=FP32.params)
+    theirs = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), str(tmp_path / "ours")
+    )
+    with torch.no_grad():
+        logits = theirs(torch.tensor(np.asarray(TOKENS))).logits.numpy()
+    ours = forward(some) @ MODEL.unembedding(some).T
+    np.testing.assert_allclose(ours, logits, rtol=1e-4, atol=1e-4)
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    again = peft.load(tmp_path / "theirs", SPECS, dtype=FP32.params)
+    jax.tree.map(np.testing.assert_array_equal, again, some.adapters)
