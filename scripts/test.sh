@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the environments .venv-test and .venv-vllm, then runs lint, types and tests. Arguments go to
+# Makes the environments .venv-test, .venv-vllm and .venv-tpu, then runs lint, types and tests. Arguments go to
 # pytest:
 #   ./scripts/test.sh                       everything
 #   ./scripts/test.sh tests/losses -k ppo   a part of the tests
@@ -10,6 +10,13 @@ unset PYTHONDONTWRITEBYTECODE  # without byte code every start takes many second
 scripts/make_venv.sh .venv-test requirements-dev.txt requirements-torch.txt
 [ "$(uname)" != Linux ] || scripts/install_vllm.sh
 bin=.venv-test/bin
+# XLA's compiler for TPUs, apart from the rest: where jax finds it, every process looks for a TPU.
+if [ "$(uname)" = Linux ] && ! cmp -s requirements-tpu.txt .venv-tpu/requirements-tpu.txt; then
+    rm -rf .venv-tpu
+    "$bin/python" -m pip install -q --disable-pip-version-check --no-compile --no-deps \
+        --target .venv-tpu -r requirements-tpu.txt
+    cp requirements-tpu.txt .venv-tpu/
+fi
 
 "$bin/ruff" check .
 "$bin/ruff" format --check .
