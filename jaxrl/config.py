@@ -9,6 +9,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from jaxrl import precision
 from jaxrl.config_tables import (
     CheckpointConfig,
     DataConfig,
@@ -148,6 +149,13 @@ def _contradictions(c: Config) -> Iterator[str]:
         yield (
             f"optimizer.warmup_steps = {c.optimizer.warmup_steps} leaves nothing of the run's "
             f"{c.optimizer_steps} optimizer steps (train.steps x train.updates_per_rollout)"
+        )
+    if precision.parse(c.precision).wire.itemsize == 1 and (
+        c.sampler.name != "embedded" or c.lora.rank
+    ):
+        yield (
+            f"precision = {c.precision!r}: weights in 8 bits are for sampler.name = 'embedded' and "
+            "without lora; give wire another dtype"
         )
     if (c.sampler.transport == "directory") != (c.sampler.directory is not None):
         yield (

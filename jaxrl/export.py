@@ -41,7 +41,7 @@ def export_checkpoint(
       ValueError: for another `step`, or an unknown dtype.
     """
     policy, base = precision.parse(config.precision), config.model.path
-    wire = _dtype(dtype, default=policy.wire)
+    wire = _dtype(dtype, default=policy.exported)
     model, specs = _model(config)
     chosen, params = _trained(config, model, specs, policy, run_dir=run_dir, step=step)
     if isinstance(specs, lora.Adapted):

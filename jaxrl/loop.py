@@ -315,7 +315,7 @@ def finish(run: Run, state: State) -> Path:
     model, source, params = run.directory / "model", run.config.model.path, state.policy.params
     policy = precision.parse(run.config.precision)
     huggingface.save(
-        model, lora.merge(params), run.model.config, dtype=policy.wire, source_dir=source
+        model, lora.merge(params), run.model.config, dtype=policy.exported, source_dir=source
     )
     if isinstance(run.specs, lora.Adapted):
         adapter = run.directory / "adapter"

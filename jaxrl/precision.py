@@ -25,6 +25,7 @@ _DTYPES: dict[str, DType] = {
     "f32": jnp.dtype(jnp.float32),
     "bf16": jnp.dtype(jnp.bfloat16),
     "f16": jnp.dtype(jnp.float16),
+    "f8_e4m3": jnp.dtype(jnp.float8_e4m3fn),
 }
 _SHORT = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -126,9 +127,13 @@ class Precision:
       logits: the head's output, log-softmax, ratios and every reduction of a loss.
       grads: gradient accumulation over microbatches and reduction over devices.
       moments: optimizer moments.
-      wire: the weights that are published to the sampler.
+      wire: the weights that are published to the sampler. f8_e4m3 is for this role alone, and for
+        the embedded sampler: weights rounded to 8 bits, as engines with quantised weights have.
       sampler: what the sampler computes in.
       loss_scale: how the loss is scaled before the backward pass.
+
+    Raises:
+      ValueError: for a role that cannot have its dtype.
     """
 
     params: DType
@@ -141,6 +146,19 @@ class Precision:
     sampler: DType
     loss_scale: LossScaleSpec = LossScaleSpec()
 
+    def __post_init__(self) -> None:
+        for role in ROLES:
+            if role != "wire" and getattr(self, role).itemsize == 1:
+                raise ValueError(
+                    f"{role}={_SHORT[getattr(self, role)]}: nothing is computed in 8 bits; only "
+                    "wire may have them"
+                )
+
+    @property
+    def exported(self) -> DType:
+        """What a trained model is written in: `wire`, or `sampler` where that has 8 bits."""
+        return self.wire if self.wire.itemsize > 1 else self.sampler
+
     def __str__(self) -> str:
         fields = [(role, _SHORT[getattr(self, role)]) for role in ROLES]
         return ",".join(f"{k}={v}" for k, v in [*fields, ("loss_scale", str(self.loss_scale))])
@@ -152,7 +170,7 @@ class Precision:
 
 
 def short_name(dtype: DType) -> str:
-    """f32, bf16, f16 or f64."""
+    """f32, bf16, f16, f64 or f8_e4m3."""
     return _SHORT[dtype]
 
 
@@ -231,7 +249,7 @@ def sampler_precision(precision: Precision) -> Precision:
     `sampler`, reductions in `logits`."""
     return dataclasses.replace(
         precision,
-        params=precision.wire,
+        params=precision.exported,
         compute=precision.sampler,
         activations=precision.sampler,
         loss_scale=LossScaleSpec(),
@@ -257,9 +275,9 @@ def _differing(precision: Precision) -> list[str]:
     sampler = precision.sampler
     roles = [r for r in ("compute", "activations") if getattr(precision, r) != sampler]
     # A wire that cannot hold the sampler's numbers is a rounding that the learner lacks.
-    return (
-        roles if jnp.promote_types(precision.wire, sampler) == precision.wire else [*roles, "wire"]
-    )
+    wire = precision.wire
+    holds = wire.itemsize > 1 and jnp.promote_types(wire, sampler) == wire
+    return roles if holds else [*roles, "wire"]
 
 
 def cast(tree: Tree, dtype: DType) -> Tree:

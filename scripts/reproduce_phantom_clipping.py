@@ -12,8 +12,7 @@ import tempfile
 from pathlib import Path
 
 from reproduce import grid, phantom, pictures
-
-SAMPLERS = ("vllm", "embedded")
+from reproduce.phantom import SAMPLERS
 
 
 def main() -> None:
@@ -22,7 +21,7 @@ def main() -> None:
     )
     parser.add_argument("directory", nargs="?", type=Path, default=Path("runs/phantom"))
     parser.add_argument("--quick", action="store_true", help="three short runs and their checks")
-    parser.add_argument("--samplers", nargs="*", choices=SAMPLERS, default=SAMPLERS)
+    parser.add_argument("--samplers", nargs="*", choices=SAMPLERS, default=[*SAMPLERS])
     parser.add_argument("--rows", nargs="+", type=int, default=range(len(phantom.ROWS)))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     arguments = parser.parse_args()

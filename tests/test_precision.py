@@ -164,10 +164,20 @@ def test_presets_with_a_matched_sampler_agree(name):
         ("fp32,wire=bf16", r"^wire = bf16 and sampler = f32.*'fp32'"),
         ("bf16_master,activations=f32", r"^activations = f32 and sampler = bf16"),
         ("fp16_master,wire=bf16", r"^wire = bf16 and sampler = f16"),
+        ("bf16_master,wire=f8_e4m3", r"^wire = f8_e4m3 and sampler = bf16"),
     ],
 )
 def test_a_disagreement_names_the_roles_and_the_cure(text, named):
     assert re.search(named, disagreement(parse(text)))
+
+
+def test_eight_bits_are_for_the_wire_alone():
+    policy = parse("bf16_master,wire=f8_e4m3")
+    assert parse(str(policy)) == policy
+    assert policy.exported == policy.sampler
+    assert parse("bf16_master,wire=f32").exported == jnp.float32
+    with pytest.raises(ValueError, match="compute=f8_e4m3: nothing is computed in 8 bits"):
+        parse("fp32,compute=f8_e4m3")
 
 
 def test_a_wider_wire_loses_nothing():

@@ -67,6 +67,13 @@ ROWS = (
     Row("bf16_master, clipped", {"precision": "bf16_master"}),
     Row("fp16_master, clipped", {"precision": "fp16_master"}),
 )
+# A coarser sampler: its weights are rounded to 8 bits, as engines with quantised weights have them.
+COARSE = {"precision": "phantom,wire=f8_e4m3"}
+SAMPLERS = {
+    "vllm": ROWS,
+    "embedded": ROWS,
+    "fp8": tuple(row for row in ROWS if "precision" not in row.changes),
+}
 MATCHED = {"bf16_master": "bf16_master, clipped", "fp16_master": "fp16_master, clipped"}
 NEAR = 0.1  # of the first rollout's length: within 10 % of the optimum
 
@@ -123,12 +130,15 @@ def servers(directory: Path) -> Iterator[Callable[[Row], dict[str, str]]]:
 
 
 def train_rows(directory: Path, *, sampler: str, rows: Sequence[Row], seeds: Sequence[int]) -> None:
-    """Trains what is not trained yet, the first row with all seeds first."""
+    """Trains what is not trained yet of the rows that a sampler has, the first one with all seeds
+    first."""
+    there = [row for row in rows if row in SAMPLERS[sampler]]
     with servers(directory) as keys:
-        for row, seed in ((row, seed) for row in rows for seed in seeds):
+        for row, seed in ((row, seed) for row in there for seed in seeds):
             run_dir = row_dir(directory / sampler, row, seed=seed)
             if not finished(run_dir):
-                more = keys(row) if sampler == "vllm" else {}
+                more = COARSE if sampler == "fp8" else {}
+                more = keys(row) if sampler == "vllm" else more
                 run_row(directory, row, run_dir=run_dir, seed=seed, more=more)
 
 

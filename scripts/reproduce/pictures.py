@@ -9,7 +9,7 @@ from reproduce.grid import Entries, curve
 
 COLORS = ("#c1272d", "#555555", "#0a7a5c", "#1f5fbf", "#e08214", "#8e44ad", "#17a2b8", "#a0522d",
           "#e377c2")  # fmt: skip
-STYLES = ("-", "--")
+STYLES = ("-", "--", ":")
 
 
 def new(columns: int, *, width: float = 5.2, height: float = 4.0, rows: int = 1):

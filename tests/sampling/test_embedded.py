@@ -81,6 +81,17 @@ def test_half_precision_answers_have_the_shadow_forwards_logprobs(policy):
     np.testing.assert_allclose(one.logprobs, expected, atol=tolerance)
 
 
+def test_weights_of_eight_bits_are_computed_with_in_the_samplers_dtype():
+    policy = parse("bf16_master,wire=f8_e4m3")
+    rounded = cast(cast(PARAMS, policy.wire), policy.sampler)
+    coarse = _answers(EmbeddedSampler(MODEL, PARAMS, precision=policy))
+    assert _same_tokens(
+        coarse, _answers(EmbeddedSampler(MODEL, rounded, precision=parse("bf16_master")))
+    )
+    fine = _answers(EmbeddedSampler(MODEL, PARAMS, precision=parse("bf16_master")))
+    assert not _same_tokens(coarse, fine)
+
+
 def test_an_answer_is_a_function_of_its_own_prompt_index_and_seed(sampler):
     answers = _answers(sampler)
     small = EmbeddedSampler(MODEL, PARAMS, precision=F32, max_batch=8)
