@@ -157,6 +157,17 @@ def _contradictions(c: Config) -> Iterator[str]:
             f"precision = {c.precision!r}: weights in 8 bits are for sampler.name = 'embedded' and "
             "without lora; give wire another dtype"
         )
+    if c.lora.publish == "adapters" and c.sampler.name != "vllm":
+        yield (
+            "lora.publish = 'adapters' needs a server that takes them; set sampler.name = 'vllm', "
+            "or lora.publish = 'merged'"
+        )
+    if c.lora.publish == "adapters" and c.rollouts.order == "finished":
+        yield (
+            "rollouts.order = 'finished' lets an answer outlive any number of versions, and with "
+            "lora.publish = 'adapters' servers keep few; set rollouts.order = 'begun', or "
+            "lora.publish = 'merged'"
+        )
     if (c.sampler.transport == "directory") != (c.sampler.directory is not None):
         yield (
             f"sampler.transport = {c.sampler.transport!r} and sampler.directory = "

@@ -170,6 +170,10 @@ class ServerConfig(Section):
     kv_cache_bytes: PositiveInt = 256 << 20
     """Memory for keys and values."""
 
+    max_lora_rank: NonNegativeInt = 0
+    """Largest rank of adapters that it can be given by themselves; a run with lora.publish =
+    'adapters' starts its own server with lora.rank."""
+
     arguments: Texts = ()
     """Further arguments of vLLM's api_server."""
 

@@ -103,6 +103,7 @@ def make_learner(
     rows_per_microbatch: int,
     temperature: float = 1.0,
     param_shardings: Any = None,
+    as_published: Callable[[Any], Any] = lora.merge,
 ) -> Learner:
     """Builds a learner.
 
@@ -116,6 +117,7 @@ def make_learner(
       temperature: of the sampling distribution; the learner's log-probs are of the tempered one.
       param_shardings: tree of shardings that parameters, their compute copies and gradients keep;
         None on a single device.
+      as_published: parameters -> those that samplers compute with, before they are rounded.
 
     Raises:
       ValueError: if the objective balances experts and the model has none.
@@ -137,8 +139,9 @@ def make_learner(
 
     def published(params: Params) -> Params:
         # The barrier keeps XLA from leaving out a rounding that the second cast seems to undo.
-        wire = jax.lax.optimization_barrier(cast(lora.merge(params), precision.wire))
-        return constrain_merged(cast(wire, precision.sampler))
+        wire = jax.lax.optimization_barrier(cast(as_published(params), precision.wire))
+        rounded: Any = cast(wire, precision.sampler)
+        return constrain(rounded) if isinstance(wire, lora.Adapted) else constrain_merged(rounded)
 
     def score(params: Params, minibatch: Minibatch) -> jax.Array:
         weights = constrain(cast(params, precision.compute))

@@ -1,6 +1,6 @@
 """The `[lora]` table of a config."""
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
@@ -23,11 +23,19 @@ class LoraConfig(Section):
     path: str | None = None
     """Directory of adapters in PEFT's format to begin with; new ones when absent."""
 
+    publish: Literal["merged", "adapters"] = "merged"
+    """What samplers get: whole weights with the adapters added in, or the adapters alone, as vLLM
+    servers can take them."""
+
     @model_validator(mode="after")
     def _adapters_have_a_rank(self) -> Self:
         if not self.rank and self.path is not None:
             raise ValueError(
                 f"lora.path = {self.path!r} names adapters, and lora.rank = 0 trains none; set "
                 "lora.rank to theirs"
+            )
+        if not self.rank and self.publish == "adapters":
+            raise ValueError(
+                "lora.publish = 'adapters', and lora.rank = 0 trains none; set lora.rank"
             )
         return self

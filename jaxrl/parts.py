@@ -179,6 +179,11 @@ def load_trained(config: Config, *, layout: Layout) -> tuple[Model, Any, Any]:
     return model, lora.Adapted(adapters, params, specs.alpha), specs
 
 
+def as_published(config: LoraConfig) -> Callable[[Any], Any]:
+    """The function from a run's parameters to those that samplers compute with."""
+    return lora.merge if config.publish == "merged" else lambda params: params
+
+
 def make_optimizer(config: OptimizerConfig, *, total_steps: int, specs: Specs) -> Optimizer:
     """The optimizer of a run of `total_steps` optimizer steps."""
     schedule = optimizers.make_schedule(
@@ -238,6 +243,7 @@ def make_learner(
         rows_per_microbatch=config.microbatch_rows,
         temperature=config.sampling.temperature,
         param_shardings=layout.tree(specs) if layout.mesh.size > 1 else None,
+        as_published=as_published(config.lora),
     )
 
 

@@ -24,7 +24,7 @@ from jaxrl.models import huggingface, lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.run_directory import claim
-from jaxrl.samplers import Publish, open_sampler
+from jaxrl.samplers import Adapters, Publish, open_sampler
 from jaxrl.sampling.base import Sampler, SamplingParams
 from jaxrl.tracking import Tracker, open_tracker
 from jaxrl.update import saved, with_saved
@@ -177,6 +177,9 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             layout=layout,
             directory=directory,
             note=tracker.note,
+            adapters=Adapters(specs, 2 + config.rollouts.max_staleness)
+            if config.lora.publish == "adapters"
+            else None,
         ) as serving,
     ):
         run = Run(

@@ -1,16 +1,19 @@
 """The sampler of a run, and how the learner's weights reach it."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxrl.bridge.base import Server, WeightPublisher
+from jaxrl.bridge.adapters import AdapterPublisher, PublishBase
+from jaxrl.bridge.base import Server, Timings, WeightPublisher, WeightSource
 from jaxrl.bridge.directory import DirectoryPublisher
 from jaxrl.bridge.launch import LocalServer, ServerOptions
-from jaxrl.bridge.shared_memory import SharedMemoryPublisher
+from jaxrl.bridge.shared_memory import MEMORY, SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.bridge.vllm_server import VllmServer
 from jaxrl.config_tables import ModelConfig, SamplerConfig, ServerConfig
@@ -64,6 +67,18 @@ class Serving(NamedTuple):
     score: Score | None = None
 
 
+class Adapters(NamedTuple):
+    """Adapters that servers get by themselves.
+
+    Attributes:
+      specs: theirs and the model's.
+      keep: versions of them that requests may name.
+    """
+
+    specs: lora.Adapted
+    keep: int
+
+
 @contextmanager
 def open_sampler(
     config: ServingConfig,
@@ -75,6 +90,7 @@ def open_sampler(
     layout: Layout,
     directory: Path,
     note: Callable[[str], None],
+    adapters: Adapters | None = None,
 ) -> Iterator[Serving]:
     """The sampler of the config, which serves `params` as `version`.
 
@@ -87,6 +103,7 @@ def open_sampler(
       layout: the learner's devices.
       directory: the run's; a server that is started here logs there.
       note: shows a line to the user.
+      adapters: if servers shall get adapters by themselves and not whole weights.
 
     Raises:
       ServerFailedError: if a server does not start.
@@ -108,11 +125,12 @@ def open_sampler(
 
         yield Serving(embedded, load)
         return
+    rank = max(config.sampler.max_lora_rank, 0 if adapters is None else adapters.specs.rank)
     with ExitStack() as stack:
         urls = config.sampler.url or (
             stack.enter_context(
                 started_server(
-                    config.sampler,
+                    config.sampler.model_copy(update={"max_lora_rank": rank}),
                     Path(config.model.path),
                     dtype=policy.sampler,
                     # A token is drawn where a sequence is only scored.
@@ -131,23 +149,69 @@ def open_sampler(
         )
         stack.callback(client.close)
         servers = [VllmServer(url, timeout=config.sampler.timeout) for url in urls]
-        publisher = stack.enter_context(_publisher(config, servers, policy=policy))
+        if adapters is None:
+            bring = _bring_whole(
+                stack.enter_context(_publisher(config, servers, policy=policy)), model, policy
+            )
+        else:
+            root = stack.enter_context(_adapter_root(config.sampler))
+            bring = AdapterPublisher(
+                servers,
+                root,
+                specs=adapters.specs,
+                base=config.model.path,
+                wire=policy.wire,
+                publish_base=_bring_base(config, policy),
+                keep=adapters.keep,
+            ).publish
 
-        def publish(params: Params, *, version: int) -> dict[str, float]:
-            source = ParamsSource(lora.merge(params), model.specs, dtype=policy.wire)
+        def publish(params: Any, *, version: int) -> dict[str, float]:
             before = {server.url for server in servers if server.connected}
-            timings = publisher.publish(source, version=version)
+            adapter, timings = bring(params, version=version)
             serving = {server.url for server in servers if server.connected}
             for url in sorted(before - serving):
                 note(f"{url} does not answer; the other servers go on, and it is tried again")
             for url in sorted(serving - before):
                 note(f"{url} is back and serves version {version}")
-            client.published(version, urls=sorted(serving))
+            client.published(version, urls=sorted(serving), adapter=adapter)
             seconds = {f"time/publish/{name}": s for name, s in timings._asdict().items()}
             return seconds | {"sampler/servers": float(len(serving))}
 
         publish(params, version=version)
         yield Serving(client, publish, client.score)
+
+
+class _Bring(Protocol):
+    """Brings parameters to all servers: the adapter that requests must name, and seconds."""
+
+    def __call__(self, params: Any, *, version: int) -> tuple[str | None, Timings]: ...
+
+
+def _bring_whole(publisher: WeightPublisher, model: Model, policy: Precision) -> _Bring:
+    def bring(params: Any, *, version: int) -> tuple[None, Timings]:
+        source = ParamsSource(lora.merge(params), model.specs, dtype=policy.wire)
+        return None, publisher.publish(source, version=version)
+
+    return bring
+
+
+def _bring_base(config: ServingConfig, policy: Precision) -> PublishBase:
+    def bring(servers: Sequence[Server], source: WeightSource, version: int) -> None:
+        # Once in a run: what it takes to publish whole weights is not kept.
+        with _publisher(config, servers, policy=policy) as publisher:
+            publisher.publish(source, version=version)
+
+    return bring
+
+
+@contextmanager
+def _adapter_root(config: SamplerConfig) -> Iterator[Path]:
+    if config.directory is not None:
+        Path(config.directory).mkdir(parents=True, exist_ok=True)
+        yield Path(config.directory)
+        return
+    with TemporaryDirectory(prefix=f"jaxrl-{os.getpid()}-", dir=MEMORY) as root:
+        yield Path(root)
 
 
 @contextmanager
@@ -201,6 +265,7 @@ def started_server(
         kv_cache_bytes=config.kv_cache_bytes,
         device=config.device,
         port=config.port,
+        max_lora_rank=config.max_lora_rank,
         arguments=config.arguments,
     )
     reported = 0.0

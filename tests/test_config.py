@@ -108,6 +108,11 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({"critic__trunk": "shared", "critic__path": "c"}, "leave critic.path out"),
         ({"critic__trunk": "shared", "lora__rank": 4}, "lora.rank = 4 keeps frozen"),
         ({"lora__path": "adapter"}, "lora.rank = 0 trains none; set lora.rank"),
+        ({"lora__rank": 4, "lora__publish": "adapters"}, "needs a server that takes them"),
+        (
+            {"lora__rank": 4, "lora__publish": "adapters", "rollouts__order": "finished"},
+            "set rollouts.order = 'begun'",
+        ),
         ({"critic__coefficient": 0.5}, "set critic.learning_rate instead"),
         ({"data__template": "text", "data__system_prompt": "Hi"}, "needs a chat template"),
     ],

@@ -26,6 +26,11 @@ _ENVIRONMENT = {
 }
 _SEGMENT = re.compile(r"/dev/shm/(?:vllm_dist_|psm_)\S+")
 _ERROR = re.compile(r"\w(?:Error|Exception)\b")
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM takes as the largest
+_MATRICES = (
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+)
 _TAIL = 15  # lines of a log that are shown
 _GRACE = 15.0  # seconds between asking a server to end and ending it
 
@@ -43,6 +48,7 @@ class ServerOptions:
         would stall for many seconds.
       host: the routes that change weights have no password, so nothing but loopback is safe.
       port: 0 takes a free one.
+      max_lora_rank: of adapters that the server can be given by themselves; 0 for none.
       arguments: further arguments of vLLM's api_server.
     """
 
@@ -53,6 +59,7 @@ class ServerOptions:
     device: Device = "cpu"
     host: str = "127.0.0.1"
     port: int = 0
+    max_lora_rank: int = 0
     arguments: tuple[str, ...] = ()
 
 
@@ -77,6 +84,8 @@ class LocalServer:
         environment = os.environ | _ENVIRONMENT
         if options.device == "cpu":
             environment["TORCH_COMPILE_DISABLE"] = "1"
+        if options.max_lora_rank:
+            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         with log.open("wb") as stream:
             self._process = subprocess.Popen(
                 _command(model_dir, options, port),
@@ -182,7 +191,21 @@ def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
         "--enable-scale-out",  # token ids in, token ids and versions out
         *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
         *on_cpu,
+        *_adapters(options.max_lora_rank),
         *options.arguments,
+    ]
+
+
+def _adapters(rank: int) -> list[str]:
+    if not rank:
+        return []
+    allowed = next((known for known in _RANKS if known >= rank), rank)
+    return [
+        *("--enable-lora", "--max-lora-rank", str(allowed)),
+        # Two at a time: requests in flight keep theirs while others get the next version's.
+        *("--max-loras", "2"),
+        # Not the head: a request for a prompt's log-probs would end vLLM 0.32 on a CPU.
+        *("--lora-target-modules", *_MATRICES),
     ]
 
 

@@ -1,10 +1,12 @@
 """The control side of a running vLLM server, over HTTP."""
 
+import contextlib
 import http.client
 import itertools
 import json
 import time
 import urllib.parse
+from pathlib import Path
 from typing import Any
 
 from jaxrl.bridge.base import (
@@ -85,6 +87,39 @@ class VllmServer:
         pause, load, resume = (after - before for before, after in itertools.pairwise(marks))
         return Timings(pause=pause, load=load, resume=resume)
 
+    def holds(self, label: str) -> bool:
+        """See `AdapterServer.holds`."""
+        try:
+            timeout = None if self.connected else _PROBE
+            found = self._call("GET", "/weight_info", timeout=timeout)["weight_version"]
+        except _UnreachableError as error:
+            self.connected = False
+            raise LostError(str(error)) from error
+        self.connected = True
+        return found == label
+
+    def load_adapter(self, name: str, directory: Path) -> None:
+        """See `AdapterServer.load_adapter`. vLLM reads and checks an adapter whole before it puts
+        it in the place of another."""
+        try:
+            self._call(
+                "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)}
+            )
+        except _UnreachableError as error:
+            self.connected = False
+            raise LostError(str(error)) from error
+        except ControlError as error:
+            raise RefusedError(
+                f"{error}; a server takes adapters if it was started for their rank: jaxrl serve "
+                "--max_lora_rank N"
+            ) from None
+
+    def forget_adapter(self, name: str) -> None:
+        """See `AdapterServer.forget_adapter`."""
+        with contextlib.suppress(ControlError):
+            if self.connected:
+                self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout=_PROBE)
+
     def weight_version(self) -> str:
         """What the server says it samples from; "default" before the first publish."""
         return self._call("GET", "/weight_info")["weight_version"]
@@ -143,7 +178,8 @@ class VllmServer:
             connection.close()
         if response.status != 200:
             raise ControlError(f"{where}: {response.status} {text}")
-        return json.loads(text) if text else None
+        is_json = response.headers.get_content_type() == "application/json"
+        return json.loads(text) if text and is_json else None
 
 
 def _reason(error: Exception, marker: str) -> str:

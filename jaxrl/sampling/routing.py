@@ -91,7 +91,8 @@ class Router:
                             continue
                         raise
                 connection.close()  # the next request on it opens it again
-                if answer.lost and self._give_up(connection):
+                # One that has never heard of the route or of the adapter was started again.
+                if (answer.lost or answer.status == 404) and self._give_up(connection):
                     continue
             failures += 1
             final = 400 <= answer.status < 500 or failures == _ATTEMPTS

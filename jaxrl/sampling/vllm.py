@@ -27,7 +27,15 @@ class _Request(NamedTuple):
     count: int
     prompt: list[int]
     seed: int
+    policy: "_Policy"
     begun: "_Draft | None" = None
+
+
+class _Policy(NamedTuple):
+    """What answers are drawn from: a version of the servers' weights, or of an adapter to them."""
+
+    version: int
+    adapter: str | None = None
 
 
 class _Draft(NamedTuple):
@@ -69,17 +77,23 @@ class VllmSampler:
         self._max_positions, self._vocab_size = max_positions, vocab_size
         self._router = Router(urls, max_requests=max_requests, timeout=timeout)
         self._pool = ThreadPoolExecutor(len(urls) * max_requests, thread_name_prefix="vllm")
-        self._version = 0
+        self._policy = _Policy(0)
 
     @property
     def version(self) -> int:
         """The policy version that was published last."""
-        return self._version
+        return self._policy.version
 
-    def published(self, version: int, *, urls: Sequence[str]) -> None:
-        """Learns that these servers serve `version`; those that were lost are asked again."""
+    def published(self, version: int, *, urls: Sequence[str], adapter: str | None = None) -> None:
+        """Learns that these servers serve `version`; those that were lost are asked again.
+
+        Args:
+          version: of the policy.
+          urls: of the servers.
+          adapter: the name of the adapter that is this version; None if the weights are.
+        """
         self._router.restore(urls)
-        self._version = version
+        self._policy = _Policy(version, adapter)
 
     def sample(
         self, prompts: Sequence[np.ndarray], params: SamplingParams, *, group_size: int
@@ -107,8 +121,9 @@ class VllmSampler:
             vocab_size=self._vocab_size,
         )
         seeds = np.random.SeedSequence(params.seed).generate_state(len(prompts), np.uint64) >> 2
+        policy = self._policy
         requests = [
-            _Request(i, 0, group_size, prompt.tolist(), int(seed))
+            _Request(i, 0, group_size, prompt.tolist(), int(seed), policy)
             for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         return self._completions(requests, params)
@@ -166,7 +181,7 @@ class VllmSampler:
         while todo:
             one = todo.pop()
             for index, choice in enumerate(self._ask(one, params)):
-                draft, reason = _read(choice, one.begun)
+                draft, reason = _read(choice, one)
                 if reason == "abort":
                     todo.append(one._replace(first=one.first + index, count=1, begun=draft))
                 else:
@@ -192,8 +207,8 @@ class VllmSampler:
         }
         found = self._router.post(
             _PATH,
-            json.dumps({"token_ids": known, "sampling_params": settings}),
-            read=lambda text: _scores(text, known, version=self._version),
+            json.dumps({"token_ids": known, "sampling_params": settings} | _model(self._policy)),
+            read=lambda text: _scores(text, known, policy=self._policy),
             about=f"sequence {index}",
         )
         unknown = [math.nan] * (len(sequence) - len(known))
@@ -217,7 +232,12 @@ def _body(request: _Request, params: SamplingParams) -> dict[str, Any]:
         "ignore_eos": True,
         "stop_token_ids": [stop[0] for stop in params.stop if len(stop) == 1],
     }
-    return {"token_ids": request.prompt + begun, "sampling_params": settings}
+    asked = {"token_ids": request.prompt + begun, "sampling_params": settings}
+    return asked | _model(request.policy)
+
+
+def _model(policy: _Policy) -> dict[str, str]:
+    return {} if policy.adapter is None else {"model": policy.adapter}
 
 
 def _choices(text: str, request: _Request) -> list[dict[str, Any]]:
@@ -236,15 +256,16 @@ def _choices(text: str, request: _Request) -> list[dict[str, Any]]:
     return choices
 
 
-def _scores(text: str, tokens: Sequence[int], *, version: int) -> list[float]:
+def _scores(text: str, tokens: Sequence[int], *, policy: _Policy) -> list[float]:
     """Log-probs of all tokens but the first."""
     reply = json.loads(text)
     (span,) = reply["choices"][0]["weight_versions"]
-    if span["version"] != str(version):
+    # A version of adapters is their name, and the weights below them have one of their own.
+    if span["version"] != str(policy.version) and policy.adapter is None:
         kind = SamplerError if span["version"].isdigit() else StrangerError
         raise kind(
-            f"the server scores with weights {span['version']!r} and {version} were published "
-            "last; they changed meanwhile"
+            f"the server scores with weights {span['version']!r} and {policy.version} were "
+            "published last; they changed meanwhile"
         )
     return [
         _checked(entry[str(token)]["logprob"])
@@ -252,7 +273,7 @@ def _scores(text: str, tokens: Sequence[int], *, version: int) -> list[float]:
     ]
 
 
-def _read(choice: dict[str, Any], begun: _Draft | None) -> tuple[_Draft, str]:
+def _read(choice: dict[str, Any], request: _Request) -> tuple[_Draft, str]:
     """A choice behind what was begun, and why it ended."""
     tokens = choice["token_ids"] or []
     content = (choice.get("logprobs") or {}).get("content") or []
@@ -262,7 +283,9 @@ def _read(choice: dict[str, Any], begun: _Draft | None) -> tuple[_Draft, str]:
     for span in choice.get("weight_versions") or ():
         length = span["end"] - span["start"]
         versions[span["start"] : span["end"]] = [int(span["version"])] * length
-    before = begun or _Draft([], [], [])
+    if request.policy.adapter is not None:
+        versions = [request.policy.version] * len(tokens)
+    before = request.begun or _Draft([], [], [])
     draft = _Draft(before.tokens + tokens, before.logprobs + logprobs, before.versions + versions)
     return draft, choice["finish_reason"]
 

@@ -17,6 +17,7 @@ import pytest
 
 from jaxrl import config_file, loop, parts, precision
 from jaxrl.batch import Rollout, pack
+from jaxrl.bridge.base import RefusedError
 from jaxrl.bridge.launch import LocalServer
 from jaxrl.config import Config
 from jaxrl.learner import Minibatch, make_learner
@@ -25,7 +26,7 @@ from jaxrl.losses.algebra import objective
 from jaxrl.losses.surrogates import reinforce
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
-from jaxrl.samplers import Serving, open_sampler, started_server
+from jaxrl.samplers import Adapters, Serving, open_sampler, started_server
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded import EmbeddedSampler
 from jaxrl.tracking import read_metrics
@@ -55,13 +56,13 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Material]:
 
 
 @contextmanager
-def started(directory: Path, *, port: int = 0) -> Iterator[LocalServer]:
+def started(directory: Path, *, port: int = 0, rank: int = 0) -> Iterator[LocalServer]:
     with started_server(
-        config(directory, sampler__port=str(port)).sampler,
+        config(directory, sampler__port=str(port), sampler__max_lora_rank=str(rank)).sampler,
         directory / "model",
         dtype=FP32.sampler,
         max_model_len=None,
-        log=directory / f"vllm-{port}.log",
+        log=directory / f"vllm-{port}-{rank}.log",
         note=print,
     ) as server:
         yield server
@@ -97,11 +98,11 @@ def serving(material: Material) -> Iterator[Serving]:
 
 @contextmanager
 def opened(
-    material: Material, urls: Sequence[str], *, note: Callable[[str], None]
+    material: Material, urls: Sequence[str], *, note: Callable[[str], None], **changes: str
 ) -> Iterator[Serving]:
-    made = config(material.directory, sampler__url=json.dumps(urls))
+    made = config(material.directory, sampler__url=json.dumps(urls), **changes)
     layout = parts.make_layout(made.mesh)
-    model, params = parts.load_model(made.model.path, layout=layout, dtype=FP32.params)
+    model, params, specs = parts.load_trained(made, layout=layout)
     with open_sampler(
         made,
         model,
@@ -111,6 +112,7 @@ def opened(
         layout=layout,
         directory=material.directory,
         note=note,
+        adapters=Adapters(specs, 2) if made.lora.publish == "adapters" else None,
     ) as serving:
         yield serving
 
@@ -329,3 +331,47 @@ def test_a_run_learns_while_the_server_samples(material, tmp_path):
         assert row["rollouts/made"] == sum(row[f"rollouts/{kind}"] for kind in kinds)
         assert row["staleness/max"] <= 2
     assert max(row["staleness"] for row in rows) > 0
+
+
+@pytest.fixture
+def takes_adapters(material: Material) -> Iterator[str]:
+    """The address of a server that does."""
+    with started(material.directory, rank=4) as server:
+        yield server.url
+
+
+@pytest.mark.timeout(900)  # a second server starts
+def test_adapters_are_published_by_themselves(material, takes_adapters, tmp_path):
+    """A run that trains through the server, then its adapters against the merged model."""
+    keys = {"lora__rank": "4", "lora__publish": "adapters"}
+    run = {"run_dir": str(tmp_path / "run"), "probe__every": "1", "probe__replay": "true"}
+    done = loop.train(config(material.directory, sampler__url=takes_adapters, **keys, **run))
+    assert done.model is not None
+    for row in read_metrics(tmp_path / "run/metrics.jsonl"):
+        if "reward" in row:
+            assert abs(row["kl"]) < 1e-6  # what was sampled is what is learnt from
+            assert row["probe/engine_p99"] < 1e-4
+    plain = SamplingParams(max_tokens=24, temperature=0)
+    _, merged = huggingface.load(done.model, dtype=FP32.params)
+    with opened(material, [takes_adapters], note=print) as whole:
+        base = answers(whole.sampler, plain)
+        whole.publish(merged, version=5)
+        expected = answers(whole.sampler, plain)
+    assert [c.tokens.tolist() for c in base] != [c.tokens.tolist() for c in expected]
+    trained = keys | {"lora__path": str(tmp_path / "run/adapter")}
+    with opened(material, [takes_adapters], note=print, **trained) as alone:
+
+        def check() -> None:
+            found = answers(alone.sampler, plain)
+            assert [c.tokens.tolist() for c in found] == [c.tokens.tolist() for c in expected]
+            assert {int(v) for c in found for v in c.versions} == {0}
+            scored = alone.score([np.append(PROMPTS[c.prompt_index], c.tokens) for c in found])
+            for ours, theirs, scores in zip(found, expected, scored, strict=True):
+                np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=5e-5)
+                np.testing.assert_allclose(ours.logprobs, scores[-24:], atol=5e-5)
+
+        check()
+        larger = opened(material, [takes_adapters], note=print, **keys | {"lora__rank": "16"})
+        with pytest.raises(RefusedError, match="greater than max_lora_rank"), larger:
+            pass
+        check()  # what was refused left the old adapter in its place

@@ -1,0 +1,109 @@
+"""Adapters by themselves: what servers are told, and that they have what adapters belong to."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.bridge.adapters import AdapterPublisher
+from jaxrl.bridge.base import LostError, RefusedError
+from jaxrl.models import lora, peft, spec
+from jaxrl.models.decoder import decoder
+from tests.bridge.cases import QWEN3, Recorder, params
+
+BF16 = np.dtype(jnp.bfloat16)
+SPECS = lora.Adapted(
+    lora.adapter_specs(decoder(QWEN3).specs, rank=2, targets=["*_proj"]),
+    decoder(QWEN3).specs,
+    alpha=4.0,
+)
+FROZEN = jax.tree.map(lambda x: x.astype(BF16), params(QWEN3, 0))
+
+
+def adapted(seed: int) -> lora.Adapted:
+    return lora.Adapted(spec.init(SPECS.adapters, jax.random.key(seed), dtype=BF16), FROZEN, 4.0)
+
+
+class Server(Recorder):
+    """One that keeps what it was told."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.url, self.label, self.lost, self.refuses = url, "default", False, False
+        self.adapters: dict[str, Path] = {}
+
+    def holds(self, label: str) -> bool:
+        if self.lost:
+            raise LostError(self.url)
+        return label == self.label
+
+    def load_adapter(self, name: str, directory: Path) -> None:
+        if self.refuses:
+            raise RefusedError("rank 2 is too large")
+        assert self.label != "default"
+        peft.load(directory, SPECS, dtype=BF16)
+        self.adapters[name] = directory
+
+    def forget_adapter(self, name: str) -> None:
+        self.adapters.pop(name, None)
+
+
+@pytest.fixture
+def servers() -> list[Server]:
+    return [Server("http://a"), Server("http://b")]
+
+
+@pytest.fixture
+def publisher(servers: list[Server], tmp_path: Path) -> AdapterPublisher:
+    def publish_base(those, source, version):
+        tensors = dict(source)
+        assert tensors["model.norm.weight"].dtype == BF16
+        for server in those:
+            server.label = str(version)
+            server.adapters.clear()
+
+    return AdapterPublisher(
+        servers, tmp_path, specs=SPECS, base="base", wire=BF16, publish_base=publish_base
+    )
+
+
+def test_each_version_is_an_adapter_and_the_last_two_stay(publisher, servers, tmp_path):
+    names = [publisher.publish(adapted(version), version=version)[0] for version in range(3)]
+    assert len({*names}) == 3
+    for server in servers:
+        assert server.label == "0"  # what they belong to was brought once
+        assert list(server.adapters) == names[1:]
+        kept = peft.load(server.adapters[names[2]], SPECS, dtype=BF16)
+        jax.tree.map(np.testing.assert_array_equal, kept, adapted(2).adapters)
+    assert {path.name for path in tmp_path.iterdir()} == {*names[1:]}
+
+
+def test_where_one_refuses_all_keep_what_they_have(publisher, servers, tmp_path):
+    name, _ = publisher.publish(adapted(0), version=0)
+    servers[1].refuses = True
+    with pytest.raises(RefusedError, match="too large"):
+        publisher.publish(adapted(1), version=1)
+    assert [list(server.adapters) for server in servers] == [[name], [name]]
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    servers[1].refuses = False
+    publisher.publish(adapted(1), version=1)
+    assert [len(server.adapters) for server in servers] == [2, 2]
+
+
+def test_a_server_that_was_lost_is_done_without_and_gets_everything_when_it_returns(
+    publisher, servers
+):
+    publisher.publish(adapted(0), version=0)
+    servers[1].lost = True
+    publisher.publish(adapted(1), version=1)
+    assert [len(server.adapters) for server in servers] == [2, 1]
+    servers[1].lost, servers[1].label = False, "default"
+    name, _ = publisher.publish(adapted(2), version=2)
+    assert [server.label for server in servers] == ["0", "2"]
+    assert list(servers[1].adapters) == [name]
+    for server in servers:
+        server.lost = True
+    with pytest.raises(LostError):
+        publisher.publish(adapted(3), version=3)
