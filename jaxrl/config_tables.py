@@ -289,6 +289,9 @@ class OptimizerConfig(Section):
     clip_norm: PositiveFloat | None = 1.0
     """Largest global norm of the gradient; `none` does not clip."""
 
+    offload: bool = False
+    """Keep moments in the host's memory between two steps: less of the devices', slower steps."""
+
 
 class CheckpointConfig(Section):
     """Saving, from which a killed run goes on bit for bit."""

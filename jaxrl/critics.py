@@ -44,7 +44,7 @@ def open_critic(
     """
     make = _shared_trunk if config.critic.trunk == "shared" else _own_network
     pure, params, specs = make(config, recipe, learner=learner, model=model, layout=layout)
-    own = layout.state(jax.eval_shape(pure.init, params), specs)
+    own = parts.state_shardings(config.optimizer, pure.init, params, layout=layout, specs=specs)
     step, pretrain = (
         jax.jit(function, donate_argnums=0, out_shardings=(State(shardings, own), None))
         for function in (pure.step, pure.pretrain)

@@ -33,6 +33,8 @@ from jaxrl.sampling.base import SamplingParams
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
 
+_HOST = "pinned_host"  # jax's name of memory that devices copy from by themselves
+
 
 class Optimizer(NamedTuple):
     """An optimizer and the learning rate that it uses at each of its steps."""
@@ -228,6 +230,45 @@ def make_recipe(config: Config) -> Recipe:
             "are there for the critic's own loss; return a Recipe with critic=Critic(...)"
         )
     return recipe
+
+
+def state_shardings(
+    config: OptimizerConfig,
+    init: Callable[[Any], Any],
+    params: Any,
+    *,
+    layout: Layout,
+    specs: Specs,
+) -> Any:
+    """Where the state that `init(params)` returns lies between steps, in the same tree.
+
+    Args:
+      config: whether moments are in the host's memory.
+      init: of a learner.
+      params: arrays, or their shapes.
+      layout: of the parameters.
+      specs: theirs.
+
+    Raises:
+      ValueError: if devices that cannot reach the host's memory are to keep moments there.
+    """
+    state = jax.eval_shape(init, params)
+    shardings = layout.state(state, specs)
+    if not config.offload:
+        return shardings
+    device = layout.mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if _HOST not in kinds:
+        raise ValueError(
+            f"optimizer.offload = true: {device.device_kind} has the memories {', '.join(kinds)}, "
+            f"and {_HOST} is wanted"
+        )
+    moments = jax.tree.map(
+        lambda x, sharding: sharding.with_memory_kind(_HOST) if x.ndim else sharding,
+        state.opt_state,
+        shardings.opt_state,
+    )
+    return dataclasses.replace(shardings, opt_state=moments)
 
 
 def make_learner(

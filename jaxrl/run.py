@@ -140,7 +140,9 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     pure = parts.make_learner(
         config, model, objective=recipe.objective, optimizer=optimizer, layout=layout
     )
-    state_shardings = layout.state(jax.eval_shape(pure.init, params), lora.declared(specs))
+    state_shardings = parts.state_shardings(
+        config.optimizer, pure.init, params, layout=layout, specs=lora.declared(specs)
+    )
     reference = None
     if Need.REFERENCE in recipe.objective.needs or config.reward.kl:
         trained = lora.trainable(params)

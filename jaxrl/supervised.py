@@ -123,7 +123,9 @@ def fit(config: SupervisedConfig, task: Task, *, layout: Layout, eval_every: int
         length=config.train.row_length,
     )
     claim(directory, config)
-    shardings = layout.state(jax.eval_shape(task.init, task.params), task.model.specs)
+    shardings = parts.state_shardings(
+        config.optimizer, task.init, task.params, layout=layout, specs=task.model.specs
+    )
     state = jax.jit(task.init, out_shardings=shardings)(task.params)
     update = jax.jit(task.step, donate_argnums=0, out_shardings=(shardings, None))
     checkpoints = Checkpoints(

@@ -164,7 +164,9 @@ def _apply(
     """The state after the optimizer's update, or after a skipped step where `finite` is False."""
     f32 = jnp.dtype(jnp.float32)
     trained = lora.trainable(state.params)
-    master, moments = cast(trained, f32), cast(state.opt_state, f32)
+    # Where moments lie in the host's memory they are fetched, and put back there.
+    fetched = jax.tree.map(_move, state.opt_state)
+    master, moments = cast(trained, f32), cast(fetched, f32)
     updates, moments = optimizer.update(grads, moments, master)
     params = cast(optax.apply_updates(master, updates), precision.params)
     opt_state = cast(moments, precision.moments)
@@ -172,12 +174,19 @@ def _apply(
     def keep(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(finite, new, old)
 
+    opt_state = jax.tree.map(keep, opt_state, fetched)
     return LearnerState(
         step=state.step + 1,
         params=lora.with_trainable(state.params, jax.tree.map(keep, params, trained)),
-        opt_state=jax.tree.map(keep, opt_state, state.opt_state),
+        opt_state=jax.tree.map(_move, opt_state, state.opt_state),
         loss_scale=update_loss_scale(state.loss_scale, finite, spec=precision.loss_scale),
     )
+
+
+def _move(x: jax.Array, like: jax.Array | None = None) -> jax.Array:
+    """The array in the memory that another one lies in; by default in the devices'."""
+    wanted = jax.memory.Space.Device if like is None else jax.typeof(like).memory_space
+    return x if jax.typeof(x).memory_space == wanted else jax.device_put(x, wanted)
 
 
 def _once(value: jax.Array) -> Mean:

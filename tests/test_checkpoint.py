@@ -124,14 +124,19 @@ def test_a_checkpoint_moves_from_mesh_to_mesh(checkpoints):
         assert jax.tree.map(lambda x: x.sharding, here) == shardings
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_the_state_may_be_donated_while_it_is_being_saved(checkpoints, devices):
+@pytest.mark.parametrize(("devices", "memory"), [(1, "device"), (8, "device"), (8, "pinned_host")])
+def test_the_state_may_be_donated_while_it_is_being_saved(checkpoints, devices, memory):
     cut = Layout(make_mesh(fsdp=-1, devices=jax.devices()[:devices]), PRESETS["fsdp"])
+    place = cut.sharding(("vocab", "embed")).with_memory_kind(memory)
     state = jax.device_put(
-        {"x": np.random.default_rng(0).normal(size=(4096, 512)).astype(np.float32)},
-        cut.sharding(("vocab", "embed")),
+        {"x": np.random.default_rng(0).normal(size=(4096, 512)).astype(np.float32)}, place
     )
-    overwrite = jax.jit(lambda p: jax.tree.map(lambda x: -2.0 * x, p), donate_argnums=0)
+    near = jax.memory.Space.Device
+    overwrite = jax.jit(
+        lambda p: jax.tree.map(lambda x: -2.0 * jax.device_put(x, near), p),
+        donate_argnums=0,
+        out_shardings=place,
+    )
     for step in range(4):
         before = np.array(state["x"], copy=True)
         checkpoints.save(step, state, host={})
@@ -139,6 +144,7 @@ def test_the_state_may_be_donated_while_it_is_being_saved(checkpoints, devices):
             state = overwrite(state)
         restored = checkpoints.restore(step, state).state
         assert_same_bits({"x": before}, restored)
+        assert restored["x"].sharding == place
     donated = state
     overwrite(donated)
     assert donated["x"].is_deleted()

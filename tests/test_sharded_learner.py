@@ -1,6 +1,8 @@
 """Law 1 on meshes: sharded == single device, for scores, gradients and the optimizer's steps."""
 
 import functools
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +10,15 @@ import numpy as np
 import pytest
 
 from jaxrl.batch import pack
-from jaxrl.learner import Minibatch, interleave, make_learner
+from jaxrl.config_tables import OptimizerConfig
+from jaxrl.learner import LearnerState, Minibatch, interleave, make_learner
 from jaxrl.losses import grpo, with_terms
 from jaxrl.metrics import to_floats
 from jaxrl.models import kernels
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
 from jaxrl.optimizers import make_optimizer, make_schedule
+from jaxrl.parts import state_shardings
 from jaxrl.precision import PRESETS as PRECISIONS
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
@@ -36,7 +40,7 @@ def minibatch() -> Minibatch:
     return Minibatch(batch=batch, microbatches=jnp.int32(used))  # pyright: ignore
 
 
-def run(layout: Layout, config: DecoderConfig):
+def run(layout: Layout, config: DecoderConfig, *, offload: bool = False):
     """Scores, gradient (as Adam's first moment), metrics and parameters after two steps."""
     balance = 0.0 if config.experts is None else 0.1
     attend = kernels.attend("auto", layout=layout, config=config)
@@ -59,7 +63,8 @@ def run(layout: Layout, config: DecoderConfig):
         param_shardings=layout.tree(model.specs),
     )
     params = jax.device_put(tiny.params(config=config), layout.tree(model.specs))
-    shardings = layout.state(jax.eval_shape(learner.init, params), model.specs)
+    settings = OptimizerConfig(offload=offload)
+    shardings = state_shardings(settings, learner.init, params, layout=layout, specs=model.specs)
     state = jax.jit(learner.init, out_shardings=shardings)(params)
     batch = minibatch()
     rows = jax.tree.map(
@@ -116,3 +121,29 @@ def test_parameters_and_moments_are_cut_over_the_devices():
     held = jax.tree.map(lambda x, s: np.prod(s.shard_shape(x.shape)), shapes, shardings)
     total = sum(x.size for x in jax.tree.leaves(shapes))
     assert sum(jax.tree.leaves(held)) < total / 8 + 300  # norms are whole everywhere
+
+
+def test_moments_in_the_hosts_memory_change_nothing():
+    layout = Layout(make_mesh(fsdp=8), PRESETS["fsdp"])
+    found, expected = run(layout, tiny.CONFIG, offload=True), on_one_device(tiny.CONFIG)
+    assert_close(found[1], expected[1], rtol=2e-5)
+    assert_close(found[3], expected[3], rtol=1e-4)
+    shapes = jax.eval_shape(tiny.params)
+    placed = state_shardings(
+        OptimizerConfig(offload=True),
+        lambda params: LearnerState(jnp.int32(0), params, params, jnp.int32(0)),
+        shapes,
+        layout=layout,
+        specs=tiny.model().specs,
+    )
+    assert {x.memory_kind for x in jax.tree.leaves(placed.opt_state)} == {"pinned_host"}
+    assert "pinned_host" not in {x.memory_kind for x in jax.tree.leaves(placed.params)}
+
+
+def test_devices_that_cannot_reach_the_hosts_memory_are_named():
+    memory = SimpleNamespace(kind="hbm")
+    device = SimpleNamespace(device_kind="Abacus", addressable_memories=lambda: [memory])
+    mesh = SimpleNamespace(devices=np.array([device]))
+    layout: Any = SimpleNamespace(mesh=mesh, state=lambda state, specs: state)
+    with pytest.raises(ValueError, match="Abacus has the memories hbm, and pinned_host is wanted"):
+        state_shardings(OptimizerConfig(offload=True), dict, {}, layout=layout, specs={})

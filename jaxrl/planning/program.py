@@ -30,6 +30,7 @@ class Memory:
     Attributes:
       params: master weights.
       optimizer: the optimizer's state.
+      host: of the optimizer's state, what is in the host's memory instead.
       gradients: what is accumulated over microbatches; temporary.
       copies: the weights in `compute`, where they are not the master weights; temporary.
       activations: all other temporaries.
@@ -39,6 +40,7 @@ class Memory:
 
     params: float
     optimizer: float
+    host: float
     gradients: float
     copies: float
     activations: float
@@ -110,7 +112,9 @@ def compile_step(config: Config, topology: Topology) -> Program:
     )
     params = lora.abstract(specs, trained=policy.params, kept=policy.wire)
     shapes = jax.eval_shape(learner.init, params)
-    shardings = layout.state(shapes, lora.declared(specs))
+    shardings = parts.state_shardings(
+        config.optimizer, learner.init, params, layout=layout, specs=lora.declared(specs)
+    )
     state = jax.tree.map(_place, shapes, shardings)
     minibatch = _minibatch(config, layout, needs=recipe.objective.needs)
     microbatches = minibatch.batch.tokens.shape[0] // config.microbatch_rows
@@ -181,6 +185,8 @@ def _place(shape: Any, sharding: Any) -> Any:
 
 def _memory(found: Any, state: LearnerState, *, policy: Precision) -> Memory:
     params, optimizer = (_held(tree) for tree in (state.params, state.opt_state))
+    host = float(found.host_argument_size_in_bytes)
+    optimizer = max(0.0, optimizer - host)  # the host's arrays are padded
     gradients = _held(lora.trainable(state.params), dtype=policy.grads)
     copied = [x for x in jax.tree.leaves(state.params) if x.dtype != policy.compute]
     copies = _held(copied, dtype=policy.compute)
@@ -190,6 +196,7 @@ def _memory(found: Any, state: LearnerState, *, policy: Precision) -> Memory:
     return Memory(
         params=params,
         optimizer=optimizer,
+        host=host,
         gradients=gradients,
         copies=copies,
         # Where the compiler makes do without a whole copy, nothing is left for this.

@@ -76,6 +76,8 @@ def _memory(program: Program) -> Iterator[str]:
         ("batch, metrics, program", memory.rest),
     ):
         yield f"  {name:32}{_gib(size):>12}"
+    if memory.host:
+        yield f"  {'in the host, of the optimizer':32}{_gib(memory.host):>12}"
 
 
 def _time(program: Program, found: Roofline) -> Iterator[str]:
@@ -129,6 +131,8 @@ def _advice(config: Config, program: Program) -> Iterator[str]:
         yield f"move mesh.data = {config.mesh.data} to mesh.fsdp, which cuts weights and moments"
     if config.row_length >= 8192 and config.mesh.context == 1:
         yield f"mesh.context = 2 or more: cuts the {config.row_length} tokens of a row"
+    if not config.optimizer.offload:
+        yield "optimizer.offload = true: moments in the host's memory between two steps"
     if memory is None or memory.optimizer > memory.activations:
         for role in ("moments", "grads"):
             if getattr(program.policy, role).itemsize > 2:
