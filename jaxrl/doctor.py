@@ -183,8 +183,10 @@ def _measure(
     three = replay.summary(
         replay.parts(learner=scored, shadow=shadow, replay=again, sampler=drawn_logprobs)
     )
-    if drawn.replay is None:  # there is no third program
-        three = {k: v for k, v in three.items() if not k.startswith("policy")}
+    # Nothing has moved: what the third part measures is decoding. Without a server there is none.
+    decoding = {k.replace("policy", "decoding"): three.pop(k) for k in [*three] if "policy" in k}
+    if drawn.replay is not None:
+        three |= decoding
     pairs = Pairs(
         learner=scored.astype(np.float64),
         sampler=drawn_logprobs.astype(np.float64),

@@ -14,8 +14,9 @@ class Finding(NamedTuple):
     Attributes:
       policy: as the config names it.
       sampler: what the answers were drawn with, such as "vLLM bf16".
-      numbers: of `agreement.agreement`; "dtype", "engine" and, with a server, "policy" of
-        `replay.summary`; "seconds_per_step" if steps were timed; "tokens" and "sequences".
+      numbers: of `agreement.agreement`; "dtype", "engine" and, with a server, "decoding" of
+        `replay.summary`, where the last is "policy"; "seconds_per_step" if steps were timed;
+        "tokens" and "sequences".
       pairs: the log-probs themselves.
     """
 
@@ -38,7 +39,7 @@ def table(findings: Sequence[Finding]) -> str:
     """A line for each policy, in columns."""
     lengths = sorted({length for f in findings for length in f.spreads()})[-3:]
     timed = all("seconds_per_step" in f.numbers for f in findings)
-    asked = any("policy_std" in f.numbers for f in findings)
+    asked = any("decoding_std" in f.numbers for f in findings)
     head = ["policy", "sampler", "beta mean", "std", "p99", "phantom", "x per token"]
     head += ["dtype std", "engine std", *(["decoding std"] if asked else [])]
     head += [f"std of {length}" for length in lengths] + (["step"] if timed else [])
@@ -48,7 +49,7 @@ def table(findings: Sequence[Finding]) -> str:
         line = [f.policy, f.sampler, f"{n['beta']:+.1e}", f"{n['beta_std']:.1e}"]
         line += [f"{n['beta_p99']:.1e}", f"{100 * n['phantom']:.2f} %"]
         line += [f"{n['token_mult_error']:.5f}", f"{n['dtype_std']:.1e}", f"{n['engine_std']:.1e}"]
-        line += [f"{n['policy_std']:.1e}"] if asked else []
+        line += [f"{n['decoding_std']:.1e}"] if asked else []
         line += [f"{f.spreads()[x]:.1e}" if x in f.spreads() else "-" for x in lengths]
         lines.append([*line, f"{n['seconds_per_step']:.2f} s"] if timed else line)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -71,7 +71,8 @@ class DirectoryPublisher:
     """A `WeightPublisher` through a shared file system.
 
     Version n becomes the checkpoint `root/version-n`, which any program can load; the last `keep`
-    versions that were published stay.
+    versions that were published stay. A run that goes on publishes some versions again: what lies
+    there of them is replaced.
     """
 
     def __init__(
@@ -106,18 +107,18 @@ class DirectoryPublisher:
         self._servers = servers
         self._in_flight: InFlight = in_flight
         self._keep = keep
-        self._published: list[Path] = []
+        earlier = root.glob("version-*")
+        self._published = sorted(earlier, key=lambda path: path.stat().st_mtime)
         for server in servers:
             server.connect(root=str(root.resolve()), wire=wire.name, sampler=sampler.name)
 
     def publish(self, source: WeightSource, *, version: int) -> Timings:
-        """See `WeightPublisher.publish`.
-
-        Raises:
-          FileExistsError: if this version lies there already.
-        """
+        """See `WeightPublisher.publish`."""
         start = time.perf_counter()
         directory = self._root / f"version-{version}"
+        if directory in self._published:
+            self._published.remove(directory)
+            shutil.rmtree(directory)
         export(source, directory, version=version, model_dir=self._model_dir)
         self._published.append(directory)
         written = time.perf_counter() - start

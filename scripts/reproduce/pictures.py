@@ -88,7 +88,8 @@ def offline(path: Path, scores: Mapping[str, Mapping[str, np.ndarray]]) -> None:
     panels for each model: {model: scores of offline.measured}."""
     figure, axes = new(3, rows=len(scores), width=4.6, height=4.2)
     for i, (model, found) in enumerate(scores.items()):
-        for axis, (dtype, color) in zip(axes[3 * i :], _DTYPES.items(), strict=False):
+        served = [(d, color) for d, color in _DTYPES.items() if f"vllm {d}" in found]
+        for axis, (dtype, color) in zip(axes[3 * i :], served, strict=False):
             p, q = (np.exp(found[f"{who} {dtype}"]).ravel() for who in ("learner", "vllm"))
             axis.plot([0, 1], [0, 1], color="#999999", linewidth=0.8)
             axis.plot(q, p, ".", color=color, markersize=2.5, alpha=0.35, rasterized=True)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,8 +121,22 @@ def test_directory_publishes_checkpoints(tmp_path: Path) -> None:
     config, loaded = huggingface.load(tmp_path / "root" / "version-2", dtype=F32)
     assert config == QWEN3
     jax.tree.map(np.testing.assert_array_equal, loaded, tree)
-    with pytest.raises(FileExistsError, match="version-2"):
-        publisher.publish(ParamsSource(tree, SPECS, dtype=F32), version=2)
+
+
+def test_a_run_that_goes_on_publishes_a_version_again(tmp_path: Path) -> None:
+    model_dir, root = tmp_path / "model", tmp_path / "root"
+    exported(QWEN3, params(QWEN3, 0), model_dir, F32)
+    roles: Any = {"model_dir": model_dir, "wire": F32, "sampler": F32}
+    first = DirectoryPublisher([Recorder()], root, **roles)
+    for version in (1, 2):
+        first.publish(ParamsSource(params(QWEN3, 0), SPECS, dtype=F32), version=version)
+    second = DirectoryPublisher([server := Recorder()], root, **roles)
+    other = params(QWEN3, 1)
+    expected = exported(QWEN3, other, model_dir, F32)
+    for version in (1, 2, 3):
+        second.publish(ParamsSource(other, SPECS, dtype=F32), version=version)
+        assert server.tensors == expected
+    assert {path.name for path in root.iterdir()} == {"version-2", "version-3"}
 
 
 def test_export_in_several_files_and_without_leftovers(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from jaxrl import config_file, loop, parts, precision
 from jaxrl.batch import Rollout, pack
 from jaxrl.bridge.base import RefusedError
 from jaxrl.bridge.launch import LocalServer
+from jaxrl.cli import main
 from jaxrl.config import Config
 from jaxrl.learner import Minibatch, make_learner
 from jaxrl.losses.aggregation import token_mean
@@ -375,3 +376,17 @@ def test_adapters_are_published_by_themselves(material, takes_adapters, tmp_path
         with pytest.raises(RefusedError, match="greater than max_lora_rank"), larger:
             pass
         check()  # what was refused left the old adapter in its place
+
+
+def test_the_doctor_asks_a_running_server(material, tmp_path, capsys):
+    keys = {"prompts": "4", "sampling.max_tokens": "12", "repeat": "0", "precisions": "fp32"}
+    keys |= {"server": material.url, "out": str(tmp_path)}
+    given = [f"--{key}={value}" for key, value in keys.items()]
+    assert main(["doctor", str(material.directory / "model"), *given]) == 0
+    assert "Use precision = 'fp32'" in capsys.readouterr().out
+    (only,) = json.loads((tmp_path / "doctor.json").read_text())["policies"]
+    assert only["sampler"] == "vLLM f32"
+    assert only["dtype_std"] == 0  # learner and shadow are one computation
+    assert only["beta_p99"] < 1e-4
+    whole = only["dtype"] + only["engine"] + only["decoding"]
+    assert whole == pytest.approx(only["beta"], abs=1e-7)
