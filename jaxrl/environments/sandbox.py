@@ -52,12 +52,11 @@ class Ran:
     timed_out: bool
 
 
-def run_python(code: str, *, stdin: str = "", limits: Limits | None = None) -> Ran:
+def run_python(code: str, *, limits: Limits | None = None) -> Ran:
     """Runs a program.
 
     Args:
       code: Python, without packages but the standard library.
-      stdin: what it can read.
       limits: what it may take.
 
     Raises:
@@ -66,11 +65,10 @@ def run_python(code: str, *, stdin: str = "", limits: Limits | None = None) -> R
     limits = limits or Limits()
     numbers = (limits.seconds, limits.memory, limits.processes, limits.output)
     command = [sys.executable, "-I", "-S", str(_CHILD), *map(str, numbers)]
-    sent = f"{len(code.encode())}\n{code}{stdin}".encode()
     try:
         done = subprocess.run(
             command,
-            input=sent,
+            input=code.encode(),
             capture_output=True,
             env={"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
             timeout=limits.seconds + _STARTING,

@@ -1,7 +1,6 @@
 """The walls around a program: run by `sandbox.py` with `python -I -S`, standard library only.
 
-Arguments: seconds, memory, processes, output. Standard input: the number of bytes of the code, a
-newline, the code, and the program's own standard input.
+Arguments: seconds, memory, processes, output. Standard input: the code.
 
 The first process makes the namespaces and stays outside of the last one, to count the time and the
 output; the second is the program's. The last line on the standard error is the program's exit
@@ -109,22 +108,15 @@ def relay(streams: "dict[int, int]", *, until: float, most: int) -> bool:
 def main() -> int:
     """Both processes; see above."""
     seconds, (memory, processes, output) = float(sys.argv[1]), map(int, sys.argv[2:5])
-    size = int(sys.stdin.buffer.readline())
-    code = sys.stdin.buffer.read(size)
-    # In memory and not through a pipe, where a program that does not read would hold us up.
-    inbox = os.memfd_create("stdin")
-    with open(inbox, "wb", closefd=False) as file:
-        file.write(sys.stdin.buffer.read())
-    os.lseek(inbox, 0, os.SEEK_SET)
+    code = sys.stdin.buffer.read()
     pipes = [os.pipe(), os.pipe(), os.pipe()]
     make_namespaces()
     child = os.fork()
     if child == 0:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        for stream, source in enumerate((inbox, *(its_end for _, its_end in pipes))):
-            os.dup2(source, stream)
+        for target, (_, its_end) in enumerate(pipes, start=1):
+            os.dup2(its_end, target)
         os.closerange(4, 256)
-        sys.stdin = open(0)  # noqa: SIM115
         run(code, seconds=seconds, memory=memory, processes=processes, ready=3)
         return 0
     for _, its_end in pipes:

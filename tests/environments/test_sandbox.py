@@ -13,8 +13,8 @@ from jaxrl.environments.sandbox import Limits, SandboxError, run_python
 
 
 def test_a_program_reads_prints_and_ends():
-    ran = run_python("import sys\nprint(input()[::-1])\nsys.exit(97)", stdin="abc\nrest")
-    assert (ran.status, ran.stdout, ran.stderr, ran.timed_out) == (97, "cba\n", "", False)
+    ran = run_python("import sys\nprint(repr(sys.stdin.read()))\nsys.exit(97)")
+    assert (ran.status, ran.stdout, ran.stderr, ran.timed_out) == (97, "''\n", "", False)
 
 
 def test_an_exception_shows_its_own_lines_only():
