@@ -22,6 +22,7 @@ from jaxrl.batch import Rollout, assign_rows, gather, pack
 from jaxrl.config import Config
 from jaxrl.diagnostics.replay import parts, replay_batch, summary
 from jaxrl.diagnostics.split import known_tokens, split
+from jaxrl.diagnostics.variety import variety
 from jaxrl.evaluate import evaluate_greedily
 from jaxrl.interrupt import Interrupt
 from jaxrl.learner import LearnerState, Minibatch, interleave
@@ -289,7 +290,7 @@ def log(run: Run, answers: Answers, *, step: int, numbers: Numbers) -> None:
         # Without a reference model: the divergence from the policy that was sampled.
         "kl": numbers.get("kl", numbers.get("mismatch/k3_kl", float("nan"))),
     }
-    run.tracker.log(step, numbers | own)
+    run.tracker.log(step, variety(answers.sampled) | numbers | own)
 
 
 def keep_safe(run: Run, state: State, progress: Progress, *, ending: bool) -> None:

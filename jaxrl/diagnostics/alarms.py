@@ -1,0 +1,314 @@
+"""Signs that a run goes wrong, as functions of its metrics.
+
+A rule looks at a `History` and says what it found, or nothing. The same rules judge a run after
+each of its steps and the metrics.jsonl of one that is over (`replay`). Nothing is judged during the
+first `warmup` steps: they are what later steps are compared with.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl.diagnostics.history import History
+
+_SOLVED = 0.9  # of the range of rewards: a mean above it needs no variety
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Where the rules draw their lines; `alarms_config.AlarmsConfig` says what each means."""
+
+    warmup: int = 20
+    window: int = 20
+    kl_factor: float = 5.0
+    kl_floor: float = 0.1
+    gradient_factor: float = 5.0
+    gradient_floor: float = 0.1
+    distinct: float = 0.3
+    identical: float = 0.9
+    repetition: float = 0.5
+    truncated: float = 0.5
+    length: float = 0.1
+    entropy: float = 0.1
+    held_out_drop: float = 0.1
+    sequence_mismatch: float = 0.5
+    phantom: float = 0.05
+
+    @property
+    def short(self) -> int:
+        """Steps whose mean is compared where single steps are noisy."""
+        return max(1, self.window // 4)
+
+
+class Finding(NamedTuple):
+    """What a rule found: a number, the line that it crossed, and both in words."""
+
+    value: float
+    limit: float
+    text: str
+
+
+class Alarm(NamedTuple):
+    """A finding that was raised.
+
+    Attributes:
+      name: of the rule, as in `RULES` and `causes.CAUSES`.
+      step: after which it was raised.
+      healthy: the newest step that the rule did not look at.
+      value, limit, text: as in `Finding`.
+    """
+
+    name: str
+    step: int
+    healthy: int
+    value: float
+    limit: float
+    text: str
+
+
+Rule = Callable[[History, Limits], Finding | None]
+
+
+def kl_spike(history: History, limits: Limits) -> Finding | None:
+    """KL above `kl_factor` x the median of the window before, and above `kl_floor`."""
+    value, before = history.newest("kl"), history.before("kl", limits.window)
+    if not before.size:
+        return None
+    limit = max(limits.kl_factor * float(np.median(before)), limits.kl_floor)
+    text = f"KL {value:.3g} nats a token, median of {len(before)} steps {np.median(before):.3g}"
+    return Finding(value, limit, text) if value > limit else None
+
+
+def kl_with_reward(history: History, limits: Limits) -> Finding | None:
+    """KL above twice its moving average, and above `kl_floor`, while the reward still rises."""
+    value, before = history.newest("kl"), history.before("kl", limits.window)
+    rewards = history.last("reward", limits.window)
+    if not before.size or not rewards.size:
+        return None
+    older, newer = (float(half.mean()) for half in np.array_split(rewards, 2))
+    limit = max(2 * float(before.mean()), limits.kl_floor)
+    text = (
+        f"KL {value:.3g} nats a token, mean of {len(before)} steps {before.mean():.3g}, while the "
+        f"reward rose from {older:.3g} to {newer:.3g}"
+    )
+    return Finding(value, limit, text) if value > limit and newer > older else None
+
+
+def gradient_spike(history: History, limits: Limits) -> Finding | None:
+    """Gradient norm above `gradient_factor` x the larger of two medians, of the window before and
+    of the first steps, and above `gradient_floor`: to come back from nothing is no spike."""
+    value, before = history.newest("grad_norm"), history.before("grad_norm", limits.window)
+    first = history.first("grad_norm", limits.warmup)
+    if not before.size:
+        return None
+    usual = max(float(np.median(before)), float(np.median(first)))
+    limit = max(limits.gradient_factor * usual, limits.gradient_floor)
+    text = f"gradient norm {value:.3g}, median of the last and of the first steps {usual:.3g}"
+    return Finding(value, limit, text) if value > limit else None
+
+
+def diversity(history: History, limits: Limits) -> Finding | None:
+    """Distinct 3-grams across prompts below `distinct` x those of the first steps."""
+    return _fallen(history, limits, "diversity/distinct", limits.distinct, "distinct 3-grams")
+
+
+def identical(history: History, limits: Limits) -> Finding | None:
+    """At least `identical` of the answers equal another answer to their prompt, over a window, and
+    the task is not solved."""
+    values = history.last("diversity/identical", limits.window)
+    if not values.size or _solved(history, limits):
+        return None
+    share = float(values.mean())
+    text = f"{share:.0%} of the answers equal another to their prompt, over {len(values)} steps"
+    return Finding(share, limits.identical, text) if share >= limits.identical else None
+
+
+def repetition(history: History, limits: Limits) -> Finding | None:
+    """Repeated 3-grams in answers: `repetition` of the way from the first steps' share to 1."""
+    values = history.last("diversity/repetition", limits.short)
+    first = history.first("diversity/repetition", limits.warmup)
+    if not values.size:
+        return None
+    share, usual = float(values.mean()), float(first.mean())
+    limit = usual + limits.repetition * (1 - usual)
+    text = f"{share:.0%} of an answer's 3-grams are repetitions, {usual:.0%} in the first steps"
+    return Finding(share, limit, text) if share > limit else None
+
+
+def length_limit(history: History, limits: Limits) -> Finding | None:
+    """At least `truncated` of the answers end at sampling.max_tokens, .3 more than in the first
+    steps."""
+    values = history.last("completion/truncated", limits.short)
+    first = history.first("completion/truncated", limits.warmup)
+    if not values.size:
+        return None
+    share, usual = float(values.mean()), float(first.mean())
+    limit = max(limits.truncated, usual + 0.3)
+    text = f"{share:.0%} of the answers are cut at the limit, {usual:.0%} in the first steps"
+    return Finding(share, limit, text) if share >= limit else None
+
+
+def length_zero(history: History, limits: Limits) -> Finding | None:
+    """Answers shorter than `length` x those of the first steps."""
+    return _fallen(history, limits, "completion_length", limits.length, "tokens an answer")
+
+
+def entropy(history: History, limits: Limits) -> Finding | None:
+    """Entropy of the sampled tokens below `entropy` x that of the first steps, and the task is not
+    solved."""
+    if _solved(history, limits):
+        return None
+    return _fallen(history, limits, "entropy/sampled", limits.entropy, "nats of entropy a token")
+
+
+def held_out(history: History, limits: Limits) -> Finding | None:
+    """Held-out accuracy `held_out_drop` below its best while the reward is higher than it was
+    then."""
+    steps, scores = history.column("eval/accuracy")
+    if len(scores) < 2:
+        return None
+    best = int(np.argmax(scores))
+    then = [
+        value
+        for step, value in zip(*history.column("reward"), strict=True)
+        if steps[best] - limits.short < step <= max(steps[best], 1)
+    ]
+    now = history.last("reward", limits.short)
+    if not then or not now.size:
+        return None
+    drop, rise = scores[best] - scores[-1], float(now.mean()) - float(np.mean(then))
+    text = (
+        f"held-out accuracy {scores[best]:.1%} after step {steps[best]} and {scores[-1]:.1%} after "
+        f"step {steps[-1]}, while the reward rose by {rise:.3g}"
+    )
+    crossed = drop > limits.held_out_drop and rise > 0
+    return Finding(drop, limits.held_out_drop, text) if crossed else None
+
+
+def zero_spread(history: History, limits: Limits) -> Finding | None:
+    """In every group of a window all answers earned the same: there is nothing to learn from."""
+    flat = history.last("groups/zero_std", limits.window)
+    groups = history.last("groups/sampled", limits.window)
+    if not flat.size or not groups.size or (flat < groups).any():
+        return None
+    reward = float(history.last("reward", 1)[0])
+    text = f"every group earned the same within, over {len(flat)} steps, at a mean of {reward:.3g}"
+    return Finding(float(flat[-1]), float(groups[-1]), text)
+
+
+def sequence_mismatch(history: History, limits: Limits) -> Finding | None:
+    """The spread of whole answers' log-ratios before any update has doubled and is above
+    `sequence_mismatch` nats: the early warning of arXiv:2510.26788."""
+    return _grown(
+        history,
+        limits,
+        "probe/sequence_std",
+        floor=limits.sequence_mismatch,
+        noun="nats of spread in the log-ratio of an answer",
+    )
+
+
+def phantom(history: History, limits: Limits) -> Finding | None:
+    """Tokens that are clipped for arithmetic alone: above `phantom`, or doubled and above a fifth
+    of it."""
+    values = history.last("probe/phantom", 3)
+    noun = "of all tokens are phantoms of the clip"
+    if values.size and values.mean() > limits.phantom:
+        mean = float(values.mean())
+        return Finding(mean, limits.phantom, f"{mean:.3g} {noun}, over {len(values)} probes")
+    return _grown(history, limits, "probe/phantom", floor=limits.phantom / 5, noun=noun)
+
+
+RULES: Mapping[str, Rule] = {
+    rule.__name__: rule
+    for rule in (
+        kl_spike,
+        kl_with_reward,
+        gradient_spike,
+        diversity,
+        identical,
+        repetition,
+        length_limit,
+        length_zero,
+        entropy,
+        held_out,
+        zero_spread,
+        sequence_mismatch,
+        phantom,
+    )
+}
+
+
+def check(history: History, limits: Limits, *, raised: Mapping[str, int]) -> list[Alarm]:
+    """The alarms of the newest step.
+
+    Args:
+      history: of the run up to a step.
+      limits: where the lines are.
+      raised: {name: step} at which alarms were raised last; one is silent for a window after that.
+    """
+    if history.step <= limits.warmup:
+        return []
+    silent = {name for name, step in raised.items() if history.step <= step + limits.window}
+    found = ((name, rule(history, limits)) for name, rule in RULES.items() if name not in silent)
+    healthy = max(0, history.step - limits.window)
+    return [
+        Alarm(name, history.step, healthy, *finding)
+        for name, finding in found
+        if finding is not None
+    ]
+
+
+def replay(entries: Iterable[Mapping[str, Any]], limits: Limits) -> list[Alarm]:
+    """All alarms that a run raises, or would have raised with these limits.
+
+    Args:
+      entries: as `tracking.read_metrics` returns them.
+      limits: where the lines are.
+    """
+    history, raised, alarms = History(), dict[str, int](), list[Alarm]()
+    for entry in entries:
+        history.add(entry)
+        if "reward" in entry:
+            new = check(history, limits, raised=raised)
+            raised |= {alarm.name: alarm.step for alarm in new}
+            alarms += new
+    return alarms
+
+
+def _solved(history: History, limits: Limits) -> bool:
+    """Whether the mean reward of the last steps is within a tenth of the range of rewards from the
+    highest that was ever earned: certainty and sameness are then what was wanted."""
+    lowest, highest = history.column("reward/min").values, history.column("reward/max").values
+    rewards = history.last("reward", limits.short)
+    if not lowest or not highest or not rewards.size:
+        return False
+    low, high = min(lowest), max(highest)
+    return float(rewards.mean()) >= low + _SOLVED * (high - low)
+
+
+def _fallen(
+    history: History, limits: Limits, name: str, factor: float, noun: str
+) -> Finding | None:
+    values, first = history.last(name, limits.short), history.first(name, limits.warmup)
+    if not values.size:
+        return None
+    value, usual = float(values.mean()), float(first.mean())
+    text = f"{value:.3g} {noun}, {usual:.3g} in the first steps"
+    return Finding(value, factor * usual, text) if value < factor * usual else None
+
+
+def _grown(
+    history: History, limits: Limits, name: str, *, floor: float, noun: str
+) -> Finding | None:
+    """The last three values against the first three, none of which are the same."""
+    values, first = history.last(name, 3), history.first(name, 3)
+    if len(history.column(name).values) < 6:
+        return None
+    value = float(values.mean()) if values.size else math.nan
+    limit = max(2 * float(first.mean()), floor)
+    text = f"{value:.3g} {noun}, {first.mean():.3g} in the first probes"
+    return Finding(value, limit, text) if value > limit else None

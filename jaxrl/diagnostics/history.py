@@ -1,0 +1,63 @@
+"""The metrics of a run as columns, to be judged while it goes on or when it is over."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Column(NamedTuple):
+    """One metric: its values and the steps after which they were logged, in order."""
+
+    steps: list[int]
+    values: list[float]
+
+
+class History:
+    """Columns that grow at their end.
+
+    Attributes:
+      step: of the newest entry.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._columns: dict[str, Column] = {}
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Takes an entry as `tracking.read_metrics` returns it. What is no finite number is left
+        out."""
+        self.step = int(entry["step"])
+        for name, value in entry.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                column = self._columns.setdefault(name, Column([], []))
+                column.steps.append(self.step)
+                column.values.append(float(value))
+
+    def column(self, name: str) -> Column:
+        """A metric; empty if it was never logged."""
+        return self._columns.get(name, Column([], []))
+
+    def newest(self, name: str) -> float:
+        """The value of this step; NaN if it has none."""
+        steps, values = self.column(name)
+        return values[-1] if steps and steps[-1] == self.step else math.nan
+
+    def before(self, name: str, count: int) -> np.ndarray:
+        """The last `count` values before this step's, or as many as there are."""
+        steps, values = self.column(name)
+        end = len(steps) - bool(steps and steps[-1] == self.step)
+        return np.array(values[max(0, end - count) : end])
+
+    def last(self, name: str, count: int) -> np.ndarray:
+        """The last `count` values, this step's among them; empty if this step has none or there
+        are fewer."""
+        steps, values = self.column(name)
+        if len(values) < count or steps[-1] != self.step:
+            return np.array([])
+        return np.array(values[-count:])
+
+    def first(self, name: str, count: int) -> np.ndarray:
+        """The first `count` values, or as many as there are."""
+        return np.array(self.column(name).values[:count])

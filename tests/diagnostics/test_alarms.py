@@ -1,0 +1,130 @@
+import dataclasses
+import inspect
+import math
+
+import numpy as np
+import pytest
+
+from jaxrl import config_file
+from jaxrl.config import Config
+from jaxrl.diagnostics.alarms import RULES, Limits, replay
+from jaxrl.diagnostics.causes import CAUSES
+from jaxrl.losses import recipes, with_terms
+
+LIMITS = Limits(warmup=10, window=8)
+
+
+def usual(step):
+    """A healthy step: everything moves a little, the reward rises, nothing is alarming."""
+    rng = np.random.default_rng(step)
+    return {
+        "step": step,
+        "reward": 0.01 * step,
+        "reward/min": 0.0,
+        "reward/max": 1.0,
+        "kl": 0.02 * (1 + 0.2 * rng.random()),
+        "grad_norm": 1 + rng.random(),
+        "diversity/distinct": 0.8 + 0.1 * rng.random(),
+        "diversity/identical": 0.3,
+        "diversity/repetition": 0.2,
+        "completion/truncated": 0.1,
+        "completion_length": 20 + rng.random(),
+        "entropy/sampled": 0.5,
+        "groups/zero_std": 3.0,
+        "groups/sampled": 8.0,
+        "probe/sequence_std": 0.3,
+        "probe/phantom": 0.001,
+    }
+
+
+def run(steps=40, *, since=30, **changes):
+    """A run in which metrics have other values from one step on; `__` stands for /."""
+    wrong = {name.replace("__", "/"): value for name, value in changes.items()}
+    return [usual(step) | (wrong if step >= since else {}) for step in range(1, steps + 1)]
+
+
+# What goes wrong from step 30 on, by how much it may just not, and after which step it is seen.
+SEEN = {
+    "kl_spike": ({"kl": 0.13}, {"kl": 0.09}, 30),
+    "kl_with_reward": ({"kl": 0.101}, {"kl": 0.099}, 30),
+    "gradient_spike": ({"grad_norm": 11}, {"grad_norm": 4.9}, 30),
+    "diversity": ({"diversity__distinct": 0.2}, {"diversity__distinct": 0.27}, 31),
+    "identical": ({"diversity__identical": 0.95}, {"diversity__identical": 0.89}, 37),
+    "repetition": ({"diversity__repetition": 0.61}, {"diversity__repetition": 0.59}, 31),
+    "length_limit": ({"completion__truncated": 0.5}, {"completion__truncated": 0.49}, 31),
+    "length_zero": ({"completion_length": 1.9}, {"completion_length": 2.2}, 31),
+    "entropy": ({"entropy__sampled": 0.04}, {"entropy__sampled": 0.06}, 31),
+    "zero_spread": ({"groups__zero_std": 8.0}, {"groups__zero_std": 7.0}, 37),
+    "sequence_mismatch": ({"probe__sequence_std": 0.7}, {"probe__sequence_std": 0.59}, 32),
+    "phantom": ({"probe__phantom": 0.02}, {"probe__phantom": 0.009}, 31),
+}
+
+
+def test_a_healthy_run_raises_none():
+    assert replay(run(200), LIMITS) == []
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_each_rule_fires_beyond_its_line_and_not_before(name):
+    wrong, nearly, step = SEEN[name]
+    found = [alarm for alarm in replay(run(**wrong), LIMITS) if alarm.name == name]
+    assert [alarm.step for alarm in found][:1] == [step]
+    assert found[0].healthy == step - LIMITS.window
+    assert name not in {alarm.name for alarm in replay(run(**nearly), LIMITS)}
+
+
+def test_held_out_score_that_falls_while_the_reward_rises():
+    entries = []
+    for step in range(1, 41):
+        entries.append(usual(step))
+        if step % 5 == 0:
+            score = 0.6 if step < 30 else 0.45
+            entries.append({"step": step, "eval/accuracy": score})
+    first, again = replay(entries, LIMITS)
+    assert (first.name, first.step) == ("held_out", 31)  # the score is known after step 30
+    assert again.step == 40
+    assert first.value == pytest.approx(0.15)
+    level = [entry | {"reward": 0.1} if "reward" in entry else entry for entry in entries]
+    assert replay(level, LIMITS) == []
+
+
+def test_the_warm_up_is_not_judged_and_a_window_is_silent_afterwards():
+    spikes = {5, 20, 22, 29}
+    entries = [usual(s) | ({"grad_norm": 50} if s in spikes else {}) for s in range(1, 40)]
+    assert [alarm.step for alarm in replay(entries, LIMITS)] == [20, 29]
+
+
+def test_a_solved_task_may_be_certain():
+    changes = {"diversity__identical": 1.0, "entropy__sampled": 0.001}
+    assert {a.name for a in replay(run(**changes), LIMITS)} == {"identical", "entropy"}
+    assert replay(run(**changes, reward=0.95), LIMITS) == []
+
+
+def test_what_was_not_measured_is_no_alarm():
+    bare = [{"step": s, "reward": 0.1, "kl": None, "grad_norm": math.nan} for s in range(1, 60)]
+    assert replay(bare, LIMITS) == []
+
+
+def test_a_run_that_is_watched_sees_what_a_replay_sees():
+    entries = run(60, since=20, kl=0.5, grad_norm=20.0)
+    whole = replay(entries, LIMITS)
+    assert {alarm.name for alarm in whole} == {"kl_spike", "kl_with_reward", "gradient_spike"}
+    for end in range(len(entries)):
+        seen = [alarm for alarm in whole if alarm.step <= end]
+        assert replay(entries[:end], LIMITS) == seen
+
+
+def test_every_alarm_says_what_to_change():
+    assert RULES.keys() == CAUSES.keys()
+    known = {key.name for key in config_file.keys(Config)}
+    functions = (with_terms, *(getattr(recipes, name) for name in recipes.__all__))
+    known |= {f"loss.{name}" for f in functions for name in inspect.signature(f).parameters}
+    named = {key for cause in CAUSES.values() for key in cause.keys}
+    assert named <= known
+    assert all(inspect.getdoc(rule) for rule in RULES.values())
+
+
+def test_limits_are_what_rules_compare_with():
+    steps = run(kl=0.13)
+    assert replay(steps, LIMITS)
+    assert not replay(steps, dataclasses.replace(LIMITS, kl_floor=1.0))
