@@ -20,7 +20,7 @@ from jaxrl.losses import Recipe, objective
 from jaxrl.metrics import Metrics
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
-from jaxrl.precision import Precision, cast
+from jaxrl.precision import Precision, cast, init_loss_scale
 from jaxrl.update import LearnerState, by_microbatch, constrainer, make_update
 
 
@@ -35,6 +35,20 @@ class State(NamedTuple):
         """The critic, where there is one."""
         assert self.critic is not None, "a run without a critic has no values"
         return self.critic
+
+
+def with_new_loss_scale(state: State, precision: Precision) -> State:
+    """The state with the loss scale that a policy begins with, for a run that changes to it."""
+
+    def begun(learner: LearnerState) -> LearnerState:
+        scale = jax.tree.map(
+            lambda new, old: jax.device_put(new, old.sharding),
+            init_loss_scale(precision.loss_scale),
+            learner.loss_scale,
+        )
+        return dataclasses.replace(learner, loss_scale=scale)
+
+    return State(begun(state.policy), None if state.critic is None else begun(state.critic))
 
 
 class ActorCritic(NamedTuple):

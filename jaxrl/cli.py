@@ -32,7 +32,8 @@ HELP = f"""usage: jaxrl COMMAND [options]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status: 0, 1 after an error in what the user gave, 2 for a
-    command line that cannot be read, 128 + the signal's number after a signal."""
+    command line that cannot be read, 3 and 4 after an alarm (`jaxrl train`), 128 + the signal's
+    number after a signal."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else ""
     if name in ("-h", "--help"):

@@ -10,6 +10,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from jaxrl import precision
+from jaxrl.alarms_config import AlarmsConfig
 from jaxrl.config_tables import (
     CheckpointConfig,
     DataConfig,
@@ -48,6 +49,7 @@ class Config(RunConfig):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     probe: ProbeConfig = ProbeConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
 
     strict_precision: bool = False
     """Make it an error, not a warning, if learner and sampler compute in different dtypes."""
@@ -77,6 +79,16 @@ class Config(RunConfig):
     def optimizer_steps(self) -> int:
         """Optimizer steps of the whole run, which the schedule spans."""
         return self.train.steps * self.train.updates_per_rollout
+
+    @property
+    def checkpoints_kept(self) -> int:
+        """Newest checkpoints that are kept: where an alarm may roll back, also those that reach
+        back over its window."""
+        if not self.alarms.rolls_back:
+            return self.checkpoint.keep
+        back = self.alarms.window + self.checkpoint.every
+        dues = (every for every in (self.checkpoint.every, self.eval.every) if every)
+        return max(self.checkpoint.keep, sum(math.ceil(back / every) for every in dues) + 1)
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
@@ -193,5 +205,7 @@ def _contradictions(c: Config) -> Iterator[str]:
             f"probe.replay and sampling.temperature = {c.sampling.temperature:g}: vLLM scores "
             "given tokens at a temperature of 1 only; leave one of them out"
         )
+    if found := c.alarms.contradiction(own=c.precision, checkpoint_every=c.checkpoint.every):
+        yield found
     if c.data.eval_path is None and c.eval.every:
         yield f"eval.every = {c.eval.every} needs data.eval_path"

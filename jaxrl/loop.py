@@ -24,6 +24,7 @@ from jaxrl.diagnostics.replay import parts, replay_batch, summary
 from jaxrl.diagnostics.split import known_tokens, split
 from jaxrl.diagnostics.variety import variety
 from jaxrl.evaluate import evaluate_greedily
+from jaxrl.guard import Guard, Verdict
 from jaxrl.interrupt import Interrupt
 from jaxrl.learner import LearnerState, Minibatch, interleave
 from jaxrl.losses.algebra import Need
@@ -44,6 +45,7 @@ class Result(NamedTuple):
       signum: the signal that ended it early, or None.
       initial_accuracy, final_accuracy: held-out and greedy; None if not measured.
       model: directory of the trained model; None if the run was ended early.
+      verdict: on the alarm that ended it early, or None.
     """
 
     step: int
@@ -51,10 +53,11 @@ class Result(NamedTuple):
     initial_accuracy: float | None
     final_accuracy: float | None
     model: Path | None
+    verdict: Verdict | None = None
 
 
 def train(config: Config) -> Result:
-    """Trains until `config.train.steps` rollouts are learnt, or a signal comes.
+    """Trains until `config.train.steps` rollouts are learnt, a signal comes, or an alarm ends it.
 
     A run that was ended, or killed, goes on from its last checkpoint when it is called again with
     the same config, and computes what it would have computed, bit for bit.
@@ -62,14 +65,20 @@ def train(config: Config) -> Result:
     Raises:
       ResumeError, CheckpointError, ValueError: see `run.open_run`; the message says what to do.
     """
-    with (
-        Interrupt() as interrupt,
-        open_run(config) as (run, state, progress),
-        open_answers(run, progress) as collect,
-    ):
+    with Interrupt() as interrupt:
+        while (result := _train(config, interrupt)).verdict is not None:
+            if result.verdict.action != "rollback":
+                break
+        return result
+
+
+def _train(config: Config, interrupt: Interrupt) -> Result:
+    """As `train`, up to the first rollback, which is carried out when the run is opened again."""
+    with open_run(config) as (run, state, progress), open_answers(run, progress) as collect:
+        guard, verdict = Guard(run), None
         if progress.step == 0:
             progress.accuracy = progress.initial_accuracy = evaluate(run, step=0)
-        while progress.step < config.train.steps and interrupt.signum is None:
+        while progress.step < config.train.steps and interrupt.signum is None and not verdict:
             seconds: Numbers = {}
             with clock(seconds, "time/step"):
                 answers = collect(seconds=seconds)
@@ -80,12 +89,14 @@ def train(config: Config) -> Result:
                     published = run.publish(state.policy.params, version=progress.step)
             numbers = answers.numbers | learnt | published | seconds
             log(run, answers, step=progress.step, numbers=numbers)
-            keep_safe(run, state, progress, ending=interrupt.signum is not None)
-        done = progress.step == config.train.steps
+            verdict = guard.check()
+            if verdict is None or verdict.action == "pause":
+                ending = interrupt.signum is not None or verdict is not None
+                keep_safe(run, state, progress, ending=ending)
+        done = progress.step == config.train.steps and verdict is None
         model = finish(run, state) if done else None
-        return Result(
-            progress.step, interrupt.signum, progress.initial_accuracy, progress.accuracy, model
-        )
+        accuracies = progress.initial_accuracy, progress.accuracy
+        return Result(progress.step, interrupt.signum, *accuracies, model, verdict)
 
 
 class Targets(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from jaxrl import parts, precision, refill
-from jaxrl.actor_critic import ActorCritic, State
+from jaxrl import parts, precision, refill, rollbacks
+from jaxrl.actor_critic import ActorCritic, State, with_new_loss_scale
 from jaxrl.batch import Rollout
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import Config
@@ -115,8 +115,9 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
       ResumeError: if the directory holds a run with another config.
       ValueError: for a config, a model or data that cannot be used; the message names the key.
     """
-    recipe = parts.make_recipe(config)
     directory = Path(config.run_dir)
+    asked, config = config, rollbacks.settle(Path(config.run_dir), config)
+    recipe = parts.make_recipe(config)
     policy = precision.parse(config.precision)
     layout = parts.make_layout(config.mesh)
     tokenizer = huggingface.load_tokenizer(config.model.path)
@@ -148,10 +149,10 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         trained = lora.trainable(params)
         reference = jax.jit(precision.cast, static_argnums=1)(trained, policy.compute)
 
-    claim(directory, config)
+    claim(directory, asked)
     checkpoints = Checkpoints(
         directory / "checkpoints",
-        keep=config.checkpoint.keep,
+        keep=config.checkpoints_kept,
         keep_best=config.checkpoint.keep_best,
     )
     init = jax.jit(pure.init, donate_argnums=0, out_shardings=state_shardings)
@@ -166,6 +167,8 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         restored = checkpoints.restore(step, saved(state.policy), critic=state.critic)
         state = State(with_saved(state.policy, restored.state), restored.critic)
         progress = Progress.from_json(restored.host)
+        if rollbacks.needs_new_loss_scale(directory, step=step):
+            state = with_new_loss_scale(state, policy)
     with (
         open_tracker(
             directory, start_step=progress.step, total_steps=config.train.steps

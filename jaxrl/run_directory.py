@@ -10,7 +10,7 @@ from jaxrl.config import Config
 from jaxrl.supervised_config import SupervisedConfig
 
 # Keys that may change between the parts of one run: they do not change what a step computes.
-_FREE = ("run_dir", "checkpoint.", "eval.", "data.eval_")
+_FREE = ("run_dir", "checkpoint.", "eval.", "data.eval_", "alarms.")
 
 
 class ResumeError(ValueError):

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from jaxrl.diagnostics.history import History
 from jaxrl.progress import Progress
 
 
@@ -28,6 +29,7 @@ class Tracker(NamedTuple):
     lines: "JsonLines"
     curves: "Curves"
     progress: Progress
+    history: History
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records the metrics after `step` (steps done so far) everywhere. A step may be logged
@@ -35,6 +37,12 @@ class Tracker(NamedTuple):
         self.lines.write(step, metrics)
         self.curves.write(step, metrics)
         self.progress.update(step, metrics)
+        self.history.add({"step": step, **metrics})
+
+    def event(self, step: int, event: Mapping[str, Any]) -> None:
+        """Records that an alarm was raised after `step` and what was done about it."""
+        self.lines.write_event(step, event)
+        self.curves.write(step, {f"alarm/{event['alarm']}": event["value"]})
 
     def note(self, text: str) -> None:
         """A line above the live display."""
@@ -51,9 +59,12 @@ def open_tracker(
     directory.mkdir(parents=True, exist_ok=True)
     lines = JsonLines(directory / "metrics.jsonl", start_step=start_step)
     curves = Curves(directory / "tensorboard", start_step=start_step)
+    history = History()
+    for entry in read_metrics(directory / "metrics.jsonl"):
+        history.add(entry)
     try:
         with Progress(title, start_step=start_step, total_steps=total_steps) as progress:
-            yield Tracker(lines, curves, progress)
+            yield Tracker(lines, curves, progress, history)
     finally:
         lines.close()
         curves.close()
@@ -67,21 +78,37 @@ class JsonLines:
 
     def __init__(self, path: Path, *, start_step: int):
         # A run that starts from nothing evaluates its step 0 again.
-        kept = [e for e in read_metrics(path) if start_step and e["step"] <= start_step]
-        # Replaced, not cut in place: a run killed here has either the old file or the new one.
-        new = path.with_suffix(".new")
-        new.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
-        new.replace(path)
+        kept = [
+            e
+            for e in read_metrics(path)
+            if e["step"] <= start_step and (start_step or "event" in e)
+        ]
+        write_lines(path, kept)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         entry: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
         entry |= {k: v if math.isfinite(v) else None for k, v in metrics.items()}
+        self._write(entry)
+
+    def write_event(self, step: int, event: Mapping[str, Any]) -> None:
+        """Writes `{"step": 3, "time": ..., "event": {...}}`."""
+        self._write({"step": step, "time": round(time.time(), 3), "event": dict(event)})
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(entry) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+def write_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
+    """Writes a whole file of JSON lines. It is replaced, not cut in place: a program that is killed
+    here leaves either the old file or the new one."""
+    new = path.with_suffix(".new")
+    new.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+    new.replace(path)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

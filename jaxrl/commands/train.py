@@ -12,7 +12,7 @@ DESCRIPTION = """Trains a model with reinforcement learning; a run found in run_
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command."""
+    """Runs the command; the exit status is 3 after a pause and 4 after a stop by an alarm."""
     made = options.parser_with_file("train", Config, description=DESCRIPTION)
     config = options.parse(made, Config, argv).config
 
@@ -22,6 +22,9 @@ def main(argv: Sequence[str]) -> int:
     if result.signum is not None:
         print(f"ended by signal {result.signum} at step {result.step}; the same command goes on")
         return 128 + result.signum
+    if result.verdict is not None:
+        print(result.verdict.message)
+        return {"pause": 3, "stop": 4}[result.verdict.action]
     print(f"model: {result.model}")
     if result.initial_accuracy is not None and result.final_accuracy is not None:
         before, after = f"{result.initial_accuracy:.1%}", f"{result.final_accuracy:.1%}"

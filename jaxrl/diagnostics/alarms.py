@@ -27,15 +27,15 @@ class Limits:
     kl_floor: float = 0.1
     gradient_factor: float = 5.0
     gradient_floor: float = 0.1
-    distinct: float = 0.3
-    identical: float = 0.9
-    repetition: float = 0.5
-    truncated: float = 0.5
-    length: float = 0.1
-    entropy: float = 0.1
+    distinct_factor: float = 0.3
+    identical_share: float = 0.9
+    repetition_rise: float = 0.5
+    truncated_share: float = 0.5
+    length_factor: float = 0.1
+    entropy_factor: float = 0.1
     held_out_drop: float = 0.1
-    sequence_mismatch: float = 0.5
-    phantom: float = 0.05
+    mismatch_nats: float = 0.5
+    phantom_share: float = 0.05
 
     @property
     def short(self) -> int:
@@ -111,57 +111,61 @@ def gradient_spike(history: History, limits: Limits) -> Finding | None:
 
 
 def diversity(history: History, limits: Limits) -> Finding | None:
-    """Distinct 3-grams across prompts below `distinct` x those of the first steps."""
-    return _fallen(history, limits, "diversity/distinct", limits.distinct, "distinct 3-grams")
+    """Distinct 3-grams across prompts below `distinct_factor` x those of the first steps."""
+    return _fallen(
+        history, limits, "diversity/distinct", limits.distinct_factor, "distinct 3-grams"
+    )
 
 
 def identical(history: History, limits: Limits) -> Finding | None:
-    """At least `identical` of the answers equal another answer to their prompt, over a window, and
-    the task is not solved."""
+    """At least `identical_share` of the answers equal another answer to their prompt, over a
+    window, and the task is not solved."""
     values = history.last("diversity/identical", limits.window)
     if not values.size or _solved(history, limits):
         return None
     share = float(values.mean())
     text = f"{share:.0%} of the answers equal another to their prompt, over {len(values)} steps"
-    return Finding(share, limits.identical, text) if share >= limits.identical else None
+    return Finding(share, limits.identical_share, text) if share >= limits.identical_share else None
 
 
 def repetition(history: History, limits: Limits) -> Finding | None:
-    """Repeated 3-grams in answers: `repetition` of the way from the first steps' share to 1."""
+    """Repeated 3-grams in answers: `repetition_rise` of the way from the first steps' to 1."""
     values = history.last("diversity/repetition", limits.short)
     first = history.first("diversity/repetition", limits.warmup)
     if not values.size:
         return None
     share, usual = float(values.mean()), float(first.mean())
-    limit = usual + limits.repetition * (1 - usual)
+    limit = usual + limits.repetition_rise * (1 - usual)
     text = f"{share:.0%} of an answer's 3-grams are repetitions, {usual:.0%} in the first steps"
     return Finding(share, limit, text) if share > limit else None
 
 
 def length_limit(history: History, limits: Limits) -> Finding | None:
-    """At least `truncated` of the answers end at sampling.max_tokens, .3 more than in the first
-    steps."""
+    """At least `truncated_share` of the answers end at sampling.max_tokens, .3 more than in the
+    first steps."""
     values = history.last("completion/truncated", limits.short)
     first = history.first("completion/truncated", limits.warmup)
     if not values.size:
         return None
     share, usual = float(values.mean()), float(first.mean())
-    limit = max(limits.truncated, usual + 0.3)
+    limit = max(limits.truncated_share, usual + 0.3)
     text = f"{share:.0%} of the answers are cut at the limit, {usual:.0%} in the first steps"
     return Finding(share, limit, text) if share >= limit else None
 
 
 def length_zero(history: History, limits: Limits) -> Finding | None:
-    """Answers shorter than `length` x those of the first steps."""
-    return _fallen(history, limits, "completion_length", limits.length, "tokens an answer")
+    """Answers shorter than `length_factor` x those of the first steps."""
+    return _fallen(history, limits, "completion_length", limits.length_factor, "tokens an answer")
 
 
 def entropy(history: History, limits: Limits) -> Finding | None:
-    """Entropy of the sampled tokens below `entropy` x that of the first steps, and the task is not
-    solved."""
+    """Entropy of the sampled tokens below `entropy_factor` x that of the first steps, and the task
+    is not solved."""
     if _solved(history, limits):
         return None
-    return _fallen(history, limits, "entropy/sampled", limits.entropy, "nats of entropy a token")
+    return _fallen(
+        history, limits, "entropy/sampled", limits.entropy_factor, "nats of entropy a token"
+    )
 
 
 def held_out(history: History, limits: Limits) -> Finding | None:
@@ -201,25 +205,25 @@ def zero_spread(history: History, limits: Limits) -> Finding | None:
 
 def sequence_mismatch(history: History, limits: Limits) -> Finding | None:
     """The spread of whole answers' log-ratios before any update has doubled and is above
-    `sequence_mismatch` nats: the early warning of arXiv:2510.26788."""
+    `mismatch_nats` nats: the early warning of arXiv:2510.26788."""
     return _grown(
         history,
         limits,
         "probe/sequence_std",
-        floor=limits.sequence_mismatch,
+        floor=limits.mismatch_nats,
         noun="nats of spread in the log-ratio of an answer",
     )
 
 
 def phantom(history: History, limits: Limits) -> Finding | None:
-    """Tokens that are clipped for arithmetic alone: above `phantom`, or doubled and above a fifth
-    of it."""
+    """Tokens that are clipped for arithmetic alone: above `phantom_share`, or doubled and above a
+    fifth of it."""
     values = history.last("probe/phantom", 3)
     noun = "of all tokens are phantoms of the clip"
-    if values.size and values.mean() > limits.phantom:
+    if values.size and values.mean() > limits.phantom_share:
         mean = float(values.mean())
-        return Finding(mean, limits.phantom, f"{mean:.3g} {noun}, over {len(values)} probes")
-    return _grown(history, limits, "probe/phantom", floor=limits.phantom / 5, noun=noun)
+        return Finding(mean, limits.phantom_share, f"{mean:.3g} {noun}, over {len(values)} probes")
+    return _grown(history, limits, "probe/phantom", floor=limits.phantom_share / 5, noun=noun)
 
 
 RULES: Mapping[str, Rule] = {
