@@ -29,6 +29,7 @@ from jaxrl.lora_config import LoraConfig
 from jaxrl.mesh_config import MeshConfig
 from jaxrl.reward_config import RewardConfig
 from jaxrl.rollouts_config import RolloutsConfig
+from jaxrl.tracking_config import SamplesConfig
 
 
 class Config(RunConfig):
@@ -50,6 +51,7 @@ class Config(RunConfig):
     eval: EvalConfig = EvalConfig()
     probe: ProbeConfig = ProbeConfig()
     alarms: AlarmsConfig = AlarmsConfig()
+    samples: SamplesConfig = SamplesConfig()
 
     strict_precision: bool = False
     """Make it an error, not a warning, if learner and sampler compute in different dtypes."""
@@ -112,6 +114,8 @@ def _contradictions(c: Config) -> Iterator[str]:
             f"of train.train_batch x train.group_size = {train.train_batch} x {train.group_size} = "
             f"{answers} answers; choose a divisor"
         )
+    if train.profile_steps is not None and train.profile_steps[0] > train.profile_steps[1]:
+        yield f"train.profile_steps = {list(train.profile_steps)}: the first one must come first"
     if c.row_length < c.longest_sequence:
         yield (
             f"train.row_length = {c.row_length} is shorter than data.max_prompt_tokens + "

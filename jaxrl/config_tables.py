@@ -258,6 +258,9 @@ class TrainConfig(Section):
     """Its kernel: `xla` runs everywhere, `splash` on TPUs, `cudnn` on NVIDIA GPUs; `auto` takes the
     one of the devices where the model and the dtypes allow it, and the run says which."""
 
+    profile_steps: Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)] | None = None
+    """First and last step of a JAX trace that is written to run_dir/profile."""
+
 
 class OptimizerConfig(Section):
     """The optimizer and its learning rate."""

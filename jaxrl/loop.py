@@ -31,6 +31,7 @@ from jaxrl.losses.algebra import Need
 from jaxrl.metrics import Metrics, merge, to_floats
 from jaxrl.models import huggingface, lora, peft
 from jaxrl.plots import draw_run
+from jaxrl.profile import Profile
 from jaxrl.run import Progress, Run, open_run
 from jaxrl.stream import open_answers
 from jaxrl.tracking import read_metrics
@@ -74,12 +75,17 @@ def train(config: Config) -> Result:
 
 def _train(config: Config, interrupt: Interrupt) -> Result:
     """As `train`, up to the first rollback, which is carried out when the run is opened again."""
-    with open_run(config) as (run, state, progress), open_answers(run, progress) as collect:
+    with (
+        open_run(config) as (run, state, progress),
+        open_answers(run, progress) as collect,
+        Profile(run.directory / "profile", steps=config.train.profile_steps) as profile,
+    ):
         guard, verdict = Guard(run), None
         if progress.step == 0:
             progress.accuracy = progress.initial_accuracy = evaluate(run, step=0)
         while progress.step < config.train.steps and interrupt.signum is None and not verdict:
             seconds: Numbers = {}
+            profile.before(progress.step + 1)
             with clock(seconds, "time/step"):
                 answers = collect(seconds=seconds)
                 with clock(seconds, "time/learn"):
@@ -124,25 +130,35 @@ def learn(
 ) -> tuple[State, Numbers]:
     """One optimizer step on each mini-batch, of the critic where there is one and, once that is
     pre-trained, of the policy; the metrics are means over all of them."""
-    policy = state.policy
+    policy, seconds = state.policy, Numbers()
     learning_rate = float(run.learning_rate(int(policy.step)))
     # Equal parts; where dynamic sampling found too few groups they are smaller, or fewer.
     size = -(-len(rollouts) // run.config.train.updates_per_rollout)
     parts = [slice(i, i + size) for i in range(0, len(rollouts), size)]
-    targets, numbers = aim(run, state, rollouts, parts=parts)
-    minibatches = [
-        _with_scores(run, policy, _pack(run, rollouts[part], targets.of(part))) for part in parts
-    ]
+    with clock(seconds, "time/score"):
+        targets, numbers = aim(run, state, rollouts, parts=parts)
+        minibatches = [
+            _with_scores(run, policy, _pack(run, rollouts[part], targets.of(part)))
+            for part in parts
+        ]
+        probed, beta = probe(run, policy, minibatches[0], step=progress.step)
+        jax.block_until_ready(minibatches)
+    if run.samples.due(progress.step):
+        some = rollouts[parts[0]]
+        betas = None if beta is None else gather(beta, some, rows=_rows(run, some)[0])
+        step, advantages = progress.step + 1, targets.of(parts[0]).advantages
+        run.samples.write(step, some, advantages=advantages, betas=betas)
     if run.recipe.entropy is not None:
         coefficient = progress.entropy_coefficient
         coefficient = run.recipe.entropy.initial if coefficient is None else coefficient
         minibatches = [_with_entropy_weights(m, coefficient) for m in minibatches]
-    numbers |= probe(run, policy, minibatches[0], step=progress.step)
     collected: Metrics = {}
-    for minibatch in minibatches:
-        state, metrics = update(run, state, minibatch, step=progress.step)
-        collected = merge(collected, metrics)
-    numbers |= to_floats(collected) | {"learning_rate": learning_rate}
+    with clock(seconds, "time/update"):
+        for minibatch in minibatches:
+            state, metrics = update(run, state, minibatch, step=progress.step)
+            collected = merge(collected, metrics)
+        numbers |= probed | to_floats(collected) | {"learning_rate": learning_rate}
+    numbers |= seconds
     if run.recipe.entropy is not None and "entropy" in numbers:
         numbers["entropy/coefficient"] = coefficient
         progress.entropy_coefficient = run.recipe.entropy.next(
@@ -201,11 +217,14 @@ def per_token(
     return found
 
 
-def probe(run: Run, state: LearnerState, minibatch: Minibatch, *, step: int) -> Numbers:
-    """The log-ratio of a mini-batch taken apart into policy and arithmetic, before any update."""
+def probe(
+    run: Run, state: LearnerState, minibatch: Minibatch, *, step: int
+) -> tuple[Numbers, np.ndarray | None]:
+    """The log-ratio of a mini-batch taken apart into policy and arithmetic, before any update:
+    metrics, and beta f32[B, T], None where it is not due."""
     c, batch = run.config.probe, minibatch.batch
     if not _due(c.every, step):
-        return {}
+        return {}, None
     arrays = {
         "learner": np.asarray(run.learner.score(state.params, minibatch)),
         "shadow": np.asarray(run.learner.shadow(state.params, minibatch)),
@@ -215,14 +234,15 @@ def probe(run: Run, state: LearnerState, minibatch: Minibatch, *, step: int) -> 
     tokens = known_tokens(
         **arrays, advantages=np.asarray(batch.advantages), mask=mask, segments=segments
     )
+    beta = arrays["learner"] - arrays["shadow"]
     if not tokens.learner.size:
-        return {}
+        return {}, beta
     found = split(tokens, low=c.low, high=c.high)
     if c.replay and run.replay is not None:
         replay = replay_batch(run.replay, tokens=np.asarray(batch.tokens), segments=segments)
         three = parts(replay=replay[mask], **{k: v[mask] for k, v in arrays.items()})
         found |= summary(three)
-    return {f"probe/{name}": value for name, value in found.items()}
+    return {f"probe/{name}": value for name, value in found.items()}, beta
 
 
 def _rows(run: Run, rollouts: Sequence[Rollout]) -> tuple[list[Sequence[int]], int]:

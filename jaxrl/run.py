@@ -23,8 +23,9 @@ from jaxrl.losses import Need, Recipe
 from jaxrl.models import huggingface, lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
-from jaxrl.run_directory import claim
+from jaxrl.run_directory import claim, note_start
 from jaxrl.samplers import Adapters, Publish, open_sampler
+from jaxrl.samples import Samples
 from jaxrl.sampling.base import Sampler, SamplingParams
 from jaxrl.tracking import Tracker, open_tracker
 from jaxrl.update import saved, with_saved
@@ -97,6 +98,7 @@ class Run:
     reference: Params | None
     checkpoints: Checkpoints
     tracker: Tracker
+    samples: Samples
 
     @property
     def reward_names(self) -> list[str]:
@@ -169,6 +171,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         progress = Progress.from_json(restored.host)
         if rollbacks.needs_new_loss_scale(directory, step=step):
             state = with_new_loss_scale(state, policy)
+    note_start(directory, step=progress.step, devices=list(layout.mesh.devices.flat))
     with (
         open_tracker(
             directory, start_step=progress.step, total_steps=config.train.steps
@@ -216,6 +219,12 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             reference=reference,
             checkpoints=checkpoints,
             tracker=tracker,
+            samples=Samples(
+                directory / "samples.jsonl",
+                config.samples,
+                tokenizer=tokenizer,
+                start_step=progress.step,
+            ),
         )
         tracker.note(attention)
         if (advice := precision.disagreement(policy)) is not None:

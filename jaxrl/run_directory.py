@@ -1,5 +1,11 @@
 """The directory of a run: it holds one run, whose config it keeps."""
 
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +16,18 @@ from jaxrl.config import Config
 from jaxrl.supervised_config import SupervisedConfig
 
 # Keys that may change between the parts of one run: they do not change what a step computes.
-_FREE = ("run_dir", "checkpoint.", "eval.", "data.eval_", "alarms.")
+_FREE = (
+    "run_dir",
+    "checkpoint.",
+    "eval.",
+    "data.eval_",
+    "alarms.",
+    "samples.",
+    "train.profile_steps",
+)
+
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 
 
 class ResumeError(ValueError):
@@ -40,6 +57,27 @@ def claim(directory: Path, config: Config | SupervisedConfig) -> None:
                 "another run_dir, or delete it to start again"
             )
     path.write_text(config_file.dumps(config), encoding="utf-8")
+
+
+def note_start(directory: Path, *, step: int, devices: Sequence[Any]) -> None:
+    """Adds a line to starts.jsonl: when a program began or went on, and with what.
+
+    Args:
+      directory: of the run.
+      step: that it has done.
+      devices: that it computes on.
+    """
+    entry = {
+        "time": round(time.time(), 3),
+        "step": step,
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "processors": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in _PACKAGES},
+    }
+    with (directory / "starts.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")
 
 
 def _flat(config: Config | SupervisedConfig) -> dict[str, Any]:

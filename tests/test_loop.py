@@ -86,6 +86,9 @@ def finished(material, tmp_path_factory) -> tuple[Path, loop.Result]:
         "train.updates_per_rollout": "2",
         "eval.every": "1",
         "probe.every": "1",
+        "samples.every": "1",
+        "samples.most_tokens": "4",
+        "train.profile_steps": "2,2",
     }
     return run_dir, loop.train(config(material, run_dir, **changes))
 
@@ -112,10 +115,33 @@ def test_run_leaves_model_metrics_picture_and_checkpoint(finished):
         "completion_length",
         "learning_rate",
         "time/sample",
+        "diversity/distinct",
+        "entropy/sampled",
     ):
         assert np.isfinite(last[name]), name
+    assert last["time/score"] + last["time/update"] <= last["time/learn"]
     # Answers that end in 5 are 4 of the 16 questions; their rewards are counted, not invented.
     assert sum(e.get("reward/failed", 0) for e in entries) % 4 == 0
+
+
+def test_run_leaves_answers_a_trace_and_what_it_ran_on(finished):
+    run_dir, _ = finished
+    samples = read_metrics(run_dir / "samples.jsonl")
+    assert [s["step"] for s in samples] == [1] * 4 + [2] * 4
+    for sample in samples:
+        assert len(sample["tokens"]) == len(sample["advantages"]) == len(sample["betas"])
+        assert len(sample["tokens"]) == min(4, sample["length"])
+        assert sample["prompt"].startswith("u:what is")
+        # Learner and sampler compute alike; an answer without a reward teaches nothing.
+        assert all(beta is None or abs(beta) < 1e-5 for beta in sample["betas"])
+        assert (sample["advantages"][0] is None) == (sample["reward"] is None)
+    known = [s for s in samples if s["step"] == 1 and s["reward"] is not None]
+    assert known[0]["reward"] <= known[-1]["reward"]
+    assert known[0]["advantages"][0] <= known[-1]["advantages"][0]
+    assert list((run_dir / "profile").rglob("perfetto_trace.json.gz"))
+    (start, *_) = read_metrics(run_dir / "starts.jsonl")
+    assert (start["step"], start["devices"]) == (0, "1 x cpu")
+    assert start["versions"]["jax"] == jax.__version__
 
 
 def test_failed_rewards_are_masked_and_reported(material, tmp_path, capsys):

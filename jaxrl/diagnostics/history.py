@@ -35,6 +35,11 @@ class History:
                 column.steps.append(self.step)
                 column.values.append(float(value))
 
+    @property
+    def names(self) -> list[str]:
+        """Of all metrics."""
+        return list(self._columns)
+
     def column(self, name: str) -> Column:
         """A metric; empty if it was never logged."""
         return self._columns.get(name, Column([], []))

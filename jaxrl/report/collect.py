@@ -1,0 +1,109 @@
+"""What the page of a run shows, read from the run's directory."""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from jaxrl.alarms_config import AlarmsConfig
+from jaxrl.diagnostics.alarms import replay
+from jaxrl.diagnostics.causes import CAUSES
+from jaxrl.diagnostics.history import Column, History
+from jaxrl.tracking import read_metrics
+
+_MOST_POINTS = 2000  # of a curve; a page of 10,000 steps stays small
+_MOST_SAMPLED_STEPS = 40
+
+
+def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
+    """Everything that the page shows of a run, as JSON can hold it.
+
+    Args:
+      run_dir: of a training run, which may be going on.
+      name: what the page calls it.
+
+    Raises:
+      ValueError: if the directory holds no metrics of a run.
+    """
+    entries = read_metrics(run_dir / "metrics.jsonl")
+    if not entries:
+        raise ValueError(f"{run_dir} is no run: it has no metrics.jsonl with a line in it")
+    config = _config(run_dir / "config.toml")
+    history = History()
+    for entry in entries:
+        history.add(entry)
+    return {
+        "name": name,
+        "path": str(run_dir),
+        "config": {
+            f"{table}.{key}" if key else table: value
+            for table, found in config.items()
+            for key, value in (found if isinstance(found, dict) else {"": found}).items()
+        },
+        "starts": read_metrics(run_dir / "starts.jsonl"),
+        "last_step": max(entry["step"] for entry in entries),
+        "series": {
+            name: thinned(history.column(name)) for name in history.names if name not in _NOT_DRAWN
+        },
+        "alarms": alarms(entries, config.get("alarms", {})),
+        "samples": _samples(run_dir / "samples.jsonl"),
+    }
+
+
+_NOT_DRAWN = ("step", "time")
+
+
+def alarms(entries: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The alarms of a run as it wrote them; of a run that was not watched, those that it would have
+    raised.
+
+    Args:
+      entries: its metrics.
+      config: its table `[alarms]`.
+    """
+    found = [entry["event"] for entry in entries if "event" in entry]
+    if not found and not any("diversity/distinct" in entry for entry in entries):
+        try:
+            limits = AlarmsConfig.model_validate(config).limits
+        except ValidationError:  # of another version
+            limits = AlarmsConfig().limits
+        found = [
+            {**alarm._asdict(), "alarm": alarm.name, "at": alarm.step, "action": "replayed"}
+            for alarm in replay(entries, limits)
+        ]
+    return [{**event, **CAUSES[event["alarm"]]._asdict()} for event in found]
+
+
+def thinned(column: Column) -> list[list[float]]:
+    """[steps, values] of at most 2,000 points: of every stretch its lowest and highest."""
+    steps, values = column
+    if len(values) > _MOST_POINTS:
+        size = -(-2 * len(values) // _MOST_POINTS)
+        kept = set[int]()
+        for start in range(0, len(values), size):
+            stretch = range(start, min(start + size, len(values)))
+            kept |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
+        order = sorted(kept)
+        steps, values = [steps[i] for i in order], [values[i] for i in order]
+    return [[float(s) for s in steps], [float(f"{value:.6g}") for value in values]]
+
+
+def _config(path: Path) -> dict[str, Any]:
+    return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _samples(path: Path) -> list[dict[str, Any]]:
+    entries = read_metrics(path)
+    steps = sorted({entry["step"] for entry in entries})
+    every = -(-len(steps) // _MOST_SAMPLED_STEPS) or 1
+    # The newest ones are among them.
+    chosen = {*steps[::-1][::every]}
+    return [entry for entry in entries if entry["step"] in chosen]
+
+
+def as_script(value: Any) -> str:
+    """JSON that can stand inside <script>."""
+    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")

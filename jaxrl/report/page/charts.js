@@ -1,0 +1,117 @@
+"use strict";
+// Every chart: a title, what it shows, and its metrics. `lines` shows all runs that are chosen;
+// `fan` (quantiles) and `stack` (parts that add up) show the run in focus.
+const CHARTS = [
+  { title: "Reward", note: "mean of a step", kind: "lines", metrics: { "reward": "reward" } },
+  { title: "Held-out accuracy", note: "greedy", kind: "lines", points: true, metrics: { "eval/accuracy": "accuracy" } },
+  { title: "Reward, distribution", note: "lowest to highest, 10 % to 90 %, median", kind: "fan", metric: "reward" },
+  { title: "Answer length, distribution", note: "tokens", kind: "fan", metric: "completion_length" },
+  { title: "KL", note: "nats a token, to the reference (to the sampler where there is none)", kind: "lines", metrics: { "kl": "KL" } },
+  { title: "Gradient norm", note: "before clipping", kind: "lines", metrics: { "grad_norm": "gradient norm" } },
+  { title: "Alpha against beta", note: "spread of what the policy moved and of what the arithmetic added, nats", kind: "lines", log: true, points: true, metrics: { "probe/alpha_std": "alpha", "probe/beta_std": "beta" } },
+  { title: "Phantom clipping", note: "share of tokens that the clip takes, and for arithmetic alone", kind: "lines", points: true, metrics: { "probe/clipped": "clipped", "probe/phantom": "phantom" } },
+  { title: "The clip's two sides", note: "share of tokens", kind: "lines", metrics: { "clip/low": "below", "clip/high": "above" } },
+  { title: "Mismatch of whole answers", note: "spread of the log-ratio before any update, nats", kind: "lines", log: true, points: true, metrics: { "probe/sequence_std": "spread" } },
+  { title: "Variety", note: "distinct 3-grams across prompts, identical answers, repetition within", kind: "lines", metrics: { "diversity/distinct": "distinct", "diversity/identical": "identical", "diversity/repetition": "repetition" } },
+  { title: "Entropy", note: "nats a token, of what was sampled", kind: "lines", metrics: { "entropy/sampled": "entropy" } },
+  { title: "Groups without spread", note: "all answers to a prompt earned the same", kind: "lines", metrics: { "groups/zero_std": "without spread", "groups/sampled": "all groups" } },
+  { title: "Cut answers", note: "share that ended at sampling.max_tokens", kind: "lines", metrics: { "completion/truncated": "cut" } },
+  { title: "Learning rate", note: "", kind: "lines", metrics: { "learning_rate": "learning rate" } },
+  { title: "Loss", note: "", kind: "lines", metrics: { "loss": "loss" } },
+  { title: "Throughput", note: "tokens a second", kind: "lines", metrics: { "tokens_per_second": "whole step", "tokens_per_second/sample": "sampling", "tokens_per_second/learn": "learning" } },
+  { title: "Where a step's time goes", note: "seconds", kind: "stack", metrics: { "time/wait": "wait", "time/sample": "sample", "time/reward": "reward", "time/score": "score", "time/update": "update", "time/publish": "publish" } },
+];
+const DASHES = [[], [7, 4], [2, 3]];
+const drawn = [];
+
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const color = (i) => () => css(`--c${i % 6}`);
+const faint = (i, share) => () => css(`--c${i % 6}`) + share;
+const shown = (v) => v == null ? "-" : v === 0 ? "0" : Math.abs(v) >= 1e-3 && Math.abs(v) < 1e5 ? String(+v.toPrecision(4)) : v.toExponential(2);
+
+function axes() {
+  const axis = { stroke: () => css("--quiet"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { stroke: () => css("--line"), width: 1 }, font: "11px system-ui" };
+  return [{ ...axis, size: 28 }, { ...axis, size: 58, values: (_, ticks) => ticks.map((t) => t == null ? "" : shown(t)) }];
+}
+
+// A line for every alarm of the runs that the chart shows.
+function alarmLines(runs) {
+  return (u) => {
+    const { ctx } = u, { top, height } = u.bbox;
+    ctx.save();
+    ctx.setLineDash([3, 3]);
+    for (const run of runs) for (const alarm of run.alarms) {
+      ctx.strokeStyle = RUNS.length > 1 ? color(run.index)() : css("--alarm");
+      const x = Math.round(u.valToPos(alarm.at, "x", true));
+      ctx.beginPath(); ctx.moveTo(x, top); ctx.lineTo(x, top + height); ctx.stroke();
+    }
+    ctx.restore();
+  };
+}
+
+function lines(chart, runs) {
+  const tables = [], series = [{ label: "step" }];
+  runs.forEach((run) => Object.entries(chart.metrics).forEach(([metric, label], m) => {
+    const found = run.series[metric];
+    if (!found) return;
+    tables.push([found[0], found[1].map((v) => chart.log && v <= 0 ? null : v)]);
+    const several = RUNS.length > 1, alone = Object.keys(chart.metrics).length === 1;
+    series.push({
+      label: several ? (alone ? run.name : `${run.name} ${label}`) : label,
+      stroke: color(several ? run.index : m), dash: several ? DASHES[m % 3] : [], width: 1.5,
+      spanGaps: true, points: { show: chart.points === true && found[0].length < 60, size: 5 }, value: (_, v) => shown(v),
+    });
+  }));
+  return tables.length ? { data: uPlot.join(tables), series, bands: [], runs } : null;
+}
+
+function fan(chart, run) {
+  const names = ["min", "p10", "p50", "p90", "max"], found = names.map((q) => run.series[`${chart.metric}/${q}`]);
+  if (found.some((f) => !f)) return null;
+  const series = [{ label: "step" }, ...names.map((label) => ({ label, stroke: label === "p50" ? color(0) : faint(0, "66"), width: label === "p50" ? 2 : 1, spanGaps: true, points: { show: false }, value: (_, v) => shown(v) }))];
+  const bands = [{ series: [5, 1], fill: faint(0, "22") }, { series: [4, 2], fill: faint(0, "33") }];
+  return { data: uPlot.join(found), series, bands, runs: [run] };
+}
+
+function stack(chart, run) {
+  const known = Object.entries(chart.metrics).filter(([metric]) => run.series[metric]);
+  if (!known.length) return null;
+  const [steps, ...parts] = uPlot.join(known.map(([metric]) => run.series[metric]));
+  const total = steps.map(() => 0), sums = parts.map((part) => part.map((v, i) => (total[i] += v ?? 0)));
+  // Drawn from the top, so that each part covers what is below it.
+  const series = [{ label: "step" }], data = [steps];
+  for (let p = known.length - 1; p >= 0; p--) {
+    series.push({ label: known[p][1], stroke: color(p), width: 1, fill: faint(p, "55"), points: { show: false }, value: (_u, _v, _s, i) => i == null ? "-" : shown(parts[p][i]) });
+    data.push(sums[p]);
+  }
+  const bands = known.slice(1).map((_, p) => ({ series: [p + 1, p + 2], fill: faint(known.length - 1 - p, "55") }));
+  return { data, series, bands, runs: [run] };
+}
+
+function drawCharts(runs, focus) {
+  const place = document.getElementById("charts");
+  drawn.splice(0).forEach((u) => u.destroy());
+  place.replaceChildren();
+  for (const chart of CHARTS) {
+    const made = chart.kind === "lines" ? lines(chart, runs) : chart.kind === "fan" ? fan(chart, focus) : stack(chart, focus);
+    if (!made) continue;
+    const card = element("div", { className: "card chart" }, [
+      element("h3", {}, [chart.title + (chart.kind !== "lines" && RUNS.length > 1 ? `: ${focus.name}` : "")]),
+      element("p", { className: "note" }, [chart.note]),
+    ]);
+    place.append(card);
+    const width = Math.max(240, card.clientWidth - 26);
+    const u = new uPlot({
+      width, height: 210, series: made.series, bands: made.bands, axes: axes(),
+      scales: { x: { time: false }, y: chart.log ? { distr: 3 } : {} },
+      cursor: { sync: { key: "steps" } }, hooks: { draw: [alarmLines(made.runs)] },
+    }, made.data, card);
+    drawn.push(u);
+  }
+}
+
+new ResizeObserver(() => drawn.forEach((u) => {
+  const width = Math.max(240, u.root.parentElement.clientWidth - 26);
+  if (width !== u.width) u.setSize({ width, height: 210 });
+})).observe(document.documentElement);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.forEach((u) => u.redraw(false, true)));

@@ -1,0 +1,88 @@
+"use strict";
+// Function declarations are known to the whole script; RUNS is filled before anything is drawn.
+var RUNS = JSON.parse(document.getElementById("data").textContent);
+RUNS.forEach((run, index) => { run.index = index; run.chosen = true; });
+
+function element(tag, properties, children = []) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}
+
+function facts(run) {
+  const start = run.starts.at(-1), last = (metric) => run.series[metric]?.[1].at(-1), first = (metric) => run.series[metric]?.[1][0];
+  const change = (metric) => run.series[metric] ? `${shown(first(metric))} to ${shown(last(metric))}` : null;
+  const versions = start ? Object.entries(start.versions).map(([name, v]) => `${name} ${v}`).join(", ") : null;
+  const rows = {
+    "steps": `${run.last_step} of ${run.config["train.steps"] ?? "?"}`, "reward": change("reward"), "held-out": change("eval/accuracy"),
+    "loss": run.config["loss.name"], "precision": run.config.precision, "model": run.config["model.path"], "sampler": run.config["sampler.name"],
+    "alarms": String(run.alarms.length), "devices": start?.devices, "system": start ? `${start.system}, ${start.processors} processors, Python ${start.python}` : null,
+    "versions": versions, "started": run.starts.length > 1 ? `${run.starts.length} times` : null, "directory": run.path,
+  };
+  const list = Object.entries(rows).filter(([, v]) => v != null).flatMap(([k, v]) => [element("dt", {}, [k]), element("dd", {}, [v])]);
+  return element("div", { className: "card" }, [title(run), element("dl", {}, list)]);
+}
+
+function title(run) {
+  const swatch = element("span", { className: "swatch" });
+  swatch.style.background = `var(--c${run.index % 6})`;
+  return element("h3", {}, RUNS.length > 1 ? [swatch, ` ${run.name}`] : [run.name]);
+}
+
+// The same alarm, raised again and only logged, is one card.
+function alarms(run) {
+  const first = new Map(), shownOnes = [];
+  for (const event of run.alarms) {
+    const same = ["log", "replayed"].includes(event.action) && first.get(event.alarm);
+    if (same) { same.again.push(event.at); continue; }
+    const one = { ...event, again: [] };
+    if (["log", "replayed"].includes(event.action)) first.set(event.alarm, one);
+    shownOnes.push(one);
+  }
+  return shownOnes.map((event) => alarm(run, event));
+}
+
+function alarm(run, event) {
+  const done = { log: "", replayed: "", pause: "paused", stop: "stopped", rollback: "rolled back" }[event.action] ?? event.action;
+  const more = [event.more, event.to == null ? "" : `back to step ${event.to} with ${Object.entries(event.changes).map(([k, [old, now]]) => `${k} ${old} -> ${now}`).join(", ")}`].filter(Boolean).join("; ");
+  return element("div", { className: "card alarm" }, [
+    element("h3", {}, [`${RUNS.length > 1 ? run.name + ", " : ""}step ${event.at}: ${event.title}${done ? ", " + done : ""}`]),
+    element("p", {}, [event.text + (event.limit == null ? "" : ` (limit ${shown(event.limit)})`)]),
+    ...(more ? [element("p", {}, [more])] : []),
+    ...(event.again.length ? [element("p", {}, [`Again after steps ${event.again.join(", ")}.`])] : []),
+    element("p", { className: "quiet" }, [`Likely: ${event.causes}. Keys: ${event.keys.join(", ")}`]),
+  ]);
+}
+
+function configTable(runs) {
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))];
+  const rows = keys.map((key) => {
+    const values = runs.map((run) => JSON.stringify(run.config[key]) ?? "-");
+    return element("tr", { className: new Set(values).size > 1 ? "differs" : "" }, [element("td", {}, [key]), ...values.map((v) => element("td", {}, [v]))]);
+  });
+  const head = element("tr", {}, [element("th", {}, ["key"]), ...runs.map((run) => element("th", {}, [run.name]))]);
+  return element("div", { className: "scroll" }, [element("table", {}, [head, ...rows])]);
+}
+
+function draw() {
+  const runs = RUNS.filter((run) => run.chosen), focus = RUNS[+(document.getElementById("focus")?.value ?? 0)];
+  document.getElementById("overview").replaceChildren(element("div", { className: "facts" }, runs.map(facts)));
+  const events = runs.flatMap(alarms);
+  document.getElementById("alarm-list").replaceChildren(...(events.length ? events : [element("p", { className: "quiet" }, ["None."])]));
+  drawCharts(runs, focus);
+  document.getElementById("config-table").replaceChildren(element("details", {}, [element("summary", {}, ["every key"]), configTable(runs)]));
+}
+
+if (RUNS.length > 1) {
+  const boxes = RUNS.map((run) => {
+    const box = element("input", { type: "checkbox", checked: true, id: `run-${run.index}` });
+    box.addEventListener("change", () => { run.chosen = box.checked; draw(); });
+    const label = title(run);
+    return element("label", {}, [box, ...label.childNodes]);
+  });
+  const focus = element("select", { id: "focus" }, RUNS.map((run, i) => element("option", { value: String(i), textContent: run.name })));
+  focus.addEventListener("change", draw);
+  document.getElementById("runs").append(...boxes, element("label", {}, ["distributions and times of", focus]));
+}
+draw();
+drawAnswers();

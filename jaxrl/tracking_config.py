@@ -1,0 +1,19 @@
+"""The tables of a config that say what a run writes down besides its metrics, and where to."""
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from jaxrl.config_tables import Section
+
+
+class SamplesConfig(Section):
+    """Answers that are kept in samples.jsonl, for `jaxrl report`."""
+
+    every: NonNegativeInt = 10
+    """Keep some after every so many steps; 0 keeps none. |beta| of their tokens is kept in steps
+    that probe.every probes."""
+
+    count: PositiveInt = 4
+    """So many of a step, spread evenly from the lowest reward to the highest."""
+
+    most_tokens: PositiveInt = 512
+    """Of an answer; the rest is left out."""

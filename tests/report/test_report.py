@@ -1,0 +1,211 @@
+"""The page of made-up runs, whose every number is known, in a real browser where there is one."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from jaxrl.cli import main
+from jaxrl.commands.report import names
+from jaxrl.diagnostics.history import Column
+from jaxrl.report.collect import collect, thinned
+from jaxrl.report.page import render
+from tests.browser import CHROMIUM, open_page
+
+in_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs chromium on PATH (Debian: apt-get install chromium)"
+)
+QUANTILES = ("min", "p10", "p50", "p90", "max")
+TIMES = ("sample", "reward", "score", "update", "publish")
+
+
+def entry(step, *, slope):
+    return {
+        "step": step,
+        "time": float(step),
+        "reward": slope * step,
+        "kl": 0.01 * step,
+        "grad_norm": 1.0,
+        "learning_rate": 1e-4,
+        "loss": None,
+        "clip/low": 0.01,
+        "clip/high": 0.02,
+        "diversity/distinct": 0.9,
+        "entropy/sampled": 1.0,
+        "tokens_per_second": 1000.0,
+        **{f"reward/{q}": slope * step + i for i, q in enumerate(QUANTILES)},
+        **{f"completion_length/{q}": 10 + i for i, q in enumerate(QUANTILES)},
+        **{f"time/{name}": 0.1 for name in TIMES},
+        **({"probe/alpha_std": 0.1, "probe/beta_std": 0.01} if step % 10 == 1 else {}),
+        **({"probe/phantom": 0.02, "probe/clipped": 0.05} if step % 10 == 1 else {}),
+    }
+
+
+ALARM = {"alarm": "kl_spike", "at": 20, "action": "log", "value": 0.2, "limit": 0.1}
+SAMPLE = {
+    "step": 11,
+    "prompt": "2+2=</script><b>",
+    "reward": 1.0,
+    "length": 3,
+    "truncated": False,
+    "tokens": ["4", " ", "<end>"],
+    "advantages": [0.5, -0.25, None],
+    "betas": [0.001, -0.02, None],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    for name, slope in (("first", 0.01), ("second", 0.02)):
+        run = root / name
+        run.mkdir()
+        entries = [entry(step, slope=slope) for step in range(1, 41)]
+        entries += [{"step": 20, "time": 20.0, "event": {**ALARM, "text": "KL 0.2 nats"}}]
+        write(run / "metrics.jsonl", entries)
+        low = {**SAMPLE, "reward": 0.0, "step": 1, "prompt": "1+1=", "tokens": ["3", " ", "<end>"]}
+        write(run / "samples.jsonl", [low, SAMPLE])
+        config = f'precision = "fp32"\n[loss]\nname = "grpo"\nkl = {slope}\n[train]\nsteps = 40\n'
+        (run / "config.toml").write_text(config)
+        start = {"step": 0, "devices": "1 x cpu", "processors": 2, "system": "Linux", "python": "3"}
+        write(run / "starts.jsonl", [{**start, "versions": {"jax": "0.10.2"}}])
+    return root
+
+
+def write(path, entries):
+    path.write_text("".join(json.dumps(e) + "\n" for e in entries))
+
+
+def test_the_page_holds_the_data_and_loads_nothing(runs, capsys):
+    assert main(["report", str(runs / "first")]) == 0
+    assert "1 run, 1 alarms" in capsys.readouterr().out
+    page = (runs / "first/report.html").read_text()
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    (run,) = json.loads(data)
+    assert run["series"]["reward"] == [list(range(1, 41)), [s / 100 for s in range(1, 41)]]
+    assert run["config"]["loss.kl"] == 0.01
+    assert "loss" not in run["series"]
+    (alarm,) = run["alarms"]
+    assert (alarm["title"], alarm["at"]) == ("KL spike", 20)
+    assert "optimizer.learning_rate" in alarm["keys"]
+    assert run["samples"][1]["prompt"] == SAMPLE["prompt"]
+    assert not re.findall(r'(?:src|href)="(?!#)', page)
+    assert len(page) < 200_000
+
+
+def test_a_run_that_was_not_watched_is_judged_afterwards(tmp_path):
+    entries = [{"step": s, "reward": 0.1, "kl": 0.02 if s < 50 else 3.0} for s in range(1, 60)]
+    write(tmp_path / "metrics.jsonl", entries)
+    found = collect(tmp_path, name="old")["alarms"]
+    assert [(a["alarm"], a["at"], a["action"]) for a in found] == [("kl_spike", 50, "replayed")]
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 1
+    assert "is no run" in capsys.readouterr().err
+
+
+def test_thinned_curves_keep_their_extremes():
+    values = list(np.random.default_rng(0).normal(size=10_001))
+    values[5000], values[7777] = 99.0, -99.0
+    steps, kept = thinned(Column(list(range(10_001)), values))
+    assert len(kept) <= 2000
+    assert steps == sorted(steps)
+    assert kept[steps.index(5000)] == 99
+    assert kept[steps.index(7777)] == -99
+    short = Column([1, 2], [0.5, 0.25])
+    assert thinned(short) == [[1, 2], [0.5, 0.25]]
+
+
+def test_runs_are_named_by_what_tells_them_apart(tmp_path):
+    a, b = tmp_path / "x" / "run", tmp_path / "y" / "run"
+    assert names([a]) == ["run"]
+    assert names([a, b]) == ["x/run", "y/run"]
+    assert names([a, a]) == [f"{a} (1)", f"{a} (2)"]
+
+
+@pytest.fixture(scope="module")
+def page(runs, tmp_path_factory):
+    file = tmp_path_factory.mktemp("page") / "page.html"
+    file.write_text(render([collect(runs / name, name=name) for name in ("first", "second")]))
+    with open_page(tmp_path_factory.mktemp("profile")) as opened:
+        opened.file = file
+        yield opened
+
+
+@in_browser
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (820, False), (1400, False)])
+def test_it_is_drawn_at_every_width_in_light_and_dark(page, width, dark):
+    page.requests.clear()
+    page.open(page.file, width=width, dark=dark)
+    titles = page.run("[...document.querySelectorAll('.chart h3')].map((e) => e.textContent)")
+    assert "Reward" in titles
+    assert "Alpha against beta" in titles
+    assert "Where a step's time goes: first" in titles
+    assert "Loss" not in titles  # it was never finite
+    assert page.run("document.documentElement.scrollWidth <= innerWidth")  # nothing to the side
+    widths = page.run("[...document.querySelectorAll('.chart .uplot')].map((e) => e.clientWidth)")
+    assert len(widths) == len(titles)
+    assert min(widths) > 200
+    # Every canvas has ink on it, in this scheme's colours.
+    inked = "(c) => new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size > 4"
+    assert page.run(f"[...document.querySelectorAll('canvas')].every({inked})")
+    background = page.run("getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(20, 23, 26)") == dark
+    assert page.errors == []
+    assert set(page.requests) == {page.file.resolve().as_uri()}
+
+
+@in_browser
+def test_choosing_a_run_and_hovering_over_a_curve(page):
+    page.open(page.file, width=1400, dark=False)
+    labels = "[...document.querySelectorAll('.chart .u-legend')][0].textContent"
+    assert "first" in page.run(labels)
+    assert "second" in page.run(labels)
+    assert page.run("document.querySelectorAll('.alarm').length") == 2
+    page.run("document.getElementById('run-0').click()")
+    assert "first" not in page.run(labels)
+    assert page.run("document.querySelectorAll('.alarm').length") == 1
+    page.hover(".chart .u-over")
+    page.run("new Promise((done) => setTimeout(done, 100))")
+    values = page.run(
+        "[...document.querySelectorAll('.chart')][0].querySelectorAll('.u-value').values()"
+        ".map((e) => e.textContent).toArray()"
+    )
+    step, reward = map(float, values)
+    assert 1 < step < 40
+    assert reward == pytest.approx(0.02 * step)
+    assert page.errors == []
+
+
+@in_browser
+def test_answers_by_step_and_reward_with_coloured_tokens(page):
+    page.open(page.file, width=820, dark=False)
+    prompts = "[...document.querySelectorAll('.answer .prompt')].map((e) => e.textContent)"
+    assert page.run(prompts) == [SAMPLE["prompt"], "1+1="]
+
+    def choose(key, value):
+        page.run(
+            f"(() => {{ const s = document.getElementById('answer-{key}'); s.value = '{value}';"
+            "s.dispatchEvent(new Event('change')); })()"
+        )
+
+    choose("order", "low")
+    assert page.run(prompts) == ["1+1=", SAMPLE["prompt"]]
+    choose("step", "11")
+    assert page.run(prompts) == [SAMPLE["prompt"]]
+    tints = "[...document.querySelectorAll('.token')].map((e) => e.style.background)"
+    by_advantage = page.run(tints)
+    assert by_advantage[0].startswith("rgba(22, 140, 84")  # up
+    assert by_advantage[1].startswith("rgba(200, 48, 48")  # down
+    assert by_advantage[2] == ""  # the policy did not choose it
+    choose("tint", "betas")
+    strength = [float(t.rstrip(")").split(",")[-1]) for t in page.run(tints)[:2]]
+    assert strength[0] < strength[1]
+    page.hover(".token")
+    assert (
+        page.run("document.getElementById('tip').textContent") == '"4"\nadvantage 0.5\nbeta 0.001'
+    )
+    assert page.run("document.getElementById('tip').hidden") is False
+    assert page.errors == []
