@@ -1,12 +1,35 @@
 """The two forms in which samples travel: ragged on the host, rectangular on the device."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+
+End = Literal["done", "tokens", "turns", "raised", "late", "nonsense"]
+"""How an episode ended: the environment said so, it ran out of tokens or of turns, or the
+environment raised, took too long or returned nonsense."""
+
+
+class Episode(NamedTuple):
+    """How an answer of several turns came about.
+
+    Attributes:
+      turns: for each turn where it begins and ends in the completion, and its reward.
+      end: how it ended.
+      numbers: what the environment counted.
+    """
+
+    turns: tuple[tuple[int, int, float], ...]
+    end: End
+    numbers: Mapping[str, float]
+
+    @property
+    def broken(self) -> bool:
+        """Whether the environment failed, so that nothing can be learnt from it."""
+        return self.end in ("raised", "late", "nonsense")
 
 
 class Rollout(NamedTuple):
@@ -18,11 +41,13 @@ class Rollout(NamedTuple):
       logprobs: f32[C] log-probability of each completion token under the distribution it was
         sampled from; NaN where the sampler reported none.
       action_mask: bool[C], whether the policy chose the token (tool output is False).
-      version: i32[C] policy version that sampled each token.
+      version: i32[C] policy version that sampled each token; at a token that the policy did not
+        choose that of the token before.
       group: number of the prompt; answers to one prompt share it and others have another.
       reward: scalar reward; NaN if it could not be computed.
       components: what each reward function gave, before its weight; NaN where it failed.
-      truncated: whether the answer ended because it ran out of tokens.
+      truncated: whether the answer ended because it ran out of tokens, or of turns.
+      episode: how it came about; None for an answer of one turn without an environment.
     """
 
     prompt: np.ndarray
@@ -34,6 +59,7 @@ class Rollout(NamedTuple):
     reward: float = float("nan")
     components: tuple[float, ...] = ()
     truncated: bool = False
+    episode: Episode | None = None
 
     @property
     def length(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.batch import Rollout
+from jaxrl.batch import Episode, Rollout
 
 
 class Choice(NamedTuple):
@@ -60,6 +60,9 @@ def decode(content: Mapping[str, Any]) -> Rollout:
         dtype, data = fields[name]
         fields[name] = np.frombuffer(base64.b64decode(data), dtype)
     fields["components"] = tuple(fields["components"])
+    if fields.get("episode") is not None:
+        turns, end, numbers = fields["episode"]
+        fields["episode"] = Episode(tuple(map(tuple, turns)), end, numbers)
     return Rollout(**fields)
 
 

@@ -31,14 +31,14 @@ def call_each(
     if inspect.iscoroutinefunction(function):
         return _at_once(function, arguments, timeout=timeout)
     outcomes: list[Any] = []
-    worker = _Worker()
+    worker = Worker()
     try:
         for one in arguments:
             future = worker.submit(function, *one)
             outcomes.append(_outcome(future, timeout=timeout))
             if not future.done():
                 worker.end()
-                worker = _Worker()
+                worker = Worker()
     finally:
         worker.end()
     return outcomes
@@ -59,7 +59,7 @@ def _at_once(
 
         return await asyncio.gather(*map(one, arguments), return_exceptions=True)
 
-    worker = _Worker()
+    worker = Worker()
     try:
         rounds = -(-len(arguments) // _AT_ONCE)
         # A call that blocks the event loop holds up all others; one more limit for that.
@@ -80,19 +80,21 @@ def _too_long(timeout: float) -> TimeoutError:
     return TimeoutError(f"it took longer than {timeout:g} s")
 
 
-class _Worker:
+class Worker:
     """A thread that ends with the program even if its function never returns."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="reward", daemon=True).start()
+        threading.Thread(target=self._work, name="calls", daemon=True).start()
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Calls a function after those submitted before; the future cannot be cancelled."""
         future: Future[Any] = Future()
         self._calls.put((future, function, arguments))
         return future
 
     def end(self) -> None:
+        """Ends the thread behind what was submitted; does not wait for it."""
         self._calls.put(None)
 
     def _work(self) -> None:

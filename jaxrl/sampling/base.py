@@ -78,6 +78,22 @@ class Completion(NamedTuple):
     finish_reason: Literal["stop", "length"]
 
 
+class Turn(NamedTuple):
+    """A sequence that is to go on.
+
+    Attributes:
+      context: i32[P] token ids so far.
+      prompt_index, sample_index: which answer to which prompt it is; its random numbers depend on
+        them, on the seed, and on nothing else.
+      max_tokens: the longest continuation.
+    """
+
+    context: np.ndarray
+    prompt_index: int
+    sample_index: int
+    max_tokens: int
+
+
 class Sampler(Protocol):
     """Samples from the policy version that it serves."""
 
@@ -93,6 +109,15 @@ class Sampler(Protocol):
 
         Raises:
           ValueError: for an empty prompt or one too long for the model.
+        """
+        ...
+
+    def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
+        """Draws one continuation of each sequence, in the order in which they finish. Those of
+        whole groups are what `sample` draws; `params.max_tokens` does not count.
+
+        Raises:
+          ValueError: as `sample`.
         """
         ...
 
@@ -118,15 +143,23 @@ def check_request(
     """
     if group_size < 1:
         raise ValueError(f"group_size={group_size}: a prompt needs at least 1 answer")
-    for i, prompt in enumerate(prompts):
+    turns = [Turn(prompt, i, 0, params.max_tokens) for i, prompt in enumerate(prompts)]
+    check_turns(turns, max_positions=max_positions, vocab_size=vocab_size)
+
+
+def check_turns(turns: Sequence[Turn], *, max_positions: int, vocab_size: int) -> None:
+    """As `check_request`, of sequences that are to go on."""
+    for prompt, i, _, max_tokens in turns:
         if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer) or not len(prompt):
             raise ValueError(
                 f"prompt {i} is an array of shape {prompt.shape} and dtype {prompt.dtype}; "
                 "expected one dimension of at least one token id"
             )
-        if len(prompt) + params.max_tokens > max_positions:
+        if max_tokens < 1:
+            raise ValueError(f"prompt {i}: max_tokens={max_tokens}, it must be at least 1")
+        if len(prompt) + max_tokens > max_positions:
             raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens, which with max_tokens={params.max_tokens} "
+                f"prompt {i} has {len(prompt)} tokens, which with max_tokens={max_tokens} "
                 f"is more than the model's {max_positions} positions; shorten the prompt or lower "
                 "max_tokens"
             )

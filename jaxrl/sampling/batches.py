@@ -10,7 +10,7 @@ import numpy as np
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.precision import Precision
-from jaxrl.sampling.base import ClosedError, Completion, SamplingParams
+from jaxrl.sampling.base import ClosedError, Completion, SamplingParams, Turn
 from jaxrl.sampling.buckets import count_bucket, length_bucket
 from jaxrl.sampling.choice import Draw, draw
 from jaxrl.sampling.decoding import SEGMENT, Drawn, Rows, begin, decode, move, start
@@ -20,14 +20,6 @@ from sharding.partition import Layout
 # A batch becomes this many times smaller once so few of it are running, but not below this number
 # of rows, where a step takes hardly less time.
 _SHRINK, _FEWEST_ROWS = 4, 8
-
-
-class Answer(NamedTuple):
-    """One of the answers that a request asks for."""
-
-    prompt: np.ndarray
-    prompt_index: int
-    sample_index: int
 
 
 class Request(NamedTuple):
@@ -58,18 +50,22 @@ class Request(NamedTuple):
 class _Progress:
     """An answer while it is drawn."""
 
-    def __init__(self, answer: Answer):
-        self._answer = answer
+    def __init__(self, turn: Turn):
+        self._turn = turn
         self._tokens: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
-        self._length = 0
+        self._length, self.cut = 0, False
 
-    def extend(self, drawn: Drawn, *, row: int, length: int) -> None:
-        """Takes what was drawn for a row; the answer is now `length` tokens long."""
+    def extend(self, drawn: Drawn, *, row: int, length: int) -> bool:
+        """Takes what was drawn for a row, which is now `length` tokens long or longer than the
+        answer may be; whether it has reached that."""
+        most = self._turn.max_tokens
+        self.cut, length = length > most, min(length, most)
         new = slice(length - self._length)
         self._tokens.append(np.asarray(drawn.tokens)[new, row])
         self._logprobs.append(np.asarray(drawn.logprobs)[new, row])
         self._length = length
+        return length == most
 
     def completion(self, *, stopped: bool, version: int) -> Completion:
         """The finished answer.
@@ -77,7 +73,7 @@ class _Progress:
         Raises:
           FloatingPointError: if a log-prob is not finite.
         """
-        _, prompt, sample = self._answer
+        _, prompt, sample, _ = self._turn
         logprobs = np.concatenate(self._logprobs)
         if not np.isfinite(logprobs).all():
             raise FloatingPointError(
@@ -92,11 +88,11 @@ class _Progress:
             tokens=np.concatenate(self._tokens),
             logprobs=logprobs,
             versions=np.full(len(logprobs), version, np.int32),
-            finish_reason="stop" if stopped else "length",
+            finish_reason="stop" if stopped and not self.cut else "length",
         )
 
 
-def run_batch(answers: Sequence[Answer], request: Request) -> Iterator[Completion]:
+def run_batch(turns: Sequence[Turn], request: Request) -> Iterator[Completion]:
     """Draws answers together and yields them as they finish; of those that finish between two
     visits to the host the shortest first.
 
@@ -105,17 +101,18 @@ def run_batch(answers: Sequence[Answer], request: Request) -> Iterator[Completio
       ClosedError: once the sampler is closed.
     """
     params = request.params
-    width = length_bucket(max(len(answer.prompt) for answer in answers), step=16)
+    width = length_bucket(max(len(turn.context) for turn in turns), step=16)
+    most = max(turn.max_tokens for turn in turns)
     # The last token drawn needs no slot.
-    most_slots = length_bucket(width + params.max_tokens - 1, step=16)
+    most_slots = length_bucket(width + most - 1, step=16)
 
     def slots_from(slot: int) -> int:
         return min(length_bucket(slot + SEGMENT, step=SEGMENT), most_slots)
 
     table, settings = stop_table(params.stop), draw(params)
-    progress: list[_Progress | None] = [_Progress(answer) for answer in answers]
+    progress: list[_Progress | None] = [_Progress(turn) for turn in turns]
     slots, total = slots_from(width), 0
-    rows, out = _begin(answers, request, width=width, slots=slots, table=table, settings=settings)
+    rows, out = _begin(turns, request, width=width, slots=slots, table=table, settings=settings)
     progress += [None] * (rows.token.shape[0] - len(progress))
     while True:
         if request.closed.is_set():
@@ -124,11 +121,11 @@ def run_batch(answers: Sequence[Answer], request: Request) -> Iterator[Completio
         total += int(out.count)
         finished = []
         for row, one in enumerate(progress):
-            if one is not None:
-                one.extend(out, row=row, length=int(length[row]))
-                if ended[row] or total == params.max_tokens:
-                    finished.append(one.completion(stopped=ended[row], version=request.version))
-                    progress[row] = None
+            if one is None:
+                continue
+            if one.extend(out, row=row, length=int(length[row])) or ended[row]:
+                finished.append(one.completion(stopped=ended[row], version=request.version))
+                progress[row] = None
         yield from sorted(finished, key=lambda c: (len(c.tokens), c.prompt_index, c.sample_index))
         running = [row for row, one in enumerate(progress) if one is not None]
         if not running:
@@ -142,7 +139,7 @@ def run_batch(answers: Sequence[Answer], request: Request) -> Iterator[Completio
         rows, out = decode(
             request.weights,
             rows,
-            max_tokens=np.int32(params.max_tokens),
+            max_tokens=np.int32(most),
             floor=np.int32(_fewer(len(progress), request.shards)),
             table=table,
             settings=settings,
@@ -152,7 +149,7 @@ def run_batch(answers: Sequence[Answer], request: Request) -> Iterator[Completio
 
 
 def _begin(
-    answers: Sequence[Answer],
+    turns: Sequence[Turn],
     request: Request,
     *,
     width: int,
@@ -160,25 +157,25 @@ def _begin(
     table: np.ndarray,
     settings: Draw,
 ) -> tuple[Rows, Drawn]:
-    """Runs every prompt once and draws the first token of every answer to it."""
+    """Runs every context once and draws the first token of every answer to it."""
     shards = request.shards
-    prompts = {answer.prompt_index: answer.prompt for answer in answers}
+    prompts = {turn.context.tobytes(): turn.context for turn in turns}
     shape = (count_bucket(len(prompts), multiple=shards), width)
     tokens, pad = np.zeros(shape, np.int32), np.full(shape[0], width - 1, np.int32)
     for row, prompt in enumerate(prompts.values()):
         pad[row] = width - len(prompt)
         tokens[row, pad[row] :] = prompt
-    place = {index: row for row, index in enumerate(prompts)}
+    place = {content: row for row, content in enumerate(prompts)}
     most = -(-request.max_batch // shards) * shards
-    size = min(count_bucket(len(answers), multiple=shards), most)
+    size = min(count_bucket(len(turns), multiple=shards), most)
     source, index, used = (
         np.zeros(size, np.int32),
         np.zeros((size, 2), np.int32),
         np.ones(size, bool),
     )
-    source[: len(answers)] = [place[answer.prompt_index] for answer in answers]
-    index[: len(answers)] = [answer[1:] for answer in answers]
-    used[len(answers) :] = False
+    source[: len(turns)] = [place[turn.context.tobytes()] for turn in turns]
+    index[: len(turns)] = [(turn.prompt_index, turn.sample_index) for turn in turns]
+    used[len(turns) :] = False
     policy = {"model": request.model, "precision": request.precision}
     cache, logits = start(request.weights, request.put(tokens), request.put(pad), **policy)
     seed = request.params.seed

@@ -11,8 +11,8 @@ import numpy as np
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.precision import Precision, cast, sampler_precision
-from jaxrl.sampling.base import Completion, SamplingParams, check_request
-from jaxrl.sampling.batches import Answer, Request, run_batch
+from jaxrl.sampling.base import Completion, SamplingParams, Turn, check_request, check_turns
+from jaxrl.sampling.batches import Request, run_batch
 from sharding.partition import Layout
 
 
@@ -115,9 +115,25 @@ class EmbeddedSampler:
             max_positions=config.max_positions,
             vocab_size=config.vocab_size,
         )
+        return self._draw(
+            [
+                Turn(prompt, i, j, params.max_tokens)
+                for i, prompt in enumerate(prompts)
+                for j in range(group_size)
+            ],
+            params,
+        )
+
+    def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
+        """See `Sampler.sample_turns`; raises as `sample`."""
+        config = self._model.config
+        turns = [turn._replace(context=np.asarray(turn.context)) for turn in turns]
+        check_turns(turns, max_positions=config.max_positions, vocab_size=config.vocab_size)
+        return self._draw(turns, params)
+
+    def _draw(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
         # Prompts of like length share a batch; the sort is stable, so batches are reproducible.
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        answers = [Answer(prompts[i], i, j) for i in order for j in range(group_size)]
+        ordered = sorted(turns, key=lambda turn: len(turn.context))
         weights, version = self._weights
         request = Request(
             weights,
@@ -129,9 +145,9 @@ class EmbeddedSampler:
             self._max_batch,
             self._closed,
         )
-        starts = range(0, len(answers), self._max_batch)
+        starts = range(0, len(ordered), self._max_batch)
         return (
             completion
             for i in starts
-            for completion in run_batch(answers[i : i + self._max_batch], request)
+            for completion in run_batch(ordered[i : i + self._max_batch], request)
         )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.sampling.base import Completion, SamplingParams, check_request
+from jaxrl.sampling.base import Completion, SamplingParams, Turn, check_request, check_turns
 from jaxrl.sampling.routing import Router, SamplerError, StrangerError
 
 _PATH = "/inference/v1/generate"
@@ -26,6 +26,7 @@ class _Request(NamedTuple):
     first: int  # sample index of the first answer
     count: int
     prompt: list[int]
+    max_tokens: int
     seed: int
     policy: "_Policy"
     begun: "_Draft | None" = None
@@ -120,11 +121,41 @@ class VllmSampler:
             max_positions=self._max_positions,
             vocab_size=self._vocab_size,
         )
-        seeds = np.random.SeedSequence(params.seed).generate_state(len(prompts), np.uint64) >> 2
+        return self.sample_turns(
+            [
+                Turn(prompt, i, j, params.max_tokens)
+                for i, prompt in enumerate(prompts)
+                for j in range(group_size)
+            ],
+            params,
+        )
+
+    def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
+        """See `Sampler.sample_turns`; raises as `sample`. Answers to one context that follow each
+        other are one request."""
+        turns = [turn._replace(context=np.asarray(turn.context)) for turn in turns]
+        check_turns(turns, max_positions=self._max_positions, vocab_size=self._vocab_size)
+        groups: list[list[Turn]] = []
+        for turn in turns:
+            if groups and _follows(turn, groups[-1][-1]):
+                groups[-1].append(turn)
+            else:
+                groups.append([turn])
         policy = self._policy
+        most = max((turn.prompt_index for turn in turns), default=-1) + 1
+        seeds = np.random.SeedSequence(params.seed).generate_state(most, np.uint64) >> 2
         requests = [
-            _Request(i, 0, group_size, prompt.tolist(), int(seed), policy)
-            for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+            _Request(
+                prompt_index=first.prompt_index,
+                first=first.sample_index,
+                count=len(group),
+                prompt=first.context.tolist(),
+                max_tokens=first.max_tokens,
+                seed=int(seeds[first.prompt_index]),
+                policy=policy,
+            )
+            for group in groups
+            for first in group[:1]
         ]
         return self._completions(requests, params)
 
@@ -215,11 +246,18 @@ class VllmSampler:
         return np.array([math.nan, *found, *unknown], np.float32)
 
 
+def _follows(turn: Turn, before: Turn) -> bool:
+    """Whether it is the next answer to the same context."""
+    same = (turn.prompt_index, turn.max_tokens) == (before.prompt_index, before.max_tokens)
+    next_ = turn.sample_index == before.sample_index + 1
+    return same and next_ and np.array_equal(turn.context, before.context)
+
+
 def _body(request: _Request, params: SamplingParams) -> dict[str, Any]:
     begun = request.begun.tokens if request.begun else []
     settings: dict[str, Any] = {
         "n": request.count,
-        "max_tokens": params.max_tokens - len(begun),
+        "max_tokens": request.max_tokens - len(begun),
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,

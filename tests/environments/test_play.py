@@ -1,0 +1,295 @@
+"""Episodes of several turns: what is appended, what is masked, and what a broken one costs."""
+
+import asyncio
+import dataclasses
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.answers import as_rollout
+from jaxrl.batch import pack
+from jaxrl.data import Example
+from jaxrl.environments.base import Limits, Step
+from jaxrl.environments.episodes import last_turn
+from jaxrl.environments.play import RequestsDesk, RoundsDesk, play
+from jaxrl.precision import PRESETS
+from jaxrl.refill import decode, encode
+from jaxrl.sampling.base import Completion, SamplingParams, Turn
+from jaxrl.sampling.embedded import EmbeddedSampler
+from tests import tiny
+
+PARAMS = SamplingParams(max_tokens=40, stop=((1,),), seed=3)
+LIMITS = Limits(turns=4, tokens=40, prompt_tokens=20, seconds=60.0, vocab_size=64)
+EXAMPLES = {
+    number: Example(np.arange(2, 2 + n, dtype=np.int32), {"prompt": n}, {})
+    for number, n in ((7, 3), (9, 5), (12, 8))
+}
+DESKS = pytest.mark.parametrize("desk", [RoundsDesk, RequestsDesk])
+
+
+class ByHand:
+    """Draws [10 + prompt, sample, turns so far, 1] with log-probs -1, -2, ... of a version that
+    rises with every token."""
+
+    def __init__(self) -> None:
+        self.requests: list[list[Turn]] = []
+        self.version = 0
+
+    def sample_turns(self, turns, params):
+        self.requests.append(list(turns))
+        for prompt, (context, i, j, most) in enumerate(turns):
+            del prompt
+            tokens = np.array([10 + i, 20 + j, 30 + np.sum(context == 1), 1], np.int32)[:most]
+            size = len(tokens)
+            yield Completion(
+                i,
+                j,
+                tokens,
+                -np.arange(1, size + 1, dtype=np.float32),
+                np.arange(size, dtype=np.int32) + self.version,
+                "stop" if size == 4 else "length",
+            )
+
+
+class Talk:
+    """Answers [40, 41] twice, gives a quarter for each turn and ends with the third."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        self.heard: list[list[int]] = []
+
+    async def reset(self, example):
+        self.example = example
+        return example.tokens
+
+    async def step(self, completion):
+        await asyncio.sleep(0)
+        self.heard.append(completion.tolist())
+        return Step([40, 41], 0.25, len(self.heard) == 3, {"heard": len(completion)})
+
+
+def played(make: Any, *, desk=RoundsDesk, limits=LIMITS, sampler=None, **changes: Any):
+    params = dataclasses.replace(PARAMS, **changes)
+    return play(
+        make,
+        EXAMPLES,
+        sampler or ByHand(),
+        params,
+        group_size=2,
+        limits=limits,
+        desk=desk,
+    )
+
+
+@DESKS
+def test_a_trajectory_is_what_was_sampled_and_what_was_observed(desk):
+    rollouts, failure = played(Talk, desk=desk)
+    assert failure is None
+    assert [r.group for r in rollouts] == [7, 7, 9, 9, 12, 12]
+    for k, r in enumerate(rollouts):
+        i, j = divmod(k, 2)
+        turns = [[10 + i, 20 + j, 30 + n, 1] for n in range(3)]
+        seen = [40, 41]
+        assert r.prompt.tolist() == EXAMPLES[r.group].tokens.tolist()
+        assert r.completion.tolist() == turns[0] + seen + turns[1] + seen + turns[2]
+        assert r.action_mask.tolist() == [True] * 4 + ([False] * 2 + [True] * 4) * 2
+        assert r.logprobs.tolist() == [-1, -2, -3, -4] + [0, 0, -1, -2, -3, -4] * 2
+        # An observation has the version of what it answers.
+        assert r.version.tolist() == [0, 1, 2, 3] + [3, 3, 0, 1, 2, 3] * 2
+        assert r.episode is not None
+        assert r.episode.turns == ((0, 4, 0.25), (6, 10, 0.25), (12, 16, 0.25))
+        assert r.episode.end == "done"
+        assert r.episode.numbers == {"heard": 12}
+        assert not r.truncated
+        assert last_turn(r).tolist() == turns[2]
+        again = decode(encode(r))
+        assert all(np.array_equal(x, y) for x, y in zip(r[:5], again[:5], strict=True))
+        assert again[5:6] == r[5:6]
+        assert again.episode == r.episode
+
+
+def test_turns_of_a_round_are_one_request_and_a_group_that_begins_too():
+    rounds, requests = ByHand(), ByHand()
+    played(Talk, sampler=rounds)
+    assert [len(r) for r in rounds.requests] == [6, 6, 6]
+    played(Talk, sampler=requests, desk=RequestsDesk)
+    assert sorted(len(r) for r in requests.requests)[-3:] == [2, 2, 2]
+    assert sum(len(r) for r in requests.requests) == 18
+
+
+def test_a_slow_environment_holds_up_no_other_where_servers_sample():
+    freed = threading.Event()
+
+    class Waits(Talk):
+        async def step(self, completion):
+            if completion[0] == 10 and completion[1] == 20:
+                assert freed.wait(60)
+            if completion[0] == 12 and len(self.heard) == 2:
+                freed.set()
+            return await super().step(completion)
+
+    rollouts, _ = played(Waits, desk=RequestsDesk)
+    assert all(r.episode is not None and r.episode.end == "done" for r in rollouts)
+
+
+@pytest.mark.parametrize(
+    ("limits", "end", "length"),
+    [
+        ({"turns": 2}, "turns", 10),
+        ({"tokens": 16}, "done", 16),
+        ({"tokens": 15}, "tokens", 15),  # the last turn is cut
+        ({"tokens": 12}, "tokens", 10),  # there is room for an observation and for no answer to it
+        ({"tokens": 3}, "tokens", 3),
+    ],
+)
+def test_limits_end_an_episode_with_a_turn_of_the_policy(limits, end, length):
+    rollouts, failure = played(Talk, limits=LIMITS._replace(**limits))
+    assert failure is None
+    for r in rollouts:
+        assert r.episode is not None
+        assert (r.episode.end, len(r.completion)) == (end, length)
+        assert r.truncated == (end != "done")
+        assert r.action_mask[-1]
+
+
+class Breaks(Talk):
+    """Talks, but to the first answer to the second prompt as `how` says."""
+
+    how = ""
+
+    async def step(self, completion):
+        if self.how != "reset" and completion[:2].tolist() == [11, 20]:
+            return await self.misbehave()
+        return await super().step(completion)
+
+    async def misbehave(self) -> Any:
+        if self.how == "raises":
+            raise KeyError("what")
+        if self.how == "exits":
+            raise SystemExit(3)
+        if self.how == "hangs":
+            await asyncio.sleep(1000)
+        if self.how == "blocks":
+            time.sleep(20)
+        return {
+            "nothing": None,
+            "text": Step("hello"),
+            "floats": Step([1.5]),
+            "strange ids": Step([64]),
+            "no number": Step([2], float("nan")),
+            "no end": (0.5, [2], "yes"),
+        }[self.how]
+
+
+@DESKS
+@pytest.mark.parametrize(
+    ("how", "end", "said"),
+    [
+        ("raises", "raised", "step raised KeyError('what')"),
+        ("exits", "raised", "step raised SystemExit(3)"),
+        ("hangs", "late", "step took longer than 2 s"),
+        ("blocks", "late", "step took longer than 2 s"),
+        ("nothing", "nonsense", "returned None, expected a Step"),
+        ("text", "nonsense", "observation is 'hello', expected token ids"),
+        ("floats", "nonsense", "observation is [1.5]"),
+        ("strange ids", "nonsense", "token ids from 64 to 64; the policy's are 0 to 63"),
+        ("no number", "nonsense", "reward = nan"),
+        ("no end", "nonsense", "done = 'yes'"),
+    ],
+)
+def test_a_broken_environment_costs_its_own_episode(desk, how, end, said):
+    whole, _ = played(Talk, desk=desk)
+    seconds = 2.0 if end == "late" else 60.0
+    limits = LIMITS._replace(seconds=seconds)
+    rollouts, failure = played(type("B", (Breaks,), {"how": how}), desk=desk, limits=limits)
+    assert failure is not None
+    assert said in failure
+    for k, (r, undisturbed) in enumerate(zip(rollouts, whole, strict=True)):
+        assert r.episode is not None
+        if k != 2:
+            assert encode(r) == encode(undisturbed)
+        else:
+            assert r.episode.end == end
+            assert r.episode.broken
+            assert not r.action_mask.any()
+            assert r.completion.tolist() == [11, 20, 30, 1]
+
+
+def test_an_environment_that_cannot_begin_leaves_an_empty_answer():
+    class Late(Talk):
+        def reset(self, example):
+            if len(example.tokens) == 5:
+                return []
+            return example.tokens  # a plain function serves as well
+
+    rollouts, failure = played(Late)
+    assert failure is not None
+    assert "a prompt of 0 tokens" in failure
+    assert [r.episode is not None and r.episode.end for r in rollouts[2:4]] == ["nonsense"] * 2
+    assert all(len(r.completion) == 0 for r in rollouts[2:4])
+    assert all(len(r.completion) == 16 for r in rollouts[:2] + rollouts[4:])
+
+
+@DESKS
+def test_what_ends_the_sampling_ends_everything(desk):
+    class Gone(ByHand):
+        def sample_turns(self, turns, params):
+            raise ConnectionError("no server")
+
+    with pytest.raises(ConnectionError, match="no server"):
+        played(Talk, desk=desk, sampler=Gone())
+
+
+@pytest.fixture(scope="module")
+def sampler() -> EmbeddedSampler:
+    return EmbeddedSampler(tiny.model(), tiny.params(), precision=PRESETS["fp32"], version=4)
+
+
+class Single:
+    async def reset(self, example):
+        return example.tokens
+
+    async def step(self, completion):
+        return Step(reward=0.0, done=True)
+
+
+def test_a_single_turn_is_the_ordinary_path_bit_for_bit(sampler):
+    found, _ = played(Single, sampler=sampler)
+    prompts = [e.tokens for e in EXAMPLES.values()]
+    plain = sorted(sampler.sample(prompts, PARAMS, group_size=2), key=lambda c: c[:2])
+    run: Any = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(mask_truncated=False)))
+    expected = [
+        as_rollout(run, c, EXAMPLES[n], group=n)
+        for c, n in zip(plain, np.repeat(list(EXAMPLES), 2).tolist(), strict=True)
+    ]
+    assert {c.finish_reason for c in plain} == {"stop", "length"}
+    for one, other in zip(found, expected, strict=True):
+        assert encode(one._replace(episode=None)) == encode(other)
+    advantages = [float(i) for i in range(6)]
+    rows = [[0, 1], [2, 3], [4, 5]]
+    batches = [pack(r, advantages, rows=rows, row_length=100) for r in (found, expected)]
+    jax.tree.map(np.testing.assert_array_equal, *batches)
+
+
+def test_what_breaks_changes_nothing_that_is_drawn_for_others(sampler):
+    class Echo(Talk):
+        async def step(self, completion):
+            assert (len(self.example.tokens), len(self.heard)) != self.stumbles
+            return await super().step(completion)
+
+        stumbles: Any = None
+
+    whole, _ = played(Echo, sampler=sampler)
+    late = type("L", (Echo,), {"stumbles": (3, 0)})
+    broken, _ = played(late, sampler=sampler)
+    assert [r.episode is not None and r.episode.broken for r in broken] == [True] * 2 + [False] * 4
+    for one, other in zip(whole[2:], broken[2:], strict=True):
+        np.testing.assert_array_equal(one.completion, other.completion)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    assert max(len(r.episode.turns) for r in whole if r.episode is not None) > 1
