@@ -12,10 +12,11 @@ from jaxrl import data, refill
 from jaxrl.advantages import zero_std_groups
 from jaxrl.batch import Rollout
 from jaxrl.data import Example
+from jaxrl.draw import draw
 from jaxrl.environments import scoring
+from jaxrl.environments.episodes import earned, episode_metrics, last_turn
 from jaxrl.environments.reward_model import rate
-from jaxrl.run import Progress, Run
-from jaxrl.sampling.base import Completion
+from jaxrl.run import ENVIRONMENT, MODEL, Progress, Run
 
 Numbers = dict[str, float]
 
@@ -91,55 +92,46 @@ def sample(
     run: Run, examples: Mapping[int, Example], *, step: int, round_: int = 0
 ) -> list[Rollout]:
     """`group_size` answers to every prompt, without rewards, in the order of the prompts."""
-    c, prompts = run.config, list(examples.items())
-    completions = run.sampler.sample(
-        [example.tokens for _, example in prompts],
-        dataclasses.replace(run.sampling, seed=seed(c.seed, step, round_)),
-        group_size=c.train.group_size,
-    )
+    c = run.config
+    params = dataclasses.replace(run.sampling, seed=seed(c.seed, step, round_))
+    order = {number: i for i, number in enumerate(examples)}
     # They come as they finish; training must not depend on that.
-    ordered = sorted(completions, key=lambda c: (c.prompt_index, c.sample_index))
-    rollouts = []
-    for completion in ordered:
-        if (newest := int(completion.versions.max(initial=0))) > step:
+    drawn = sorted(
+        draw(run, examples, params, group_size=c.train.group_size),
+        key=lambda one: (order[one.rollout.group], one.place),
+    )
+    for _, rollout in drawn:
+        if (newest := int(rollout.version.max(initial=0))) > step:
             raise RuntimeError(
                 f"the sampler answered with policy version {newest} and the learner is at {step}; "
                 "the sampler serves another run"
             )
-        number, example = prompts[completion.prompt_index]
-        rollouts.append(as_rollout(run, completion, example, group=number))
-    return rollouts
-
-
-def as_rollout(run: Run, completion: Completion, example: Example, *, group: int) -> Rollout:
-    """An answer to a prompt, without its reward."""
-    truncated = completion.finish_reason == "length"
-    learnt = not (truncated and run.config.train.mask_truncated)
-    return Rollout(
-        prompt=example.tokens,
-        completion=completion.tokens,
-        logprobs=completion.logprobs,
-        action_mask=np.full(len(completion.tokens), learnt),
-        version=completion.versions,
-        group=group,
-        truncated=truncated,
-    )
+    return [rollout for _, rollout in drawn]
 
 
 def reward(run: Run, rollouts: Sequence[Rollout], examples: Mapping[int, Example]) -> list[Rollout]:
-    """Rollouts with their rewards. One whose reward failed is masked: it teaches nothing."""
-    texts = [run.tokenizer.decode(r.completion, skip_special_tokens=True) for r in rollouts]
-    scored = scoring.score(run.rewards, texts, [examples[r.group].record for r in rollouts])
+    """Rollouts with their rewards. One whose reward failed is masked: it teaches nothing. Reward
+    functions see the last turn, and nothing of an episode whose environment failed."""
+    known = [i for i, r in enumerate(rollouts) if r.episode is None or not r.episode.broken]
+    texts = [run.tokenizer.decode(last_turn(rollouts[i]), skip_special_tokens=True) for i in known]
+    scored = scoring.score(run.rewards, texts, [examples[rollouts[i].group].record for i in known])
+    weights = run.reward_weights
     if run.reward_model is not None:
-        values, weight = rate(run.reward_model, rollouts), run.config.reward.model_weight
-        scored = scoring.with_part(scored, "model", values=values, weight=weight)
+        values = rate(run.reward_model, rollouts)[known]
+        scored = scoring.with_part(scored, MODEL, values=values, weight=weights[MODEL])
+    if run.arena is not None:
+        values = np.array([earned(rollouts[i]) for i in known])
+        scored = scoring.with_part(scored, ENVIRONMENT, values=values, weight=weights[ENVIRONMENT])
     if scored.first_failure is not None:
         run.tracker.note(scored.first_failure)
-    failed = np.isnan(scored.total)
-    components = np.stack(list(scored.parts.values()), axis=1)
+    total = np.full(len(rollouts), np.nan)
+    components = np.full((len(rollouts), len(weights)), np.nan)
+    total[known] = scored.total
+    components[known] = np.stack(list(scored.parts.values()), axis=1)
+    failed = np.isnan(total)
     return [
         r._replace(
-            reward=float(scored.total[i]),
+            reward=float(total[i]),
             components=tuple(map(float, components[i])),
             action_mask=r.action_mask & (not failed[i]),
         )
@@ -164,11 +156,11 @@ def reward_metrics(run: Run, rollouts: Sequence[Rollout]) -> Numbers:
         "reward/failed": float(np.isnan(rewards).sum()),
         "groups/zero_std": float(zero_std_groups(rewards, np.array([r.group for r in rollouts]))),
     }
-    if len(run.reward_names) > 1:
+    if len(run.reward_weights) > 1:
         components = np.nanmean([r.components for r in rollouts], axis=0)
-        names = [f"reward/{name}" for name in run.reward_names]
+        names = [f"reward/{name}" for name in run.reward_weights]
         numbers |= dict(zip(names, map(float, components), strict=True))
-    return numbers
+    return numbers | episode_metrics(rollouts)
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxrl import refill
 from jaxrl.batch import Rollout
 from jaxrl.rollouts_config import Order
@@ -156,7 +158,7 @@ class Buffer:
 
     def _drop_late(self, *, step: int, now: float) -> None:
         for number, (rollouts, since) in list(self._waiting.items()):
-            oldest, newest = _versions(rollouts)
+            oldest, newest = _versions(rollouts, step=step)
             if newest > step:
                 raise RuntimeError(
                     f"the sampler answered with policy version {newest} and the learner is at "
@@ -169,10 +171,11 @@ class Buffer:
 
 def staleness(rollouts: Iterable[Rollout], *, step: int) -> list[int]:
     """For each answer, how many versions the oldest policy that drew of it is behind `step`."""
-    return [step - _versions([rollout])[0] for rollout in rollouts]
+    return [step - _versions([rollout], step=step)[0] for rollout in rollouts]
 
 
-def _versions(rollouts: Iterable[Rollout]) -> tuple[int, int]:
-    """The oldest and the newest policy that drew any of the tokens."""
-    versions = [r.version for r in rollouts if len(r.version)]
-    return min(int(v.min()) for v in versions), max(int(v.max()) for v in versions)
+def _versions(rollouts: Iterable[Rollout], *, step: int) -> tuple[int, int]:
+    """The oldest and the newest policy that drew any of the tokens; `step` if none was drawn, as
+    in an episode that could not begin."""
+    versions = np.concatenate([r.version for r in rollouts])
+    return (int(versions.min()), int(versions.max())) if versions.size else (step, step)

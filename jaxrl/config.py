@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from jaxrl import precision
 from jaxrl.alarms_config import AlarmsConfig
@@ -25,6 +25,7 @@ from jaxrl.config_tables import (
     TrainConfig,
 )
 from jaxrl.critic_config import CriticConfig
+from jaxrl.environment_config import EnvironmentConfig
 from jaxrl.lora_config import LoraConfig
 from jaxrl.mesh_config import MeshConfig
 from jaxrl.reward_config import RewardConfig
@@ -37,7 +38,8 @@ class Config(RunConfig):
 
     model: ModelConfig
     data: DataConfig
-    reward: RewardConfig = Field(default={}, validate_default=True)
+    environment: EnvironmentConfig = EnvironmentConfig()
+    reward: RewardConfig = Field(default=RewardConfig(), validate_default=True)
     loss: LossConfig = LossConfig()
     sampling: SamplingConfig = SamplingConfig()
     sampler: SamplerConfig = SamplerConfig()
@@ -92,6 +94,14 @@ class Config(RunConfig):
         dues = (every for every in (self.checkpoint.every, self.eval.every) if every)
         return max(self.checkpoint.keep, sum(math.ceil(back / every) for every in dues) + 1)
 
+    @field_validator("reward")
+    @classmethod
+    def _names_something(cls, value: RewardConfig, info: ValidationInfo) -> RewardConfig:
+        environment = info.data.get("environment", EnvironmentConfig())
+        if not value.path and value.model is None and environment.name is None:
+            raise ValueError("reward.path is missing, and reward.model too: name what answers earn")
+        return value
+
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
         found = list(_contradictions(self))
@@ -126,12 +136,20 @@ def _contradictions(c: Config) -> Iterator[str]:
             f"train.microbatch_tokens = {train.microbatch_tokens} does not hold one row of "
             f"{c.row_length} tokens; raise it to a multiple of {c.row_length}"
         )
+    has_environment = c.environment.name is not None
+    if c.environment.tools and not has_environment:
+        yield (
+            f"environment.tools = {list(c.environment.tools)} and nobody who runs them: set "
+            "environment.name = 'agent'"
+        )
+    if c.environment.corpus is not None and "search" not in c.environment.tools:
+        yield "environment.corpus is for the tool search; add 'search' to environment.tools"
     if c.reward.weights and len(c.reward.weights) != len(c.reward.path):
         yield (
             f"reward.weights has {len(c.reward.weights)} numbers for {len(c.reward.path)} "
             "functions in reward.path; give one for each, or none"
         )
-    if c.data.eval_path is not None and not c.reward.path:
+    if c.data.eval_path is not None and not c.reward.path and not has_environment:
         yield (
             "data.eval_path needs a function in reward.path that says which answers are right; "
             "with reward.weights = [0] it is measured and not learnt"

@@ -19,10 +19,12 @@ class Tokenizer(Protocol):
 
     def get_vocab(self) -> dict[str, int]: ...
 
+    def get_added_vocab(self) -> dict[str, int]: ...
+
     def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any: ...
 
     def apply_chat_template(
-        self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool
+        self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, tools: Any = None
     ) -> Any: ...
 
 
@@ -60,11 +62,17 @@ class Prompts(NamedTuple):
 
 
 class Rendering(NamedTuple):
-    """How a prompt becomes text; the fields are the keys of config.PromptConfig."""
+    """How a prompt becomes text; the first fields are the keys of config.PromptConfig.
+
+    Attributes:
+      template, system_prompt, prompt_format: see there.
+      tools: JSON schemas that the chat template is given.
+    """
 
     template: Literal["auto", "chat", "text"] = "auto"
     system_prompt: str | None = None
     prompt_format: str = "{prompt}"
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 def read_rows(path: str, *, split: str = "train", subset: str | None = None) -> Iterator[Row]:
@@ -177,7 +185,10 @@ def renderer(tokenizer: Tokenizer, rendering: Rendering) -> Render:
             messages.append({"role": "user", "content": user})
         else:
             messages.extend(prompt)
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        tools: dict[str, Any] = {"tools": list(rendering.tools)} if rendering.tools else {}
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **tools
+        )
 
     return render
 

@@ -300,10 +300,12 @@ def evaluate(run: Run, *, step: int) -> float | None:
         run.sampler,
         run.held_out.examples,
         sampling=run.sampling,
-        reward=run.rewards[0],
+        reward=run.rewards[0] if run.rewards else None,
         tokenizer=run.tokenizer,
+        arena=run.arena,
     )
-    run.tracker.log(step, {"eval/accuracy": found.accuracy})
+    numbers = {f"eval/{name}": value for name, value in found.numbers.items()}
+    run.tracker.log(step, {"eval/accuracy": found.accuracy} | numbers)
     return found.accuracy
 
 

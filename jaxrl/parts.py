@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jaxrl.config_tables import (
     SamplingConfig,
 )
 from jaxrl.data import Prompts, Rendering, Tokenizer
+from jaxrl.environments.tools import Tool
 from jaxrl.learner import Learner
 from jaxrl.lora_config import LoraConfig
 from jaxrl.losses import Need, Objective, Recipe
@@ -33,6 +35,7 @@ from jaxrl.sampling.base import SamplingParams
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
 
+NO_TOOLS: Mapping[str, Tool] = MappingProxyType({})
 _HOST = "pinned_host"  # jax's name of memory that devices copy from by themselves
 
 
@@ -293,18 +296,25 @@ def rendering(config: PromptConfig) -> Rendering:
     return Rendering(config.template, config.system_prompt, config.prompt_format)
 
 
-def load_training_prompts(config: DataConfig, tokenizer: Tokenizer) -> Prompts:
-    """The prompts under `data.path`; raises as `data.load_prompts`."""
-    return _load_prompts(config, tokenizer, path=config.path, split=config.split, limit=None)
+def load_training_prompts(
+    config: DataConfig, tokenizer: Tokenizer, *, tools: Mapping[str, Tool] = NO_TOOLS
+) -> Prompts:
+    """The prompts under `data.path`, rendered with the tools; raises as `data.load_prompts`."""
+    return _load_prompts(
+        config, tokenizer, tools=tools, path=config.path, split=config.split, limit=None
+    )
 
 
-def load_held_out_prompts(config: DataConfig, tokenizer: Tokenizer) -> Prompts | None:
-    """The prompts under `data.eval_path`, None if there is none; raises as `data.load_prompts`."""
+def load_held_out_prompts(
+    config: DataConfig, tokenizer: Tokenizer, *, tools: Mapping[str, Tool] = NO_TOOLS
+) -> Prompts | None:
+    """Likewise those under `data.eval_path`, None if there is none."""
     if config.eval_path is None:
         return None
     return _load_prompts(
         config,
         tokenizer,
+        tools=tools,
         path=config.eval_path,
         split=config.eval_split,
         limit=config.eval_limit,
@@ -312,14 +322,20 @@ def load_held_out_prompts(config: DataConfig, tokenizer: Tokenizer) -> Prompts |
 
 
 def _load_prompts(
-    config: DataConfig, tokenizer: Tokenizer, *, path: str, split: str, limit: int | None
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    tools: Mapping[str, Tool],
+    path: str,
+    split: str,
+    limit: int | None,
 ) -> Prompts:
     return data.load_prompts(
         data.read_rows(path, split=split, subset=config.subset),
         tokenizer,
         prompt_key=config.prompt_key,
         answer_key=config.answer_key,
-        rendering=rendering(config),
+        rendering=rendering(config)._replace(tools=tuple(t.schema for t in tools.values())),
         max_tokens=config.max_prompt_tokens,
         limit=limit,
     )

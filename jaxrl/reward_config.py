@@ -1,8 +1,8 @@
 """The table of a config that says what an answer is worth."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from jaxrl.config_tables import Numbers, Section, Texts
 
@@ -25,12 +25,6 @@ class RewardConfig(Section):
 
     model_weight: float = 1.0
     """Factor of the reward model's score."""
-
-    @model_validator(mode="after")
-    def _names_something(self) -> Self:
-        if not self.path and self.model is None:
-            raise ValueError("reward.path is missing, and reward.model too: name what answers earn")
-        return self
 
     timeout: PositiveFloat = 60.0
     """Seconds that a reward function may take for an answer, or for all of them if it takes them at

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxrl import parts, precision, refill, rollbacks
+from jaxrl import agents, parts, precision, refill, rollbacks
 from jaxrl.actor_critic import ActorCritic, State, with_new_loss_scale
 from jaxrl.batch import Rollout
 from jaxrl.checkpoint import Checkpoints
@@ -16,8 +16,10 @@ from jaxrl.config import Config
 from jaxrl.critics import open_critic
 from jaxrl.data import Prompts, Tokenizer
 from jaxrl.diagnostics.replay import Score
+from jaxrl.environments.play import Arena
 from jaxrl.environments.reward_model import RewardModel, check_vocabulary, make_scores
 from jaxrl.environments.scoring import Reward, load_rewards
+from jaxrl.environments.tools import load_tools
 from jaxrl.learner import Learner
 from jaxrl.losses import Need, Recipe
 from jaxrl.models import huggingface, lora
@@ -30,6 +32,8 @@ from jaxrl.sampling.base import Sampler, SamplingParams
 from jaxrl.tracking import Tracker, open_tracker
 from jaxrl.update import saved, with_saved
 from sharding.partition import Layout
+
+MODEL, ENVIRONMENT = "model", "environment"  # parts of a reward that are no functions
 
 
 @dataclasses.dataclass
@@ -82,6 +86,7 @@ class Run:
     held_out: Prompts | None
     rewards: Sequence[Reward]
     reward_model: RewardModel | None
+    arena: Arena | None  # None if answers have a single turn
     model: Model
     specs: Any  # of the learner's parameters: the model's, or lora.Adapted
     layout: Layout
@@ -101,9 +106,14 @@ class Run:
     samples: Samples
 
     @property
-    def reward_names(self) -> list[str]:
-        """Of the parts of the reward: its functions, then the reward model."""
-        return [*(term.name for term in self.rewards), *["model"] * (self.reward_model is not None)]
+    def reward_weights(self) -> dict[str, float]:
+        """Of the parts of the reward: its functions, the reward model, the environment."""
+        weights = {term.name: term.weight for term in self.rewards}
+        if self.reward_model is not None:
+            weights[MODEL] = self.config.reward.model_weight
+        if self.arena is not None:
+            weights[ENVIRONMENT] = self.config.environment.weight
+        return weights
 
 
 @contextmanager
@@ -123,8 +133,9 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     policy = precision.parse(config.precision)
     layout = parts.make_layout(config.mesh)
     tokenizer = huggingface.load_tokenizer(config.model.path)
-    prompts = parts.load_training_prompts(config.data, tokenizer)
-    held_out = parts.load_held_out_prompts(config.data, tokenizer)
+    tools = load_tools(config.environment.tools, corpus=config.environment.corpus)
+    prompts = parts.load_training_prompts(config.data, tokenizer, tools=tools)
+    held_out = parts.load_held_out_prompts(config.data, tokenizer, tools=tools)
     rewards = load_rewards(config.reward.path, config.reward.weights, timeout=config.reward.timeout)
     attention = parts.attention_note(
         config.train.attention,
@@ -134,6 +145,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         length=config.row_length,
     )
     model, params, specs = parts.load_trained(config, layout=layout)
+    arena = agents.make_arena(config, tokenizer, tools, vocab_size=model.config.vocab_size)
     reward_model = None
     if config.reward.model is not None:
         reward_model = load_reward_model(config, config.reward.model, tokenizer, layout=layout)
@@ -198,6 +210,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             held_out=held_out,
             rewards=rewards,
             reward_model=reward_model,
+            arena=arena,
             model=model,
             specs=specs,
             layout=layout,

@@ -14,6 +14,7 @@ from jaxrl import data
 from jaxrl.advantages import Outcomes
 from jaxrl.answers import Numbers, reward
 from jaxrl.batch import Rollout
+from jaxrl.draw import draw
 from jaxrl.losses.named import kl_estimator
 from jaxrl.models import lora
 from jaxrl.models.spec import Params
@@ -37,9 +38,8 @@ def outcomes(
     c = run.config.reward
     rewards = np.array([r.reward for r in rollouts])
     components = np.array([r.components for r in rollouts]).reshape(len(rollouts), -1).T
-    named = dict(zip(run.reward_names, components, strict=False))
-    factors = [*(term.weight for term in run.rewards), c.model_weight]
-    weights = dict(zip(run.reward_names, factors, strict=False))
+    weights = run.reward_weights
+    named = dict(zip(weights, components, strict=False))
     numbers: Numbers = {}
     if c.overlong_buffer:
         lengths = np.array([len(r.completion) for r in rollouts])
@@ -112,17 +112,6 @@ def greedy_rewards(run: Run, rollouts: Sequence[Rollout]) -> np.ndarray:
         for number in numbers
     }
     greedy = dataclasses.replace(run.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-    prompts = [examples[number].tokens for number in numbers]
-    answers = [
-        Rollout(
-            prompt=prompts[c.prompt_index],
-            completion=c.tokens,
-            logprobs=c.logprobs,
-            action_mask=np.ones(len(c.tokens), bool),
-            version=c.versions,
-            group=numbers[c.prompt_index],
-        )
-        for c in run.sampler.sample(prompts, greedy, group_size=1)
-    ]
+    answers = [rollout for _, rollout in draw(run, examples, greedy, group_size=1)]
     earned = {r.group: r.reward for r in reward(run, answers, examples)}
     return np.array([earned[r.group] for r in rollouts])

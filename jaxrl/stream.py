@@ -19,7 +19,6 @@ import numpy as np
 from jaxrl.answers import (
     Answers,
     Numbers,
-    as_rollout,
     collect,
     prompts_from,
     reward,
@@ -29,6 +28,7 @@ from jaxrl.answers import (
 from jaxrl.batch import Rollout
 from jaxrl.buffer import Buffer, Counts, staleness
 from jaxrl.data import Example
+from jaxrl.draw import Drawn, draw
 from jaxrl.run import Progress, Run
 
 
@@ -165,21 +165,18 @@ class Stream:
     def _answer(self, numbers: list[int]) -> None:
         run, size = self._run, self._run.config.train.group_size
         examples = prompts_from(run, numbers)
-        completions = run.sampler.sample(
-            [examples[number].tokens for number in numbers],
-            dataclasses.replace(run.sampling, seed=seed(run.config.seed, self._step, numbers[0])),
-            group_size=size,
+        params = dataclasses.replace(
+            run.sampling, seed=seed(run.config.seed, self._step, numbers[0])
         )
-        groups: dict[int, list[tuple[int, Rollout]]] = {number: [] for number in numbers}
-        for completion in completions:
-            number = numbers[completion.prompt_index]
-            rollout = as_rollout(run, completion, examples[number], group=number)
-            groups[number].append((completion.sample_index, rollout))
+        groups: dict[int, list[Drawn]] = {number: [] for number in numbers}
+        for drawn in draw(run, examples, params, group_size=size):
+            number = drawn.rollout.group
+            groups[number].append(drawn)
             if len(groups[number]) == size:
                 self._finish(groups.pop(number), examples[number])
 
-    def _finish(self, answers: list[tuple[int, Rollout]], example: Example) -> None:
-        ordered = [rollout for _, rollout in sorted(answers, key=lambda answer: answer[0])]
+    def _finish(self, answers: list[Drawn], example: Example) -> None:
+        ordered = [rollout for _, rollout in sorted(answers, key=lambda answer: answer.place)]
         number = ordered[0].group
         rollouts = reward(self._run, ordered, {number: example})
         with self._changed:

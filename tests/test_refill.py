@@ -71,7 +71,8 @@ def hand_made(**train: Any) -> SimpleNamespace:
         tokenizer=SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids))),
         rewards=[Reward("earned", earned, 1.0)],
         reward_model=None,
-        reward_names=["earned"],
+        reward_weights={"earned": 1.0},
+        arena=None,
         tracker=SimpleNamespace(note=notes.append),
         notes=notes,
     )

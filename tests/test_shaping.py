@@ -60,7 +60,7 @@ def run(**reward):
     return SimpleNamespace(
         config=config_file.validate(Config, keys),
         rewards=terms,
-        reward_names=["a", "b"],
+        reward_weights={"a": 1.0, "b": 0.5},
         reference="theirs",
     )
 

@@ -4,10 +4,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl import parts, precision
+from jaxrl import agents, parts, precision
 from jaxrl.commands import options
 from jaxrl.config import Config
+from jaxrl.config_tables import SamplerConfig
 from jaxrl.environments.scoring import load_rewards
+from jaxrl.environments.tools import load_tools
 
 DESCRIPTION = """Answers data.eval_path greedily and prints the share of right answers, as the
 first reward sees them. It has the keys of `jaxrl train`, so that a training run's file serves.
@@ -29,11 +31,10 @@ def main(argv: Sequence[str]) -> int:
 
     policy = precision.parse(config.precision)
     layout = parts.make_layout(config.mesh)
-    reward, *_ = load_rewards(
-        config.reward.path, config.reward.weights, timeout=config.reward.timeout
-    )
+    rewards = load_rewards(config.reward.path, config.reward.weights, timeout=config.reward.timeout)
     tokenizer = huggingface.load_tokenizer(config.model.path)
-    prompts = parts.load_held_out_prompts(config.data, tokenizer)
+    tools = load_tools(config.environment.tools, corpus=config.environment.corpus)
+    prompts = parts.load_held_out_prompts(config.data, tokenizer, tools=tools)
     assert prompts is not None
     model, params = parts.load_model(config.model.path, layout=layout, dtype=policy.params)
     sampler = EmbeddedSampler(
@@ -43,22 +44,32 @@ def main(argv: Sequence[str]) -> int:
         max_batch=config.sampling.max_batch,
         layout=layout if layout.mesh.size > 1 else None,
     )
+    # Whatever the config samples from: this command samples here.
+    here = config.model_copy(update={"sampler": SamplerConfig()})
+    arena = agents.make_arena(here, tokenizer, tools, vocab_size=model.config.vocab_size)
     result = evaluate_greedily(
         sampler,
         prompts.examples,
         sampling=parts.sampling_params(
             config.sampling, config.model.path, tokenizer, seed=config.seed
         ),
-        reward=reward,
+        reward=rewards[0] if rewards else None,
         tokenizer=tokenizer,
+        arena=arena,
     )
     if arguments.answers is not None:
+        name = rewards[0].name if rewards else "reward"
         with arguments.answers.open("w", encoding="utf-8") as file:
-            for example, text, value in zip(
-                prompts.examples, result.completions, result.rewards.tolist(), strict=True
+            for i, (example, text, value) in enumerate(
+                zip(prompts.examples, result.completions, result.rewards.tolist(), strict=True)
             ):
-                row = {**example.record, "completion": text, reward.name: value}
+                row = {**example.record, "completion": text, name: value}
+                if arena is not None:
+                    whole = result.episodes[i].completion
+                    row["episode"] = tokenizer.decode(whole, skip_special_tokens=False)
                 file.write(json.dumps(row, default=str) + "\n")
     print(f"{len(prompts.examples)} prompts, {prompts.too_long} too long")
+    for number, value in result.numbers.items():
+        print(f"{number}: {value:.3g}")
     print(f"held-out accuracy: {result.accuracy:.1%}".replace("%", " %"))
     return 0

@@ -36,6 +36,11 @@ def main(argv: Sequence[str]) -> int:
             f"--low {arguments.low} --high {arguments.high} --samples {arguments.samples}: needs "
             "0 <= low <= high <= 1 and at least 1 sample"
         )
+    if config.environment.name is not None:
+        raise ValueError(
+            f"environment.name = {config.environment.name!r}: jaxrl filter measures answers of a "
+            "single turn; leave the table out"
+        )
     if not config.reward.path:
         raise ValueError("reward.path is missing: the function that says which answers are right")
     return _filter(config, arguments)

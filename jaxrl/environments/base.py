@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jaxrl.batch import End
 from jaxrl.data import Example
 
 Tokens = Sequence[int] | np.ndarray
@@ -66,9 +67,9 @@ class BrokenError(Exception):
     """An environment has failed.
 
     Attributes:
-      end: how, as `batch.End` says it.
+      end: how.
     """
 
-    def __init__(self, end: str, message: str) -> None:
+    def __init__(self, end: End, message: str) -> None:
         super().__init__(message)
         self.end = end

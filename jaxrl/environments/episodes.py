@@ -1,7 +1,8 @@
 """One episode as it grows: token ids are appended and nothing is ever tokenised again."""
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import numpy as np
 
@@ -94,6 +95,29 @@ def last_turn(rollout: Rollout) -> np.ndarray:
         return rollout.completion
     start, end, _ = rollout.episode.turns[-1]
     return rollout.completion[start:end]
+
+
+def earned(rollout: Rollout) -> float:
+    """What the environment gave for all turns together."""
+    return sum(reward for _, _, reward in rollout.episode.turns) if rollout.episode else 0.0
+
+
+def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """How episodes went, nothing without any: turns, how many ended in which way, and means of what
+    environments counted, over the episodes that are not broken."""
+    episodes = [r.episode for r in rollouts if r.episode is not None]
+    if not episodes:
+        return {}
+    whole = [e for e in episodes if not e.broken]
+    names = sorted({name for e in whole for name in e.numbers})
+    return {
+        "turns": float(np.mean([len(e.turns) for e in episodes])),
+        **{f"episodes/{end}": float(sum(e.end == end for e in episodes)) for end in get_args(End)},
+        **{
+            f"environment/{name}": float(np.mean([e.numbers.get(name, 0.0) for e in whole]))
+            for name in names
+        },
+    }
 
 
 def check_prompt(found: Any, limits: Limits) -> np.ndarray:

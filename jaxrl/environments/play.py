@@ -20,6 +20,20 @@ from jaxrl.environments.episodes import Draft, check_prompt, check_step
 from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn
 
 
+class Arena(NamedTuple):
+    """Where episodes take place.
+
+    Attributes:
+      make: () -> the environment of one episode.
+      limits: of each episode.
+      desk: how episodes take turns.
+    """
+
+    make: MakeEnvironment
+    limits: Limits
+    desk: type["Desk"]
+
+
 class Played(NamedTuple):
     """Episodes, `group_size` for each prompt, in the order of the prompts.
 
@@ -108,46 +122,34 @@ class RequestsDesk(Desk):
 
 
 def play(
-    make: MakeEnvironment,
+    arena: Arena,
     examples: Mapping[int, Example],
+    *,
     sampler: Sampler,
     params: SamplingParams,
-    *,
     group_size: int,
-    limits: Limits,
-    desk: type[Desk],
 ) -> Played:
     """Plays episodes to their ends.
 
     An environment that raises, takes longer than `limits.seconds` or returns nonsense ends its own
-    episode and no other. The turns of one that is a single turn long are what `sampler.sample`
-    draws of the same params.
+    episode and no other. An episode of a single turn is what `sampler.sample` draws.
 
     Args:
-      make: () -> the environment of one episode.
+      arena: where.
       examples: by the number of their group.
       sampler: draws the policy's turns.
-      params: how; `max_tokens` is that of `limits`.
+      params: how; instead of `max_tokens` the limits of the arena count.
       group_size: episodes for each example.
-      limits: of each episode.
-      desk: how they take turns.
 
     Raises:
       Exception: what the sampler raises.
     """
     worker = Worker()
     try:
-        return worker.submit(
-            lambda: asyncio.run(
-                _play(
-                    make,
-                    examples,
-                    desk(sampler, params, episodes=len(examples) * group_size),
-                    group_size=group_size,
-                    limits=limits,
-                )
-            )
-        ).result()
+        desk = arena.desk(sampler, params, episodes=len(examples) * group_size)
+        # In a thread of its own: a notebook's has an event loop already.
+        whole = functools.partial(_play, arena, examples, desk=desk, group_size=group_size)
+        return worker.submit(lambda: asyncio.run(whole())).result()
     finally:
         worker.end()
 
@@ -176,15 +178,11 @@ class _Game(NamedTuple):
 
 
 async def _play(
-    make: MakeEnvironment,
-    examples: Mapping[int, Example],
-    desk: Desk,
-    *,
-    group_size: int,
-    limits: Limits,
+    arena: Arena, examples: Mapping[int, Example], *, desk: Desk, group_size: int
 ) -> Played:
+    limits = arena.limits
     games = [
-        _Game(_Calls(make, seconds=limits.seconds), example, number, i, j)
+        _Game(_Calls(arena.make, seconds=limits.seconds), example, number, i, j)
         for i, (number, example) in enumerate(examples.items())
         for j in range(group_size)
     ]
@@ -287,8 +285,6 @@ class _Calls:
         except TimeoutError:
             raise BrokenError("late", f"{name} took longer than {self._seconds:g} s") from None
         error = done.exception()
-        if isinstance(error, BrokenError):
-            raise error
         if error is not None:
             raise BrokenError("raised", f"{name} raised {error!r}") from error
         return done.result()

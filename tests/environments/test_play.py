@@ -11,12 +11,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.answers import as_rollout
 from jaxrl.batch import pack
 from jaxrl.data import Example
+from jaxrl.draw import as_rollout
 from jaxrl.environments.base import Limits, Step
 from jaxrl.environments.episodes import last_turn
-from jaxrl.environments.play import RequestsDesk, RoundsDesk, play
+from jaxrl.environments.play import Arena, RequestsDesk, RoundsDesk, play
 from jaxrl.precision import PRESETS
 from jaxrl.refill import decode, encode
 from jaxrl.sampling.base import Completion, SamplingParams, Turn
@@ -76,15 +76,8 @@ class Talk:
 
 def played(make: Any, *, desk=RoundsDesk, limits=LIMITS, sampler=None, **changes: Any):
     params = dataclasses.replace(PARAMS, **changes)
-    return play(
-        make,
-        EXAMPLES,
-        sampler or ByHand(),
-        params,
-        group_size=2,
-        limits=limits,
-        desk=desk,
-    )
+    arena = Arena(make, limits, desk)
+    return play(arena, EXAMPLES, sampler=sampler or ByHand(), params=params, group_size=2)
 
 
 @DESKS
@@ -234,6 +227,17 @@ def test_an_environment_that_cannot_begin_leaves_an_empty_answer():
     assert [r.episode is not None and r.episode.end for r in rollouts[2:4]] == ["nonsense"] * 2
     assert all(len(r.completion) == 0 for r in rollouts[2:4])
     assert all(len(r.completion) == 16 for r in rollouts[:2] + rollouts[4:])
+
+
+def test_observations_are_absent_for_the_loss():
+    rollouts, _ = played(Talk)
+    mask = rollouts[0].action_mask
+    odd = [r._replace(logprobs=np.where(mask, r.logprobs, np.nan)) for r in rollouts]
+    rows = [[0, 1, 2], [3, 4, 5]]
+    one = pack(rollouts, [np.where(mask, 0.5, 0.0)] * 6, rows=rows, row_length=80)
+    two = pack(odd, [np.where(mask, 0.5, 1e9)] * 6, rows=rows, row_length=80)
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+    assert np.sum(one.action_mask) == 6 * 12
 
 
 @DESKS

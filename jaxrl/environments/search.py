@@ -1,0 +1,94 @@
+"""A search over texts on disk: Okapi BM25 (Robertson and Zaragoza, 2009) with an inverted index."""
+
+import functools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+_K1, _B = 1.5, 0.75
+_WORD = re.compile(r"\w+")
+_RESULTS = 3
+
+
+class Index:
+    """Texts that can be searched."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        """Reads all of them once."""
+        self._texts = texts
+        self._lengths: list[int] = []
+        self._found: dict[str, list[tuple[int, int]]] = {}  # word -> (text, how often it occurs)
+        for number, text in enumerate(texts):
+            words = _words(text)
+            self._lengths.append(len(words))
+            for word, count in Counter(words).items():
+                self._found.setdefault(word, []).append((number, count))
+        self._mean = sum(self._lengths) / max(len(texts), 1)
+
+    def best(self, query: str, *, most: int) -> list[str]:
+        """The texts that fit a query best, the best one first; none without any of its words."""
+        scores: dict[int, float] = {}
+        for word in set(_words(query)):
+            places = self._found.get(word, [])
+            rare = math.log(1 + (len(self._texts) - len(places) + 0.5) / (len(places) + 0.5))
+            for number, count in places:
+                length = 1 - _B + _B * self._lengths[number] / self._mean
+                weight = rare * count * (_K1 + 1) / (count + _K1 * length)
+                scores[number] = scores.get(number, 0.0) + weight
+        order = sorted(scores, key=lambda number: (-scores[number], number))
+        return [self._texts[number] for number in order[:most]]
+
+
+def make_search(path: str) -> Callable[[str], str]:
+    """The tool that searches a corpus; see `read_corpus`, whose errors it raises."""
+    index = _index(path)
+
+    def search(query: str) -> str:
+        """Returns the passages of the corpus that fit the words of a query best."""
+        return "\n\n".join(index.best(query, most=_RESULTS)) or "(nothing was found)"
+
+    return search
+
+
+@functools.cache
+def _index(path: str) -> Index:
+    return Index(read_corpus(path))
+
+
+def read_corpus(path: str) -> list[str]:
+    """The passages of a .txt file, divided by blank lines, or of a .jsonl file with the keys `text`
+    and, where there is one, `title`.
+
+    Raises:
+      ValueError: for a file that is missing, of another kind or without a passage, or a line
+        without a text; the message names it.
+    """
+    file = Path(path)
+    if file.suffix not in (".txt", ".jsonl") or not file.is_file():
+        raise ValueError(f"environment.corpus = {path!r}: there is no such .txt or .jsonl file")
+    content = file.read_text(encoding="utf-8")
+    if file.suffix == ".txt":
+        passages = [part.strip() for part in re.split(r"\n\s*\n", content)]
+    else:
+        lines = enumerate(content.splitlines(), start=1)
+        passages = [_passage(line, f"{path}:{n}") for n, line in lines if line.strip()]
+    passages = [passage for passage in passages if passage]
+    if not passages:
+        raise ValueError(f"environment.corpus = {path!r} holds no text")
+    return passages
+
+
+def _passage(line: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+        text, title = record["text"], record.get("title")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f'{where}: expected {{"text": "...", "title": "..."}}') from None
+    return f"{title}\n{text}" if title else str(text)
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
