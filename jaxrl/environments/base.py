@@ -72,4 +72,4 @@ class BrokenError(Exception):
 
     def __init__(self, end: End, message: str) -> None:
         super().__init__(message)
-        self.end = end
+        self.end: End = end
