@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": "run a vLLM server that takes weights from a learner",
     "export": "write a training run's checkpoint as a Hugging Face model",
     "plan": "compile a run's step for chips that need not exist: does it fit, how fast is it",
+    "watch": "show a run from another terminal while it goes on",
     "report": "write a page that shows what happened in one or several runs",
     "losses": "list the algorithms with their formulas and parameters",
     "config": "print a resolved config",

@@ -30,7 +30,7 @@ from jaxrl.lora_config import LoraConfig
 from jaxrl.mesh_config import MeshConfig
 from jaxrl.reward_config import RewardConfig
 from jaxrl.rollouts_config import RolloutsConfig
-from jaxrl.tracking_config import SamplesConfig
+from jaxrl.tracking_config import SamplesConfig, TrackingConfig
 
 
 class Config(RunConfig):
@@ -54,6 +54,7 @@ class Config(RunConfig):
     probe: ProbeConfig = ProbeConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     samples: SamplesConfig = SamplesConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     strict_precision: bool = False
     """Make it an error, not a warning, if learner and sampler compute in different dtypes."""

@@ -13,6 +13,7 @@ from jaxrl.actor_critic import ActorCritic, State, with_new_loss_scale
 from jaxrl.batch import Rollout
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import Config
+from jaxrl.config_file import flatten
 from jaxrl.critics import open_critic
 from jaxrl.data import Prompts, Tokenizer
 from jaxrl.diagnostics.replay import Score
@@ -29,6 +30,7 @@ from jaxrl.run_directory import claim, note_start
 from jaxrl.samplers import Adapters, Publish, open_sampler
 from jaxrl.samples import Samples
 from jaxrl.sampling.base import Sampler, SamplingParams
+from jaxrl.services import open_services
 from jaxrl.tracking import Tracker, open_tracker
 from jaxrl.update import saved, with_saved
 from sharding.partition import Layout
@@ -186,7 +188,10 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     note_start(directory, step=progress.step, devices=list(layout.mesh.devices.flat))
     with (
         open_tracker(
-            directory, start_step=progress.step, total_steps=config.train.steps
+            directory,
+            start_step=progress.step,
+            total_steps=config.train.steps,
+            services=open_services(config.tracking, directory, resolved=flatten(config)),
         ) as tracker,
         open_sampler(
             config,

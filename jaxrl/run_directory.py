@@ -23,6 +23,7 @@ _FREE = (
     "data.eval_",
     "alarms.",
     "samples.",
+    "tracking.",
     "train.profile_steps",
 )
 

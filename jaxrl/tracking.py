@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from jaxrl.diagnostics.history import History
 from jaxrl.progress import Progress
+from jaxrl.services import Writer
 
 
 class Tracker(NamedTuple):
@@ -30,6 +31,7 @@ class Tracker(NamedTuple):
     curves: "Curves"
     progress: Progress
     history: History
+    services: Sequence[Writer] = ()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records the metrics after `step` (steps done so far) everywhere. A step may be logged
@@ -37,12 +39,16 @@ class Tracker(NamedTuple):
         self.lines.write(step, metrics)
         self.curves.write(step, metrics)
         self.progress.update(step, metrics)
+        for service in self.services:
+            service.write(step, metrics)
         self.history.add({"step": step, **metrics})
 
     def event(self, step: int, event: Mapping[str, Any]) -> None:
         """Records that an alarm was raised after `step` and what was done about it."""
         self.lines.write_event(step, event)
-        self.curves.write(step, {f"alarm/{event['alarm']}": event["value"]})
+        numbers = {f"alarm/{event['alarm']}": event["value"]}
+        for writer in (self.curves, *self.services):
+            writer.write(step, numbers)
 
     def note(self, text: str) -> None:
         """A line above the live display."""
@@ -51,10 +57,15 @@ class Tracker(NamedTuple):
 
 @contextmanager
 def open_tracker(
-    run_dir: str | os.PathLike[str], *, start_step: int, total_steps: int, title: str = "train"
+    run_dir: str | os.PathLike[str],
+    *,
+    start_step: int,
+    total_steps: int,
+    title: str = "train",
+    services: Sequence[Writer] = (),
 ) -> Iterator[Tracker]:
-    """Opens all three for a run that has done `start_step` steps; what was logged after that step
-    is forgotten."""
+    """Opens all for a run that has done `start_step` steps; what was logged after that step is
+    forgotten. `services` are closed at the end, too."""
     directory = Path(run_dir)
     directory.mkdir(parents=True, exist_ok=True)
     lines = JsonLines(directory / "metrics.jsonl", start_step=start_step)
@@ -64,10 +75,10 @@ def open_tracker(
         history.add(entry)
     try:
         with Progress(title, start_step=start_step, total_steps=total_steps) as progress:
-            yield Tracker(lines, curves, progress, history)
+            yield Tracker(lines, curves, progress, history, services)
     finally:
-        lines.close()
-        curves.close()
+        for writer in (lines, curves, *services):
+            writer.close()
 
 
 class JsonLines:

@@ -17,3 +17,13 @@ class SamplesConfig(Section):
 
     most_tokens: PositiveInt = 512
     """Of an answer; the rest is left out."""
+
+
+class TrackingConfig(Section):
+    """Services that metrics are sent to besides metrics.jsonl and TensorBoard's files."""
+
+    wandb: str | None = None
+    """Project of Weights & Biases (pip install wandb)."""
+
+    mlflow: str | None = None
+    """Experiment of MLflow (pip install mlflow), at MLFLOW_TRACKING_URI."""
