@@ -165,7 +165,7 @@ class ServerConfig(Section):
     """Which build of vLLM that environment has."""
 
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
-    """Port on 127.0.0.1; 0 takes a free one."""
+    """Port; 0 takes a free one."""
 
     kv_cache_bytes: PositiveInt = 256 << 20
     """Memory for keys and values."""

@@ -25,7 +25,7 @@ from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.precision import Precision
-from jaxrl.samplers import open_sampler
+from jaxrl.samplers import api_key, open_sampler
 from jaxrl.sampling.base import SamplingParams
 from sharding.partition import Layout
 
@@ -63,7 +63,7 @@ def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Findin
     material = _material(config)
     policies = {name: precision.parse(name) for name in config.precisions}
     if config.sampler.url:
-        served = np.dtype(VllmServer(config.sampler.url[0]).dtype())
+        served = np.dtype(VllmServer(config.sampler.url[0], api_key=api_key()).dtype())
         policies = {
             name: dataclasses.replace(policy, wire=served, sampler=served)
             for name, policy in policies.items()

@@ -1,6 +1,7 @@
 """The sampler of a run, and how the learner's weights reach it."""
 
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from jaxrl.bridge import vllm_guard
 from jaxrl.bridge.adapters import AdapterPublisher, PublishBase
 from jaxrl.bridge.base import Server, Timings, WeightPublisher, WeightSource
 from jaxrl.bridge.directory import DirectoryPublisher
@@ -79,6 +81,12 @@ class Adapters(NamedTuple):
     keep: int
 
 
+def api_key() -> str | None:
+    """What servers are asked with: the environment's JAXRL_API_KEY, which stands in no file of a
+    run."""
+    return os.environ.get(vllm_guard.KEY) or None
+
+
 @contextmanager
 def open_sampler(
     config: ServingConfig,
@@ -125,6 +133,8 @@ def open_sampler(
 
         yield Serving(embedded, load)
         return
+    # Whoever has an account on this machine could ask a server of ours without one.
+    key = api_key() if config.sampler.url else api_key() or secrets.token_hex(16)
     rank = max(config.sampler.max_lora_rank, 0 if adapters is None else adapters.specs.rank)
     with ExitStack() as stack:
         urls = config.sampler.url or (
@@ -137,6 +147,7 @@ def open_sampler(
                     max_model_len=min(config.longest_sequence + 1, model.config.max_positions),
                     log=directory / "vllm.log",
                     note=note,
+                    key=key,
                 )
             ).url,
         )
@@ -146,9 +157,10 @@ def open_sampler(
             vocab_size=model.config.vocab_size,
             max_requests=config.sampler.max_requests,
             timeout=config.sampler.timeout,
+            headers=vllm_guard.headers(key),
         )
         stack.callback(client.close)
-        servers = [VllmServer(url, timeout=config.sampler.timeout) for url in urls]
+        servers = [VllmServer(url, timeout=config.sampler.timeout, api_key=key) for url in urls]
         if adapters is None:
             bring = _bring_whole(
                 stack.enter_context(_publisher(config, servers, policy=policy)), model, policy
@@ -244,10 +256,13 @@ def started_server(
     max_model_len: int | None,
     log: Path,
     note: Callable[[str], None],
+    host: str = "127.0.0.1",
+    key: str | None = None,
 ) -> Iterator[LocalServer]:
     """A vLLM server that is ready, and ends with the block.
 
     Raises:
+      ValueError: for a host that others can reach, without a key.
       FileNotFoundError: if its environment does not exist.
       ServerFailedError: if it does not start, or if the block fails because it has ended; the
         message has what it printed last.
@@ -264,7 +279,9 @@ def started_server(
         max_model_len=max_model_len,
         kv_cache_bytes=config.kv_cache_bytes,
         device=config.device,
+        host=host,
         port=config.port,
+        api_key=key,
         max_lora_rank=config.max_lora_rank,
         arguments=config.arguments,
     )

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import ipaddress
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from jaxrl.bridge.vllm_guard import KEY, Guard
 from jaxrl.bridge.vllm_plugin import BACKEND
 from jaxrl.bridge.vllm_server import VllmServer
 
@@ -46,9 +48,10 @@ class ServerOptions:
       kv_cache_bytes: memory for keys and values.
       device: which build of vLLM it is; on a CPU nothing is compiled, because the first request
         would stall for many seconds.
-      host: the routes that change weights have no password, so nothing but loopback is safe.
+      host: address to listen at; anything but loopback needs a key.
       port: 0 takes a free one.
       max_lora_rank: of adapters that the server can be given by themselves; 0 for none.
+      api_key: what every request must carry; None for no key.
       arguments: further arguments of vLLM's api_server.
     """
 
@@ -60,6 +63,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 0
     max_lora_rank: int = 0
+    api_key: str | None = dataclasses.field(default=None, repr=False)
     arguments: tuple[str, ...] = ()
 
 
@@ -77,11 +81,21 @@ class LocalServer:
           model_dir: the checkpoint that it starts from.
           options: how.
           log: file for what it prints.
+
+        Raises:
+          ValueError: for a server that others can reach and that has no key.
         """
+        if options.api_key is None and not _is_loopback(options.host):
+            raise ValueError(
+                f"host = {options.host!r}: whoever reaches the server can change its weights; set "
+                f"{KEY} to a secret of your own, here and where the learner runs"
+            )
         port = options.port or _free_port(options.host)
         self.url = f"http://{options.host}:{port}"
-        self._log = log
+        self._log, self._key = log, options.api_key
         environment = os.environ | _ENVIRONMENT
+        if options.api_key is not None:
+            environment[KEY] = options.api_key
         if options.device == "cpu":
             environment["TORCH_COMPILE_DISABLE"] = "1"
         if options.max_lora_rank:
@@ -103,7 +117,7 @@ class LocalServer:
           ServerFailedError: if it ends before, or is not ready after `timeout` seconds.
         """
         start = time.monotonic()
-        server = VllmServer(self.url, timeout=5.0)
+        server = VllmServer(self.url, timeout=5.0, api_key=self._key)
         while not server.healthy():
             waited = time.monotonic() - start
             self.check()
@@ -192,6 +206,7 @@ def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
         *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
         *on_cpu,
         *_adapters(options.max_lora_rank),
+        *_guard(options.api_key),
         *options.arguments,
     ]
 
@@ -207,6 +222,18 @@ def _adapters(rank: int) -> list[str]:
         # Not the head: a request for a prompt's log-probs would end vLLM 0.32 on a CPU.
         *("--lora-target-modules", *_MATRICES),
     ]
+
+
+def _guard(key: str | None) -> list[str]:
+    # By its name only: a command line can be read by every user of the machine.
+    return [] if key is None else ["--middleware", f"{Guard.__module__}.{Guard.__qualname__}"]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # the name of some host
+        return False
 
 
 def _free_port(host: str) -> int:

@@ -9,6 +9,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
+from jaxrl.bridge import vllm_guard
 from jaxrl.bridge.base import (
     POISONED,
     REFUSED,
@@ -39,19 +40,20 @@ class VllmServer:
       connected: whether it answered last; one that was started again is met again by `update`.
     """
 
-    def __init__(self, url: str, *, timeout: float = 600.0) -> None:
+    def __init__(self, url: str, *, timeout: float = 600.0, api_key: str | None = None) -> None:
         """Does not connect yet.
 
         Args:
           url: such as http://127.0.0.1:8000.
           timeout: seconds that any one operation may take. vLLM can hang for ever, /health too.
+          api_key: what the server was started with.
         """
         parts = urllib.parse.urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"{url!r} is not the http:// address of a server")
         self.url, self.connected = url, False
         self._host, self._port = parts.hostname, parts.port or 80
-        self._timeout = timeout
+        self._timeout, self._credentials = timeout, vllm_guard.headers(api_key)
         self._init_info: dict[str, str] = {}
 
     def connect(self, *, root: str, wire: str, sampler: str) -> None:
@@ -169,7 +171,7 @@ class VllmServer:
         try:
             content = None if body is None else json.dumps(body)
             headers = {} if body is None else {"Content-Type": "application/json"}
-            connection.request(method, path, content, headers)
+            connection.request(method, path, content, headers | self._credentials)
             response = connection.getresponse()
             text = response.read().decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:

@@ -15,7 +15,7 @@ from jaxrl import precision
 from jaxrl.commands import options
 from jaxrl.config_tables import ServerConfig
 
-DESCRIPTION = """Runs a stock vLLM server on 127.0.0.1 that takes weights from a learner.
+DESCRIPTION = """Runs a stock vLLM server that takes weights from a learner.
 
   jaxrl serve runs/quickstart/sft/model --port 8000 --dtype f32
   jaxrl train configs/quickstart.toml --sampler vllm --sampler.url http://127.0.0.1:8000
@@ -32,6 +32,10 @@ class ServeConfig(ServerConfig):
 
     max_model_len: PositiveInt | None = None
     """Longest prompt and answer together, in tokens; the model's own limit when absent."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at. Others can reach anything but loopback, so it needs the environment
+    variable JAXRL_API_KEY, the same where the learner runs."""
 
     log: str = "vllm.log"
     """File for what the server prints; a number is added to it for every further replica."""
@@ -70,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _serve(config: ServeConfig, arguments: argparse.Namespace) -> int:
     from jaxrl.bridge.launch import ServerFailedError
-    from jaxrl.samplers import started_server
+    from jaxrl.samplers import api_key, started_server
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -84,6 +88,8 @@ def _serve(config: ServeConfig, arguments: argparse.Namespace) -> int:
             max_model_len=config.max_model_len,
             log=log.with_stem(f"{log.stem}-{replica}") if replica else log,
             note=note,
+            host=config.host,
+            key=api_key(),
         )
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C

@@ -11,7 +11,7 @@ import queue
 import socket
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.client import HTTPConnection
 from typing import NamedTuple, TypeVar
 
@@ -48,14 +48,28 @@ class Router:
     others. When the last is lost, all are tried again, and after some attempts requests fail.
     """
 
-    def __init__(self, urls: Sequence[str], *, max_requests: int, timeout: float) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        max_requests: int,
+        timeout: float,
+        headers: Mapping[str, str],
+    ) -> None:
         """Does not connect yet.
+
+        Args:
+          urls: addresses of the servers.
+          max_requests: that each has at a time.
+          timeout: seconds until one is given up.
+          headers: of every request.
 
         Raises:
           ValueError: for a URL that is none, or no URL at all.
         """
         if not urls:
             raise ValueError("urls is empty; a sampler needs a server")
+        self._headers = {"Content-Type": "application/json", **headers}
         self._serving = {_address(url) for url in urls}
         addresses = [_address(url) for url in urls] * max_requests
         # In turn, so that few requests spread over all servers.
@@ -82,7 +96,7 @@ class Router:
         failures = 0
         while True:
             with self._connection() as connection:
-                answer = _post(connection, path, body)
+                answer = _post(connection, path, body, headers=self._headers)
                 if answer.status == 200:
                     try:
                         return read(answer.text)
@@ -150,10 +164,12 @@ class Router:
         return left
 
 
-def _post(connection: HTTPConnection, path: str, body: str) -> _Answer:
+def _post(
+    connection: HTTPConnection, path: str, body: str, *, headers: Mapping[str, str]
+) -> _Answer:
     fresh = connection.sock is None
     try:
-        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        connection.request("POST", path, body, headers)
         response = connection.getresponse()
         return _Answer(response.status, response.read().decode(errors="replace"), False)
     except TimeoutError as error:

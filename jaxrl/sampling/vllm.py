@@ -6,7 +6,7 @@ prompt's group is one request, which computes the prompt once.
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
@@ -62,6 +62,7 @@ class VllmSampler:
         vocab_size: int,
         max_requests: int = 32,
         timeout: float = 600.0,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """Does not connect yet.
 
@@ -71,12 +72,15 @@ class VllmSampler:
           vocab_size: number of the model's tokens.
           max_requests: requests that a server has at a time.
           timeout: seconds until a request is given up and sent again.
+          headers: of every request, such as what tells the servers' key.
 
         Raises:
           ValueError: for a URL that is none, or no URL at all.
         """
         self._max_positions, self._vocab_size = max_positions, vocab_size
-        self._router = Router(urls, max_requests=max_requests, timeout=timeout)
+        self._router = Router(
+            urls, max_requests=max_requests, timeout=timeout, headers=headers or {}
+        )
         self._pool = ThreadPoolExecutor(len(urls) * max_requests, thread_name_prefix="vllm")
         self._policy = _Policy(0)
 

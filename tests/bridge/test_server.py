@@ -1,9 +1,11 @@
 """A real server under load: requests in flight, refusals, many publishes, memory."""
 
+import dataclasses
 import functools
 import http.client
 import itertools
 import json
+import re
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from jaxrl.bridge import vllm_guard
 from jaxrl.bridge.base import LostError, RefusedError
 from jaxrl.bridge.launch import LocalServer, ServerFailedError, ServerOptions
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
@@ -29,11 +32,13 @@ pytestmark = [LINUX, pytest.mark.alone]
 F32 = np.dtype(np.float32)
 SPECS = decoder(QWEN3).specs
 PROMPT = [5, 6, 7]
+KEY = "a key"
 OPTIONS = ServerOptions(
     python=VLLM_PYTHON,
     dtype="float32",
     max_model_len=512,
     kv_cache_bytes=64 << 20,
+    api_key=KEY,
     arguments=("--skip-tokenizer-init",),  # the models here have none
 )
 
@@ -55,9 +60,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
 
 @pytest.fixture
 def publisher(server: LocalServer) -> Iterator[SharedMemoryPublisher]:
-    with SharedMemoryPublisher([VllmServer(server.url)], wire=F32, sampler=F32) as connected:
+    with SharedMemoryPublisher([control(server)], wire=F32, sampler=F32) as connected:
         connected.publish(weights(0), version=0)
         yield connected
+
+
+def control(server: LocalServer) -> VllmServer:
+    return VllmServer(server.url, api_key=KEY)
 
 
 @functools.cache  # a publish that has to make its weights first comes too late
@@ -85,7 +94,7 @@ def ask(server: LocalServer, prompt: list[int], max_tokens: int) -> Answer:
         },
     }
     address = urllib.parse.urlsplit(server.url).netloc
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", **vllm_guard.headers(KEY)}
     with closing(http.client.HTTPConnection(address, timeout=250)) as connection:
         connection.request("POST", "/inference/v1/generate", json.dumps(body), headers)
         response = connection.getresponse()
@@ -128,7 +137,7 @@ def ask_through(server: LocalServer, publish: Callable[[], None]) -> list[Answer
 
 def test_versions_in_flight(server: LocalServer) -> None:
     """A request that spans a publish has the old weights' tokens before and the new ones' after."""
-    with SharedMemoryPublisher([VllmServer(server.url)], wire=F32, sampler=F32) as publisher:
+    with SharedMemoryPublisher([control(server)], wire=F32, sampler=F32) as publisher:
         for attempt in range(5):  # in case a publish falls between two requests
             old, new = 2 * attempt, 2 * attempt + 1
             publisher.publish(weights(0), version=old)
@@ -156,7 +165,7 @@ def test_requests_in_flight_may_end_first(
     server: LocalServer, in_flight: Any, attempts: int
 ) -> None:
     with SharedMemoryPublisher(
-        [VllmServer(server.url)], wire=F32, sampler=F32, in_flight=in_flight
+        [control(server)], wire=F32, sampler=F32, in_flight=in_flight
     ) as publisher:
         aborted = False
         for attempt in range(attempts):  # in case a publish falls between two requests
@@ -184,12 +193,12 @@ def test_a_refusal_leaves_the_server_serving(
         publisher.publish(ListSource(tensors), version=1)
     assert ask(server, PROMPT, 24) == answers
     with pytest.raises(RefusedError, match="computes in float32"):
-        SharedMemoryPublisher([VllmServer(server.url)], wire=F32, sampler=np.dtype(np.float16))
+        SharedMemoryPublisher([control(server)], wire=F32, sampler=np.dtype(np.float16))
 
 
 def test_an_update_without_a_pause_is_whole(server: LocalServer, tmp_path: Path) -> None:
     """Stock vLLM's own update dies here, because a step meets a half-open model."""
-    unpaused = VllmServer(server.url)
+    unpaused = control(server)
     call = unpaused._call
     unpaused._call = lambda method, path, body=None: (
         None if path.startswith(("/pause", "/resume")) else call(method, path, body)
@@ -256,6 +265,48 @@ def test_memory_stays_level(server: LocalServer, publisher: SharedMemoryPublishe
         ask(server, PROMPT, 24)
         memory.append(resident(server))
     assert memory[-1] - memory[19] < 4 << 20
+
+
+@pytest.mark.parametrize("key", [None, "another key"])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/inference/v1/generate"),
+        ("POST", "/v1/completions"),
+        ("POST", "/update_weights"),
+        ("POST", "/init_weight_transfer_engine"),
+        ("POST", "/pause"),
+        ("POST", "/collective_rpc"),
+        ("GET", "/server_info"),
+        ("GET", "/none"),
+    ],
+)
+def test_without_the_key_nothing_happens(
+    server: LocalServer, method: str, path: str, key: str | None
+) -> None:
+    before = control(server).weight_version()
+    address = urllib.parse.urlsplit(server.url).netloc
+    with closing(http.client.HTTPConnection(address, timeout=60)) as connection:
+        connection.request(method, path, "{}", vllm_guard.headers(key))
+        response = connection.getresponse()
+        assert (response.status, b"JAXRL_API_KEY" in response.read()) == (401, True)
+    stranger = VllmServer(server.url, api_key=key)
+    assert stranger.healthy()
+    assert KEY not in " ".join(_command_line(server))
+    assert control(server).weight_version() == before
+
+
+def _command_line(server: LocalServer) -> list[str]:
+    lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in server.process_ids]
+    return [word for line in lines for word in line.split("\0")]
+
+
+def test_a_server_that_others_can_reach_needs_a_key(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::", "10.1.2.3", "a.host"):
+        reachable = dataclasses.replace(OPTIONS, host=host, api_key=None)
+        with pytest.raises(ValueError, match=f"{re.escape(host)}.*set JAXRL_API_KEY"):
+            LocalServer(tmp_path, reachable, log=tmp_path / "log")
+    assert not (tmp_path / "log").exists()
 
 
 def test_nobody_there_is_lost(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A checkpoint imported and exported again is the same, bit for bit; what does not fit is named."""
 
+import contextlib
 import json
 import shutil
 
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from jaxrl.models import huggingface, spec
 from jaxrl.models.decoder import param_specs
 from tests.models.references import FAMILIES, checkpoint
+from tests.tiny import write_checkpoint
 
 
 def tensors(directory):
@@ -195,3 +197,20 @@ def test_save_refuses_parameters_of_another_config(tiny, tmp_path):
         huggingface.save(tmp_path, {**params, "head": params["embed"]}, config, dtype=f32)
     with pytest.raises(ValueError, match=r"'embed' has shape \(95, 32\)"):
         huggingface.save(tmp_path, {**params, "embed": params["embed"][1:]}, config, dtype=f32)
+
+
+@pytest.mark.parametrize("name", [None, "Foreign"], ids=["known class", "only its own"])
+def test_no_code_of_a_checkpoint_is_run(name, tmp_path):
+    directory = write_checkpoint(tmp_path)
+    ran = directory / "ran"
+    (directory / "foreign.py").write_text(f"open({str(ran)!r}, 'w')\nclass Foreign: pass\n")
+    for file, key in (("tokenizer_config.json", "AutoTokenizer"), ("config.json", "AutoConfig")):
+        described = json.loads((directory / file).read_text())
+        described["auto_map"] = {key: "foreign.Foreign"}
+        if name is not None and key == "AutoTokenizer":
+            described["tokenizer_class"] = name
+        (directory / file).write_text(json.dumps(described))
+    huggingface.load_config(directory)
+    with contextlib.suppress(ValueError):  # transformers' word that it would have to run code
+        huggingface.load_tokenizer(directory)
+    assert not ran.exists()

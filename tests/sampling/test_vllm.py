@@ -29,6 +29,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.reply: Reply = answer
         self.bodies: list[dict[str, Any]] = []
+        self.keys: set[str | None] = set()
         self.clients: set[int] = set()
         self.busy, self.busiest, self.lock = 0, 0, threading.Lock()
 
@@ -45,6 +46,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
             self.server.bodies.append(body)
+            self.server.keys.add(self.headers["Authorization"])
             self.server.clients.add(self.client_address[1])
             self.server.busy += 1
             self.server.busiest = max(self.server.busiest, self.server.busy)
@@ -89,7 +91,14 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def sampler(server: Server) -> Iterator[VllmSampler]:
-    made = VllmSampler([server.url], max_positions=64, vocab_size=64, max_requests=2, timeout=5.0)
+    made = VllmSampler(
+        [server.url],
+        max_positions=64,
+        vocab_size=64,
+        max_requests=2,
+        timeout=5.0,
+        headers={"Authorization": "a key"},
+    )
     yield made
     made.close()
 
@@ -114,6 +123,7 @@ def test_a_group_is_one_request_with_ids_alone(server, sampler):
     assert settings["stop_token_ids"] == [1]
     assert settings["ignore_eos"]
     assert settings["logprobs"] == 0
+    assert server.keys == {"a key"}
     seeds = [body["sampling_params"]["seed"] for body in server.bodies]
     assert abs(seeds[0] - seeds[1]) > 1000  # a server counts up from it within a group
 
