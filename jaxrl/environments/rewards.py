@@ -37,6 +37,33 @@ def numeric_match(completion: str, example: Mapping[str, Any]) -> float:
     return float(final_number(completion) == expected)
 
 
+def math_verify(completion: str, example: Mapping[str, Any]) -> float:
+    r"""1 if the completion ends in an expression that equals the answer as mathematics; else 0.
+
+    `\frac{1}{2}`, `0.5` and `1/2` are equal, and so are `(x+1)^2` and `x^2+2x+1`: the library
+    math-verify compares them. The reference answer is an expression, or a text that marks it by
+    `$...$` or `\boxed{...}`.
+
+    Raises:
+      ValueError: if the reference answer holds no expression.
+      ModuleNotFoundError: without the package math-verify.
+    """
+    try:
+        from math_verify import parse, verify
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "the reward math_verify needs the package math-verify: pip install 'jaxrl[math]'"
+        ) from None
+    answer = str(example["answer"]).strip()
+    marked = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
+    # Its own limit is by a signal, which only the main thread can get; reward.timeout is there.
+    expected = parse(answer if marked else f"${answer}$", parsing_timeout=0)
+    if not expected:
+        raise ValueError(f"math_verify: the reference answer {answer!r} holds no expression")
+    found = parse(completion, parsing_timeout=0)
+    return float(verify(expected, found, timeout_seconds=0))
+
+
 def boxed_format(completion: str, example: Mapping[str, Any]) -> float:
     r"""1 if the completion gives exactly one \boxed{...}; else 0."""
     return float(len(re.findall(r"\\boxed\{[^{}]+\}", completion)) == 1)

@@ -10,6 +10,7 @@ from jaxrl.environments.rewards import (
     exact_match,
     final_number,
     hash_format,
+    math_verify,
     numeric_match,
 )
 from jaxrl.environments.scoring import load_rewards, score
@@ -156,3 +157,30 @@ def test_a_batched_reward_sees_all_answers_at_once(tmp_path):
     scored = score(load_rewards([f"{file}:too_few"]), ["a", "b"], [{}] * 2)
     assert np.isnan(scored.total).all()
     assert "1 rewards for 2 answers" in str(scored.first_failure)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        (r"so it is \boxed{0.5}", r"\frac{1}{2}", 1),
+        ("The answer is 1/2.", r"\frac{1}{2}", 1),
+        ("$x^2 + 2x + 1$", "(x+1)^2", 1),
+        ("$x^2 + 2x$", "(x+1)^2", 0),
+        (r"$\{2, 1\}$", r"$\{1, 2\}$", 1),
+        (r"\boxed{42}", "we get $42$", 1),
+        (r"\boxed{41}", "we get $42$", 0),
+        ("I do not know", "42", 0),
+        ("", "42", 0),
+    ],
+)
+def test_math_verify_compares_expressions(completion, answer, expected):
+    assert math_verify(completion, {"answer": answer}) == expected
+
+
+def test_math_verify_runs_where_rewards_run():
+    """In a thread, where the library's own time limit by a signal would fail."""
+    terms = load_rewards(["math_verify"])
+    texts, rows = ["1/2", "2", "3"], [{"answer": a} for a in ("0.5", "3", "$$")]
+    scored = score(terms, texts, rows)
+    np.testing.assert_array_equal(scored.total, [1, 0, np.nan])
+    assert "'$$' holds no expression" in str(scored.first_failure)
