@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -200,12 +202,16 @@ def material(tmp_path_factory) -> Path:
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
     (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "reward.py").write_text(
-        "import os, pathlib, signal\n"
+        "import itertools, os, pathlib\n"
         "end = pathlib.Path(__file__).with_name('end')\n"
+        "calls = itertools.count(1)\n"
         "def fewer(completion, example):\n"
+        "    call = next(calls)\n"
         "    if end.exists():\n"
-        "        end.unlink()\n"
-        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        at, signum = map(int, end.read_text().split())\n"
+        "        if call >= at:\n"
+        "            end.unlink()\n"
+        "            os.kill(os.getpid(), signum)\n"
         "    return -float(len(completion))\n"
     )
     return directory
@@ -220,11 +226,12 @@ def settings(material: Path, run_dir: Path, **changes: str) -> Config:
         "data.max_prompt_tokens": "24",
         "reward.path": f"{material / 'reward.py'}:fewer",
         "sampling.max_tokens": "8",
-        "train.steps": "4",
+        "train.steps": "6",
         "train.train_batch": "2",
         "train.group_size": "2",
         "train.microbatch_tokens": "64",
         "probe.every": "0",
+        "checkpoint.every": "1",
         "rollouts.max_staleness": "2",
         **changes,
     }
@@ -235,23 +242,30 @@ def entries_of(run_dir: Path) -> list[dict[str, Any]]:
     return [e for e in read_metrics(run_dir / "metrics.jsonl") if "reward" in e]
 
 
-def test_sigterm_drops_what_is_in_flight_and_the_run_goes_on(material, tmp_path):
-    """The whole run, in two parts: what is learnt adds up, and nothing is learnt twice."""
+def test_a_run_that_is_killed_and_ended_goes_on(material, tmp_path):
+    """The whole run, in four parts: what is learnt adds up, and nothing is learnt twice."""
     config = settings(material, tmp_path / "run")
-    end = material / "end"
-    end.touch()
+    file, end = tmp_path / "run.toml", material / "end"
+    file.write_text(config_file.dumps(config))
+    for answer in (3, 11):  # while the first groups are drawn, and with others waiting
+        end.write_text(f"{answer} {signal.SIGKILL}")
+        killed = subprocess.run(
+            [sys.executable, "-m", "jaxrl.cli", "train", str(file)], capture_output=True, text=True
+        )
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+    end.write_text(f"1 {signal.SIGTERM}")
     first = loop.train(config)
     assert first.signum == signal.SIGTERM
     assert not end.exists()
     saved = entries_of(tmp_path / "run")
-    assert saved[-1]["rollouts/learnt"] == 2 * first.step < 8
+    assert saved[-1]["rollouts/learnt"] == 2 * first.step < 12
     second = loop.train(config)
-    assert second.step == 4
+    assert second.step == 6
     entries = entries_of(tmp_path / "run")
-    assert [e["rollouts/learnt"] for e in entries] == [2, 4, 6, 8]
+    assert [e["rollouts/learnt"] for e in entries] == [2, 4, 6, 8, 10, 12]
     for e in entries:
         kinds = ("learnt", "late", "flat", "waiting")
         assert e["rollouts/made"] == sum(e[f"rollouts/{kind}"] for kind in kinds)
         assert 0 <= e["staleness"] <= e["staleness/max"] <= 2
         assert np.isfinite(e["time/wait"])
-    assert entries[-1]["rollouts/made"] == 8  # nothing is begun that nobody will learn from
+    assert entries[-1]["rollouts/made"] == 12  # nothing is begun that nobody will learn from

@@ -19,6 +19,7 @@ from jaxrl import config_file, loop, parts, precision
 from jaxrl.batch import Rollout, pack
 from jaxrl.bridge.base import RefusedError
 from jaxrl.bridge.launch import LocalServer
+from jaxrl.bridge.vllm_server import VllmServer
 from jaxrl.cli import main
 from jaxrl.config import Config
 from jaxrl.learner import Minibatch, make_learner
@@ -258,38 +259,72 @@ def test_a_prompt_the_server_cannot_take_is_an_error(serving):
 
 
 @pytest.mark.timeout(900)  # two servers start
-def test_a_server_that_is_killed_is_done_without_and_taken_back(material):
-    """In the middle of its requests; the others answer them, and none twice."""
+def test_a_server_that_fails_is_done_without_and_taken_back(material, monkeypatch):
+    """It is killed in the middle of its requests, hangs, and is killed in the middle of a publish.
+    The other one answers what it owes, and nothing is answered twice."""
     notes: list[str] = []
     plain = SamplingParams(max_tokens=32, temperature=0)
+    drawn = dataclasses.replace(plain, temperature=1.0)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     mortal = f"http://127.0.0.1:{port}"
+
+    def publish(version: int) -> float:
+        params = tiny.params(version, config=SERVED)
+        return serving.publish(params, version=version)["sampler/servers"]
+
+    def versions() -> set[int]:
+        found = answers(serving.sampler, drawn, group_size=8)
+        assert len(found) == 8 * len(PROMPTS)
+        return {int(v) for c in found for v in c.versions}
+
     with (
         started(material.directory, port=port) as second,
-        opened(material, [material.url, mortal], note=notes.append) as serving,
+        opened(
+            material, [material.url, mortal], note=notes.append, sampler__timeout="20"
+        ) as serving,
     ):
         requests = serving.sampler.sample(PROMPTS * 24, plain, group_size=1)
         found = [next(requests)]
-        for process in second.process_ids:
-            os.kill(process, signal.SIGKILL)
+        signal_all(second, signal.SIGKILL)
         found += requests
         assert len({(c.prompt_index, c.sample_index) for c in found}) == len(found) == 96
         expected = [c.tokens.tolist() for c in answers(serving.sampler, plain)]
         assert all(c.tokens.tolist() == expected[c.prompt_index % 4] for c in found)
-        params = tiny.params(1, config=SERVED)
-        assert serving.publish(params, version=1)["sampler/servers"] == 1
+        assert publish(1) == 1
         assert f"{mortal} does not answer" in notes[-1]
-        assert {int(v) for c in answers(serving.sampler, plain) for v in c.versions} == {1}
-        with started(material.directory, port=port):
-            params = tiny.params(2, config=SERVED)
-            assert serving.publish(params, version=2)["sampler/servers"] == 2
+        assert versions() == {1}
+        with started(material.directory, port=port) as third:
+            assert publish(2) == 2
             assert notes[-1] == f"{mortal} is back and serves version 2"
-            found = answers(
-                serving.sampler, dataclasses.replace(plain, temperature=1.0), group_size=8
-            )
-            assert {int(v) for c in found for v in c.versions} == {2}
+            assert versions() == {2}
+
+            signal_all(third, signal.SIGSTOP)
+            assert versions() == {2}
+            assert publish(3) == 1
+            assert versions() == {3}
+            signal_all(third, signal.SIGCONT)
+            assert publish(4) == 2
+            assert notes[-1] == f"{mortal} is back and serves version 4"
+            assert versions() == {4}
+
+            load = VllmServer._load
+
+            def killed_meanwhile(server: VllmServer, payload: str, version: int):
+                if server.url == mortal:
+                    signal_all(third, signal.SIGKILL)
+                return load(server, payload, version)
+
+            monkeypatch.setattr(VllmServer, "_load", killed_meanwhile)
+            assert publish(5) == 1
+            assert f"{mortal} does not answer" in notes[-1]
+            assert versions() == {5}
+
+
+def signal_all(server: LocalServer, signum: int) -> None:
+    for process in server.process_ids:
+        os.kill(process, signum)
 
 
 def test_a_run_trains_through_the_server_and_goes_on(material, tmp_path):
