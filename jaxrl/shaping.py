@@ -67,8 +67,20 @@ def outcomes(
         components=named,
         weights=weights,
         penalties=penalties,
+        turns=_turns(run, rollouts),
         greedy=lambda: greedy_rewards(run, rollouts),
     ), numbers
+
+
+def _turns(run: Run, rollouts: Sequence[Rollout]) -> list[list[tuple[int, int, float]]] | None:
+    """Those of episodes, with the environment's rewards as they count."""
+    if run.arena is None:
+        return None
+    weight, episodes = run.config.environment.weight, [r.episode for r in rollouts]
+    return [
+        [(start, end, weight * earned) for start, end, earned in (e.turns if e else ())]
+        for e in episodes
+    ]
 
 
 def overlong_penalty(lengths: np.ndarray, *, longest: int, buffer: int) -> np.ndarray:

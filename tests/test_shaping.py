@@ -61,6 +61,7 @@ def run(**reward):
         config=config_file.validate(Config, keys),
         rewards=terms,
         reward_weights={"a": 1.0, "b": 0.5},
+        arena=None,
         reference="theirs",
     )
 

@@ -30,6 +30,8 @@ class Outcomes:
         distance from the reference (`rewards` has their sum); None if there is no such penalty.
       values: for each answer f32[C], what a critic expected before each of its tokens; None without
         a critic.
+      turns: for each answer its turns: where each begins and ends, and what the environment gave for
+        it (`rewards` has their sum); None if answers have a single turn.
       greedy: () -> f64[N], the reward of the greedy answer to each answer's prompt. It is sampled
         only if it is asked for.
     """
@@ -41,6 +43,7 @@ class Outcomes:
     weights: Mapping[str, float] = field(default_factory=dict)
     penalties: Sequence[np.ndarray] | None = None
     values: Sequence[np.ndarray] | None = None
+    turns: Sequence[Sequence[tuple[int, int, float]]] | None = None
     greedy: Callable[[], np.ndarray] = _no_greedy
 
     @property
@@ -49,8 +52,9 @@ class Outcomes:
         return np.array([int(np.sum(mask)) for mask in self.action_masks], int)
 
     def token_rewards(self) -> list[np.ndarray]:
-        """For each answer f64[C]: minus the penalty at each token that the policy chose, and at the
-        last of these the rest of the reward; NaN rewards give 0."""
+        """For each answer f64[C]: minus the penalty at each token that the policy chose, what the
+        environment gave for a turn at its last token, and at the last token of all the rest of the
+        reward; NaN rewards give 0."""
         found = []
         for i, mask in enumerate(self.action_masks):
             rewards = np.zeros(len(mask))
@@ -58,6 +62,8 @@ class Outcomes:
             if chosen.size and not np.isnan(self.rewards[i]):
                 if self.penalties is not None:
                     rewards[chosen] = -np.asarray(self.penalties[i], float)[chosen]
+                for _, end, earned in () if self.turns is None else self.turns[i]:
+                    rewards[end - 1] += earned
                 rewards[chosen[-1]] += self.rewards[i] - rewards.sum()
             found.append(rewards)
         return found
