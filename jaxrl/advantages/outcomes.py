@@ -30,8 +30,8 @@ class Outcomes:
         distance from the reference (`rewards` has their sum); None if there is no such penalty.
       values: for each answer f32[C], what a critic expected before each of its tokens; None without
         a critic.
-      turns: for each answer its turns: where each begins and ends, and what the environment gave for
-        it (`rewards` has their sum); None if answers have a single turn.
+      turns: for each answer where each turn begins and ends, and what the environment gave for it
+        (`rewards` has their sum); None if answers have a single turn.
       greedy: () -> f64[N], the reward of the greedy answer to each answer's prompt. It is sampled
         only if it is asked for.
     """

@@ -11,8 +11,8 @@ def turn_relative(outcomes: Outcomes) -> list[np.ndarray]:
     that have as many turns: at each token of the turn; for each answer f32[C].
 
     A turn is not praised for what was earned before it. After the turn-level advantages of
-    arXiv:2505.11821. Answers of a single turn get what `centred` gives them. A reward that is NaN is
-    left out of every mean, and its advantage is 0.
+    arXiv:2505.11821. Answers of a single turn get what `centred` gives them. A reward that is NaN
+    is left out of every mean, and its advantage is 0.
     """
     masks = [np.asarray(mask, bool) for mask in outcomes.action_masks]
     turns = outcomes.turns or [((0, len(mask), 0.0),) for mask in masks]

@@ -2,48 +2,36 @@
 
 import dataclasses
 import json
-import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 import pytest
 
-from jaxrl import config_file, loop, parts, precision
+from jaxrl import loop
 from jaxrl.batch import Rollout, pack
 from jaxrl.bridge.base import RefusedError
-from jaxrl.bridge.launch import LocalServer
 from jaxrl.bridge.vllm_server import VllmServer
 from jaxrl.cli import main
-from jaxrl.config import Config
 from jaxrl.learner import Minibatch, make_learner
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective
 from jaxrl.losses.surrogates import reinforce
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
-from jaxrl.samplers import Adapters, Serving, open_sampler, started_server
+from jaxrl.samplers import Serving
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded import EmbeddedSampler
 from jaxrl.tracking import read_metrics
 from tests import tiny
+from tests.sampling.serving import FP32, SERVED, Material, config, opened, signal_all, started
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build is for Linux")
-SERVED = dataclasses.replace(tiny.CONFIG, head_dim=32)  # vLLM on CPU has no smaller heads
 MODEL = decoder(SERVED)
-FP32 = precision.PRESETS["fp32"]
 PROMPTS = [np.array(p, np.int32) for p in ([5, 6, 7], [9], [30, 31, 32, 33, 34, 35], [12, 13])]
-
-
-class Material(NamedTuple):
-    url: str
-    directory: Path
 
 
 @pytest.fixture(scope="module")
@@ -57,66 +45,10 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Material]:
         yield Material(server.url, directory)
 
 
-@contextmanager
-def started(directory: Path, *, port: int = 0, rank: int = 0) -> Iterator[LocalServer]:
-    with started_server(
-        config(directory, sampler__port=str(port), sampler__max_lora_rank=str(rank)).sampler,
-        directory / "model",
-        dtype=FP32.sampler,
-        max_model_len=None,
-        log=directory / f"vllm-{port}-{rank}.log",
-        note=print,
-    ) as server:
-        yield server
-
-
-def config(directory: Path, **changes: str) -> Config:
-    keys = {
-        "precision": "fp32",
-        "run_dir": str(directory / "run"),
-        "model.path": str(directory / "model"),
-        "data.path": str(directory / "prompts.jsonl"),
-        "data.max_prompt_tokens": "16",
-        "reward.path": f"{directory}/reward.py:short",
-        "sampling.max_tokens": "12",
-        "sampler.name": "vllm",
-        "sampler.kv_cache_bytes": str(64 << 20),
-        "train.steps": "2",
-        "train.train_batch": "4",
-        "train.group_size": "4",
-        "train.microbatch_tokens": "112",
-        "optimizer.learning_rate": "0.01",
-        "probe.every": "0",
-    }
-    overrides = [(k.replace("__", "."), v) for k, v in changes.items()]
-    return config_file.load(Config, overrides=[*keys.items(), *overrides])
-
-
 @pytest.fixture
 def serving(material: Material) -> Iterator[Serving]:
     with opened(material, [material.url], note=print) as made:
         yield made
-
-
-@contextmanager
-def opened(
-    material: Material, urls: Sequence[str], *, note: Callable[[str], None], **changes: str
-) -> Iterator[Serving]:
-    made = config(material.directory, sampler__url=json.dumps(urls), **changes)
-    layout = parts.make_layout(made.mesh)
-    model, params, specs = parts.load_trained(made, layout=layout)
-    with open_sampler(
-        made,
-        model,
-        params=params,
-        version=0,
-        policy=FP32,
-        layout=layout,
-        directory=material.directory,
-        note=note,
-        adapters=Adapters(specs, 2) if made.lora.publish == "adapters" else None,
-    ) as serving:
-        yield serving
 
 
 def answers(sampler, params: SamplingParams, *, group_size: int = 1) -> list:
@@ -320,11 +252,6 @@ def test_a_server_that_fails_is_done_without_and_taken_back(material, monkeypatc
             assert publish(5) == 1
             assert f"{mortal} does not answer" in notes[-1]
             assert versions() == {5}
-
-
-def signal_all(server: LocalServer, signum: int) -> None:
-    for process in server.process_ids:
-        os.kill(process, signum)
 
 
 def test_a_run_trains_through_the_server_and_goes_on(material, tmp_path):

@@ -1,0 +1,84 @@
+"""Real vLLM servers of a tiny model, and samplers that ask them."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxrl import config_file, parts, precision
+from jaxrl.bridge.launch import LocalServer
+from jaxrl.config import Config
+from jaxrl.samplers import Adapters, Serving, open_sampler, started_server
+from tests import tiny
+
+SERVED = dataclasses.replace(tiny.CONFIG, head_dim=32)  # vLLM on CPU has no smaller heads
+FP32 = precision.PRESETS["fp32"]
+
+
+class Material(NamedTuple):
+    url: str
+    directory: Path
+
+
+@contextmanager
+def started(directory: Path, *, port: int = 0, rank: int = 0) -> Iterator[LocalServer]:
+    with started_server(
+        config(directory, sampler__port=str(port), sampler__max_lora_rank=str(rank)).sampler,
+        directory / "model",
+        dtype=FP32.sampler,
+        max_model_len=None,
+        log=directory / f"vllm-{port}-{rank}.log",
+        note=print,
+    ) as server:
+        yield server
+
+
+def config(directory: Path, **changes: str) -> Config:
+    keys = {
+        "precision": "fp32",
+        "run_dir": str(directory / "run"),
+        "model.path": str(directory / "model"),
+        "data.path": str(directory / "prompts.jsonl"),
+        "data.max_prompt_tokens": "16",
+        "reward.path": f"{directory}/reward.py:short",
+        "sampling.max_tokens": "12",
+        "sampler.name": "vllm",
+        "sampler.kv_cache_bytes": str(64 << 20),
+        "train.steps": "2",
+        "train.train_batch": "4",
+        "train.group_size": "4",
+        "train.microbatch_tokens": "112",
+        "optimizer.learning_rate": "0.01",
+        "probe.every": "0",
+    }
+    overrides = [(k.replace("__", "."), v) for k, v in changes.items()]
+    return config_file.load(Config, overrides=[*keys.items(), *overrides])
+
+
+@contextmanager
+def opened(
+    material: Material, urls: Sequence[str], *, note: Callable[[str], None], **changes: str
+) -> Iterator[Serving]:
+    made = config(material.directory, sampler__url=json.dumps(urls), **changes)
+    layout = parts.make_layout(made.mesh)
+    model, params, specs = parts.load_trained(made, layout=layout)
+    with open_sampler(
+        made,
+        model,
+        params=params,
+        version=0,
+        policy=FP32,
+        layout=layout,
+        directory=material.directory,
+        note=note,
+        adapters=Adapters(specs, 2) if made.lora.publish == "adapters" else None,
+    ) as serving:
+        yield serving
+
+
+def signal_all(server: LocalServer, signum: int) -> None:
+    for process in server.process_ids:
+        os.kill(process, signum)
