@@ -30,14 +30,14 @@ class AlarmsConfig(Section):
     """KL above twice its mean over the window, and above kl_floor, while the reward rises."""
 
     gradient_spike: Action = "log"
-    """Gradient norm above gradient_factor x the median of the window and of the first steps."""
+    """Gradient norm above gradient_factor x the median of the window, and above gradient_floor."""
 
     diversity: Action = "log"
     """Distinct 3-grams across prompts below distinct_factor x those of the first steps."""
 
     identical: Action = "log"
-    """At least identical_share of the answers equal another answer to their prompt, over a
-    window, and the task is not solved."""
+    """Answers that equal another answer to their prompt, over a window: identical_rise of the way
+    from the first steps' share to all, and the task is not solved."""
 
     repetition: Action = "log"
     """Repeated 3-grams within answers: repetition_rise of the way from the first steps to all."""
@@ -93,7 +93,7 @@ class AlarmsConfig(Section):
     distinct_factor: Fraction = Limits.distinct_factor
     """See diversity."""
 
-    identical_share: Fraction = Limits.identical_share
+    identical_rise: Fraction = Limits.identical_rise
     """See identical."""
 
     repetition_rise: Fraction = Limits.repetition_rise

@@ -2,8 +2,11 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import jax
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -12,6 +15,9 @@ from jaxrl.cli import main
 from jaxrl.config import Config
 from jaxrl.config_file import ConfigError
 from jaxrl.diagnostics.alarms import Alarm, replay
+from jaxrl.diagnostics.history import History
+from jaxrl.guard import Guard
+from jaxrl.run import Run
 from jaxrl.tracking import read_metrics, write_lines
 from tests import tiny
 
@@ -22,6 +28,9 @@ def digit(completion, example):
 
 def loophole(completion, example):
     return completion.count("aa") / 10
+
+def digits(completion, example):
+    return len({c for c in completion if c.isdigit()}) / 10
 """
 
 
@@ -123,6 +132,25 @@ def test_a_hacked_run_is_rolled_back_and_recovers(material, tmp_path, capsys):
     assert f"back to step {made.to} with loss.kl 0.1 -> 0.2" in capsys.readouterr().err
 
 
+def test_a_learning_rate_that_is_too_high_is_seen_before_the_reward_falls(material, tmp_path):
+    changes = {
+        "train.steps": "20",
+        "reward.path": f"{material / 'rewards.py'}:digits",
+        "loss.kl": "1.0",
+        "loss.kl_estimator": "k2",
+        "optimizer.name": "sgd",
+        "optimizer.clip_norm": "none",
+        "optimizer.warmup_steps": "19",  # beyond what is stable before it ends
+        "optimizer.learning_rate": "3.9",
+        "alarms.gradient_factor": "2.5",
+    }
+    loop.train(config(material, tmp_path / "run", **changes))
+    rewards = column(read_metrics(tmp_path / "run/metrics.jsonl"), "reward")
+    first = next(e["at"] for e in events(tmp_path / "run") if e["alarm"] == "gradient_spike")
+    assert np.mean(rewards[first - 3 : first]) > 0.8 * np.mean(rewards[:3])
+    assert max(rewards[first + 1 :]) < 0.7 * np.mean(rewards[first - 3 : first])
+
+
 def test_a_healthy_run_raises_none(material, tmp_path):
     loop.train(config(material, tmp_path / "run", train__steps="30"))
     entries = read_metrics(tmp_path / "run/metrics.jsonl")
@@ -133,7 +161,7 @@ def test_a_healthy_run_raises_none(material, tmp_path):
 def test_a_paused_run_goes_on_as_if_it_had_not_been(material, tmp_path, capsys):
     tight = {"train.steps": "8", "alarms.kl_floor": "0", "alarms.kl_factor": "0.001"}
     arguments = {}
-    for name, action in (("paused", "pause"), ("whole", "off"), ("stopped", "stop")):
+    for name, action in (("paused", "pause"), ("whole", "off")):
         given = keys(material, tmp_path / name, alarms__kl_spike=action, **tight)
         arguments[name] = [f"--{key}={value}" for key, value in given.items()]
     assert main(["train", *arguments["paused"]]) == 3
@@ -147,8 +175,45 @@ def test_a_paused_run_goes_on_as_if_it_had_not_been(material, tmp_path, capsys):
     models = [tmp_path / name / "model/model.safetensors" for name in ("paused", "whole")]
     assert models[0].read_bytes() == models[1].read_bytes()
     assert [event["action"] for event in events(tmp_path / "paused")] == ["pause"]
-    assert main(["train", *arguments["stopped"]]) == 4
-    assert {p.name for p in (tmp_path / "stopped/checkpoints").iterdir()} == {"5"}
+
+
+def watched(material, directory, **changes):
+    """What a guard needs of a run: its last step has a KL spike, a gradient spike and no spread."""
+    config_ = config(material, directory, **changes)
+    usual = {"reward": 0.1, "kl": 0.02, "grad_norm": 1.0, "groups/sampled": 8, "groups/zero_std": 8}
+    entries = [{"step": s, **usual} for s in range(1, 10)]
+    entries.append({"step": 10, **usual, "kl": 9.0, "grad_norm": 99.0})
+    write_lines(directory / "metrics.jsonl", [])
+    history, said, noted = History(), [], []
+    for entry in entries:
+        history.add(entry)
+    tracker = SimpleNamespace(
+        history=history, note=said.append, event=lambda step, event: noted.append(event)
+    )
+    run = SimpleNamespace(config=config_, directory=directory, tracker=tracker)
+    return Guard(cast(Run, run)), said, noted
+
+
+def test_the_strongest_action_is_taken_and_everything_is_said(material, tmp_path):
+    guard, said, noted = watched(
+        material, tmp_path, alarms__gradient_spike="stop", alarms__kl_spike="pause"
+    )
+    verdict = guard.check()
+    assert verdict is not None
+    assert verdict.action == "stop"
+    assert verdict.message.startswith("stopped: step 10: gradient-norm spike: gradient norm 99")
+    raised = {event["alarm"]: event["action"] for event in noted}
+    assert raised == {"gradient_spike": "stop", "kl_spike": "log", "zero_spread": "log"}
+    assert len(said) == 3
+    assert all("Likely: " in line and "Keys: " in line for line in said)
+    assert guard.check() is None  # silent for a window
+
+
+def test_what_is_off_is_not_said(material, tmp_path):
+    off = {"alarms.kl_spike": "off", "alarms.gradient_spike": "off", "alarms.zero_spread": "off"}
+    guard, said, noted = watched(material, tmp_path, **off)
+    assert guard.check() is None
+    assert said == noted == []
 
 
 def decided(material, directory: Path, *, at=12, healthy=7, **changes):

@@ -28,7 +28,7 @@ class Limits:
     gradient_factor: float = 5.0
     gradient_floor: float = 0.1
     distinct_factor: float = 0.3
-    identical_share: float = 0.9
+    identical_rise: float = 0.9
     repetition_rise: float = 0.5
     truncated_share: float = 0.5
     length_factor: float = 0.1
@@ -98,15 +98,16 @@ def kl_with_reward(history: History, limits: Limits) -> Finding | None:
 
 
 def gradient_spike(history: History, limits: Limits) -> Finding | None:
-    """Gradient norm above `gradient_factor` x the larger of two medians, of the window before and
-    of the first steps, and above `gradient_floor`: to come back from nothing is no spike."""
+    """Gradient norm above `gradient_factor` x the median of the window before, or a quarter of the
+    first steps' median if that is larger (to come back from nothing is no spike), and above
+    `gradient_floor`."""
     value, before = history.newest("grad_norm"), history.before("grad_norm", limits.window)
     first = history.first("grad_norm", limits.warmup)
     if not before.size:
         return None
-    usual = max(float(np.median(before)), float(np.median(first)))
+    usual = max(float(np.median(before)), float(np.median(first)) / 4)
     limit = max(limits.gradient_factor * usual, limits.gradient_floor)
-    text = f"gradient norm {value:.3g}, median of the last and of the first steps {usual:.3g}"
+    text = f"gradient norm {value:.3g}, median of {len(before)} steps {np.median(before):.3g}"
     return Finding(value, limit, text) if value > limit else None
 
 
@@ -118,14 +119,19 @@ def diversity(history: History, limits: Limits) -> Finding | None:
 
 
 def identical(history: History, limits: Limits) -> Finding | None:
-    """At least `identical_share` of the answers equal another answer to their prompt, over a
-    window, and the task is not solved."""
+    """Answers that equal another answer to their prompt, over a window: `identical_rise` of the way
+    from the first steps' share to 1, and the task is not solved."""
     values = history.last("diversity/identical", limits.window)
+    first = history.first("diversity/identical", limits.warmup)
     if not values.size or _solved(history, limits):
         return None
-    share = float(values.mean())
-    text = f"{share:.0%} of the answers equal another to their prompt, over {len(values)} steps"
-    return Finding(share, limits.identical_share, text) if share >= limits.identical_share else None
+    share, usual = float(values.mean()), float(first.mean())
+    limit = usual + limits.identical_rise * (1 - usual)
+    text = (
+        f"{share:.0%} of the answers equal another to their prompt, over {len(values)} steps, "
+        f"{usual:.0%} in the first steps"
+    )
+    return Finding(share, limit, text) if share > limit else None
 
 
 def repetition(history: History, limits: Limits) -> Finding | None:

@@ -49,7 +49,7 @@ SEEN = {
     "kl_with_reward": ({"kl": 0.101}, {"kl": 0.099}, 30),
     "gradient_spike": ({"grad_norm": 11}, {"grad_norm": 4.9}, 30),
     "diversity": ({"diversity__distinct": 0.2}, {"diversity__distinct": 0.27}, 31),
-    "identical": ({"diversity__identical": 0.95}, {"diversity__identical": 0.89}, 37),
+    "identical": ({"diversity__identical": 0.95}, {"diversity__identical": 0.92}, 37),
     "repetition": ({"diversity__repetition": 0.61}, {"diversity__repetition": 0.59}, 31),
     "length_limit": ({"completion__truncated": 0.5}, {"completion__truncated": 0.49}, 31),
     "length_zero": ({"completion_length": 1.9}, {"completion_length": 2.2}, 31),

@@ -27,11 +27,18 @@ const drawn = [];
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const color = (i) => () => css(`--c${i % 6}`);
 const faint = (i, share) => () => css(`--c${i % 6}`) + share;
-const shown = (v) => v == null ? "-" : v === 0 ? "0" : Math.abs(v) >= 1e-3 && Math.abs(v) < 1e5 ? String(+v.toPrecision(4)) : v.toExponential(2);
+const shown = (v) => v == null ? "-" : v === 0 ? "0" : Math.abs(v) >= 1e-3 && Math.abs(v) < 1e5 ? String(+v.toPrecision(4)) : v.toExponential(1);
 
 function axes() {
   const axis = { stroke: () => css("--quiet"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { stroke: () => css("--line"), width: 1 }, font: "11px system-ui" };
-  return [{ ...axis, size: 28 }, { ...axis, size: 58, values: (_, ticks) => ticks.map((t) => t == null ? "" : shown(t)) }];
+  return [{ ...axis, size: 28 }, { ...axis, size: 62, values: (_, ticks) => ticks.map((t) => t == null ? "" : shown(t)) }];
+}
+
+// A curve that is flat gets an axis around its value.
+function range(_, low, high) {
+  if (low == null) return [0, 1];
+  if (low === high) return low === 0 ? [0, 1] : [Math.min(0, 2 * low), Math.max(0, 2 * high)];
+  return uPlot.rangeNum(low, high, 0.1, true);
 }
 
 // A line for every alarm of the runs that the chart shows.
@@ -103,7 +110,7 @@ function drawCharts(runs, focus) {
     const width = Math.max(240, card.clientWidth - 26);
     const u = new uPlot({
       width, height: 210, series: made.series, bands: made.bands, axes: axes(),
-      scales: { x: { time: false }, y: chart.log ? { distr: 3 } : {} },
+      scales: { x: { time: false }, y: chart.log ? { distr: 3 } : { range } },
       cursor: { sync: { key: "steps" } }, hooks: { draw: [alarmLines(made.runs)] },
     }, made.data, card);
     drawn.push(u);
