@@ -56,7 +56,7 @@ GATES = {
 }
 
 TOP_LEVEL = re.compile(
-    r"README\.md|CONTRIBUTING\.md|LICENSE|pyproject\.toml|requirements[a-z-]*\.txt"
+    r"README\.md|CHANGELOG\.md|CONTRIBUTING\.md|LICENSE|pyproject\.toml|requirements[a-z-]*\.txt"
     r"|jaxrl|sharding|tests|configs|scripts|docs|\..+"
 )
 LEFT_OVERS = re.compile("|".join(["TO" + "DO", "FIX" + "ME", "NotImplemented" + "Error"]))
