@@ -15,7 +15,6 @@ from jaxrl.data import Example
 from jaxrl.draw import draw
 from jaxrl.environments import scoring
 from jaxrl.environments.episodes import earned, episode_metrics, last_turn
-from jaxrl.environments.reward_model import rate
 from jaxrl.run import ENVIRONMENT, MODEL, Progress, Run
 
 Numbers = dict[str, float]
@@ -117,7 +116,7 @@ def reward(run: Run, rollouts: Sequence[Rollout], examples: Mapping[int, Example
     scored = scoring.score(run.rewards, texts, [examples[rollouts[i].group].record for i in known])
     weights = run.reward_weights
     if run.reward_model is not None:
-        values = rate(run.reward_model, rollouts)[known]
+        values = run.reward_model(rollouts)[known]
         scored = scoring.with_part(scored, MODEL, values=values, weight=weights[MODEL])
     if run.arena is not None:
         values = np.array([earned(rollouts[i]) for i in known])

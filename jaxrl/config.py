@@ -26,6 +26,7 @@ from jaxrl.config_tables import (
 )
 from jaxrl.critic_config import CriticConfig
 from jaxrl.environment_config import EnvironmentConfig
+from jaxrl.hosts_config import HostsConfig
 from jaxrl.lora_config import LoraConfig
 from jaxrl.mesh_config import MeshConfig
 from jaxrl.reward_config import RewardConfig
@@ -49,6 +50,7 @@ class Config(RunConfig):
     critic: CriticConfig = CriticConfig()
     lora: LoraConfig = LoraConfig()
     mesh: MeshConfig = MeshConfig()
+    hosts: HostsConfig = HostsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     probe: ProbeConfig = ProbeConfig()

@@ -16,6 +16,7 @@ from jaxrl.models.spec import Params, Specs
 from jaxrl.parts import Optimizer
 from jaxrl.update import LearnerState
 from sharding.partition import Layout
+from sharding.transfer import place
 
 _COEFFICIENT = 0.1  # TRL's; OpenAI's is 0.5 and of a loss that is twice ours
 
@@ -100,7 +101,7 @@ def _shared_trunk(
         param_shardings=layout.tree(both) if layout.mesh.size > 1 else None,
     )
     head = spec.init(specs, jax.random.key(0), dtype=policy.params)  # zeros, as its spec says
-    return pure, jax.device_put(head, layout.tree(specs)), specs
+    return pure, place(head, layout.tree(specs)), specs
 
 
 def _optimizer(config: Config, specs: Specs) -> Optimizer:

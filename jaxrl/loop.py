@@ -6,7 +6,7 @@ stages work with (sampler, learner, data, ...) is a `Run`, which `jaxrl.run.open
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from jaxrl.actor_critic import State
 from jaxrl.advantages import Advantages, estimate, explained_variance
 from jaxrl.answers import Answers, Numbers, clock
 from jaxrl.batch import Rollout, assign_rows, gather, pack
+from jaxrl.bridge.source import ParamsSource
 from jaxrl.config import Config
 from jaxrl.diagnostics.replay import parts, replay_batch, summary
 from jaxrl.diagnostics.split import known_tokens, split
@@ -36,6 +37,7 @@ from jaxrl.run import Progress, Run, open_run
 from jaxrl.stream import open_answers
 from jaxrl.tracking import read_metrics
 from jaxrl.update import saved
+from sharding.transfer import fetch, place
 
 
 class Result(NamedTuple):
@@ -77,13 +79,15 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
     """As `train`, up to the first rollback, which is carried out when the run is opened again."""
     with (
         open_run(config) as (run, state, progress),
+        run.hosts.reporting(),
         open_answers(run, progress) as collect,
-        Profile(run.directory / "profile", steps=config.train.profile_steps) as profile,
+        Profile(run.directory / "profile", steps=_traced(run)) as profile,
     ):
         guard, verdict = Guard(run), None
         if progress.step == 0:
             progress.accuracy = progress.initial_accuracy = evaluate(run, step=0)
-        while progress.step < config.train.steps and interrupt.signum is None and not verdict:
+        signum = run.hosts.largest(interrupt.signum or 0)
+        while progress.step < config.train.steps and not signum and not verdict:
             seconds: Numbers = {}
             profile.before(progress.step + 1)
             with clock(seconds, "time/step"):
@@ -93,16 +97,17 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
                 with clock(seconds, "time/publish"):
                     progress.step += 1
                     published = run.publish(state.policy.params, version=progress.step)
-            numbers = answers.numbers | learnt | published | seconds
+            numbers = run.hosts.share(answers.numbers | learnt | published | seconds)
             log(run, answers, step=progress.step, numbers=numbers)
-            verdict = guard.check()
+            verdict = run.hosts.led(guard.check)
+            signum = run.hosts.largest(interrupt.signum or 0)
             if verdict is None or verdict.action == "pause":
-                ending = interrupt.signum is not None or verdict is not None
+                ending = signum > 0 or verdict is not None
                 keep_safe(run, state, progress, ending=ending)
         done = progress.step == config.train.steps and verdict is None
         model = finish(run, state) if done else None
         accuracies = progress.initial_accuracy, progress.accuracy
-        return Result(progress.step, interrupt.signum, *accuracies, model, verdict)
+        return Result(progress.step, signum or None, *accuracies, model, verdict)
 
 
 class Targets(NamedTuple):
@@ -213,7 +218,7 @@ def per_token(
         some = rollouts[part]
         minibatch = _pack(run, some, Targets(np.zeros(len(some)), None, None))
         rows, _ = _rows(run, some)
-        found += gather(np.asarray(score(minibatch)), some, rows=rows)
+        found += gather(fetch(score(minibatch)), some, rows=rows)
     return found
 
 
@@ -225,21 +230,22 @@ def probe(
     c, batch = run.config.probe, minibatch.batch
     if not _due(c.every, step):
         return {}, None
-    arrays = {
-        "learner": np.asarray(run.learner.score(state.params, minibatch)),
-        "shadow": np.asarray(run.learner.shadow(state.params, minibatch)),
-        "sampler": np.asarray(batch.sampler_logprobs),
-    }
-    mask, segments = np.asarray(batch.action_mask), np.asarray(batch.segments)
-    tokens = known_tokens(
-        **arrays, advantages=np.asarray(batch.advantages), mask=mask, segments=segments
+    arrays = fetch(
+        {
+            "learner": run.learner.score(state.params, minibatch),
+            "shadow": run.learner.shadow(state.params, minibatch),
+            "sampler": batch.sampler_logprobs,
+        }
     )
+    mask, segments, advantages = fetch((batch.action_mask, batch.segments, batch.advantages))
+    tokens = known_tokens(**arrays, advantages=advantages, mask=mask, segments=segments)
     beta = arrays["learner"] - arrays["shadow"]
     if not tokens.learner.size:
         return {}, beta
     found = split(tokens, low=c.low, high=c.high)
-    if c.replay and run.replay is not None:
-        replay = replay_batch(run.replay, tokens=np.asarray(batch.tokens), segments=segments)
+    ids = fetch(batch.tokens) if c.replay else None
+    if ids is not None and run.replay is not None:
+        replay = replay_batch(run.replay, tokens=ids, segments=segments)
         three = parts(replay=replay[mask], **{k: v[mask] for k, v in arrays.items()})
         found |= summary(three)
     return {f"probe/{name}": value for name, value in found.items()}, beta
@@ -268,7 +274,7 @@ def _pack(run: Run, rollouts: Sequence[Rollout], targets: Targets) -> Minibatch:
         row_length=run.config.row_length,
     )
     sharding = run.layout.batch(("batch", "length"))
-    return Minibatch(batch=jax.device_put(batch, sharding), microbatches=jnp.int32(used))
+    return Minibatch(batch=place(batch, sharding), microbatches=jnp.int32(used))
 
 
 def _with_scores(run: Run, state: LearnerState, minibatch: Minibatch) -> Minibatch:
@@ -294,6 +300,10 @@ def _with_entropy_weights(minibatch: Minibatch, coefficient: float) -> Minibatch
 
 def evaluate(run: Run, *, step: int) -> float | None:
     """Greedy accuracy on the held-out prompts, logged; None without them."""
+    return run.hosts.led(lambda: _evaluate(run, step=step))
+
+
+def _evaluate(run: Run, *, step: int) -> float | None:
     if run.held_out is None:
         return None
     found = evaluate_greedily(
@@ -348,14 +358,24 @@ def finish(run: Run, state: State) -> Path:
     are merged into it, and kept by themselves besides."""
     model, source, params = run.directory / "model", run.config.model.path, state.policy.params
     policy = precision.parse(run.config.precision)
-    huggingface.save(
-        model, lora.merge(params), run.model.config, dtype=policy.exported, source_dir=source
-    )
-    if isinstance(run.specs, lora.Adapted):
-        adapter = run.directory / "adapter"
-        peft.save(adapter, params.adapters, specs=run.specs, base=source, dtype=policy.params)
-    draw_run(read_metrics(run.directory / "metrics.jsonl"), run.directory / "curves.png")
-    return model
+    tensors = ParamsSource(lora.merge(params), run.model.specs, dtype=policy.exported)
+    adapters = fetch(params.adapters) if isinstance(params, lora.Adapted) else None
+
+    def write(tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+        huggingface.save_tensors(
+            model, tensors, run.model.config, dtype=policy.exported, source_dir=source
+        )
+        if adapters is not None:
+            adapter = run.directory / "adapter"
+            peft.save(adapter, adapters, specs=run.specs, base=source, dtype=policy.params)
+        draw_run(read_metrics(run.directory / "metrics.jsonl"), run.directory / "curves.png")
+
+    run.hosts.consumed(tensors, write)
+    return run.hosts.share(model)  # nobody leaves before it is written
+
+
+def _traced(run: Run) -> tuple[int, int] | None:
+    return run.config.train.profile_steps if run.hosts.leads else None
 
 
 def _due(every: int, step: int) -> bool:

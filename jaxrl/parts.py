@@ -34,6 +34,7 @@ from jaxrl.precision import DType, Precision
 from jaxrl.sampling.base import SamplingParams
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
+from sharding.transfer import place
 
 NO_TOOLS: Mapping[str, Tool] = MappingProxyType({})
 _HOST = "pinned_host"  # jax's name of memory that devices copy from by themselves
@@ -51,13 +52,13 @@ def make_layout(mesh: MeshConfig, *, devices: Sequence[Any] | None = None) -> La
 
     Args:
       mesh: sizes and rules.
-      devices: all of them are used; by default those of this process, or one if the sizes are 1.
+      devices: all of them are used; by default all there are, or one if the sizes are 1.
 
     Raises:
       ValueError: if the sizes do not multiply to the number of devices, or a rule does not fit.
     """
     if devices is None:
-        alone = math.prod(mesh.sizes.values()) == 1
+        alone = math.prod(mesh.sizes.values()) == 1 and jax.process_count() == 1
         devices = jax.devices()[:1] if alone else jax.devices()
     return Layout(make_mesh(**mesh.sizes, devices=devices), mesh.layout_rules)
 
@@ -139,9 +140,7 @@ def _load(
     shardings: dict[str, Any] = traverse_util.flatten_dict(  # pyright: ignore[reportAssignmentType]
         layout.tree(model.specs), sep="/"
     )
-    _, params = load(
-        path, dtype=dtype, put=lambda name, array: jax.device_put(array, shardings[name])
-    )
+    _, params = load(path, dtype=dtype, put=lambda name, array: place(array, shardings[name]))
     return params
 
 
@@ -180,7 +179,7 @@ def load_trained(config: Config, *, layout: Layout) -> tuple[Model, Any, Any]:
         adapters = peft.load(c.path, specs, dtype=policy.params)
     else:
         adapters = spec.init(specs.adapters, jax.random.key(config.seed), dtype=policy.params)
-    adapters = jax.device_put(adapters, layout.tree(specs.adapters))
+    adapters = place(adapters, layout.tree(specs.adapters))
     return model, lora.Adapted(adapters, params, specs.alpha), specs
 
 
@@ -259,7 +258,9 @@ def state_shardings(
     shardings = layout.state(state, specs)
     if not config.offload:
         return shardings
-    device = layout.mesh.devices.flat[0]
+    devices = list(layout.mesh.devices.flat)
+    own = [d for d in devices if d.process_index == jax.process_index()]
+    device = [*own, *devices][0]  # of another process it is not known
     kinds = [memory.kind for memory in device.addressable_memories()]
     if _HOST not in kinds:
         raise ValueError(

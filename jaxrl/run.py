@@ -1,12 +1,14 @@
 """What a training run is made of, built once from its config."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxrl import agents, parts, precision, refill, rollbacks
 from jaxrl.actor_critic import ActorCritic, State, with_new_loss_scale
@@ -18,9 +20,10 @@ from jaxrl.critics import open_critic
 from jaxrl.data import Prompts, Tokenizer
 from jaxrl.diagnostics.replay import Score
 from jaxrl.environments.play import Arena
-from jaxrl.environments.reward_model import RewardModel, check_vocabulary, make_scores
+from jaxrl.environments.reward_model import RewardModel, check_vocabulary, make_scores, rate
 from jaxrl.environments.scoring import Reward, load_rewards
 from jaxrl.environments.tools import load_tools
+from jaxrl.hosts import Hosts
 from jaxrl.learner import Learner
 from jaxrl.losses import Need, Recipe
 from jaxrl.models import huggingface, lora
@@ -28,10 +31,10 @@ from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.run_directory import claim, note_start
 from jaxrl.samplers import Adapters, Publish, open_sampler
-from jaxrl.samples import Samples
+from jaxrl.samples import NoSamples, Samples
 from jaxrl.sampling.base import Sampler, SamplingParams
 from jaxrl.services import open_services
-from jaxrl.tracking import Tracker, open_tracker
+from jaxrl.tracking import Silence, Tracker, open_tracker
 from jaxrl.update import saved, with_saved
 from sharding.partition import Layout
 
@@ -87,7 +90,7 @@ class Run:
     prompts: Prompts
     held_out: Prompts | None
     rewards: Sequence[Reward]
-    reward_model: RewardModel | None
+    reward_model: Callable[[Sequence[Rollout]], np.ndarray] | None  # rollouts -> f64[N]
     arena: Arena | None  # None if answers have a single turn
     model: Model
     specs: Any  # of the learner's parameters: the model's, or lora.Adapted
@@ -104,8 +107,9 @@ class Run:
     # reward needs it.
     reference: Params | None
     checkpoints: Checkpoints
-    tracker: Tracker
-    samples: Samples
+    tracker: Tracker | Silence
+    samples: Samples | NoSamples
+    hosts: Hosts
 
     @property
     def reward_weights(self) -> dict[str, float]:
@@ -129,15 +133,17 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
       ResumeError: if the directory holds a run with another config.
       ValueError: for a config, a model or data that cannot be used; the message names the key.
     """
-    directory = Path(config.run_dir)
-    asked, config = config, rollbacks.settle(Path(config.run_dir), config)
+    directory, hosts = Path(config.run_dir), Hosts()
+    asked, config = config, hosts.led(lambda: rollbacks.settle(directory, config))
     recipe = parts.make_recipe(config)
     policy = precision.parse(config.precision)
     layout = parts.make_layout(config.mesh)
     tokenizer = huggingface.load_tokenizer(config.model.path)
     tools = load_tools(config.environment.tools, corpus=config.environment.corpus)
-    prompts = parts.load_training_prompts(config.data, tokenizer, tools=tools)
-    held_out = parts.load_held_out_prompts(config.data, tokenizer, tools=tools)
+    prompts, held_out = Prompts((), 0), None
+    if hosts.leads:
+        prompts = parts.load_training_prompts(config.data, tokenizer, tools=tools)
+        held_out = parts.load_held_out_prompts(config.data, tokenizer, tools=tools)
     rewards = load_rewards(config.reward.path, config.reward.weights, timeout=config.reward.timeout)
     attention = parts.attention_note(
         config.train.attention,
@@ -150,7 +156,8 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     arena = agents.make_arena(config, tokenizer, tools, vocab_size=model.config.vocab_size)
     reward_model = None
     if config.reward.model is not None:
-        reward_model = load_reward_model(config, config.reward.model, tokenizer, layout=layout)
+        judge = load_reward_model(config, config.reward.model, tokenizer, layout=layout)
+        reward_model = hosts.together(functools.partial(rate, judge))
     optimizer = parts.make_optimizer(
         config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
     )
@@ -165,7 +172,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         trained = lora.trainable(params)
         reference = jax.jit(precision.cast, static_argnums=1)(trained, policy.compute)
 
-    claim(directory, asked)
+    hosts.led(lambda: claim(directory, asked))
     checkpoints = Checkpoints(
         directory / "checkpoints",
         keep=config.checkpoints_kept,
@@ -185,14 +192,17 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         progress = Progress.from_json(restored.host)
         if rollbacks.needs_new_loss_scale(directory, step=step):
             state = with_new_loss_scale(state, policy)
-    note_start(directory, step=progress.step, devices=list(layout.mesh.devices.flat))
+    if hosts.leads:
+        note_start(directory, step=progress.step, devices=list(layout.mesh.devices.flat))
     with (
         open_tracker(
             directory,
             start_step=progress.step,
             total_steps=config.train.steps,
             services=open_services(config.tracking, directory, resolved=flatten(config)),
-        ) as tracker,
+        )
+        if hosts.leads
+        else nullcontext(Silence()) as tracker,
         open_sampler(
             config,
             model,
@@ -202,6 +212,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             layout=layout,
             directory=directory,
             note=tracker.note,
+            hosts=hosts,
             adapters=Adapters(specs, 2 + config.rollouts.max_staleness)
             if config.lora.publish == "adapters"
             else None,
@@ -242,7 +253,10 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
                 config.samples,
                 tokenizer=tokenizer,
                 start_step=progress.step,
-            ),
+            )
+            if hosts.leads
+            else NoSamples(),
+            hosts=hosts,
         )
         tracker.note(attention)
         if (advice := precision.disagreement(policy)) is not None:

@@ -22,6 +22,7 @@ _FREE = (
     "eval.",
     "data.eval_",
     "alarms.",
+    "hosts.",
     "samples.",
     "tracking.",
     "train.profile_steps",

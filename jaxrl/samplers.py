@@ -2,6 +2,7 @@
 
 import os
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,12 +21,14 @@ from jaxrl.bridge.source import ParamsSource
 from jaxrl.bridge.vllm_server import VllmServer
 from jaxrl.config_tables import ModelConfig, SamplerConfig, ServerConfig
 from jaxrl.diagnostics.replay import Score
+from jaxrl.hosts import Hosts
 from jaxrl.models import lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.precision import Precision
 from jaxrl.sampling.base import Sampler
 from jaxrl.sampling.embedded import EmbeddedSampler
+from jaxrl.sampling.mirrored import Absent, Mirrored
 from jaxrl.sampling.vllm import VllmSampler
 from sharding.partition import Layout
 
@@ -98,6 +101,7 @@ def open_sampler(
     layout: Layout,
     directory: Path,
     note: Callable[[str], None],
+    hosts: Hosts | None = None,
     adapters: Adapters | None = None,
 ) -> Iterator[Serving]:
     """The sampler of the config, which serves `params` as `version`.
@@ -111,12 +115,14 @@ def open_sampler(
       layout: the learner's devices.
       directory: the run's; a server that is started here logs there.
       note: shows a line to the user.
+      hosts: the processes of the run, the first of which talks to servers; None for one.
       adapters: if servers shall get adapters by themselves and not whole weights.
 
     Raises:
       ServerFailedError: if a server does not start.
       RefusedError: if a server computes in another dtype than the policy says.
     """
+    hosts = hosts or Hosts()
     if config.sampler.name == "embedded":
         embedded = EmbeddedSampler(
             model,
@@ -131,7 +137,16 @@ def open_sampler(
             embedded.load(lora.merge(params), version=version)
             return {}
 
-        yield Serving(embedded, load)
+        yield Serving(embedded if hosts.count == 1 else Mirrored(embedded, hosts), load)
+        return
+    if hosts.count > 1 and adapters is not None:
+        raise ValueError(
+            "lora.publish = 'adapters' works in one process only; set lora.publish = 'merged'"
+        )
+    if not hosts.leads:
+        follow = _follow(model, policy)
+        follow(params, version=version)
+        yield Serving(Absent(), follow)
         return
     # Whoever has an account on this machine could ask a server of ours without one.
     key = api_key() if config.sampler.url else api_key() or secrets.token_hex(16)
@@ -205,6 +220,17 @@ def _bring_whole(publisher: WeightPublisher, model: Model, policy: Precision) ->
         return None, publisher.publish(source, version=version)
 
     return bring
+
+
+def _follow(model: Model, policy: Precision) -> Publish:
+    """The part of the other processes in a publish: they gather the tensors, too."""
+
+    def follow(params: Params, *, version: int) -> dict[str, float]:
+        del version
+        deque(ParamsSource(lora.merge(params), model.specs, dtype=policy.wire), maxlen=0)
+        return {}
+
+    return follow
 
 
 def _bring_base(config: ServingConfig, policy: Precision) -> PublishBase:

@@ -66,6 +66,24 @@ class Samples:
             file.writelines(lines)
 
 
+class NoSamples:
+    """Keeps none."""
+
+    def due(self, step: int) -> bool:
+        """Never."""
+        return False
+
+    def write(
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        *,
+        advantages: Advantages,
+        betas: Sequence[np.ndarray] | None,
+    ) -> None:
+        """See `Samples.write`."""
+
+
 def _numbers(values: np.ndarray | float, rollout: Rollout) -> list[float | None]:
     """A number for each token of an answer; None where the policy did not choose it."""
     whole = np.broadcast_to(np.asarray(values, np.float64), rollout.completion.shape)

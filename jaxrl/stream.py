@@ -29,6 +29,7 @@ from jaxrl.batch import Rollout
 from jaxrl.buffer import Buffer, Counts, staleness
 from jaxrl.data import Example
 from jaxrl.draw import Drawn, draw
+from jaxrl.hosts import Hosts
 from jaxrl.run import Progress, Run
 
 
@@ -41,11 +42,22 @@ class Collect(Protocol):
 @contextmanager
 def open_answers(run: Run, progress: Progress) -> Iterator[Collect]:
     """How a run comes to its answers: in turn with learning, or while the learner trains."""
-    if run.config.rollouts.max_staleness == 0:
-        yield functools.partial(collect, run, progress)
+    if run.config.rollouts.max_staleness == 0 or not run.hosts.leads:
+        yield _shared(run.hosts, functools.partial(collect, run, progress))
     else:
         with Stream(run, progress) as stream:
-            yield stream.collect
+            yield _shared(run.hosts, stream.collect)
+
+
+def _shared(hosts: Hosts, collect: Collect) -> Collect:
+    """What process 0 collects, on all processes."""
+
+    def shared(*, seconds: Numbers) -> Answers:
+        answers, taken = hosts.led(lambda: (collect(seconds=seconds), seconds))
+        seconds |= taken
+        return answers
+
+    return shared
 
 
 class Stream:

@@ -55,6 +55,22 @@ class Tracker(NamedTuple):
         self.progress.note(text)
 
 
+class Silence:
+    """A tracker that keeps and shows nothing."""
+
+    def __init__(self) -> None:
+        self.history = History()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Tracker.log`."""
+
+    def event(self, step: int, event: Mapping[str, Any]) -> None:
+        """See `Tracker.event`."""
+
+    def note(self, text: str) -> None:
+        """See `Tracker.note`."""
+
+
 @contextmanager
 def open_tracker(
     run_dir: str | os.PathLike[str],

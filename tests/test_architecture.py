@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 # A unit is a module or a package of jaxrl, or sharding; it may import its own and lower layers.
 # What is not named here is a program's part: config, loop, sft, evaluate, tracking, ...
 LOWER = (
-    {"sharding", "precision", "metrics", "plugins"},
+    {"sharding", "precision", "metrics", "plugins", "hosts"},
     {"batch", "advantages", "losses", "models"},
     {
         "learner",

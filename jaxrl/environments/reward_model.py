@@ -16,6 +16,7 @@ from jaxrl.models.scorer import sequence_scores
 from jaxrl.models.spec import Params
 from jaxrl.precision import Precision, cast
 from jaxrl.update import by_microbatch, constrainer
+from sharding.transfer import fetch, place
 
 # (parameters, minibatch of N rows) -> f32[N, T + 1]: the score of each row's sequences 1, 2, ...
 Scores = Callable[[Params, Minibatch], jax.Array]
@@ -80,8 +81,8 @@ def rate(model: RewardModel, rollouts: Sequence[Rollout]) -> np.ndarray:
         rows, rows_per_microbatch=model.rows_per_microbatch, max_microbatches=most
     )
     batch = pack(rollouts, [0.0] * len(rollouts), rows=placed, row_length=model.row_length)
-    minibatch = Minibatch(batch=jax.device_put(batch, model.sharding), microbatches=jnp.int32(used))
-    scores = np.asarray(model.scores(model.params, minibatch), np.float64)
+    minibatch = Minibatch(batch=place(batch, model.sharding), microbatches=jnp.int32(used))
+    scores = np.asarray(fetch(model.scores(model.params, minibatch)), np.float64)
     seats = {i: _Seat(r, s) for r, row in enumerate(placed) for s, i in enumerate(row, start=1)}
     values = np.array([scores[seats[i]] for i in range(len(rollouts))])
     return np.where(np.isfinite(values), values, np.nan)

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -227,15 +227,35 @@ def save(
     Raises:
       ValueError: if `params` are not those of `config`; the message names the parameter.
     """
+    save_tensors(
+        directory,
+        _tensors(params, spec.flatten(param_specs(config)), dtype=dtype),
+        config,
+        dtype=dtype,
+        source_dir=source_dir,
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def save_tensors(
+    directory: str | Path,
+    tensors: Iterable[tuple[str, np.ndarray]],
+    config: DecoderConfig,
+    *,
+    dtype: DType,
+    source_dir: str | Path | None = None,
+    max_shard_bytes: int = 5 * 2**30,
+) -> None:
+    """As `save`, of (name, tensor) in the order of the decoder's specs, which are in `dtype`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     flat = spec.flatten(param_specs(config))
     shards = _plan_shards(flat, itemsize=np.dtype(dtype).itemsize, max_bytes=max_shard_bytes)
     weight_map: dict[str, str] = {}
-    tensors = _tensors(params, flat, dtype=dtype)
+    stream = iter(tensors)
     for i, names in enumerate(shards, start=1):
         file = _SINGLE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
-        content = dict(next(tensors) for _ in names)
+        content = dict(next(stream) for _ in names)
         # transformers reads the format from here and refuses files without it.
         save_file(content, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)

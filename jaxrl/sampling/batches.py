@@ -16,6 +16,7 @@ from jaxrl.sampling.choice import Draw, draw
 from jaxrl.sampling.decoding import SEGMENT, Drawn, Rows, begin, decode, move, start
 from jaxrl.sampling.stopping import empty_tail, stop_table
 from sharding.partition import Layout
+from sharding.transfer import fetch, place
 
 # A batch becomes this many times smaller once so few of it are running, but not below this number
 # of rows, where a step takes hardly less time.
@@ -44,7 +45,7 @@ class Request(NamedTuple):
 
     def put(self, rows: np.ndarray) -> jax.Array | np.ndarray:
         """An array with a first dimension of prompts or answers, on the devices."""
-        return rows if self.layout is None else jax.device_put(rows, self.layout.batch(("batch",)))
+        return rows if self.layout is None else place(rows, self.layout.batch(("batch",)))
 
 
 class _Progress:
@@ -117,7 +118,7 @@ def run_batch(turns: Sequence[Turn], request: Request) -> Iterator[Completion]:
     while True:
         if request.closed.is_set():
             raise ClosedError("the sampler was closed")
-        out, length, ended = jax.device_get((out, rows.length, rows.ended))
+        out, length, ended = fetch((out, rows.length, rows.ended))
         total += int(out.count)
         finished = []
         for row, one in enumerate(progress):

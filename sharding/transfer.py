@@ -1,0 +1,44 @@
+"""Between the host's memory and devices that may belong to several processes."""
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+
+def place(tree: Any, shardings: Any) -> Any:
+    """Arrays on devices. Over several processes each puts its own parts, and nothing is sent.
+
+    Args:
+      tree: of arrays in the host's memory, the same on every process.
+      shardings: one for all of them, or a tree of the same form.
+    """
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings)
+    if isinstance(shardings, Sharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+    return jax.tree.map(_place, tree, shardings)
+
+
+def fetch(tree: Any) -> Any:
+    """Arrays in the host's memory, whole. Over several processes all must call it."""
+    if jax.process_count() > 1:
+        tree = jax.tree.map(_whole, tree)
+    return jax.device_get(tree)
+
+
+def _place(x: Any, sharding: Sharding) -> jax.Array:
+    # jax.device_put would compare the values of all processes, which sends each of them around.
+    host = jax.device_get(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _whole(x: Any) -> Any:
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+        return x
+    assert isinstance(x.sharding, NamedSharding)
+    return jax.jit(_same, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
