@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.models.logprobs import token_logprobs
 from jaxrl.precision import PRESETS, cast, parse, sampler_precision
-from jaxrl.sampling.base import SamplingParams
+from jaxrl.sampling.base import SamplingParams, Turn
 from jaxrl.sampling.embedded import EmbeddedSampler
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
@@ -199,3 +199,20 @@ def test_requests_that_cannot_be_answered_are_refused_at_once(
 ):
     with pytest.raises(ValueError, match=message):
         sampler.sample(prompts, SAMPLED, group_size=group_size)
+
+
+def test_a_turn_has_its_own_room_and_its_own_place(sampler):
+    """Places decide what is drawn, whoever else is there; less room cuts the same answer."""
+    whole = _answers(sampler)
+    rooms = {(0, 1): 100, (1, 0): 7, (1, 3): len(whole[1, 3].tokens), (2, 2): 1}
+    turns = [Turn(PROMPTS[i], i, j, room) for (i, j), room in rooms.items()]
+    found = {(c.prompt_index, c.sample_index): c for c in sampler.sample_turns(turns, SAMPLED)}
+    assert found.keys() == rooms.keys()
+    for place, room in rooms.items():
+        one, other = found[place], whole[place]
+        np.testing.assert_array_equal(one.tokens, other.tokens[:room])
+        np.testing.assert_allclose(one.logprobs, other.logprobs[:room], atol=1e-5)
+        cut = len(other.tokens) > room
+        assert one.finish_reason == ("length" if cut else other.finish_reason)
+    with pytest.raises(ValueError, match="max_tokens=0"):
+        sampler.sample_turns([Turn(PROMPTS[0], 0, 0, 0)], SAMPLED)
