@@ -128,7 +128,9 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path):
 @pytest.fixture(scope="module")
 def page(runs, tmp_path_factory):
     file = tmp_path_factory.mktemp("page") / "page.html"
-    file.write_text(render([collect(runs / name, name=name) for name in ("first", "second")]))
+    named = {"first": "first", "second": "second-with-a-name-that-a-phone-cannot-show-in-a-line-0"}
+    found = [collect(runs / run, name=name) for run, name in named.items()]
+    file.write_text(render(found))
     with open_page(tmp_path_factory.mktemp("profile")) as opened:
         opened.file = file
         yield opened
