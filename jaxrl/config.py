@@ -213,6 +213,8 @@ def _contradictions(c: Config) -> Iterator[str]:
         )
     if c.sampler.name == "embedded" and c.sampler.url:
         yield "sampler.url names servers and sampler.name = 'embedded' asks none; set it to 'vllm'"
+    if c.sampler.name != "embedded" and c.sampler.rules is not None:
+        yield f"sampler.rules = {c.sampler.rules!r} is for sampler.name = 'embedded'; leave it out"
     on_mesh = c.sampler.name == "embedded" or c.reward.model is not None
     if c.rollouts.max_staleness and math.prod(c.mesh.sizes.values()) > 1 and on_mesh:
         yield (

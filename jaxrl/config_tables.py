@@ -184,6 +184,11 @@ class SamplerConfig(ServerConfig):
     name: Literal["embedded", "vllm"] = "embedded"
     """`embedded` decodes on the learner's devices; `vllm` asks servers."""
 
+    rules: Literal["data", "fsdp", "tensor", "fsdp_tensor", "expert", "all"] | None = None
+    """How the embedded sampler's weights and answers are cut over the mesh, as `mesh.rules`; as the
+    learner's when absent. `data` keeps whole weights on each device, so that a token costs no
+    traffic."""
+
     url: Texts = ()
     """Addresses of running servers (`jaxrl serve`), such as http://127.0.0.1:8000; when empty, one
     is started with the keys below and ends with the run."""

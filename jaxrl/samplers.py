@@ -25,12 +25,14 @@ from jaxrl.hosts import Hosts
 from jaxrl.models import lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
+from jaxrl.planning.collectives import collectives
 from jaxrl.precision import Precision
 from jaxrl.sampling.base import Sampler
 from jaxrl.sampling.embedded import EmbeddedSampler
 from jaxrl.sampling.mirrored import Absent, Mirrored
 from jaxrl.sampling.vllm import VllmSampler
 from sharding.partition import Layout
+from sharding.rules import PRESETS
 
 
 class Batching(Protocol):
@@ -124,18 +126,25 @@ def open_sampler(
     """
     hosts = hosts or Hosts()
     if config.sampler.name == "embedded":
+        rules = config.sampler.rules
+        own = layout if rules is None else Layout(layout.mesh, PRESETS[rules])
+        several = layout.mesh.size > 1
         embedded = EmbeddedSampler(
-            model,
+            model._replace(local=own.local) if several else model,
             lora.merge(params),
             precision=policy,
             version=version,
             max_batch=config.sampling.max_batch,
-            layout=layout if layout.mesh.size > 1 else None,
+            layout=own if several else None,
         )
+        numbers: dict[str, float] = {}
+        if several:
+            moved = collectives(embedded.transfer(lora.merge(params)), trips=lambda _: 1)
+            numbers["publish/bytes_sent"] = sum(traffic.sent for traffic in moved.values())
 
         def load(params: Params, *, version: int) -> dict[str, float]:
             embedded.load(lora.merge(params), version=version)
-            return {}
+            return numbers
 
         yield Serving(embedded if hosts.count == 1 else Mirrored(embedded, hosts), load)
         return

@@ -114,7 +114,7 @@ def _traffic(line: str, match: re.Match[str], *, inside: str) -> tuple[str, Traf
 
 def _group_size(line: str) -> int:
     """Devices that one collective spans. XLA writes groups in three ways."""
-    if match := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", line):
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line):
         sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)'=(\d+)", match[1])}
         return math.prod(sizes[axis] for axis in re.findall(r"'(\w+)'", match[2]))
     if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", line):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from jaxrl import parts
 from jaxrl.config import Config
 from jaxrl.models import lora
 from jaxrl.planning.program import Program
@@ -28,7 +29,11 @@ def report(config: Config, topology: Topology, program: Program, *, link_rate: f
     ]
     if not fits(program, topology):
         lines += ["", "To make it fit:", *(f"  - {line}" for line in _advice(config, program))]
-    return "\n".join([*lines, "", verdict(program, topology)])
+    left_out = _left_out(config)
+    if left_out:
+        lines += ["", left_out]
+    last = verdict(program, topology) + ", without the critic" * bool(left_out)
+    return "\n".join([*lines, "", last])
 
 
 def peak(program: Program) -> float:
@@ -60,6 +65,20 @@ def _what(config: Config, topology: Topology, program: Program) -> Iterator[str]
         f"most, remat {config.train.remat}, attention by {program.kernel}"
     )
     yield f"compiled in {program.seconds:.0f} s, {program.hlo_bytes / 2**20:.1f} MiB of program"
+
+
+def _left_out(config: Config) -> str:
+    """What the plan does not count of a run with a critic; empty without one."""
+    if parts.make_recipe(config).critic is None:
+        return ""
+    if config.critic.trunk == "shared":
+        return (
+            "Left out: the critic, whose head on the policy's trunk is one more row of parameters"
+        )
+    return (
+        "Left out: the critic, a network of its own that is trained whole. Between steps a chip "
+        "holds its parameters and optimizer, too; its step takes turns with the policy's"
+    )
 
 
 def _memory(program: Program) -> Iterator[str]:

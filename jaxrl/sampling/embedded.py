@@ -1,11 +1,11 @@
 """Sampling with JAX on the learner's own arrays: the default sampler, without a server."""
 
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.models.decoder import Model
@@ -64,6 +64,10 @@ class EmbeddedSampler:
         self._max_batch = max_batch
         self._layout = layout
         self._closed = threading.Event()
+        self._serve = jax.jit(
+            functools.partial(_as_served, policy=precision),
+            out_shardings=None if layout is None else layout.tree(model.specs),
+        )
         self.load(params, version=version)
 
     @property
@@ -77,14 +81,12 @@ class EmbeddedSampler:
         They are cast to `precision.wire`, then to `precision.sampler`, on their devices. The
         sampler keeps a copy of its own: the learner may donate its arrays.
         """
-        # Two steps outside of any compiled function: XLA may leave out a rounding that is undone.
-        weights = cast(cast(params, self._policy.wire), self._policy.sampler)
-        if self._layout is not None:
-            weights = jax.device_put(weights, self._layout.tree(self._model.specs))
-        weights = jax.tree.map(
-            lambda new, old: jnp.copy(new) if new is old else new, weights, params
-        )
-        self._weights = _Weights(weights, version)
+        self._weights = _Weights(self._serve(params), version)
+
+    def transfer(self, params: Params) -> str:
+        """The program that brings weights from where the learner has them to where the sampler
+        wants them, compiled, as HLO text."""
+        return self._serve.lower(params).compile().as_text() or ""
 
     def close(self) -> None:
         """See `Sampler.close`."""
@@ -151,3 +153,8 @@ class EmbeddedSampler:
             for i in starts
             for completion in run_batch(ordered[i : i + self._max_batch], request)
         )
+
+
+def _as_served(params: Params, *, policy: Precision) -> Params:
+    # The barrier keeps XLA from leaving out a rounding that the second cast seems to undo.
+    return cast(jax.lax.optimization_barrier(cast(params, policy.wire)), policy.sampler)

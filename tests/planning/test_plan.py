@@ -77,6 +77,17 @@ def test_the_report_ends_with_the_verdict(planned):
     assert "tokens/s" in report.report(config, small, program, link_rate=1e9)
 
 
+@pytest.mark.parametrize(
+    ("trunk", "said"), [("own", "a network of its own"), ("shared", "on the policy's trunk")]
+)
+def test_a_critic_is_left_out_and_the_plan_says_so(planned, tmp_path, trunk, said):
+    config = make_config(tmp_path, loss__name="ppo", critic__trunk=trunk)
+    text = report.report(config, planned[1], planned[2], link_rate=1e9)
+    assert "Left out: the critic" in text
+    assert said in text
+    assert text.splitlines()[-1].endswith("per chip: fits, without the critic")
+
+
 def test_what_does_not_fit_gets_advice(planned):
     config, _, program = planned
     chip = dataclasses.replace(CHIPS["v5e"], memory=1000.0)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.models.logprobs import token_logprobs
+from jaxrl.planning.collectives import collectives
 from jaxrl.precision import PRESETS, cast, parse, sampler_precision
 from jaxrl.sampling.base import SamplingParams, Turn
 from jaxrl.sampling.embedded import EmbeddedSampler
@@ -175,6 +176,20 @@ def test_a_mesh_gives_the_answers_of_one_device(greedy, rules, axes):
     assert _same_tokens(greedy, sharded)
     for key in greedy:
         np.testing.assert_allclose(greedy[key].logprobs, sharded[key].logprobs, atol=1e-5)
+
+
+def test_weights_reach_the_samplers_own_layout_in_one_program_of_known_traffic():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    params = jax.device_put(PARAMS, Layout(mesh, RULES["fsdp_tensor"]).tree(MODEL.specs))
+    own = Layout(mesh, RULES["data"])
+    sampler = EmbeddedSampler(MODEL, params, precision=F32, layout=own)
+    moved = collectives(sampler.transfer(params), trips=pytest.fail)
+    # A device has an eighth of each matrix and gets the rest; norms are whole everywhere.
+    cut = [x for x in jax.tree.leaves(params) if not x.is_fully_replicated]
+    assert moved.keys() == {"all-gather"}
+    assert sum(x.nbytes for x in cut) * 7 / 8 == moved["all-gather"].sent
+    same = EmbeddedSampler(MODEL, params, precision=F32, layout=Layout(mesh, RULES["fsdp_tensor"]))
+    assert collectives(same.transfer(params), trips=pytest.fail) == {}
 
 
 def test_weights_that_overflow_are_reported():
