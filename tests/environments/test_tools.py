@@ -1,7 +1,9 @@
 """Tools: what a call may do, what is said of a bad one, and in which tokens."""
 
 import asyncio
+import importlib
 import json
+import random
 import typing
 from pathlib import Path
 from typing import Any
@@ -338,3 +340,27 @@ def test_a_game_with_gymnasiums_interface_is_an_environment(tmp_path: Path, name
     assert (hit.done, hit.reward) == (True, 1.0)
     with pytest.raises(ValueError, match="does not say where"):
         asyncio.run(game.reset(example("Play!")))
+
+
+def test_the_examples_demonstrations_look_as_episodes_do(tmp_path, monkeypatch):
+    """The calculator's SFT texts in ids are the prompt, a call, and what the agent appends."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    script = importlib.import_module("make_calculator")
+    script.write_model(tmp_path, script.MODEL | {"num_hidden_layers": 1}, seed=0)
+    tokens = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    monkeypatch.setattr(script, "CALLS", {"*": 1.0})
+    monkeypatch.setattr(script, "SLIPS", 0.0)
+    asks, answers = script.student("12*34", rng=random.Random(0))
+    turn = ids(asks["completion"] + "<|end|>", tokens)
+    chat = Chat(tokens)
+    (made,) = calls_in(chat.text(turn))
+    said = asyncio.run(answer(made, TOOLS)).text
+    assert said == answers["completion"] == "408"
+
+    def rendered(messages):
+        kwargs = {"tokenize": False, "add_generation_prompt": True}
+        return ids(tokens.apply_chat_template(messages, **kwargs), tokens)
+
+    prompt = rendered([{"role": "user", "content": asks["prompt"]}])
+    seen = chat.tool_responses([said], after=turn)
+    assert np.concatenate([prompt, turn, seen]).tolist() == rendered(answers["prompt"]).tolist()
