@@ -151,30 +151,40 @@ def test_a_learning_rate_that_is_too_high_is_seen_before_the_reward_falls(materi
     assert max(rewards[first + 1 :]) < 0.7 * np.mean(rewards[first - 3 : first])
 
 
-def test_a_healthy_run_raises_none(material, tmp_path):
-    loop.train(config(material, tmp_path / "run", train__steps="30"))
-    entries = read_metrics(tmp_path / "run/metrics.jsonl")
-    assert column(entries, "reward")[-1] > 1.5 * column(entries, "reward")[0]
-    assert events(tmp_path / "run") == []
+@pytest.fixture(scope="module")
+def healthy(material, tmp_path_factory):
+    """A run that goes well."""
+    run_dir = tmp_path_factory.mktemp("healthy") / "run"
+    loop.train(config(material, run_dir, train__steps="30"))
+    return run_dir
 
 
-def test_a_paused_run_goes_on_as_if_it_had_not_been(material, tmp_path, capsys):
-    tight = {"train.steps": "8", "alarms.kl_floor": "0", "alarms.kl_factor": "0.001"}
-    arguments = {}
-    for name, action in (("paused", "pause"), ("whole", "off")):
-        given = keys(material, tmp_path / name, alarms__kl_spike=action, **tight)
-        arguments[name] = [f"--{key}={value}" for key, value in given.items()]
-    assert main(["train", *arguments["paused"]]) == 3
+def test_a_healthy_run_raises_none(healthy):
+    rewards = column(read_metrics(healthy / "metrics.jsonl"), "reward")
+    assert rewards[-1] > 1.5 * rewards[0]
+    assert events(healthy) == []
+
+
+def test_a_paused_run_goes_on_as_if_it_had_not_been(material, healthy, tmp_path, capsys):
+    changes = {
+        "train.steps": "30",
+        "alarms.kl_spike": "pause",
+        "alarms.kl_floor": "0",
+        "alarms.kl_factor": "0.001",
+        "alarms.window": "30",
+    }
+    given = keys(material, tmp_path / "run", **changes)
+    arguments = ["train", *(f"--{key}={value}" for key, value in given.items())]
+    assert main(arguments) == 3
     said = capsys.readouterr().out
     assert "paused: step 6: KL spike" in said
     assert "loss.kl" in said
     assert "the same command goes on" in said
-    assert (tmp_path / "paused/checkpoints/6").is_dir()
-    assert main(["train", *arguments["paused"]]) == 0
-    assert main(["train", *arguments["whole"]]) == 0
-    models = [tmp_path / name / "model/model.safetensors" for name in ("paused", "whole")]
+    assert (tmp_path / "run/checkpoints/6").is_dir()
+    assert main(arguments) == 0
+    models = [run / "model/model.safetensors" for run in (tmp_path / "run", healthy)]
     assert models[0].read_bytes() == models[1].read_bytes()
-    assert [event["action"] for event in events(tmp_path / "paused")] == ["pause"]
+    assert [event["action"] for event in events(tmp_path / "run")] == ["pause"]
 
 
 def watched(material, directory, **changes):
