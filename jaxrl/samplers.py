@@ -201,8 +201,11 @@ def open_sampler(
                 keep=adapters.keep,
             ).publish
 
+        serving = set(urls)  # until one is found missing
+
         def publish(params: Any, *, version: int) -> dict[str, float]:
-            before = {server.url for server in servers if server.connected}
+            nonlocal serving
+            before = serving
             adapter, timings = bring(params, version=version)
             serving = {server.url for server in servers if server.connected}
             for url in sorted(before - serving):

@@ -71,7 +71,8 @@ class Server(Protocol):
     """The control side of one sampling server."""
 
     def connect(self, *, root: str, wire: str, sampler: str) -> None:
-        """Tells the server where payloads will lie and in which dtype.
+        """Tells the server where payloads will lie and in which dtype; one that does not answer is
+        told at the next update.
 
         Raises:
           RefusedError: if the server computes in another dtype than `sampler`, or has no such root.

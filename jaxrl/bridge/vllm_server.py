@@ -59,7 +59,8 @@ class VllmServer:
     def connect(self, *, root: str, wire: str, sampler: str) -> None:
         """See `Server.connect`."""
         self._init_info = {"root": root, "wire": wire, "sampler": sampler}
-        self._meet()
+        with contextlib.suppress(_UnreachableError):
+            self._meet()
 
     def update(self, payload: str, *, version: int, in_flight: InFlight) -> Timings:
         """See `Server.update`. Of a server that answers, whatever is not clearly a refusal counts

@@ -311,6 +311,8 @@ def test_a_server_that_others_can_reach_needs_a_key(tmp_path: Path) -> None:
 
 def test_nobody_there_is_lost(tmp_path: Path) -> None:
     nobody = VllmServer("http://127.0.0.1:9", timeout=1.0)
+    nobody.connect(root=str(tmp_path), wire="float32", sampler="float32")  # it may come later
+    assert not nobody.connected
     with pytest.raises(LostError, match=r"127\.0\.0\.1:9/"):
         nobody.update("slot-0", version=1, in_flight="keep")
     with pytest.raises(ValueError, match="not the http"):

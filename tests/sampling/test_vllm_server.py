@@ -252,6 +252,10 @@ def test_a_server_that_fails_is_done_without_and_taken_back(material, monkeypatc
             assert publish(5) == 1
             assert f"{mortal} does not answer" in notes[-1]
             assert versions() == {5}
+    # A run that begins while a server is away begins with the others.
+    with opened(material, [mortal, material.url], note=notes.append) as serving:
+        assert f"{mortal} does not answer" in notes[-1]
+        assert versions() == {0}
 
 
 def test_a_run_trains_through_the_server_and_goes_on(material, tmp_path):
