@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from make_arithmetic import MODEL, PRINTABLE
+from make_arithmetic import MODEL, PRINTABLE, TEMPLATE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxrl.environments.toolbox import calculator
@@ -30,11 +30,6 @@ CALLS = {"+": 0.02, "*": 0.25}  # share of the sums that the student gives to th
 SLIPS = 0.2  # share of its calls with a wrong digit
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|unknown|>")
 ADDED = ("<tool_call>", "</tool_call>")
-TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}"
-    "{% if message.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 
 def main() -> None:
