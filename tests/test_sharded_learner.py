@@ -142,7 +142,9 @@ def test_moments_in_the_hosts_memory_change_nothing():
 
 def test_devices_that_cannot_reach_the_hosts_memory_are_named():
     memory = SimpleNamespace(kind="hbm")
-    device = SimpleNamespace(device_kind="Abacus", addressable_memories=lambda: [memory])
+    device = SimpleNamespace(
+        device_kind="Abacus", process_index=0, addressable_memories=lambda: [memory]
+    )
     mesh = SimpleNamespace(devices=np.array([device]))
     layout: Any = SimpleNamespace(mesh=mesh, state=lambda state, specs: state)
     with pytest.raises(ValueError, match="Abacus has the memories hbm, and pinned_host is wanted"):
