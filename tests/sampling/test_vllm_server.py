@@ -16,6 +16,9 @@ from jaxrl.batch import Rollout, pack
 from jaxrl.bridge.base import RefusedError
 from jaxrl.bridge.vllm_server import VllmServer
 from jaxrl.cli import main
+from jaxrl.data import Example
+from jaxrl.environments.base import Limits, Step
+from jaxrl.environments.play import Arena, RequestsDesk, play
 from jaxrl.learner import Minibatch, make_learner
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective
@@ -149,6 +152,43 @@ def test_the_server_scores_given_tokens_as_the_learner_does(serving):
         again = serving.score([np.append(PROMPTS[c.prompt_index], c.tokens) for c in drawn])
         for completion, scores in zip(drawn, again, strict=True):
             np.testing.assert_allclose(completion.logprobs, scores[-9:], atol=5e-5)
+
+
+class Speaks:
+    """Says the same after each of three turns."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    def reset(self, example):
+        return example.tokens
+
+    def step(self, completion):
+        self.turns += 1
+        return Step([40, 3], done=self.turns == 3)
+
+
+def test_a_turn_is_drawn_after_all_that_was_said_before(serving):
+    """Each token of an episode has the log-prob that one forward pass over all of it gives."""
+    limits = Limits(turns=3, tokens=60, prompt_tokens=16, seconds=60.0, vocab_size=64)
+    params = SamplingParams(max_tokens=60, stop=tuple((i,) for i in range(32)), seed=5)
+    examples = {7 + i: Example(prompt, {}, {}) for i, prompt in enumerate(PROMPTS)}
+    serving.publish(tiny.params(3, config=SERVED), version=3)
+    found = play(
+        Arena(Speaks, limits, RequestsDesk),
+        examples,
+        sampler=serving.sampler,
+        params=params,
+        group_size=4,
+    )
+    assert found.first_failure is None
+    assert {r.episode.end for r in found.rollouts} == {"done"}
+    scores = serving.score([np.append(r.prompt, r.completion) for r in found.rollouts])
+    for r, known in zip(found.rollouts, scores, strict=True):
+        assert (r.completion[~r.action_mask] == [40, 3] * 2).all()
+        assert set(r.version[r.action_mask]) == {3}
+        whole = known[len(r.prompt) :][r.action_mask]
+        np.testing.assert_allclose(r.logprobs[r.action_mask], whole, atol=5e-5)
 
 
 def all_logprobs(params, tokens) -> np.ndarray:
