@@ -6,6 +6,7 @@ first `warmup` steps: they are what later steps are compared with.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -100,15 +101,32 @@ def kl_with_reward(history: History, limits: Limits) -> Finding | None:
 def gradient_spike(history: History, limits: Limits) -> Finding | None:
     """Gradient norm above `gradient_factor` x the median of the window before, or a quarter of the
     first steps' median if that is larger (to come back from nothing is no spike), and above
-    `gradient_floor`."""
-    value, before = history.newest("grad_norm"), history.before("grad_norm", limits.window)
-    first = history.first("grad_norm", limits.warmup)
-    if not before.size:
+    `gradient_floor`. The window is of steps in which some group had spread: in a task that is
+    nearly solved most have none, and next to nothing to learn. Without any it is the first steps
+    that count."""
+    value, first = history.newest("grad_norm"), history.first("grad_norm", limits.warmup)
+    before = _before_with_spread(history, limits.window) or list(first)
+    if not before:
         return None
     usual = max(float(np.median(before)), float(np.median(first)) / 4)
     limit = max(limits.gradient_factor * usual, limits.gradient_floor)
     text = f"gradient norm {value:.3g}, median of {len(before)} steps {np.median(before):.3g}"
     return Finding(value, limit, text) if value > limit else None
+
+
+def _before_with_spread(history: History, count: int) -> list[float]:
+    """Gradient norms of the last `count` steps before this one in which some group had spread; none
+    is looked for further back than ten times as many steps."""
+    steps, values = history.column("grad_norm")
+    found: list[float] = []
+    newest_first = zip(reversed(steps), reversed(values), strict=True)
+    for step, value in itertools.islice(newest_first, 10 * count):
+        flat, groups = (history.at(f"groups/{n}", step) for n in ("zero_std", "sampled"))
+        if step != history.step and not flat >= groups:
+            found.append(value)
+            if len(found) == count:
+                break
+    return found
 
 
 def diversity(history: History, limits: Limits) -> Finding | None:

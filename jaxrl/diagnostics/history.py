@@ -1,5 +1,6 @@
 """The metrics of a run as columns, to be judged while it goes on or when it is over."""
 
+import bisect
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -48,6 +49,12 @@ class History:
         """The value of this step; NaN if it has none."""
         steps, values = self.column(name)
         return values[-1] if steps and steps[-1] == self.step else math.nan
+
+    def at(self, name: str, step: int) -> float:
+        """The value of some step; NaN if it has none."""
+        steps, values = self.column(name)
+        place = bisect.bisect_left(steps, step)
+        return values[place] if place < len(steps) and steps[place] == step else math.nan
 
     def before(self, name: str, count: int) -> np.ndarray:
         """The last `count` values before this step's, or as many as there are."""

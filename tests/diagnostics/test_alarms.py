@@ -114,6 +114,19 @@ def test_a_run_that_is_watched_sees_what_a_replay_sees():
         assert replay(entries[:end], LIMITS) == seen
 
 
+def test_a_gradient_is_compared_with_steps_that_had_something_to_learn():
+    """A solved task: every tenth step has a group with spread, and an ordinary gradient."""
+    flat = {"grad_norm": 1e-6, "groups__zero_std": 8.0}
+    entries = run(40) + [
+        dict(entry, step=40 + i) for i, entry in enumerate(run(100, since=0, **flat))
+    ]
+    for entry in entries[45::10]:
+        entry |= {"grad_norm": 1.2, "groups/zero_std": 7.0}
+    assert "gradient_spike" not in {alarm.name for alarm in replay(entries, LIMITS)}
+    entries[-1] |= {"grad_norm": 12.0}
+    assert "gradient_spike" in {alarm.name for alarm in replay(entries, LIMITS)}
+
+
 def test_every_alarm_says_what_to_change():
     assert RULES.keys() == CAUSES.keys()
     known = {key.name for key in config_file.keys(Config)}
