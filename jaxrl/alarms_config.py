@@ -30,7 +30,8 @@ class AlarmsConfig(Section):
     """KL above twice its mean over the window, and above kl_floor, while the reward rises."""
 
     gradient_spike: Action = "log"
-    """Gradient norm above gradient_factor x the median of the window, and above gradient_floor."""
+    """Gradient norm above gradient_factor x the median of the window's steps in which some group
+    had spread, and above gradient_floor."""
 
     diversity: Action = "log"
     """Distinct 3-grams across prompts below distinct_factor x those of the first steps."""

@@ -199,15 +199,12 @@ def held_out(history: History, limits: Limits) -> Finding | None:
     if len(scores) < 2:
         return None
     best = int(np.argmax(scores))
-    then = [
-        value
-        for step, value in zip(*history.column("reward"), strict=True)
-        if steps[best] - limits.short < step <= max(steps[best], 1)
-    ]
+    # An evaluation before the first step is compared with that step's reward.
+    then = history.between("reward", steps[best] - limits.short, max(steps[best], 1))
     now = history.last("reward", limits.short)
-    if not then or not now.size:
+    if not then.size or not now.size:
         return None
-    drop, rise = scores[best] - scores[-1], float(now.mean()) - float(np.mean(then))
+    drop, rise = scores[best] - scores[-1], float(now.mean()) - float(then.mean())
     text = (
         f"held-out accuracy {scores[best]:.1%} after step {steps[best]} and {scores[-1]:.1%} after "
         f"step {steps[-1]}, while the reward rose by {rise:.3g}"
@@ -310,11 +307,10 @@ def replay(entries: Iterable[Mapping[str, Any]], limits: Limits) -> list[Alarm]:
 def _solved(history: History, limits: Limits) -> bool:
     """Whether the mean reward of the last steps is within a tenth of the range of rewards from the
     highest that was ever earned: certainty and sameness are then what was wanted."""
-    lowest, highest = history.column("reward/min").values, history.column("reward/max").values
+    low, high = history.lowest("reward/min"), history.highest("reward/max")
     rewards = history.last("reward", limits.short)
-    if not lowest or not highest or not rewards.size:
+    if low > high or not rewards.size:
         return False
-    low, high = min(lowest), max(highest)
     return float(rewards.mean()) >= low + _SOLVED * (high - low)
 
 

@@ -25,6 +25,7 @@ class History:
     def __init__(self) -> None:
         self.step = 0
         self._columns: dict[str, Column] = {}
+        self._extremes: dict[str, tuple[float, float]] = {}
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Takes an entry as `tracking.read_metrics` returns it. What is no finite number is left
@@ -35,6 +36,8 @@ class History:
                 column = self._columns.setdefault(name, Column([], []))
                 column.steps.append(self.step)
                 column.values.append(float(value))
+                low, high = self._extremes.get(name, (math.inf, -math.inf))
+                self._extremes[name] = min(low, value), max(high, value)
 
     @property
     def names(self) -> list[str]:
@@ -49,6 +52,20 @@ class History:
         """The value of this step; NaN if it has none."""
         steps, values = self.column(name)
         return values[-1] if steps and steps[-1] == self.step else math.nan
+
+    def lowest(self, name: str) -> float:
+        """Of all values; inf if there is none."""
+        return self._extremes.get(name, (math.inf, -math.inf))[0]
+
+    def highest(self, name: str) -> float:
+        """Of all values; -inf if there is none."""
+        return self._extremes.get(name, (math.inf, -math.inf))[1]
+
+    def between(self, name: str, after: int, upto: int) -> np.ndarray:
+        """The values of the steps after one and up to another."""
+        steps, values = self.column(name)
+        start, end = bisect.bisect_right(steps, after), bisect.bisect_right(steps, upto)
+        return np.array(values[start:end])
 
     def at(self, name: str, step: int) -> float:
         """The value of some step; NaN if it has none."""
