@@ -3,7 +3,7 @@
     ./scripts/quickstart.sh && ./scripts/install_vllm.sh
     python scripts/soak.py runs/soak [--steps 300] [--between 20 60] [--seed 0]
 
-With the default it takes some 30 minutes on 2 cores. Ends with an error if a step is missing or
+Ends with an error if a step is missing or
 double, or if rollouts made are not those learnt from, dropped and waiting.
 """
 
