@@ -56,16 +56,33 @@ def main() -> None:
 def write_model(directory: Path, model: dict, *, seed: int) -> None:
     """A Hugging Face checkpoint with random weights and a tokenizer of single characters."""
     vocabulary = {token: i for i, token in enumerate((*SPECIAL, *PRINTABLE))}
-    ids = {"vocab_size": len(vocabulary), "pad_token_id": 0, "eos_token_id": 1}
-    config = families.from_hf_config(model | ids)
-    f32 = jnp.dtype(jnp.float32)
-    params = spec.init(param_specs(config), jax.random.key(seed), dtype=f32)
-    huggingface.save(directory, params, config, dtype=f32)
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[-1]))
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.save(str(directory / "tokenizer.json"))
+    write_untrained(
+        directory, model, tokenizer.to_str(pretty=True), vocab_size=len(vocabulary), seed=seed
+    )
+
+
+def write_untrained(
+    directory: Path, model: dict, tokenizer: str, *, vocab_size: int, seed: int
+) -> None:
+    """A Hugging Face checkpoint with random weights.
+
+    Args:
+      directory: of the checkpoint.
+      model: its config.json without the vocabulary.
+      tokenizer: tokenizer.json, in which <|pad|> is 0 and <|end|> is 1.
+      vocab_size: number of its tokens.
+      seed: of the weights.
+    """
+    ids = {"vocab_size": vocab_size, "pad_token_id": 0, "eos_token_id": 1}
+    config = families.from_hf_config(model | ids)
+    f32 = jnp.dtype(jnp.float32)
+    params = spec.init(param_specs(config), jax.random.key(seed), dtype=f32)
+    huggingface.save(directory, params, config, dtype=f32)
+    (directory / "tokenizer.json").write_text(tokenizer)
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": SPECIAL[0],

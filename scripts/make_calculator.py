@@ -16,14 +16,10 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-from make_arithmetic import MODEL, PRINTABLE, TEMPLATE
+from make_arithmetic import MODEL, PRINTABLE, write_untrained
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxrl.environments.toolbox import calculator
-from jaxrl.models import families, huggingface, spec
-from jaxrl.models.decoder import param_specs
 
 SIZES = {"sft": 16_000, "train": 2_000, "held_out": 400}
 CALLS = {"+": 0.02, "*": 0.25}  # share of the sums that the student gives to the calculator
@@ -57,22 +53,8 @@ def write_model(directory: Path, model: dict, *, seed: int) -> None:
     added = json.loads(tokenizer.to_str())
     for token in added["added_tokens"]:
         token["special"] = token["content"] in SPECIAL  # calls are text, which the tools read
-    directory.mkdir(parents=True, exist_ok=True)
-    ids = {"vocab_size": tokenizer.get_vocab_size(), "pad_token_id": 0, "eos_token_id": 1}
-    config = families.from_hf_config(model | ids)
-    f32 = jnp.dtype(jnp.float32)
-    params = spec.init(param_specs(config), jax.random.key(seed), dtype=f32)
-    huggingface.save(directory, params, config, dtype=f32)
-    (directory / "tokenizer.json").write_text(json.dumps(added))
-    described = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": SPECIAL[0],
-        "eos_token": SPECIAL[1],
-        "unk_token": SPECIAL[-1],
-        "chat_template": TEMPLATE,
-        "clean_up_tokenization_spaces": False,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")
+    size = tokenizer.get_vocab_size()
+    write_untrained(directory, model, json.dumps(added), vocab_size=size, seed=seed)
 
 
 def write_texts(directory: Path, sizes: dict[str, int], *, rng: random.Random) -> None:
