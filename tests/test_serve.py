@@ -4,9 +4,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from jaxrl import config_file
+from jaxrl import config_file, parts, samplers
 from jaxrl.commands import serve
+from jaxrl.config import Config
 from jaxrl.config_file import ConfigError
+from jaxrl.precision import PRESETS
+from tests import tiny
 
 
 class Server:
@@ -50,3 +53,46 @@ def test_a_replica_that_ends_is_started_again(capsys):
 def test_replicas_need_a_port():
     with pytest.raises(ConfigError, match="such as port = 8000"):
         config_file.validate(serve.ServeConfig, {"replicas": 2})
+
+
+class StartedError(Exception):
+    pass
+
+
+def test_a_server_of_a_runs_own_has_a_key_that_nobody_knows(monkeypatch, tmp_path):
+    """Others with an account on the machine can reach loopback, too."""
+    keys: list[str | None] = []
+
+    def start(*_, key: str | None = None, **__):
+        keys.append(key)
+        raise StartedError
+
+    monkeypatch.setattr(samplers, "started_server", start)
+    asked = {"model.path": "m", "data.path": "d", "reward.path": "exact_match", "sampler.name": "vllm"}
+    config = config_file.load(Config, overrides=list(asked.items()))
+
+    def begin() -> None:
+        with (
+            pytest.raises(StartedError),
+            samplers.open_sampler(
+                config,
+                tiny.model(),
+                params={},
+                version=0,
+                policy=PRESETS["fp32"],
+                layout=parts.make_layout(config.mesh),
+                directory=tmp_path,
+                note=print,
+            ),
+        ):
+            pass
+
+    monkeypatch.delenv("JAXRL_API_KEY", raising=False)
+    begin()
+    begin()
+    assert None not in keys
+    assert len(set(keys)) == 2
+    assert all(len(key) >= 32 for key in keys if key)
+    monkeypatch.setenv("JAXRL_API_KEY", "mine")
+    begin()
+    assert keys[-1] == "mine"
