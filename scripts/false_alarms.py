@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 
 import jax
+from benchmarks.quickstart import material
 
 from jaxrl import config_file
 from jaxrl.config import Config
@@ -35,9 +36,7 @@ def main() -> None:
             "seed": seed,
             "run_dir": run_dir,
             "train.steps": options.steps,
-            "model.path": options.base / "sft/model",
-            "data.path": options.base / "train.jsonl",
-            "data.eval_path": options.base / "held_out.jsonl",
+            **material(options.base),
         }
         asked = [(key, str(value)) for key, value in overrides.items()]
         result = train(config_file.load(Config, file="configs/quickstart.toml", overrides=asked))

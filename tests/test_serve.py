@@ -68,7 +68,12 @@ def test_a_server_of_a_runs_own_has_a_key_that_nobody_knows(monkeypatch, tmp_pat
         raise StartedError
 
     monkeypatch.setattr(samplers, "started_server", start)
-    asked = {"model.path": "m", "data.path": "d", "reward.path": "exact_match", "sampler.name": "vllm"}
+    asked = {
+        "model.path": "m",
+        "data.path": "d",
+        "reward.path": "exact_match",
+        "sampler.name": "vllm",
+    }
     config = config_file.load(Config, overrides=list(asked.items()))
 
     def begin() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from benchmarks.quickstart import material
+
 from jaxrl import config_file, loop
 from jaxrl.config import Config
 from jaxrl.config_tables import ServerConfig
@@ -81,9 +83,7 @@ def measure(
         keys = {
             "seed": str(seed),
             "run_dir": str(run_dir),
-            "model.path": str(base / "sft" / "model"),
-            "data.path": str(base / "train.jsonl"),
-            "data.eval_path": str(base / "held_out.jsonl"),
+            **material(base),
             "sampler.url": json.dumps([url]),
             "rollouts.max_staleness": str(staleness),
             "train.steps": str(steps),

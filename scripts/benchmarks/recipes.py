@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import matplotlib
 import matplotlib.figure
+from benchmarks.quickstart import material
 
 from jaxrl import config_file, loop
 from jaxrl.config import Config
@@ -44,9 +45,7 @@ def train(recipe: str, *, seed: int, base: Path, out: Path) -> Curve:
             "loss.name": recipe,
             "seed": str(seed),
             "run_dir": str(run_dir),
-            "model.path": str(base / "sft" / "model"),
-            "data.path": str(base / "train.jsonl"),
-            "data.eval_path": str(base / "held_out.jsonl"),
+            **material(base),
         }
         loop.train(config_file.load(Config, file=CONFIG, overrides=list(keys.items())))
     entries = read_metrics(run_dir / "metrics.jsonl")

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.quickstart import material
+
 from jaxrl.bridge.vllm_server import VllmServer
 from jaxrl.tracking import read_metrics
 
@@ -85,9 +87,7 @@ def soak(
     keys = {
         "seed": str(seed),
         "run_dir": str(run_dir),
-        "model.path": str(base / "sft" / "model"),
-        "data.path": str(base / "train.jsonl"),
-        "data.eval_path": str(base / "held_out.jsonl"),
+        **material(base),
         "sampler.url": f"[{urls}]",
         "sampler.timeout": "60",
         "train.steps": str(steps),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import matplotlib
 import matplotlib.figure
+from benchmarks.quickstart import material
 
 from jaxrl import config_file, loop
 from jaxrl.config import Config
@@ -67,9 +68,7 @@ def train(kl: str, *, steps: int, base: Path, out: Path, stretch: int) -> Course
             "loss.kl": kl,
             "train.steps": str(steps),
             "run_dir": str(run_dir),
-            "model.path": str(base / "sft" / "model"),
-            "data.path": str(base / "train.jsonl"),
-            "data.eval_path": str(base / "held_out.jsonl"),
+            **material(base),
         }
         loop.train(config_file.load(Config, file=CONFIG, overrides=list(keys.items())))
     entries = [e for e in read_metrics(run_dir / "metrics.jsonl") if "reward" in e]
