@@ -6,7 +6,7 @@ import jax
 
 from jaxrl import parts, precision
 from jaxrl.actor_critic import ActorCritic, State, shared_trunk, side_by_side
-from jaxrl.config import Config
+from jaxrl.config.training import Config
 from jaxrl.critic import make_critic
 from jaxrl.learner import VALUE_HEAD, Learner
 from jaxrl.losses import Recipe

@@ -7,12 +7,12 @@ import jax
 
 from jaxrl import parts, precision
 from jaxrl.checkpoint import CheckpointError, Checkpoints
-from jaxrl.config import Config
+from jaxrl.config.mesh import MeshConfig
+from jaxrl.config.training import Config
 from jaxrl.learner import LearnerState, make_learner
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective
 from jaxrl.losses.surrogates import reinforce
-from jaxrl.mesh_config import MeshConfig
 from jaxrl.models import huggingface, lora, peft
 from jaxrl.models.decoder import Model, decoder
 from jaxrl.models.spec import Params

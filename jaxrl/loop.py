@@ -14,29 +14,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl import precision, shaping
+from jaxrl import precision
 from jaxrl.actor_critic import State
 from jaxrl.advantages import Advantages, estimate, explained_variance
-from jaxrl.answers import Answers, Numbers, clock
 from jaxrl.batch import Rollout, assign_rows, gather, pack
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.config import Config
+from jaxrl.config.training import Config
 from jaxrl.diagnostics.replay import parts, replay_batch, summary
 from jaxrl.diagnostics.split import known_tokens, split
 from jaxrl.diagnostics.variety import variety
 from jaxrl.evaluate import evaluate_greedily
-from jaxrl.guard import Guard, Verdict
 from jaxrl.interrupt import Interrupt
 from jaxrl.learner import LearnerState, Minibatch, interleave
 from jaxrl.losses.algebra import Need
 from jaxrl.metrics import Metrics, merge, to_floats
 from jaxrl.models import huggingface, lora, peft
-from jaxrl.plots import draw_run
-from jaxrl.profile import Profile
+from jaxrl.rollouts import shaping
+from jaxrl.rollouts.answers import Answers, Numbers, clock
+from jaxrl.rollouts.stream import open_answers
 from jaxrl.run import Progress, Run, open_run
-from jaxrl.stream import open_answers
-from jaxrl.tracking import read_metrics
 from jaxrl.update import saved
+from jaxrl.watch.guard import Guard, Verdict
+from jaxrl.watch.plots import draw_run
+from jaxrl.watch.profile import Profile
+from jaxrl.watch.tracking import read_metrics
 from sharding.transfer import fetch, place
 
 

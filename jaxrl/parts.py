@@ -12,19 +12,19 @@ from flax import traverse_util
 
 from jaxrl import data, learner, losses, optimizers, precision
 from jaxrl.advantages import compares_group
-from jaxrl.config import Config
-from jaxrl.config_tables import (
+from jaxrl.config.lora import LoraConfig
+from jaxrl.config.mesh import MeshConfig
+from jaxrl.config.tables import (
     DataConfig,
     OptimizerConfig,
     PromptConfig,
     SamplingConfig,
 )
+from jaxrl.config.training import Config
 from jaxrl.data import Prompts, Rendering, Tokenizer
 from jaxrl.environments.tools import Tool
 from jaxrl.learner import Learner
-from jaxrl.lora_config import LoraConfig
 from jaxrl.losses import Need, Objective, Recipe
-from jaxrl.mesh_config import MeshConfig
 from jaxrl.models import huggingface, kernels, lora, peft, spec
 from jaxrl.models.decoder import Model, decoder
 from jaxrl.models.families import DecoderConfig

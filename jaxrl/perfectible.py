@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.config import Config
+from jaxrl.config.training import Config
 from jaxrl.data import Example, Tokenizer
 from jaxrl.environments import scoring
 from jaxrl.environments.scoring import Reward

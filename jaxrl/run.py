@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl import agents, parts, precision, refill, rollbacks
+from jaxrl import parts, precision
 from jaxrl.actor_critic import ActorCritic, State, with_new_loss_scale
 from jaxrl.batch import Rollout
 from jaxrl.checkpoint import Checkpoints
-from jaxrl.config import Config
-from jaxrl.config_file import flatten
+from jaxrl.config.toml_file import flatten
+from jaxrl.config.training import Config
 from jaxrl.critics import open_critic
 from jaxrl.data import Prompts, Tokenizer
 from jaxrl.diagnostics.replay import Score
@@ -29,13 +29,15 @@ from jaxrl.losses import Need, Recipe
 from jaxrl.models import huggingface, lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
+from jaxrl.rollouts import agents, refill
+from jaxrl.rollouts.samplers import Adapters, Publish, open_sampler
 from jaxrl.run_directory import claim, note_start
-from jaxrl.samplers import Adapters, Publish, open_sampler
-from jaxrl.samples import NoSamples, Samples
 from jaxrl.sampling.base import Sampler, SamplingParams
-from jaxrl.services import open_services
-from jaxrl.tracking import Silence, Tracker, open_tracker
 from jaxrl.update import saved, with_saved
+from jaxrl.watch import rollbacks
+from jaxrl.watch.samples import NoSamples, Samples
+from jaxrl.watch.services import open_services
+from jaxrl.watch.tracking import Silence, Tracker, open_tracker
 from sharding.partition import Layout
 
 MODEL, ENVIRONMENT = "model", "environment"  # parts of a reward that are no functions

@@ -11,9 +11,9 @@ from typing import Any
 
 from flax import traverse_util
 
-from jaxrl import config_file
-from jaxrl.config import Config
-from jaxrl.supervised_config import SupervisedConfig
+from jaxrl.config import toml_file
+from jaxrl.config.supervised import SupervisedConfig
+from jaxrl.config.training import Config
 
 # Keys that may change between the parts of one run: they do not change what a step computes.
 _FREE = (
@@ -45,7 +45,7 @@ def claim(directory: Path, config: Config | SupervisedConfig) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "config.toml"
     if path.exists() and (directory / "checkpoints").exists():
-        there = _flat(config_file.load(type(config), file=path))
+        there = _flat(toml_file.load(type(config), file=path))
         here = _flat(config)
         free = _FREE if config.optimizer.schedule != "constant" else (*_FREE, "train.steps")
         changed = [
@@ -58,7 +58,7 @@ def claim(directory: Path, config: Config | SupervisedConfig) -> None:
                 f"{directory} holds a run with another config: {'; '.join(changed)}. Choose "
                 "another run_dir, or delete it to start again"
             )
-    path.write_text(config_file.dumps(config), encoding="utf-8")
+    path.write_text(toml_file.dumps(config), encoding="utf-8")
 
 
 def note_start(directory: Path, *, step: int, devices: Sequence[Any]) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 import jax
 from benchmarks.quickstart import material
 
-from jaxrl import config_file
-from jaxrl.config import Config
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
 from jaxrl.diagnostics.alarms import Limits, replay
 from jaxrl.loop import train
-from jaxrl.tracking import read_metrics
+from jaxrl.watch.tracking import read_metrics
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
             **material(options.base),
         }
         asked = [(key, str(value)) for key, value in overrides.items()]
-        result = train(config_file.load(Config, file="configs/quickstart.toml", overrides=asked))
+        result = train(toml_file.load(Config, file="configs/quickstart.toml", overrides=asked))
         if result.signum is not None:
             return
         entries = read_metrics(run_dir / "metrics.jsonl")

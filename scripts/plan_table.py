@@ -13,14 +13,14 @@ from pathlib import Path
 
 from benchmarks.plan_rows import ROWS, Row, tables
 
-from jaxrl import config_file
-from jaxrl.config import Config
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
 from jaxrl.planning.topology import open_topology
 
 
 def measure(row: Row) -> dict[str, object]:
     """Compiles one row."""
-    config = config_file.load(Config, file="configs/qwen3_8b.toml", overrides=list(row.keys()))
+    config = toml_file.load(Config, file="configs/qwen3_8b.toml", overrides=list(row.keys()))
     topology = open_topology(row.topology)
 
     from jaxrl.planning.program import compile_step  # jax must know its platform first

@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl import config_file, learner, precision
+from jaxrl import learner, precision
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.cli import COMMANDS, main
-from jaxrl.config import Config
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective
 from jaxrl.losses.surrogates import reinforce
@@ -40,7 +41,7 @@ def test_help_of_train_shows_every_key_with_its_default(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    for key in config_file.keys(Config):
+    for key in toml_file.keys(Config):
         assert f"--{key.name} " in shown
         assert " ".join((key.field.description or "").split()) in shown
     assert "(default: 0.9,0.95)" in shown
@@ -111,10 +112,10 @@ def test_eval_and_generate_answer_alike(material, tmp_path, capsys, monkeypatch)
 
 def test_export_writes_the_checkpoint_that_is_asked_for(material, tmp_path, capsys):
     required = [("model.path", f"{material}/untrained"), ("data.path", "d")]
-    config = config_file.load(
+    config = toml_file.load(
         Config, overrides=[*required, ("reward.path", "exact_match"), ("precision", "fp32")]
     )
-    (tmp_path / "config.toml").write_text(config_file.dumps(config))
+    (tmp_path / "config.toml").write_text(toml_file.dumps(config))
     model, params = load_model(
         config.model.path, layout=make_layout(config.mesh), dtype=np.dtype(np.float32)
     )

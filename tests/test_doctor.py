@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl import config_file
 from jaxrl.cli import main
+from jaxrl.config import toml_file
+from jaxrl.config.doctor import DoctorConfig
 from jaxrl.diagnostics.agreement import Pairs
-from jaxrl.doctor_config import DoctorConfig
-from jaxrl.doctor_report import Finding, recommend, table
+from jaxrl.doctor.report import Finding, recommend, table
 from tests import tiny
 
 EMPTY = Pairs(np.zeros(1), np.zeros(1), np.zeros(1, int))
@@ -64,10 +64,10 @@ def test_the_table_has_a_line_for_each_policy():
 
 def test_a_list_of_policies_may_change_roles():
     overrides = [("model.path", "m"), ("precisions", "fp32,bf16_master,logits=bf16,wire=f32,fp32")]
-    found = config_file.load(DoctorConfig, overrides=overrides).precisions
+    found = toml_file.load(DoctorConfig, overrides=overrides).precisions
     assert found == ("fp32", "bf16_master,logits=bf16,wire=f32")
-    with pytest.raises(config_file.ConfigError, match="no preset 'fp17'"):
-        config_file.load(DoctorConfig, overrides=[("model.path", "m"), ("precisions", "fp17")])
+    with pytest.raises(toml_file.ConfigError, match="no preset 'fp17'"):
+        toml_file.load(DoctorConfig, overrides=[("model.path", "m"), ("precisions", "fp17")])
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxrl.tracking import read_metrics
+from jaxrl.watch.tracking import read_metrics
 from tests import tiny
 
 pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machine

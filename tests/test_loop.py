@@ -10,14 +10,15 @@ import pytest
 from flax import traverse_util
 from safetensors.numpy import load_file
 
-from jaxrl import config_file, loop
+from jaxrl import loop
 from jaxrl.cli import main
-from jaxrl.config import Config
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
 from jaxrl.models import huggingface, spec
 from jaxrl.precision import parse
 from jaxrl.run import open_run
 from jaxrl.run_directory import ResumeError
-from jaxrl.tracking import read_metrics
+from jaxrl.watch.tracking import read_metrics
 from tests import tiny
 
 # GSM8K's shape: the answer is a solution that ends with #### and a number.
@@ -73,7 +74,7 @@ def config(material: Path, run_dir: Path, **changes: str) -> Config:
         "optimizer.learning_rate": "0.01",
         "probe.every": "0",
     }
-    return config_file.load(Config, overrides=list((keys | changes).items()))
+    return toml_file.load(Config, overrides=list((keys | changes).items()))
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +186,7 @@ def test_exported_model_has_the_same_logits_in_transformers(finished):
 
 def test_finished_run_is_not_trained_again(finished, material):
     run_dir, result = finished
-    resolved = config_file.load(Config, file=run_dir / "config.toml")
+    resolved = toml_file.load(Config, file=run_dir / "config.toml")
     again = loop.train(resolved)
     assert again.step == result.step
     assert again.final_accuracy == result.final_accuracy
@@ -197,7 +198,7 @@ def test_another_config_in_the_same_directory_is_refused(finished, material):
     run_dir, _ = finished
     with pytest.raises(ResumeError, match=r"optimizer\.learning_rate = 0\.01 there and 0\.02 here"):
         loop.train(
-            config_file.load(
+            toml_file.load(
                 Config,
                 file=run_dir / "config.toml",
                 overrides=[("optimizer.learning_rate", "0.02")],

@@ -17,9 +17,9 @@ import orbax.checkpoint as ocp
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from jaxrl import config_file
 from jaxrl.checkpoint import Checkpoints
-from jaxrl.config import Config
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
 from jaxrl.export import export_checkpoint
 from jaxrl.models import huggingface
 from jaxrl.precision import PRESETS
@@ -169,7 +169,7 @@ def test_the_undisturbed_run_learns_and_moves_the_loss_scale(undisturbed):
 
 
 def test_the_critics_head_is_not_exported(undisturbed, tmp_path):
-    config = config_file.load(Config, file=undisturbed / "config.toml")
+    config = toml_file.load(Config, file=undisturbed / "config.toml")
     export_checkpoint(config, run_dir=undisturbed, directory=tmp_path, step="latest", dtype=None)
     for directory in (tmp_path, undisturbed / "model"):
         huggingface.load(directory, dtype=None)  # refuses a tensor that no language model has

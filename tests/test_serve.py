@@ -4,11 +4,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from jaxrl import config_file, parts, samplers
+from jaxrl import parts
 from jaxrl.commands import serve
-from jaxrl.config import Config
-from jaxrl.config_file import ConfigError
+from jaxrl.config import toml_file
+from jaxrl.config.toml_file import ConfigError
+from jaxrl.config.training import Config
 from jaxrl.precision import PRESETS
+from jaxrl.rollouts import samplers
 from tests import tiny
 
 
@@ -52,7 +54,7 @@ def test_a_replica_that_ends_is_started_again(capsys):
 
 def test_replicas_need_a_port():
     with pytest.raises(ConfigError, match="such as port = 8000"):
-        config_file.validate(serve.ServeConfig, {"replicas": 2})
+        toml_file.validate(serve.ServeConfig, {"replicas": 2})
 
 
 class StartedError(Exception):
@@ -74,7 +76,7 @@ def test_a_server_of_a_runs_own_has_a_key_that_nobody_knows(monkeypatch, tmp_pat
         "reward.path": "exact_match",
         "sampler.name": "vllm",
     }
-    config = config_file.load(Config, overrides=list(asked.items()))
+    config = toml_file.load(Config, overrides=list(asked.items()))
 
     def begin() -> None:
         with (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl.batch import pack
-from jaxrl.config_tables import OptimizerConfig
+from jaxrl.config.tables import OptimizerConfig
 from jaxrl.learner import LearnerState, Minibatch, interleave, make_learner
 from jaxrl.losses import grpo, with_terms
 from jaxrl.metrics import to_floats

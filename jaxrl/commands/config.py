@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from jaxrl import config_file, parts
+from jaxrl import parts
 from jaxrl.commands import options
-from jaxrl.config import Config
-from jaxrl.sft_config import SFTConfig
+from jaxrl.config import toml_file
+from jaxrl.config.sft import SFTConfig
+from jaxrl.config.training import Config
 
 DESCRIPTION = """Prints the config of `jaxrl train`, or with --sft of `jaxrl sft`, with every key.
 
@@ -20,5 +21,5 @@ def main(argv: Sequence[str]) -> int:
     config = options.parse(made, schema, argv).config
     if isinstance(config, Config):
         parts.make_recipe(config)  # what is wrong with the loss is said here, too
-    print(config_file.dumps(config), end="")
+    print(toml_file.dumps(config), end="")
     return 0

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl import config_file
 from jaxrl.commands import options
-from jaxrl.doctor_config import DoctorConfig
+from jaxrl.config import toml_file
+from jaxrl.config.doctor import DoctorConfig
 
 DESCRIPTION = """Samples answers, scores the same tokens as the learner of each policy would, and
 shows what the arithmetic alone does to the importance ratio: a table, the policy to use and why,
@@ -30,14 +30,14 @@ def main(argv: Sequence[str]) -> int:
     config, arguments = options.parse(made, DoctorConfig, argv)
     if arguments.server is not None:
         sampler = config.sampler.model_dump() | {"name": "vllm", "url": [arguments.server]}
-        config = config_file.validate(DoctorConfig, config.model_dump() | {"sampler": sampler})
+        config = toml_file.validate(DoctorConfig, config.model_dump() | {"sampler": sampler})
     return _examine(config)
 
 
 def _examine(config: DoctorConfig) -> int:
     from jaxrl.diagnostics.pictures import draw_agreement  # after --help: it takes seconds
-    from jaxrl.doctor import examine
-    from jaxrl.doctor_report import recommend, table
+    from jaxrl.doctor.measure import examine
+    from jaxrl.doctor.report import recommend, table
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

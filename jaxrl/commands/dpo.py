@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxrl.commands import options, outcome
-from jaxrl.preference_config import DPOConfig
+from jaxrl.config.preference import DPOConfig
 
 DESCRIPTION = """Tunes a model on pairs of answers (DPO and its relatives): the chosen one shall
 become more probable against the model that the run begins with; a run found in run_dir goes on.
@@ -16,6 +16,7 @@ def main(argv: Sequence[str]) -> int:
     made = options.parser_with_file("dpo", DPOConfig, description=DESCRIPTION)
     config = options.parse(made, DPOConfig, argv).config
 
-    from jaxrl.dpo import train_dpo  # after --help and the config's errors: it takes seconds
+    # After --help and the config's errors: it takes seconds.
+    from jaxrl.supervised.dpo import train_dpo
 
     return outcome.report_pairs(train_dpo(config))

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl import config_file
-from jaxrl.config import Config
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
 
 DESCRIPTION = """Writes the policy of a checkpoint of `jaxrl train` as a Hugging Face model with its
 adapters merged into it, or the adapters alone.
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         help="f32, bf16 or f16 (default: the run's wire dtype; of adapters, that of its params)",
     )
     arguments = made.parse_args(argv)
-    config = config_file.load(Config, file=arguments.run_dir / "config.toml")
+    config = toml_file.load(Config, file=arguments.run_dir / "config.toml")
 
     from jaxrl.export import export_adapters, export_checkpoint  # after --help: it takes seconds
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrl import parts, perfectible, precision
 from jaxrl.commands import options
-from jaxrl.config import Config
+from jaxrl.config.training import Config
 from jaxrl.data import Example, Tokenizer
 from jaxrl.environments.scoring import load_rewards
 
@@ -93,8 +93,8 @@ def _measure(
     examples: Sequence[Example],
 ) -> None:
     """Measures what the journal does not have yet."""
-    from jaxrl.progress import Progress
-    from jaxrl.samplers import open_sampler
+    from jaxrl.rollouts.samplers import open_sampler
+    from jaxrl.watch.progress import Progress
 
     done = len(journal.measured)
     if done == len(examples):

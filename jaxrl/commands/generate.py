@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxrl import data, parts, precision
 from jaxrl.commands import options
-from jaxrl.config_tables import BaseConfig, ModelConfig, PromptConfig, SamplingConfig
-from jaxrl.mesh_config import MeshConfig
+from jaxrl.config.mesh import MeshConfig
+from jaxrl.config.tables import BaseConfig, ModelConfig, PromptConfig, SamplingConfig
 
 DESCRIPTION = """Samples answers to prompts, given as arguments or as lines of the standard input.
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic.fields import FieldInfo
 
-from jaxrl import config_file
-from jaxrl.config_tables import Section
+from jaxrl.config import toml_file
+from jaxrl.config.tables import Section
 
 C = TypeVar("C", bound=Section)
 
@@ -42,7 +42,7 @@ def parser(
         allow_abbrev=False,
     )
     groups: dict[str, Any] = {}
-    for key in config_file.keys(schema):
+    for key in toml_file.keys(schema):
         section = key.name.rpartition(".")[0]
         if section not in groups:
             table = schema.model_fields[section].annotation if section else None
@@ -62,14 +62,14 @@ def parse(made: argparse.ArgumentParser, schema: type[C], argv: Sequence[str]) -
     """Reads the file, if the parser has one, and the keys of the command line over it.
 
     Raises:
-      ConfigError: as `config_file.load`.
+      ConfigError: as `toml_file.load`.
     """
     more, rest = _free_keys(made, schema, argv)
     arguments = made.parse_args(rest)
-    names = {key.name for key in config_file.keys(schema)}
+    names = {key.name for key in toml_file.keys(schema)}
     given = [(name, text) for name, text in vars(arguments).items() if name in names]
     file = getattr(arguments, "file", None)
-    config = config_file.load(schema, file=file, overrides=[*given, *more])
+    config = toml_file.load(schema, file=file, overrides=[*given, *more])
     own = {k: v for k, v in vars(arguments).items() if k not in names and k != "file"}
     return Parsed(config, argparse.Namespace(**own))
 
@@ -80,8 +80,8 @@ def _free_keys(
     """Takes the keys that argparse does not know out of a command line: those of a loss, and a
     table's name for its key `name`, as in --sampler vllm."""
     known = made._option_string_actions
-    names = {key.name for key in config_file.keys(schema)}
-    tables = config_file.open_tables(schema)
+    names = {key.name for key in toml_file.keys(schema)}
+    tables = toml_file.open_tables(schema)
     found, rest, tokens = [], [], iter(argv)
     for token in tokens:
         option, equals, value = token.partition("=")
@@ -92,10 +92,10 @@ def _free_keys(
         if f"{name}.name" in names:
             name = f"{name}.name"
         elif name.rpartition(".")[0] not in tables:
-            raise config_file.ConfigError(config_file.unknown_key(schema, name))
+            raise toml_file.ConfigError(toml_file.unknown_key(schema, name))
         text = value if equals else next(tokens, None)
         if text is None:
-            raise config_file.ConfigError(f"{name}: a value must follow")
+            raise toml_file.ConfigError(f"{name}: a value must follow")
         found.append((name, text))
     return found, rest
 

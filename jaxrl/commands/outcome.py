@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxrl.supervised import Result
+    from jaxrl.supervised.fitting import Result
 
 
 def report(result: "Result", learnt: str) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxrl.commands import options
-from jaxrl.config import Config
+from jaxrl.config.training import Config
 
 DESCRIPTION = """Compiles a run's step for devices that need not exist, and says what it takes.
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxrl.commands import options, outcome
-from jaxrl.preference_config import RewardModelConfig
+from jaxrl.config.preference import RewardModelConfig
 
 DESCRIPTION = """Trains a reward model on pairs of answers (Bradley-Terry): the chosen one shall be
 worth more. It is saved as a Hugging Face model with one label, for `jaxrl train --reward.model`; a
@@ -18,6 +18,6 @@ def main(argv: Sequence[str]) -> int:
     config = options.parse(made, RewardModelConfig, argv).config
 
     # After --help and the config's errors: it takes seconds.
-    from jaxrl.reward_model import train_reward_model
+    from jaxrl.supervised.reward_model import train_reward_model
 
     return outcome.report_pairs(train_reward_model(config))

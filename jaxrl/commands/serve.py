@@ -13,7 +13,7 @@ from pydantic import PositiveInt, model_validator
 
 from jaxrl import precision
 from jaxrl.commands import options
-from jaxrl.config_tables import ServerConfig
+from jaxrl.config.tables import ServerConfig
 
 DESCRIPTION = """Runs a stock vLLM server that takes weights from a learner.
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _serve(config: ServeConfig, arguments: argparse.Namespace) -> int:
     from jaxrl.bridge.launch import ServerFailedError
-    from jaxrl.samplers import api_key, started_server
+    from jaxrl.rollouts.samplers import api_key, started_server
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

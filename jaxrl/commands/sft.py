@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxrl.commands import options, outcome
-from jaxrl.sft_config import SFTConfig
+from jaxrl.config.sft import SFTConfig
 
 DESCRIPTION = """Fine-tunes a model on texts: cross-entropy over completion tokens, packed; a run
 found in run_dir is continued.
@@ -16,7 +16,8 @@ def main(argv: Sequence[str]) -> int:
     made = options.parser_with_file("sft", SFTConfig, description=DESCRIPTION)
     config = options.parse(made, SFTConfig, argv).config
 
-    from jaxrl.sft import finetune  # after --help and the config's errors: it takes seconds
+    # After --help and the config's errors: it takes seconds.
+    from jaxrl.supervised.sft import finetune
 
     result = finetune(config)
     loss = result.last.get("loss", float("nan"))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxrl.commands import options
-from jaxrl.config import Config
+from jaxrl.config.training import Config
 
 if TYPE_CHECKING:
     from jaxrl.loop import Result

@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from jaxrl.live import view
 from jaxrl.report.collect import alarms
-from jaxrl.tracking import read_metrics
+from jaxrl.watch.live import view
+from jaxrl.watch.tracking import read_metrics
 
 DESCRIPTION = """Shows reward, KL, gradient norm, tokens/s, time left and alarms of a run while it
 goes on, from its directory: on the same machine or over a shared file system. Ctrl-C ends the

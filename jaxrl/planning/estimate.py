@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 
 from jaxrl import precision
-from jaxrl.config import Config
+from jaxrl.config.training import Config
 from jaxrl.models import huggingface, spec
 from jaxrl.models.decoder import param_specs
 from jaxrl.precision import Precision

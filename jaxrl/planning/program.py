@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxrl import parts, precision
 from jaxrl.batch import TokenBatch
-from jaxrl.config import Config
+from jaxrl.config.training import Config
 from jaxrl.learner import LearnerState, Minibatch
 from jaxrl.losses import Need
 from jaxrl.models import huggingface, kernels, logprobs, lora

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from jaxrl import parts
-from jaxrl.config import Config
+from jaxrl.config.training import Config
 from jaxrl.models import lora
 from jaxrl.planning.program import Program
 from jaxrl.planning.roofline import Roofline, parameter_count, roofline

@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxrl.alarms_config import AlarmsConfig
+from jaxrl.config.alarms import AlarmsConfig
 from jaxrl.diagnostics.alarms import replay
 from jaxrl.diagnostics.causes import CAUSES
 from jaxrl.diagnostics.history import Column, History
-from jaxrl.tracking import read_metrics
+from jaxrl.watch.tracking import read_metrics
 
 _MOST_POINTS = 2000  # of a curve; a page of 10,000 steps stays small
 _MOST_SAMPLED_STEPS = 40

@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 from benchmarks.quickstart import material
 
-from jaxrl import config_file, loop
-from jaxrl.config import Config
-from jaxrl.config_tables import ServerConfig
+from jaxrl import loop
+from jaxrl.config import toml_file
+from jaxrl.config.tables import ServerConfig
+from jaxrl.config.training import Config
 from jaxrl.precision import parse
-from jaxrl.samplers import started_server
-from jaxrl.tracking import read_metrics
+from jaxrl.rollouts.samplers import started_server
+from jaxrl.watch.tracking import read_metrics
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart_async.toml"
 # Without a correction the loss takes old answers for new ones; with it their tokens are reweighted.
@@ -92,7 +93,7 @@ def measure(
             "eval.every": "0",
             **CORRECTIONS[correction],
         }
-        loop.train(config_file.load(Config, file=CONFIG, overrides=list(keys.items())))
+        loop.train(toml_file.load(Config, file=CONFIG, overrides=list(keys.items())))
     entries = read_metrics(run_dir / "metrics.jsonl")
     steps_of = [e for e in entries if "reward" in e]
     timed = steps_of[SKIPPED:]

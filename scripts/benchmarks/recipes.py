@@ -9,9 +9,10 @@ import matplotlib
 import matplotlib.figure
 from benchmarks.quickstart import material
 
-from jaxrl import config_file, loop
-from jaxrl.config import Config
-from jaxrl.tracking import read_metrics
+from jaxrl import loop
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
+from jaxrl.watch.tracking import read_metrics
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 # A third of the quickstart's answers.
@@ -47,7 +48,7 @@ def train(recipe: str, *, seed: int, base: Path, out: Path) -> Curve:
             "run_dir": str(run_dir),
             **material(base),
         }
-        loop.train(config_file.load(Config, file=CONFIG, overrides=list(keys.items())))
+        loop.train(toml_file.load(Config, file=CONFIG, overrides=list(keys.items())))
     entries = read_metrics(run_dir / "metrics.jsonl")
     points = {e["step"]: e["eval/accuracy"] for e in entries if e.get("eval/accuracy") is not None}
     return Curve(recipe, seed, list(points), list(points.values()))

@@ -18,13 +18,13 @@ from jaxrl.bridge.launch import LocalServer
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.bridge.vllm_server import VllmServer
-from jaxrl.config_tables import ServerConfig
+from jaxrl.config.tables import ServerConfig
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import Params, init
 from jaxrl.precision import DType
-from jaxrl.samplers import started_server
+from jaxrl.rollouts.samplers import started_server
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.vllm import VllmSampler
 

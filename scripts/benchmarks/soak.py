@@ -17,7 +17,7 @@ from typing import NamedTuple
 from benchmarks.quickstart import material
 
 from jaxrl.bridge.vllm_server import VllmServer
-from jaxrl.tracking import read_metrics
+from jaxrl.watch.tracking import read_metrics
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart_async.toml"
 COMMAND = [sys.executable, "-m", "jaxrl.cli"]

@@ -9,9 +9,10 @@ import matplotlib
 import matplotlib.figure
 from benchmarks.quickstart import material
 
-from jaxrl import config_file, loop
-from jaxrl.config import Config
-from jaxrl.tracking import read_metrics
+from jaxrl import loop
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
+from jaxrl.watch.tracking import read_metrics
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 # Small steps, so that there can be many; two updates to each, so that something can be clipped.
@@ -70,7 +71,7 @@ def train(kl: str, *, steps: int, base: Path, out: Path, stretch: int) -> Course
             "run_dir": str(run_dir),
             **material(base),
         }
-        loop.train(config_file.load(Config, file=CONFIG, overrides=list(keys.items())))
+        loop.train(toml_file.load(Config, file=CONFIG, overrides=list(keys.items())))
     entries = [e for e in read_metrics(run_dir / "metrics.jsonl") if "reward" in e]
     for e in entries:
         e["clip"] = e["clip/low"] + e["clip/high"]

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl import config_file
-from jaxrl.config import Config
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
 from jaxrl.loop import train
-from jaxrl.tracking import read_metrics
+from jaxrl.watch.tracking import read_metrics
 
 Entries = list[dict[str, Any]]  # one for each rollout of a run, as metrics.jsonl holds them
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def trained(file: Path, changes: Mapping[str, str]) -> Entries:
     """
     directory = Path(changes["run_dir"])
     if not finished(directory):
-        config = config_file.load(Config, file=file, overrides=list(changes.items()))
+        config = toml_file.load(Config, file=file, overrides=list(changes.items()))
         if config.sampler.url:  # of a new server, and a run that is resumed must keep its config
             shutil.rmtree(directory, ignore_errors=True)
         if train(config).signum is not None:

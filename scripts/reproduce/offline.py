@@ -9,9 +9,9 @@ import numpy as np
 from reproduce import scoring
 from reproduce.grid import ROOT, markdown
 
-from jaxrl import config_file
 from jaxrl.batch import Rollout
-from jaxrl.config import Config
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
 from jaxrl.run import open_run
 
 CONFIG = ROOT / "configs" / "sanity_test.toml"
@@ -41,7 +41,7 @@ def measured(directory: Path, keys: Mapping[str, str]) -> Scores:
     for dtype in ("f32", "bf16", "fp16"):
         sampler = {"sampler.name": "vllm"} if dtype in SERVED else {}
         own = {"precision": LEARNERS[dtype], "run_dir": str(directory / dtype), **sampler}
-        config = config_file.load(Config, file=CONFIG, overrides=list((more | own).items()))
+        config = toml_file.load(Config, file=CONFIG, overrides=list((more | own).items()))
         with open_run(config) as (run, state, _):
             rollouts = rollouts or _sequences(run)
             batch = scoring.minibatch(run, rollouts)

@@ -25,16 +25,16 @@ from reproduce.grid import (
     trained,
 )
 
-from jaxrl import config_file
 from jaxrl.batch import TokenBatch
-from jaxrl.config import Config
-from jaxrl.config_tables import ServerConfig
+from jaxrl.config import toml_file
+from jaxrl.config.tables import ServerConfig
+from jaxrl.config.training import Config
 from jaxrl.losses import ratios
 from jaxrl.losses.algebra import Scores
 from jaxrl.losses.ratios import Ratio
 from jaxrl.precision import parse
+from jaxrl.rollouts.samplers import started_server
 from jaxrl.run import open_run
-from jaxrl.samplers import started_server
 
 CONFIG = ROOT / "configs" / "phantom_clipping.toml"
 # Deep, narrow and with large weights: the rounding of each layer is large beside what it adds.
@@ -225,7 +225,7 @@ def check_directions(directory: Path) -> list[str]:
     write_material(directory, model=SMALL, seeds=[0])
     keys = {"model.path": str(directory / "model-0"), "data.path": str(directory / "prompts.jsonl")}
     keys |= {"run_dir": str(directory / "scored"), **SHORT}
-    config = config_file.load(Config, file=CONFIG, overrides=list(keys.items()))
+    config = toml_file.load(Config, file=CONFIG, overrides=list(keys.items()))
     with open_run(config) as (run, state, progress):
         batch = scoring.minibatch(run, scoring.sampled(run, progress))
         scored = scoring.score(run, state.policy, batch)

@@ -11,8 +11,9 @@ from reproduce import scoring
 from reproduce.grid import ROOT, Entries, curve, finished, markdown, metrics, spread, trained
 from reproduce.phantom import SHORT, SMALL
 
-from jaxrl import cli, config_file
-from jaxrl.config import Config
+from jaxrl import cli
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
 from jaxrl.run import open_run
 
 CONFIG = ROOT / "configs" / "sanity_test.toml"
@@ -176,7 +177,7 @@ def check_direction(directory: Path) -> list[str]:
     for name in ("bf16", "fp16"):
         half = SAMPLERS[name]
         own = {"precision": f"fp32,wire={half},sampler={half}", "run_dir": str(directory / name)}
-        config = config_file.load(Config, file=CONFIG, overrides=list((keys | own).items()))
+        config = toml_file.load(Config, file=CONFIG, overrides=list((keys | own).items()))
         with open_run(config) as (run, state, progress):
             rollouts = rollouts or scoring.sampled(run, progress)
             scored = scoring.score(run, state.policy, scoring.minibatch(run, rollouts))

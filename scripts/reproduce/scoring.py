@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl import answers
 from jaxrl.batch import Rollout, pack
 from jaxrl.learner import LearnerState, Minibatch
+from jaxrl.rollouts import answers
 from jaxrl.run import Progress, Run
 
 

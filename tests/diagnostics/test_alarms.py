@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from jaxrl import config_file
-from jaxrl.config import Config
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
 from jaxrl.diagnostics.alarms import RULES, Limits, replay
 from jaxrl.diagnostics.causes import CAUSES
 from jaxrl.losses import recipes, with_terms
@@ -129,7 +129,7 @@ def test_a_gradient_is_compared_with_steps_that_had_something_to_learn():
 
 def test_every_alarm_says_what_to_change():
     assert RULES.keys() == CAUSES.keys()
-    known = {key.name for key in config_file.keys(Config)}
+    known = {key.name for key in toml_file.keys(Config)}
     functions = (with_terms, *(getattr(recipes, name) for name in recipes.__all__))
     known |= {f"loss.{name}" for f in functions for name in inspect.signature(f).parameters}
     named = {key for cause in CAUSES.values() for key in cause.keys}

@@ -13,12 +13,12 @@ import pytest
 
 from jaxrl.batch import pack
 from jaxrl.data import Example
-from jaxrl.draw import as_rollout
 from jaxrl.environments.base import Limits, Step
 from jaxrl.environments.episodes import last_turn
 from jaxrl.environments.play import Arena, RequestsDesk, RoundsDesk, play
 from jaxrl.precision import PRESETS
-from jaxrl.refill import decode, encode
+from jaxrl.rollouts.draw import as_rollout
+from jaxrl.rollouts.refill import decode, encode
 from jaxrl.sampling.base import Completion, SamplingParams, Turn
 from jaxrl.sampling.embedded import EmbeddedSampler
 from tests import tiny

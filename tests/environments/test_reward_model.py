@@ -10,15 +10,15 @@ import pytest
 from tokenizers import Tokenizer
 
 from jaxrl import loop
-from jaxrl.config import Config
-from jaxrl.config_file import ConfigError, load
+from jaxrl.config.toml_file import ConfigError, load
+from jaxrl.config.training import Config
 from jaxrl.environments import scoring
 from jaxrl.environments.reward_model import RewardModel, make_scores, rate
 from jaxrl.models import huggingface, spec
 from jaxrl.models.decoder import decoder
 from jaxrl.models.scorer import token_scores
 from jaxrl.precision import PRESETS
-from jaxrl.tracking import read_metrics
+from jaxrl.watch.tracking import read_metrics
 from tests import tiny
 
 FP32 = PRESETS["fp32"]

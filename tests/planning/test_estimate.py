@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl import config_file
-from jaxrl.config import Config
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
 from jaxrl.planning.estimate import (
     GRPO,
     PPO,
@@ -49,7 +49,7 @@ def test_the_text():
     path = Path(__file__).parents[2] / "configs" / "models" / "llama3_70b"
     keys = {"model.path": str(path), "data.path": "d", "reward.path": "exact_match"}
     text = estimate(
-        config_file.load(Config, overrides=list(keys.items())),
+        toml_file.load(Config, overrides=list(keys.items())),
         chip_memory=80e9,
         link_rate=50e9,
         phases=Phases(rollout=60, train=40),

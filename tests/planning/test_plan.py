@@ -7,8 +7,9 @@ import math
 import jax
 import pytest
 
-from jaxrl import cli, config_file
-from jaxrl.config import Config
+from jaxrl import cli
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
 from jaxrl.models import families, spec
 from jaxrl.models.decoder import param_specs
 from jaxrl.planning import report
@@ -35,7 +36,7 @@ def make_config(directory, **changes) -> Config:
         "mesh.tensor": "2",
     }
     keys |= {name.replace("__", "."): value for name, value in changes.items()}
-    return config_file.load(Config, overrides=list(keys.items()))
+    return toml_file.load(Config, overrides=list(keys.items()))
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxrl import config_file, parts, precision
+from jaxrl import parts, precision
 from jaxrl.bridge.launch import LocalServer
-from jaxrl.config import Config
-from jaxrl.samplers import Adapters, Serving, open_sampler, started_server
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
+from jaxrl.rollouts.samplers import Adapters, Serving, open_sampler, started_server
 from tests import tiny
 
 SERVED = dataclasses.replace(tiny.CONFIG, head_dim=32)  # vLLM on CPU has no smaller heads
@@ -55,7 +56,7 @@ def config(directory: Path, **changes: str) -> Config:
         "probe.every": "0",
     }
     overrides = [(k.replace("__", "."), v) for k, v in changes.items()]
-    return config_file.load(Config, overrides=[*keys.items(), *overrides])
+    return toml_file.load(Config, overrides=[*keys.items(), *overrides])
 
 
 @contextmanager

@@ -25,10 +25,10 @@ from jaxrl.losses.algebra import objective
 from jaxrl.losses.surrogates import reinforce
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
-from jaxrl.samplers import Serving
+from jaxrl.rollouts.samplers import Serving
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded import EmbeddedSampler
-from jaxrl.tracking import read_metrics
+from jaxrl.watch.tracking import read_metrics
 from tests import tiny
 from tests.sampling.serving import FP32, SERVED, Material, config, opened, signal_all, started
 

@@ -1,0 +1,100 @@
+"""A run seen from another terminal while it goes on: its newest numbers, time left and alarms."""
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from jaxrl.watch.progress import SHOWN
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_WIDTH = 40  # steps in a line of blocks
+_RECENT = 20  # steps that the time left is estimated from
+_ALARMS = 6
+
+
+def view(
+    entries: Sequence[Mapping[str, Any]],
+    alarms: Sequence[Mapping[str, Any]],
+    *,
+    total: int,
+    now: float,
+) -> RenderableType:
+    """What is shown of a run.
+
+    Args:
+      entries: its metrics, as `tracking.read_metrics` returns them, at least one.
+      alarms: as `report.collect.alarms` returns them.
+      total: steps of the whole run.
+      now: seconds since the epoch.
+    """
+    steps = [e for e in entries if "reward" in e]
+    done = entries[-1]["step"]
+    line = Table.grid(padding=(0, 2))
+    state = _state(entries, steps, total=total, now=now)
+    line.add_row(ProgressBar(total=total, completed=done, width=_WIDTH), f"{done}/{total}", state)
+    table = Table.grid(padding=(0, 2))
+    for label, name, form in SHOWN:
+        values = [e[name] for e in entries if e.get(name) is not None]
+        if values:
+            table.add_row(Text(label, style="dim"), form.format(values[-1]), blocks(values))
+    said = [Text(_said(alarm), style="yellow") for alarm in alarms[-_ALARMS:]]
+    more = len(alarms) - len(said)
+    earlier = [Text(f"{more} earlier alarms", style="dim")] * (more > 0)
+    return Group(line, table, *earlier, *said)
+
+
+def seconds_left(steps: Sequence[Mapping[str, Any]], *, total: int) -> float | None:
+    """Of a run, from the median of its last steps; None before there are two."""
+    recent = steps[-_RECENT - 1 :]
+    if len(recent) < 2:
+        return None
+    taken = [b["time"] - a["time"] for a, b in itertools.pairwise(recent)]
+    return statistics.median(taken) * (total - steps[-1]["step"])
+
+
+def blocks(values: Sequence[float]) -> str:
+    """A line of blocks, each a value: the lowest for the smallest of the last 40, the highest for
+    the largest."""
+    shown = values[-_WIDTH:]
+    low, high = min(shown), max(shown)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in shown)
+
+
+def _state(
+    entries: Sequence[Mapping[str, Any]],
+    steps: Sequence[Mapping[str, Any]],
+    *,
+    total: int,
+    now: float,
+) -> str:
+    last = entries[-1]
+    if last["step"] >= total:
+        return "done"
+    if (action := last.get("event", {}).get("action")) in ("pause", "stop"):
+        return {"pause": "paused", "stop": "stopped"}[action]
+    left, silent = seconds_left(steps, total=total), now - last["time"]
+    if left is None:
+        return f"no step yet; last news {_clock(silent)} ago"
+    usual = left / (total - last["step"])
+    if silent > max(60.0, 5 * usual):
+        return f"no news for {_clock(silent)}"
+    return f"{_clock(left)} left"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _said(alarm: Mapping[str, Any]) -> str:
+    done = {"log": "", "replayed": ""}.get(alarm["action"], f"; {alarm['action']}")
+    back = f" to step {alarm['to']}" if "to" in alarm else ""
+    return f"step {alarm['at']}: {alarm['title']}: {alarm['text']}{done}{back}"

@@ -1,0 +1,206 @@
+import tomllib
+import typing
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl import parts
+from jaxrl.config.mesh import MeshRules
+from jaxrl.config.toml_file import ConfigError, dumps, keys, load, validate
+from jaxrl.config.training import Config
+from sharding.rules import PRESETS
+from tests.losses.cases import one_row
+
+REQUIRED = {
+    "model": {"path": "m"},
+    "data": {"path": "d.jsonl"},
+    "reward": {"path": ["exact_match"]},
+}
+
+
+def with_keys(**changes):
+    tree = {k: dict(v) if isinstance(v, dict) else v for k, v in REQUIRED.items()}
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        tree.setdefault(section, {})[key] = value
+    return validate(Config, tree)
+
+
+def test_every_key_is_documented():
+    undocumented = [k.name for k in keys(Config) if not (k.field.description or "").endswith(".")]
+    assert undocumented == []
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "run_dir": st.text(min_size=1).filter(lambda s: s != "none"),
+            "loss": st.dictionaries(
+                st.text(min_size=1).filter(lambda s: s not in ("name", "advantage")),
+                st.one_of(st.text(), st.booleans(), st.integers(-9, 9), st.floats(-1, 1)),
+                max_size=3,
+            ),
+            "optimizer": st.fixed_dictionaries(
+                {
+                    "learning_rate": st.floats(1e-12, 1e12),
+                    "clip_norm": st.sampled_from(["none", 0.5, 1e-20]),
+                }
+            ),
+            "data": st.fixed_dictionaries(
+                {"path": st.text(min_size=1), "answer_key": st.sampled_from(["none", "a\x7f\n"])}
+            ),
+        }
+    )
+)
+def test_resolved_config_loads_again_to_an_equal_one(tree):
+    config = validate(Config, REQUIRED | tree)
+    assert validate(Config, tomllib.loads(dumps(config))) == config
+
+
+def test_command_line_wins_over_file(tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'seed = 3\n[model]\npath = "m"\n[data]\npath = "d"\neval_path = "e"\n'
+        '[reward]\npath = ["exact_match"]\n[train]\nsteps = 7\ngroup_size = 4\n'
+    )
+    overrides = [
+        ("train.steps", "9"),
+        ("train.packing", "false"),
+        ("data.eval_path", "none"),
+        ("reward.path", "numeric_match,file.py:f"),
+        ("reward.weights", "1,0.5"),
+        ("optimizer.betas", "[0.8, 0.9]"),
+        ("sampling.stop", "\n"),
+        ("loss.clip_high", "0.28"),
+        ("run_dir", "12"),
+    ]
+    config = load(Config, file=file, overrides=overrides)
+    assert (config.seed, config.train.steps, config.train.group_size) == (3, 9, 4)
+    assert config.train.packing is False
+    assert config.data.eval_path is None
+    assert config.reward.path == ("numeric_match", "file.py:f")
+    assert config.reward.weights == (1.0, 0.5)
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert config.sampling.stop == ("\n",)
+    assert config.loss.parameters == {"clip_high": 0.28}
+    assert config.run_dir == "12"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train__stpes": 3}, "train.stpes: there is no such key; did you mean train.steps?"),
+        ({"train__learning_rate": 1.0}, "did you mean optimizer.learning_rate?"),
+        ({"trian__steps": 3}, "trian.steps: there is no such key; did you mean train.steps?"),
+        ({"train__steps": "3"}, "train.steps = '3': input should be a valid integer"),
+        ({"train__steps": 0}, "train.steps = 0"),
+        ({"train__remat": "some"}, "train.remat = 'some': input should be 'none'"),
+        ({"optimizer__learning_rate": float("nan")}, "optimizer.learning_rate = nan"),
+        ({"data__prompt_format": "Q:"}, "data.prompt_format = 'Q:': the prompt itself would be"),
+        ({"train__updates_per_rollout": 3}, "32 x 8 = 256 answers; choose a divisor"),
+        ({"train__row_length": 100}, "data.max_prompt_tokens + sampling.max_tokens = 1024"),
+        ({"train__microbatch_tokens": 1000}, "raise it to a multiple of 1024"),
+        ({"reward__weights": [1, 2]}, "2 numbers for 1 functions in reward.path"),
+        ({"optimizer__warmup_steps": 100}, "the run's 100 optimizer steps"),
+        ({"eval__every": 5}, "eval.every = 5 needs data.eval_path"),
+        ({"critic__trunk": "shared", "critic__path": "c"}, "leave critic.path out"),
+        ({"critic__trunk": "shared", "lora__rank": 4}, "lora.rank = 4 keeps frozen"),
+        ({"lora__path": "adapter"}, "lora.rank = 0 trains none; set lora.rank"),
+        ({"lora__rank": 4, "lora__publish": "adapters"}, "needs a server that takes them"),
+        (
+            {"lora__rank": 4, "lora__publish": "adapters", "rollouts__order": "finished"},
+            "set rollouts.order = 'begun'",
+        ),
+        ({"critic__coefficient": 0.5}, "set critic.learning_rate instead"),
+        ({"data__template": "text", "data__system_prompt": "Hi"}, "needs a chat template"),
+    ],
+)
+def test_error_names_key_and_fix(changes, message):
+    with pytest.raises(ConfigError) as error:
+        with_keys(**changes)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("loss", [{}, {"advantage": "opo"}, {"name": "max_rl"}])
+def test_one_answer_to_each_prompt_has_nothing_to_be_compared_with(loss):
+    keys = {f"loss__{key}": value for key, value in loss.items()}
+    with pytest.raises(ValueError, match=r"set train\.group_size to 2 or more"):
+        parts.make_recipe(with_keys(train__group_size=1, **keys))
+    parts.make_recipe(with_keys(train__group_size=1, loss__name="ppo"))
+
+
+def test_a_policys_loss_that_reads_values_is_refused():
+    with pytest.raises(ValueError, match="critic=Critic"):
+        parts.make_recipe(with_keys(loss__name="jaxrl.losses:value_loss"))
+
+
+def test_a_recipe_knows_the_longest_answer():
+    recipe = parts.make_recipe(with_keys(loss__name="dr_grpo", sampling__max_tokens=100))
+    _, batch = one_row(advantages=[1.0], logprobs=[-1.0])
+    assert recipe.objective.denominator(batch) == 100
+
+
+def test_all_errors_are_reported_at_once():
+    with pytest.raises(ConfigError) as error:
+        validate(Config, {"train": {"group_size": 1}, "data": {}})
+    for key in ("model.path is missing", "data.path is missing", "reward.path is missing"):
+        assert key in str(error.value)
+
+
+def test_precision_errors_name_the_key():
+    with pytest.raises(ConfigError, match=r"precision = 'bf17': .*there is no preset 'bf17'"):
+        load(Config, overrides=[("model.path", "m"), ("data.path", "d"), ("precision", "bf17")])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (("train.step", "3"), "did you mean train.steps?"),
+        (("train.steps", "x y"), "train.steps = 'x y' is not a value"),
+        (("train", "3"), "train: there is no such key"),
+    ],
+)
+def test_override_errors(override, message):
+    with pytest.raises(ConfigError) as error:
+        load(Config, overrides=[override])
+    assert message in str(error.value)
+
+
+def test_missing_and_broken_file(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"none\.toml: cannot be read"):
+        load(Config, file=tmp_path / "none.toml")
+    (tmp_path / "broken.toml").write_text("steps = = 3")
+    with pytest.raises(ConfigError, match=r"broken\.toml: not a TOML file"):
+        load(Config, file=tmp_path / "broken.toml")
+
+
+def test_sizes_follow_from_each_other():
+    config = with_keys(
+        train__updates_per_rollout=4, train__microbatch_tokens=5000, mesh__data=2, mesh__fsdp=3
+    )
+    assert config.row_length == 512 + 512
+    assert config.microbatch_rows == (5000 // 1024) * 6
+    assert config.optimizer_steps == 400
+
+
+def test_the_rules_of_a_mesh_can_be_chosen_and_changed():
+    config = with_keys(mesh__fsdp=2, mesh__context=4, mesh__parameters=["embed=fsdp"])
+    assert dict(config.mesh.layout_rules.parameters)["embed"] == ("fsdp",)
+    assert (config.mesh.batch_shards, config.mesh.sizes["context"]) == (2, 4)
+    assert with_keys(mesh__expert=4, mesh__data=2).mesh.batch_shards == 8
+    assert set(typing.get_args(MeshRules)) == set(PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh__rules": "fsdp", "mesh__tensor": 2}, "mesh.tensor = 2: the rules 'fsdp' cut noth"),
+        ({"mesh__parameters": ["embed=stage"]}, "names the mesh axis 'stage'; expected .*'tensor'"),
+        ({"mesh__activations": ["embed"]}, "rule 'embed': expected one LOGICAL=MESH"),
+    ],
+)
+def test_rules_that_do_not_fit_the_mesh_are_an_error(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        with_keys(**changes)

@@ -1,0 +1,318 @@
+"""Alarms on real small runs: one is hacked and recovers, one is too fast, one is healthy."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxrl import loop
+from jaxrl.cli import main
+from jaxrl.config import toml_file
+from jaxrl.config.toml_file import ConfigError
+from jaxrl.config.training import Config
+from jaxrl.diagnostics.alarms import Alarm, replay
+from jaxrl.diagnostics.history import History
+from jaxrl.run import Run
+from jaxrl.watch import rollbacks
+from jaxrl.watch.guard import Guard
+from jaxrl.watch.tracking import read_metrics, write_lines
+from tests import tiny
+
+# What is wanted is a digit in front; what also pays, and more, is a row of a's.
+REWARDS = """
+def digit(completion, example):
+    return float(completion[:1].isdigit())
+
+def loophole(completion, example):
+    return completion.count("aa") / 10
+
+def digits(completion, example):
+    return len({c for c in completion if c.isdigit()}) / 10
+"""
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    """A model, prompts and rewards, and one cache of compiled programs for all runs."""
+    directory = tmp_path_factory.mktemp("material")
+    tiny.write_checkpoint(directory / "model")
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "rewards.py").write_text(REWARDS)
+    before = (
+        jax.config.jax_compilation_cache_dir,
+        jax.config.jax_persistent_cache_min_compile_time_secs,
+    )
+    jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    compilation_cache.reset_cache()
+    yield directory
+    jax.config.update("jax_compilation_cache_dir", before[0])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
+    compilation_cache.reset_cache()
+
+
+def keys(material: Path, run_dir: Path, **changes: str) -> dict[str, str]:
+    return {
+        "precision": "fp32",
+        "run_dir": str(run_dir),
+        "model.path": str(material / "model"),
+        "data.path": str(material / "prompts.jsonl"),
+        "data.max_prompt_tokens": "12",
+        "reward.path": f"{material / 'rewards.py'}:digit",
+        "loss.kl": "0.4",
+        "sampling.max_tokens": "12",
+        "train.steps": "40",
+        "train.train_batch": "8",
+        "train.group_size": "8",
+        "train.microbatch_tokens": "512",
+        "optimizer.learning_rate": "0.003",
+        "checkpoint.every": "5",
+        "probe.every": "0",
+        "alarms.window": "5",
+        "alarms.warmup": "5",
+    } | {name.replace("__", "."): value for name, value in changes.items()}
+
+
+def config(material: Path, run_dir: Path, **changes: str) -> Config:
+    return toml_file.load(Config, overrides=list(keys(material, run_dir, **changes).items()))
+
+
+def column(entries: list[dict], name: str) -> list[float]:
+    return [entry[name] for entry in entries if name in entry]
+
+
+def events(run_dir: Path) -> list[dict]:
+    return [e["event"] for e in read_metrics(run_dir / "metrics.jsonl") if "event" in e]
+
+
+def test_a_hacked_run_is_rolled_back_and_recovers(material, tmp_path, capsys):
+    rewards = material / "rewards.py"
+    changes = {
+        "reward.path": f'["{rewards}:digit", "{rewards}:loophole"]',
+        "reward.weights": "1,4",
+        "loss.kl": "0.1",
+        "alarms.diversity": "rollback_kl",
+    }
+    asked = config(material, tmp_path / "run", **changes)
+    result = loop.train(asked)
+    assert result.step == 40
+    assert result.verdict is None
+    (made,) = rollbacks.read(tmp_path / "run")
+    assert made.alarm == "diversity"
+    assert made.changes == {"loss.kl": [0.1, 0.2]}
+    assert 0 < made.to <= made.at - 5
+    # What the hacked part did is kept apart, and the run's own metrics have each step once.
+    undone = read_metrics(tmp_path / "run/rolled_back_1.jsonl")
+    entries = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert [e["step"] for e in undone if "reward" in e] == [*range(made.to + 1, made.at + 1)]
+    assert [e["step"] for e in entries if "reward" in e] == [*range(1, 41)]
+    # A replay over the metrics sees what the run saw.
+    whole = [e for e in entries if e["step"] <= made.to and "to" not in e.get("event", {})] + undone
+    seen = [(e["event"]["alarm"], e["event"]["at"]) for e in whole if "event" in e]
+    assert {(a.name, a.step) for a in replay(whole, asked.alarms.limits)} == set(seen)
+    # It was hacked: the loophole paid, and answers no longer depended on the prompt.
+    assert column(undone, "reward/loophole")[-1] > 10 * (
+        column(entries, "reward/loophole")[5] + 0.01
+    )
+    assert column(undone, "diversity/distinct")[-1] < 0.4
+    # And recovers: what is wanted is still done, variety comes back, the distance shrinks.
+    assert column(entries, "reward/digit")[-1] > 0.7
+    assert (
+        column(entries, "diversity/distinct")[-1] > 1.5 * column(undone, "diversity/distinct")[-1]
+    )
+    assert column(entries, "kl")[-1] < column(undone, "kl")[-1]
+    # Nothing of it was silent.
+    (event,) = [e for e in events(tmp_path / "run") if e["action"] == "rollback"]
+    assert (event["at"], event["to"], event["changes"]) == (made.at, made.to, made.changes)
+    assert undone[-1]["event"]["action"] == "rollback"
+    assert f"back to step {made.to} with loss.kl 0.1 -> 0.2" in capsys.readouterr().err
+
+
+def test_a_learning_rate_that_is_too_high_is_seen_before_the_reward_falls(material, tmp_path):
+    changes = {
+        "train.steps": "20",
+        "reward.path": f"{material / 'rewards.py'}:digits",
+        "loss.kl": "1.0",
+        "loss.kl_estimator": "k2",
+        "optimizer.name": "sgd",
+        "optimizer.clip_norm": "none",
+        "optimizer.warmup_steps": "19",  # beyond what is stable before it ends
+        "optimizer.learning_rate": "3.9",
+        "alarms.gradient_factor": "2.5",
+    }
+    loop.train(config(material, tmp_path / "run", **changes))
+    rewards = column(read_metrics(tmp_path / "run/metrics.jsonl"), "reward")
+    first = next(e["at"] for e in events(tmp_path / "run") if e["alarm"] == "gradient_spike")
+    assert np.mean(rewards[first - 3 : first]) > 0.8 * np.mean(rewards[:3])
+    assert max(rewards[first + 1 :]) < 0.7 * np.mean(rewards[first - 3 : first])
+
+
+@pytest.fixture(scope="module")
+def healthy(material, tmp_path_factory):
+    """A run that goes well."""
+    run_dir = tmp_path_factory.mktemp("healthy") / "run"
+    loop.train(config(material, run_dir, train__steps="30"))
+    return run_dir
+
+
+def test_a_healthy_run_raises_none(healthy):
+    rewards = column(read_metrics(healthy / "metrics.jsonl"), "reward")
+    assert rewards[-1] > 1.5 * rewards[0]
+    assert events(healthy) == []
+
+
+def test_a_paused_run_goes_on_as_if_it_had_not_been(material, healthy, tmp_path, capsys):
+    changes = {
+        "train.steps": "30",
+        "alarms.kl_spike": "pause",
+        "alarms.kl_floor": "0",
+        "alarms.kl_factor": "0.001",
+        "alarms.window": "30",
+    }
+    given = keys(material, tmp_path / "run", **changes)
+    arguments = ["train", *(f"--{key}={value}" for key, value in given.items())]
+    assert main(arguments) == 3
+    said = capsys.readouterr().out
+    assert "paused: step 6: KL spike" in said
+    assert "loss.kl" in said
+    assert "the same command goes on" in said
+    assert (tmp_path / "run/checkpoints/6").is_dir()
+    assert main(arguments) == 0
+    models = [run / "model/model.safetensors" for run in (tmp_path / "run", healthy)]
+    assert models[0].read_bytes() == models[1].read_bytes()
+    assert [event["action"] for event in events(tmp_path / "run")] == ["pause"]
+
+
+def watched(material, directory, **changes):
+    """What a guard needs of a run: its last step has a KL spike, a gradient spike and no spread."""
+    config_ = config(material, directory, **changes)
+    usual = {"reward": 0.1, "kl": 0.02, "grad_norm": 1.0, "groups/sampled": 8, "groups/zero_std": 8}
+    entries = [{"step": s, **usual} for s in range(1, 10)]
+    entries.append({"step": 10, **usual, "kl": 9.0, "grad_norm": 99.0})
+    write_lines(directory / "metrics.jsonl", [])
+    history, said, noted = History(), [], []
+    for entry in entries:
+        history.add(entry)
+    tracker = SimpleNamespace(
+        history=history, note=said.append, event=lambda step, event: noted.append(event)
+    )
+    run = SimpleNamespace(config=config_, directory=directory, tracker=tracker)
+    return Guard(cast(Run, run)), said, noted
+
+
+def test_the_strongest_action_is_taken_and_everything_is_said(material, tmp_path):
+    guard, said, noted = watched(
+        material, tmp_path, alarms__gradient_spike="stop", alarms__kl_spike="pause"
+    )
+    verdict = guard.check()
+    assert verdict is not None
+    assert verdict.action == "stop"
+    assert verdict.message.startswith("stopped: step 10: gradient-norm spike: gradient norm 99")
+    raised = {event["alarm"]: event["action"] for event in noted}
+    assert raised == {"gradient_spike": "stop", "kl_spike": "log", "zero_spread": "log"}
+    assert len(said) == 3
+    assert all("Likely: " in line and "Keys: " in line for line in said)
+    assert guard.check() is None  # silent for a window
+
+
+def test_what_is_off_is_not_said(material, tmp_path):
+    off = {"alarms.kl_spike": "off", "alarms.gradient_spike": "off", "alarms.zero_spread": "off"}
+    guard, said, noted = watched(material, tmp_path, **off)
+    assert guard.check() is None
+    assert said == noted == []
+
+
+def decided(material, directory: Path, *, at=12, healthy=7, **changes):
+    """A run directory in which a rollback has been decided, and what it was decided for."""
+    asked = config(material, directory, alarms__kl_spike="rollback_learning_rate", **changes)
+    for step in (5, 10):
+        (directory / "checkpoints" / str(step)).mkdir(parents=True)
+    entries = [{"step": step, "time": 1.0, "reward": 0.5} for step in range(1, at + 1)]
+    write_lines(directory / "metrics.jsonl", entries)
+    alarm = Alarm("kl_spike", at, healthy, 0.2, 0.1, "KL 0.2")
+    to = rollbacks.target(asked, directory / "checkpoints", healthy=healthy)
+    assert to is not None
+    made = rollbacks.decide(directory, alarm, to=to, config=asked, action="rollback_learning_rate")
+    return asked, made
+
+
+def test_a_rollback_is_carried_out_once_and_remembered(material, tmp_path):
+    asked, made = decided(material, tmp_path)
+    assert (made.to, made.done) == (5, False)
+    for _ in range(2):  # a program that was killed does it again
+        changed = rollbacks.settle(tmp_path, asked)
+        assert changed.optimizer.learning_rate == asked.optimizer.learning_rate / 2
+        assert changed.model_copy(update={"optimizer": asked.optimizer}) == asked
+        assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["5"]
+        entries = read_metrics(tmp_path / "metrics.jsonl")
+        assert [e["step"] for e in entries] == [1, 2, 3, 4, 5, 5]
+        assert entries[-1]["event"]["changes"] == {"optimizer.learning_rate": [0.003, 0.0015]}
+        undone = read_metrics(tmp_path / "rolled_back_1.jsonl")
+        assert [e["step"] for e in undone] == [*range(6, 13)]
+
+
+def test_a_rollback_that_was_ended_half_way_is_completed(material, tmp_path):
+    asked, _ = decided(material, tmp_path)
+    rollbacks.settle(tmp_path, asked)
+    whole = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
+    (found,) = rollbacks.read(tmp_path)
+    text = json.dumps([found._replace(done=False)._asdict()])
+    (tmp_path / "rollbacks.json").write_text(text)
+    (tmp_path / "checkpoints" / "10").mkdir()
+    rollbacks.settle(tmp_path, asked)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == whole
+    assert not (tmp_path / "checkpoints" / "10").exists()
+
+
+def test_where_a_rollback_goes_to(material, tmp_path):
+    asked = config(material, tmp_path)
+    (tmp_path / "10").mkdir()
+    (tmp_path / "15").mkdir()
+    assert rollbacks.target(asked, tmp_path, healthy=14) == 10
+    assert rollbacks.target(asked, tmp_path, healthy=9) is None  # that of step 5 is gone
+    assert rollbacks.target(asked, tmp_path, healthy=4) == 0  # there never was one
+
+
+@pytest.mark.parametrize(
+    ("changes", "action", "expected"),
+    [
+        ({"loss.kl": "0.1"}, "rollback_kl", {"loss.kl": 0.2}),
+        ({"loss.kl": "0"}, "rollback_kl", {"loss.kl": 0.001}),
+        ({"loss.kl": "0", "reward.kl": "0.1"}, "rollback_kl", {"reward.kl": 0.2}),
+        (
+            {"precision": "bf16_master", "alarms.precision": "fp16_master"},
+            "rollback_precision",
+            {"precision": "fp16_master"},
+        ),
+    ],
+)
+def test_remedies(material, tmp_path, changes, action, expected):
+    assert rollbacks.remedy(action, config(material, tmp_path, **changes)) == expected
+
+
+def test_checkpoints_reach_back_over_the_window(material, tmp_path):
+    plain = config(material, tmp_path)
+    assert plain.checkpoints_kept == plain.checkpoint.keep == 2
+    rolls = config(material, tmp_path, alarms__window="20", alarms__diversity="rollback_kl")
+    # The newest may be of this step; of the 25 steps before, one in 5 has a checkpoint.
+    assert rolls.checkpoints_kept == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alarms.kl_spike": "rollback_kl", "checkpoint.every": "0"}, r"checkpoint\.every = 0"),
+        ({"alarms.phantom": "rollback_precision"}, r"needs alarms\.precision"),
+        ({"alarms.precision": "bf16"}, r"'bf16' keeps other master weights"),
+        ({"alarms.kl_spike": "reboot"}, r"alarms\.kl_spike = 'reboot'"),
+    ],
+)
+def test_contradictions_are_named(material, tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        config(material, tmp_path, **changes)

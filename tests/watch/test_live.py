@@ -1,0 +1,65 @@
+import time
+
+import pytest
+from rich.console import Console
+
+from jaxrl.cli import main
+from jaxrl.watch.live import blocks, seconds_left, view
+from jaxrl.watch.tracking import write_lines
+
+
+def steps(count, *, seconds=3.0, since=1000.0):
+    return [
+        {"step": s, "time": since + seconds * s, "reward": 0.1 * s, "kl": 0.01, "grad_norm": 2.0}
+        for s in range(1, count + 1)
+    ]
+
+
+def seen(entries, alarms=(), *, total=100, now=1031.0):
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(view(entries, alarms, total=total, now=now))
+    return capture.get()
+
+
+def test_time_left_is_the_median_of_the_last_steps():
+    entries = steps(30)
+    entries[25]["time"] += 500  # one step that compiled
+    for entry in entries[26:]:
+        entry["time"] += 500
+    assert seconds_left(entries, total=100) == pytest.approx(3 * 70)
+    assert seconds_left(entries[:1], total=100) is None
+
+
+def test_blocks_span_what_they_show():
+    assert blocks([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert blocks([5, 5]) == "▁▁"
+    assert len(blocks(list(range(1000)))) == 40
+
+
+def test_what_is_shown():
+    alarm = {"at": 7, "title": "KL spike", "text": "KL 0.3", "action": "rollback", "to": 5}
+    shown = seen(steps(10), [alarm])
+    for text in ("10/100", "4:30 left", "reward", "1.000", "gradient norm", "2.000"):
+        assert text in shown
+    assert "step 7: KL spike: KL 0.3; rollback to step 5" in shown
+
+
+def test_a_run_that_is_over_or_silent_says_so():
+    assert "no news for 8:20" in seen(steps(10), now=1530.0)
+    assert "done" in seen(steps(100))
+    pause = {"step": 10, "time": 1030.0, "event": {"action": "pause"}}
+    assert "paused" in seen([*steps(10), pause])
+
+
+def test_the_command_reads_a_run_from_its_directory(tmp_path, capsys):
+    assert main(["watch", str(tmp_path), "--once"]) == 1
+    assert "is no run" in capsys.readouterr().err
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 50\n")
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    assert "no step yet" in capsys.readouterr().out
+    write_lines(tmp_path / "metrics.jsonl", steps(10, since=time.time() - 30))
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "10/50" in shown
+    assert "2:00 left" in shown
