@@ -105,6 +105,7 @@ def open_sampler(
     note: Callable[[str], None],
     hosts: Hosts | None = None,
     adapters: Adapters | None = None,
+    record_experts: bool = False,
 ) -> Iterator[Serving]:
     """The sampler of the config, which serves `params` as `version`.
 
@@ -119,6 +120,7 @@ def open_sampler(
       note: shows a line to the user.
       hosts: the processes of the run, the first of which talks to servers; None for one.
       adapters: if servers shall get adapters by themselves and not whole weights.
+      record_experts: whether the embedded sampler's answers say which experts drew them.
 
     Raises:
       ServerFailedError: if a server does not start.
@@ -136,6 +138,7 @@ def open_sampler(
             version=version,
             max_batch=config.sampling.max_batch,
             layout=own if several else None,
+            record_experts=record_experts,
         )
         numbers: dict[str, float] = {}
         if several:

@@ -68,6 +68,8 @@ class Completion(NamedTuple):
         its log-prob is that of temperature 1, as vLLM reports it.
       versions: i32[C] policy version that sampled each token.
       finish_reason: "stop" after a stop sequence, "length" when max_tokens ran out.
+      experts: [P + C - 1, L, k], unsigned: where each layer sent the tokens of prompt and answer.
+        The last one was drawn and never sent anywhere. None from a sampler that does not record it.
     """
 
     prompt_index: int
@@ -76,6 +78,7 @@ class Completion(NamedTuple):
     logprobs: np.ndarray
     versions: np.ndarray
     finish_reason: Literal["stop", "length"]
+    experts: np.ndarray | None = None
 
 
 class Turn(NamedTuple):

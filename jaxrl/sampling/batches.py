@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from jaxrl.precision import Precision
 from jaxrl.sampling.base import ClosedError, Completion, SamplingParams, Turn
 from jaxrl.sampling.buckets import count_bucket, length_bucket
 from jaxrl.sampling.choice import Draw, draw
-from jaxrl.sampling.decoding import SEGMENT, Drawn, Rows, begin, decode, move, start
+from jaxrl.sampling.decoding import SEGMENT, Drawn, Rows, begin, decode, move, sent, start
 from jaxrl.sampling.stopping import empty_tail, stop_table
 from sharding.partition import Layout
 from sharding.transfer import fetch, place
@@ -34,6 +34,7 @@ class Request(NamedTuple):
     layout: Layout | None
     max_batch: int
     closed: threading.Event
+    record: bool  # where the layers send tokens
 
     @property
     def shards(self) -> int:
@@ -57,6 +58,11 @@ class _Progress:
         self._logprobs: list[np.ndarray] = []
         self._length, self.cut = 0, False
 
+    @property
+    def given(self) -> int:
+        """Tokens of the context."""
+        return len(self._turn.context)
+
     def extend(self, drawn: Drawn, *, row: int, length: int) -> bool:
         """Takes what was drawn for a row, which is now `length` tokens long or longer than the
         answer may be; whether it has reached that."""
@@ -68,8 +74,8 @@ class _Progress:
         self._length = length
         return length == most
 
-    def completion(self, *, stopped: bool, version: int) -> Completion:
-        """The finished answer.
+    def completion(self, *, stopped: bool, version: int, experts: np.ndarray | None) -> Completion:
+        """The finished answer; `experts` are those of its row, from the first token of the context.
 
         Raises:
           FloatingPointError: if a log-prob is not finite.
@@ -90,6 +96,7 @@ class _Progress:
             logprobs=logprobs,
             versions=np.full(len(logprobs), version, np.int32),
             finish_reason="stop" if stopped and not self.cut else "length",
+            experts=None if experts is None else experts[: self.given + self._length - 1].copy(),
         )
 
 
@@ -125,7 +132,11 @@ def run_batch(turns: Sequence[Turn], request: Request) -> Iterator[Completion]:
             if one is None:
                 continue
             if one.extend(out, row=row, length=int(length[row])) or ended[row]:
-                finished.append(one.completion(stopped=ended[row], version=request.version))
+                experts = None
+                if rows.cache.experts is not None:
+                    experts = fetch(sent(rows.cache.experts, np.int32(row)))[width - one.given :]
+                done = one.completion(stopped=ended[row], version=request.version, experts=experts)
+                finished.append(done)
                 progress[row] = None
         yield from sorted(finished, key=lambda c: (len(c.tokens), c.prompt_index, c.sample_index))
         running = [row for row, one in enumerate(progress) if one is not None]
@@ -177,7 +188,11 @@ def _begin(
     source[: len(turns)] = [place[turn.context.tobytes()] for turn in turns]
     index[: len(turns)] = [(turn.prompt_index, turn.sample_index) for turn in turns]
     used[len(turns) :] = False
-    policy = {"model": request.model, "precision": request.precision}
+    policy: dict[str, Any] = {
+        "model": request.model,
+        "precision": request.precision,
+        "record": request.record,
+    }
     cache, logits = start(request.weights, request.put(tokens), request.put(pad), **policy)
     seed = request.params.seed
     key = jax.random.fold_in(jax.random.key(seed % 2**32, impl="threefry2x32"), seed // 2**32)

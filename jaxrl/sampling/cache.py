@@ -6,12 +6,13 @@ last token is in the last column. A row's position is its slot less its padding.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
 from jaxrl.models.attention import attention
 from jaxrl.models.decoder import Model
-from jaxrl.models.experts import feed_forward
+from jaxrl.models.experts import Routing, feed_forward
 from jaxrl.models.layers import embed, matmul, project_qkv, rms_norm, rope_table
 from jaxrl.models.spec import Params
 from jaxrl.precision import Precision
@@ -20,7 +21,8 @@ from jaxrl.sampling.bits import from_bits, to_bits
 
 @struct.dataclass
 class Cache:
-    """Keys and values of L layers, B rows and S slots, as `to_bits` leaves them.
+    """Keys and values of L layers, B rows and S slots, as `to_bits` leaves them, and, if that is
+    recorded, where the layers sent the tokens.
 
     Keys are stored transposed: the products of decoding then contract a dimension that is not the
     last one of the cache, which XLA on CPU runs fastest.
@@ -28,6 +30,7 @@ class Cache:
 
     keys: jax.Array  # [L, B, K, head_dim, S]
     values: jax.Array  # [L, B, K, S, head_dim]
+    experts: jax.Array | None = None  # [L, B, S, k], of the smallest unsigned dtype
 
     @property
     def slots(self) -> int:
@@ -35,7 +38,13 @@ class Cache:
 
 
 def prefill(
-    params: Params, tokens: jax.Array, pad: jax.Array, *, model: Model, precision: Precision
+    params: Params,
+    tokens: jax.Array,
+    pad: jax.Array,
+    *,
+    model: Model,
+    precision: Precision,
+    record: bool = False,
 ) -> tuple[Cache, jax.Array]:
     """Runs prompts through the decoder.
 
@@ -45,6 +54,7 @@ def prefill(
       pad: i32[B] number of padding tokens.
       model: the decoder.
       precision: see `sampler_precision`.
+      record: whether the cache keeps experts, here and in `extend`; of a model that has some.
 
     Returns:
       The cache of S slots, and the logits [B, V] of what follows, in `precision.logits`.
@@ -60,9 +70,11 @@ def prefill(
         q, k, v = project_qkv(x, layer, table, config=config, precision=precision)
         out = attention(q, k, v, segments, window=window, precision=precision)
         x = x + matmul(out.reshape(*x.shape[:2], -1), layer["o"], precision=precision)
-        more, _ = feed_forward(x, layer, config=config, precision=precision, local=model.local)
+        more, routing = feed_forward(
+            x, layer, config=config, precision=precision, local=model.local
+        )
         x = x + more
-        return x, _entries(k, v, precision)
+        return x, _entries(k, v, precision, routing=routing if record else None)
 
     x = embed(params["embed"], tokens, precision=precision)
     x, cache = lax.scan(body, x, (params["layers"], _windows(model)))
@@ -112,9 +124,15 @@ def extend(
         own = (from_bits(part[number], precision.compute) for part in (keys, values))
         out = attend(q, *own, seen=near, precision=precision)
         x = x + matmul(out, layer["o"], precision=precision)
-        more, _ = feed_forward(x, layer, config=config, precision=precision, local=model.local)
+        more, routing = feed_forward(
+            x, layer, config=config, precision=precision, local=model.local
+        )
         x = x + more
-        return (x, Cache(keys, values)), None
+        experts = cache.experts
+        if experts is not None and routing is not None:
+            sent = routing.experts.astype(experts.dtype)
+            experts = lax.dynamic_update_slice(experts, sent[None], (number, 0, slot, 0))
+        return (x, Cache(keys, values, experts)), None
 
     x = from_bits(to_bits(params["embed"])[tokens[:, None]], params["embed"].dtype)
     x = x.astype(precision.activations)
@@ -148,10 +166,15 @@ def attend(
     return out.reshape(batch, 1, heads * dim).astype(precision.activations)
 
 
-def _entries(k: jax.Array, v: jax.Array, precision: Precision) -> Cache:
+def _entries(
+    k: jax.Array, v: jax.Array, precision: Precision, *, routing: Routing | None = None
+) -> Cache:
     """One layer's part of the cache from [B, T, K, hd] keys and values."""
     k, v = (to_bits(x.astype(precision.compute)) for x in (k, v))
-    return Cache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
+    experts = None
+    if routing is not None:
+        experts = routing.experts.astype(np.min_scalar_type(routing.probs.shape[-1] - 1))
+    return Cache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), experts)
 
 
 def _batched_dot(x: jax.Array, y: jax.Array, precision: Precision) -> jax.Array:

@@ -46,12 +46,24 @@ class Drawn:
     count: jax.Array  # i32[]
 
 
-@functools.partial(jax.jit, static_argnames=("model", "precision"))
+@functools.partial(jax.jit, static_argnames=("model", "precision", "record"))
 def start(
-    params: Params, tokens: jax.Array, pad: jax.Array, *, model: Model, precision: Precision
+    params: Params,
+    tokens: jax.Array,
+    pad: jax.Array,
+    *,
+    model: Model,
+    precision: Precision,
+    record: bool,
 ) -> tuple[Cache, jax.Array]:
     """`prefill`, compiled."""
-    return prefill(params, tokens, pad, model=model, precision=precision)
+    return prefill(params, tokens, pad, model=model, precision=precision, record=record)
+
+
+@jax.jit
+def sent(experts: jax.Array, row: jax.Array) -> jax.Array:
+    """The experts [S, L, k] of one row of a cache."""
+    return experts[:, row].transpose(1, 0, 2)
 
 
 @functools.partial(jax.jit, static_argnames=("slots",))
@@ -190,7 +202,11 @@ def _draw(logits, key, position, tail, *, table, settings):
 def _resize(cache: Cache, source: jax.Array, *, slots: int) -> Cache:
     keys, values = cache.keys[:, source], cache.values[:, source]
     more = slots - cache.slots
+    experts = cache.experts
+    if experts is not None:
+        experts = jnp.pad(experts[:, source], ((0, 0), (0, 0), (0, more), (0, 0)))
     return Cache(
         jnp.pad(keys, ((0, 0),) * 4 + ((0, more),)),
         jnp.pad(values, ((0, 0),) * 3 + ((0, more), (0, 0))),
+        experts,
     )

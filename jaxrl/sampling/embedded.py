@@ -40,6 +40,7 @@ class EmbeddedSampler:
         version: int = 0,
         max_batch: int = 64,
         layout: Layout | None = None,
+        record_experts: bool = False,
     ):
         """Makes a sampler that serves `params`.
 
@@ -52,17 +53,20 @@ class EmbeddedSampler:
             the cache of its own tokens: 2 * layers * kv heads * head_dim numbers per token.
           layout: how the sampler's copy of the weights and its batches lie on a mesh; None leaves
             the weights where they are.
+          record_experts: whether completions say where the layers sent their tokens.
 
         Raises:
-          ValueError: if `max_batch` is not positive.
+          ValueError: if `max_batch` is not positive, or there are no experts to record.
         """
+        if record_experts and model.config.experts is None:
+            raise ValueError("record_experts=True: the model is dense, it has no experts to record")
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch}: at least 1 answer must fit a batch")
         self._model = model
         self._policy = precision
         self._precision = sampler_precision(precision)
         self._max_batch = max_batch
-        self._layout = layout
+        self._layout, self._record = layout, record_experts
         self._closed = threading.Event()
         self._serve = jax.jit(
             functools.partial(_as_served, policy=precision),
@@ -146,6 +150,7 @@ class EmbeddedSampler:
             self._layout,
             self._max_batch,
             self._closed,
+            self._record,
         )
         starts = range(0, len(ordered), self._max_batch)
         return (
