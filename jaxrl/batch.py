@@ -48,6 +48,8 @@ class Rollout(NamedTuple):
       components: what each reward function gave, before its weight; NaN where it failed.
       truncated: whether the answer ended because it ran out of tokens, or of turns.
       episode: how it came about; None for an answer of one turn without an environment.
+      experts: [N, L, k], where the sampler's layers sent the first N tokens of prompt and
+        completion, all but the last one as a rule; None where it did not say.
     """
 
     prompt: np.ndarray
@@ -60,6 +62,7 @@ class Rollout(NamedTuple):
     components: tuple[float, ...] = ()
     truncated: bool = False
     episode: Episode | None = None
+    experts: np.ndarray | None = None
 
     @property
     def length(self) -> int:
@@ -86,6 +89,8 @@ class TokenBatch:
     values: jax.Array | None = None  # f32[B, T], of the critic before it learns from the batch
     returns: jax.Array | None = None  # f32[B, T], what the critic should have expected
     entropy_weights: jax.Array | None = None  # f32[B, T], of an adaptive entropy bonus
+    # i16[B, T, L, k], where the sampler's layers sent the token itself; -1 where that is not known.
+    experts: jax.Array | None = None
 
 
 def segment_sum(values: jax.Array, segments: jax.Array) -> jax.Array:
@@ -192,6 +197,8 @@ def pack(
         for name, given in (("values", values), ("returns", returns))
         if given is not None
     }
+    sent = next((r.experts for r in rollouts if r.experts is not None), None)
+    experts = None if sent is None else np.full((*shape, *sent.shape[1:]), -1, np.int16)
     for r, members in enumerate(rows):
         start = 0
         for segment, i in enumerate(members, start=1):
@@ -208,6 +215,8 @@ def pack(
             for array, given in judged.values():
                 array[r, answer] = np.where(rollout.action_mask, given[i], 0)
             rewards[r, answer] = np.where(rollout.action_mask, np.nan_to_num(rollout.reward), 0)
+            if experts is not None and rollout.experts is not None:
+                experts[r, start : start + len(rollout.experts)] = rollout.experts
             start += rollout.length
     return TokenBatch(
         tokens=tokens,  # pyright: ignore[reportArgumentType] — numpy until it is put on devices
@@ -218,6 +227,7 @@ def pack(
         advantages=token_advantages,  # pyright: ignore[reportArgumentType]
         rewards=rewards,  # pyright: ignore[reportArgumentType]
         **{name: array for name, (array, _) in judged.items()},  # pyright: ignore[reportArgumentType]
+        experts=experts,  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -244,3 +254,8 @@ def _check_rollout(rollout: Rollout, *, index: int) -> None:
                 f"rollout {index}: {name} has {len(getattr(rollout, name))} entries for "
                 f"{len(rollout.completion)} completion tokens"
             )
+    if rollout.experts is not None and len(rollout.experts) > rollout.length:
+        raise ValueError(
+            f"rollout {index}: experts has {len(rollout.experts)} entries for {rollout.length} "
+            "tokens of prompt and completion"
+        )

@@ -4,6 +4,7 @@ It computes the scores that an objective needs and hands them to it; `jaxrl.upda
 Nothing here knows which loss, which model or which mesh it is.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -49,7 +50,9 @@ class Learner(NamedTuple):
     Attributes:
       init: params -> state before the first step.
       score: (params, minibatch) -> f32[N, T] log-probs of the action tokens, without gradient,
-        computed as `step` computes them; anchor and reference scores come from here.
+        computed as `step` computes them; anchor and reference scores come from here. Where the
+        batch says which experts tokens were sent to, they are sent there, in `shadow` and `step`
+        as well: the routers' weights are those of the parameters, their choice is not.
       shadow: likewise, but of the weights that are published, computed in the sampler's dtypes.
       step: (state, minibatch) -> (state, metrics). `metrics` has the objective's, those of
         `diagnostics.mismatch`, and "loss", "grad_norm" (before clipping), "loss_scale",
@@ -238,14 +241,15 @@ def _hidden(
     inputs = (weights, batch.tokens, batch.positions, batch.segments)
     if model.hidden_routed is None:
         return model.hidden(*inputs, precision=precision), None
-    routed = model.hidden_routed(*inputs, precision=precision)
+    routed = model.hidden_routed(*inputs, precision=precision, recorded=batch.experts)
     return routed.hidden, routed.imbalance
 
 
 def _check(minibatch: Minibatch, objective: Objective, *, rows_per_microbatch: int) -> None:
     chex.assert_rank(minibatch.batch.tokens, 2)
-    arrays = (minibatch.batch, minibatch.anchor, minibatch.reference)
-    chex.assert_equal_shape(jax.tree.leaves(arrays))
+    flat = dataclasses.replace(minibatch.batch, experts=None)
+    chex.assert_equal_shape(jax.tree.leaves((flat, minibatch.anchor, minibatch.reference)))
+    chex.assert_equal_shape_prefix(jax.tree.leaves(minibatch.batch), 2)
     rows = minibatch.batch.tokens.shape[0]
     if rows % rows_per_microbatch:
         raise ValueError(

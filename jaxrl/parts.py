@@ -278,7 +278,16 @@ def state_shardings(
 def make_learner(
     config: Config, model: Model, *, objective: Objective, optimizer: Optimizer, layout: Layout
 ) -> Learner:
-    """The learner of a training run, not compiled."""
+    """The learner of a training run, not compiled.
+
+    Raises:
+      ValueError: if a dense model is to replay the routing of experts.
+    """
+    if config.train.replay_routing and model.config.experts is None:
+        raise ValueError(
+            f"train.replay_routing = true: {config.model.path} ({model.config.model_type}) is "
+            "dense, there is no routing to replay; leave it out"
+        )
     specs = trained_specs(config.lora, model.specs)
     return learner.make_learner(
         model,

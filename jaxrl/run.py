@@ -218,6 +218,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             adapters=Adapters(specs, 2 + config.rollouts.max_staleness)
             if config.lora.publish == "adapters"
             else None,
+            record_experts=config.train.replay_routing,
         ) as serving,
     ):
         run = Run(

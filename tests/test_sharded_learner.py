@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.batch import pack
+from jaxrl.batch import Rollout, pack
 from jaxrl.config.tables import OptimizerConfig
 from jaxrl.learner import LearnerState, Minibatch, interleave, make_learner
 from jaxrl.losses import grpo, with_terms
@@ -32,12 +32,23 @@ ROWS = 8  # to a microbatch, of which there are two
 fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def minibatch() -> Minibatch:
+def minibatch(config: DecoderConfig) -> Minibatch:
+    """Of a mixture of experts, every second answer knows where its tokens were sent."""
     samples = tiny.rollouts(16, longest=LENGTH)
+    if config.experts is not None:
+        samples[::2] = [sent_somewhere(one, config) for one in samples[::2]]
     advantages = list(np.random.default_rng(0).normal(size=16))
     rows, used = interleave([[i] for i in range(16)], rows_per_microbatch=ROWS, max_microbatches=2)
     batch = pack(samples, advantages, rows=rows, row_length=LENGTH)
     return Minibatch(batch=batch, microbatches=jnp.int32(used))  # pyright: ignore
+
+
+def sent_somewhere(rollout: Rollout, config: DecoderConfig) -> Rollout:
+    assert config.experts is not None
+    shape = (rollout.length - 1, config.num_layers, 1)
+    first = np.random.default_rng(rollout.length).integers(0, config.experts.count, shape)
+    others = first + np.arange(config.experts.per_token)
+    return rollout._replace(experts=others % config.experts.count)
 
 
 def run(layout: Layout, config: DecoderConfig, *, offload: bool = False):
@@ -66,9 +77,9 @@ def run(layout: Layout, config: DecoderConfig, *, offload: bool = False):
     settings = OptimizerConfig(offload=offload)
     shardings = state_shardings(settings, learner.init, params, layout=layout, specs=model.specs)
     state = jax.jit(learner.init, out_shardings=shardings)(params)
-    batch = minibatch()
+    batch = minibatch(config)
     rows = jax.tree.map(
-        lambda x: layout.batch(("batch", "length")) if x.ndim == 2 else layout.replicated, batch
+        lambda x: layout.batch(("batch", "length")) if x.ndim else layout.replicated, batch
     )
     batch = jax.device_put(batch, rows)
     scores = fast_jit(learner.score)(params, batch)

@@ -254,6 +254,10 @@ class TrainConfig(Section):
     packing: bool = True
     """Put several short sequences into a row; otherwise one to a row."""
 
+    replay_routing: bool = False
+    """For mixtures of experts and the embedded sampler: the learner sends each token to the experts
+    that it was sent to when the answer was drawn. The routers still learn."""
+
     remat: Remat = "matmuls"
     """What the backward pass computes again instead of keeping it: `none`; `matmuls` all but matrix
     products and attention, which costs next to nothing; `attention` all but attention; `layer` all

@@ -222,6 +222,17 @@ def _contradictions(c: Config) -> Iterator[str]:
             "devices: two threads that start programs on the same devices wait for each other; let "
             "a server sample (sampler.name = 'vllm', no reward.model), or set it to 0"
         )
+    if train.replay_routing and c.sampler.name != "embedded":
+        yield (
+            f"train.replay_routing needs a sampler that says which experts it used, and "
+            f"sampler.name = {c.sampler.name!r} does not; leave it out, or set sampler.name = "
+            "'embedded'"
+        )
+    if train.replay_routing and c.critic.trunk == "shared":
+        yield (
+            "train.replay_routing and critic.trunk = 'shared': values are computed with the "
+            "policy's own routing; set critic.trunk = 'own', or leave replay_routing out"
+        )
     if c.probe.replay and c.sampler.name == "embedded":
         yield (
             "probe.replay asks a server and sampler.name = 'embedded' computes here; leave it out, "

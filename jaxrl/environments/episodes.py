@@ -24,6 +24,7 @@ class Draft:
         self._chosen: list[np.ndarray] = []
         self._versions: list[np.ndarray] = []
         self._turns: list[tuple[int, int, float]] = []
+        self._experts: np.ndarray | None = None
         self._numbers: dict[str, float] = {}
 
     def turn(self, limits: Limits) -> Turn:
@@ -37,6 +38,12 @@ class Draft:
         self._append(completion.tokens, completion.logprobs, chosen, completion.versions)
         self._turns.append((start, self._length, 0.0))
         self._cut = completion.finish_reason == "length"
+        if self._experts is None or completion.experts is None:
+            self._experts = completion.experts
+        else:
+            # What was seen of the context when it was drawn counts, not what is computed again.
+            new = completion.experts[len(self._experts) :]
+            self._experts = np.concatenate([self._experts, new])
 
     def see(self, step: Step, limits: Limits) -> End | None:
         """Takes what the environment says to the last turn, as `check_step` returns it.
@@ -79,6 +86,7 @@ class Draft:
             group=group,
             truncated=end in ("tokens", "turns"),
             episode=episode,
+            experts=self._experts,
         )
 
     def _append(self, tokens, logprobs, chosen, versions) -> None:

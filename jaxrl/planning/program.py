@@ -16,6 +16,7 @@ from jaxrl.learner import LearnerState, Minibatch
 from jaxrl.losses import Need
 from jaxrl.models import huggingface, kernels, logprobs, lora
 from jaxrl.models.decoder import Model
+from jaxrl.models.families import DecoderConfig
 from jaxrl.models.kernels import Kernel
 from jaxrl.planning.collectives import Traffic, collectives
 from jaxrl.planning.topology import GIB, Topology
@@ -116,7 +117,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
         config.optimizer, learner.init, params, layout=layout, specs=lora.declared(specs)
     )
     state = jax.tree.map(_place, shapes, shardings)
-    minibatch = _minibatch(config, layout, needs=recipe.objective.needs)
+    minibatch = _minibatch(config, sizes, layout=layout, needs=recipe.objective.needs)
     microbatches = minibatch.batch.tokens.shape[0] // config.microbatch_rows
     built = {
         "model": model,
@@ -150,16 +151,21 @@ def compile_step(config: Config, topology: Topology) -> Program:
     )
 
 
-def _minibatch(config: Config, layout: Layout, *, needs: frozenset[Need]) -> Minibatch:
+def _minibatch(
+    config: Config, sizes: DecoderConfig, *, layout: Layout, needs: frozenset[Need]
+) -> Minibatch:
     """What `loop.train` gives the step: room for one sequence to a row."""
     answers = config.train.train_batch * config.train.group_size
     count = -(-answers // config.train.updates_per_rollout // config.microbatch_rows)
     rows = layout.batch(("batch", "length"))
     shape = (count * config.microbatch_rows, config.row_length)
 
-    def array(dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
+    def array(dtype: Any, *more: int) -> Any:
+        return jax.ShapeDtypeStruct((*shape, *more), dtype, sharding=rows)
 
+    experts = None
+    if config.train.replay_routing and sizes.experts is not None:
+        experts = array(jnp.int16, sizes.num_layers, sizes.experts.per_token)
     whole, score = array(jnp.int32), array(jnp.float32)
     batch = TokenBatch(
         tokens=whole,
@@ -168,6 +174,7 @@ def _minibatch(config: Config, layout: Layout, *, needs: frozenset[Need]) -> Min
         action_mask=array(jnp.bool_),
         sampler_logprobs=score,
         advantages=score,
+        experts=experts,
     )
     several = config.train.updates_per_rollout > 1
     used: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.replicated)

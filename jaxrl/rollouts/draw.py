@@ -59,4 +59,5 @@ def as_rollout(run: Run, completion: Completion, example: Example, *, group: int
         version=completion.versions,
         group=group,
         truncated=truncated,
+        experts=completion.experts,
     )

@@ -46,7 +46,7 @@ def count_groups(rollouts: Sequence[Rollout]) -> int:
 def encode(rollout: Rollout) -> dict[str, Any]:
     """An answer as JSON, bit for bit."""
     return {
-        name: [value.dtype.name, base64.b64encode(value.tobytes()).decode()]
+        name: [value.dtype.name, base64.b64encode(value.tobytes()).decode(), *value.shape[1:]]
         if isinstance(value, np.ndarray)
         else value
         for name, value in rollout._asdict().items()
@@ -56,9 +56,10 @@ def encode(rollout: Rollout) -> dict[str, Any]:
 def decode(content: Mapping[str, Any]) -> Rollout:
     """The inverse of `encode`."""
     fields: dict[str, Any] = dict(content)
-    for name in ("prompt", "completion", "logprobs", "action_mask", "version"):
-        dtype, data = fields[name]
-        fields[name] = np.frombuffer(base64.b64decode(data), dtype)
+    for name in ("prompt", "completion", "logprobs", "action_mask", "version", "experts"):
+        if fields.get(name) is not None:
+            dtype, data, *rest = fields[name]
+            fields[name] = np.frombuffer(base64.b64decode(data), dtype).reshape(-1, *rest)
     fields["components"] = tuple(fields["components"])
     if fields.get("episode") is not None:
         turns, end, numbers = fields["episode"]
