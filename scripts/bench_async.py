@@ -2,6 +2,7 @@
 
     ./scripts/quickstart.sh && ./scripts/install_vllm.sh
     python scripts/bench_async.py runs/async [--staleness 0 1 3 5 10] [--seeds 0 1] [--steps 30]
+    python scripts/bench_async.py runs/async --balanced      the learner has as much to do as the server
     python scripts/bench_async.py --quick       two short runs: both sides are busier at once
 
 Each side is pinned to a core of its own. Runs that are finished are not repeated.
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--corrections", nargs="+", default=[*overlap.CORRECTIONS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--balanced", action="store_true", help="the learner does not pack answers")
     parser.add_argument("--quick", action="store_true", help="two short runs and their check")
     options = parser.parse_args()
     if options.quick:
@@ -55,6 +57,7 @@ def run(options: argparse.Namespace) -> list[overlap.Measured]:
                 correction=correction,
                 seed=seed,
                 steps=options.steps,
+                balanced=options.balanced,
             )
             # Runs to be compared follow one another, so that a disturbance hits them alike.
             for seed in options.seeds

@@ -24,6 +24,12 @@ CORRECTIONS = {
     "none": {"loss.name": "grpo", "loss.ratio": "over_anchor"},
     "token TIS": {"loss.name": "grpo_token_tis"},
 }
+# An answer to a row with much padding, so that the learner's work is as long as the server's.
+BALANCED = {
+    "train.packing": "false",
+    "train.row_length": "144",
+    "train.microbatch_tokens": "4608",
+}
 SKIPPED = 3  # steps at the beginning, which compile
 
 
@@ -77,9 +83,11 @@ def measure(
     correction: str,
     seed: int,
     steps: int,
+    balanced: bool,
 ) -> Measured:
     """A run, which is trained unless the directory holds it to the end."""
-    run_dir = directory / f"{correction.replace(' ', '-')}-{staleness}-{seed}"
+    name = f"{correction.replace(' ', '-')}-{staleness}-{seed}"
+    run_dir = directory / (f"{name}-balanced" if balanced else name)
     if not (run_dir / "curves.png").exists():
         keys = {
             "seed": str(seed),
@@ -92,6 +100,7 @@ def measure(
             "probe.every": "0",
             "eval.every": "0",
             **CORRECTIONS[correction],
+            **(BALANCED if balanced else {}),
         }
         loop.train(toml_file.load(Config, file=CONFIG, overrides=list(keys.items())))
     entries = read_metrics(run_dir / "metrics.jsonl")
