@@ -2,7 +2,7 @@
 
     ./scripts/quickstart.sh && ./scripts/install_vllm.sh
     python scripts/bench_async.py runs/async [--staleness 0 1 3 5 10] [--seeds 0 1] [--steps 30]
-    python scripts/bench_async.py runs/async --balanced      the learner has as much to do as the server
+    python scripts/bench_async.py runs/async --balanced    learner and server have as much to do
     python scripts/bench_async.py --quick       two short runs: both sides are busier at once
 
 Each side is pinned to a core of its own. Runs that are finished are not repeated.
