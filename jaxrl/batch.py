@@ -1,7 +1,8 @@
 """The two forms in which samples travel: ragged on the host, rectangular on the device."""
 
+import base64
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -243,6 +244,30 @@ def gather(
             end += rollouts[i].length
             found[i] = array[r, end - len(rollouts[i].completion) : end]
     return [found[i] for i in range(len(rollouts))]
+
+
+def to_json(rollout: Rollout) -> dict[str, Any]:
+    """An answer for a checkpoint, bit for bit."""
+    return {
+        name: [value.dtype.name, base64.b64encode(value.tobytes()).decode(), *value.shape[1:]]
+        if isinstance(value, np.ndarray)
+        else value
+        for name, value in rollout._asdict().items()
+    }
+
+
+def from_json(content: Mapping[str, Any]) -> Rollout:
+    """The inverse of `to_json`."""
+    fields: dict[str, Any] = dict(content)
+    for name in ("prompt", "completion", "logprobs", "action_mask", "version", "experts"):
+        if fields.get(name) is not None:
+            dtype, data, *rest = fields[name]
+            fields[name] = np.frombuffer(base64.b64decode(data), dtype).reshape(-1, *rest)
+    fields["components"] = tuple(fields["components"])
+    if fields.get("episode") is not None:
+        turns, end, numbers = fields["episode"]
+        fields["episode"] = Episode(tuple(map(tuple, turns)), end, numbers)
+    return Rollout(**fields)
 
 
 def _check_rollout(rollout: Rollout, *, index: int) -> None:

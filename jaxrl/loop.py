@@ -24,6 +24,7 @@ from jaxrl.diagnostics.replay import parts, replay_batch, summary
 from jaxrl.diagnostics.split import known_tokens, split
 from jaxrl.diagnostics.variety import variety
 from jaxrl.evaluate import evaluate_greedily
+from jaxrl.guard import Guard, Verdict
 from jaxrl.interrupt import Interrupt
 from jaxrl.learner import LearnerState, Minibatch, interleave
 from jaxrl.losses.algebra import Need
@@ -34,7 +35,6 @@ from jaxrl.rollouts.answers import Answers, Numbers, clock
 from jaxrl.rollouts.stream import open_answers
 from jaxrl.run import Progress, Run, open_run
 from jaxrl.update import saved
-from jaxrl.watch.guard import Guard, Verdict
 from jaxrl.watch.plots import draw_run
 from jaxrl.watch.profile import Profile
 from jaxrl.watch.tracking import read_metrics

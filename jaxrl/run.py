@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl import parts, precision
+from jaxrl import agents, parts, precision
 from jaxrl.actor_critic import ActorCritic, State, with_new_loss_scale
-from jaxrl.batch import Rollout
+from jaxrl.batch import Rollout, from_json, to_json
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.config.toml_file import flatten
 from jaxrl.config.training import Config
@@ -29,9 +29,8 @@ from jaxrl.losses import Need, Recipe
 from jaxrl.models import huggingface, lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
-from jaxrl.rollouts import agents, refill
-from jaxrl.rollouts.samplers import Adapters, Publish, open_sampler
 from jaxrl.run_directory import claim, note_start
+from jaxrl.samplers import Adapters, Publish, open_sampler
 from jaxrl.sampling.base import Sampler, SamplingParams
 from jaxrl.update import saved, with_saved
 from jaxrl.watch import rollbacks
@@ -72,13 +71,13 @@ class Progress:
 
     def to_json(self) -> dict[str, Any]:
         """What a checkpoint holds."""
-        return vars(self) | {"pending": [refill.encode(rollout) for rollout in self.pending]}
+        return vars(self) | {"pending": [to_json(rollout) for rollout in self.pending]}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Progress":
         """The inverse of `to_json`."""
         fields = dict(content)
-        fields["pending"] = [refill.decode(rollout) for rollout in fields.get("pending", ())]
+        fields["pending"] = [from_json(rollout) for rollout in fields.get("pending", ())]
         return cls(**fields)
 
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from jaxrl import parts
-from jaxrl.batch import Rollout, assign_rows, gather, pack
+from jaxrl.batch import Rollout, assign_rows, from_json, gather, pack, to_json
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.environments.base import Limits, Step
@@ -23,7 +23,6 @@ from jaxrl.metrics import to_floats
 from jaxrl.models.decoder import decoder
 from jaxrl.models.logprobs import token_logprobs
 from jaxrl.precision import PRESETS
-from jaxrl.rollouts import refill
 from jaxrl.rollouts.answers import collect
 from jaxrl.run import Progress, open_run
 from jaxrl.sampling.base import Completion, SamplingParams
@@ -199,7 +198,7 @@ def test_the_router_learns_from_replayed_routing(foreign):
 
 def test_experts_of_a_pending_answer_survive_a_checkpoint(own):
     for one in (own[0], own[0]._replace(experts=None)):
-        again = refill.decode(json.loads(json.dumps(refill.encode(one))))
+        again = from_json(json.loads(json.dumps(to_json(one))))
         for name, value in one._asdict().items():
             np.testing.assert_array_equal(getattr(again, name), value)
 

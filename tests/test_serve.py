@@ -4,13 +4,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from jaxrl import parts
+from jaxrl import parts, samplers
 from jaxrl.commands import serve
 from jaxrl.config import toml_file
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
 from jaxrl.precision import PRESETS
-from jaxrl.rollouts import samplers
 from tests import tiny
 
 

@@ -4,13 +4,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl import parts, precision
+from jaxrl import agents, parts, precision
 from jaxrl.commands import options
 from jaxrl.config.tables import SamplerConfig
 from jaxrl.config.training import Config
 from jaxrl.environments.scoring import load_rewards
 from jaxrl.environments.tools import load_tools
-from jaxrl.rollouts import agents
 
 DESCRIPTION = """Answers data.eval_path greedily and prints the share of right answers, as the
 first reward sees them. It has the keys of `jaxrl train`, so that a training run's file serves.

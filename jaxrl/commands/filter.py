@@ -93,7 +93,7 @@ def _measure(
     examples: Sequence[Example],
 ) -> None:
     """Measures what the journal does not have yet."""
-    from jaxrl.rollouts.samplers import open_sampler
+    from jaxrl.samplers import open_sampler
     from jaxrl.watch.progress import Progress
 
     done = len(journal.measured)

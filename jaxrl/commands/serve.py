@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _serve(config: ServeConfig, arguments: argparse.Namespace) -> int:
     from jaxrl.bridge.launch import ServerFailedError
-    from jaxrl.rollouts.samplers import api_key, started_server
+    from jaxrl.samplers import api_key, started_server
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -25,7 +25,7 @@ from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.precision import Precision
-from jaxrl.rollouts.samplers import api_key, open_sampler
+from jaxrl.samplers import api_key, open_sampler
 from jaxrl.sampling.base import SamplingParams
 from sharding.partition import Layout
 

@@ -4,13 +4,12 @@ A group of answers that all earned the same teaches nothing. Where the loop draw
 a batch is full of groups that do teach something, those left over wait here for the next step.
 """
 
-import base64
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.batch import Episode, Rollout
+from jaxrl.batch import Rollout
 
 
 class Choice(NamedTuple):
@@ -41,30 +40,6 @@ def choose(rollouts: Sequence[Rollout], *, groups: int) -> Choice:
 def count_groups(rollouts: Sequence[Rollout]) -> int:
     """Number of prompts that the answers belong to."""
     return len({r.group for r in rollouts})
-
-
-def encode(rollout: Rollout) -> dict[str, Any]:
-    """An answer as JSON, bit for bit."""
-    return {
-        name: [value.dtype.name, base64.b64encode(value.tobytes()).decode(), *value.shape[1:]]
-        if isinstance(value, np.ndarray)
-        else value
-        for name, value in rollout._asdict().items()
-    }
-
-
-def decode(content: Mapping[str, Any]) -> Rollout:
-    """The inverse of `encode`."""
-    fields: dict[str, Any] = dict(content)
-    for name in ("prompt", "completion", "logprobs", "action_mask", "version", "experts"):
-        if fields.get(name) is not None:
-            dtype, data, *rest = fields[name]
-            fields[name] = np.frombuffer(base64.b64decode(data), dtype).reshape(-1, *rest)
-    fields["components"] = tuple(fields["components"])
-    if fields.get("episode") is not None:
-        turns, end, numbers = fields["episode"]
-        fields["episode"] = Episode(tuple(map(tuple, turns)), end, numbers)
-    return Rollout(**fields)
 
 
 def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:

@@ -24,7 +24,7 @@ from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import Params, init
 from jaxrl.precision import DType
-from jaxrl.rollouts.samplers import started_server
+from jaxrl.samplers import started_server
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.vllm import VllmSampler
 

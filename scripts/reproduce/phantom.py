@@ -33,8 +33,8 @@ from jaxrl.losses import ratios
 from jaxrl.losses.algebra import Scores
 from jaxrl.losses.ratios import Ratio
 from jaxrl.precision import parse
-from jaxrl.rollouts.samplers import started_server
 from jaxrl.run import open_run
+from jaxrl.samplers import started_server
 
 CONFIG = ROOT / "configs" / "phantom_clipping.toml"
 # Deep, narrow and with large weights: the rounding of each layer is large beside what it adds.

@@ -12,7 +12,7 @@ from jaxrl import parts, precision
 from jaxrl.bridge.launch import LocalServer
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.rollouts.samplers import Adapters, Serving, open_sampler, started_server
+from jaxrl.samplers import Adapters, Serving, open_sampler, started_server
 from tests import tiny
 
 SERVED = dataclasses.replace(tiny.CONFIG, head_dim=32)  # vLLM on CPU has no smaller heads

@@ -25,7 +25,7 @@ from jaxrl.losses.algebra import objective
 from jaxrl.losses.surrogates import reinforce
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
-from jaxrl.rollouts.samplers import Serving
+from jaxrl.samplers import Serving
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded import EmbeddedSampler
 from jaxrl.watch.tracking import read_metrics

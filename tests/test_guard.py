@@ -17,9 +17,9 @@ from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
 from jaxrl.diagnostics.alarms import Alarm, replay
 from jaxrl.diagnostics.history import History
+from jaxrl.guard import Guard
 from jaxrl.run import Run
 from jaxrl.watch import rollbacks
-from jaxrl.watch.guard import Guard
 from jaxrl.watch.tracking import read_metrics, write_lines
 from tests import tiny
 
