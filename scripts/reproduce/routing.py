@@ -1,0 +1,94 @@
+"""What routing replay changes in the mismatch before any update."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import make_arithmetic
+import numpy as np
+from reproduce import scoring
+from reproduce.grid import ROOT
+from reproduce.phantom import DEEP, write_material
+
+from jaxrl.batch import Rollout
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
+from jaxrl.diagnostics.split import known_tokens, split
+from jaxrl.learner import Minibatch
+from jaxrl.precision import cast, parse
+from jaxrl.run import open_run
+
+CONFIG = ROOT / "configs" / "phantom_clipping.toml"
+POLICIES = ("phantom", "bf16_master", "fp16_master", "fp32")
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+# The quickstart's size, and the one of docs/precision.md whose rounding is large.
+MODELS = {"2 layers of 64": make_arithmetic.MODEL | EXPERTS, "24 layers of 32": DEEP | EXPERTS}
+FOUND = ("beta_std", "beta_p99", "alpha_std", "k3_kl", "ess", "clipped", "phantom")
+HEADER = ("model", "precision", "routed otherwise", "replay", *FOUND)
+
+
+def rows(directory: Path) -> Iterator[list[str]]:
+    """The cells of a table: for every model and policy a line without and one with replay."""
+    for name, model in MODELS.items():
+        material = directory / name.replace(" ", "-")
+        write_material(material, model=model, seeds=[0])
+        for policy in POLICIES:
+            moved, *both = measured(material, policy)
+            for replay, found in zip(("no", "yes"), both, strict=True):
+                cells = [f"{found[column]:.2g}" for column in FOUND]
+                yield [name, policy, f"{moved:.2%}", replay, *cells]
+
+
+def measured(material: Path, policy: str) -> tuple[float, dict[str, float], dict[str, float]]:
+    """Of one rollout of 64 answers: the share of tokens and layers for which learner and sampler
+    choose different experts, and the split of the log-ratio without and with replay."""
+    keys = {
+        "precision": policy,
+        "run_dir": str(material / policy),
+        "model.path": str(material / "model-0"),
+        "data.path": str(material / "prompts.jsonl"),
+        "train.replay_routing": "true",
+        "sampling.temperature": "1",
+    }
+    config = toml_file.load(Config, file=CONFIG, overrides=list(keys.items()))
+    with open_run(config) as (run, state, progress):
+        rollouts = scoring.sampled(run, progress)
+        given = scoring.minibatch(run, rollouts)
+        moved = _moved(run, cast(state.policy.params, parse(policy).compute), given)
+        free = scoring.minibatch(run, [_forgotten(one) for one in rollouts])
+        return moved, _split(run, state, free), _split(run, state, given)
+
+
+def _forgotten(rollout: Rollout) -> Rollout:
+    assert rollout.experts is not None
+    return rollout._replace(experts=np.full_like(rollout.experts, -1, dtype=np.int16))
+
+
+def _moved(run: Any, weights: Any, given: Minibatch) -> float:
+    batch, policy = given.batch, parse(run.config.precision)
+    inputs = (weights, batch.tokens, batch.positions, batch.segments)
+    own = jax.jit(run.model.hidden_routed, static_argnames="precision")(*inputs, precision=policy)
+    recorded = np.asarray(batch.experts)
+    other = np.any(np.sort(own.experts, axis=-1) != np.sort(recorded, axis=-1), axis=-1)
+    return float(np.mean(other[(recorded >= 0).all(axis=(2, 3))]))
+
+
+def _split(run: Any, state: Any, given: Minibatch) -> dict[str, float]:
+    learner, shadow = scoring.score(run, state.policy, given)
+    batch = given.batch
+    tokens = known_tokens(
+        learner=learner,
+        shadow=shadow,
+        sampler=np.asarray(batch.sampler_logprobs),
+        advantages=np.asarray(batch.advantages),
+        mask=np.asarray(batch.action_mask),
+        segments=np.asarray(batch.segments),
+    )
+    return split(tokens, low=run.config.probe.low, high=run.config.probe.high)

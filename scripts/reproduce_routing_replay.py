@@ -1,0 +1,26 @@
+"""What routing replay changes in the mismatch before any update: one rollout of random mixtures of
+experts, scored with and without the experts that its sampler used.
+
+    python scripts/reproduce_routing_replay.py runs/routing
+
+Takes ten minutes and prints the table of docs/scale.md, Mixtures of experts.
+"""
+
+import argparse
+from pathlib import Path
+
+from reproduce import routing
+from reproduce.grid import markdown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path)
+    directory = parser.parse_args().directory
+    print(markdown(routing.HEADER, list(routing.rows(directory))))
+
+
+if __name__ == "__main__":
+    main()
