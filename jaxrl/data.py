@@ -276,7 +276,7 @@ def _read_hub(path: str, *, split: str, subset: str | None) -> Iterator[Row]:
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
             f"data {path!r} is no file, and reading it from the Hugging Face hub needs the package "
-            "datasets: pip install 'jaxrl[hub]'"
+            "datasets: pip install datasets"
         ) from None
     try:
         rows = datasets.load_dataset(path, name=subset, split=split)

@@ -125,7 +125,7 @@ def test_unreadable_sources(tmp_path: Path, monkeypatch):
     with pytest.raises(ValueError, match=r"a \.jsonl or \.parquet file"):
         prompts(str(tmp_path / "a.csv"))
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jaxrl\[hub\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install datasets"):
         prompts("openai/gsm8k")
 
 

@@ -12,7 +12,7 @@ DESCRIPTION = """Compiles a run's step for devices that need not exist, and says
   jaxrl plan configs/qwen3_8b.toml --estimate --rollout-seconds 60 --train-seconds 40
 
 Of the model only config.json is read. TPU topologies (v5e, v5p, v6e) need libtpu, which works
-without a TPU: pip install 'jaxrl[tpu]'. The last line is such as
+without a TPU: pip install 'jax[tpu]'. The last line is such as
 
   peak 31.4 GiB of 95.7 GiB per chip: fits"""
 

@@ -52,7 +52,7 @@ def math_verify(completion: str, example: Mapping[str, Any]) -> float:
         from math_verify import parse, verify
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            "the reward math_verify needs the package math-verify: pip install 'jaxrl[math]'"
+            "the reward math_verify needs the package math-verify: pip install math-verify"
         ) from None
     answer = str(example["answer"]).strip()
     marked = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))

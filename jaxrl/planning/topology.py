@@ -75,7 +75,7 @@ def open_topology(name: str) -> Topology:
     if importlib.util.find_spec("libtpu") is None:
         raise ModuleNotFoundError(
             f"topology {name!r} needs libtpu, XLA's compiler for TPUs, which works without a TPU: "
-            "pip install 'jax[tpu]', or 'jaxrl[tpu]'; cpu:8 needs nothing"
+            "pip install 'jax[tpu]'; cpu:8 needs nothing"
         )
     # Without these libtpu asks the cloud's metadata server who it is, and warns of no answer.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
