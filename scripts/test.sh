@@ -8,8 +8,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE  # without byte code every start takes many seconds more
 scripts/make_venv.sh .venv-test requirements-dev.txt requirements-torch.txt
-[ "$(uname)" != Linux ] || scripts/install_vllm.sh
 bin=.venv-test/bin
+server=
+if [ "$(uname)" = Linux ]; then
+    scripts/install_vllm.sh &  # beside lint and types, which keep one core busy
+    server=$!
+    trap wait EXIT
+fi
 # XLA's compiler for TPUs, apart from the rest: where jax finds it, every process looks for a TPU.
 if [ "$(uname)" = Linux ] && ! cmp -s requirements-tpu.txt .venv-tpu/requirements-tpu.txt; then
     rm -rf .venv-tpu
@@ -21,6 +26,7 @@ fi
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/pyright" --pythonpath "$bin/python"
+[ -z "$server" ] || wait "$server"
 
 # A part of the tests may have none of one kind; none of both is an error.
 found=0
@@ -30,6 +36,6 @@ run() {
     [ "$status" = 5 ] || found=1
     [ "$status" = 0 ] || [ "$status" = 5 ] || exit "$status"
 }
-run -n 2 --dist loadfile -m "not alone" "$@"
+run -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" "$@"
 run -m alone "$@"
 [ "$found" = 1 ]

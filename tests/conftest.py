@@ -18,6 +18,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import jax
+import pytest
 from hypothesis import settings
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -25,3 +26,22 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # A shared machine is slow at times, and a test must not pass or fail by chance.
 settings.register_profile("jaxrl", deadline=None, derandomize=True)
 settings.load_profile("jaxrl")
+
+
+# Begun first, so that both workers end at about the same time; files that start many processes are
+# not next to each other.
+LONGEST = (
+    "tests/sampling/test_vllm_server.py",
+    "tests/test_loop.py",
+    "tests/rollouts/test_agents.py",
+    "tests/watch/test_guard.py",
+    "tests/rollouts/test_stream.py",
+    "tests/test_resume.py",
+    "tests/test_hosts.py",
+    "tests/bridge/test_engine.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {path: i for i, path in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.nodeid.split("::")[0], len(rank)))
