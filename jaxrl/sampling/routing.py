@@ -13,7 +13,7 @@ import threading
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.client import HTTPConnection
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from jaxrl.sampling.base import ClosedError
 
@@ -38,7 +38,7 @@ class _Address(NamedTuple):
 class _Answer(NamedTuple):
     status: int  # 0 if there is none
     text: str
-    lost: bool  # nobody is there, or it hangs
+    fate: Literal["answered", "gone", "hangs"] = "answered"
 
 
 class Router:
@@ -96,7 +96,7 @@ class Router:
         failures = 0
         while True:
             with self._connection() as connection:
-                answer = _post(connection, path, body, headers=self._headers)
+                answer = self._exchange(connection, path, body)
                 if answer.status == 200:
                     try:
                         return read(answer.text)
@@ -106,7 +106,8 @@ class Router:
                         raise
                 connection.close()  # the next request on it opens it again
                 # One that has never heard of the route or of the adapter was started again.
-                if (answer.lost or answer.status == 404) and self._give_up(connection):
+                lost = answer.fate != "answered" or answer.status == 404
+                if lost and self._give_up(connection):
                     continue
             failures += 1
             final = 400 <= answer.status < 500 or failures == _ATTEMPTS
@@ -136,6 +137,17 @@ class Router:
         """Closes the connections, which nobody may be using."""
         for connection in self._connections:
             connection.close()
+
+    def _exchange(self, connection: HTTPConnection, path: str, body: str) -> _Answer:
+        """A request on a connection. That a server has dropped one which was kept open says nothing
+        about the server, and how many of them there are must not use up the attempts of a request:
+        only a connection that was just opened tells that nobody is there."""
+        kept = connection.sock is not None
+        answer = _post(connection, path, body, headers=self._headers)
+        if kept and answer.fate == "gone" and not self._closed.is_set():
+            connection.close()
+            answer = _post(connection, path, body, headers=self._headers)
+        return answer
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[HTTPConnection]:
@@ -167,16 +179,14 @@ class Router:
 def _post(
     connection: HTTPConnection, path: str, body: str, *, headers: Mapping[str, str]
 ) -> _Answer:
-    fresh = connection.sock is None
     try:
         connection.request("POST", path, body, headers)
         response = connection.getresponse()
-        return _Answer(response.status, response.read().decode(errors="replace"), False)
+        return _Answer(response.status, response.read().decode(errors="replace"))
     except TimeoutError as error:
-        return _Answer(0, repr(error), True)
+        return _Answer(0, repr(error), "hangs")
     except (OSError, http.client.HTTPException) as error:
-        # Servers close idle connections, which says nothing about them.
-        return _Answer(0, repr(error), fresh)
+        return _Answer(0, repr(error), "gone")
 
 
 def _of(connection: HTTPConnection) -> _Address:

@@ -266,6 +266,17 @@ def test_when_all_are_lost_all_are_tried_again(two):
     assert len(ask(sampler, [2], [3], [4])) == 3
 
 
+def test_connections_that_a_lost_server_dropped_use_up_no_attempts(two, monkeypatch):
+    """There may be more of them than a request has attempts, and the other server is busy."""
+    first, second, sampler = two
+    monkeypatch.setattr("jaxrl.sampling.routing._ATTEMPTS", 1)
+    first.reply = second.reply = lambda body: (time.sleep(0.02), answer(body))[1]
+    ask(sampler, *[[i] for i in range(2, 22)])
+    assert (len(first.clients), len(second.clients)) == (2, 2)  # connections, which stay open
+    second.reply = lambda body: (0, "")
+    assert len(ask(sampler, *[[i] for i in range(2, 22)])) == 20
+
+
 def test_log_probs_that_are_none_are_nan(server, sampler):
     values = [-1.0, None, math.nan, 0.5, 1e-6, -math.inf]
     content = [{"logprob": v} for v in values]
