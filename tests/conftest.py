@@ -31,17 +31,17 @@ settings.load_profile("jaxrl")
 # Begun first, so that both workers end at about the same time; files that start many processes are
 # not next to each other.
 LONGEST = (
-    "tests/sampling/test_vllm_server.py",
-    "tests/test_loop.py",
-    "tests/rollouts/test_agents.py",
-    "tests/watch/test_guard.py",
-    "tests/rollouts/test_stream.py",
-    "tests/test_resume.py",
-    "tests/test_hosts.py",
-    "tests/bridge/test_engine.py",
+    "test_vllm_server.py",
+    "test_loop.py",
+    "test_agents.py",
+    "test_guard.py",
+    "test_stream.py",
+    "test_resume.py",
+    "test_hosts.py",
+    "test_engine.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    rank = {path: i for i, path in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.nodeid.split("::")[0], len(rank)))
+    rank = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
