@@ -44,8 +44,10 @@ class _Answer(NamedTuple):
 class Router:
     """Connections to servers that do the same work.
 
-    A server that is lost gets no more requests until `restore`; those that it had are sent to
-    others. When the last is lost, all are tried again, and after some attempts requests fail.
+    A server that is lost gets no more requests until `restore` names it; those that it had are sent
+    to others. When the last is lost, all that were named last are tried again, and after some
+    attempts requests fail. One that was not named is not asked: it may hold weights of steps that
+    the run has gone back behind.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Router:
         if not urls:
             raise ValueError("urls is empty; a sampler needs a server")
         self._headers = {"Content-Type": "application/json", **headers}
-        self._serving = {_address(url) for url in urls}
+        self._named = self._serving = {_address(url) for url in urls}
         addresses = [_address(url) for url in urls] * max_requests
         # In turn, so that few requests spread over all servers.
         self._connections = [HTTPConnection(*a, timeout=timeout) for a in addresses]
@@ -118,9 +120,9 @@ class Router:
                 )
 
     def restore(self, urls: Sequence[str]) -> None:
-        """Sends requests to these servers again."""
+        """Sends requests to these servers and to no others."""
         with self._lock:
-            self._serving |= {_address(url) for url in urls}
+            self._named = self._serving = {_address(url) for url in urls}
             returned, self._parked = self._parked, []
         for connection in returned:
             self._idle.put(connection)
@@ -169,7 +171,7 @@ class Router:
         with self._lock:
             others = self._serving - {_of(connection)}
             left = bool(others) and not self._closed.is_set()
-            self._serving = others if left else {_of(c) for c in self._connections}
+            self._serving = others if left else self._named
             returned, self._parked = ([], self._parked) if left else (self._parked, [])
         for connection in returned:
             self._idle.put(connection)

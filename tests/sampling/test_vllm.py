@@ -81,6 +81,16 @@ def answer(body: dict[str, Any]) -> tuple[int, str]:
     return 200, json.dumps({"choices": made[::-1]})
 
 
+def failing(*statuses: int) -> Reply:
+    fates = iter(statuses)
+
+    def reply(body: dict[str, Any]) -> tuple[int, str]:
+        status = next(fates, 200)
+        return answer(body) if status == 200 else (status, "try again")
+
+    return reply
+
+
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server() as made:
@@ -140,13 +150,7 @@ def test_back_pressure_and_reuse_of_connections(server, sampler):
 
 
 def test_lost_requests_are_sent_again_with_the_same_ids(server, sampler):
-    fates = iter([0, 503, 500])
-
-    def reply(body):
-        status = next(fates, 200)
-        return answer(body) if status == 200 else (status, "try again")
-
-    server.reply = reply
+    server.reply = failing(0, 503, 500)
     (one,) = ask(sampler, [2, 3])
     assert len(one.tokens) == 8
     assert len(server.bodies) == 4
@@ -256,13 +260,7 @@ def test_a_lost_server_gets_nothing_until_it_serves_again(two, fate):
 def test_when_all_are_lost_all_are_tried_again(two):
     first, second, sampler = two
     second.reply = lambda body: (0, "")
-    fates = iter([0, 503])
-
-    def reply(body):
-        status = next(fates, 200)
-        return answer(body) if status == 200 else (status, "try again")
-
-    first.reply = reply
+    first.reply = failing(0, 503)
     assert len(ask(sampler, [2], [3], [4])) == 3
 
 
@@ -275,6 +273,15 @@ def test_connections_that_a_lost_server_dropped_use_up_no_attempts(two, monkeypa
     assert (len(first.clients), len(second.clients)) == (2, 2)  # connections, which stay open
     second.reply = lambda body: (0, "")
     assert len(ask(sampler, *[[i] for i in range(2, 22)])) == 20
+
+
+def test_a_server_that_missed_the_last_publish_is_not_asked(two):
+    """It may hold weights that the run has gone back behind, under a version that comes again."""
+    first, second, sampler = two
+    sampler.published(7, urls=[first.url])
+    first.reply = failing(0, 503)
+    assert len(ask(sampler, *[[i] for i in range(2, 22)])) == 20
+    assert second.bodies == []
 
 
 def test_log_probs_that_are_none_are_nan(server, sampler):
