@@ -38,14 +38,13 @@ class State(NamedTuple):
 
 
 def with_new_loss_scale(state: State, precision: Precision) -> State:
-    """The state with the loss scale that a policy begins with, for a run that changes to it."""
+    """The state with the loss scale that a policy begins with, for a run that changes to it; the
+    skipped steps are still counted from the start of the run."""
 
     def begun(learner: LearnerState) -> LearnerState:
-        scale = jax.tree.map(
-            lambda new, old: jax.device_put(new, old.sharding),
-            init_loss_scale(precision.loss_scale),
-            learner.loss_scale,
-        )
+        old = learner.loss_scale
+        new = dataclasses.replace(init_loss_scale(precision.loss_scale), skipped=old.skipped)
+        scale = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), new, old)
         return dataclasses.replace(learner, loss_scale=scale)
 
     return State(begun(state.policy), None if state.critic is None else begun(state.critic))

@@ -2,6 +2,7 @@
 
 from typing import Literal, NamedTuple
 
+from jaxrl import parts, precision
 from jaxrl.diagnostics.alarms import Alarm, check
 from jaxrl.diagnostics.causes import CAUSES
 from jaxrl.run import Run
@@ -85,12 +86,19 @@ class Guard:
         to = rollbacks.target(run.config, run.checkpoints.directory, healthy=alarm.healthy)
         if to is None:
             raise ValueError(f"no checkpoint from before step {alarm.healthy + 1} is left")
-        action = run.config.alarms.action(alarm.name)
-        decided = rollbacks.decide(run.directory, alarm, to=to, config=run.config, action=action)
-        changes = ", ".join(f"{k} {old!r} -> {new!r}" for k, (old, new) in decided.changes.items())
-        message = f"{_said(alarm)}; back to step {to} with {changes} (rollback {before + 1})"
-        self._log(alarm, action="rollback", more=f"back to step {to} with {changes}")
-        return Verdict("rollback", message)
+        changes = rollbacks.remedy(run.config.alarms.action(alarm.name), run.config)
+        changed = rollbacks.changed(run.config, changes)
+        parts.attention_note(
+            changed.train.attention,
+            config=run.model.config,
+            layout=run.layout,
+            policy=precision.parse(changed.precision),
+            length=changed.row_length,
+        )
+        decided = rollbacks.decide(run.directory, alarm, to=to, config=run.config, changes=changes)
+        more = f"back to step {to} with {decided.in_words}"
+        self._log(alarm, action="rollback", more=more)
+        return Verdict("rollback", f"{_said(alarm)}; {more} (rollback {before + 1})")
 
     def _log(self, alarm: Alarm, *, action: str, more: str) -> None:
         tracker = self._run.tracker

@@ -71,7 +71,8 @@ def train(config: Config) -> Result:
     """
     with Interrupt() as interrupt:
         while (result := _train(config, interrupt)).verdict is not None:
-            if result.verdict.action != "rollback":
+            # After a signal nothing is begun any more: the next start carries it out.
+            if result.verdict.action != "rollback" or result.signum is not None:
                 break
         return result
 

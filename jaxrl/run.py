@@ -29,6 +29,7 @@ from jaxrl.losses import Need, Recipe
 from jaxrl.models import huggingface, lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
+from jaxrl.precision import Precision
 from jaxrl.run_directory import claim, note_start
 from jaxrl.samplers import Adapters, Publish, open_sampler
 from jaxrl.sampling.base import Sampler, SamplingParams
@@ -57,6 +58,7 @@ class Progress:
       counts: `buffer.Counts` of a run that samples ahead.
       short_batches: steps in which dynamic sampling did not find enough groups.
       entropy_coefficient: of an adaptive entropy bonus; None until there is one.
+      precision: the dtype policy that all of this came from.
     """
 
     step: int = 0
@@ -68,6 +70,7 @@ class Progress:
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     short_batches: int = 0
     entropy_coefficient: float | None = None
+    precision: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What a checkpoint holds."""
@@ -79,6 +82,15 @@ class Progress:
         fields = dict(content)
         fields["pending"] = [from_json(rollout) for rollout in fields.get("pending", ())]
         return cls(**fields)
+
+    def answer_again(self) -> None:
+        """Drops the answers that wait. In a run that samples ahead they count as late, and their
+        prompts are answered again."""
+        groups = {rollout.group for rollout in self.pending}
+        self.pending = []
+        if self.counts:
+            self.counts = self.counts | {"late": self.counts["late"] + len(groups)}
+            self.running = sorted({*self.running, *groups})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +147,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
       ValueError: for a config, a model or data that cannot be used; the message names the key.
     """
     directory, hosts = Path(config.run_dir), Hosts()
-    asked, config = config, hosts.led(lambda: rollbacks.settle(directory, config))
+    config = hosts.led(lambda: rollbacks.settle(directory, config))
     recipe = parts.make_recipe(config)
     policy = precision.parse(config.precision)
     layout = parts.make_layout(config.mesh)
@@ -173,7 +185,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         trained = lora.trainable(params)
         reference = jax.jit(precision.cast, static_argnums=1)(trained, policy.compute)
 
-    hosts.led(lambda: claim(directory, asked))
+    hosts.led(lambda: claim(directory, config))
     checkpoints = Checkpoints(
         directory / "checkpoints",
         keep=config.checkpoints_kept,
@@ -191,8 +203,8 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         restored = checkpoints.restore(step, saved(state.policy), critic=state.critic)
         state = State(with_saved(state.policy, restored.state), restored.critic)
         progress = Progress.from_json(restored.host)
-        if rollbacks.needs_new_loss_scale(directory, step=step):
-            state = with_new_loss_scale(state, policy)
+        state = carried_over(state, progress, policy=policy)
+    progress.precision = str(policy)
     if hosts.leads:
         note_start(directory, step=progress.step, devices=list(layout.mesh.devices.flat))
     with (
@@ -260,6 +272,8 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             else NoSamples(),
             hosts=hosts,
         )
+        for made in rollbacks.read(directory) if hosts.leads else ():
+            tracker.note(f"rolled back after step {made.at} to {made.to}, with {made.in_words}")
         tracker.note(attention)
         if (advice := precision.disagreement(policy)) is not None:
             if config.strict_precision:
@@ -275,6 +289,18 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             yield run, state, progress
         finally:
             checkpoints.close()
+
+
+def carried_over(state: State, progress: Progress, *, policy: Precision) -> State:
+    """What a checkpoint holds, for a run that goes on in another precision than it was written in:
+    the loss scale begins anew, and answers that wait are dropped if the sampler now computes
+    otherwise than it did for them."""
+    if progress.precision is None or progress.precision == str(policy):
+        return state
+    before = precision.parse(progress.precision)
+    if (before.wire, before.sampler) != (policy.wire, policy.sampler):
+        progress.answer_again()
+    return with_new_loss_scale(state, policy)
 
 
 def load_reward_model(

@@ -15,7 +15,7 @@ from jaxrl.cli import main
 from jaxrl.config import toml_file
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
-from jaxrl.diagnostics.alarms import Alarm, replay
+from jaxrl.diagnostics.alarms import replay
 from jaxrl.diagnostics.history import History
 from jaxrl.guard import Guard
 from jaxrl.run import Run
@@ -228,80 +228,15 @@ def test_what_is_off_is_not_said(material, tmp_path):
     assert said == noted == []
 
 
-def decided(material, directory: Path, *, at=12, healthy=7, **changes):
-    """A run directory in which a rollback has been decided, and what it was decided for."""
-    asked = config(material, directory, alarms__kl_spike="rollback_learning_rate", **changes)
-    for step in (5, 10):
-        (directory / "checkpoints" / str(step)).mkdir(parents=True)
-    entries = [{"step": step, "time": 1.0, "reward": 0.5} for step in range(1, at + 1)]
-    write_lines(directory / "metrics.jsonl", entries)
-    alarm = Alarm("kl_spike", at, healthy, 0.2, 0.1, "KL 0.2")
-    to = rollbacks.target(asked, directory / "checkpoints", healthy=healthy)
-    assert to is not None
-    made = rollbacks.decide(directory, alarm, to=to, config=asked, action="rollback_learning_rate")
-    return asked, made
-
-
-def test_a_rollback_is_carried_out_once_and_remembered(material, tmp_path):
-    asked, made = decided(material, tmp_path)
-    assert (made.to, made.done) == (5, False)
-    for _ in range(2):  # a program that was killed does it again
-        changed = rollbacks.settle(tmp_path, asked)
-        assert changed.optimizer.learning_rate == asked.optimizer.learning_rate / 2
-        assert changed.model_copy(update={"optimizer": asked.optimizer}) == asked
-        assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["5"]
-        entries = read_metrics(tmp_path / "metrics.jsonl")
-        assert [e["step"] for e in entries] == [1, 2, 3, 4, 5, 5]
-        assert entries[-1]["event"]["changes"] == {"optimizer.learning_rate": [0.003, 0.0015]}
-        undone = read_metrics(tmp_path / "rolled_back_1.jsonl")
-        assert [e["step"] for e in undone] == [*range(6, 13)]
-
-
-def test_a_rollback_that_was_ended_half_way_is_completed(material, tmp_path):
-    asked, _ = decided(material, tmp_path)
-    rollbacks.settle(tmp_path, asked)
-    whole = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
-    (found,) = rollbacks.read(tmp_path)
-    text = json.dumps([found._replace(done=False)._asdict()])
-    (tmp_path / "rollbacks.json").write_text(text)
-    (tmp_path / "checkpoints" / "10").mkdir()
-    rollbacks.settle(tmp_path, asked)
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == whole
-    assert not (tmp_path / "checkpoints" / "10").exists()
-
-
-def test_where_a_rollback_goes_to(material, tmp_path):
-    asked = config(material, tmp_path)
-    (tmp_path / "10").mkdir()
-    (tmp_path / "15").mkdir()
-    assert rollbacks.target(asked, tmp_path, healthy=14) == 10
-    assert rollbacks.target(asked, tmp_path, healthy=9) is None  # that of step 5 is gone
-    assert rollbacks.target(asked, tmp_path, healthy=4) == 0  # there never was one
-
-
-@pytest.mark.parametrize(
-    ("changes", "action", "expected"),
-    [
-        ({"loss.kl": "0.1"}, "rollback_kl", {"loss.kl": 0.2}),
-        ({"loss.kl": "0"}, "rollback_kl", {"loss.kl": 0.001}),
-        ({"loss.kl": "0", "reward.kl": "0.1"}, "rollback_kl", {"reward.kl": 0.2}),
-        (
-            {"precision": "bf16_master", "alarms.precision": "fp16_master"},
-            "rollback_precision",
-            {"precision": "fp16_master"},
-        ),
-    ],
-)
-def test_remedies(material, tmp_path, changes, action, expected):
-    assert rollbacks.remedy(action, config(material, tmp_path, **changes)) == expected
-
-
 def test_checkpoints_reach_back_over_the_window(material, tmp_path):
     plain = config(material, tmp_path)
     assert plain.checkpoints_kept == plain.checkpoint.keep == 2
     rolls = config(material, tmp_path, alarms__window="20", alarms__diversity="rollback_kl")
     # The newest may be of this step; of the 25 steps before, one in 5 has a checkpoint.
     assert rolls.checkpoints_kept == 6
+
+
+SWITCHES = {"alarms.phantom": "rollback_precision", "alarms.precision": "fp16_master"}
 
 
 @pytest.mark.parametrize(
@@ -311,6 +246,14 @@ def test_checkpoints_reach_back_over_the_window(material, tmp_path):
         ({"alarms.phantom": "rollback_precision"}, r"needs alarms\.precision"),
         ({"alarms.precision": "bf16"}, r"'bf16' keeps other master weights"),
         ({"alarms.kl_spike": "reboot"}, r"alarms\.kl_spike = 'reboot'"),
+        (
+            SWITCHES | {"sampler.name": "vllm", "sampler.url": "http://127.0.0.1:1"},
+            r"from f32 to f16, and servers of sampler\.url go on",
+        ),
+        (
+            SWITCHES | {"strict_precision": "true", "alarms.precision": "phantom"},
+            "phantom clipping",
+        ),
     ],
 )
 def test_contradictions_are_named(material, tmp_path, changes, message):

@@ -1,6 +1,7 @@
 """The table of a config that says what a run does about its alarms."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -132,8 +133,17 @@ class AlarmsConfig(Section):
         """What is done about an alarm."""
         return getattr(self, name)
 
-    def contradiction(self, *, own: str, checkpoint_every: int) -> str | None:
-        """What of this table cannot hold in a run of the precision `own`; None if all can."""
+    def contradiction(
+        self, *, own: str, strict: bool, urls: Sequence[str], checkpoint_every: int
+    ) -> str | None:
+        """What of this table cannot hold in a run; None if all can.
+
+        Args:
+          own: `precision` of the run.
+          strict: its `strict_precision`.
+          urls: of servers that the run does not start.
+          checkpoint_every: its `checkpoint.every`.
+        """
         if self.rolls_back and not checkpoint_every:
             return (
                 "checkpoint.every = 0 leaves an alarm that rolls back nothing to go back to; set "
@@ -150,4 +160,13 @@ class AlarmsConfig(Section):
                 f"alarms.precision = {self.precision!r} keeps other master weights or moments than "
                 f"precision = {own!r}, so that its checkpoints do not fit; change other roles"
             )
+        if switching and urls and new.sampler != old.sampler:
+            return (
+                f"alarms.{switching[0]} = 'rollback_precision' would change the sampler from "
+                f"{precision.short_name(old.sampler)} to {precision.short_name(new.sampler)}, and "
+                "servers of sampler.url go on in the dtype that they were started in: let the "
+                "alarm pause, or let the run start its server (without sampler.url)"
+            )
+        if switching and strict and (advice := precision.disagreement(new)) is not None:
+            return f"strict_precision = true and alarms.precision = {self.precision!r}: {advice}"
         return None

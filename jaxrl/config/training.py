@@ -187,13 +187,16 @@ def _contradictions(c: Config) -> Iterator[str]:
             f"optimizer.warmup_steps = {c.optimizer.warmup_steps} leaves nothing of the run's "
             f"{c.optimizer_steps} optimizer steps (train.steps x train.updates_per_rollout)"
         )
-    if precision.parse(c.precision).wire.itemsize == 1 and (
-        c.sampler.name != "embedded" or c.lora.rank
-    ):
-        yield (
-            f"precision = {c.precision!r}: weights in 8 bits are for sampler.name = 'embedded' and "
-            "without lora; give wire another dtype"
-        )
+    for key, text in (("precision", c.precision), ("alarms.precision", c.alarms.precision)):
+        if (
+            text is not None
+            and precision.parse(text).wire.itemsize == 1
+            and (c.sampler.name != "embedded" or c.lora.rank)
+        ):
+            yield (
+                f"{key} = {text!r}: weights in 8 bits are for sampler.name = 'embedded' and "
+                "without lora; give wire another dtype"
+            )
     if c.lora.publish == "adapters" and c.sampler.name != "vllm":
         yield (
             "lora.publish = 'adapters' needs a server that takes them; set sampler.name = 'vllm', "
@@ -243,7 +246,12 @@ def _contradictions(c: Config) -> Iterator[str]:
             f"probe.replay and sampling.temperature = {c.sampling.temperature:g}: vLLM scores "
             "given tokens at a temperature of 1 only; leave one of them out"
         )
-    if found := c.alarms.contradiction(own=c.precision, checkpoint_every=c.checkpoint.every):
+    if found := c.alarms.contradiction(
+        own=c.precision,
+        strict=c.strict_precision,
+        urls=c.sampler.url,
+        checkpoint_every=c.checkpoint.every,
+    ):
         yield found
     if c.data.eval_path is None and c.eval.every:
         yield f"eval.every = {c.eval.every} needs data.eval_path"

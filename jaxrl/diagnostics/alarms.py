@@ -7,7 +7,6 @@ first `warmup` steps: they are what later steps are compared with.
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from jaxrl.diagnostics.history import History
 
+_PROBES = 3  # that are taken together
 _SOLVED = 0.9  # of the range of rewards: a mean above it needs no variety
 
 
@@ -87,7 +87,7 @@ def kl_with_reward(history: History, limits: Limits) -> Finding | None:
     """KL above twice its moving average, and above `kl_floor`, while the reward still rises."""
     value, before = history.newest("kl"), history.before("kl", limits.window)
     rewards = history.last("reward", limits.window)
-    if not before.size or not rewards.size:
+    if not before.size or len(rewards) < 2:
         return None
     older, newer = (float(half.mean()) for half in np.array_split(rewards, 2))
     limit = max(2 * float(before.mean()), limits.kl_floor)
@@ -239,11 +239,10 @@ def sequence_mismatch(history: History, limits: Limits) -> Finding | None:
 def phantom(history: History, limits: Limits) -> Finding | None:
     """Tokens that are clipped for arithmetic alone: above `phantom_share`, or doubled and above a
     fifth of it."""
-    values = history.last("probe/phantom", 3)
+    probes = history.ends("probe/phantom", _PROBES)
     noun = "of all tokens are phantoms of the clip"
-    if values.size and values.mean() > limits.phantom_share:
-        mean = float(values.mean())
-        return Finding(mean, limits.phantom_share, f"{mean:.3g} {noun}, over {len(values)} probes")
+    if probes.number >= _PROBES and (mean := float(probes.last.mean())) > limits.phantom_share:
+        return Finding(mean, limits.phantom_share, f"{mean:.3g} {noun}, over {_PROBES} probes")
     return _grown(history, limits, "probe/phantom", floor=limits.phantom_share / 5, noun=noun)
 
 
@@ -328,11 +327,12 @@ def _fallen(
 def _grown(
     history: History, limits: Limits, name: str, *, floor: float, noun: str
 ) -> Finding | None:
-    """The last three values against the first three, none of which are the same."""
-    values, first = history.last(name, 3), history.first(name, 3)
-    if len(history.column(name).values) < 6:
+    """The last three probes against the first three, none of which are the same; since the run
+    changed its precision, if it did."""
+    probes = history.ends(name, _PROBES)
+    if probes.number < 2 * _PROBES:
         return None
-    value = float(values.mean()) if values.size else math.nan
-    limit = max(2 * float(first.mean()), floor)
-    text = f"{value:.3g} {noun}, {first.mean():.3g} in the first probes"
+    value, first = float(probes.last.mean()), float(probes.first.mean())
+    limit = max(2 * first, floor)
+    text = f"{value:.3g} {noun}, {first:.3g} in the first probes"
     return Finding(value, limit, text) if value > limit else None

@@ -15,15 +15,24 @@ class Column(NamedTuple):
     values: list[float]
 
 
+class Ends(NamedTuple):
+    """The first and the last values of a metric, and how many there are in all."""
+
+    number: int
+    first: np.ndarray
+    last: np.ndarray
+
+
 class History:
     """Columns that grow at their end.
 
     Attributes:
       step: of the newest entry.
+      since: after which the run has computed in the precision that it has now.
     """
 
     def __init__(self) -> None:
-        self.step = 0
+        self.step = self.since = 0
         self._columns: dict[str, Column] = {}
         self._extremes: dict[str, tuple[float, float]] = {}
 
@@ -31,6 +40,8 @@ class History:
         """Takes an entry as `tracking.read_metrics` returns it. What is no finite number is left
         out."""
         self.step = int(entry["step"])
+        if "precision" in entry.get("event", {}).get("changes", {}):
+            self.since = self.step
         for name, value in entry.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 column = self._columns.setdefault(name, Column([], []))
@@ -72,6 +83,17 @@ class History:
         steps, values = self.column(name)
         place = bisect.bisect_left(steps, step)
         return values[place] if place < len(steps) and steps[place] == step else math.nan
+
+    def ends(self, name: str, count: int) -> Ends:
+        """Of the values in the run's present precision; none if this step has none."""
+        steps, values = self.column(name)
+        if not steps or steps[-1] != self.step:
+            return Ends(0, np.array([]), np.array([]))
+        start = bisect.bisect_right(steps, self.since)
+        number = len(values) - start
+        some = min(count, number)
+        first, last = values[start : start + some], values[len(values) - some :]
+        return Ends(number, np.array(first), np.array(last))
 
     def before(self, name: str, count: int) -> np.ndarray:
         """The last `count` values before this step's, or as many as there are."""

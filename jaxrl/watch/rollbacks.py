@@ -2,23 +2,25 @@
 
 `rollbacks.json` in the run directory holds all of them. A rollback is decided by writing it there
 (`decide`) and carried out when the run is opened again (`settle`), so that a program that is killed
-in between carries it out when it is started again.
+in between carries it out when it is started again. The directory's config.toml is then the changed
+one; who goes on with the run may give the keys as they were or as they are.
 """
 
 import inspect
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flax import traverse_util
 
-from jaxrl import parts, plugins
+from jaxrl import parts, plugins, precision
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.diagnostics.alarms import Alarm
 from jaxrl.losses import recipes
+from jaxrl.run_directory import ResumeError
 from jaxrl.watch.tracking import read_metrics, write_lines
 
 _FIRST_KL = 0.001  # where there was none: enough for long runs (docs/losses.md)
@@ -43,14 +45,27 @@ class Rollback(NamedTuple):
     changes: dict[str, list[Any]]
     done: bool = False
 
+    @property
+    def new(self) -> dict[str, Any]:
+        """{key: its value from now on}."""
+        return {key: value for key, (_, value) in self.changes.items()}
+
+    @property
+    def in_words(self) -> str:
+        """Such as "loss.kl 0.1 -> 0.2"."""
+        return ", ".join(f"{k} {old!r} -> {new!r}" for k, (old, new) in self.changes.items())
+
 
 def remedy(action: str, config: Config) -> dict[str, Any]:
     """The keys that an action of `jaxrl.config.alarms.Action` changes, and their new values.
 
     Raises:
-      ValueError: if the config cannot have them.
+      ValueError: if the config cannot have them, or has them already.
     """
     if action == "rollback_precision":
+        assert config.alarms.precision is not None, "the config sees to it"
+        if precision.parse(config.alarms.precision) == precision.parse(config.precision):
+            raise ValueError(f"precision = {config.precision!r} is alarms.precision already")
         changes: dict[str, Any] = {"precision": config.alarms.precision}
     elif action == "rollback_learning_rate":
         changes = {"optimizer.learning_rate": config.optimizer.learning_rate / 2}
@@ -58,7 +73,7 @@ def remedy(action: str, config: Config) -> dict[str, Any]:
         changes = {"reward.kl": 2 * config.reward.kl}
     else:
         changes = {"loss.kl": 2 * _kl(config) or _FIRST_KL}
-    parts.make_recipe(_changed(config, changes))
+    parts.make_recipe(changed(config, changes))
     return changes
 
 
@@ -73,15 +88,13 @@ def target(config: Config, checkpoints: Path, *, healthy: int) -> int | None:
     return 0 if healthy < min(due) else None
 
 
-def decide(directory: Path, alarm: Alarm, *, to: int, config: Config, action: str) -> Rollback:
-    """Writes down that the run goes back.
-
-    Raises:
-      ValueError: as `remedy`.
-    """
+def decide(
+    directory: Path, alarm: Alarm, *, to: int, config: Config, changes: Mapping[str, Any]
+) -> Rollback:
+    """Writes down that the run goes back to the step `to`, and on from there with the changes."""
     old = traverse_util.flatten_dict(config.model_dump(), sep=".")
-    changes = {k: [old.get(k), new] for k, new in remedy(action, config).items()}
-    decided = Rollback(alarm.name, alarm.step, to, alarm.text, changes)
+    pairs = {key: [old.get(key), new] for key, new in changes.items()}
+    decided = Rollback(alarm.name, alarm.step, to, alarm.text, pairs)
     _write(directory, [*read(directory), decided])
     return decided
 
@@ -89,7 +102,7 @@ def decide(directory: Path, alarm: Alarm, *, to: int, config: Config, action: st
 def read(directory: Path) -> list[Rollback]:
     """The rollbacks of the run in a directory, the oldest first."""
     path = directory / "rollbacks.json"
-    if not path.exists() or not (directory / "checkpoints").exists():
+    if not path.exists():
         return []
     return [Rollback(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
 
@@ -97,41 +110,72 @@ def read(directory: Path) -> list[Rollback]:
 def settle(directory: Path, config: Config) -> Config:
     """Carries out what was decided and is not done; returns the config with all changes.
 
-    What the run had logged after the checkpoint is moved to `rolled_back_N.jsonl`.
+    What the run had logged after the checkpoint is moved to `rolled_back_N.jsonl`. A directory
+    without checkpoints holds no run: what is left of rollbacks there is removed.
+
+    Raises:
+      ResumeError: if the config has a changed key with a value that the run never had.
     """
+    if not (directory / "checkpoints").exists():
+        for path in (directory / "rollbacks.json", *directory.glob("rolled_back_*.jsonl")):
+            path.unlink(missing_ok=True)
     found = read(directory)
     if found and not found[-1].done:
-        last, number = found[-1], len(found)
-        entries = read_metrics(directory / "metrics.jsonl")
-        undone = directory / f"rolled_back_{number}.jsonl"
-        if not undone.exists():
-            write_lines(undone, [e for e in entries if e["step"] > last.to])
-        event = {"action": "rollback", "number": number, **last._replace(done=True)._asdict()}
-        kept = [
-            e
-            for e in entries
-            if e["step"] <= last.to and e.get("event", {}).get("number") != number
-        ]
-        time = entries[-1]["time"] if entries else 0.0
-        write_lines(
-            directory / "metrics.jsonl", [*kept, {"step": last.to, "time": time, "event": event}]
-        )
-        for path in (directory / "checkpoints").iterdir():
-            if path.name.isdigit() and int(path.name) > last.to:
-                shutil.rmtree(path)
+        last = found[-1]
+        _forget_steps(directory, last, number=len(found))
+        path = directory / "config.toml"
+        if path.exists():
+            there = changed(toml_file.load(Config, file=path), last.new)
+            path.write_text(toml_file.dumps(there), encoding="utf-8")
         found = [*found[:-1], last._replace(done=True)]
         _write(directory, found)
+    _check_known(config, found)
     for rollback in found:
-        config = _changed(config, {key: new for key, (_, new) in rollback.changes.items()})
+        config = changed(config, rollback.new)
     return config
 
 
-def needs_new_loss_scale(directory: Path, *, step: int) -> bool:
-    """Whether the checkpoint of a step was written in another precision than the run has now."""
-    return any(r.to == step and "precision" in r.changes for r in read(directory)[-1:])
+def _forget_steps(directory: Path, last: Rollback, *, number: int) -> None:
+    """Takes what the run did after the step `last.to` out of its metrics and checkpoints."""
+    entries = read_metrics(directory / "metrics.jsonl")
+    undone = directory / f"rolled_back_{number}.jsonl"
+    if not undone.exists():
+        write_lines(undone, [e for e in entries if e["step"] > last.to])
+    event = {"action": "rollback", "number": number, **last._replace(done=True)._asdict()}
+    kept = [e for e in entries if e["step"] <= last.to and _number(e) != number]
+    # What earlier rollbacks changed stays so, also if this one goes back further.
+    kept += [e | {"step": last.to} for e in entries if e["step"] > last.to and _number(e)]
+    time = entries[-1]["time"] if entries else 0.0
+    write_lines(
+        directory / "metrics.jsonl", [*kept, {"step": last.to, "time": time, "event": event}]
+    )
+    for path in (directory / "checkpoints").iterdir():
+        if path.name.isdigit() and int(path.name) > last.to:
+            shutil.rmtree(path)
 
 
-def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
+def _number(entry: Mapping[str, Any]) -> int | None:
+    """Of the rollback that an entry of the metrics tells of; None for any other entry."""
+    return entry.get("event", {}).get("number")
+
+
+def _check_known(config: Config, found: Sequence[Rollback]) -> None:
+    asked = traverse_util.flatten_dict(config.model_dump(), sep=".")
+    for key in sorted({key for rollback in found for key in rollback.changes}):
+        known = [value for rollback in found for value in rollback.changes.get(key, ())]
+        if asked.get(key) not in known:
+            raise ResumeError(
+                f"{key} = {asked.get(key)!r} here, and rollbacks of the run changed it from "
+                f"{known[0]!r} to {known[-1]!r}; give either, or choose another run_dir"
+            )
+
+
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The config with other values of some keys.
+
+    Raises:
+      ConfigError: if it cannot have them.
+    """
     tree = config.model_dump()
     for key, value in changes.items():
         table, _, leaf = key.rpartition(".")

@@ -127,6 +127,27 @@ def test_a_gradient_is_compared_with_steps_that_had_something_to_learn():
     assert "gradient_spike" in {alarm.name for alarm in replay(entries, LIMITS)}
 
 
+def test_probes_of_another_precision_are_neither_judged_nor_compared_with():
+    """A run that changed its precision: what it measured before says nothing of it now."""
+    limits = dataclasses.replace(LIMITS, window=1)  # an alarm is silent for a step
+
+    def raised(entries):
+        return {alarm.name for alarm in replay(entries, limits) if alarm.step > 30}
+
+    before = run(30, since=0, probe__phantom=0.2, probe__sequence_std=0.1)
+    after = [dict(entry, step=30 + entry["step"]) for entry in run(20)]
+    event = {"alarm": "phantom", "at": 33, "changes": {"precision": ["phantom", "fp32"]}}
+    assert raised([*before, *after]) == {"phantom"}
+    switched = [*before, {"step": 30, "event": event}, *after]
+    assert raised(switched) == set()
+    # From then on they are compared with the first ones of the new precision: .3, not .1.
+    grown = [dict(e, step=e["step"] + 50) for e in run(20, since=0, probe__sequence_std=0.59)]
+    assert raised([*switched, *grown]) == set()
+    for entry in grown:
+        entry["probe/sequence_std"] = 0.61
+    assert raised([*switched, *grown]) == {"sequence_mismatch"}
+
+
 def test_every_alarm_says_what_to_change():
     assert RULES.keys() == CAUSES.keys()
     known = {key.name for key in toml_file.keys(Config)}

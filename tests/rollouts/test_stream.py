@@ -167,6 +167,33 @@ def test_restart_answers_again_what_was_in_flight_and_keeps_what_waited():
     assert later.counts["made"] >= later.counts["learnt"] == 8
 
 
+def test_a_run_that_goes_back_learns_nothing_of_the_steps_that_it_undid():
+    run, progress = hand_made(**SERVED), Progress()
+    with Stream(run, progress) as stream:
+        numbers = learnt(stream.collect(seconds={}))
+        progress.step = run.sampler.version = 1
+        until_waiting(stream, groups=2)
+        saved = json.loads(json.dumps(progress.to_json()))
+        stream.collect(seconds={})
+        until_waiting(stream, groups=2)
+        # What is drawn from here on is in flight when the run goes back.
+        run.sampler.gates = {p: threading.Event() for p in range(40)}
+        progress.step = run.sampler.version = 2
+        stream.collect(seconds={})
+    run.sampler, back = Gated(), Progress.from_json(saved)
+    run.sampler.version = 1  # the restored weights, under the checkpoint's step
+    with Stream(run, back) as stream:
+        for step in range(1, 6):
+            back.step = run.sampler.version = step
+            batch = stream.collect(seconds={})
+            numbers += learnt(batch)
+            assert {step - int(v) for r in batch.batch for v in r.version} <= {0, 1}
+            kinds = ("learnt", "late", "flat", "waiting")
+            made = sum(batch.numbers[f"rollouts/{kind}"] for kind in kinds)
+            assert batch.numbers["rollouts/made"] == made
+    assert numbers == list(range(12))  # each prompt once, as if nothing had been undone
+
+
 def test_what_ends_the_sampling_ends_the_run():
     run = hand_made(**SERVED)
     run.sampler.sample = lambda *_, **__: (_ for _ in ()).throw(ConnectionError("no server"))
