@@ -111,7 +111,7 @@ def judged(model: Model, weights: Params, batch: TokenBatch, *, precision: Preci
 def value_total(
     recipe: Critic, values: jax.Array, *, batch: TokenBatch
 ) -> tuple[jax.Array, Metrics]:
-    """The critic's loss alone, summed over a microbatch, and its metrics."""
+    """The critic's loss alone, summed over a microbatch, and its metrics; from values f32[B, T]."""
     return recipe.objective.total(Scores(logprobs=jnp.zeros_like(values), values=values), batch)
 
 

@@ -15,17 +15,27 @@ class Tokenizer(Protocol):
     chat_template: Any
     eos_token_id: int | None
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        ...
 
-    def get_vocab(self) -> dict[str, int]: ...
+    def get_vocab(self) -> dict[str, int]:
+        """Ids of all tokens."""
+        ...
 
-    def get_added_vocab(self) -> dict[str, int]: ...
+    def get_added_vocab(self) -> dict[str, int]:
+        """Ids of the tokens that were added to the vocabulary, control tokens among them."""
+        ...
 
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any: ...
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any:
+        """The text of token ids."""
+        ...
 
     def apply_chat_template(
         self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, tools: Any = None
-    ) -> Any: ...
+    ) -> Any:
+        """Messages as one text."""
+        ...
 
 
 class Row(NamedTuple):
@@ -148,7 +158,9 @@ def load_prompts(
 class Render(Protocol):
     """Prompt as it stands in the data -> text for the model."""
 
-    def __call__(self, prompt: str | list[dict[str, str]], *, where: str) -> str: ...
+    def __call__(self, prompt: str | list[dict[str, str]], *, where: str) -> str:
+        """`where` names the row in messages."""
+        ...
 
 
 def renderer(tokenizer: Tokenizer, rendering: Rendering) -> Render:

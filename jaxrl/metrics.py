@@ -24,7 +24,7 @@ class Mean:
 
     @property
     def value(self) -> jax.Array:
-        """The mean; 0 over an empty population."""
+        """The mean, f32[]; 0 over an empty population."""
         return self.total / jnp.where(self.weight == 0, 1, self.weight)
 
 

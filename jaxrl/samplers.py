@@ -39,23 +39,33 @@ class Batching(Protocol):
     """What of it the embedded sampler needs."""
 
     @property
-    def max_batch(self) -> int: ...
+    def max_batch(self) -> int:
+        """Answers that are decoded at once."""
+        ...
 
 
 class ServingConfig(Protocol):
     """What of a config says how answers are sampled."""
 
     @property
-    def model(self) -> ModelConfig: ...
+    def model(self) -> ModelConfig:
+        """Where the tokenizer and the model's config lie."""
+        ...
 
     @property
-    def sampling(self) -> Batching: ...
+    def sampling(self) -> Batching:
+        """How many answers are drawn at once."""
+        ...
 
     @property
-    def sampler(self) -> SamplerConfig: ...
+    def sampler(self) -> SamplerConfig:
+        """Which sampler, and where."""
+        ...
 
     @property
-    def longest_sequence(self) -> int: ...
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt and answer together."""
+        ...
 
 
 class Publish(Protocol):

@@ -137,7 +137,8 @@ def make_update(
 def by_microbatch(
     fn: Callable[[Params, Any], Any], *, rows_per_microbatch: int, microbatches: jax.Array
 ) -> Callable[[Params, Any], Any]:
-    """(weights, inputs) -> the results of `fn` for each microbatch, in the rows of the inputs."""
+    """(weights, inputs) -> the results of `fn` for each microbatch, in the rows of the inputs:
+    arrays [B, ...]. `microbatches` is i32[], how many of them hold anything."""
     return optax.microbatching.microbatch(
         fn,
         argnums=1,

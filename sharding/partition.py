@@ -12,12 +12,17 @@ from sharding.rules import MeshAxes, Rules
 
 
 class Declared(Protocol):
-    """What says how an array is cut: its shape and the logical name of each dimension."""
+    """What says how an array is cut."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The size of each dimension."""
+        ...
+
     @property
-    def axes(self) -> tuple[str, ...]: ...
+    def axes(self) -> tuple[str, ...]:
+        """The logical name of each dimension."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +84,8 @@ class Layout:
         return NamedSharding(self.mesh, _spec(self.mesh, axes, table=self.rules.activations))
 
     def constrain(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
-        """States how an activation is cut, inside a compiled function; free on one device.
+        """States how an activation is cut, inside a compiled function; free on one device. An array
+        of any shape, with the logical name of each dimension, and the same array.
 
         Raises:
           ValueError: as `spec`, and if a dimension does not divide.

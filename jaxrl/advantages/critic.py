@@ -41,7 +41,8 @@ def lambda_returns(
 
 def explained_variance(returns: Sequence[np.ndarray], outcomes: Outcomes) -> float:
     """1 - var(returns - values) / var(returns) over the tokens that the policy chose: 1 for a
-    critic that knew, 0 for one that says the same of all; NaN where all returns are equal."""
+    critic that knew, 0 for one that says the same of all; NaN where all returns are equal.
+    `returns` are f[C] for each answer."""
     wanted = _chosen(returns, outcomes)
     spread = wanted.var() if wanted.size else 0.0
     if not spread:

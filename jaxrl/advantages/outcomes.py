@@ -72,13 +72,17 @@ class Outcomes:
 class FromRewards(Protocol):
     """(rewards f[N], groups i[N]) -> advantages f32[N]."""
 
-    def __call__(self, rewards: np.ndarray, groups: np.ndarray, /) -> np.ndarray: ...
+    def __call__(self, rewards: np.ndarray, groups: np.ndarray, /) -> np.ndarray:
+        """Of the reward of each answer and the index of its group."""
+        ...
 
 
 class FromOutcomes(Protocol):
     """Everything that is known of the answers -> advantages."""
 
-    def __call__(self, outcomes: Outcomes, /) -> Advantages: ...
+    def __call__(self, outcomes: Outcomes, /) -> Advantages:
+        """f32[N], or f32[C] for each answer."""
+        ...
 
 
 AdvantageEstimator = FromRewards | FromOutcomes

@@ -24,7 +24,9 @@ class AdapterServer(Server, Protocol):
     """The control side of a server that takes adapters."""
 
     @property
-    def url(self) -> str: ...
+    def url(self) -> str:
+        """Its address."""
+        ...
 
     def holds(self, label: str) -> bool:
         """Whether the server samples from the weights that were published as `label`.

@@ -21,7 +21,9 @@ _THREADS = 2
 class Put(Protocol):
     """Writes u8[N] to a file of the payload at an offset; called from several threads."""
 
-    def __call__(self, file: str, offset: int, data: np.ndarray) -> None: ...
+    def __call__(self, file: str, offset: int, data: np.ndarray) -> None:
+        """Writes all bytes of `data`."""
+        ...
 
 
 def write(source: WeightSource, files: Sequence[File], put: Put, *, version: int) -> Manifest:

@@ -57,7 +57,9 @@ class Running(Protocol):
     """A server that runs."""
 
     @property
-    def url(self) -> str: ...
+    def url(self) -> str:
+        """Its address."""
+        ...
 
     def check(self) -> None:
         """Nothing while it runs; raises what it has ended with."""

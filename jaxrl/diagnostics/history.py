@@ -73,7 +73,7 @@ class History:
         return self._extremes.get(name, (math.inf, -math.inf))[1]
 
     def between(self, name: str, after: int, upto: int) -> np.ndarray:
-        """The values of the steps after one and up to another."""
+        """The values of the steps after one and up to another, f64[N]."""
         steps, values = self.column(name)
         start, end = bisect.bisect_right(steps, after), bisect.bisect_right(steps, upto)
         return np.array(values[start:end])
@@ -96,19 +96,19 @@ class History:
         return Ends(number, np.array(first), np.array(last))
 
     def before(self, name: str, count: int) -> np.ndarray:
-        """The last `count` values before this step's, or as many as there are."""
+        """The last `count` values before this step's, or as many as there are; f64[N]."""
         steps, values = self.column(name)
         end = len(steps) - bool(steps and steps[-1] == self.step)
         return np.array(values[max(0, end - count) : end])
 
     def last(self, name: str, count: int) -> np.ndarray:
-        """The last `count` values, this step's among them; empty if this step has none or there
-        are fewer."""
+        """The last `count` values, this step's among them, f64[count]; empty if this step has none
+        or there are fewer."""
         steps, values = self.column(name)
         if len(values) < count or steps[-1] != self.step:
             return np.array([])
         return np.array(values[-count:])
 
     def first(self, name: str, count: int) -> np.ndarray:
-        """The first `count` values, or as many as there are."""
+        """The first `count` values, or as many as there are; f64[N]."""
         return np.array(self.column(name).values[:count])

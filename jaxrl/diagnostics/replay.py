@@ -34,7 +34,7 @@ class Parts(NamedTuple):
 def parts(
     *, learner: np.ndarray, shadow: np.ndarray, replay: np.ndarray, sampler: np.ndarray
 ) -> Parts:
-    """The parts of the log-ratio, from four log-probs of the same tokens."""
+    """The parts of the log-ratio, from four log-probs f[N] of the same tokens."""
     a, b, c, d = (x.astype(np.float64) for x in (learner, shadow, replay, sampler))
     return Parts(dtype=a - b, engine=b - c, policy=c - d)
 

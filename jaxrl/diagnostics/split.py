@@ -111,7 +111,7 @@ def split(tokens: Tokens, *, low: float, high: float) -> dict[str, float]:
 
 
 def moments(name: str, values: np.ndarray) -> dict[str, float]:
-    """Mean, "_std" and, of the magnitude, "_p99"."""
+    """Mean, "_std" and, of the magnitude, "_p99"; of values f[N]."""
     return {
         name: float(values.mean()),
         f"{name}_std": float(values.std()),

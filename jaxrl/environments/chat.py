@@ -38,7 +38,7 @@ class Chat:
         self._has_tools = self._shows_tools()
 
     def text(self, tokens: np.ndarray) -> str:
-        """What the policy said, with its control tokens."""
+        """What the policy said, i[C], with its control tokens."""
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def user(self, text: str, *, after: np.ndarray) -> np.ndarray:
@@ -52,7 +52,7 @@ class Chat:
 
     def tool_responses(self, texts: Sequence[str], *, after: np.ndarray) -> np.ndarray:
         """As `user`, what tools have answered: messages of the role tool where the template knows
-        it, else a message of the user with a <tool_response> for each."""
+        it, i32[N], else a message of the user with a <tool_response> for each."""
         contents = [self.harmless(text) for text in texts]
         if self._has_tools:
             return self._tokens([{"role": "tool", "content": c} for c in contents], after=after)

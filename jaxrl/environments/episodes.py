@@ -98,7 +98,7 @@ class Draft:
 
 
 def last_turn(rollout: Rollout) -> np.ndarray:
-    """The tokens of the policy's last turn: the whole completion if there was only one."""
+    """The tokens of the policy's last turn, i32[C]: the whole completion if there was only one."""
     if rollout.episode is None or not rollout.episode.turns:
         return rollout.completion
     start, end, _ = rollout.episode.turns[-1]

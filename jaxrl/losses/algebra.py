@@ -48,7 +48,7 @@ class Scores:
 
 
 def require(scores: Scores, need: Need) -> jax.Array:
-    """The score that a loss declared to need.
+    """The score that a loss declared to need, f32[B, T].
 
     Raises:
       ValueError: if it was not computed; the message names it.
@@ -74,7 +74,9 @@ class TokenLossFn(Protocol):
     """Per-token loss f32[B, T] and metrics. Entries outside `batch.action_mask` are ignored, but
     must be finite where the inputs are."""
 
-    def __call__(self, scores: Scores, batch: TokenBatch, /) -> tuple[jax.Array, Metrics]: ...
+    def __call__(self, scores: Scores, batch: TokenBatch, /) -> tuple[jax.Array, Metrics]:
+        """Of a microbatch."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,9 @@ _SEQUENCE_LIMIT = 10.0
 class LogRatioFn(Protocol):
     """Log-ratio f32[B, T] of each token; entries outside `batch.action_mask` are ignored."""
 
-    def __call__(self, scores: Scores, batch: TokenBatch, /) -> jax.Array: ...
+    def __call__(self, scores: Scores, batch: TokenBatch, /) -> jax.Array:
+        """Of a microbatch."""
+        ...
 
 
 class Ratio(NamedTuple):
@@ -106,7 +108,9 @@ class Level(Protocol):
     """The ratio of tokens -> the ratio at another level: `token`, `sequence`, `geometric`,
     `product`."""
 
-    def __call__(self, ratio: Ratio, /) -> Ratio: ...
+    def __call__(self, ratio: Ratio, /) -> Ratio:
+        """Of any ratio of tokens."""
+        ...
 
 
 def token(ratio: Ratio) -> Ratio:

@@ -21,32 +21,34 @@ from jaxrl.metrics import Metrics, masked_mean
 class KLEstimator(Protocol):
     """log-ratio reference - learner f32[B, T] -> estimate per token f32[B, T]."""
 
-    def __call__(self, d: jax.Array, /) -> jax.Array: ...
+    def __call__(self, d: jax.Array, /) -> jax.Array:
+        """Differentiable in d."""
+        ...
 
 
 def k1(d: jax.Array) -> jax.Array:
-    """-d: unbiased, of either sign. As a loss its gradient is zero in expectation."""
+    """-d, f32[B, T]: unbiased, of either sign. As a loss its gradient is zero in expectation."""
     return -d
 
 
 def k2(d: jax.Array) -> jax.Array:
-    """d^2 / 2: biased, never negative."""
+    """d^2 / 2, f32[B, T]: biased, never negative."""
     return d**2 / 2
 
 
 def k3(d: jax.Array) -> jax.Array:
-    """e^d - d - 1: unbiased, never negative; d clamped to +-20 and the result to 10."""
+    """e^d - d - 1, f32[B, T]: unbiased, never negative; d clamped to +-20 and the result to 10."""
     d = jnp.clip(d, -20.0, 20.0)
     return jnp.minimum(jnp.expm1(d) - d, 10.0)
 
 
 def k1_plus(d: jax.Array) -> jax.Array:
-    """The value of k1 with the gradient of k2."""
+    """The value of k1 with the gradient of k2, f32[B, T]."""
     return _value_and_gradient(k1(d), k2(d))
 
 
 def k3_plus(d: jax.Array) -> jax.Array:
-    """The value of k3 with the gradient of k2."""
+    """The value of k3 with the gradient of k2, f32[B, T]."""
     return _value_and_gradient(k3(d), k2(d))
 
 

@@ -15,13 +15,17 @@ from jaxrl.metrics import Metrics, masked_mean
 class SurrogateFn(Protocol):
     """(ratio, advantages), both f32[B, T] -> loss per token f32[B, T]."""
 
-    def __call__(self, ratio: jax.Array, advantages: jax.Array, /) -> jax.Array: ...
+    def __call__(self, ratio: jax.Array, advantages: jax.Array, /) -> jax.Array:
+        """Differentiable in the ratio."""
+        ...
 
 
 class MarksFn(Protocol):
     """(ratio, advantages) -> named arrays [B, T], reported as means over action tokens."""
 
-    def __call__(self, ratio: jax.Array, advantages: jax.Array, /) -> Mapping[str, jax.Array]: ...
+    def __call__(self, ratio: jax.Array, advantages: jax.Array, /) -> Mapping[str, jax.Array]:
+        """Such as 1 where a token is clipped and 0 elsewhere."""
+        ...
 
 
 def _no_marks(ratio: jax.Array, advantages: jax.Array) -> Mapping[str, jax.Array]:

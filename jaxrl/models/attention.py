@@ -37,7 +37,9 @@ class Attend(Protocol):
         *,
         window: jax.Array | None,
         precision: Precision,
-    ) -> jax.Array: ...
+    ) -> jax.Array:
+        """Arguments and result of `attention`."""
+        ...
 
 
 def attention(

@@ -28,7 +28,9 @@ class Local(Protocol):
         *,
         inputs: Sequence[Sequence[str]],
         output: Sequence[str],
-    ) -> Callable[..., jax.Array]: ...
+    ) -> Callable[..., jax.Array]:
+        """`inputs` and `output` are the logical axes of the arguments and of the result."""
+        ...
 
 
 def undivided(

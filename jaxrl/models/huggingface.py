@@ -246,7 +246,8 @@ def save_tensors(
     source_dir: str | Path | None = None,
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:
-    """As `save`, of (name, tensor) in the order of the decoder's specs, which are in `dtype`."""
+    """As `save`, of (name, tensor) in the order of the decoder's specs, which are in `dtype`;
+    shapes are those of Hugging Face, one layer or expert at a time."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     flat = spec.flatten(param_specs(config))

@@ -23,7 +23,7 @@ Layer = Mapping[str, jax.Array]  # one layer's parameters, without the "layers" 
 
 
 def identity(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The `Constrain` of a single device."""
+    """The `Constrain` of a single device: an array of any shape as it is."""
     del axes
     return x
 
@@ -60,7 +60,8 @@ def matmul(x: jax.Array, weight: jax.Array, *, precision: Precision) -> jax.Arra
 
 
 def project(x: jax.Array, layer: Layer, name: str, *, precision: Precision) -> jax.Array:
-    """`matmul` with a matrix of the layer and, where it has one, its adapter: W x + B (A x)."""
+    """`matmul` with a matrix of the layer and, where it has one, its adapter: W x + B (A x);
+    [..., in] -> [..., out] in `precision.activations`."""
     y = matmul(x, layer[name], precision=precision)
     if f"{name}_a" not in layer:
         return y
@@ -96,7 +97,8 @@ def embed(table: jax.Array, tokens: jax.Array, *, precision: Precision) -> jax.A
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, precision: Precision) -> jax.Array:
-    """Root-mean-square norm over the last axis (arXiv:1910.07467), in `precision.activations`."""
+    """Root-mean-square norm over the last axis (arXiv:1910.07467): [..., D] and the weight [D] ->
+    [..., D] in `precision.activations`."""
     wide = x.astype(precision.accumulate)
     inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     scale = weight.astype(precision.accumulate).reshape((1,) * (x.ndim - 1) + weight.shape)

@@ -8,7 +8,7 @@ from jax import lax
 
 
 def transposed(x: jax.Array) -> jax.Array:
-    """`x` with its last two axes swapped, as the first operand of a product.
+    """[..., M, N] -> [..., N, M], as the first operand of a product.
 
     XLA on CPU has kernels with bf16 operands for plain products only. There their transpose is kept
     from being folded into the product, which would be slow, or, on a processor without bf16

@@ -65,7 +65,7 @@ def flatten(specs: Specs) -> dict[str, ParamSpec]:
 
 
 def init(specs: Specs, key: jax.Array, *, dtype: DType) -> Params:
-    """Random parameters, one independent key each."""
+    """Random parameters of the declared shapes, one independent key each."""
     flat = flatten(specs)
     keys = jax.random.split(key, len(flat))
 

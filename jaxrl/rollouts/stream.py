@@ -36,7 +36,9 @@ from jaxrl.run import Progress, Run
 class Collect(Protocol):
     """The next batch of answers to learn from."""
 
-    def __call__(self, *, seconds: Numbers) -> Answers: ...
+    def __call__(self, *, seconds: Numbers) -> Answers:
+        """Adds to `seconds` what it took."""
+        ...
 
 
 @contextmanager

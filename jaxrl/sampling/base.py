@@ -108,7 +108,8 @@ class Sampler(Protocol):
     def sample(
         self, prompts: Sequence[np.ndarray], params: SamplingParams, *, group_size: int
     ) -> Iterator[Completion]:
-        """Draws `group_size` answers to every prompt, in the order in which they finish.
+        """Draws `group_size` answers to every prompt, in the order in which they finish. A prompt
+        is its token ids, i[P].
 
         Raises:
           ValueError: for an empty prompt or one too long for the model.
@@ -138,7 +139,7 @@ def check_request(
     max_positions: int,
     vocab_size: int,
 ) -> None:
-    """Refuses what no sampler can answer.
+    """Refuses what no sampler can answer; a prompt is its token ids, i[P].
 
     Raises:
       ValueError: for a prompt that is empty, too long or not of the vocabulary, or a group without

@@ -45,7 +45,7 @@ class Request(NamedTuple):
         return devices // self.layout.batch(("batch",)).shard_shape((devices,))[0]
 
     def put(self, rows: np.ndarray) -> jax.Array | np.ndarray:
-        """An array with a first dimension of prompts or answers, on the devices."""
+        """An array [N, ...] of prompts or answers, on the devices."""
         return rows if self.layout is None else place(rows, self.layout.batch(("batch",)))
 
 

@@ -13,7 +13,7 @@ from jaxrl.precision import DType
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """bf16 and f16 as u16 of the same bits; other arrays as they are."""
+    """bf16 and f16 as u16 of the same bits and shape; other arrays as they are."""
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 

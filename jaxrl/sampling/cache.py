@@ -34,6 +34,7 @@ class Cache:
 
     @property
     def slots(self) -> int:
+        """S, tokens that a row has room for."""
         return self.values.shape[3]
 
 

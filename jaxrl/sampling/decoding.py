@@ -56,7 +56,7 @@ def start(
     precision: Precision,
     record: bool,
 ) -> tuple[Cache, jax.Array]:
-    """`prefill`, compiled."""
+    """`prefill`, with its shapes, compiled."""
     return prefill(params, tokens, pad, model=model, precision=precision, record=record)
 
 
@@ -128,7 +128,7 @@ def decode(
     model: Model,
     precision: Precision,
 ) -> tuple[Rows, Drawn]:
-    """Draws up to SEGMENT tokens a row.
+    """Draws up to SEGMENT tokens a row: `Drawn` of [SEGMENT, B].
 
     It stops early when the cache is full, `max_tokens` are drawn, or no more than `floor` rows are
     still running.

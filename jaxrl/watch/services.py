@@ -15,9 +15,13 @@ from jaxrl.config.tracking import TrackingConfig
 class Writer(Protocol):
     """Where metrics of a step go."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Of one step, once."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing is written afterwards."""
+        ...
 
 
 def open_services(

@@ -114,6 +114,7 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends a line; what is not finite becomes null."""
         entry: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
         entry |= {k: v if math.isfinite(v) else None for k, v in metrics.items()}
         self._write(entry)
@@ -127,6 +128,7 @@ class JsonLines:
         self._file.flush()
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
 
@@ -175,6 +177,7 @@ class Curves:
         )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds a point to the curve of each metric."""
         values = [_summaries.Summary.Value(tag=k, simple_value=v) for k, v in metrics.items()]
         self._writer.add_event(
             _events.Event(
@@ -183,4 +186,5 @@ class Curves:
         )
 
     def close(self) -> None:
+        """Writes what is left and closes the file."""
         self._writer.close()

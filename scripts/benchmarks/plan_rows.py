@@ -27,6 +27,7 @@ class Row:
 
     @property
     def name(self) -> str:
+        """As results name the row."""
         return f"{self.model} {self.topology} {self.precision}"
 
     def keys(self) -> Iterator[tuple[str, str]]:
