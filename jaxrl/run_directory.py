@@ -43,8 +43,9 @@ def claim(directory: Path, config: Config | SupervisedConfig) -> None:
       ResumeError: if the directory holds a run with another config; the message names the keys.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "config.toml"
-    if path.exists() and (directory / "checkpoints").exists():
+    path, saved = directory / "config.toml", directory / "checkpoints"
+    # A run that could not begin has saved nothing, and may begin otherwise.
+    if path.exists() and saved.exists() and any(saved.iterdir()):
         there = _flat(toml_file.load(type(config), file=path))
         here = _flat(config)
         free = _FREE if config.optimizer.schedule != "constant" else (*_FREE, "train.steps")

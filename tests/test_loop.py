@@ -17,7 +17,7 @@ from jaxrl.config.training import Config
 from jaxrl.models import huggingface, spec
 from jaxrl.precision import parse
 from jaxrl.run import open_run
-from jaxrl.run_directory import ResumeError
+from jaxrl.run_directory import ResumeError, claim
 from jaxrl.watch.tracking import read_metrics
 from tests import tiny
 
@@ -204,6 +204,15 @@ def test_another_config_in_the_same_directory_is_refused(finished, material):
                 overrides=[("optimizer.learning_rate", "0.02")],
             )
         )
+
+
+def test_a_run_that_has_saved_nothing_may_begin_otherwise(material, tmp_path):
+    claim(tmp_path, config(material, tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    claim(tmp_path, config(material, tmp_path, seed="1"))
+    (tmp_path / "checkpoints" / "1").mkdir()
+    with pytest.raises(ResumeError, match="seed = 1 there and 0 here"):
+        claim(tmp_path, config(material, tmp_path))
 
 
 def test_a_kernel_that_is_not_there_ends_the_run_before_it_begins(material, tmp_path):

@@ -48,7 +48,16 @@ def load_config(directory: str | Path) -> DecoderConfig:
 
 
 def load_tokenizer(directory: str | Path) -> Any:
-    """The tokenizer of a checkpoint directory, a `transformers.PreTrainedTokenizerBase`."""
+    """The tokenizer of a checkpoint directory, a `transformers.PreTrainedTokenizerBase`.
+
+    Raises:
+      ValueError: if there is no such directory.
+    """
+    if not Path(directory).is_dir():
+        raise ValueError(
+            f"the model '{directory}' is no directory here; models are read from disk: "
+            f"`hf download {directory} --local-dir DIRECTORY` brings one of that name"
+        )
     from transformers import AutoTokenizer  # seconds to import; only text needs it
 
     return AutoTokenizer.from_pretrained(str(directory))

@@ -176,6 +176,11 @@ def test_a_damaged_file_is_named(broken):
         huggingface.load(broken, dtype=None)
 
 
+def test_a_name_without_a_directory_is_an_error_that_says_how_to_get_it():
+    with pytest.raises(ValueError, match=r"no directory here.*hf download org/model --local-dir"):
+        huggingface.load_tokenizer("org/model")
+
+
 def test_a_damaged_index_is_named(tmp_path):
     checkpoint(tmp_path, "qwen3", tied=True, max_shard_size=30_000)
     path = tmp_path / "model.safetensors.index.json"
