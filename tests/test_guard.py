@@ -5,10 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
-import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl import loop
 from jaxrl.cli import main
@@ -38,23 +36,13 @@ def digits(completion, example):
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory):
-    """A model, prompts and rewards, and one cache of compiled programs for all runs."""
+    """A model, prompts and rewards."""
     directory = tmp_path_factory.mktemp("material")
     tiny.write_checkpoint(directory / "model")
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
     (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "rewards.py").write_text(REWARDS)
-    before = (
-        jax.config.jax_compilation_cache_dir,
-        jax.config.jax_persistent_cache_min_compile_time_secs,
-    )
-    jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    compilation_cache.reset_cache()
-    yield directory
-    jax.config.update("jax_compilation_cache_dir", before[0])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
-    compilation_cache.reset_cache()
+    return directory
 
 
 def keys(material: Path, run_dir: Path, **changes: str) -> dict[str, str]:

@@ -17,13 +17,12 @@ from safetensors.numpy import load_file
 
 from jaxrl.watch.tracking import read_metrics
 from tests import tiny
+from tests.commands import JAXRL, XLA_FLAGS
 
 pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machine
 
 DEVICES = 4  # of all processes together
 STEPS = 4
-# Without torch, which transformers would import: seconds in each process.
-MAIN = "import sys; sys.modules['torch'] = None; from jaxrl import cli; sys.exit(cli.main())"
 
 
 def free_port() -> int:
@@ -38,16 +37,12 @@ def started(
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Processes, each with its part of the devices and its log."""
     flags = f"--xla_force_host_platform_device_count={DEVICES // len(commands)}"
-    environment = os.environ | {"XLA_FLAGS": f"{flags} --xla_backend_optimization_level=0"}
+    environment = os.environ | {"XLA_FLAGS": f"{XLA_FLAGS} {flags}"}
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for i, command in enumerate(commands):
             with (logs / f"{i}.log").open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, *command], env=environment, stdout=log, stderr=log
-                    )
-                )
+                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
         yield processes
     finally:
         for process in processes:
@@ -57,7 +52,10 @@ def started(
 
 def children(name: str, *, count: int) -> list[list[str]]:
     address = f"127.0.0.1:{free_port()}"
-    return [["-m", "tests.hosts_child", name, address, str(count), str(i)] for i in range(count)]
+    return [
+        [sys.executable, "-m", "tests.hosts_child", name, address, str(count), str(i)]
+        for i in range(count)
+    ]
 
 
 def wait_for(text: str, log: Path, process: subprocess.Popen[bytes]) -> None:
@@ -132,7 +130,7 @@ def commands(material: Path, run_dir: Path, *, count: int) -> list[list[str]]:
         if count > 1:
             every |= {"hosts.coordinator": address}
             every |= {"hosts.processes": str(count), "hosts.process": str(i)}
-        made.append(["-c", MAIN, "train"])
+        made.append([*JAXRL, "train"])
         made[-1] += [part for key, value in every.items() for part in (f"--{key}", value)]
     return made
 

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from jaxrl.export import export_checkpoint
 from jaxrl.models import huggingface
 from jaxrl.precision import PRESETS
 from tests import tiny
+from tests.commands import JAXRL, XLA_FLAGS
 
 pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machine
 
@@ -92,13 +92,8 @@ def started(material: Path, run_dir: Path) -> Iterator[subprocess.Popen]:
         "probe.every": 0,
         "run_dir": run_dir,
     }
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        "JAX_COMPILATION_CACHE_DIR": str(material / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
-    }
-    command = [sys.executable, "-m", "jaxrl.cli", "train"]
+    environment = os.environ | {"XLA_FLAGS": XLA_FLAGS}  # one device
+    command = [*JAXRL, "train"]
     for key, value in keys.items():
         command += [f"--{key}", str(value)]
     with (run_dir.parent / f"{run_dir.name}.log").open("a") as log:

@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ from jaxrl.run import Progress
 from jaxrl.sampling.base import ClosedError, Completion, SamplingParams
 from jaxrl.watch.tracking import read_metrics
 from tests import tiny
+from tests.commands import JAXRL
 
 SERVED: Any = {"sampler": {"name": "vllm"}}
 
@@ -277,9 +277,7 @@ def test_a_run_that_is_killed_and_ended_goes_on(material, tmp_path):
     file.write_text(toml_file.dumps(config))
     for answer in (3, 11):  # while the first groups are drawn, and with others waiting
         end.write_text(f"{answer} {signal.SIGKILL}")
-        killed = subprocess.run(
-            [sys.executable, "-m", "jaxrl.cli", "train", str(file)], capture_output=True, text=True
-        )
+        killed = subprocess.run([*JAXRL, "train", str(file)], capture_output=True, text=True)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
     end.write_text(f"1 {signal.SIGTERM}")
     first = loop.train(config)

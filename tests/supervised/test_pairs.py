@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from orbax.checkpoint import StandardCheckpointer
 
 from jaxrl import parts
@@ -28,23 +27,6 @@ from jaxrl.watch.tracking import read_metrics
 from tests import tiny
 
 ROW_LENGTH = 56  # two pairs of the material
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Several runs compile the same programs."""
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": 0,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for values in (options, before):
-        for name, value in values.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-        if values is options:
-            yield
 
 
 @pytest.fixture(scope="module")

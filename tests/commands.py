@@ -1,0 +1,17 @@
+"""How tests compile, and the command line in processes of their own."""
+
+import sys
+
+# Most of the time goes into compiling. Without LLVM's optimisations and in one piece it takes a
+# sixth, and the program that is compiled stays the same.
+XLA_FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1"
+)
+
+# `jaxrl` without torch, which transformers would import: seconds in each process.
+JAXRL = (
+    sys.executable,
+    "-c",
+    "import sys; sys.modules['torch'] = None; from jaxrl import cli; sys.exit(cli.main())",
+)
