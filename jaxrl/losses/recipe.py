@@ -54,8 +54,9 @@ def with_terms(
     Args:
       recipe: any algorithm.
       correction: weights of the policy term; the terms below are not weighted.
-      kl: coefficient of the divergence from the reference model (.04 in GRPO's paper). Runs of more
-        than 1,000 steps should use .001: without it gradient norms grow slowly.
+      kl: coefficient of the divergence from the reference model (.04 in GRPO's paper). Long runs
+        without it are reported to have slowly growing gradient norms, and .001 to prevent them;
+        10,000 steps of a small task did not show it (docs/operating.md).
       kl_estimator: how it is estimated.
       kl_ratio: importance ratio that the estimate is multiplied by; none by default.
       entropy: coefficient of the entropy bonus.
