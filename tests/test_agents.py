@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from jaxrl import loop
+from jaxrl.batch import to_json
 from jaxrl.cli import main
 from jaxrl.config import toml_file
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
 from jaxrl.rollouts.answers import collect
-from jaxrl.rollouts.refill import encode
 from jaxrl.run import Progress, open_run
 from jaxrl.watch.tracking import read_metrics
 from tests import tiny
@@ -95,7 +95,7 @@ def test_a_single_turn_environment_changes_no_bit_of_what_is_learnt_from(materia
         plain = collect(dataclasses.replace(run, arena=None), Progress(), seconds={})
     for one, other in zip(found.batch, plain.batch, strict=True):
         assert one.components == (other.reward, 0.0)
-        assert encode(one._replace(episode=None, components=other.components)) == encode(other)
+        assert to_json(one._replace(episode=None, components=other.components)) == to_json(other)
     assert {r.truncated for r in found.batch} == {True, False}
     numbers = dict(found.numbers)
     assert numbers["turns"] == 1

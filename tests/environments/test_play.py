@@ -11,14 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.batch import pack
+from jaxrl.batch import from_json, pack, to_json
 from jaxrl.data import Example
 from jaxrl.environments.base import Limits, Step
 from jaxrl.environments.episodes import last_turn
 from jaxrl.environments.play import Arena, RequestsDesk, RoundsDesk, play
 from jaxrl.precision import PRESETS
 from jaxrl.rollouts.draw import as_rollout
-from jaxrl.rollouts.refill import decode, encode
 from jaxrl.sampling.base import Completion, SamplingParams, Turn
 from jaxrl.sampling.embedded import EmbeddedSampler
 from tests import tiny
@@ -101,7 +100,7 @@ def test_a_trajectory_is_what_was_sampled_and_what_was_observed(desk):
         assert r.episode.numbers == {"heard": 12}
         assert not r.truncated
         assert last_turn(r).tolist() == turns[2]
-        again = decode(encode(r))
+        again = from_json(to_json(r))
         assert all(np.array_equal(x, y) for x, y in zip(r[:5], again[:5], strict=True))
         assert again[5:6] == r[5:6]
         assert again.episode == r.episode
@@ -206,7 +205,7 @@ def test_a_broken_environment_costs_its_own_episode(desk, how, end, said):
     for k, (r, undisturbed) in enumerate(zip(rollouts, whole, strict=True)):
         assert r.episode is not None
         if k != 2:
-            assert encode(r) == encode(undisturbed)
+            assert to_json(r) == to_json(undisturbed)
         else:
             assert r.episode.end == end
             assert r.episode.broken
@@ -274,7 +273,7 @@ def test_a_single_turn_is_the_ordinary_path_bit_for_bit(sampler):
     ]
     assert {c.finish_reason for c in plain} == {"stop", "length"}
     for one, other in zip(found, expected, strict=True):
-        assert encode(one._replace(episode=None)) == encode(other)
+        assert to_json(one._replace(episode=None)) == to_json(other)
     advantages = [float(i) for i in range(6)]
     rows = [[0, 1], [2, 3], [4, 5]]
     batches = [pack(r, advantages, rows=rows, row_length=100) for r in (found, expected)]
