@@ -51,9 +51,7 @@ def learner(
         rows_per_microbatch=rows,
         temperature=temperature,
     )
-    # Half the time to compile, and the same operations in the same order.
-    quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    return built._replace(step=quick(built.step), score=quick(built.score))
+    return built._replace(step=jax.jit(built.step), score=jax.jit(built.score))
 
 
 def minibatch(count=8, *, rows_per_microbatch, microbatches=4, packed=True, seed=0) -> Minibatch:

@@ -23,7 +23,6 @@ from sharding.partition import Layout
 from sharding.rules import PRESETS
 from tests import tiny
 
-fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 FP32 = PRECISIONS["fp32"]
 RATE = 0.1
 MOMENTUM = optax.sgd(RATE, momentum=0.9)
@@ -55,7 +54,7 @@ def minibatch():
 def on_one_device():
     """The learner, and its state and metrics after one step."""
     learner = make(MOMENTUM)
-    return learner, *fast_jit(learner.step)(learner.init(adapted()), minibatch())
+    return learner, *jax.jit(learner.step)(learner.init(adapted()), minibatch())
 
 
 def make(optimizer, *, precision=FP32, layout=None):
@@ -75,7 +74,7 @@ def test_a_step_is_the_one_by_hand():
     params, (_, state, metrics) = adapted(), on_one_device()
     plain = make(optax.sgd(1.0))
     merged = lora.merge(params)
-    whole, expected = fast_jit(plain.step)(plain.init(merged), minibatch())
+    whole, expected = jax.jit(plain.step)(plain.init(merged), minibatch())
     assert float(metrics["loss"].total) == pytest.approx(float(expected["loss"].total), rel=1e-5)
     for name, a in params.adapters["layers"].items():
         if not name.endswith("_a"):
@@ -112,7 +111,7 @@ def test_a_mesh_changes_nothing_but_rounding():
     layout = Layout(make_mesh(data=2, fsdp=2, tensor=2), PRESETS["fsdp_tensor"])
     params, batch = adapted(), minibatch()
     alone, one, _ = on_one_device()
-    scores = fast_jit(alone.shadow)(one.params, batch)
+    scores = jax.jit(alone.shadow)(one.params, batch)
     learner = make(MOMENTUM, layout=layout)
     params = jax.device_put(params, layout.tree(specs()))
     shardings = layout.state(jax.eval_shape(learner.init, params), lora.declared(specs()))
@@ -125,9 +124,9 @@ def test_a_mesh_changes_nothing_but_rounding():
         lambda x: layout.batch(("batch", "length")) if x.ndim == 2 else layout.replicated, batch
     )
     batch = jax.device_put(batch, rows)
-    step = fast_jit(learner.step, donate_argnums=0, out_shardings=(shardings, None))
+    step = jax.jit(learner.step, donate_argnums=0, out_shardings=(shardings, None))
     state, _ = step(state, batch)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
     jax.tree.map(close, state.params.adapters, one.params.adapters)
     jax.tree.map(np.testing.assert_array_equal, state.params.frozen, one.params.frozen)
-    close(fast_jit(learner.shadow)(state.params, batch), scores)
+    close(jax.jit(learner.shadow)(state.params, batch), scores)

@@ -41,9 +41,7 @@ LEARNER = make_learner(
     precision=F32,
     rows_per_microbatch=2,
 )
-# Half the time to compile, and the same operations in the same order.
-quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-score, step = quick(LEARNER.score), quick(LEARNER.step)
+score, step = jax.jit(LEARNER.score), jax.jit(LEARNER.step)
 
 
 def drawn(params) -> list[Rollout]:
@@ -114,7 +112,7 @@ def known(rollout: Rollout) -> np.ndarray:
 def forward(*, replayed: bool):
     """One whole sequence through the decoder, by hand."""
 
-    @quick
+    @jax.jit
     def run(tokens, experts) -> tuple[jax.Array, jax.Array]:
         assert MODEL.hidden_routed is not None
         ones = jnp.ones_like(tokens)

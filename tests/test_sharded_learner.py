@@ -28,9 +28,6 @@ from tests import tiny
 LENGTH = 16
 ROWS = 8  # to a microbatch, of which there are two
 
-# Compiling is all that this takes time for.
-fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
 
 def minibatch(config: DecoderConfig) -> Minibatch:
     """Of a mixture of experts, every second answer knows where its tokens were sent."""
@@ -82,8 +79,8 @@ def run(layout: Layout, config: DecoderConfig, *, offload: bool = False):
         lambda x: layout.batch(("batch", "length")) if x.ndim else layout.replicated, batch
     )
     batch = jax.device_put(batch, rows)
-    scores = fast_jit(learner.score)(params, batch)
-    step = fast_jit(learner.step, donate_argnums=0, out_shardings=(shardings, None))
+    scores = jax.jit(learner.score)(params, batch)
+    step = jax.jit(learner.step, donate_argnums=0, out_shardings=(shardings, None))
     state, metrics = step(state, batch)
     moments = jax.device_get(state.opt_state)
     state, _ = step(state, batch)

@@ -103,11 +103,6 @@ TERMS: dict[str, TokenLoss] = {
 }
 
 
-def compiled(function):
-    """jit with the least optimization: these programs are compiled once and run in microseconds."""
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
-
-
 class Answer(NamedTuple):
     rollout: Rollout
     scores: dict[str, np.ndarray]  # of the completion, f32[C]

@@ -12,7 +12,7 @@ from jaxrl.advantages import Outcomes, estimate
 from jaxrl.cli import main
 from jaxrl.commands.losses import markdown
 from jaxrl.losses import build, catalogue, objective, recipes, reinforce, token_mean
-from tests.losses.cases import compiled, lay_out, random_sequences
+from tests.losses.cases import lay_out, random_sequences
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
 
@@ -91,7 +91,7 @@ def test_the_documents_surrogate_and_correction(files):
     ]
     assert [reduced.needs for reduced in own] == [set(), {"anchor"}]
 
-    @compiled
+    @jax.jit
     def gradients(logprobs):
         return [
             jax.grad(lambda lp, o=o: o.total(scores.replace(logprobs=lp), batch)[0])(logprobs)

@@ -21,7 +21,7 @@ from jaxrl.losses import (
     unclipped,
 )
 from jaxrl.metrics import to_floats
-from tests.losses.cases import TERMS, compiled, one_row
+from tests.losses.cases import TERMS, one_row
 
 RATIOS = np.array([0.4, 0.9, 1.5, 4.0, np.nan])  # anchor / sampler; the last one is unknown
 
@@ -47,7 +47,7 @@ def test_weights_multiply_the_loss(weights, expected):
     scores, batch = case()
     term = unclipped(over_anchor)
     factors, weighted, plain = (
-        compiled(loss.apply)(scores, batch)[0] for loss in (weights, reweight(term, weights), term)
+        jax.jit(loss.apply)(scores, batch)[0] for loss in (weights, reweight(term, weights), term)
     )
     np.testing.assert_allclose(factors[0], expected, rtol=1e-5)
     np.testing.assert_allclose(weighted, plain * np.array([expected]), rtol=1e-5)
@@ -59,7 +59,7 @@ def test_gamma_weights(sign, k, lam):
     batch = batch.replace(advantages=sign * batch.advantages)
     for ratio, w in ((anchor_over_sampler, RATIOS), (product(anchor_over_sampler), [2.16] * 5)):
         w = np.nan_to_num(w, nan=1.0)
-        factors, metrics = compiled(gamma_shaped(ratio).apply)(scores, batch)
+        factors, metrics = jax.jit(gamma_shaped(ratio).apply)(scores, batch)
         expected = np.exp(lam) * w**k * np.exp(-lam * w)
         np.testing.assert_allclose(factors[0], expected, rtol=1e-5)
         assert to_floats(metrics)["correction/mean"] == pytest.approx(expected.mean(), rel=1e-5)
@@ -70,7 +70,7 @@ def test_gamma_weights(sign, k, lam):
 @pytest.mark.parametrize(("make", "total"), [(truncated, 5.9), (masked, 3.4)])
 def test_metrics(make, total):
     weights = make(anchor_over_sampler, low=0.5, high=2.0)
-    _, metrics = compiled(weights.apply)(*case())
+    _, metrics = jax.jit(weights.apply)(*case())
     expected = {"correction/mean": total / 5, "correction/outside": 0.4, "correction/missing": 0.2}
     assert to_floats(metrics) == pytest.approx(expected, rel=1e-5)
 
@@ -78,9 +78,7 @@ def test_metrics(make, total):
 def test_no_gradient_flows_through_the_weights():
     scores, batch = case()
     term = reweight(reinforce(), truncated(over_sampler, high=2.0))
-    gradient = compiled(
-        jax.grad(lambda lp: term.apply(scores.replace(logprobs=lp), batch)[0].sum())
-    )
+    gradient = jax.jit(jax.grad(lambda lp: term.apply(scores.replace(logprobs=lp), batch)[0].sum()))
     np.testing.assert_allclose(
         gradient(scores.logprobs)[0], -np.array([0.4, 0.9, 1.5, 2.0, 1.0]), rtol=1e-5
     )
@@ -91,8 +89,8 @@ def test_weights_of_one_change_nothing(name):
     scores, batch = case(sampler=[-2.0, -2.0, np.nan, -2.0, -2.0], logprobs=-1.9)
     for make in (truncated, masked):
         corrected = reweight(TERMS[name], make(product(anchor_over_sampler), high=2.0))
-        value, metrics = compiled(TERMS[name].apply)(scores, batch)
-        same, more = compiled(corrected.apply)(scores, batch)
+        value, metrics = jax.jit(TERMS[name].apply)(scores, batch)
+        same, more = jax.jit(corrected.apply)(scores, batch)
         np.testing.assert_array_equal(value, same)
         assert metrics.keys() < more.keys()
 

@@ -39,7 +39,6 @@ from tests.losses.cases import (
     ROWS,
     TERMS,
     Answer,
-    compiled,
     lay_out,
     one_row,
     places,
@@ -78,7 +77,7 @@ def evaluate(case, scores, batch):
 
 @functools.cache
 def evaluator(cases):
-    return compiled(lambda scores, batch: [evaluate(case, scores, batch) for case in cases])
+    return jax.jit(lambda scores, batch: [evaluate(case, scores, batch) for case in cases])
 
 
 def evaluated(sequences, rows, *, cases=tuple(CASES), **layout):
@@ -166,7 +165,7 @@ def test_microbatches_add_up_to_the_whole(seed, cut):
         assert_same_gradients(grads[0] | grads[1], whole[case][3], case)
 
 
-@compiled
+@jax.jit
 def combine(scores, batch, factors):
     """Each term with the next one: both values, a sum written in two ways, the values' own."""
     found = []
@@ -207,7 +206,7 @@ def test_objective_reduces_once():
 
 
 def test_gradient_at_ratio_one_is_that_of_reinforce():
-    @compiled
+    @jax.jit
     def gradients(scores, batch):
         def gradient(term, aggregation):
             total = objective(term, aggregation).total
@@ -236,7 +235,7 @@ def test_gradient_at_ratio_one_is_that_of_reinforce():
 def test_levels_agree_on_sequences_of_one_token(level):
     scores, batch = one_row(advantages=[2.0], logprobs=[-1.0], sampler=[-1.1])
     total = objective(clipped(level(over_sampler)), token_mean).total
-    gradient = compiled(jax.grad(lambda lp: total(scores.replace(logprobs=lp), batch)[0]))
+    gradient = jax.jit(jax.grad(lambda lp: total(scores.replace(logprobs=lp), batch)[0]))
     np.testing.assert_allclose(gradient(scores.logprobs), [[-2 * np.exp(0.1)]], rtol=1e-6)
 
 
@@ -262,7 +261,7 @@ def test_tokens_without_weight_may_lose_infinitely():
     )
     everywhere = batch.replace(action_mask=jnp.ones((1, 3), bool))
     for term, data, tokens in ((infinite, batch, 2), (reweight(infinite, keep), everywhere, 3)):
-        total, _ = compiled(objective(term, sequence_mean_token_mean).total)(scores, data)
+        total, _ = jax.jit(objective(term, sequence_mean_token_mean).total)(scores, data)
         assert total == pytest.approx(1.5 / tokens)
 
 

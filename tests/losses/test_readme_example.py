@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.losses import build, objective, reinforce, token_mean
-from tests.losses.cases import compiled, lay_out, random_sequences
+from tests.losses.cases import lay_out, random_sequences
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -24,7 +24,7 @@ def test_custom_loss_in_a_file(tmp_path):
     sequences = random_sequences(0, spread=0.0)
     scores, batch = lay_out(sequences, [[i] for i in range(len(sequences))])
 
-    @compiled
+    @jax.jit
     def gradients(logprobs):
         def total(reduced):
             return lambda lp: reduced.total(scores.replace(logprobs=lp), batch)[0]

@@ -26,7 +26,7 @@ from jaxrl.losses import (
     unclipped,
 )
 from jaxrl.losses.named import PARTS
-from tests.losses.cases import RECIPES, compiled, lay_out, random_sequences
+from tests.losses.cases import RECIPES, lay_out, random_sequences
 
 ROWS = [[i] for i in range(6)]
 
@@ -48,7 +48,7 @@ def case(*, spread, same):
     return lay_out(sequences, ROWS)
 
 
-@compiled
+@jax.jit
 def on_policy_gradients(scores, batch):
     """Of each recipe, and of REINFORCE reduced in the same way. The product of ratios moves with
     every token, so there the tokens of a sequence add up."""
@@ -78,7 +78,7 @@ WIRED = [
 ]
 
 
-@compiled
+@jax.jit
 def wirings(scores, batch):
     return {
         name: [
@@ -99,7 +99,7 @@ def test_bypass_and_decoupled_agree_where_anchor_and_sampler_do():
 def test_weights_of_one_change_nothing():
     names = list(PARTS[Weights])
 
-    @compiled
+    @jax.jit
     def gradients(scores, batch):
         parameters = {"ratio": "over_anchor"}
         corrected = [build("grpo", parameters | {"correction": name}) for name in names]
@@ -116,7 +116,7 @@ def test_weights_of_one_change_nothing():
 def test_an_anchor_in_between_cancels():
     """learner / anchor times anchor / sampler is learner / sampler, at every level."""
 
-    @compiled
+    @jax.jit
     def both(scores, batch):
         found = []
         for level in (lambda ratio: ratio, product, geometric):
@@ -137,7 +137,7 @@ def test_an_anchor_in_between_cancels():
 def test_the_two_forms_of_gspo():
     """They agree where a sequence has one advantage, and not where its tokens differ."""
 
-    @compiled
+    @jax.jit
     def forms(scores, batch):
         reduced = [
             build("gspo", {"level": level, "clip_low": 0.2, "clip_high": 0.2}).objective

@@ -21,7 +21,6 @@ from jaxrl.losses import (
     token_sum,
     with_terms,
 )
-from tests.losses.cases import compiled
 
 # Three answers of 2, 4 and 1 tokens, of which the policy chose 2, 3 and 0; -advantage is the loss.
 LENGTHS = (2, 4, 1)
@@ -51,7 +50,7 @@ def loss(reduced, *, log_ratio=0.0, **scores):
         k: np.full(data.tokens.shape, v, np.float32)
         for k, v in {"logprobs": -1.0, **scores}.items()
     }
-    reduce = compiled(lambda scores: (reduced.total(scores, data)[0], reduced.denominator(data)))
+    reduce = jax.jit(lambda scores: (reduced.total(scores, data)[0], reduced.denominator(data)))
     total, denominator = reduce(Scores(**full))
     return float(total) / float(denominator)
 

@@ -22,7 +22,7 @@ from jaxrl.losses import (
     with_terms,
 )
 from jaxrl.metrics import to_floats
-from tests.losses.cases import compiled, one_row
+from tests.losses.cases import one_row
 
 ESTIMATORS = (k1, k2, k3, k1_plus, k3_plus)
 D = np.array([-50.0, -1.0, 0.0, 0.5, 50.0])  # reference - learner
@@ -49,7 +49,7 @@ def test_value_and_gradient(estimator, value, gradient):
         loss, metrics = kl_penalty(estimator).apply(scores.replace(logprobs=logprobs), batch)
         return loss.sum(), (loss, metrics)
 
-    (_, (loss, metrics)), grad = compiled(jax.value_and_grad(total, has_aux=True))(scores.logprobs)
+    (_, (loss, metrics)), grad = jax.jit(jax.value_and_grad(total, has_aux=True))(scores.logprobs)
     np.testing.assert_allclose(loss[0], value, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(grad[0], gradient, rtol=1e-5, atol=1e-6)
     assert to_floats(metrics) == pytest.approx({"kl": np.mean(value)}, rel=1e-5)
@@ -69,7 +69,7 @@ def test_expectations_over_a_distribution():
             p = jax.nn.log_softmax(logits)
             return jnp.sum(jax.lax.stop_gradient(jnp.exp(p)) * estimator(reference - p))
 
-        @compiled
+        @jax.jit
         def values_and_gradients(logits):
             found = {e: jax.value_and_grad(sampled, argnums=1)(e, logits) for e in ESTIMATORS}
             return list(found.values()), jax.value_and_grad(divergence)(logits)
@@ -85,13 +85,13 @@ def test_expectations_over_a_distribution():
 
 def test_entropy_bonus_raises_entropy():
     scores, batch = one_row(advantages=[0.0] * 2, logprobs=-1.0, entropy=[0.5, 1.5])
-    loss, metrics = compiled(entropy_bonus().apply)(scores, batch)
+    loss, metrics = jax.jit(entropy_bonus().apply)(scores, batch)
     np.testing.assert_array_equal(loss, [[-0.5, -1.5]])
     assert to_floats(metrics) == {"entropy": 1.0}
 
 
 def gradient(term, scores, batch):
-    return compiled(jax.grad(lambda lp: term.apply(scores.replace(logprobs=lp), batch)[0].sum()))(
+    return jax.jit(jax.grad(lambda lp: term.apply(scores.replace(logprobs=lp), batch)[0].sum()))(
         scores.logprobs
     )[0]
 
@@ -116,7 +116,7 @@ def test_weighted_divergence_has_the_gradient_of_the_divergence():
             p = jax.nn.log_softmax(logits)
             return jnp.sum(jnp.exp(p) * (p - reference))
 
-        found = compiled(
+        found = jax.jit(
             lambda x: (jax.value_and_grad(sampled)(x), jax.value_and_grad(divergence)(x))
         )
         (value, slope), (expected, gradient) = found(logits)
@@ -126,7 +126,7 @@ def test_weighted_divergence_has_the_gradient_of_the_divergence():
 
 def test_drift_is_the_squared_log_ratio():
     scores, batch = one_row(advantages=[1.0] * 3, logprobs=-1.0, sampler=[-1.5, -1.0, np.nan])
-    loss, metrics = compiled(drift_penalty(over_sampler).apply)(scores, batch)
+    loss, metrics = jax.jit(drift_penalty(over_sampler).apply)(scores, batch)
     np.testing.assert_allclose(loss[0], [0.25, 0, 0], atol=1e-7)
     assert to_floats(metrics) == {"drift": pytest.approx(0.25 / 3)}
     np.testing.assert_allclose(gradient(drift_penalty(over_sampler), scores, batch), [1, 0, 0])
@@ -136,7 +136,7 @@ def test_likelihood_of_answers_that_earned_something():
     scores, batch = one_row(
         advantages=[-1.0] * 3, logprobs=[-1.0, -2.0, -3.0], rewards=[1.0, 0.0, -1.0]
     )
-    loss, metrics = compiled(positive_likelihood().apply)(scores, batch)
+    loss, metrics = jax.jit(positive_likelihood().apply)(scores, batch)
     np.testing.assert_array_equal(loss, [[1.0, 0.0, 0.0]])
     assert to_floats(metrics) == {"nll/positive": 1.0}
     with pytest.raises(ValueError, match=r"batch\.rewards"):
@@ -146,7 +146,7 @@ def test_likelihood_of_answers_that_earned_something():
 def test_adaptive_entropy_bonus():
     scores, batch = one_row(advantages=[0.0] * 2, logprobs=-1.0, entropy=[0.5, 1.5])
     term = adaptive_entropy_bonus()
-    loss, _ = compiled(term.apply)(scores, batch.replace(entropy_weights=jnp.full((1, 2), 0.1)))
+    loss, _ = jax.jit(term.apply)(scores, batch.replace(entropy_weights=jnp.full((1, 2), 0.1)))
     np.testing.assert_allclose(loss, [[-0.05, -0.15]], rtol=1e-6)
     with pytest.raises(ValueError, match=r"batch\.entropy_weights"):
         term.apply(scores, batch)

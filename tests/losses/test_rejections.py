@@ -28,7 +28,7 @@ from jaxrl.losses import (
 from jaxrl.losses.algebra import Weights
 from jaxrl.losses.named import PARTS
 from jaxrl.metrics import to_floats
-from tests.losses.cases import compiled, one_row
+from tests.losses.cases import one_row
 
 RATIOS = np.array([0.4, 0.9, 1.5, 4.0, np.nan])  # learner / sampler; the last one is unknown
 
@@ -37,7 +37,7 @@ def applied(weights, *, ratios=RATIOS, advantages=None, **scores):
     ratios = np.asarray(ratios, float)
     advantages = np.ones(len(ratios)) if advantages is None else advantages
     given = {"logprobs": -2.0, "anchor": -2.0, "sampler": -2.0 - np.log(ratios), **scores}
-    factors, metrics = compiled(weights.apply)(*one_row(advantages=advantages, **given))
+    factors, metrics = jax.jit(weights.apply)(*one_row(advantages=advantages, **given))
     return np.asarray(factors[0]), to_floats(metrics)
 
 
@@ -77,7 +77,7 @@ def test_only_the_sequence_at_fault_is_rejected():
         k3_within(over_sampler),
         within(product(over_sampler), low=0.1, high=2),
     ):
-        np.testing.assert_array_equal(compiled(weights.apply)(scores, batch)[0], [[1, 1, 0, 0]])
+        np.testing.assert_array_equal(jax.jit(weights.apply)(scores, batch)[0], [[1, 1, 0, 0]])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from jax.test_util import check_grads
 
 from jaxrl.losses import clipped_value_loss, objective, ppo, token_mean, value_loss
-from tests.losses.cases import compiled, one_row
+from tests.losses.cases import one_row
 
 # Old value 1, clip .2: values inside and on both sides of [.8, 1.2], targets above and below.
 VALUES = np.array([1.1, 1.5, 1.5, 0.5, 0.5, 1.3])
@@ -44,7 +44,7 @@ def judged(**arrays):
 def test_as_a_term_it_counts_action_tokens_and_reports():
     reduced = objective(value_loss(clip=0.2), token_mean)
     scores, batch = judged(values=VALUES)
-    total, metrics = compiled(lambda s: reduced.total(s, batch))(scores)
+    total, metrics = jax.jit(lambda s: reduced.total(s, batch))(scores)
     assert float(total / reduced.denominator(batch)) == pytest.approx(EXPECTED[:5].mean())
     assert float(metrics["value/loss"].value) == pytest.approx(EXPECTED[:5].mean())
     assert float(metrics["value/clipped"].value) == pytest.approx(2 / 5)
@@ -65,5 +65,5 @@ def test_ppo_worked_example():
     """log-probs -2 -> -1.5, advantage .8: ratio 1.6487 is clipped to 1.2, loss -.96."""
     recipe = ppo()
     scores, batch = one_row(advantages=[0.8], logprobs=[-1.5], sampler=[-2.0])
-    total, _ = compiled(lambda s: recipe.objective.total(s, batch))(scores)
+    total, _ = jax.jit(lambda s: recipe.objective.total(s, batch))(scores)
     assert float(total) == pytest.approx(-0.96)
