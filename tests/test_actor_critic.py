@@ -16,7 +16,6 @@ from jaxrl.metrics import to_floats
 from jaxrl.models.decoder import decoder
 from jaxrl.precision import PRESETS
 from tests import tiny
-from tests.losses.cases import compiled
 from tests.test_critic import MODEL, ROLLOUTS, ROW, TARGETS, params
 
 FP32 = PRESETS["fp32"]
@@ -37,7 +36,7 @@ def shared(coefficient: jax.Array | float, *, head_optimizer=SGD) -> ActorCritic
     )
 
 
-@compiled
+@jax.jit
 def step(coefficient, state, minibatch):
     return shared(coefficient).step(state, minibatch)
 
@@ -75,10 +74,10 @@ def assert_close(a: dict, b: dict) -> None:
 def test_the_gradient_is_the_policys_and_the_coefficient_times_that_of_a_critic_alone(minibatch):
     """The critic alone is a network of its own with the same weights."""
     critic = make_critic(MODEL, RECIPE.critic, optimizer=SGD, **SHAPES)
-    alone, _ = compiled(critic.step)(critic.init(params()), minibatch)
+    alone, _ = jax.jit(critic.step)(critic.init(params()), minibatch)
     its = moved(params(), alone.params)
     before = states(shared(0.0))
-    policy, _ = compiled(POLICY.step)(before.policy, minibatch)
+    policy, _ = jax.jit(POLICY.step)(before.policy, minibatch)
     own = moved(before.policy.params, policy.params)
     for coefficient in (0.0, 0.5):
         after, metrics = step(coefficient, before, minibatch)
@@ -109,7 +108,7 @@ def test_the_gradient_is_the_numerical_one(minibatch):
 
 def test_pretraining_teaches_the_head_and_leaves_the_policy(minibatch):
     one = shared(0.5, head_optimizer=optax.adam(3e-2))
-    values, pretrain = compiled(one.values), compiled(one.pretrain)
+    values, pretrain = jax.jit(one.values), jax.jit(one.pretrain)
     state, found = states(one), []
     for _ in range(30):
         state, metrics = pretrain(state, minibatch)
