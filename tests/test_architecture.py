@@ -161,9 +161,9 @@ def test_top_level_holds_only_what_the_design_names() -> None:
     assert not odd
 
 
-def test_the_readme_shows_every_file():
-    readme = (ROOT / "README.md").read_text()
-    (tree,) = re.findall(r"```text\n(jaxrl/\n.*?)```", readme, re.DOTALL)
+def test_the_layout_shows_every_file():
+    page = (ROOT / "docs/layout.md").read_text()
+    (tree,) = re.findall(r"```text\n(jaxrl/\n.*?)```", page, re.DOTALL)
     shown = sorted(line.split()[0] for line in tree.splitlines() if ".py" in line.split()[0])
     files = [path for path in sources() if not path.endswith("__init__.py")]
     assert shown == sorted(Path(path).name for path in files)
