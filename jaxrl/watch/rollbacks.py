@@ -36,6 +36,8 @@ class Rollback(NamedTuple):
       text: what the alarm said.
       changes: {key of the config: [value before, value from now on]}.
       done: whether it was carried out.
+      value, limit: what the alarm saw and the line that this crossed; None if a run that was begun
+        before they were kept wrote it.
     """
 
     alarm: str
@@ -44,6 +46,8 @@ class Rollback(NamedTuple):
     text: str
     changes: dict[str, list[Any]]
     done: bool = False
+    value: float | None = None
+    limit: float | None = None
 
     @property
     def new(self) -> dict[str, Any]:
@@ -94,7 +98,9 @@ def decide(
     """Writes down that the run goes back to the step `to`, and on from there with the changes."""
     old = traverse_util.flatten_dict(config.model_dump(), sep=".")
     pairs = {key: [old.get(key), new] for key, new in changes.items()}
-    decided = Rollback(alarm.name, alarm.step, to, alarm.text, pairs)
+    decided = Rollback(
+        alarm.name, alarm.step, to, alarm.text, pairs, value=alarm.value, limit=alarm.limit
+    )
     _write(directory, [*read(directory), decided])
     return decided
 
@@ -110,8 +116,9 @@ def read(directory: Path) -> list[Rollback]:
 def settle(directory: Path, config: Config) -> Config:
     """Carries out what was decided and is not done; returns the config with all changes.
 
-    What the run had logged after the checkpoint is moved to `rolled_back_N.jsonl`. A directory
-    without checkpoints holds no run: what is left of rollbacks there is removed.
+    What the run had logged after the checkpoint is moved to `rolled_back_N.jsonl`, and the answers
+    of those steps to `rolled_back_N_samples.jsonl`. A directory without checkpoints holds no run:
+    what is left of rollbacks there is removed.
 
     Raises:
       ResumeError: if the config has a changed key with a value that the run never had.
@@ -136,13 +143,18 @@ def settle(directory: Path, config: Config) -> Config:
 
 
 def _forget_steps(directory: Path, last: Rollback, *, number: int) -> None:
-    """Takes what the run did after the step `last.to` out of its metrics and checkpoints."""
+    """Takes what the run did after the step `last.to` out of its metrics, answers and
+    checkpoints."""
+    samples = directory / "samples.jsonl"
+    kept = _set_aside(samples, directory / f"rolled_back_{number}_samples.jsonl", after=last.to)
+    if samples.exists():
+        write_lines(samples, kept)
     entries = read_metrics(directory / "metrics.jsonl")
-    undone = directory / f"rolled_back_{number}.jsonl"
-    if not undone.exists():
-        write_lines(undone, [e for e in entries if e["step"] > last.to])
+    kept = _set_aside(
+        directory / "metrics.jsonl", directory / f"rolled_back_{number}.jsonl", after=last.to
+    )
     event = {"action": "rollback", "number": number, **last._replace(done=True)._asdict()}
-    kept = [e for e in entries if e["step"] <= last.to and _number(e) != number]
+    kept = [e for e in kept if _number(e) != number]
     # What earlier rollbacks changed stays so, also if this one goes back further.
     kept += [e | {"step": last.to} for e in entries if e["step"] > last.to and _number(e)]
     time = entries[-1]["time"] if entries else 0.0
@@ -152,6 +164,16 @@ def _forget_steps(directory: Path, last: Rollback, *, number: int) -> None:
     for path in (directory / "checkpoints").iterdir():
         if path.name.isdigit() and int(path.name) > last.to:
             shutil.rmtree(path)
+
+
+def _set_aside(path: Path, undone: Path, *, after: int) -> list[dict[str, Any]]:
+    """Copies the entries of later steps to the file `undone`, if it is not there yet; returns the
+    others."""
+    entries = read_metrics(path)
+    later = [entry for entry in entries if entry["step"] > after]
+    if later and not undone.exists():
+        write_lines(undone, later)
+    return [entry for entry in entries if entry["step"] <= after]
 
 
 def _number(entry: Mapping[str, Any]) -> int | None:

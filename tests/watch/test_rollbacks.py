@@ -64,6 +64,8 @@ def asked(tmp_path):
         "KL 0.2",
         {"optimizer.learning_rate": [0.003, 0.0015]},
         False,
+        0.2,
+        0.1,
     )
     return made
 
@@ -100,6 +102,40 @@ def test_a_rollback_that_was_ended_half_way_is_completed(asked, tmp_path):
     rollbacks.settle(tmp_path, asked)
     assert files(tmp_path) == whole
     assert not (tmp_path / "checkpoints" / "10").exists()
+
+
+def test_what_is_undone_can_still_be_read(asked, tmp_path):
+    """The alarm's own numbers, other events of the undone steps, and their answers."""
+    entries = read_metrics(tmp_path / "metrics.jsonl")
+    other = {"step": 8, "time": 1.0, "event": {"alarm": "entropy", "at": 8, "action": "pause"}}
+    write_lines(tmp_path / "metrics.jsonl", [*entries[:8], other, *entries[8:]])
+    answers = [{"step": step, "prompt": "1+1="} for step in (4, 8, 12)]
+    write_lines(tmp_path / "samples.jsonl", answers)
+    rollbacks.settle(tmp_path, asked)
+    whole = files(tmp_path)
+    assert other in read_metrics(tmp_path / "rolled_back_1.jsonl")
+    assert read_metrics(tmp_path / "samples.jsonl") == answers[:1]
+    assert read_metrics(tmp_path / "rolled_back_1_samples.jsonl") == answers[1:]
+    (event,) = rolled_back(tmp_path)
+    assert (event["event"]["value"], event["event"]["limit"]) == (0.2, 0.1)
+    # A program that was ended before it had noted that this is done does it again.
+    (found,) = rollbacks.read(tmp_path)
+    text = json.dumps([found._replace(done=False)._asdict()], indent=1)
+    (tmp_path / "rollbacks.json").write_text(text)
+    rollbacks.settle(tmp_path, asked)
+    assert files(tmp_path) == whole
+    # A run that is begun again has none of it.
+    shutil.rmtree(tmp_path / "checkpoints")
+    rollbacks.settle(tmp_path, asked)
+    assert not list(tmp_path.glob("rolled_back_*"))
+
+
+def test_a_rollback_from_before_its_numbers_were_kept_is_read(asked, tmp_path):
+    rollbacks.settle(tmp_path, asked)
+    (found,) = rollbacks.read(tmp_path)
+    old = {k: v for k, v in found._asdict().items() if k not in ("value", "limit")}
+    (tmp_path / "rollbacks.json").write_text(json.dumps([old]))
+    assert rollbacks.read(tmp_path) == [found._replace(value=None, limit=None)]
 
 
 def test_the_directory_holds_the_changed_config_and_goes_on_with_either(asked, tmp_path):
