@@ -11,11 +11,12 @@ from pydantic import ValidationError
 from jaxrl.config.alarms import AlarmsConfig
 from jaxrl.diagnostics.alarms import replay
 from jaxrl.diagnostics.causes import CAUSES
-from jaxrl.diagnostics.history import Column, History
+from jaxrl.diagnostics.history import History
+from jaxrl.report.thinning import Points, extremes, means
 from jaxrl.watch.tracking import read_metrics
 
-_MOST_POINTS = 2000  # of a curve; a page of 10,000 steps stays small
 _MOST_SAMPLED_STEPS = 40
+_NOT_DRAWN = ("step", "time")
 
 
 def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
@@ -32,9 +33,7 @@ def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
     if not entries:
         raise ValueError(f"{run_dir} is no run: it has no metrics.jsonl with a line in it")
     config = _config(run_dir / "config.toml")
-    history = History()
-    for entry in entries:
-        history.add(entry)
+    starts = read_metrics(run_dir / "starts.jsonl")
     return {
         "name": name,
         "path": str(run_dir),
@@ -43,17 +42,12 @@ def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
             for table, found in config.items()
             for key, value in (found if isinstance(found, dict) else {"": found}).items()
         },
-        "starts": read_metrics(run_dir / "starts.jsonl"),
+        "starts": starts,
         "last_step": max(entry["step"] for entry in entries),
-        "series": {
-            name: thinned(history.column(name)) for name in history.names if name not in _NOT_DRAWN
-        },
+        "series": _series(entries, starts),
         "alarms": alarms(entries, config.get("alarms", {})),
         "samples": _samples(run_dir / "samples.jsonl"),
     }
-
-
-_NOT_DRAWN = ("step", "time")
 
 
 def alarms(entries: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -77,18 +71,18 @@ def alarms(entries: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> l
     return [{**event, **CAUSES[event["alarm"]]._asdict()} for event in found]
 
 
-def thinned(column: Column) -> list[list[float]]:
-    """[steps, values] of at most 2,000 points: of every stretch its lowest and highest."""
-    steps, values = column
-    if len(values) > _MOST_POINTS:
-        size = -(-2 * len(values) // _MOST_POINTS)
-        kept = set[int]()
-        for start in range(0, len(values), size):
-            stretch = range(start, min(start + size, len(values)))
-            kept |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
-        order = sorted(kept)
-        steps, values = [steps[i] for i in order], [values[i] for i in order]
-    return [[float(s) for s in steps], [float(f"{value:.6g}") for value in values]]
+def _series(
+    entries: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]
+) -> dict[str, Points]:
+    """{metric: its curve}; the parts of a step's time without the steps that compiled."""
+    history = History()
+    for entry in entries:
+        history.add(entry)
+    columns = {name: history.column(name) for name in history.names if name not in _NOT_DRAWN}
+    times = {name: column for name, column in columns.items() if name.startswith("time/")}
+    compiled = {start["step"] + 1 for start in starts} or {1}
+    curves = {name: extremes(column) for name, column in columns.items() if name not in times}
+    return curves | means(times, without=compiled)
 
 
 def _config(path: Path) -> dict[str, Any]:

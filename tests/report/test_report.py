@@ -9,8 +9,9 @@ import pytest
 from jaxrl.cli import main
 from jaxrl.commands.report import names
 from jaxrl.diagnostics.history import Column
-from jaxrl.report.collect import collect, thinned
+from jaxrl.report.collect import collect
 from jaxrl.report.page import render
+from jaxrl.report.thinning import extremes
 from tests.browser import CHROMIUM, open_page
 
 in_browser = pytest.mark.skipif(
@@ -109,13 +110,35 @@ def test_a_directory_without_a_run_is_refused(tmp_path, capsys):
 def test_thinned_curves_keep_their_extremes():
     values = list(np.random.default_rng(0).normal(size=10_001))
     values[5000], values[7777] = 99.0, -99.0
-    steps, kept = thinned(Column(list(range(10_001)), values))
+    steps, kept = extremes(Column(list(range(10_001)), values))
     assert len(kept) <= 2000
     assert steps == sorted(steps)
     assert kept[steps.index(5000)] == 99
     assert kept[steps.index(7777)] == -99
     short = Column([1, 2], [0.5, 0.25])
-    assert thinned(short) == [[1, 2], [0.5, 0.25]]
+    assert extremes(short) == [[1, 2], [0.5, 0.25]]
+
+
+def test_parts_of_the_time_of_a_long_run_add_up_to_what_it_took(tmp_path):
+    seconds = np.random.default_rng(0).exponential(size=(9_999, len(TIMES))) ** 3
+    compiled = [1, 5001]
+    for step in compiled:
+        seconds[step - 1] = 1000.0
+    parts = [dict(zip((f"time/{name}" for name in TIMES), row, strict=True)) for row in seconds]
+    entries = [{"step": i, "time": 0.0} | part for i, part in enumerate(parts, start=1)]
+    write(tmp_path / "metrics.jsonl", entries)
+    write(tmp_path / "starts.jsonl", [{"step": step - 1} for step in compiled])
+    drawn = collect(tmp_path, name="long")["series"]
+    steps = drawn["time/sample"][0]
+    assert 1000 < len(steps) <= 2000
+    assert all(drawn[f"time/{name}"][0] == steps for name in TIMES)
+    total = np.sum([drawn[f"time/{name}"][1] for name in TIMES], axis=0)
+    took = np.delete(seconds.sum(axis=1), np.array(compiled) - 1)
+    # All stretches are equally long but the last one.
+    size = -(-len(took) // 2000)
+    ends = np.arange(0, len(took), size)
+    stretches = np.add.reduceat(took, ends) / np.diff([*ends, len(took)])
+    np.testing.assert_allclose(total, stretches, rtol=1e-4)
 
 
 def test_runs_are_named_by_what_tells_them_apart(tmp_path):
@@ -210,4 +233,40 @@ def test_answers_by_step_and_reward_with_coloured_tokens(page):
         page.run("document.getElementById('tip').textContent") == '"4"\nadvantage 0.5\nbeta 0.001'
     )
     assert page.run("document.getElementById('tip').hidden") is False
+    assert page.errors == []
+
+
+@in_browser
+def test_an_alarm_that_is_raised_again_does_not_cross_the_curves(page, tmp_path):
+    events = [(step, "log") for step in range(5, 30)] + [(31, "pause"), (35, "log")]
+    write(
+        tmp_path / "metrics.jsonl",
+        [entry(step, slope=0.01) for step in range(1, 41)]
+        + [
+            {"step": s, "time": 0.0, "event": {**ALARM, "text": "KL", "at": s, "action": action}}
+            for s, action in events
+        ],
+    )
+    file = tmp_path / "page.html"
+    file.write_text(render([collect(tmp_path, name="run")]))
+    page.open(file, width=1400, dark=False)
+    crossed = page.run(
+        """(() => {
+          const { top, left, width, height } = drawn[0].bbox, seen = new Set();
+          const place = (share) => [left, top + height * share, width, 12];
+          return [0, 0.6].map((share) => {
+            const { data } = drawn[0].ctx.getImageData(...place(share)), columns = new Set();
+            for (let i = 0; i < data.length; i += 4)
+              if (data[i] > 180 && data[i + 1] < 110 && data[i + 2] < 80)
+                columns.add(i / 4 % width);
+            const kept = [...columns].sort((a, b) => a - b);
+            return kept.filter((x, i) => i === 0 || x > kept[i - 1] + 1).length;
+          });
+        })()"""
+    )
+    assert crossed == [27, 2]  # at the top all of them, below the first one and the pause
+    texts = page.run("[...document.querySelectorAll('.alarm')].map((e) => e.textContent)")
+    assert len(texts) == 2
+    assert "Again after steps 6, 7, 8, 9, 10, 11, 12, 13, ... (16 more), 35." in texts[0]
+    assert "Again" not in texts[1]
     assert page.errors == []

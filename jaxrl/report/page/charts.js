@@ -19,7 +19,7 @@ const CHARTS = [
   { title: "Learning rate", note: "", kind: "lines", metrics: { "learning_rate": "learning rate" } },
   { title: "Loss", note: "", kind: "lines", metrics: { "loss": "loss" } },
   { title: "Throughput", note: "tokens a second", kind: "lines", metrics: { "tokens_per_second": "whole step", "tokens_per_second/sample": "sampling", "tokens_per_second/learn": "learning" } },
-  { title: "Where a step's time goes", note: "seconds", kind: "stack", metrics: { "time/wait": "wait", "time/sample": "sample", "time/reward": "reward", "time/score": "score", "time/update": "update", "time/publish": "publish" } },
+  { title: "Where a step's time goes", note: "seconds, without the first step of each start, which compiles", kind: "stack", metrics: { "time/wait": "wait", "time/sample": "sample", "time/reward": "reward", "time/score": "score", "time/update": "update", "time/publish": "publish" } },
 ];
 const DASHES = [[], [7, 4], [2, 3]];
 const drawn = [];
@@ -41,16 +41,17 @@ function range(_, low, high) {
   return uPlot.rangeNum(low, high, 0.1, true);
 }
 
-// A line for every alarm of the runs that the chart shows.
+// A line for every alarm of the runs that the chart shows; where it was raised again, a tick at the
+// top, so that an alarm of hundreds of steps does not hide the curves.
 function alarmLines(runs) {
   return (u) => {
     const { ctx } = u, { top, height } = u.bbox;
     ctx.save();
-    ctx.setLineDash([3, 3]);
     for (const run of runs) for (const alarm of run.alarms) {
       ctx.strokeStyle = RUNS.length > 1 ? color(run.index)() : css("--alarm");
+      ctx.setLineDash(alarm.repeated ? [] : [3, 3]);
       const x = Math.round(u.valToPos(alarm.at, "x", true));
-      ctx.beginPath(); ctx.moveTo(x, top); ctx.lineTo(x, top + height); ctx.stroke();
+      ctx.beginPath(); ctx.moveTo(x, top); ctx.lineTo(x, top + (alarm.repeated ? 4 * devicePixelRatio : height)); ctx.stroke();
     }
     ctx.restore();
   };
@@ -84,7 +85,7 @@ function stack(chart, run) {
   const known = Object.entries(chart.metrics).filter(([metric]) => run.series[metric]);
   if (!known.length) return null;
   const [steps, ...parts] = uPlot.join(known.map(([metric]) => run.series[metric]));
-  const total = steps.map(() => 0), sums = parts.map((part) => part.map((v, i) => (total[i] += v ?? 0)));
+  const total = steps.map(() => 0), sums = parts.map((part) => part.map((v, i) => (total[i] += v)));
   // Drawn from the top, so that each part covers what is below it.
   const series = [{ label: "step" }], data = [steps];
   for (let p = known.length - 1; p >= 0; p--) {

@@ -1,7 +1,7 @@
 "use strict";
 // Function declarations are known to the whole script; RUNS is filled before anything is drawn.
 var RUNS = JSON.parse(document.getElementById("data").textContent);
-RUNS.forEach((run, index) => { run.index = index; run.chosen = true; });
+RUNS.forEach((run, index) => { run.index = index; run.chosen = true; markRepeated(run.alarms); });
 
 function element(tag, properties, children = []) {
   const made = Object.assign(document.createElement(tag), properties);
@@ -29,17 +29,22 @@ function title(run) {
   return element("h3", {}, RUNS.length > 1 ? [swatch, ` ${run.name}`] : [run.name]);
 }
 
-// The same alarm, raised again and only logged, is one card.
-function alarms(run) {
-  const first = new Map(), shownOnes = [];
-  for (const event of run.alarms) {
-    const same = ["log", "replayed"].includes(event.action) && first.get(event.alarm);
-    if (same) { same.again.push(event.at); continue; }
-    const one = { ...event, again: [] };
-    if (["log", "replayed"].includes(event.action)) first.set(event.alarm, one);
-    shownOnes.push(one);
+// An alarm that is raised again and only logged says nothing new: the first one tells of the others.
+function markRepeated(events) {
+  const first = new Map();
+  for (const event of events) {
+    const quiet = ["log", "replayed"].includes(event.action);
+    event.repeated = quiet && first.has(event.alarm);
+    event.repeats = [];
+    if (event.repeated) first.get(event.alarm).repeats.push(event.at);
+    else if (quiet) first.set(event.alarm, event);
   }
-  return shownOnes.map((event) => alarm(run, event));
+}
+
+// All steps, or the first ones and the last.
+function listed(steps) {
+  const left = steps.length - 9;
+  return left > 1 ? `${steps.slice(0, 8).join(", ")}, ... (${left} more), ${steps.at(-1)}` : steps.join(", ");
 }
 
 function alarm(run, event) {
@@ -49,7 +54,7 @@ function alarm(run, event) {
     element("h3", {}, [`${RUNS.length > 1 ? run.name + ", " : ""}step ${event.at}: ${event.title}${done ? ", " + done : ""}`]),
     element("p", {}, [event.text + (event.limit == null ? "" : ` (limit ${shown(event.limit)})`)]),
     ...(more ? [element("p", {}, [more])] : []),
-    ...(event.again.length ? [element("p", {}, [`Again after steps ${event.again.join(", ")}.`])] : []),
+    ...(event.repeats.length ? [element("p", {}, [`Again after steps ${listed(event.repeats)}.`])] : []),
     element("p", { className: "quiet" }, [`Likely: ${event.causes}. Keys: ${event.keys.join(", ")}`]),
   ]);
 }
@@ -67,7 +72,7 @@ function configTable(runs) {
 function draw() {
   const runs = RUNS.filter((run) => run.chosen), focus = RUNS[+(document.getElementById("focus")?.value ?? 0)];
   document.getElementById("overview").replaceChildren(element("div", { className: "facts" }, runs.map(facts)));
-  const events = runs.flatMap(alarms);
+  const events = runs.flatMap((run) => run.alarms.filter((event) => !event.repeated).map((event) => alarm(run, event)));
   document.getElementById("alarm-list").replaceChildren(...(events.length ? events : [element("p", { className: "quiet" }, ["None."])]));
   drawCharts(runs, focus);
   document.getElementById("config-table").replaceChildren(element("details", {}, [element("summary", {}, ["every key"]), configTable(runs)]));
