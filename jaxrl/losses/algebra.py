@@ -116,7 +116,7 @@ def add(*losses: TokenLoss) -> TokenLoss:
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         total, metrics = jnp.zeros_like(scores.logprobs), {}
         for loss in losses:
-            value, more = loss.apply(scores, batch)
+            value, more = _applied(loss, scores, batch)
             total, metrics = total + value, _merged(metrics, more)
         return total, metrics
 
@@ -177,8 +177,8 @@ def reweight(loss: TokenLoss, weights: Weights) -> TokenLoss:
     _refuse_double_counting(loss.weighted, weights.weighted)
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        value, metrics = loss.apply(scores, batch)
-        factors, more = weights.apply(scores, batch)
+        value, metrics = _applied(loss, scores, batch)
+        factors, more = _applied(weights, scores, batch)
         factors = jax.lax.stop_gradient(factors)
         # Select first: a removed token must not bring its infinity or its NaN along.
         return jnp.where(factors != 0, value, 0) * factors, _merged(metrics, more)
@@ -195,11 +195,26 @@ def both(first: Weights, second: Weights) -> Weights:
     _refuse_double_counting(first.weighted, second.weighted)
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        factors, metrics = first.apply(scores, batch)
-        others, more = second.apply(scores, batch)
+        factors, metrics = _applied(first, scores, batch)
+        others, more = _applied(second, scores, batch)
         return factors * others, _merged(metrics, more)
 
     return Weights(first.needs | second.needs, apply, first.weighted | second.weighted)
+
+
+def _applied(
+    term: TokenLoss | Weights, scores: Scores, batch: TokenBatch
+) -> tuple[jax.Array, Metrics]:
+    value, metrics = term.apply(scores, batch)
+    if jnp.shape(value) != scores.logprobs.shape:
+        # A sum, or a number for each row, would be broadcast without a word, and its gradient is
+        # another one.
+        what = "the loss has" if isinstance(term, TokenLoss) else "the weights have"
+        raise ValueError(
+            f"{what} shape {jnp.shape(value)}, expected one number per token "
+            f"{scores.logprobs.shape}; do not reduce: loss.aggregation does, once"
+        )
+    return value, metrics
 
 
 def _refuse_double_counting(first: frozenset[Shift], second: frozenset[Shift]) -> None:
@@ -244,8 +259,12 @@ class Objective:
         return self.loss.needs
 
     def total(self, scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        """(f32[], the weighted sum over this microbatch; metrics)."""
-        value, metrics = self.loss.apply(scores, batch)
+        """(f32[], the weighted sum over this microbatch; metrics).
+
+        Raises:
+          ValueError: if the loss, or a part of it, is not one number for each token.
+        """
+        value, metrics = _applied(self.loss, scores, batch)
         weights = self.aggregation.weights(batch)
         # Select before multiplying: 0 * inf at a token outside the mask would poison the sum.
         return jnp.sum(jnp.where(weights != 0, value, 0) * weights), metrics
