@@ -82,7 +82,7 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
     with (
         open_run(config) as (run, state, progress),
         run.hosts.reporting(),
-        open_answers(run, progress) as collect,
+        open_answers(run, progress, interrupt) as collect,
         Profile(run.directory / "profile", steps=_traced(run)) as profile,
     ):
         guard, verdict = Guard(run), None
@@ -94,6 +94,10 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
             profile.before(progress.step + 1)
             with clock(seconds, "time/step"):
                 answers = collect(seconds=seconds)
+                if answers is None:  # a signal came while it waited
+                    signum = run.hosts.largest(interrupt.signum or 0)
+                    save(run, state, progress)
+                    break
                 with clock(seconds, "time/learn"):
                     state, learnt = learn(run, state, answers.batch, progress=progress)
                 with clock(seconds, "time/publish"):
@@ -346,12 +350,15 @@ def keep_safe(run: Run, state: State, progress: Progress, *, ending: bool) -> No
         measured = evaluate(run, step=step)
         progress.accuracy = measured if measured is not None else progress.accuracy
     if step == c.train.steps or _due(c.checkpoint.every, step) or ending or measured is not None:
+        save(run, state, progress, metric=measured)
+
+
+def save(run: Run, state: State, progress: Progress, *, metric: float | None = None) -> None:
+    """Saves a step that has not been saved."""
+    if progress.step > (run.checkpoints.latest_step() or 0):
+        host, critic = progress.to_json(), state.critic
         run.checkpoints.save(
-            step,
-            saved(state.policy),
-            host=progress.to_json(),
-            critic=state.critic,
-            metric=measured,
+            progress.step, saved(state.policy), host=host, critic=critic, metric=metric
         )
 
 

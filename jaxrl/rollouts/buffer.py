@@ -99,6 +99,8 @@ class Buffer:
     def begin(self, *, next_number: int, step: int, most: int) -> list[int]:
         """Admits up to `most` groups at the learner's version `step`.
 
+        Those that were admitted before the program was ended come first, and find room always.
+
         Args:
           next_number: of the first group that was never begun; those returned that are not below it
             are `next_number`, `next_number + 1`, ...
@@ -108,17 +110,13 @@ class Buffer:
         Returns:
           Their numbers, none if the buffer is full.
         """
+        again = [self._again.popleft() for _ in range(min(most, len(self._again)))]
+        self._running.update(again)
         held = self.counts.learnt + len(self._waiting) + len(self._running)
         room = min(self._max_staleness + step + 1, self._batches) * self._batch - held
-        numbers = []
-        while len(numbers) < min(room, most):
-            if self._again:
-                numbers.append(self._again.popleft())
-            else:
-                numbers.append(next_number)
-                next_number += 1
-        self._running.update(numbers)
-        return numbers
+        new = range(next_number, next_number + max(0, min(room, most - len(again))))
+        self._running.update(new)
+        return [*again, *new]
 
     def finish(self, number: int, rollouts: list[Rollout], *, now: float) -> None:
         """Takes a group with its rewards, which waits from now on."""

@@ -19,6 +19,8 @@ import numpy as np
 from jaxrl.batch import Rollout
 from jaxrl.data import Example
 from jaxrl.hosts import Hosts
+from jaxrl.interrupt import Interrupt
+from jaxrl.rollouts import refill
 from jaxrl.rollouts.answers import (
     Answers,
     Numbers,
@@ -32,29 +34,31 @@ from jaxrl.rollouts.buffer import Buffer, Counts, staleness
 from jaxrl.rollouts.draw import Drawn, draw
 from jaxrl.run import Progress, Run
 
+LEAVING = 10.0  # seconds in which rewards may come to an end
+
 
 class Collect(Protocol):
     """The next batch of answers to learn from."""
 
-    def __call__(self, *, seconds: Numbers) -> Answers:
-        """Adds to `seconds` what it took."""
+    def __call__(self, *, seconds: Numbers) -> Answers | None:
+        """Adds to `seconds` what it took; None if a signal came while it waited."""
         ...
 
 
 @contextmanager
-def open_answers(run: Run, progress: Progress) -> Iterator[Collect]:
+def open_answers(run: Run, progress: Progress, interrupt: Interrupt) -> Iterator[Collect]:
     """How a run comes to its answers: in turn with learning, or while the learner trains."""
     if run.config.rollouts.max_staleness == 0 or not run.hosts.leads:
         yield _shared(run.hosts, functools.partial(collect, run, progress))
     else:
-        with Stream(run, progress) as stream:
+        with Stream(run, progress, interrupt) as stream:
             yield _shared(run.hosts, stream.collect)
 
 
 def _shared(hosts: Hosts, collect: Collect) -> Collect:
     """What process 0 collects, on all processes."""
 
-    def shared(*, seconds: Numbers) -> Answers:
+    def shared(*, seconds: Numbers) -> Answers | None:
         answers, taken = hosts.led(lambda: (collect(seconds=seconds), seconds))
         seconds |= taken
         return answers
@@ -65,10 +69,10 @@ def _shared(hosts: Hosts, collect: Collect) -> Collect:
 class Stream:
     """The answers of a run whose sampler does not wait for the learner."""
 
-    def __init__(self, run: Run, progress: Progress) -> None:
+    def __init__(self, run: Run, progress: Progress, interrupt: Interrupt) -> None:
         """Goes on from `progress`; nothing is sampled before the context is entered."""
         c = run.config
-        self._run, self._progress = run, progress
+        self._run, self._progress, self._interrupt = run, progress, interrupt
         self._buffer = Buffer(
             batch=c.train.train_batch,
             batches=c.train.steps,
@@ -83,7 +87,7 @@ class Stream:
         self._changed = threading.Condition()
         self._closed = False
         self._error: BaseException | None = None
-        self._clock = _Clock()
+        self._sampling, self._rewarding = _Clock(), _Clock()
         # A server takes many requests at a time. The embedded sampler decodes many at once, of one.
         workers = c.sampler.max_requests * max(1, len(c.sampler.url))
         served = c.sampler.name == "vllm"
@@ -110,12 +114,13 @@ class Stream:
             self._closed = True
             self._changed.notify_all()
         self._run.sampler.close()
+        until = time.monotonic() + LEAVING
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, until - time.monotonic()))
 
-    def collect(self, *, seconds: Numbers) -> Answers:
+    def collect(self, *, seconds: Numbers) -> Answers | None:
         """A batch to learn from at version `progress.step`, and what a checkpoint must hold to go
-        on behind it, in `progress`.
+        on behind it, in `progress`; None if a signal comes first.
 
         Raises:
           Exception: what ended the sampling.
@@ -125,29 +130,36 @@ class Stream:
         with self._changed:
             self._step = progress.step
             self._changed.notify_all()
-            while (batch := self._buffer.take(step=self._step, now=time.monotonic())) is None:
-                if self._error is not None:
-                    raise self._error
-                # What was dropped makes room. A wait that ends lets Ctrl-C through, too.
-                self._changed.notify_all()
-                self._changed.wait(timeout=1.0)
+            batch = self._wait()
             seconds["time/wait"] = time.monotonic() - start
-            seconds["time/sample"] = self._clock.lap()
+            seconds["time/sample"] = self._sampling.lap()
+            seconds["time/reward"] = self._rewarding.lap()
             progress.position = self._position
             progress.pending, progress.running = self._buffer.waiting, self._buffer.running
             progress.counts = dataclasses.asdict(self._buffer.counts)
+        if batch is None:
+            return None
         numbers = reward_metrics(self._run, batch) | self._numbers(batch)
         return Answers(batch, batch, numbers)
+
+    def _wait(self) -> list[Rollout] | None:
+        while self._interrupt.signum is None:
+            batch = self._buffer.take(step=self._step, now=time.monotonic())
+            if batch is not None:
+                return batch
+            if self._error is not None:
+                raise self._error
+            # What was dropped makes room. A wait that ends lets signals through, too.
+            self._changed.notify_all()
+            self._changed.wait(timeout=1.0)
+        return None
 
     def _numbers(self, batch: list[Rollout]) -> Numbers:
         progress = self._progress
         ages = staleness(batch, step=progress.step)
-        waiting = progress.counts["made"] - sum(
-            n for name, n in progress.counts.items() if name != "made"
-        )
         return {
             **{f"rollouts/{name}": float(n) for name, n in progress.counts.items()},
-            "rollouts/waiting": float(waiting),
+            "rollouts/waiting": float(refill.count_groups(progress.pending)),
             "rollouts/running": float(len(progress.running)),
             "staleness": float(np.mean(ages)),
             "staleness/max": float(max(ages)),
@@ -171,7 +183,7 @@ class Stream:
                 )
                 if numbers:
                     self._position = max(self._position, numbers[-1] + 1)
-                    self._clock.start(len(numbers))
+                    self._sampling.start(len(numbers))
                     return numbers
                 self._changed.wait()
         return None
@@ -192,20 +204,23 @@ class Stream:
     def _finish(self, answers: list[Drawn], example: Example) -> None:
         ordered = [rollout for _, rollout in sorted(answers, key=lambda answer: answer.place)]
         number = ordered[0].group
+        with self._changed:
+            self._sampling.stop()
+            self._rewarding.start()
         rollouts = reward(self._run, ordered, {number: example})
         with self._changed:
+            self._rewarding.stop()
             self._buffer.finish(number, rollouts, now=time.monotonic())
-            self._clock.stop()
             self._changed.notify_all()
 
 
 class _Clock:
-    """Seconds in which anything was being sampled."""
+    """Seconds in which anything was being done."""
 
     def __init__(self) -> None:
         self._running, self._since, self._total = 0, 0.0, 0.0
 
-    def start(self, count: int) -> None:
+    def start(self, count: int = 1) -> None:
         if not self._running:
             self._since = time.monotonic()
         self._running += count

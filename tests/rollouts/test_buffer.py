@@ -59,6 +59,15 @@ def test_learner_waits_for_a_group_that_was_begun_earlier():
     assert numbers(buffer.take(step=0, now=0)) == [0, 1]
 
 
+def test_what_was_begun_before_a_restart_is_answered_even_in_a_shorter_run():
+    """Groups 1 to 3 wait, 0 is in flight, and now one batch is all that is to be learnt."""
+    buffer = Buffer(batch=2, batches=1, max_staleness=1)
+    buffer.restore([r for n in (1, 2, 3) for r in group(n, version=0)], [0], now=0)
+    assert buffer.begin(next_number=4, step=0, most=9) == [0]
+    buffer.finish(0, group(0, version=0), now=0)
+    assert numbers(buffer.take(step=0, now=0)) == [0, 1]
+
+
 def test_what_got_too_old_is_dropped_and_makes_room():
     buffer = filled(order="finished")
     assert buffer.take(step=2, now=4) is None

@@ -18,6 +18,8 @@ from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
 from jaxrl.data import Example, Prompts
 from jaxrl.environments.scoring import Reward
+from jaxrl.interrupt import Interrupt
+from jaxrl.rollouts import stream as stream_module
 from jaxrl.rollouts.answers import prompts_from
 from jaxrl.rollouts.stream import Stream
 from jaxrl.run import Progress
@@ -95,6 +97,10 @@ def hand_made(
     )
 
 
+def streaming(run: Any, progress: Progress) -> Stream:
+    return Stream(run, progress, Interrupt())
+
+
 def prompts_of(run: Any, count: int) -> list[int]:
     """The tokens that are the first prompts of a run."""
     return [int(e.tokens[0]) for e in prompts_from(run, range(count)).values()]
@@ -114,7 +120,7 @@ def learnt(batch: Any) -> list[int]:
 @pytest.mark.parametrize("tables", [{}, SERVED], ids=["embedded", "served"])
 def test_sampler_works_while_the_learner_trains(tables):
     run, progress = hand_made(**tables), Progress()
-    with Stream(run, progress) as stream:
+    with streaming(run, progress) as stream:
         first = stream.collect(seconds={})
         assert learnt(first) == [0, 1]
         # What the learner has not asked for yet is sampled meanwhile, and no more than that.
@@ -132,7 +138,7 @@ def test_a_long_answer_holds_up_nobody_but_its_own_place():
     run, progress = hand_made(**SERVED, order="finished"), Progress()
     run.sampler.gates = {p: threading.Event() for p in range(40)}
     slow = prompts_of(run, 4)[0]
-    with Stream(run, progress) as stream:
+    with streaming(run, progress) as stream:
         while len(run.sampler.asked) < 4:
             time.sleep(0.01)
         for prompt, gate in run.sampler.gates.items():
@@ -149,7 +155,7 @@ def test_restart_answers_again_what_was_in_flight_and_keeps_what_waited():
     run, progress = hand_made(**SERVED), Progress()
     third = prompts_of(run, 4)[3]
     run.sampler.gates = {third: threading.Event()}
-    with Stream(run, progress) as stream:
+    with streaming(run, progress) as stream:
         stream.collect(seconds={})
         until_waiting(stream, groups=1)
         progress.step = run.sampler.version = 1
@@ -160,7 +166,7 @@ def test_restart_answers_again_what_was_in_flight_and_keeps_what_waited():
     later.step = 2
     run.sampler = Gated()
     run.sampler.version = 2
-    with Stream(run, later) as stream:
+    with streaming(run, later) as stream:
         assert learnt(stream.collect(seconds={})) == [4, 5]
         later.step = run.sampler.version = 3
         assert learnt(stream.collect(seconds={})) == [6, 7]
@@ -169,7 +175,7 @@ def test_restart_answers_again_what_was_in_flight_and_keeps_what_waited():
 
 def test_a_run_that_goes_back_learns_nothing_of_the_steps_that_it_undid():
     run, progress = hand_made(**SERVED), Progress()
-    with Stream(run, progress) as stream:
+    with streaming(run, progress) as stream:
         numbers = learnt(stream.collect(seconds={}))
         progress.step = run.sampler.version = 1
         until_waiting(stream, groups=2)
@@ -182,7 +188,7 @@ def test_a_run_that_goes_back_learns_nothing_of_the_steps_that_it_undid():
         stream.collect(seconds={})
     run.sampler, back = Gated(), Progress.from_json(saved)
     run.sampler.version = 1  # the restored weights, under the checkpoint's step
-    with Stream(run, back) as stream:
+    with streaming(run, back) as stream:
         for step in range(1, 6):
             back.step = run.sampler.version = step
             batch = stream.collect(seconds={})
@@ -194,10 +200,43 @@ def test_a_run_that_goes_back_learns_nothing_of_the_steps_that_it_undid():
     assert numbers == list(range(12))  # each prompt once, as if nothing had been undone
 
 
+def test_a_signal_ends_the_wait_and_keeps_what_is_there():
+    run, progress, interrupt = hand_made(**SERVED), Progress(), Interrupt()
+    slow = prompts_of(run, 1)[0]
+    run.sampler.gates = {slow: threading.Event()}
+    with Stream(run, progress, interrupt) as stream:
+        until_waiting(stream, groups=3)
+        interrupt.signum = signal.SIGTERM
+        assert stream.collect(seconds={}) is None  # with group 0 still in flight
+    assert (progress.running, len(progress.pending)) == ([0], 6)
+    assert progress.counts == {"made": 3, "learnt": 0, "late": 0, "flat": 0}
+
+
+def test_a_reward_that_takes_long_does_not_hold_up_the_end(monkeypatch):
+    monkeypatch.setattr(stream_module, "LEAVING", 0.1)
+    never = threading.Event()
+    run = hand_made(reward=lambda text, example: never.wait() or 0.0, **SERVED)
+    with streaming(run, Progress()) as stream:
+        while len(run.sampler.asked) < 4:
+            time.sleep(0.01)
+    assert any(thread.is_alive() for thread in stream._threads)
+    never.set()
+    for thread in stream._threads:
+        thread.join()
+
+
+def test_sampling_and_rewards_are_timed_apart():
+    run, progress, seconds = hand_made(reward=lambda *_: time.sleep(0.1) or 0.0), Progress(), {}
+    with streaming(run, progress) as stream:
+        until_waiting(stream, groups=4)
+        stream.collect(seconds=seconds)
+    assert seconds["time/reward"] >= 0.8 > seconds["time/sample"]
+
+
 def test_what_ends_the_sampling_ends_the_run():
     run = hand_made(**SERVED)
     run.sampler.sample = lambda *_, **__: (_ for _ in ()).throw(ConnectionError("no server"))
-    with Stream(run, Progress()) as stream, pytest.raises(ConnectionError, match="no server"):
+    with streaming(run, Progress()) as stream, pytest.raises(ConnectionError, match="no server"):
         stream.collect(seconds={})
 
 
@@ -210,7 +249,7 @@ def test_failed_rewards_of_a_whole_group_cost_that_group_only():
         return float(text[-1])
 
     run, progress = hand_made(reward=reward, **SERVED), Progress()
-    with Stream(run, progress) as stream:
+    with streaming(run, progress) as stream:
         batch = stream.collect(seconds={})
     assert [np.isnan(r.reward) for r in batch.batch] == [True, True, False, False]
     assert not any(r.action_mask.any() for r in batch.batch[:2])
@@ -279,7 +318,8 @@ def test_a_run_that_is_killed_and_ended_goes_on(material, tmp_path):
         end.write_text(f"{answer} {signal.SIGKILL}")
         killed = subprocess.run([*JAXRL, "train", str(file)], capture_output=True, text=True)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
-    end.write_text(f"1 {signal.SIGTERM}")
+    # The last group but one is begun by version 3 at the earliest, so the run has come that far.
+    end.write_text(f"13 {signal.SIGTERM}")
     first = loop.train(config)
     assert first.signum == signal.SIGTERM
     assert not end.exists()
