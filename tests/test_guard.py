@@ -141,6 +141,30 @@ def test_a_learning_rate_that_is_too_high_is_seen_before_the_reward_falls(materi
     assert max(rewards[first + 1 :]) < 0.7 * np.mean(rewards[first - 3 : first])
 
 
+NAN = """
+import jax.numpy as jnp
+from jaxrl.losses import over_sampler, surrogate
+
+def nan():
+    return surrogate(lambda ratio, advantage: ratio * advantage * jnp.nan, over_sampler)
+"""
+
+
+def test_a_run_that_learns_nothing_is_ended(material, tmp_path):
+    """With default limits it would be step 10; the warm-up does not excuse it."""
+    (tmp_path / "nan.py").write_text(NAN)
+    changes = {"loss.name": f"{tmp_path / 'nan.py'}:nan", "alarms.not_finite_steps": "3"}
+    asked = keys(material, tmp_path / "run", **changes, alarms__not_finite="stop")
+    del asked["loss.kl"]
+    result = loop.train(toml_file.load(Config, overrides=list(asked.items())))
+    assert result.step == 3
+    assert result.verdict is not None
+    assert result.verdict.action == "stop"
+    assert "no finite gradient of the policy after step 0, in 3 steps" in result.verdict.message
+    (event,) = events(tmp_path / "run")
+    assert (event["alarm"], event["action"], event["value"]) == ("not_finite", "stop", 3)
+
+
 @pytest.fixture(scope="module")
 def healthy(material, tmp_path_factory):
     """A run that goes well."""

@@ -66,6 +66,10 @@ class AlarmsConfig(Section):
     phantom: Action = "log"
     """Tokens clipped for arithmetic alone: above phantom_share, or doubled and above a fifth."""
 
+    not_finite: Action = "log"
+    """In each of the last not_finite_steps steps an update was skipped, because its gradient was
+    not finite. Judged from the first step on."""
+
     max_rollbacks: NonNegativeInt = 2
     """In the whole run; an alarm that would roll back once more pauses."""
 
@@ -74,7 +78,7 @@ class AlarmsConfig(Section):
     of the run's."""
 
     warmup: PositiveInt = Limits.warmup
-    """Steps that are not judged; later ones are compared with them."""
+    """Steps that later ones are compared with; only not_finite judges them."""
 
     window: PositiveInt = Limits.window
     """Steps that a step is compared with, and for which an alarm is silent after it was raised;
@@ -118,6 +122,10 @@ class AlarmsConfig(Section):
 
     phantom_share: Fraction = Limits.phantom_share
     """See phantom."""
+
+    not_finite_steps: PositiveInt = Limits.not_finite_steps
+    """See not_finite. A dynamic loss scale that begins too high skips a few steps and settles: ten
+    bring it from 65536 to 64."""
 
     @property
     def limits(self) -> Limits:

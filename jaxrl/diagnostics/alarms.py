@@ -1,10 +1,11 @@
 """Signs that a run goes wrong, as functions of its metrics.
 
 A rule looks at a `History` and says what it found, or nothing. The same rules judge a run after
-each of its steps and the metrics.jsonl of one that is over (`replay`). Nothing is judged during the
-first `warmup` steps: they are what later steps are compared with.
+each of its steps and the metrics.jsonl of one that is over (`replay`). The first `warmup` steps are
+what later steps are compared with; in them only `not_finite` judges, which compares with nothing.
 """
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +21,7 @@ _SOLVED = 0.9  # of the range of rewards: a mean above it needs no variety
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Where the rules draw their lines; `alarms_config.AlarmsConfig` says what each means."""
+    """Where the rules draw their lines; `config.alarms.AlarmsConfig` says what each means."""
 
     warmup: int = 20
     window: int = 20
@@ -37,6 +38,7 @@ class Limits:
     held_out_drop: float = 0.1
     mismatch_nats: float = 0.5
     phantom_share: float = 0.05
+    not_finite_steps: int = 10
 
     @property
     def short(self) -> int:
@@ -246,6 +248,20 @@ def phantom(history: History, limits: Limits) -> Finding | None:
     return _grown(history, limits, "probe/phantom", floor=limits.phantom_share / 5, noun=noun)
 
 
+def not_finite(history: History, limits: Limits) -> Finding | None:
+    """In each of the last `not_finite_steps` steps an update of the policy, or of the critic, was
+    skipped because its gradient was not finite: more than a loss scale needs to settle."""
+    for whose, prefix in (("policy", ""), ("critic", "value/")):
+        steps, _ = history.column(f"{prefix}skipped_steps")
+        finite, _ = history.column(f"{prefix}grad_norm")  # what is not finite is not in it
+        since = finite[-1] if finite else 0
+        count = len(steps) - bisect.bisect_right(steps, since)
+        if count >= limits.not_finite_steps and steps[-1] == history.step:
+            text = f"no finite gradient of the {whose} after step {since}, in {count} steps"
+            return Finding(count, limits.not_finite_steps, text)
+    return None
+
+
 RULES: Mapping[str, Rule] = {
     rule.__name__: rule
     for rule in (
@@ -262,8 +278,10 @@ RULES: Mapping[str, Rule] = {
         zero_spread,
         sequence_mismatch,
         phantom,
+        not_finite,
     )
 }
+_FROM_THE_FIRST_STEP = {not_finite.__name__}
 
 
 def check(history: History, limits: Limits, *, raised: Mapping[str, int]) -> list[Alarm]:
@@ -274,9 +292,9 @@ def check(history: History, limits: Limits, *, raised: Mapping[str, int]) -> lis
       limits: where the lines are.
       raised: {name: step} at which alarms were raised last; one is silent for a window after that.
     """
-    if history.step <= limits.warmup:
-        return []
     silent = {name for name, step in raised.items() if history.step <= step + limits.window}
+    if history.step <= limits.warmup:
+        silent |= RULES.keys() - _FROM_THE_FIRST_STEP
     found = ((name, rule(history, limits)) for name, rule in RULES.items() if name not in silent)
     healthy = max(0, history.step - limits.window)
     return [

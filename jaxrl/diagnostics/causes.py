@@ -89,4 +89,10 @@ CAUSES: Mapping[str, Cause] = {
         "progress",
         ("precision", "loss.ratio", "loss.clip_high"),
     ),
+    "not_finite": Cause(
+        "no finite gradient",
+        "a loss or a reward that is not a number, or 16-bit arithmetic that overflows; nothing is "
+        "learnt as long as it lasts",
+        ("loss.name", "reward.path", "precision", "model.path"),
+    ),
 }

@@ -100,6 +100,32 @@ def test_a_solved_task_may_be_certain():
     assert replay(run(**changes, reward=0.95), LIMITS) == []
 
 
+def skipping(steps, *, prefix="", skipped):
+    """A run in which the updates of some steps were skipped."""
+    entries = []
+    for step in range(1, steps + 1):
+        count = len([s for s in skipped if s <= step])
+        norm = {"grad_norm": None, "kl": None} if step in skipped else {"grad_norm": 1.0}
+        named = {f"{prefix}{name}": value for name, value in norm.items()}
+        entries.append(usual(step) | named | {f"{prefix}skipped_steps": float(count)})
+    return entries
+
+
+@pytest.mark.parametrize("prefix", ["", "value/"])
+def test_gradients_that_are_never_finite_are_seen_from_the_first_step_on(prefix):
+    (first, again) = replay(skipping(25, prefix=prefix, skipped=range(1, 26)), LIMITS)
+    assert (first.name, first.step, first.value, first.limit) == ("not_finite", 10, 10, 10)
+    assert (again.name, again.step) == ("not_finite", 19)  # silent for a window in between
+    later = replay(skipping(60, prefix=prefix, skipped=range(33, 61)), LIMITS)
+    assert [(alarm.name, alarm.step) for alarm in later[:1]] == [("not_finite", 42)]
+    assert "after step 32, in 10 steps" in later[0].text
+
+
+def test_a_loss_scale_that_settles_is_no_alarm():
+    settling = [*range(1, 10), *range(20, 29), 31, 33, 35, 37]
+    assert replay(skipping(60, skipped=settling), LIMITS) == []
+
+
 def test_what_was_not_measured_is_no_alarm():
     bare = [{"step": s, "reward": 0.1, "kl": None, "grad_norm": math.nan} for s in range(1, 60)]
     assert replay(bare, LIMITS) == []
