@@ -7,9 +7,10 @@ it with the one aggregation of the run.
 
 import dataclasses
 import enum
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -96,8 +97,23 @@ class TokenLoss:
     def __add__(self, other: "TokenLoss") -> "TokenLoss":
         return add(self, other)
 
+    def __radd__(self, other: int) -> "TokenLoss":
+        return self if other == 0 else add(_loss(other), self)  # sum() begins with 0
+
+    def __sub__(self, other: "TokenLoss") -> "TokenLoss":
+        return add(self, scale(other, -1))
+
+    def __neg__(self) -> "TokenLoss":
+        return scale(self, -1)
+
+    def __mul__(self, factor: float) -> "TokenLoss":
+        return scale(self, factor)
+
     def __rmul__(self, factor: float) -> "TokenLoss":
         return scale(self, factor)
+
+    def __truediv__(self, divisor: float) -> "TokenLoss":
+        return scale(self, 1 / _number(divisor))
 
 
 def token_loss(apply: TokenLossFn, *needs: Need) -> TokenLoss:
@@ -109,9 +125,11 @@ def add(*losses: TokenLoss) -> TokenLoss:
     """The sum of losses.
 
     Raises:
+      TypeError: for anything else, such as a number or `Weights`.
       ValueError: when the loss is applied, if two terms report a metric of one name; `prefix` one
         of them.
     """
+    losses = tuple(_loss(loss) for loss in losses)
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         total, metrics = jnp.zeros_like(scores.logprobs), {}
@@ -128,13 +146,34 @@ def add(*losses: TokenLoss) -> TokenLoss:
 
 
 def scale(loss: TokenLoss, factor: float) -> TokenLoss:
-    """The loss times a constant; its metrics stay as they are."""
+    """The loss times a constant; its metrics stay as they are.
+
+    Raises:
+      TypeError: for a factor that is not one number.
+    """
+    loss, factor = _loss(loss), _number(factor)
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         value, metrics = loss.apply(scores, batch)
         return factor * value, metrics
 
     return TokenLoss(loss.needs, apply, loss.weighted)
+
+
+def _loss(operand: Any) -> TokenLoss:
+    if not isinstance(operand, TokenLoss):
+        raise TypeError(f"a loss is added to a loss, or subtracted from one; got {operand!r}")
+    return operand
+
+
+def _number(operand: Any) -> Any:
+    on_device = isinstance(operand, jax.Array) and operand.ndim == 0
+    if not on_device and not isinstance(operand, numbers.Real):
+        raise TypeError(
+            f"a loss is multiplied or divided by a number, got {operand!r}; "
+            "reweight(loss, weights) multiplies by Weights"
+        )
+    return operand
 
 
 @dataclass(frozen=True)
