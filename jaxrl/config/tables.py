@@ -140,13 +140,15 @@ class SamplingConfig(Section):
     """Divides the logits; also part of the learner's log-probs. Evaluation is greedy."""
 
     top_p: Fraction = 1.0
-    """Keep the smallest set of tokens whose probability reaches this; 1 keeps all."""
+    """Keep the smallest set of tokens whose probability reaches this; 1 keeps all. A training run
+    keeps all: docs/precision.md."""
 
     top_k: NonNegativeInt = 0
-    """Keep this many most probable tokens; 0 keeps all."""
+    """Keep this many most probable tokens; 0 keeps all, as a training run does."""
 
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Drop tokens less probable than this times the largest probability."""
+    """Drop tokens less probable than this times the largest probability; 0 drops none, as a
+    training run does."""
 
     stop: Texts = ()
     """Texts that end an answer, besides the end-of-sequence tokens of the model."""

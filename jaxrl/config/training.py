@@ -182,6 +182,18 @@ def _contradictions(c: Config) -> Iterator[str]:
             "data.system_prompt needs a chat template and data.template = 'text' has none; "
             "put the text into data.prompt_format or set data.template = 'chat'"
         )
+    for key, value, whole in (
+        ("top_p", c.sampling.top_p, 1),
+        ("top_k", c.sampling.top_k, 0),
+        ("min_p", c.sampling.min_p, 0),
+    ):
+        if value != whole:
+            yield (
+                f"sampling.{key} = {value:g} leaves out tokens: a sampler then reports log-probs "
+                "of what is left and the learner those of the whole distribution, so that ratios, "
+                "mismatch/ and probe/ would measure the difference; a training run draws from the "
+                "whole one, leave the key out"
+            )
     if c.optimizer.warmup_steps >= c.optimizer_steps:
         yield (
             f"optimizer.warmup_steps = {c.optimizer.warmup_steps} leaves nothing of the run's "

@@ -115,6 +115,9 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ),
         ({"critic__coefficient": 0.5}, "set critic.learning_rate instead"),
         ({"data__template": "text", "data__system_prompt": "Hi"}, "needs a chat template"),
+        ({"sampling__top_p": 0.95}, "sampling.top_p = 0.95 leaves out tokens"),
+        ({"sampling__top_k": 20}, "draws from the whole one, leave the key out"),
+        ({"sampling__min_p": 0.1}, "sampling.min_p = 0.1 leaves out tokens"),
     ],
 )
 def test_error_names_key_and_fix(changes, message):
