@@ -11,7 +11,7 @@ import optax
 from flax import traverse_util
 
 from jaxrl import data, learner, losses, optimizers, precision
-from jaxrl.advantages import compares_group
+from jaxrl.advantages import compares_group, reads_components
 from jaxrl.config.lora import LoraConfig
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.tables import (
@@ -213,7 +213,8 @@ def make_recipe(config: Config) -> Recipe:
 
     Raises:
       ValueError: as `losses.build`, for one answer to each prompt where the advantage compares
-        answers to one prompt, and for a policy's loss that reads values.
+        answers to one prompt, for a penalty that the advantage would not see, and for a policy's
+        loss that reads values.
     """
     recipe = losses.build(
         config.loss.name,
@@ -225,6 +226,11 @@ def make_recipe(config: Config) -> Recipe:
         raise ValueError(
             "train.group_size = 1: the advantage compares the answers of a group, and there is "
             "only one; set train.group_size to 2 or more, or choose another loss.advantage"
+        )
+    if config.reward.kl and reads_components(recipe.advantages):
+        raise ValueError(
+            f"reward.kl = {config.reward.kl:g}: the advantage reads the components of the reward, "
+            "and this is none of them, so it would change nothing; use loss.kl"
         )
     if Need.VALUES in recipe.objective.needs:
         raise ValueError(

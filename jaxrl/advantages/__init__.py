@@ -15,8 +15,10 @@ from jaxrl.advantages.outcomes import (
     AdvantageEstimator,
     Advantages,
     Outcomes,
+    by_component,
     compares_group,
     estimate,
+    reads_components,
     within_group,
 )
 
@@ -24,6 +26,7 @@ __all__ = [
     "AdvantageEstimator",
     "Advantages",
     "Outcomes",
+    "by_component",
     "centred",
     "compares_group",
     "estimate",
@@ -37,6 +40,7 @@ __all__ = [
     "max_rl",
     "opo",
     "pass_at_k",
+    "reads_components",
     "reinforce_pp",
     "reinforce_pp_baseline",
     "remax",

@@ -4,7 +4,7 @@ import numpy as np
 
 from jaxrl.advantages.gae import gae
 from jaxrl.advantages.groups import group_relative
-from jaxrl.advantages.outcomes import Outcomes, within_group
+from jaxrl.advantages.outcomes import Outcomes, by_component, within_group
 
 
 @within_group
@@ -21,6 +21,7 @@ def opo(outcomes: Outcomes) -> np.ndarray:
     return np.nan_to_num(rewards - baseline[index]).astype(np.float32)
 
 
+@by_component
 @within_group
 def gdpo(outcomes: Outcomes, *, eps: float = 1e-6) -> np.ndarray:
     """Each component of the reward relative to its group, their weighted sum, and that relative to
@@ -29,8 +30,14 @@ def gdpo(outcomes: Outcomes, *, eps: float = 1e-6) -> np.ndarray:
     GDPO, arXiv:2601.05242.
 
     Raises:
-      ValueError: if the outcomes hold no components.
+      ValueError: if the outcomes hold no components, or a penalty for distance from the reference,
+        which is none of them.
     """
+    if outcomes.penalties is not None:
+        raise ValueError(
+            "gdpo reads the components of the reward, and the penalty for distance from the "
+            "reference (reward.kl) is none of them: it would change nothing; use loss.kl"
+        )
     if not outcomes.components:
         raise ValueError("gdpo reads the components of the reward and there are none")
     known = ~np.isnan(outcomes.rewards)

@@ -98,12 +98,28 @@ def within_group(estimator: E) -> E:
     return estimator
 
 
+def by_component(estimator: E) -> E:
+    """Marks an estimator that reads the components of the reward and not their sum, so that a run
+    that takes something from the sum alone is refused."""
+    estimator.by_component = True  # pyright: ignore[reportFunctionMemberAccess]
+    return estimator
+
+
 def compares_group(estimator: AdvantageEstimator) -> bool:
     """Whether `within_group` marked the estimator, or what a `functools.partial` of it is made
     of."""
+    return _marked(estimator, "within_group")
+
+
+def reads_components(estimator: AdvantageEstimator) -> bool:
+    """Likewise for `by_component`."""
+    return _marked(estimator, "by_component")
+
+
+def _marked(estimator: AdvantageEstimator, mark: str) -> bool:
     while isinstance(estimator, functools.partial):
         estimator = estimator.func
-    return getattr(estimator, "within_group", False)
+    return getattr(estimator, mark, False)
 
 
 def estimate(estimator: AdvantageEstimator, outcomes: Outcomes) -> Advantages:

@@ -32,7 +32,7 @@ class RewardConfig(Section):
 
     kl: NonNegativeFloat = 0.0
     """What a nat of distance from the initial model takes from the reward, token by token; 0 needs
-    no reference. The other place for it is loss.kl."""
+    no reference. The other place for it is loss.kl, and gdpo's only one."""
 
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """How that distance is estimated."""

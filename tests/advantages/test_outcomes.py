@@ -1,5 +1,6 @@
 """Estimators that see whole outcomes, by hand; how an estimator is called."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -107,8 +108,11 @@ def test_gdpo_makes_each_component_relative_first():
     np.testing.assert_allclose(
         estimate(advantages.gdpo, case), whitened(total, np.ones(4)), rtol=1e-4
     )
-    with pytest.raises(ValueError, match="components"):
+    with pytest.raises(ValueError, match="there are none"):
         estimate(advantages.gdpo, outcomes())
+    paid = dataclasses.replace(case, penalties=[np.array([0.1])] * 4)
+    with pytest.raises(ValueError, match=r"use loss\.kl"):
+        estimate(advantages.gdpo, paid)
 
 
 @pytest.mark.parametrize("name", estimators.__all__)

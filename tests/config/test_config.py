@@ -134,6 +134,14 @@ def test_one_answer_to_each_prompt_has_nothing_to_be_compared_with(loss):
     parts.make_recipe(with_keys(train__group_size=1, loss__name="ppo"))
 
 
+@pytest.mark.parametrize("loss", [{"name": "gdpo"}, {"advantage": "gdpo"}])
+def test_a_penalty_that_the_advantage_would_not_see_is_refused(loss):
+    keys = {f"loss__{key}": value for key, value in loss.items()}
+    with pytest.raises(ValueError, match=r"reward\.kl = 0\.1: .* use loss\.kl"):
+        parts.make_recipe(with_keys(reward__kl=0.1, **keys))
+    parts.make_recipe(with_keys(loss__kl=0.1, **keys))
+
+
 def test_a_policys_loss_that_reads_values_is_refused():
     with pytest.raises(ValueError, match="critic=Critic"):
         parts.make_recipe(with_keys(loss__name="jaxrl.losses:value_loss"))
