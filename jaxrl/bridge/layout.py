@@ -68,7 +68,8 @@ def index(files: Sequence[File]) -> str:
 
 
 def read_specs(directory: Path) -> list[TensorSpec]:
-    """Names, shapes and dtypes of all tensors in a checkpoint directory's safetensors files.
+    """Names, shapes and dtypes of all tensors in a checkpoint directory's safetensors files, except
+    buffers of old exports that follow from the config; `models.huggingface` ignores them, too.
 
     Raises:
       ValueError: if there is no such file, one is not valid or holds another dtype.
@@ -80,7 +81,8 @@ def read_specs(directory: Path) -> list[TensorSpec]:
         files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{directory} has no safetensors file")
-    return [spec for file in files for spec in _read_header(file)]
+    specs = [spec for file in files for spec in _read_header(file)]
+    return [spec for spec in specs if not spec.name.endswith("rotary_emb.inv_freq")]
 
 
 def _file(name: str, specs: Sequence[TensorSpec]) -> File:

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import PoisonedError, RefusedError
@@ -89,7 +90,14 @@ class Serving:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint(QWEN3, 0, tmp_path_factory.mktemp("model"), np.dtype(np.float32))
+    """As an old export: with a buffer that follows from the config, which nobody publishes."""
+    f32 = np.dtype(np.float32)
+    found = checkpoint(QWEN3, 0, tmp_path_factory.mktemp("model"), f32)
+    file = found / "model.safetensors"
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(16, np.float32)}
+    save_file(load_file(file) | buffer, file, metadata={"format": "pt"})
+    huggingface.load(found, dtype=f32)
+    return found
 
 
 @pytest.fixture
