@@ -32,6 +32,8 @@ from jaxrl.bridge.base import POISONED, REFUSED, STRANGER, TensorSpec
 from jaxrl.bridge.layout import read_specs
 from jaxrl.bridge.payload import Mapped
 
+_LOGPROBS = "processed_logprobs"  # after the temperature; vLLM's default is before it
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
@@ -76,8 +78,9 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Learns where payloads come from. A learner that starts again may start at any version.
 
         Raises:
-          ValueError: if the dtypes disagree, the root is not a directory, or the model was not
-            loaded from a local checkpoint whose tensors can be listed.
+          ValueError: if the dtypes disagree, the server reports other log-probs than those it draws
+            from, the root is not a directory, or the model was not loaded from a local checkpoint
+            whose tensors can be listed.
         """
         served = str(self.model_config.dtype).removeprefix("torch.")
         if init_info.sampler != served:
@@ -85,6 +88,12 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 f"{REFUSED} the server computes in {served} and the learner expects "
                 f"{init_info.sampler}; start it with --dtype {init_info.sampler} or set "
                 "precision.sampler"
+            )
+        if (mode := self.model_config.logprobs_mode) != _LOGPROBS:
+            raise ValueError(
+                f"{REFUSED} the server reports {mode}, which are not those of the distribution it "
+                f"draws from; start it with --logprobs-mode {_LOGPROBS}, or with jaxrl serve and "
+                "without --logprobs-mode in sampler.arguments"
             )
         if init_info.wire not in manifest.ITEM_BYTES:
             raise ValueError(f"{REFUSED} unknown wire dtype {init_info.wire!r}")

@@ -38,8 +38,8 @@ class ChildEngine:
         kind = {REFUSED: RefusedError, POISONED: PoisonedError}
         raise next((kind[m] for m in kind if m in text), RuntimeError)(text)
 
-    def open(self, model: Path, dtype: str) -> None:
-        self.call("open", model=str(model), dtype=dtype)
+    def open(self, model: Path, dtype: str, *, logprobs: str = "processed_logprobs") -> None:
+        self.call("open", model=str(model), dtype=dtype, logprobs_mode=logprobs)
         self.model = model
 
     def generate(self, prompts: list[list[int]]) -> list:

@@ -227,3 +227,13 @@ def test_the_wire_may_be_narrower_than_the_server(serving: Serving) -> None:
     with SharedMemoryPublisher([serving.engine], wire=f32, sampler=f32) as publisher:
         publisher.publish(ListSource(rounded), version=0)
     assert serving.engine.generate(PROMPTS) == narrow
+
+
+def test_a_server_that_reports_other_log_probs_is_refused(
+    engine: ChildEngine, model: Path, tmp_path: Path
+) -> None:
+    """vLLM's default is before the temperature, and every ratio would carry the difference."""
+    engine.open(model, "float32", logprobs="raw_logprobs")
+    engine.model = None  # not one that other tests could go on with
+    with pytest.raises(RefusedError, match="start it with --logprobs-mode processed_logprobs"):
+        engine.connect(root=str(tmp_path), wire="float32", sampler="float32")

@@ -13,7 +13,7 @@ import sys
 class Engine:
     """One model at a time."""
 
-    def open(self, model: str, dtype: str) -> None:
+    def open(self, model: str, dtype: str, logprobs_mode: str) -> None:
         from vllm import LLM
 
         self.llm = None  # first the old one goes
@@ -25,7 +25,7 @@ class Engine:
             enforce_eager=True,
             skip_tokenizer_init=True,
             kv_cache_memory_bytes=16 << 20,
-            logprobs_mode="processed_logprobs",
+            logprobs_mode=logprobs_mode,
             weight_transfer_config={"backend": "jaxrl"},
         )
 
