@@ -66,7 +66,7 @@ def gamma_shaped(
     Raises:
       ValueError: for a k or a lam that is not positive.
     """
-    if min(*positive, *negative) <= 0:
+    if not all(number > 0 for number in (*positive, *negative)):
         raise ValueError(
             f"gamma_shaped: k and lam must be > 0, got positive={positive}, negative={negative}"
         )

@@ -85,8 +85,8 @@ def build(
     needed = [key for key, parameter in declared.items() if parameter.default is parameter.empty]
     parameters = {key: known[key] for key in needed if key in known} | dict(parameters)
     own, more = plugins.divide_parameters(function, with_terms, parameters, key="loss")
-    recipe = _as_recipe(function(**_arguments(function, own)), name=name)
-    recipe = with_terms(recipe, **_arguments(with_terms, more))
+    recipe = _as_recipe(function(**arguments(function, own)), name=name)
+    recipe = with_terms(recipe, **arguments(with_terms, more))
     if advantage is None:
         return recipe
     estimator = plugins.load_function(advantage, builtin=estimators, key="loss.advantage")
@@ -98,7 +98,13 @@ def kl_estimator(name: str) -> KLEstimator:
     return _part(name, KLEstimator, key="kl_estimator")
 
 
-def _arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of the table [loss] as the function's annotations want them: parts for
+    their names, and numbers, texts and booleans as they are.
+
+    Raises:
+      ValueError: for an unknown name or a value of another type; the message names the key.
+    """
     declared = inspect.signature(function, eval_str=True).parameters
     return {
         key: _argument(value, declared[key].annotation if key in declared else Any, key=key)

@@ -6,12 +6,14 @@ better, which the Bradley-Terry loss uses.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.batch import TokenBatch, segment_totals
+from jaxrl.losses import bounds
 from jaxrl.losses.algebra import Aggregation, Need, Scores, TokenLoss, require, token_loss
 from jaxrl.metrics import Mean, Metrics, masked_mean
 
@@ -25,16 +27,23 @@ class LogRatios(NamedTuple):
     rejected_tokens: jax.Array
 
 
-class PairLoss(NamedTuple):
+@dataclass(frozen=True)
+class PairLoss:
     """A loss of the DPO family.
 
     Attributes:
       beta: how strongly the reference holds; beta times the log-ratio is the implicit reward.
       apply: log-ratios -> one loss per pair.
+
+    Raises:
+      ValueError: for a beta that is not positive: it would prefer the rejected answer, or neither.
     """
 
     beta: float
     apply: Callable[[LogRatios], jax.Array]
+
+    def __post_init__(self) -> None:
+        bounds.positive("beta", self.beta)
 
 
 def sigmoid(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PairLoss:

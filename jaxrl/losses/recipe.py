@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from jaxrl.advantages import AdvantageEstimator
+from jaxrl.losses import bounds
 from jaxrl.losses.algebra import Aggregation, Objective, Weights, objective, reweight
 from jaxrl.losses.ratios import Ratio
 from jaxrl.losses.regularizers import (
@@ -68,11 +69,12 @@ def with_terms(
       aggregation: how tokens become one number; the recipe's own by default.
 
     Raises:
-      ValueError: for a negative KL coefficient, or a correction for what the recipe's ratio
-        accounts for already.
+      ValueError: for a negative coefficient, or a correction for what the recipe's ratio accounts
+        for already.
     """
-    if kl < 0:
-        raise ValueError(f"kl={kl} would reward distance from the reference; it must be >= 0")
+    terms = {"kl": kl, "entropy": entropy, "positive_nll": positive_nll, "balance": balance}
+    for name, value in terms.items():
+        bounds.not_negative(name, value)
     loss, controller = recipe.objective.loss, recipe.entropy
     if correction is not None:
         loss = reweight(loss, correction)

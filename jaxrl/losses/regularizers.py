@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.batch import TokenBatch
+from jaxrl.losses import bounds
 from jaxrl.losses.algebra import Need, Scores, TokenLoss, require, token_loss
 from jaxrl.losses.ratios import Ratio
 from jaxrl.metrics import Metrics, masked_mean
@@ -155,11 +156,19 @@ class EntropyController:
       initial: the first coefficient.
       target: entropy, nats per token.
       step: how far the coefficient moves after each rollout; it stays in [0, 1].
+
+    Raises:
+      ValueError: for a number out of range.
     """
 
     initial: float = 0.0
     target: float = 0.2
     step: float = 0.005
+
+    def __post_init__(self) -> None:
+        bounds.fraction("entropy", self.initial)
+        bounds.positive("entropy_target", self.target)
+        bounds.positive("entropy_step", self.step)
 
     def next(self, coefficient: float, *, entropy: float) -> float:
         """The coefficient after a rollout whose mean entropy was `entropy`."""

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.batch import TokenBatch, segment_sum
+from jaxrl.losses import bounds
 from jaxrl.losses.algebra import Scores, Weights
 from jaxrl.losses.ratios import Ratio, per_token, sequence_mean
 from jaxrl.metrics import Metrics, masked_mean
@@ -59,8 +60,7 @@ def k3_within(ratio: Ratio, *, high: float = 0.01) -> Weights:
       ValueError: unless high > 0; for the ratio of whole sequences.
     """
     per_token(ratio, reader="k3_within")
-    if high <= 0:
-        raise ValueError(f"k3_within: high={high} must be > 0")
+    bounds.positive("k3_within: high", high)
 
     def rejects(d: jax.Array, scores: Scores, batch: TokenBatch) -> jax.Array:
         return sequence_mean(jnp.expm1(d) - d, batch) > high
@@ -95,8 +95,7 @@ def off_policy_negatives(ratio: Ratio, *, delta: float) -> Weights:
       ValueError: unless delta > 0; for the ratio of whole sequences.
     """
     per_token(ratio, reader="off_policy_negatives")
-    if delta <= 0:
-        raise ValueError(f"off_policy_negatives: delta={delta} must be > 0")
+    bounds.positive("off_policy_negatives: delta", delta)
 
     def rejects(d: jax.Array, scores: Scores, batch: TokenBatch) -> jax.Array:
         return (batch.advantages < 0) & (sequence_mean(-d, batch) > delta)

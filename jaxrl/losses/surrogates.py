@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.batch import TokenBatch
+from jaxrl.losses import bounds
 from jaxrl.losses.algebra import Scores, TokenLoss, token_loss
 from jaxrl.losses.ratios import Ratio, geometric, missing, on_policy, per_token
 from jaxrl.metrics import Metrics, masked_mean
@@ -98,7 +99,7 @@ def clipped(
     if not (0 <= low <= 1 and high >= 0):
         raise ValueError(f"clipped: low={low} must lie in [0, 1] and high={high} must be >= 0")
     for name, bound in (("dual", dual), ("cap", cap)):
-        if bound is not None and bound <= 1 + high:
+        if bound is not None and not bound > 1 + high:
             raise ValueError(f"clipped: {name}={bound} must exceed 1 + high = {1 + high}")
 
     def fn(r: jax.Array, advantages: jax.Array) -> jax.Array:
@@ -130,10 +131,8 @@ def soft_gated(ratio: Ratio, *, positive: float = 1.0, negative: float = 1.05) -
     Raises:
       ValueError: for a temperature that is not positive.
     """
-    if positive <= 0 or negative <= 0:
-        raise ValueError(
-            f"soft_gated: the temperatures positive={positive} and negative={negative} must be > 0"
-        )
+    bounds.positive("soft_gated: positive", positive)
+    bounds.positive("soft_gated: negative", negative)
 
     def fn(r: jax.Array, advantages: jax.Array) -> jax.Array:
         tau = jnp.where(advantages > 0, positive, negative)
@@ -153,8 +152,8 @@ def geometric_clipped(ratio: Ratio, *, low: float = 0.4, high: float = 0.4) -> T
       ValueError: for a negative bound, or the ratio of whole sequences.
     """
     per_token(ratio, reader="geometric_clipped")
-    if low < 0 or high < 0:
-        raise ValueError(f"geometric_clipped: low={low} and high={high} must be >= 0")
+    bounds.not_negative("geometric_clipped: low", low)
+    bounds.not_negative("geometric_clipped: high", high)
 
     def log(scores: Scores, batch: TokenBatch) -> jax.Array:
         d = ratio.log(scores, batch)

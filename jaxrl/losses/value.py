@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxrl.advantages import Outcomes
 from jaxrl.batch import TokenBatch
+from jaxrl.losses import bounds
 from jaxrl.losses.algebra import Need, Objective, Scores, TokenLoss, require, token_loss
 from jaxrl.metrics import Metrics, masked_mean
 
@@ -52,8 +53,7 @@ def value_loss(*, clip: float = 0.2) -> TokenLoss:
       ValueError: for a clip that is not positive; when the loss is applied, if the batch holds no
         values and returns.
     """
-    if clip <= 0:
-        raise ValueError(f"value_loss: clip={clip} must be > 0; a large one does not clip")
+    bounds.positive("value_loss: clip", clip)  # a large one does not clip
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         values = require(scores, Need.VALUES)

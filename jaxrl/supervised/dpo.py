@@ -11,7 +11,7 @@ import jax
 from jaxrl import parts, plugins, precision
 from jaxrl.config.preference import DPOConfig, PairLossConfig
 from jaxrl.learner import Minibatch, make_learner
-from jaxrl.losses import preference
+from jaxrl.losses import named, preference
 from jaxrl.losses.algebra import Scores, objective
 from jaxrl.losses.preference import PairLoss
 from jaxrl.metrics import Metrics
@@ -102,7 +102,7 @@ def load_loss(config: PairLossConfig) -> PairLoss:
     """
     make = plugins.load_function(config.name, builtin=preference, key="loss.name")
     plugins.check_parameters(make, config.parameters, key="loss")
-    loss = make(**config.parameters)
+    loss = make(**named.arguments(make, config.parameters))
     if not isinstance(loss, PairLoss):
         raise ValueError(
             f"loss.name = {config.name!r}: it returns {type(loss).__name__}, expected a PairLoss"

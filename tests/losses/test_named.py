@@ -9,6 +9,8 @@ from jaxrl.advantages import compares_group, estimators
 from jaxrl.losses import Objective, Recipe, build, recipes
 from tests.losses.cases import RECIPES, one_row
 
+NAN = float("nan")
+
 
 @pytest.fixture
 def user_file(tmp_path):
@@ -86,6 +88,23 @@ def test_what_a_users_function_may_return(user_file):
         ("grpo", {"ratio": "sampler"}, "loss.ratio = 'sampler': use one of on_policy, over_anchor"),
         ("grpo", {"kl_estimator": 3}, r"loss.kl_estimator = 3: use one of k1, k2, k3, k1\+, k3\+"),
         ("grpo", {"clip_low": 2.0}, r"low=2\.0 must lie in"),
+        ("grpo", {"dual_clip": NAN}, "dual=nan must exceed"),
+        ("grpo", {"kl": NAN}, "kl=nan must be >= 0"),
+        ("grpo", {"entropy": -0.1}, r"entropy=-0\.1 must be >= 0"),
+        ("grpo", {"entropy": 2.0, "entropy_target": 0.2}, r"entropy=2\.0 must be in \[0, 1\]"),
+        ("grpo", {"entropy_target": 0.2, "entropy_step": -1.0}, r"entropy_step=-1\.0 must be > 0"),
+        ("grpo", {"positive_nll": -1.0}, r"positive_nll=-1\.0 must be >= 0"),
+        ("grpo", {"balance": -1.0}, r"balance=-1\.0 must be >= 0"),
+        ("ppo", {"lam": 2.0}, r"lam=2\.0 must be in \[0, 1\]"),
+        ("ppo", {"value_lam": -1.0}, r"value_lam=-1\.0 must be in"),
+        ("ppo", {"gamma": -1.0}, r"gamma=-1\.0 must be in"),
+        ("ppo", {"value_clip": NAN}, "value_loss: clip=nan must be > 0"),
+        ("reinforce_pp", {"gamma": 1.5}, r"gamma=1\.5 must be in"),
+        ("prime", {"drift": -1.0}, r"drift=-1\.0 must be >= 0"),
+        ("sapo", {"negative": NAN}, "soft_gated: negative=nan must be > 0"),
+        ("gmpo", {"clip_low": NAN}, "geometric_clipped: low=nan must be >= 0"),
+        ("vespo", {"k_positive": NAN}, "k and lam must be > 0"),
+        ("opsm", {"delta": NAN}, "off_policy_negatives: delta=nan must be > 0"),
     ],
 )
 def test_errors_name_the_key_and_the_fix(name, parameters, message):

@@ -319,6 +319,12 @@ def test_losses_by_name():
         load_loss(given(("loss.name", "ipp")))
     with pytest.raises(ValueError, match=r"loss\.label_smoothing: hinge has no such parameter"):
         load_loss(given(("loss.name", "hinge"), ("loss.label_smoothing", "0.1")))
+    with pytest.raises(ValueError, match=r"loss\.beta = 'x': expected float"):
+        load_loss(given(("loss.beta", "x")))
+    for name in ("sigmoid", "hinge", "ipo", "ipo_summed"):
+        for beta in ("-1.0", "0"):
+            with pytest.raises(ValueError, match=rf"beta={beta} must be > 0"):
+                load_loss(given(("loss.name", name), ("loss.beta", beta)))
     with pytest.raises(ConfigError, match=r"eval\.every = 5 needs data\.eval_path"):
         given(("eval.every", "5"))
 

@@ -3,6 +3,7 @@
 import functools
 
 from jaxrl import advantages
+from jaxrl.losses import bounds
 from jaxrl.losses.aggregation import sequence_mean_token_mean, token_mean
 from jaxrl.losses.algebra import objective
 from jaxrl.losses.ratios import Level, Ratio, on_policy, over_sampler, product
@@ -54,7 +55,11 @@ def reinforce_pp(
       clip_low: as in grpo.
       clip_high: as in grpo.
       ratio: which policies are compared.
+
+    Raises:
+      ValueError: for a clip or a discount out of range.
     """
+    bounds.fraction("gamma", gamma)
     policy = clipped(ratio, low=clip_low, high=clip_high)
     estimator = functools.partial(advantages.reinforce_pp, gamma=gamma)
     return Recipe(objective(policy, token_mean), estimator)

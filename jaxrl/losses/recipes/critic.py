@@ -3,6 +3,7 @@
 import functools
 
 from jaxrl import advantages
+from jaxrl.losses import bounds
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective
 from jaxrl.losses.ratios import Ratio, over_sampler
@@ -39,8 +40,13 @@ def ppo(
       value_lam: lam of the critic's returns; that of the advantages when absent. With 1 the critic
         learns from the rewards alone, which lets it begin from nothing (VC-PPO, arXiv:2503.01491).
       ratio: which policies are compared.
+
+    Raises:
+      ValueError: for a clip, a discount or a lam out of range.
     """
     value_lam = lam if value_lam is None else value_lam
+    for name, value in {"gamma": gamma, "lam": lam, "value_lam": value_lam}.items():
+        bounds.fraction(name, value)
     policy = clipped(ratio, low=clip_low, high=clip_high)
     return Recipe(
         objective(policy, token_mean),

@@ -3,6 +3,7 @@
 import math
 
 from jaxrl.advantages import centred, group_relative
+from jaxrl.losses import bounds
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective, reweight
 from jaxrl.losses.corrections import gamma_shaped, truncated
@@ -142,5 +143,6 @@ def prime(
       drift: coefficient of the penalty.
       ratio: which policies are compared.
     """
+    bounds.not_negative("drift", drift)
     policy = reweight(unclipped(ratio), within_variation(ratio, low=low, high=high))
     return Recipe(objective(policy + drift * drift_penalty(ratio), token_mean), centred)
