@@ -19,6 +19,7 @@ from jaxrl.models.spec import Params
 from jaxrl.rollouts.answers import Numbers, reward
 from jaxrl.rollouts.draw import draw
 from jaxrl.run import Run
+from jaxrl.sampling.buckets import count_bucket
 
 LogProbs = Callable[[Params], Sequence[np.ndarray]]
 """Parameters -> their log-probs of the tokens of each answer, f32[C]."""
@@ -109,7 +110,10 @@ def kl_penalties(
     if not masks:
         return []
     here, there, chosen = (np.concatenate(arrays) for arrays in (learner, reference, masks))
-    estimates = np.asarray(kl_estimator(estimator)(jnp.asarray(there - here)), float)
+    # Of a size that recurs: each size compiles anew, and no two rollouts have the same one.
+    apart = np.zeros(count_bucket(len(chosen), multiple=1024), np.float32)
+    apart[: len(chosen)] = there - here
+    estimates = np.asarray(kl_estimator(estimator)(jnp.asarray(apart)), float)[: len(chosen)]
     ends = np.cumsum([len(mask) for mask in masks])[:-1]
     return np.split(np.where(chosen, coefficient * estimates, 0.0), ends)
 

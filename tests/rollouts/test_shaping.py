@@ -12,6 +12,7 @@ from jaxrl.batch import gather, pack
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.environments.scoring import Reward
+from jaxrl.losses.named import kl_estimator
 from jaxrl.rollouts import shaping
 from jaxrl.watch.tracking import read_metrics
 from tests import tiny
@@ -35,6 +36,26 @@ def test_distance_from_the_reference_by_hand():
     np.testing.assert_allclose(
         shaping.kl_penalties(**given, estimator="k2"), [[0.0125, 0.05, 0]], rtol=1e-6
     )
+
+
+def test_rollouts_of_other_lengths_compile_no_new_estimator(monkeypatch):
+    sizes = set()
+
+    def spy(name):
+        return lambda d: (sizes.add(d.shape), kl_estimator(name)(d))[1]
+
+    monkeypatch.setattr(shaping, "kl_estimator", spy)
+    for length in (1, 2, 700, 1000):
+        d = np.full(length, 0.5, np.float32)
+        (found,) = shaping.kl_penalties(
+            learner=[d],
+            reference=[0 * d],
+            masks=[d > 0],
+            coefficient=1.0,
+            estimator="k1",
+        )
+        np.testing.assert_array_equal(found, d)
+    assert len(sizes) == 1
 
 
 def test_gather_finds_what_pack_placed():
