@@ -1,35 +1,35 @@
 """The training loop: sample -> reward -> advantage -> pack -> step -> publish.
 
-Read `train` first: each of its lines is one stage, and each stage is a function below it. What the
-stages work with (sampler, learner, data, ...) is a `Run`, which `jaxrl.run.open_run` builds.
+Read `_train` first, whose loop is a step of the run, and then `learn`. Prompts become answers with
+rewards in `jaxrl.rollouts.answers`, or in `stream` while the learner trains; answers become
+mini-batches in `jaxrl.minibatches`. What all of it works with (sampler, learner, data, ...) is a
+`Run`, which `jaxrl.run.open_run` builds.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl import precision
 from jaxrl.actor_critic import State
-from jaxrl.advantages import Advantages, estimate, explained_variance
-from jaxrl.batch import Rollout, assign_rows, gather, pack
+from jaxrl.advantages import estimate, explained_variance
+from jaxrl.batch import Rollout
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.config.training import Config
-from jaxrl.diagnostics.replay import parts, replay_batch, summary
-from jaxrl.diagnostics.split import known_tokens, split
 from jaxrl.diagnostics.variety import variety
 from jaxrl.evaluate import evaluate_greedily
 from jaxrl.guard import Guard, Verdict
 from jaxrl.interrupt import Interrupt
-from jaxrl.learner import LearnerState, Minibatch, interleave
-from jaxrl.losses.algebra import Need
+from jaxrl.learner import Minibatch
 from jaxrl.metrics import Metrics, merge, to_floats
+from jaxrl.minibatches import Targets, divide, per_token, prepare, with_entropy_weights
 from jaxrl.models import huggingface, lora, peft
+from jaxrl.observe import observe
 from jaxrl.rollouts import shaping
 from jaxrl.rollouts.answers import Answers, Numbers, clock
 from jaxrl.rollouts.stream import open_answers
@@ -38,7 +38,7 @@ from jaxrl.update import saved
 from jaxrl.watch.plots import draw_run
 from jaxrl.watch.profile import Profile
 from jaxrl.watch.tracking import read_metrics
-from sharding.transfer import fetch, place
+from sharding.transfer import fetch
 
 
 class Result(NamedTuple):
@@ -93,7 +93,7 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
             seconds: Numbers = {}
             profile.before(progress.step + 1)
             with clock(seconds, "time/step"):
-                answers = collect(seconds=seconds)
+                answers = collect(seconds=seconds)  # prompts -> sample -> reward
                 if answers is None:  # a signal came while it waited
                     signum = run.hosts.largest(interrupt.signum or 0)
                     save(run, state, progress)
@@ -116,76 +116,22 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
         return Result(progress.step, signum or None, *accuracies, model, verdict)
 
 
-class Targets(NamedTuple):
-    """What is learnt from each answer: f32[C] of its tokens, or one advantage for all of them.
-
-    Attributes:
-      advantages: for the policy.
-      values: what the critic expected; None without one.
-      returns: what it should have expected; None without one.
-    """
-
-    advantages: Advantages
-    values: Sequence[np.ndarray] | None
-    returns: Sequence[np.ndarray] | None
-
-    def of(self, part: slice) -> "Targets":
-        """Those of some answers."""
-        values = None if self.values is None else self.values[part]
-        returns = None if self.returns is None else self.returns[part]
-        return Targets(self.advantages[part], values, returns)
-
-
 def learn(
     run: Run, state: State, rollouts: Sequence[Rollout], *, progress: Progress
 ) -> tuple[State, Numbers]:
-    """One optimizer step on each mini-batch, of the critic where there is one and, once that is
-    pre-trained, of the policy; the metrics are means over all of them."""
-    policy, seconds = state.policy, Numbers()
-    learning_rate = float(run.learning_rate(int(policy.step)))
-    # Equal parts; where dynamic sampling found too few groups they are smaller, or fewer.
-    size = -(-len(rollouts) // run.config.train.updates_per_rollout)
-    parts = [slice(i, i + size) for i in range(0, len(rollouts), size)]
+    """Rewards -> advantages -> mini-batches -> an optimizer step on each."""
+    parts, seconds = divide(run, rollouts), Numbers()
     with clock(seconds, "time/score"):
         targets, numbers = aim(run, state, rollouts, parts=parts)
         minibatches = [
-            _with_scores(run, policy, _pack(run, rollouts[part], targets.of(part)))
-            for part in parts
+            prepare(run, state.policy, rollouts[part], targets.of(part)) for part in parts
         ]
-        probed, beta = probe(run, policy, minibatches[0], step=progress.step)
+        first = rollouts[parts[0]], targets.of(parts[0]).advantages, minibatches[0]
+        numbers |= observe(run, state.policy, *first, step=progress.step)
         jax.block_until_ready(minibatches)
-    if run.samples.due(progress.step):
-        some = rollouts[parts[0]]
-        betas = None if beta is None else gather(beta, some, rows=_rows(run, some)[0])
-        step, advantages = progress.step + 1, targets.of(parts[0]).advantages
-        run.samples.write(step, some, advantages=advantages, betas=betas)
-    if run.recipe.entropy is not None:
-        coefficient = progress.entropy_coefficient
-        coefficient = run.recipe.entropy.initial if coefficient is None else coefficient
-        minibatches = [_with_entropy_weights(m, coefficient) for m in minibatches]
-    collected: Metrics = {}
     with clock(seconds, "time/update"):
-        for minibatch in minibatches:
-            state, metrics = update(run, state, minibatch, step=progress.step)
-            collected = merge(collected, metrics)
-        numbers |= probed | to_floats(collected) | {"learning_rate": learning_rate}
-    numbers |= seconds
-    if run.recipe.entropy is not None and "entropy" in numbers:
-        numbers["entropy/coefficient"] = coefficient
-        progress.entropy_coefficient = run.recipe.entropy.next(
-            coefficient, entropy=numbers["entropy"]
-        )
-    return state, numbers
-
-
-def update(run: Run, state: State, minibatch: Minibatch, *, step: int) -> tuple[State, Metrics]:
-    """One optimizer step."""
-    if run.critic is None:
-        policy, metrics = run.learner.step(state.policy, minibatch)
-        return State(policy), metrics
-    if step < run.config.critic.pretrain_steps:
-        return run.critic.pretrain(state, minibatch)
-    return run.critic.step(state, minibatch)
+        state, learnt = update(run, state, minibatches, progress=progress)
+    return state, numbers | learnt | seconds
 
 
 def aim(
@@ -210,98 +156,34 @@ def aim(
     return Targets(estimate(run.recipe.advantages, known), values, returns), numbers
 
 
-def per_token(
-    run: Run,
-    rollouts: Sequence[Rollout],
-    score: Callable[[Minibatch], jax.Array],
-    *,
-    parts: Sequence[slice],
-) -> list[np.ndarray]:
-    """What `score` finds for the tokens of each answer, f32[C]; 0 where the policy did not
-    choose."""
-    found: list[np.ndarray] = []
-    for part in parts:
-        some = rollouts[part]
-        minibatch = _pack(run, some, Targets(np.zeros(len(some)), None, None))
-        rows, _ = _rows(run, some)
-        found += gather(fetch(score(minibatch)), some, rows=rows)
-    return found
+def update(
+    run: Run, state: State, minibatches: Sequence[Minibatch], *, progress: Progress
+) -> tuple[State, Numbers]:
+    """One optimizer step on each mini-batch, of the critic where there is one and, once that is
+    pre-trained, of the policy; the metrics are means over all of them."""
+    learning_rate = float(run.learning_rate(int(state.policy.step)))
+    entropy, coefficient = run.recipe.entropy, progress.entropy_coefficient
+    if entropy is not None:
+        coefficient = entropy.initial if coefficient is None else coefficient
+        minibatches = [with_entropy_weights(m, coefficient) for m in minibatches]
+    collected: Metrics = {}
+    for minibatch in minibatches:
+        state, metrics = _step(run, state, minibatch, step=progress.step)
+        collected = merge(collected, metrics)
+    numbers = to_floats(collected) | {"learning_rate": learning_rate}
+    if entropy is not None and coefficient is not None and "entropy" in numbers:
+        numbers["entropy/coefficient"] = coefficient
+        progress.entropy_coefficient = entropy.next(coefficient, entropy=numbers["entropy"])
+    return state, numbers
 
 
-def probe(
-    run: Run, state: LearnerState, minibatch: Minibatch, *, step: int
-) -> tuple[Numbers, np.ndarray | None]:
-    """The log-ratio of a mini-batch taken apart into policy and arithmetic, before any update:
-    metrics, and beta f32[B, T], None where it is not due."""
-    c, batch = run.config.probe, minibatch.batch
-    if not _due(c.every, step):
-        return {}, None
-    arrays = fetch(
-        {
-            "learner": run.learner.score(state.params, minibatch),
-            "shadow": run.learner.shadow(state.params, minibatch),
-            "sampler": batch.sampler_logprobs,
-        }
-    )
-    mask, segments, advantages = fetch((batch.action_mask, batch.segments, batch.advantages))
-    tokens = known_tokens(**arrays, advantages=advantages, mask=mask, segments=segments)
-    beta = arrays["learner"] - arrays["shadow"]
-    if not tokens.learner.size:
-        return {}, beta
-    found = split(tokens, low=c.low, high=c.high)
-    ids = fetch(batch.tokens) if c.replay else None
-    if ids is not None and run.replay is not None:
-        replay = replay_batch(run.replay, tokens=ids, segments=segments)
-        three = parts(replay=replay[mask], **{k: v[mask] for k, v in arrays.items()})
-        found |= summary(three)
-    return {f"probe/{name}": value for name, value in found.items()}, beta
-
-
-def _rows(run: Run, rollouts: Sequence[Rollout]) -> tuple[list[Sequence[int]], int]:
-    """Which answers lie in which row of a mini-batch, and the microbatches in use."""
-    c = run.config
-    if c.train.packing:
-        rows = assign_rows([r.length for r in rollouts], row_length=c.row_length)
-    else:
-        rows = [[i] for i in range(len(rollouts))]
-    # Room for the worst case, one sequence to a row, so that the step compiles once.
-    most = -(-c.minibatch_answers // c.microbatch_rows)
-    return interleave(rows, rows_per_microbatch=c.microbatch_rows, max_microbatches=most)
-
-
-def _pack(run: Run, rollouts: Sequence[Rollout], targets: Targets) -> Minibatch:
-    rows, used = _rows(run, rollouts)
-    batch = pack(
-        rollouts,
-        list(targets.advantages),
-        values=targets.values,
-        returns=targets.returns,
-        rows=rows,
-        row_length=run.config.row_length,
-    )
-    sharding = run.layout.batch(("batch", "length"))
-    return Minibatch(batch=place(batch, sharding), microbatches=jnp.int32(used))
-
-
-def _with_scores(run: Run, state: LearnerState, minibatch: Minibatch) -> Minibatch:
-    """Adds the scores that the loss needs and that are known before the first update."""
-    needs = run.recipe.objective.needs
-    if Need.REFERENCE in needs:
-        assert run.reference is not None
-        reference = lora.with_trainable(state.params, run.reference)
-        scores = run.learner.score(reference, minibatch)
-        minibatch = dataclasses.replace(minibatch, reference=scores)
-    if Need.ANCHOR in needs and run.config.train.updates_per_rollout > 1:
-        minibatch = dataclasses.replace(
-            minibatch, anchor=run.learner.score(state.params, minibatch)
-        )
-    return minibatch
-
-
-def _with_entropy_weights(minibatch: Minibatch, coefficient: float) -> Minibatch:
-    weights = jnp.full_like(minibatch.batch.advantages, coefficient)
-    batch = dataclasses.replace(minibatch.batch, entropy_weights=weights)
-    return dataclasses.replace(minibatch, batch=batch)
+def _step(run: Run, state: State, minibatch: Minibatch, *, step: int) -> tuple[State, Metrics]:
+    if run.critic is None:
+        policy, metrics = run.learner.step(state.policy, minibatch)
+        return State(policy), metrics
+    if step < run.config.critic.pretrain_steps:
+        return run.critic.pretrain(state, minibatch)
+    return run.critic.step(state, minibatch)
 
 
 def evaluate(run: Run, *, step: int) -> float | None:
