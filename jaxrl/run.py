@@ -212,7 +212,9 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             directory,
             start_step=progress.step,
             total_steps=config.train.steps,
-            services=open_services(config.tracking, directory, resolved=flatten(config)),
+            services=lambda note: open_services(
+                config.tracking, directory, resolved=flatten(config), note=note
+            ),
         )
         if hosts.leads
         else nullcontext(Silence()) as tracker,

@@ -4,12 +4,17 @@ A run that goes on continues the one that it began there; its id lies in the run
 """
 
 import importlib
-from collections.abc import Mapping
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from jaxrl.config.tracking import TrackingConfig
+
+Ending = Literal["finished", "stopped", "failed"]  # "stopped": by a signal or an alarm
+Note = Callable[[str], None]
+
+_REST = 10  # times as long as a failure took
 
 
 class Writer(Protocol):
@@ -19,33 +24,79 @@ class Writer(Protocol):
         """Of one step, once."""
         ...
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         """Nothing is written afterwards."""
         ...
 
 
+class Service:
+    """A writer whose failures never end the run: the first one is said, and metrics.jsonl has every
+    metric in any case.
+
+    After a failure nothing is sent for ten times as long as it took, so that a service that does
+    not answer costs a run a tenth of its time and not all of it.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Writer], *, note: Note) -> None:
+        self._name, self._note, self._said = name, note, False
+        self._rest_until = -float("inf")
+        self._writer: Writer | None = None
+        self._attempt(lambda: self._open(make))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends the metrics after a step, if the service can be reached."""
+        if self._writer is not None and time.monotonic() >= self._rest_until:
+            writer = self._writer
+            self._attempt(lambda: writer.write(step, metrics))
+
+    def close(self, ending: Ending) -> None:
+        """Tells the service how the run ended."""
+        if self._writer is not None:
+            writer = self._writer
+            self._attempt(lambda: writer.close(ending))
+
+    def _open(self, make: Callable[[], Writer]) -> None:
+        self._writer = make()
+
+    def _attempt(self, act: Callable[[], None]) -> None:
+        begun = time.monotonic()
+        try:
+            act()
+        except Exception as error:  # of a package that is not ours: it may be any
+            now = time.monotonic()
+            self._rest_until = now + _REST * (now - begun)
+            if not self._said:
+                self._said = True
+                self._note(
+                    f"tracking.{self._name} failed, and the run goes on: {error!r}. metrics.jsonl "
+                    "has every metric; what this service misses is not sent again"
+                )
+
+
 def open_services(
-    config: TrackingConfig, directory: Path, *, resolved: Mapping[str, Any]
-) -> list[Writer]:
-    """The services of a config.
+    config: TrackingConfig, directory: Path, *, resolved: Mapping[str, Any], note: Note
+) -> Sequence[Service]:
+    """The services of a config; one that fails stays silent.
 
     Args:
       config: which.
       directory: of the run.
       resolved: {dotted key: value}, shown there.
+      note: is told of the first failure of each.
 
     Raises:
       ValueError: if the package of one is not installed.
     """
-    with ExitStack() as stack:
-        writers: list[Writer] = []
-        for name, kind in (("wandb", Wandb), ("mlflow", MLflow)):
-            if (project := getattr(config, name)) is not None:
-                module = _import(name)
-                writers.append(kind(module, project, directory=directory, resolved=resolved))
-                stack.callback(writers[-1].close)
-        stack.pop_all()
-        return writers
+    asked = [(name, kind, getattr(config, name)) for name, kind in _KINDS.items()]
+    modules = {name: _import(name) for name, _, project in asked if project is not None}
+
+    def make(name: str, kind: Any, project: str) -> Service:
+        def begin() -> Writer:
+            return kind(modules[name], project, directory=directory, resolved=resolved)
+
+        return Service(name, begin, note=note)
+
+    return [make(*one) for one in asked if one[0] in modules]
 
 
 class Wandb:
@@ -72,9 +123,10 @@ class Wandb:
         """Sends the metrics after a step."""
         self._run.log({"step": step, **metrics})
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         """Sends the rest."""
-        self._run.finish()
+        # Theirs: 255 is shown as "killed", any other but 0 as "failed".
+        self._run.finish(exit_code={"finished": 0, "stopped": 255, "failed": 1}[ending])
 
 
 class MLflow:
@@ -96,9 +148,13 @@ class MLflow:
         """Sends the metrics after a step."""
         self._module.log_metrics(dict(metrics), step=step)
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         """Ends the run."""
-        self._module.end_run()
+        statuses = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+        self._module.end_run(statuses[ending])
+
+
+_KINDS = {"wandb": Wandb, "mlflow": MLflow}
 
 
 def _import(name: str) -> Any:

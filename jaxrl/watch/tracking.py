@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from jaxrl.diagnostics.history import History
 from jaxrl.watch.progress import Progress
-from jaxrl.watch.services import Writer
+from jaxrl.watch.services import Ending, Note, Service
 
 
 class Tracker(NamedTuple):
@@ -31,7 +31,7 @@ class Tracker(NamedTuple):
     curves: "Curves"
     progress: Progress
     history: History
-    services: Sequence[Writer] = ()
+    services: Sequence[Service] = ()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records the metrics after `step` (steps done so far) everywhere. A step may be logged
@@ -78,10 +78,11 @@ def open_tracker(
     start_step: int,
     total_steps: int,
     title: str = "train",
-    services: Sequence[Writer] = (),
+    services: Callable[[Note], Sequence[Service]] = lambda note: (),
 ) -> Iterator[Tracker]:
     """Opens all for a run that has done `start_step` steps; what was logged after that step is
-    forgotten. `services` are closed at the end, too."""
+    forgotten. `services` opens others that metrics are sent to; they are told at the end whether
+    the run has done its steps."""
     directory = Path(run_dir)
     directory.mkdir(parents=True, exist_ok=True)
     lines = JsonLines(directory / "metrics.jsonl", start_step=start_step)
@@ -91,10 +92,17 @@ def open_tracker(
         history.add(entry)
     try:
         with Progress(title, start_step=start_step, total_steps=total_steps) as progress:
-            yield Tracker(lines, curves, progress, history, services)
+            opened = services(progress.note)
+            ending: Ending = "failed"
+            try:
+                yield Tracker(lines, curves, progress, history, opened)
+                ending = "finished" if history.step >= total_steps else "stopped"
+            finally:
+                for service in opened:
+                    service.close(ending)
     finally:
-        for writer in (lines, curves, *services):
-            writer.close()
+        lines.close()
+        curves.close()
 
 
 class JsonLines:
