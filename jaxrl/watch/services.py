@@ -15,6 +15,7 @@ Ending = Literal["finished", "stopped", "failed"]  # "stopped": by a signal or a
 Note = Callable[[str], None]
 
 _REST = 10  # times as long as a failure took
+_MOST_PARAMS = 100  # that MLflow takes at once; a config has more keys
 
 
 class Writer(Protocol):
@@ -142,7 +143,9 @@ class MLflow:
             module.start_run(run_id=kept.read_text())
             return
         kept.write_text(module.start_run(run_name=directory.name).info.run_id)
-        module.log_params(dict(resolved))
+        items = list(resolved.items())
+        for start in range(0, len(items), _MOST_PARAMS):
+            module.log_params(dict(items[start : start + _MOST_PARAMS]))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends the metrics after a step."""

@@ -71,6 +71,14 @@ def test_metrics_and_alarms_are_sent_and_a_resumed_run_goes_on_there(calls, tmp_
     assert calls[-2:] == [("wandb.finish", {"exit_code": 0}), ("mlflow.end_run", "FINISHED", {})]
 
 
+def test_a_config_of_many_keys_is_sent_in_parts_that_mlflow_takes(calls, tmp_path):
+    many = {f"key{i}": i for i in range(144)}
+    open_services(TrackingConfig(mlflow="m"), tmp_path, resolved=many, note=print)
+    parts = [c[1] for c in calls if c[0] == "mlflow.log_params"]
+    assert [len(part) for part in parts] == [100, 44]
+    assert parts[0] | parts[1] == many
+
+
 def test_a_run_that_crashed_is_said_to_have_failed(calls, tmp_path):
     def crash():
         with opened(tmp_path, start=0) as tracker:
