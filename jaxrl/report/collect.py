@@ -13,6 +13,7 @@ from jaxrl.diagnostics.alarms import replay
 from jaxrl.diagnostics.causes import CAUSES
 from jaxrl.diagnostics.history import History
 from jaxrl.report.thinning import Points, extremes, means
+from jaxrl.report.undone import Undone, read_undone
 from jaxrl.watch.tracking import read_metrics
 
 _MOST_SAMPLED_STEPS = 40
@@ -34,6 +35,10 @@ def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
         raise ValueError(f"{run_dir} is no run: it has no metrics.jsonl with a line in it")
     config = _config(run_dir / "config.toml")
     starts = read_metrics(run_dir / "starts.jsonl")
+    undone = read_undone(run_dir)
+    samples = _samples(read_metrics(run_dir / "samples.jsonl"))
+    for part in undone:
+        samples += [sample | {"undone": part.number} for sample in _samples(part.samples)]
     return {
         "name": name,
         "path": str(run_dir),
@@ -45,9 +50,18 @@ def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
         "starts": starts,
         "last_step": max(entry["step"] for entry in entries),
         "series": _series(entries, starts),
-        "alarms": alarms(entries, config.get("alarms", {})),
-        "samples": _samples(run_dir / "samples.jsonl"),
+        "undone": [
+            {"number": part.number, "series": _series(part.entries, starts)} for part in undone
+        ],
+        "alarms": with_undone(alarms(entries, config.get("alarms", {})), undone),
+        "samples": samples,
     }
+
+
+def with_undone(found: Sequence[dict[str, Any]], undone: Sequence[Undone]) -> list[dict[str, Any]]:
+    """Alarms and, before each rollback among them, those of the steps that it undid."""
+    before = {part.number: [_explained(event) for event in part.events] for part in undone}
+    return [e for event in found for e in (*before.get(event.get("number", 0), ()), event)]
 
 
 def alarms(entries: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -68,7 +82,11 @@ def alarms(entries: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> l
             {**alarm._asdict(), "alarm": alarm.name, "at": alarm.step, "action": "replayed"}
             for alarm in replay(entries, limits)
         ]
-    return [{**event, **CAUSES[event["alarm"]]._asdict()} for event in found]
+    return [_explained(event) for event in found]
+
+
+def _explained(event: Mapping[str, Any]) -> dict[str, Any]:
+    return {**event, **CAUSES[event["alarm"]]._asdict()}
 
 
 def _series(
@@ -89,8 +107,7 @@ def _config(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def _samples(path: Path) -> list[dict[str, Any]]:
-    entries = read_metrics(path)
+def _samples(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     steps = sorted({entry["step"] for entry in entries})
     every = -(-len(steps) // _MOST_SAMPLED_STEPS) or 1
     # The newest ones are among them.

@@ -1,6 +1,7 @@
 """A run seen from another terminal while it goes on: its newest numbers, time left and alarms."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,7 +41,8 @@ def view(
     line.add_row(ProgressBar(total=total, completed=done, width=_WIDTH), f"{done}/{total}", state)
     table = Table.grid(padding=(0, 2))
     for label, name, form in SHOWN:
-        values = [e[name] for e in entries if e.get(name) is not None]
+        # What was not finite is null.
+        values = [math.nan if e[name] is None else e[name] for e in entries if name in e]
         if values:
             table.add_row(Text(label, style="dim"), form.format(values[-1]), blocks(values))
     said = [Text(_said(alarm), style="yellow") for alarm in alarms[-_ALARMS:]]
@@ -60,11 +62,14 @@ def seconds_left(steps: Sequence[Mapping[str, Any]], *, total: int) -> float | N
 
 def blocks(values: Sequence[float]) -> str:
     """A line of blocks, each a value: the lowest for the smallest of the last 40, the highest for
-    the largest."""
+    the largest, "x" for one that is not finite."""
     shown = values[-_WIDTH:]
-    low, high = min(shown), max(shown)
+    finite = [value for value in shown if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BLOCKS[round((value - low) * scale)] for value in shown)
+    return "".join(
+        _BLOCKS[round((value - low) * scale)] if math.isfinite(value) else "x" for value in shown
+    )
 
 
 def _state(

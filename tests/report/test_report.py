@@ -141,6 +141,54 @@ def test_parts_of_the_time_of_a_long_run_add_up_to_what_it_took(tmp_path):
     np.testing.assert_allclose(total, stretches, rtol=1e-4)
 
 
+@pytest.fixture(scope="module")
+def gone_back(tmp_path_factory):
+    """The directory of a run that went back from step 12 to step 5, and on to step 9."""
+    run = tmp_path_factory.mktemp("back")
+
+    def event(step, name, action, **more):
+        content = {"alarm": name, "at": step, "action": action, "text": name, "more": "", **more}
+        return {"step": step, "time": 0.0, "event": {"value": 1.0, "limit": 0.5, **content}}
+
+    back = event(12, "kl_spike", "rollback", number=1, to=5, changes={"loss.kl": [0.1, 0.2]})
+    scaled = [
+        {**entry(s, slope=0.1), "loss_scale": 65536.0, "skipped_steps": 0.0} for s in range(10)
+    ]
+    write(
+        run / "metrics.jsonl",
+        [*scaled[1:6], event(3, "entropy", "log"), {**back, "step": 5}, *scaled[6:]],
+    )
+    undone = [entry(s, slope=0.2) for s in range(6, 13)]
+    raised = [event(8, "gradient_spike", "pause"), event(12, "zero_spread", "log")]
+    write(run / "rolled_back_1.jsonl", [*undone, *raised, event(12, "kl_spike", "rollback")])
+    write(run / "samples.jsonl", [SAMPLE | {"step": s, "prompt": f"kept {s}"} for s in (4, 8)])
+    bad = [SAMPLE | {"step": s, "prompt": f"undone {s}", "reward": 0.0} for s in (8, 12)]
+    write(run / "rolled_back_1_samples.jsonl", bad)
+    return run
+
+
+def test_what_a_rollback_undid_is_still_there(gone_back):
+    found = collect(gone_back, name="back")
+    assert [(a["alarm"], a["action"], a.get("undone")) for a in found["alarms"]] == [
+        ("entropy", "log", None),
+        ("gradient_spike", "pause", 1),
+        ("zero_spread", "log", 1),
+        ("kl_spike", "rollback", None),
+    ]
+    (undone,) = found["undone"]
+    assert undone["series"]["reward"] == [
+        list(range(6, 13)),
+        pytest.approx([0.2 * s for s in range(6, 13)]),
+    ]
+    assert found["series"]["reward"][0] == list(range(1, 10))
+    assert [(s["step"], s.get("undone")) for s in found["samples"]] == [
+        (4, None),
+        (8, None),
+        (8, 1),
+        (12, 1),
+    ]
+
+
 def test_runs_are_named_by_what_tells_them_apart(tmp_path):
     a, b = tmp_path / "x" / "run", tmp_path / "y" / "run"
     assert names([a]) == ["run"]
@@ -204,28 +252,29 @@ def test_choosing_a_run_and_hovering_over_a_curve(page):
     assert page.errors == []
 
 
+def choose(page, key, value):
+    page.run(
+        f"(() => {{ const s = document.getElementById('answer-{key}'); s.value = '{value}';"
+        "s.dispatchEvent(new Event('change')); })()"
+    )
+
+
 @in_browser
 def test_answers_by_step_and_reward_with_coloured_tokens(page):
     page.open(page.file, width=820, dark=False)
     prompts = "[...document.querySelectorAll('.answer .prompt')].map((e) => e.textContent)"
     assert page.run(prompts) == [SAMPLE["prompt"], "1+1="]
 
-    def choose(key, value):
-        page.run(
-            f"(() => {{ const s = document.getElementById('answer-{key}'); s.value = '{value}';"
-            "s.dispatchEvent(new Event('change')); })()"
-        )
-
-    choose("order", "low")
+    choose(page, "order", "low")
     assert page.run(prompts) == ["1+1=", SAMPLE["prompt"]]
-    choose("step", "11")
+    choose(page, "step", "11")
     assert page.run(prompts) == [SAMPLE["prompt"]]
     tints = "[...document.querySelectorAll('.token')].map((e) => e.style.background)"
     by_advantage = page.run(tints)
     assert by_advantage[0].startswith("rgba(22, 140, 84")  # up
     assert by_advantage[1].startswith("rgba(200, 48, 48")  # down
     assert by_advantage[2] == ""  # the policy did not choose it
-    choose("tint", "betas")
+    choose(page, "tint", "betas")
     strength = [float(t.rstrip(")").split(",")[-1]) for t in page.run(tints)[:2]]
     assert strength[0] < strength[1]
     page.hover(".token")
@@ -269,4 +318,36 @@ def test_an_alarm_that_is_raised_again_does_not_cross_the_curves(page, tmp_path)
     assert len(texts) == 2
     assert "Again after steps 6, 7, 8, 9, 10, 11, 12, 13, ... (16 more), 35." in texts[0]
     assert "Again" not in texts[1]
+    assert page.errors == []
+
+
+@in_browser
+def test_the_page_shows_what_a_rollback_undid(page, gone_back, tmp_path):
+    file = tmp_path / "page.html"
+    file.write_text(render([collect(gone_back, name="back")]))
+    page.open(file, width=1400, dark=False)
+    heads = page.run("[...document.querySelectorAll('.alarm h3')].map((e) => e.textContent)")
+    assert heads[1:] == [
+        "step 8: gradient-norm spike, paused, undone by rollback 1",
+        "step 12: no group has any spread, undone by rollback 1",
+        "step 12: KL spike, rollback 1",
+    ]
+    assert page.run("drawn[0].series.map((s) => s.label)") == [
+        "step",
+        "reward",
+        "reward, undone by rollback 1",
+    ]
+    steps, kept, undone = page.run("drawn[0].data.map((values) => [...values])")
+    assert steps == list(range(1, 13))
+    assert [v is None for v in kept] == [False] * 9 + [True] * 3
+    assert [v is None for v in undone] == [True] * 5 + [False] * 7
+    titles = page.run("[...document.querySelectorAll('.chart h3')].map((e) => e.textContent)")
+    scales = page.run(
+        f"drawn[{titles.index('Skipped steps, loss scale')}].series.map((s) => s.scale)"
+    )
+    assert scales == ["x", "y", "right"]
+    prompts = "[...document.querySelectorAll('.answer .prompt')].map((e) => e.textContent)"
+    assert page.run(prompts) == ["undone 12", "kept 8", "undone 8", "kept 4"]
+    choose(page, "step", "8, undone by rollback 1")
+    assert page.run(prompts) == ["undone 8"]
     assert page.errors == []

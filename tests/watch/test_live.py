@@ -37,6 +37,14 @@ def test_blocks_span_what_they_show():
     assert len(blocks(list(range(1000)))) == 40
 
 
+def test_what_is_not_finite_now_is_not_shown_as_it_was():
+    broken = [{**e, "grad_norm": None, "kl": None} for e in steps(12)[10:]]
+    rows = dict(line.split(maxsplit=1) for line in seen([*steps(10), *broken]).splitlines()[1:])
+    assert rows["KL"].split() == ["nan", 10 * "▁" + "xx"]
+    assert rows["gradient"].split() == ["norm", "nan", 10 * "▁" + "xx"]
+    assert rows["reward"].startswith("1.200")
+
+
 def test_what_is_shown():
     alarm = {"at": 7, "title": "KL spike", "text": "KL 0.3", "action": "rollback", "to": 5}
     shown = seen(steps(10), [alarm])

@@ -18,6 +18,7 @@ const CHARTS = [
   { title: "Cut answers", note: "share that ended at sampling.max_tokens", kind: "lines", metrics: { "completion/truncated": "cut" } },
   { title: "Learning rate", note: "", kind: "lines", metrics: { "learning_rate": "learning rate" } },
   { title: "Loss", note: "", kind: "lines", metrics: { "loss": "loss" } },
+  { title: "Skipped steps, loss scale", note: "steps whose gradient was not finite, since the start; loss scale on the right", kind: "lines", metrics: { "skipped_steps": "skipped", "loss_scale": "loss scale" }, right: "loss_scale" },
   { title: "Throughput", note: "tokens a second", kind: "lines", metrics: { "tokens_per_second": "whole step", "tokens_per_second/sample": "sampling", "tokens_per_second/learn": "learning" } },
   { title: "Where a step's time goes", note: "seconds, without the first step of each start, which compiles", kind: "stack", metrics: { "time/wait": "wait", "time/sample": "sample", "time/reward": "reward", "time/score": "score", "time/update": "update", "time/publish": "publish" } },
 ];
@@ -29,9 +30,10 @@ const color = (i) => () => css(`--c${i % 6}`);
 const faint = (i, share) => () => css(`--c${i % 6}`) + share;
 const shown = (v) => v == null ? "-" : v === 0 ? "0" : Math.abs(v) >= 1e-3 && Math.abs(v) < 1e5 ? String(+v.toPrecision(4)) : v.toExponential(1);
 
-function axes() {
+function axes(right) {
   const axis = { stroke: () => css("--quiet"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { stroke: () => css("--line"), width: 1 }, font: "11px system-ui" };
-  return [{ ...axis, size: 28 }, { ...axis, size: 62, values: (_, ticks) => ticks.map((t) => t == null ? "" : shown(t)) }];
+  const up = { ...axis, size: 62, values: (_, ticks) => ticks.map((t) => t == null ? "" : shown(t)) };
+  return [{ ...axis, size: 28 }, up, ...(right ? [{ ...up, scale: "right", side: 1, grid: { show: false } }] : [])];
 }
 
 // A curve that is flat gets an axis around its value.
@@ -42,13 +44,14 @@ function range(_, low, high) {
 }
 
 // A line for every alarm of the runs that the chart shows; where it was raised again, a tick at the
-// top, so that an alarm of hundreds of steps does not hide the curves.
+// top, so that an alarm of hundreds of steps does not hide the curves. What was undone is faint.
 function alarmLines(runs) {
   return (u) => {
     const { ctx } = u, { top, height } = u.bbox;
     ctx.save();
     for (const run of runs) for (const alarm of run.alarms) {
       ctx.strokeStyle = RUNS.length > 1 ? color(run.index)() : css("--alarm");
+      ctx.globalAlpha = alarm.undone ? 0.4 : 1;
       ctx.setLineDash(alarm.repeated ? [] : [3, 3]);
       const x = Math.round(u.valToPos(alarm.at, "x", true));
       ctx.beginPath(); ctx.moveTo(x, top); ctx.lineTo(x, top + (alarm.repeated ? 4 * devicePixelRatio : height)); ctx.stroke();
@@ -58,18 +61,23 @@ function alarmLines(runs) {
 }
 
 function lines(chart, runs) {
-  const tables = [], series = [{ label: "step" }];
-  runs.forEach((run) => Object.entries(chart.metrics).forEach(([metric, label], m) => {
-    const found = run.series[metric];
-    if (!found) return;
-    tables.push([found[0], found[1].map((v) => chart.log && v <= 0 ? null : v)]);
-    const several = RUNS.length > 1, alone = Object.keys(chart.metrics).length === 1;
-    series.push({
-      label: several ? (alone ? run.name : `${run.name} ${label}`) : label,
-      stroke: color(several ? run.index : m), dash: several ? DASHES[m % 3] : [], width: 1.5,
-      spanGaps: true, points: { show: chart.points === true && found[0].length < 60, size: 5 }, value: (_, v) => shown(v),
-    });
-  }));
+  const tables = [], series = [{ label: "step" }], several = RUNS.length > 1;
+  const metrics = Object.entries(chart.metrics), alone = metrics.length === 1;
+  for (const run of runs) metrics.forEach(([metric, name], m) => {
+    const hue = several ? run.index : m;
+    for (const part of [run, ...run.undone]) {
+      const found = part.series[metric], undone = part !== run;
+      if (!found) continue;
+      tables.push([found[0], found[1].map((v) => chart.log && v <= 0 ? null : v)]);
+      const label = several ? (alone ? run.name : `${run.name} ${name}`) : name;
+      series.push({
+        label: undone ? `${label}, undone by rollback ${part.number}` : label,
+        stroke: undone ? faint(hue, "88") : color(hue), dash: undone ? [2, 2] : several ? DASHES[m % 3] : [],
+        scale: metric === chart.right ? "right" : "y", width: 1.5, spanGaps: true,
+        points: { show: chart.points === true && found[0].length < 60, size: 5 }, value: (_, v) => shown(v),
+      });
+    }
+  });
   return tables.length ? { data: uPlot.join(tables), series, bands: [], runs } : null;
 }
 
@@ -110,8 +118,8 @@ function drawCharts(runs, focus) {
     place.append(card);
     const width = Math.max(240, card.clientWidth - 26);
     const u = new uPlot({
-      width, height: 210, series: made.series, bands: made.bands, axes: axes(),
-      scales: { x: { time: false }, y: chart.log ? { distr: 3 } : { range } },
+      width, height: 210, series: made.series, bands: made.bands, axes: axes(made.series.some((one) => one.scale === "right")),
+      scales: { x: { time: false }, y: chart.log ? { distr: 3 } : { range }, right: { range } },
       cursor: { sync: { key: "steps" } }, hooks: { draw: [alarmLines(made.runs)] },
     }, made.data, card);
     drawn.push(u);

@@ -33,11 +33,11 @@ function title(run) {
 function markRepeated(events) {
   const first = new Map();
   for (const event of events) {
-    const quiet = ["log", "replayed"].includes(event.action);
-    event.repeated = quiet && first.has(event.alarm);
+    const quiet = ["log", "replayed"].includes(event.action), kind = `${event.alarm} ${event.undone}`;
+    event.repeated = quiet && first.has(kind);
     event.repeats = [];
-    if (event.repeated) first.get(event.alarm).repeats.push(event.at);
-    else if (quiet) first.set(event.alarm, event);
+    if (event.repeated) first.get(kind).repeats.push(event.at);
+    else if (quiet) first.set(kind, event);
   }
 }
 
@@ -48,10 +48,11 @@ function listed(steps) {
 }
 
 function alarm(run, event) {
-  const done = { log: "", replayed: "", pause: "paused", stop: "stopped", rollback: "rolled back" }[event.action] ?? event.action;
+  const done = { log: "", replayed: "", pause: "paused", stop: "stopped", rollback: event.number ? `rollback ${event.number}` : "rolled back" }[event.action] ?? event.action;
   const more = [event.more, event.to == null ? "" : `back to step ${event.to} with ${Object.entries(event.changes).map(([k, [old, now]]) => `${k} ${old} -> ${now}`).join(", ")}`].filter(Boolean).join("; ");
-  return element("div", { className: "card alarm" }, [
-    element("h3", {}, [`${RUNS.length > 1 ? run.name + ", " : ""}step ${event.at}: ${event.title}${done ? ", " + done : ""}`]),
+  const said = [`${RUNS.length > 1 ? run.name + ", " : ""}step ${event.at}: ${event.title}`, done, event.undone ? `undone by rollback ${event.undone}` : ""];
+  return element("div", { className: `card alarm${event.undone ? " undone" : ""}` }, [
+    element("h3", {}, [said.filter(Boolean).join(", ")]),
     element("p", {}, [event.text + (event.limit == null ? "" : ` (limit ${shown(event.limit)})`)]),
     ...(more ? [element("p", {}, [more])] : []),
     ...(event.repeats.length ? [element("p", {}, [`Again after steps ${listed(event.repeats)}.`])] : []),

@@ -16,15 +16,18 @@ function control(label, key, options) {
   return element("label", {}, [label, select]);
 }
 
+// A step that was undone was taken once more.
+const when = (s) => s.undone ? `${s.step}, undone by rollback ${s.undone}` : String(s.step);
+
 function drawAnswers() {
-  const run = RUNS[view.run], steps = [...new Set(run.samples.map((s) => s.step))];
+  const run = RUNS[view.run], steps = [...new Set(run.samples.map(when))];
   document.getElementById("answer-controls").replaceChildren(
     ...(RUNS.length > 1 ? [control("Run", "run", RUNS.map((r, i) => option(i, r.name, view.run)))] : []),
     control("Step", "step", [option("all", "all", view.step), ...steps.map((s) => option(s, s, view.step))]),
     control("Order", "order", [option("step", "newest step first", view.order), option("high", "highest reward first", view.order), option("low", "lowest reward first", view.order)]),
     control("Colour", "tint", [option("advantages", "advantage", view.tint), option("betas", "|beta|", view.tint)]),
   );
-  const chosen = run.samples.filter((s) => view.step === "all" || s.step === +view.step);
+  const chosen = run.samples.filter((s) => view.step === "all" || when(s) === view.step);
   const reward = (s) => s.reward ?? -Infinity;
   const orders = { step: (a, b) => b.step - a.step || reward(b) - reward(a), high: (a, b) => reward(b) - reward(a), low: (a, b) => reward(a) - reward(b) };
   chosen.sort(orders[view.order]);
@@ -38,7 +41,7 @@ function drawAnswers() {
 
 function answer(s, most) {
   const known = s[view.tint];
-  const head = `step ${s.step}, reward ${s.reward == null ? "failed" : shown(s.reward)}, ${s.length} tokens${s.truncated ? ", cut at the limit" : ""}`;
+  const head = `step ${when(s)}, reward ${s.reward == null ? "failed" : shown(s.reward)}, ${s.length} tokens${s.truncated ? ", cut at the limit" : ""}`;
   const tokens = s.tokens.map((text, i) => {
     const span = element("span", { className: "token", textContent: text });
     const v = known?.[i], hue = view.tint === "betas" ? "--beta" : v > 0 ? "--up" : "--down";
