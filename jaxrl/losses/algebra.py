@@ -244,7 +244,14 @@ def both(first: Weights, second: Weights) -> Weights:
 def _applied(
     term: TokenLoss | Weights, scores: Scores, batch: TokenBatch
 ) -> tuple[jax.Array, Metrics]:
-    value, metrics = term.apply(scores, batch)
+    found = term.apply(scores, batch)
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+        got = "an array" if isinstance(found, jax.Array) else type(found).__name__
+        raise ValueError(
+            f"`apply` returned {got}, expected a pair: one number per token, and a dict of metrics "
+            "(`return loss, {}` without any)"
+        )
+    value, metrics = found
     if jnp.shape(value) != scores.logprobs.shape:
         # A sum, or a number for each row, would be broadcast without a word, and its gradient is
         # another one.

@@ -14,6 +14,7 @@ from jaxrl.losses.algebra import Aggregation, Objective, TokenLoss, Weights, bot
 from jaxrl.losses.ratios import Level, Ratio
 from jaxrl.losses.recipe import Recipe, with_terms
 from jaxrl.losses.regularizers import KLEstimator
+from jaxrl.losses.trial import blaming, try_out
 
 # A parameter annotated with one of these types takes one of these names in a config.
 PARTS: Mapping[Any, Mapping[str, Any]] = {
@@ -77,16 +78,21 @@ def build(
 
     Raises:
       ValueError: for an unknown name (the nearest one is shown), an unknown, missing or mistyped
-        parameter (those that exist are listed), a function that returns something else, or parts
-        that do not go together.
+        parameter (those that exist are listed), a function that returns something else, parts
+        that do not go together, or a loss that cannot be traced (see `trial.try_out`); what a
+        user's function raises is chained to it.
     """
     function = plugins.load_function(name, builtin=recipes, key="loss.name")
     declared = inspect.signature(function).parameters
     needed = [key for key, parameter in declared.items() if parameter.default is parameter.empty]
     parameters = {key: known[key] for key in needed if key in known} | dict(parameters)
     own, more = plugins.divide_parameters(function, with_terms, parameters, key="loss")
-    recipe = _as_recipe(function(**arguments(function, own)), name=name)
-    recipe = with_terms(recipe, **arguments(with_terms, more))
+    given = arguments(function, own)
+    with blaming(function, name=name):
+        made = function(**given)
+    recipe = with_terms(_as_recipe(made, name=name), **arguments(with_terms, more))
+    with blaming(function, name=name):
+        try_out(recipe)
     if advantage is None:
         return recipe
     estimator = plugins.load_function(advantage, builtin=estimators, key="loss.advantage")

@@ -1,5 +1,6 @@
 """What `jaxrl losses` and docs/losses.md say is what the code does."""
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 
 from jaxrl.advantages import Outcomes, estimate
+from jaxrl.batch import TokenBatch
 from jaxrl.cli import main
 from jaxrl.commands.losses import markdown
-from jaxrl.losses import build, catalogue, objective, recipes, reinforce, token_mean
+from jaxrl.losses import Scores, build, catalogue, objective, recipes, reinforce, token_mean
 from tests.losses.cases import lay_out, random_sequences
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
@@ -72,7 +74,7 @@ def test_command(capsys):
 def files(tmp_path):
     """The document's Python blocks as files."""
     blocks = re.findall(r"```python\n# (\w+)\.py\n(.*?)```", DOCUMENT, re.DOTALL)
-    assert [name for name, _ in blocks] == ["surrogate", "correction", "advantage"]
+    assert [name for name, _ in blocks] == ["surrogate", "correction", "from_logprobs", "advantage"]
     for name, code in blocks:
         (tmp_path / f"{name}.py").write_text(code)
         for function in re.split(r"\n\n\n(?=def )", code)[1:]:
@@ -80,7 +82,14 @@ def files(tmp_path):
     return tmp_path
 
 
-def test_the_documents_surrogate_and_correction(files):
+def test_the_documents_fields_are_all_there_are():
+    rows = re.findall(r"^\| `(scores|batch)\.(\w+)` \| (\w+)\[", DOCUMENT, re.MULTILINE)
+    for name, kind in (("scores", Scores), ("batch", TokenBatch)):
+        documented = [field for owner, field, _ in rows if owner == name]
+        assert documented == [field.name for field in dataclasses.fields(kind)]
+
+
+def test_the_documents_losses(files):
     """Where nothing moved and nothing mismatches they are REINFORCE."""
     sequences = random_sequences(0, spread=0.0)
     scores, batch = lay_out(sequences, [[i] for i in range(len(sequences))])
@@ -88,8 +97,9 @@ def test_the_documents_surrogate_and_correction(files):
     own = [
         build(f"{files}/surrogate.py:saturating", {"width": 0.3}).objective,
         build(f"{files}/correction.py:half_corrected", {"aggregation": "token_mean"}).objective,
+        build(f"{files}/from_logprobs.py:anchored", {"beta": 0.5}).objective,
     ]
-    assert [reduced.needs for reduced in own] == [set(), {"anchor"}]
+    assert [reduced.needs for reduced in own] == [set(), {"anchor"}, {"reference"}]
 
     @jax.jit
     def gradients(logprobs):
