@@ -87,7 +87,7 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
     ):
         guard, verdict = Guard(run), None
         if progress.step == 0:
-            progress.accuracy = progress.initial_accuracy = evaluate(run, step=0)
+            progress.initial_accuracy = evaluate(run, progress)
         signum = run.hosts.largest(interrupt.signum or 0)
         while progress.step < config.train.steps and not signum and not verdict:
             seconds: Numbers = {}
@@ -105,11 +105,12 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
                     published = run.publish(state.policy.params, version=progress.step)
             numbers = run.hosts.share(answers.numbers | learnt | published | seconds)
             log(run, answers, step=progress.step, numbers=numbers)
+            measured = evaluate(run, progress)
             verdict = run.hosts.led(guard.check)
             signum = run.hosts.largest(interrupt.signum or 0)
             if verdict is None or verdict.action == "pause":
                 ending = signum > 0 or verdict is not None
-                keep_safe(run, state, progress, ending=ending)
+                keep_safe(run, state, progress, measured=measured, ending=ending)
         done = progress.step == config.train.steps and verdict is None
         model = finish(run, state) if done else None
         accuracies = progress.initial_accuracy, progress.accuracy
@@ -186,9 +187,15 @@ def _step(run: Run, state: State, minibatch: Minibatch, *, step: int) -> tuple[S
     return run.critic.step(state, minibatch)
 
 
-def evaluate(run: Run, *, step: int) -> float | None:
-    """Greedy accuracy on the held-out prompts, logged; None without them."""
-    return run.hosts.led(lambda: _evaluate(run, step=step))
+def evaluate(run: Run, progress: Progress) -> float | None:
+    """Greedy accuracy on the held-out prompts, logged, before the first step, after the last one
+    and where the config says so; None at other steps, and without such prompts."""
+    step = progress.step
+    if step not in (0, run.config.train.steps) and not _due(run.config.eval.every, step):
+        return None
+    measured = run.hosts.led(lambda: _evaluate(run, step=step))
+    progress.accuracy = measured if measured is not None else progress.accuracy
+    return measured
 
 
 def _evaluate(run: Run, *, step: int) -> float | None:
@@ -224,14 +231,12 @@ def log(run: Run, answers: Answers, *, step: int, numbers: Numbers) -> None:
     run.tracker.log(step, variety(answers.sampled) | numbers | own)
 
 
-def keep_safe(run: Run, state: State, progress: Progress, *, ending: bool) -> None:
-    """Evaluates and saves where the config says so, and saves when the run is ending."""
-    c, step = run.config, progress.step
-    measured = None
-    if step == c.train.steps or _due(c.eval.every, step):
-        measured = evaluate(run, step=step)
-        progress.accuracy = measured if measured is not None else progress.accuracy
-    if step == c.train.steps or _due(c.checkpoint.every, step) or ending or measured is not None:
+def keep_safe(
+    run: Run, state: State, progress: Progress, *, measured: float | None, ending: bool
+) -> None:
+    """Saves where the config says so, what was evaluated, and when the run is ending."""
+    ending |= progress.step == run.config.train.steps
+    if ending or measured is not None or _due(run.config.checkpoint.every, progress.step):
         save(run, state, progress, metric=measured)
 
 

@@ -201,6 +201,35 @@ def test_a_paused_run_goes_on_as_if_it_had_not_been(material, healthy, tmp_path,
     assert [event["action"] for event in events(tmp_path / "run")] == ["pause"]
 
 
+def test_the_last_evaluation_is_judged_before_the_run_is_done(material, tmp_path, monkeypatch):
+    """The held-out score falls behind the last step: paused, and the same command ends the run."""
+    scores = iter([0.9, 0.2])
+    found = (SimpleNamespace(accuracy=score, numbers={}) for score in scores)
+    monkeypatch.setattr(loop, "evaluate_greedily", lambda *_, **__: next(found))
+    (tmp_path / "rising.py").write_text(
+        "calls = 0\ndef rising(completion, example):\n    global calls\n"
+        "    calls += 1\n    return calls\n"
+    )
+    changes = {
+        "reward.path": f"{tmp_path / 'rising.py'}:rising",
+        "train.steps": "3",
+        "data.eval_path": str(material / "prompts.jsonl"),
+        "data.eval_limit": "4",
+        "alarms.held_out": "pause",
+        "alarms.warmup": "1",
+        "alarms.window": "1",
+    }
+    asked = config(material, tmp_path / "run", **changes)
+    paused = loop.train(asked)
+    assert (paused.step, paused.model, paused.final_accuracy) == (3, None, 0.2)
+    assert paused.verdict is not None
+    assert "90.0% after step 0 and 20.0% after step 3" in paused.verdict.message
+    assert replay(read_metrics(tmp_path / "run/metrics.jsonl"), asked.alarms.limits)
+    done = loop.train(asked)
+    assert (done.step, done.verdict, done.final_accuracy) == (3, None, 0.2)
+    assert done.model is not None
+
+
 def watched(material, directory, **changes):
     """What a guard needs of a run: its last step has a KL spike, a gradient spike and no spread."""
     config_ = config(material, directory, **changes)

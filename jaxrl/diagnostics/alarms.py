@@ -312,12 +312,16 @@ def replay(entries: Iterable[Mapping[str, Any]], limits: Limits) -> list[Alarm]:
       limits: where the lines are.
     """
     history, raised, alarms = History(), dict[str, int](), list[Alarm]()
-    for entry in entries:
-        history.add(entry)
-        if "reward" in entry:
+    for _, group in itertools.groupby(entries, key=lambda entry: entry["step"]):
+        of_step = list(group)
+        for entry in (e for e in of_step if "event" not in e):
+            history.add(entry)
+        if any("reward" in entry for entry in of_step):
             new = check(history, limits, raised=raised)
             raised |= {alarm.name: alarm.step for alarm in new}
             alarms += new
+        for entry in (e for e in of_step if "event" in e):  # of what comes after the step
+            history.add(entry)
     return alarms
 
 

@@ -81,11 +81,20 @@ def test_held_out_score_that_falls_while_the_reward_rises():
             score = 0.6 if step < 30 else 0.45
             entries.append({"step": step, "eval/accuracy": score})
     first, again = replay(entries, LIMITS)
-    assert (first.name, first.step) == ("held_out", 31)  # the score is known after step 30
-    assert again.step == 40
+    assert (first.name, first.step) == ("held_out", 30)
+    assert again.step == 39
     assert first.value == pytest.approx(0.15)
     level = [entry | {"reward": 0.1} if "reward" in entry else entry for entry in entries]
     assert replay(level, LIMITS) == []
+
+
+def test_the_last_evaluation_is_judged():
+    """Nothing comes after it; what an event says is of the steps after it."""
+    scores = [{"step": step, "eval/accuracy": 0.9 if step < 40 else 0.4} for step in (0, 20, 40)]
+    entries = sorted([*run(40), *scores], key=lambda entry: entry["step"])
+    for more in ([], [{"step": 40, "event": {"alarm": "held_out", "at": 40, "action": "pause"}}]):
+        found = replay([*entries, *more], LIMITS)
+        assert [(alarm.name, alarm.step) for alarm in found] == [("held_out", 40)]
 
 
 def test_the_warm_up_is_not_judged_and_a_window_is_silent_afterwards():

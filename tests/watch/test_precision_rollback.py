@@ -67,10 +67,10 @@ def kill_at(monkeypatch: Any, step: int, *, policy: str) -> None:
     """The program dies behind a step of a policy, before anything of it is saved."""
     keep_safe = loop.keep_safe
 
-    def dying(run: Any, state: Any, progress: Any, *, ending: bool) -> None:
+    def dying(run: Any, state: Any, progress: Any, **more: Any) -> None:
         if progress.step == step and run.config.precision == policy:
             raise KilledError
-        keep_safe(run, state, progress, ending=ending)
+        keep_safe(run, state, progress, **more)
 
     monkeypatch.setattr(loop, "keep_safe", dying)
 
