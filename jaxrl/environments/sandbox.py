@@ -73,6 +73,7 @@ def run_python(code: str, *, limits: Limits | None = None) -> Ran:
             env={"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
             timeout=limits.seconds + _STARTING,
             check=False,
+            start_new_session=True,  # whoever has a terminal can type into its user's shell
         )
     except subprocess.TimeoutExpired as late:
         raise SandboxError(

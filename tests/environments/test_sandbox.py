@@ -30,6 +30,7 @@ ESCAPES = {
     "writing": "open('{there}/new', 'w')",
     "deleting": "import os; os.remove('{there}/kept')",
     "shared memory": "open('/dev/shm/new', 'w')",
+    "the terminal": "open('/dev/tty')",
     "killing": "import os, signal; os.kill({pid}, signal.SIGKILL)",
     "killing all": "import os, signal; os.kill(-1, signal.SIGKILL)",
     "writable again": "import ctypes, os; libc = ctypes.CDLL(None, use_errno=True)\n"
@@ -53,6 +54,31 @@ def test_there_is_no_way_out(tmp_path, way):
         other.kill()
     assert os.listdir(tmp_path) == ["kept"]
     assert not os.path.exists("/dev/shm/new")
+
+
+def test_a_program_has_no_terminal_where_its_user_has_one():
+    """Who has one can type into the shell it belongs to (TIOCSTI)."""
+    ours, theirs = os.openpty()
+    line = "open('/proc/self/stat').read().rpartition(')')[2].split()[4]"  # 0 is none
+    code = f"""
+import fcntl, termios
+from jaxrl.environments.sandbox import run_python
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+print({line}, run_python("print({line})").stdout)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stdin=theirs,
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+        check=True,
+    )
+    os.close(ours)
+    os.close(theirs)
+    of_user, of_program = done.stdout.split()
+    assert of_user != "0"
+    assert of_program == "0"
 
 
 @pytest.mark.parametrize(
