@@ -1,9 +1,11 @@
 """Runs Python that nobody has read, in a process of its own that can reach nothing.
 
-Linux only. The kernel's namespaces keep it from the network, from other processes and from writing
-anywhere but into an empty directory in memory; limits end it when it takes too much time, memory or
-output. It can read what the user can read, and nothing of that leaves it but its output. This is as
-safe as the kernel: do not run what is written to break out of it.
+Linux only. The kernel's namespaces keep it from the network, from other processes, from devices and
+from writing to any file outside of an empty directory in memory, and a filter of system calls from
+the sockets of other programs; limits end it when it takes too much time, memory or output. It can
+read what the user can read, and nothing of that leaves it but its output, and what it writes to
+named pipes that the user may write to. This is as safe as the kernel: do not run what is written to
+break out of it.
 """
 
 import dataclasses
@@ -79,11 +81,12 @@ def run_python(code: str, *, limits: Limits | None = None) -> Ran:
         raise SandboxError(
             f"no sandbox after {late.timeout:g} s: the machine is overloaded"
         ) from None
-    printed, _, last = _text(done.stderr).rpartition("\n")
+    printed, _, last = _text(done.stderr).rstrip("\n").rpartition("\n")
     if done.returncode:
         raise SandboxError(
-            f"the sandbox cannot be set up here: {last or printed}; it needs Linux with user "
-            "namespaces (in a container: a seccomp profile that allows unshare and mount)"
+            f"the sandbox cannot be set up here: {last}; it needs Linux on "
+            "x86-64 or aarch64 with user namespaces (in a container: a seccomp profile that allows "
+            "unshare and mount)"
         )
     status, in_time = map(int, last.split())
     return Ran(status, _text(done.stdout), printed, not in_time)

@@ -13,16 +13,47 @@ import os
 import resource
 import select
 import signal
+import struct
 import sys
 import time
 import traceback
 
 NEW_USER, NEW_MOUNTS, NEW_NET, NEW_IPC, NEW_PIDS = 1 << 28, 1 << 17, 1 << 30, 1 << 27, 1 << 29
-MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 1 << 14, 1 << 18
-MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
-PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 24, 38
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 1 << 14, 1 << 18
+# These system calls have the same number everywhere.
+OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
+OPEN_TREE_CLONE, MOVE_MOUNT_F_EMPTY_PATH, AT_FDCWD, AT_RECURSIVE = 1, 4, -100, 0x8000
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NODEV = 1, 4
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
 NOBODY = 65534
+FILES = 64  # open at a time: pipes and sockets hold memory, too
 WORK = b"/tmp"
+DEVICES = (b"/dev/null", b"/dev/zero", b"/dev/random", b"/dev/urandom")
+LINKS = {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}  # /dev -> /proc/self
+
+# What the filter of system calls has to know of a processor, as os.uname() names it. Denied are, in
+# this order, shmget, msgget, memfd_create; add_key, request_key, keyctl; unshare.
+SYSTEM_CALLS = {
+    "x86_64": {
+        "architecture": 0xC000003E,
+        "denied": (29, 68, 319, 248, 249, 250, 272),
+        "clone": 56,
+        "socket": 41,
+        "socketpair": 53,
+    },
+    "aarch64": {
+        "architecture": 0xC00000B7,
+        "denied": (194, 186, 279, 217, 218, 219, 97),
+        "clone": 220,
+        "socket": 198,
+        "socketpair": 199,
+    },
+}
+IO_URING_SETUP, CLONE3, MEMFD_SECRET = 425, 435, 447
+X32 = 1 << 30  # x86_64 knows its system calls by these numbers, too
+AF_INET, AF_INET6, SOCK_STREAM = 2, 10, 1
+# Of the filter's own language: what it does with the one number that it holds.
+LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -49,12 +80,16 @@ def make_namespaces() -> None:
 
 
 def wall_off(memory: int) -> None:
-    """Everything read-only but an empty directory; no privileges to undo it."""
+    """Everything read-only but an empty directory; no devices, no processes of others, no
+    privileges to undo it."""
     must(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "private mounts")
-    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY, 0, 0, 0)
-    size = ctypes.sizeof(attributes)
-    changed = libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, size)
-    must(changed, "read-only mounts")
+    devices = [libc.syscall(OPEN_TREE, AT_FDCWD, path, OPEN_TREE_CLONE) for path in DEVICES]
+    restrict(b"/", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NODEV)
+    mount_devices(devices)
+    flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
+    if libc.mount(b"proc", b"/proc", b"proc", flags, None) != 0:
+        # A container that hides parts of /proc gets no other: the program sees none.
+        must(libc.mount(b"none", b"/proc", b"tmpfs", flags, None), "an empty /proc")
     options = f"size={memory},mode=700".encode()
     must(libc.mount(b"none", WORK, b"tmpfs", MS_NOSUID | MS_NODEV, options), "a directory")
     os.chdir(WORK)
@@ -63,6 +98,61 @@ def wall_off(memory: int) -> None:
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     must(libc.capset(header, none), "no capabilities")
     must(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
+    forbid()
+
+
+def restrict(path: bytes, flags: int) -> None:
+    """Sets flags of a mount and of all below."""
+    attributes = (ctypes.c_uint64 * 4)(flags, 0, 0, 0)
+    size = ctypes.sizeof(attributes)
+    changed = libc.syscall(MOUNT_SETATTR, AT_FDCWD, path, AT_RECURSIVE, attributes, size)
+    must(changed, "read-only mounts")
+
+
+def mount_devices(devices: "list[int]") -> None:
+    """A /dev with nothing but `DEVICES`, from open copies of their mounts."""
+    must(libc.mount(b"none", b"/dev", b"tmpfs", MS_NOSUID, b"size=64k,mode=755"), "an empty /dev")
+    for path, copy in zip(DEVICES, devices, strict=True):
+        os.close(os.open(path, os.O_CREAT))
+        moved = libc.syscall(MOVE_MOUNT, copy, b"", AT_FDCWD, path, MOVE_MOUNT_F_EMPTY_PATH)
+        must(moved, path.decode())
+        os.close(copy)
+    for name, target in LINKS.items():
+        os.symlink(f"/proc/self/{target}", f"/dev/{name}")
+    restrict(b"/dev", MOUNT_ATTR_RDONLY)
+
+
+def forbid() -> None:
+    """Denies the system calls that get past the other walls."""
+    machine = os.uname().machine
+    if machine not in SYSTEM_CALLS:
+        raise OSError(f"the system calls of {machine} are not known, only {list(SYSTEM_CALLS)}")
+    steps = denials(machine)
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = struct.pack("HP", len(steps), ctypes.addressof(code))
+    must(libc.prctl(PR_SET_SECCOMP, 2, program, 0, 0), "a filter of system calls")
+
+
+def denials(machine: str) -> "list[tuple[int, int, int, int]]":
+    """The filter: no sockets that lie in the file system or belong to a hypervisor, no memory that
+    no limit counts, no namespaces with privileges of their own, and not the user's keyrings.
+
+    Each step is what to do, how many steps to skip if it is so and if it is not, and a number."""
+    known = SYSTEM_CALLS[machine]
+    architecture, call, first, second = ((LOAD, 0, 0, offset) for offset in (4, 0, 16, 24))
+    allow, deny, absent = ((RETURN, 0, 0, to) for to in (0x7FFF0000, 0x50000 | 1, 0x50000 | 38))
+    steps = [architecture, (EQUAL, 1, 0, known["architecture"]), deny]
+    steps += [call, (AT_LEAST, 0, 1, X32), deny]
+    for denied in (*known["denied"], IO_URING_SETUP, MEMFD_SECRET):
+        steps += [(EQUAL, 0, 1, denied), deny]
+    steps += [(EQUAL, 0, 1, CLONE3), absent]  # then clone is taken, whose flags can be looked at
+    for name, then in (
+        ("clone", [first, (ANY_BIT, 0, 1, NEW_USER), deny]),
+        ("socket", [first, (EQUAL, 2, 0, AF_INET), (EQUAL, 1, 0, AF_INET6), deny]),
+        ("socketpair", [second, (AND, 0, 0, 15), (EQUAL, 1, 0, SOCK_STREAM), deny]),
+    ):
+        steps += [(EQUAL, 0, len(then) + 1, known[name]), *then, allow]
+    return [*steps, allow]
 
 
 def run(code: bytes, *, seconds: float, memory: int, processes: int, ready: int) -> None:
@@ -73,6 +163,7 @@ def run(code: bytes, *, seconds: float, memory: int, processes: int, ready: int)
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_FSIZE, memory),
         (resource.RLIMIT_NPROC, processes),
+        (resource.RLIMIT_NOFILE, FILES),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (most, most))

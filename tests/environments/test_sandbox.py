@@ -10,6 +10,7 @@ import pytest
 from jaxrl.environments import sandbox
 from jaxrl.environments.rewards import python_tests
 from jaxrl.environments.sandbox import Limits, SandboxError, run_python
+from jaxrl.environments.sandbox_child import SYSTEM_CALLS, denials
 
 
 def test_a_program_reads_prints_and_ends():
@@ -31,12 +32,25 @@ ESCAPES = {
     "deleting": "import os; os.remove('{there}/kept')",
     "shared memory": "open('/dev/shm/new', 'w')",
     "the terminal": "open('/dev/tty')",
+    "a service of the machine": "import socket; socket.socket(socket.AF_UNIX)",
+    "a service by messages": "import socket\n"
+    "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'', '/dev/log')",
+    "the hypervisor": "import socket; socket.socket(40, socket.SOCK_STREAM)",
+    "devices": "open('/dev/full', 'w')",
+    "other processes": "open('/proc/{pid}/cmdline')",
+    "the kernel": "open('/proc/sys/kernel/core_pattern', 'w')",
     "killing": "import os, signal; os.kill({pid}, signal.SIGKILL)",
     "killing all": "import os, signal; os.kill(-1, signal.SIGKILL)",
     "writable again": "import ctypes, os; libc = ctypes.CDLL(None, use_errno=True)\n"
     "assert libc.mount(None, b'/', None, 4096 | 32, None) == 0, os.strerror(ctypes.get_errno())",
+    "new namespaces": "import ctypes; assert ctypes.CDLL(None).unshare(1 << 28 | 1 << 17) == 0",
+    "a child's namespaces": "import ctypes; assert ctypes.CDLL(None).syscall({clone}, "
+    "1 << 28 | 17, 0, 0, 0, 0) >= 0",
+    "keyrings": "import ctypes; assert ctypes.CDLL(None).syscall({keyctl}, 0, -3, 1) >= 0",
     "another user": "import os; os.setuid(0)",
     "memory": "x = bytearray(1 << 30)",
+    "memory in files": "import os; os.memfd_create('x')",
+    "memory that is shared": "import ctypes; assert ctypes.CDLL(None).shmget(0, 99, 0o1600) >= 0",
     "files": "f = open('big', 'wb')\nfor _ in range(1000): f.write(bytes(1 << 20))\nf.flush()",
 }
 
@@ -45,7 +59,9 @@ ESCAPES = {
 def test_there_is_no_way_out(tmp_path, way):
     (tmp_path / "kept").write_text("")
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
-        code = ESCAPES[way].format(there=tmp_path, pid=other.pid)
+        calls = SYSTEM_CALLS[os.uname().machine]
+        names = {"clone": calls["clone"], "keyctl": calls["denied"][5]}
+        code = ESCAPES[way].format(there=tmp_path, pid=other.pid, **names)
         ran = run_python(code, limits=Limits(seconds=20.0, memory=256 << 20))
         assert ran.status != 0, ran
         assert ran.stderr, ran
@@ -54,6 +70,69 @@ def test_there_is_no_way_out(tmp_path, way):
         other.kill()
     assert os.listdir(tmp_path) == ["kept"]
     assert not os.path.exists("/dev/shm/new")
+
+
+def test_what_ordinary_programs_need_is_there():
+    code = """
+import asyncio, os, subprocess, threading
+open("/dev/null", "w").write("x")
+assert len(open("/dev/urandom", "rb").read(4)) == len(open("/dev/zero", "rb").read(4)) == 4
+assert open("/dev/stdin").read() == ""
+assert sorted(int(p) for p in os.listdir("/proc") if p.isdigit()) == [1]
+assert asyncio.run(asyncio.sleep(0, "slept")) == "slept"
+thread = threading.Thread(target=open, args=("made", "w"))
+thread.start()
+thread.join()
+print(subprocess.run(["ls"], capture_output=True, text=True).stdout, os.getcwd())
+"""
+    ran = run_python(code)
+    assert (ran.stdout, ran.stderr) == ("made\n /tmp\n", "")
+
+
+def test_where_parts_of_proc_are_hidden_a_program_sees_nothing_of_it():
+    """As in a container: the kernel then refuses a whole one to the sandbox."""
+    inside = """
+from jaxrl.environments.sandbox import run_python
+print(run_python("import os; print(os.listdir('/proc'))").stdout)
+"""
+    hide = 'mount --bind /dev/null /proc/uptime && exec "$0" -c "$1"'
+    apart = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", hide]
+    command = [*apart, sys.executable, inside]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n\n"
+
+
+@pytest.mark.parametrize("machine", SYSTEM_CALLS)
+def test_the_filter_denies_what_it_names_and_nothing_else(machine):
+    """By hand, also for the processors that this machine is not."""
+    calls = SYSTEM_CALLS[machine]
+
+    def errno(call, first=0, second=0, architecture=calls["architecture"]):
+        data = {0: call, 4: architecture, 16: first, 24: second}
+        at, held = 0, 0
+        while True:
+            kind, so, not_so, number = denials(machine)[at]
+            match kind:
+                case 0x06:
+                    return 0 if number == 0x7FFF0000 else number - 0x50000
+                case 0x20:
+                    held = data[number]
+                case 0x54:
+                    held &= number
+                case _:
+                    true = {0x15: held == number, 0x35: held >= number, 0x45: held & number}[kind]
+                    at += so if true else not_so
+            at += 1
+
+    denied = {*calls["denied"], 425, 447}
+    for call in range(600):
+        expected = 1 if call in denied | {calls["socket"], calls["socketpair"]} else 0
+        assert errno(call) == (38 if call == 435 else expected)
+        assert errno(call | 1 << 30) == errno(call, architecture=0x40000003) == 1
+    clone, socket, pair = (calls[name] for name in ("clone", "socket", "socketpair"))
+    assert (errno(clone, 17), errno(clone, 1 << 28 | 17)) == (0, 1)
+    assert [errno(socket, family) for family in (1, 2, 10, 16, 40)] == [1, 0, 0, 1, 1]
+    assert [errno(pair, 1, kind) for kind in (1, 1 | 0o2004000, 2, 3, 5)] == [0, 0, 1, 1, 1]
 
 
 def test_a_program_has_no_terminal_where_its_user_has_one():
@@ -109,7 +188,7 @@ def test_a_machine_without_namespaces_is_an_error_and_runs_nothing(monkeypatch, 
     source = sandbox._CHILD.read_text()
     broken.write_text(source.replace("must(libc.unshare(", "must(libc.unshare(1 | "))
     monkeypatch.setattr(sandbox, "_CHILD", broken)
-    with pytest.raises(SandboxError, match="Invalid argument; it needs Linux with user namespaces"):
+    with pytest.raises(SandboxError, match=r"Invalid argument; it needs Linux on .* user names"):
         run_python("print('free')")
 
 
