@@ -38,6 +38,7 @@ SYSTEM_CALLS = {
         "architecture": 0xC000003E,
         "denied": (29, 68, 319, 248, 249, 250, 272),
         "clone": 56,
+        "prctl": 157,
         "socket": 41,
         "socketpair": 53,
     },
@@ -45,6 +46,7 @@ SYSTEM_CALLS = {
         "architecture": 0xC00000B7,
         "denied": (194, 186, 279, 217, 218, 219, 97),
         "clone": 220,
+        "prctl": 167,
         "socket": 198,
         "socketpair": 199,
     },
@@ -148,6 +150,7 @@ def denials(machine: str) -> "list[tuple[int, int, int, int]]":
     steps += [(EQUAL, 0, 1, CLONE3), absent]  # then clone is taken, whose flags can be looked at
     for name, then in (
         ("clone", [first, (ANY_BIT, 0, 1, NEW_USER), deny]),
+        ("prctl", [first, (EQUAL, 0, 1, PR_SET_PDEATHSIG), deny]),  # it ends with its parent
         ("socket", [first, (EQUAL, 2, 0, AF_INET), (EQUAL, 1, 0, AF_INET6), deny]),
         ("socketpair", [second, (AND, 0, 0, 15), (EQUAL, 1, 0, SOCK_STREAM), deny]),
     ):
@@ -196,6 +199,13 @@ def relay(streams: "dict[int, int]", *, until: float, most: int) -> bool:
     return True
 
 
+def ended(child: int, *, until: float) -> bool:
+    """Waits for a process, which may have closed its streams long before; False if the time is over
+    before."""
+    wait = max(0.0, until - time.monotonic())
+    return bool(select.select([os.pidfd_open(child)], [], [], wait)[0])
+
+
 def main() -> int:
     """Both processes; see above."""
     seconds, (memory, processes, output) = float(sys.argv[1]), map(int, sys.argv[2:5])
@@ -213,7 +223,8 @@ def main() -> int:
     for _, its_end in pipes:
         os.close(its_end)
     prints = {pipes[0][0]: 1, pipes[1][0]: 2}
-    in_time = relay(prints, until=time.monotonic() + seconds, most=output)
+    until = time.monotonic() + seconds
+    in_time = relay(prints, until=until, most=output) and ended(child, until=until)
     if not in_time:
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)

@@ -46,6 +46,7 @@ ESCAPES = {
     "new namespaces": "import ctypes; assert ctypes.CDLL(None).unshare(1 << 28 | 1 << 17) == 0",
     "a child's namespaces": "import ctypes; assert ctypes.CDLL(None).syscall({clone}, "
     "1 << 28 | 17, 0, 0, 0, 0) >= 0",
+    "outliving": "import ctypes; assert ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) == 0",
     "keyrings": "import ctypes; assert ctypes.CDLL(None).syscall({keyctl}, 0, -3, 1) >= 0",
     "another user": "import os; os.setuid(0)",
     "memory": "x = bytearray(1 << 30)",
@@ -131,6 +132,7 @@ def test_the_filter_denies_what_it_names_and_nothing_else(machine):
         assert errno(call | 1 << 30) == errno(call, architecture=0x40000003) == 1
     clone, socket, pair = (calls[name] for name in ("clone", "socket", "socketpair"))
     assert (errno(clone, 17), errno(clone, 1 << 28 | 17)) == (0, 1)
+    assert [errno(calls["prctl"], what) for what in (1, 15)] == [1, 0]
     assert [errno(socket, family) for family in (1, 2, 10, 16, 40)] == [1, 0, 0, 1, 1]
     assert [errno(pair, 1, kind) for kind in (1, 1 | 0o2004000, 2, 3, 5)] == [0, 0, 1, 1, 1]
 
@@ -168,6 +170,7 @@ print({line}, run_python("print({line})").stdout)
         "import os, time\nos.fork()\nos.setsid() if os.getpid() != 1 else None\ntime.sleep(100)",
         "import os\nfor _ in range(6): os.fork()\nwhile True: pass",
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(100)",
+        "import os, time\nos.close(1)\nos.close(2)\ntime.sleep(100)",
     ],
 )
 def test_what_takes_too_long_is_ended_with_all_it_started(code):
