@@ -14,6 +14,16 @@ Number = int | float
 
 _LONGEST = 400  # characters of an expression; its syntax tree is no deeper
 _BITS = 8192  # of a whole number, about 2,500 digits
+_DIGITS = 400  # that a number is rounded to; a float has 324 at most
+
+
+def _round(number: Number, *digits: int) -> Number:
+    # Rounding a whole number to -4000000 digits computes 10**4000000, and no thread runs meanwhile.
+    if any(abs(d) > _DIGITS for d in digits):
+        raise ValueError(f"a number is rounded to at most {_DIGITS} digits")
+    return round(number, *digits)
+
+
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -27,7 +37,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs,
     "max": max,
     "min": min,
-    "round": round,
+    "round": _round,
     **{
         name: getattr(math, name)
         for name in ("ceil", "cos", "exp", "floor", "log", "log10", "log2", "sin", "sqrt", "tan")

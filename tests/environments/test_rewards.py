@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxrl.environments import mathematics
 from jaxrl.environments.rewards import (
     boxed_format,
     exact_match,
@@ -184,3 +185,13 @@ def test_math_verify_runs_where_rewards_run():
     scored = score(terms, texts, rows)
     np.testing.assert_array_equal(scored.total, [1, 0, np.nan])
     assert "'$$' holds no expression" in str(scored.first_failure)
+
+
+def test_an_answer_that_takes_for_ever_to_compare_is_wrong_and_stops_nothing(monkeypatch):
+    """Numbers of so many digits are computed in one operation, during which no thread runs."""
+    monkeypatch.setattr(mathematics, "_SECONDS", 1.0)
+    monkeypatch.setattr(mathematics, "_idle", [])
+    huge, row = r"\boxed{7^{3^{14}}}", {"answer": "2"}
+    (term,) = load_rewards(["math_verify"])
+    np.testing.assert_array_equal(score([term], [huge, "2"], [row, row]).total, [0, 1])
+    mathematics._end_all()

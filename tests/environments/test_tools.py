@@ -77,6 +77,7 @@ def ids(text: str, of: Any = QWEN_TOKENIZER) -> np.ndarray:
         ("2**-1", "0.5"),
         ("sqrt(16) + max(1, 2, 3)", "7"),
         ("round(pi, 2)", "3.14"),
+        ("round(1250, -2) + round(2.6)", "1203"),
         ("10**30", "1" + "0" * 30),
     ],
 )
@@ -104,6 +105,7 @@ def test_the_calculator_computes(expression, value):
         "1/0",
         "1,234*5",
         "max(1, key=abs)",
+        "round(1, -10**9)",
         "",
     ],
 )
