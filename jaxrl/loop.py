@@ -34,7 +34,7 @@ from jaxrl.rollouts import shaping
 from jaxrl.rollouts.answers import Answers, Numbers, clock
 from jaxrl.rollouts.stream import open_answers
 from jaxrl.run import Progress, Run, open_run
-from jaxrl.update import saved
+from jaxrl.update import saved, taken
 from jaxrl.watch.plots import draw_run
 from jaxrl.watch.profile import Profile
 from jaxrl.watch.tracking import read_metrics
@@ -161,8 +161,9 @@ def update(
     run: Run, state: State, minibatches: Sequence[Minibatch], *, progress: Progress
 ) -> tuple[State, Numbers]:
     """One optimizer step on each mini-batch, of the critic where there is one and, once that is
-    pre-trained, of the policy; the metrics are means over all of them."""
-    learning_rate = float(run.learning_rate(int(state.policy.step)))
+    pre-trained, of the policy; the metrics are means over all of them, and the learning rate is
+    that of the first."""
+    learning_rate = float(run.learning_rate(taken(state.policy)))
     entropy, coefficient = run.recipe.entropy, progress.entropy_coefficient
     if entropy is not None:
         coefficient = entropy.initial if coefficient is None else coefficient

@@ -28,6 +28,14 @@ class Mean:
         return self.total / jnp.where(self.weight == 0, 1, self.weight)
 
 
+@struct.dataclass
+class Latest(Mean):
+    """A number that counts from the start, or that steps hand on: of two, the later one stands."""
+
+    def __add__(self, other: Mean) -> Mean:
+        return other
+
+
 Metrics = dict[str, Mean]
 
 
@@ -40,7 +48,8 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> Mean:
 
 
 def merge(first: Mapping[str, Mean], second: Mapping[str, Mean]) -> Metrics:
-    """The metrics over both populations; a name that only one of them has is kept as it is."""
+    """The metrics over both populations, of which `second` is the later one; a name that only one
+    of them has is kept as it is."""
     both = first.keys() & second.keys()
     return dict(first) | dict(second) | {name: first[name] + second[name] for name in both}
 

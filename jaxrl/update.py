@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from jaxrl.metrics import Mean, Metrics
+from jaxrl.metrics import Latest, Mean, Metrics
 from jaxrl.models import lora
 from jaxrl.models.spec import Params
 from jaxrl.precision import LossScale, Precision, cast, init_loss_scale, update_loss_scale
@@ -39,6 +39,11 @@ def saved(state: LearnerState) -> LearnerState:
 def with_saved(state: LearnerState, found: LearnerState) -> LearnerState:
     """The state that `found` was saved from, with the frozen parameters of `state`."""
     return dataclasses.replace(found, params=lora.with_trainable(state.params, found.params))
+
+
+def taken(state: LearnerState) -> int:
+    """Optimizer steps that were not skipped: as many as the optimizer and its schedule count."""
+    return int(state.step) - int(state.loss_scale.skipped)
 
 
 class Update(NamedTuple):
@@ -116,8 +121,8 @@ def make_update(
         own = {
             "loss": Mean(value, denominator),
             "grad_norm": _once(grad_norm),
-            "loss_scale": _once(state.loss_scale.scale),
-            "skipped_steps": _once(new_state.loss_scale.skipped),
+            "loss_scale": _once(state.loss_scale.scale, kind=Latest),
+            "skipped_steps": _once(new_state.loss_scale.skipped, kind=Latest),
         }
         return new_state, metrics | own
 
@@ -190,5 +195,5 @@ def _move(x: jax.Array, like: jax.Array | None = None) -> jax.Array:
     return x if jax.typeof(x).memory_space == wanted else jax.device_put(x, wanted)
 
 
-def _once(value: jax.Array) -> Mean:
-    return Mean(value.astype(jnp.float32), jnp.float32(1))
+def _once(value: jax.Array, *, kind: type[Mean] = Mean) -> Mean:
+    return kind(value.astype(jnp.float32), jnp.float32(1))

@@ -26,6 +26,7 @@ from jaxrl.losses import (
 from jaxrl.metrics import to_floats
 from jaxrl.models.decoder import decoder
 from jaxrl.precision import PRESETS, LossScale, LossScaleSpec, Precision, dynamic_loss_scale
+from jaxrl.update import taken
 from tests import tiny
 
 FP32 = PRESETS["fp32"]
@@ -222,6 +223,7 @@ def test_into_overflow_and_back():
         assert numbers["loss_scale"] == scale
         finite.append(int(after.loss_scale.skipped) == int(state.loss_scale.skipped))
         assert numbers["skipped_steps"] == finite.count(False)
+        assert taken(after) == optax.tree.get(after.opt_state, "count")
         if finite[-1]:
             assert np.isfinite(numbers["grad_norm"])
             moved = jax.tree.map(lambda a, b: (a != b).any(), after.params, state.params)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jaxrl.metrics import Mean, masked_mean, to_floats
+from jaxrl.metrics import Latest, Mean, masked_mean, merge, to_floats
 
 SHAPE = (3, 4)
 
@@ -31,6 +31,18 @@ def test_parts_add_up_to_the_whole(values, mask, cut):
     assert to_floats({"x": whole}) == (
         {"x": pytest.approx(expected, rel=1e-5, abs=1e-6)} if mask.any() else {}
     )
+
+
+def test_of_what_counts_from_the_start_the_later_number_stands():
+    """Four updates with one skipped: one was skipped, not a half."""
+    found = {}
+    for skipped in (0.0, 0.0, 1.0, 1.0):
+        later = {
+            "skipped": Latest(jnp.float32(skipped), jnp.float32(1)),
+            "loss": Mean(jnp.float32(skipped), jnp.float32(1)),
+        }
+        found = merge(found, later)
+    assert to_floats(found) == {"skipped": 1.0, "loss": 0.5}
 
 
 def test_nothing_outside_the_mask_is_read():

@@ -21,6 +21,7 @@ from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.export import export_checkpoint
 from jaxrl.models import huggingface
+from jaxrl.optimizers import make_schedule
 from jaxrl.precision import PRESETS
 from tests import tiny
 from tests.commands import JAXRL, XLA_FLAGS
@@ -161,6 +162,17 @@ def test_the_undisturbed_run_learns_and_moves_the_loss_scale(undisturbed):
     assert np.abs(final_state(undisturbed, "critic")["params"]["score"]).max() > 1e-2
     assert len({row["loss_scale"] for row in rows(undisturbed) if "loss_scale" in row}) > 2
     assert sum(row.get("groups/kept", 0) > 0 for row in rows(undisturbed)) > STEPS // 4
+
+
+def test_the_learning_rate_that_is_logged_is_the_one_that_was_used(undisturbed):
+    """The optimizer does not count skipped steps, so neither does its schedule."""
+    schedule = make_schedule("cosine", learning_rate=1e-2, warmup_steps=0, total_steps=2 * STEPS)
+    learnt = [row for row in rows(undisturbed) if "skipped_steps" in row]
+    skipped = [int(row["skipped_steps"]) for row in learnt]
+    assert skipped[-2] > 0
+    for i, row in enumerate(learnt):
+        taken = 2 * i - ([0, *skipped][i])
+        assert row["learning_rate"] == pytest.approx(float(schedule(taken)), rel=1e-6)
 
 
 def test_the_critics_head_is_not_exported(undisturbed, tmp_path):

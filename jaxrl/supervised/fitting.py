@@ -24,6 +24,7 @@ from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.run_directory import claim
+from jaxrl.update import taken
 from jaxrl.watch.tracking import open_tracker
 from sharding.partition import Layout
 
@@ -159,7 +160,7 @@ def fit(config: SupervisedConfig, task: Task, *, layout: Layout, eval_every: int
                 if step % _LOG_EVERY == 0 or step == steps:
                     now, last = time.perf_counter(), last | to_floats(metrics)
                     last["tokens_per_second"] = tokens / (now - since)
-                    last["learning_rate"] = float(np.asarray(task.learning_rate(step - 1)))
+                    last["learning_rate"] = used(task, state)
                     tracker.log(step, {k: v for k, v in last.items() if not k.startswith("eval/")})
                     since, tokens = now, 0
                 measured = {}
@@ -187,6 +188,11 @@ def fit(config: SupervisedConfig, task: Task, *, layout: Layout, eval_every: int
         source_dir=config.model.path,
     )
     return Result(step, None, first, last, directory / "model")
+
+
+def used(task: Task, state: LearnerState) -> float:
+    """The learning rate of the last step that was not skipped."""
+    return float(np.asarray(task.learning_rate(max(taken(state) - 1, 0))))
 
 
 def place(host: HostBatch, layout: Layout) -> Minibatch:
