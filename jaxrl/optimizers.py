@@ -65,22 +65,36 @@ def make_optimizer(
             mask=matrices,
         )
     elif name == "muon":
-        chain = optax.contrib.muon(
+        muon = optax.contrib.muon(
             schedule,
             beta=betas[0],
             eps=eps,
-            weight_decay=weight_decay,
             adam_b1=betas[0],
             adam_b2=betas[1],
             muon_weight_dimension_numbers=jax.tree.map(_muon_axes, dict(specs), is_leaf=is_spec),
         )
+        # Its own weight decay would leave out embedding and head.
+        chain = optax.chain(muon, _decay(schedule, weight_decay, mask=matrices))
     else:
-        chain = optax.chain(
-            optax.add_decayed_weights(weight_decay, mask=matrices),
-            optax.sgd(schedule, momentum=betas[0] or None),
-        )
+        sgd = optax.sgd(schedule, momentum=betas[0] or None)
+        chain = optax.chain(sgd, _decay(schedule, weight_decay, mask=matrices))
     clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
     return optax.chain(clip, chain)
+
+
+def _decay(
+    schedule: optax.Schedule, weight_decay: float, *, mask: Any
+) -> optax.GradientTransformation:
+    """Takes learning rate x weight decay x parameter from finished updates, where `mask` holds."""
+    alone = optax.chain(
+        optax.add_decayed_weights(weight_decay, mask), optax.scale_by_learning_rate(schedule)
+    )
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        decayed, state = alone.update(optax.tree.zeros_like(updates), state, params)
+        return optax.tree.add(updates, decayed), state
+
+    return optax.GradientTransformation(alone.init, update)
 
 
 def _is_matrix(spec: ParamSpec) -> bool:
