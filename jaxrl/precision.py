@@ -124,7 +124,8 @@ class Precision:
       compute: weights and operands of every matrix product of the forward and backward pass. All
         products accumulate in f32 (f64 if `compute` is f64).
       activations: the residual stream and what lies between two matrix products.
-      logits: the head's output, log-softmax, ratios and every reduction of a loss.
+      logits: what the head's output is rounded to, and the log-probs made of it. The sums of the
+        softmax, ratios and reductions of a loss have at least f32 whatever is here.
       grads: gradient accumulation over microbatches and reduction over devices.
       moments: optimizer moments.
       wire: the weights that are published to the sampler. f8_e4m3 is for this role alone, and for
@@ -246,7 +247,7 @@ def parse(text: str) -> Precision:
 
 def sampler_precision(precision: Precision) -> Precision:
     """The policy of a forward pass that computes as the sampler does: operands and activations in
-    `sampler`, reductions in `logits`."""
+    `sampler`, log-probs in `logits`."""
     return dataclasses.replace(
         precision,
         params=precision.exported,
