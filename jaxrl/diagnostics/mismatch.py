@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.batch import TokenBatch
+from jaxrl.losses.ratios import LOG_RATIO_LIMIT
 from jaxrl.metrics import Metrics, masked_mean
-
-_LIMIT = 20.0  # of a log-ratio before exp
 
 
 def mismatch(logprobs: jax.Array, batch: TokenBatch) -> Metrics:
@@ -26,7 +25,7 @@ def mismatch(logprobs: jax.Array, batch: TokenBatch) -> Metrics:
     known = batch.action_mask & ~jnp.isnan(batch.sampler_logprobs)
     sampler = jnp.where(known, batch.sampler_logprobs, 0)
     learner = jnp.where(known, jax.lax.stop_gradient(logprobs), 0).astype(jnp.float32)
-    delta = jnp.clip(learner - sampler, -_LIMIT, _LIMIT)
+    delta = jnp.clip(learner - sampler, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     w = jnp.exp(delta)
     values = {
         "kl": -delta,

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-_LIMIT = 20.0  # of a log-ratio before exp
+from jaxrl.losses.ratios import LOG_RATIO_LIMIT
+
 _DECILES = 10
 
 
@@ -75,7 +76,7 @@ def split(tokens: Tokens, *, low: float, high: float) -> dict[str, float]:
       a constant is 0.
     """
     alpha, beta = tokens.shadow - tokens.sampler, tokens.learner - tokens.shadow
-    delta = np.clip(alpha + beta, -_LIMIT, _LIMIT)
+    delta = np.clip(alpha + beta, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     p, q = np.exp(tokens.learner), np.exp(tokens.sampler)
     up, down = tokens.advantages > 0, tokens.advantages < 0
     above, below = up & (delta > np.log1p(high)), down & (delta < np.log1p(-low))
@@ -84,6 +85,7 @@ def split(tokens: Tokens, *, low: float, high: float) -> dict[str, float]:
     w = np.exp(delta)
     lengths = np.bincount(tokens.sequences)
     sums = np.bincount(tokens.sequences, weights=delta)
+    bounded = np.clip(sums, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     clipped = float(np.mean(above | below))
     rare_first = np.array_split(np.abs(beta)[np.argsort(q, kind="stable")], _DECILES)
     return {
@@ -99,7 +101,7 @@ def split(tokens: Tokens, *, low: float, high: float) -> dict[str, float]:
         "kl": float(np.mean(-delta)),
         "k3_kl": float(np.mean(w - delta - 1)),
         "chi2_token": float(np.mean(w**2) - 1),
-        "chi2_sequence": float(np.mean(np.exp(2 * np.clip(sums, -_LIMIT, _LIMIT))) - 1),
+        "chi2_sequence": float(np.mean(np.exp(2 * bounded)) - 1),
         "ess": float(np.mean(w) ** 2 / np.mean(w**2)),
         "prob_diff_mean": float(np.abs(p - q).mean()),
         "prob_diff_p99": float(np.quantile(np.abs(p - q), 0.99)),

@@ -18,7 +18,9 @@ from jaxrl.batch import TokenBatch, segment_sum
 from jaxrl.losses.algebra import Need, Scores, Shift, require
 from jaxrl.metrics import Metrics, masked_mean
 
-_LIMIT = 20.0  # of a log-ratio before exp: e^20 is far beyond any clip, and its square is finite
+LOG_RATIO_LIMIT = 20.0
+"""Bound of a log-ratio before exp: e^20 is far beyond any clip, and its square is finite."""
+
 _SEQUENCE_LIMIT = 10.0
 
 
@@ -47,7 +49,7 @@ class Ratio(NamedTuple):
 
     def value(self, scores: Scores, batch: TokenBatch) -> jax.Array:
         """exp(log-ratio clamped to +-20): f32[B, T]; the gradient is 0 where it was clamped."""
-        return jnp.exp(jnp.clip(self.log(scores, batch), -_LIMIT, _LIMIT))
+        return jnp.exp(jnp.clip(self.log(scores, batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def _on_policy(scores: Scores, batch: TokenBatch) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxrl.batch import TokenBatch
 from jaxrl.losses import bounds
 from jaxrl.losses.algebra import Need, Scores, TokenLoss, require, token_loss
-from jaxrl.losses.ratios import Ratio
+from jaxrl.losses.ratios import LOG_RATIO_LIMIT, Ratio
 from jaxrl.metrics import Metrics, masked_mean
 
 
@@ -39,7 +39,7 @@ def k2(d: jax.Array) -> jax.Array:
 
 def k3(d: jax.Array) -> jax.Array:
     """e^d - d - 1, f32[B, T]: unbiased, never negative; d clamped to +-20 and the result to 10."""
-    d = jnp.clip(d, -20.0, 20.0)
+    d = jnp.clip(d, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return jnp.minimum(jnp.expm1(d) - d, 10.0)
 
 
@@ -79,7 +79,7 @@ def drift_penalty(ratio: Ratio) -> TokenLoss:
     its mean."""
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        value = jnp.clip(ratio.log(scores, batch), -20.0, 20.0) ** 2
+        value = jnp.clip(ratio.log(scores, batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) ** 2
         return value, {"drift": masked_mean(jax.lax.stop_gradient(value), batch.action_mask)}
 
     return TokenLoss(ratio.needs, apply)

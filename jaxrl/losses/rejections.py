@@ -14,10 +14,8 @@ import jax.numpy as jnp
 from jaxrl.batch import TokenBatch, segment_sum
 from jaxrl.losses import bounds
 from jaxrl.losses.algebra import Scores, Weights
-from jaxrl.losses.ratios import Ratio, per_token, sequence_mean
+from jaxrl.losses.ratios import LOG_RATIO_LIMIT, Ratio, per_token, sequence_mean
 from jaxrl.metrics import Metrics, masked_mean
-
-_LIMIT = 20.0  # of a log-ratio before exp
 
 
 class _Rejects(Protocol):
@@ -28,7 +26,8 @@ class _Rejects(Protocol):
 
 def _rejection(rejects: _Rejects, ratio: Ratio, *, name: str) -> Weights:
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        d = jax.lax.stop_gradient(jnp.clip(ratio.log(scores, batch), -_LIMIT, _LIMIT))
+        d = jnp.clip(ratio.log(scores, batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        d = jax.lax.stop_gradient(d)
         gone = rejects(d, scores, batch)
         return 1.0 - gone, {f"rejected/{name}": masked_mean(gone, batch.action_mask)}
 
