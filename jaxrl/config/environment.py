@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 
-from jaxrl.config.tables import Section, Texts
+from jaxrl.config.tables import Plain, Section, Texts
 
 
 class EnvironmentConfig(Section):
@@ -12,7 +12,7 @@ class EnvironmentConfig(Section):
     environment."""
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, float | int | bool | str] = Field(init=False)
+    __pydantic_extra__: dict[str, Plain] = Field(init=False)
 
     name: str | None = None
     """An environment in jaxrl.environments.named (`agent` lets the policy call tools, `text_game`

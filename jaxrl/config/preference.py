@@ -12,7 +12,7 @@ from pydantic import (
 )
 
 from jaxrl.config.supervised import SupervisedConfig
-from jaxrl.config.tables import OptimizerConfig, PromptConfig, Section
+from jaxrl.config.tables import OptimizerConfig, Plain, PromptConfig, Section
 
 
 class PairDataConfig(PromptConfig):
@@ -75,7 +75,7 @@ class PairLossConfig(Section):
     """The loss; further keys of this table are its keyword arguments, such as beta."""
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, float | int | bool | str] = Field(init=False)
+    __pydantic_extra__: dict[str, Plain] = Field(init=False)
 
     name: str = "sigmoid"
     """`sigmoid` (DPO), `hinge`, `ipo` (log-ratios averaged over an answer, as in TRL) or

@@ -12,6 +12,7 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PlainValidator,
     PositiveFloat,
     PositiveInt,
     ValidationInfo,
@@ -25,6 +26,17 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 # TOML arrays arrive as lists, which strict mode would refuse for a tuple.
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], Field(strict=False)]
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, float | int | str) or value != value:
+        raise ValueError("numbers, texts and booleans only")
+    return value
+
+
+# A key that a table hands on to a function, whose annotations say more.
+Plain = Annotated[float | int | bool | str, PlainValidator(_plain)]
+
 Remat = Literal["none", "matmuls", "attention", "layer"]
 Attention = Literal["auto", "xla", "splash", "cudnn"]
 
@@ -115,7 +127,7 @@ class LossConfig(Section):
     jaxrl.losses.with_terms (kl, entropy, correction, ...): see `jaxrl losses`."""
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, float | int | bool | str] = Field(init=False)
+    __pydantic_extra__: dict[str, Plain] = Field(init=False)
 
     name: str = "grpo"
     """Recipe: a name in jaxrl.losses.recipes, `file.py:function` or `package.module:function`."""

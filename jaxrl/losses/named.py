@@ -106,7 +106,7 @@ def kl_estimator(name: str) -> KLEstimator:
 
 def arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of the table [loss] as the function's annotations want them: parts for
-    their names, and numbers, texts and booleans as they are.
+    their names, None for "none" where it may be None, and numbers, texts and booleans as they are.
 
     Raises:
       ValueError: for an unknown name or a value of another type; the message names the key.
@@ -121,6 +121,8 @@ def arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[s
 def _argument(value: Any, annotation: Any, *, key: str) -> Any:
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     kinds = typing.get_args(annotation) if union else (annotation,)
+    if value == "none" and types.NoneType in kinds:  # TOML has no null
+        return None
     if kinds[0] in PARTS:
         return _part(value, kinds[0], key=key)
     if not any(_fits(value, kind) for kind in kinds):

@@ -59,6 +59,13 @@ def test_resolved_config_loads_again_to_an_equal_one(tree):
     assert validate(Config, tomllib.loads(dumps(config))) == config
 
 
+@pytest.mark.parametrize("value", [[1.0, 2.0], {"a": 1}, float("nan")])
+def test_what_a_table_hands_on_is_plain(value):
+    with pytest.raises(ConfigError) as error:
+        with_keys(loss__taus=value)
+    assert str(error.value) == f"loss.taus = {value!r}: numbers, texts and booleans only"
+
+
 def test_command_line_wins_over_file(tmp_path: Path):
     file = tmp_path / "run.toml"
     file.write_text(

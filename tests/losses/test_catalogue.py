@@ -3,16 +3,20 @@
 import dataclasses
 import inspect
 import re
+import tomllib
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from jaxrl import parts
 from jaxrl.advantages import Outcomes, estimate
 from jaxrl.batch import TokenBatch
 from jaxrl.cli import main
 from jaxrl.commands.losses import markdown
+from jaxrl.config.toml_file import validate
+from jaxrl.config.training import Config
 from jaxrl.losses import Scores, build, catalogue, objective, recipes, reinforce, token_mean
 from tests.losses.cases import lay_out, random_sequences
 
@@ -42,20 +46,25 @@ def test_every_term_and_estimator_is_described():
     assert all(entry.papers for entry in catalogue.list_estimators())
 
 
-def test_defaults_are_those_that_a_config_would_name():
+def test_defaults_are_written_in_a_config_as_they_are_shown():
     for entry in catalogue.list_recipes():
-        parameters = {p.name: p.default for p in entry.parameters if p.default != "none"}
-        values = {k: 8 if v is None else _value(v) for k, v in parameters.items()}
-        built, plain = build(entry.name, values), build(entry.name, _needed(entry))
-        assert built.objective.needs == plain.objective.needs
+        shown = [p for p in (*entry.parameters, *catalogue.list_terms()) if p.default is not None]
+        lines = "\n".join(f"{p.name} = {_toml(p.default)}" for p in shown)
+        config = validate(
+            Config,
+            {
+                "model": {"path": "m"},
+                "data": {"path": "d"},
+                "reward": {"path": ["exact_match"]},
+                "loss": {"name": entry.name} | tomllib.loads(lines),
+            },
+        )
+        plain = build(entry.name, {p.name: 8 for p in entry.parameters if p.default is None})
+        assert parts.make_recipe(config).objective.needs == plain.objective.needs
 
 
-def _needed(entry):
-    return {p.name: 8 for p in entry.parameters if p.default is None}
-
-
-def _value(text):
-    return float(text) if re.fullmatch(r"[\d.e+-]+|inf", text) else text
+def _toml(text):
+    return text if re.fullmatch(r"[\d.e+-]+|inf", text) else f'"{text}"'
 
 
 def test_command(capsys):

@@ -85,6 +85,8 @@ def test_what_a_users_function_may_return(user_file):
         ("grpo", {"kl": "much"}, "loss.kl = 'much': expected float"),
         ("grpo", {"kl": True}, "loss.kl = True: expected float"),
         ("grpo", {"dual_clip": "3"}, "loss.dual_clip = '3': expected float$"),
+        ("grpo", {"ratio": "none"}, "loss.ratio = 'none': use one of on_policy, over_anchor"),
+        ("grpo", {"kl": "none"}, "loss.kl = 'none': expected float$"),
         ("grpo", {"ratio": "sampler"}, "loss.ratio = 'sampler': use one of on_policy, over_anchor"),
         ("grpo", {"kl_estimator": 3}, r"loss.kl_estimator = 3: use one of k1, k2, k3, k1\+, k3\+"),
         ("grpo", {"clip_low": 2.0}, r"low=2\.0 must lie in"),
