@@ -10,6 +10,7 @@ from jaxrl.advantages import Advantages
 from jaxrl.batch import Rollout
 from jaxrl.config.tracking import SamplesConfig
 from jaxrl.data import Tokenizer
+from jaxrl.watch.pieces import pieces
 from jaxrl.watch.tracking import read_metrics, write_lines
 
 _DIGITS = 5
@@ -53,10 +54,7 @@ class Samples:
                 "reward": None if np.isnan(rollout.reward) else rollout.reward,
                 "length": len(rollout.completion),
                 "truncated": rollout.truncated,
-                "tokens": [
-                    self._tokenizer.decode([int(t)], skip_special_tokens=False)
-                    for t in rollout.completion[:size]
-                ],
+                "tokens": pieces(self._tokenizer, rollout.completion[:size].tolist()),
                 "advantages": _numbers(advantages[i], rollout)[:size],
             }
             if betas is not None:
