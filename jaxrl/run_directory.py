@@ -59,7 +59,15 @@ def claim(directory: Path, config: Config | SupervisedConfig) -> None:
                 f"{directory} holds a run with another config: {'; '.join(changed)}. Choose "
                 "another run_dir, or delete it to start again"
             )
-    path.write_text(toml_file.dumps(config), encoding="utf-8")
+    write_whole(path, toml_file.dumps(config))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that others may read meanwhile. It is replaced, not cut in place: they, and a
+    program that is killed here, find either the old file or the new one."""
+    new = path.with_suffix(".new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def note_start(directory: Path, *, step: int, devices: Sequence[Any]) -> None:

@@ -17,6 +17,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40  # steps in a line of blocks
 _RECENT = 20  # steps that the time left is estimated from
 _ALARMS = 6
+_ENDED = {"pause": "paused", "stop": "stopped"}
 
 
 def view(
@@ -34,7 +35,8 @@ def view(
       total: steps of the whole run.
       now: seconds since the epoch.
     """
-    steps = [e for e in entries if "reward" in e]
+    # Other entries are of an evaluation, or of an alarm; "loss" is what every run has.
+    steps = [e for e in entries if "reward" in e or "loss" in e]
     done = entries[-1]["step"]
     line = Table.grid(padding=(0, 2))
     state = _state(entries, steps, total=total, now=now)
@@ -52,12 +54,15 @@ def view(
 
 
 def seconds_left(steps: Sequence[Mapping[str, Any]], *, total: int) -> float | None:
-    """Of a run, from the median of its last steps; None before there are two."""
-    recent = steps[-_RECENT - 1 :]
-    if len(recent) < 2:
-        return None
-    taken = [b["time"] - a["time"] for a, b in itertools.pairwise(recent)]
-    return statistics.median(taken) * (total - steps[-1]["step"])
+    """Of a run, from the median of its last steps; None before there are two.
+
+    Args:
+      steps: entries of steps, which need not be all of its steps.
+      total: steps of the whole run.
+    """
+    pairs = list(itertools.pairwise(steps[-_RECENT - 1 :]))
+    taken = [(b["time"] - a["time"]) / max(1, b["step"] - a["step"]) for a, b in pairs]
+    return statistics.median(taken) * (total - steps[-1]["step"]) if taken else None
 
 
 def blocks(values: Sequence[float]) -> str:
@@ -80,10 +85,12 @@ def _state(
     now: float,
 ) -> str:
     last = entries[-1]
+    # An alarm may be followed by an evaluation after the same step.
+    news = [e["event"] for e in entries if e["step"] == last["step"] and "event" in e]
+    if news and (action := news[-1]["action"]) in _ENDED:
+        return _ENDED[action]
     if last["step"] >= total:
         return "done"
-    if (action := last.get("event", {}).get("action")) in ("pause", "stop"):
-        return {"pause": "paused", "stop": "stopped"}[action]
     left, silent = seconds_left(steps, total=total), now - last["time"]
     if left is None:
         return f"no step yet; last news {_clock(silent)} ago"

@@ -20,7 +20,7 @@ from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.diagnostics.alarms import Alarm
 from jaxrl.losses import recipes
-from jaxrl.run_directory import ResumeError
+from jaxrl.run_directory import ResumeError, write_whole
 from jaxrl.watch.tracking import read_metrics, write_lines
 
 _FIRST_KL = 0.001  # where there was none: enough for long runs (docs/losses.md)
@@ -133,7 +133,7 @@ def settle(directory: Path, config: Config) -> Config:
         path = directory / "config.toml"
         if path.exists():
             there = changed(toml_file.load(Config, file=path), last.new)
-            path.write_text(toml_file.dumps(there), encoding="utf-8")
+            write_whole(path, toml_file.dumps(there))
         found = [*found[:-1], last._replace(done=True)]
         _write(directory, found)
     _check_known(config, found)
@@ -215,7 +215,5 @@ def _kl(config: Config) -> float:
 
 
 def _write(directory: Path, rollbacks: list[Rollback]) -> None:
-    path = directory / "rollbacks.json"
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps([r._asdict() for r in rollbacks], indent=1), encoding="utf-8")
-    new.replace(path)
+    text = json.dumps([r._asdict() for r in rollbacks], indent=1)
+    write_whole(directory / "rollbacks.json", text)

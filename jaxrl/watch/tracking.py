@@ -20,6 +20,7 @@ from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from jaxrl.diagnostics.history import History
+from jaxrl.run_directory import write_whole
 from jaxrl.watch.progress import Progress
 from jaxrl.watch.services import Ending, Note, Service
 
@@ -141,11 +142,8 @@ class JsonLines:
 
 
 def write_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
-    """Writes a whole file of JSON lines. It is replaced, not cut in place: a program that is killed
-    here leaves either the old file or the new one."""
-    new = path.with_suffix(".new")
-    new.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
-    new.replace(path)
+    """Writes a whole file of JSON lines."""
+    write_whole(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

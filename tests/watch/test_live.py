@@ -56,8 +56,21 @@ def test_what_is_shown():
 def test_a_run_that_is_over_or_silent_says_so():
     assert "no news for 8:20" in seen(steps(10), now=1530.0)
     assert "done" in seen(steps(100))
-    pause = {"step": 10, "time": 1030.0, "event": {"action": "pause"}}
+
+
+def test_a_run_that_an_alarm_ended_says_so():
+    pause, stop = ({"step": 10, "time": 1030.0, "event": {"action": a}} for a in ("pause", "stop"))
+    evaluation = {"step": 10, "time": 1031.0, "eval/accuracy": 0.5}
     assert "paused" in seen([*steps(10), pause])
+    assert "paused" in seen([*steps(10), pause, evaluation], now=9031.0)  # one that was due
+    assert "stopped" in seen([*steps(10), stop], total=10)
+    back = {"step": 10, "time": 1030.0, "event": {"action": "rollback"}}
+    assert "left" in seen([*steps(10), pause, back], total=20)
+
+
+def test_a_run_without_rewards_has_steps_too():
+    entries = [{"step": s, "time": 1000.0 + 3 * s, "loss": 0.5} for s in range(10, 60, 10)]
+    assert "2:30 left" in seen(entries, now=1151.0)
 
 
 def test_the_command_reads_a_run_from_its_directory(tmp_path, capsys):
