@@ -275,6 +275,11 @@ def test_checkpoints_reach_back_over_the_window(material, tmp_path):
     rolls = config(material, tmp_path, alarms__window="20", alarms__diversity="rollback_kl")
     # The newest may be of this step; of the 25 steps before, one in 5 has a checkpoint.
     assert rolls.checkpoints_kept == 6
+    # Three probes 25 steps apart, and the step before the first: 51 steps.
+    probed = {"alarms.phantom": "rollback_kl", "probe.every": "25", "alarms.window": "20"}
+    assert config(material, tmp_path, **probed).checkpoints_kept == 13
+    long = {"alarms.not_finite": "rollback_kl", "alarms.not_finite_steps": "40"}
+    assert config(material, tmp_path, **long).checkpoints_kept == 10
 
 
 SWITCHES = {"alarms.phantom": "rollback_precision", "alarms.precision": "fp16_master"}

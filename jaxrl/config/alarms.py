@@ -20,9 +20,10 @@ class AlarmsConfig(Section):
 
     `off` nothing; `log` says so and writes it into the metrics; `pause` also saves a checkpoint and
     ends the run with exit status 3, and the same command goes on; `stop` ends it with exit status 4
-    and saves nothing more. `rollback_...` goes back to the newest checkpoint from before the
-    alarm's window and on from there with one thing changed: the KL coefficient doubled (.001 if it
-    was 0), the learning rate halved, or the precision of alarms.precision."""
+    and saves nothing more. `rollback_...` goes back to the newest checkpoint from before
+    what the alarm looked at, at least a window, and on from there with one thing changed: the KL
+    coefficient doubled (.001 if it was 0), the learning rate halved, or the precision of
+    alarms.precision."""
 
     kl_spike: Action = "log"
     """KL above kl_factor x the median of the window, and above kl_floor."""
@@ -136,6 +137,15 @@ class AlarmsConfig(Section):
     def rolls_back(self) -> bool:
         """Whether any alarm does."""
         return any(self.action(name).startswith("rollback") for name in RULES)
+
+    def reach(self, *, probe_every: int) -> int:
+        """Steps that a rollback may have to go back over. held_out goes back to the best
+        checkpoint, which is kept anyhow."""
+        back = {"not_finite": self.not_finite_steps}
+        # Three probes, and the step before the first of them.
+        back |= dict.fromkeys(("sequence_mismatch", "phantom"), 2 * probe_every + 1)
+        due = (steps for name, steps in back.items() if self.action(name).startswith("rollback"))
+        return max([self.window, *due])
 
     def action(self, name: str) -> Action:
         """What is done about an alarm."""

@@ -90,10 +90,10 @@ class Config(RunConfig):
     @property
     def checkpoints_kept(self) -> int:
         """Newest checkpoints that are kept: where an alarm may roll back, also those that reach
-        back over its window."""
+        back over what it looked at."""
         if not self.alarms.rolls_back:
             return self.checkpoint.keep
-        back = self.alarms.window + self.checkpoint.every
+        back = self.alarms.reach(probe_every=self.probe.every) + self.checkpoint.every
         dues = (every for every in (self.checkpoint.every, self.eval.every) if every)
         return max(self.checkpoint.keep, sum(math.ceil(back / every) for every in dues) + 1)
 

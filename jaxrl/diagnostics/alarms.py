@@ -47,11 +47,17 @@ class Limits:
 
 
 class Finding(NamedTuple):
-    """What a rule found: a number, the line that it crossed, and both in words."""
+    """What a rule found: a number, the line that it crossed, and both in words.
+
+    Attributes:
+      value, limit, text: these.
+      since: the newest step that what it found is not of, where that may be older than a window.
+    """
 
     value: float
     limit: float
     text: str
+    since: int | None = None
 
 
 class Alarm(NamedTuple):
@@ -60,7 +66,7 @@ class Alarm(NamedTuple):
     Attributes:
       name: of the rule, as in `RULES` and `causes.CAUSES`.
       step: after which it was raised.
-      healthy: the newest step that the rule did not look at.
+      healthy: the newest step of which nothing that was found is: a window ago, or earlier.
       value, limit, text: as in `Finding`.
     """
 
@@ -211,8 +217,10 @@ def held_out(history: History, limits: Limits) -> Finding | None:
         f"held-out accuracy {scores[best]:.1%} after step {steps[best]} and {scores[-1]:.1%} after "
         f"step {steps[-1]}, while the reward rose by {rise:.3g}"
     )
-    crossed = drop > limits.held_out_drop and rise > 0
-    return Finding(drop, limits.held_out_drop, text) if crossed else None
+    if drop <= limits.held_out_drop or rise <= 0:
+        return None
+    since = max(step for step, score in zip(steps, scores, strict=True) if score == scores[best])
+    return Finding(drop, limits.held_out_drop, text, since)
 
 
 def zero_spread(history: History, limits: Limits) -> Finding | None:
@@ -244,7 +252,8 @@ def phantom(history: History, limits: Limits) -> Finding | None:
     probes = history.ends("probe/phantom", _PROBES)
     noun = "of all tokens are phantoms of the clip"
     if probes.number >= _PROBES and (mean := float(probes.last.mean())) > limits.phantom_share:
-        return Finding(mean, limits.phantom_share, f"{mean:.3g} {noun}, over {_PROBES} probes")
+        text = f"{mean:.3g} {noun}, over {_PROBES} probes"
+        return Finding(mean, limits.phantom_share, text, probes.before)
     return _grown(history, limits, "probe/phantom", floor=limits.phantom_share / 5, noun=noun)
 
 
@@ -258,7 +267,7 @@ def not_finite(history: History, limits: Limits) -> Finding | None:
         count = len(steps) - bisect.bisect_right(steps, since)
         if count >= limits.not_finite_steps and steps[-1] == history.step:
             text = f"no finite gradient of the {whose} after step {since}, in {count} steps"
-            return Finding(count, limits.not_finite_steps, text)
+            return Finding(count, limits.not_finite_steps, text, since)
     return None
 
 
@@ -295,13 +304,14 @@ def check(history: History, limits: Limits, *, raised: Mapping[str, int]) -> lis
     silent = {name for name, step in raised.items() if history.step <= step + limits.window}
     if history.step <= limits.warmup:
         silent |= RULES.keys() - _FROM_THE_FIRST_STEP
-    found = ((name, rule(history, limits)) for name, rule in RULES.items() if name not in silent)
-    healthy = max(0, history.step - limits.window)
-    return [
-        Alarm(name, history.step, healthy, *finding)
-        for name, finding in found
-        if finding is not None
-    ]
+    findings = ((name, rule(history, limits)) for name, rule in RULES.items() if name not in silent)
+    return [_alarm(name, found, history, limits) for name, found in findings if found is not None]
+
+
+def _alarm(name: str, found: Finding, history: History, limits: Limits) -> Alarm:
+    before = history.step - limits.window
+    healthy = max(0, before if found.since is None else min(before, found.since))
+    return Alarm(name, history.step, healthy, found.value, found.limit, found.text)
 
 
 def replay(entries: Iterable[Mapping[str, Any]], limits: Limits) -> list[Alarm]:
@@ -357,4 +367,4 @@ def _grown(
     value, first = float(probes.last.mean()), float(probes.first.mean())
     limit = max(2 * first, floor)
     text = f"{value:.3g} {noun}, {first:.3g} in the first probes"
-    return Finding(value, limit, text) if value > limit else None
+    return Finding(value, limit, text, probes.before) if value > limit else None

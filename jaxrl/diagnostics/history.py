@@ -16,11 +16,13 @@ class Column(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """The first and the last values of a metric, and how many there are in all."""
+    """The first and the last values of a metric, how many there are in all, and the newest step
+    that was over before the first of the last ones was measured."""
 
     number: int
     first: np.ndarray
     last: np.ndarray
+    before: int
 
 
 class History:
@@ -88,12 +90,12 @@ class History:
         """Of the values in the run's present precision; none if this step has none."""
         steps, values = self.column(name)
         if not steps or steps[-1] != self.step:
-            return Ends(0, np.array([]), np.array([]))
+            return Ends(0, np.array([]), np.array([]), self.step)
         start = bisect.bisect_right(steps, self.since)
         number = len(values) - start
         some = min(count, number)
         first, last = values[start : start + some], values[len(values) - some :]
-        return Ends(number, np.array(first), np.array(last))
+        return Ends(number, np.array(first), np.array(last), steps[-max(some, 1)] - 1)
 
     def before(self, name: str, count: int) -> np.ndarray:
         """The last `count` values before this step's, or as many as there are; f64[N]."""

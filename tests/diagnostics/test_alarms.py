@@ -97,6 +97,26 @@ def test_the_last_evaluation_is_judged():
         assert [(alarm.name, alarm.step) for alarm in found] == [("held_out", 40)]
 
 
+def test_what_lies_further_back_than_a_window_is_not_healthy():
+    """The best score, and where several are, the last; the step before three probes."""
+    limits = Limits()
+    scores = {25: 0.9, 50: 0.9, 100: 0.85, 150: 0.6}
+    scored = [{"step": step, "eval/accuracy": score} for step, score in scores.items()]
+    entries = sorted([*run(160), *scored], key=lambda entry: entry["step"])
+    (found,) = replay(entries, limits)
+    assert (found.name, found.step, found.healthy) == ("held_out", 150, 50)
+    seldom = run(160, since=51, probe__phantom=0.06)
+    for entry in seldom:
+        if entry["step"] % 25 != 1:
+            del entry["probe/phantom"], entry["probe/sequence_std"]
+        elif entry["step"] > 51:
+            entry["probe/sequence_std"] = 0.9
+    found = {alarm.name: (alarm.step, alarm.healthy) for alarm in reversed(replay(seldom, limits))}
+    assert found == {"phantom": (101, 50), "sequence_mismatch": (126, 75)}
+    (stuck, *_) = replay(skipping(60, skipped=range(33, 61)), Limits(window=2))
+    assert (stuck.name, stuck.step, stuck.healthy) == ("not_finite", 42, 32)
+
+
 def test_the_warm_up_is_not_judged_and_a_window_is_silent_afterwards():
     spikes = {5, 20, 22, 29}
     entries = [usual(s) | ({"grad_norm": 50} if s in spikes else {}) for s in range(1, 40)]
