@@ -36,7 +36,7 @@ class History:
     def __init__(self) -> None:
         self.step = self.since = 0
         self._columns: dict[str, Column] = {}
-        self._extremes: dict[str, tuple[float, float]] = {}
+        self._highest: dict[str, float] = {}
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Takes an entry as `tracking.read_metrics` returns it. What is no finite number is left
@@ -49,8 +49,7 @@ class History:
                 column = self._columns.setdefault(name, Column([], []))
                 column.steps.append(self.step)
                 column.values.append(float(value))
-                low, high = self._extremes.get(name, (math.inf, -math.inf))
-                self._extremes[name] = min(low, value), max(high, value)
+                self._highest[name] = max(self.highest(name), value)
 
     @property
     def names(self) -> list[str]:
@@ -66,13 +65,9 @@ class History:
         steps, values = self.column(name)
         return values[-1] if steps and steps[-1] == self.step else math.nan
 
-    def lowest(self, name: str) -> float:
-        """Of all values; inf if there is none."""
-        return self._extremes.get(name, (math.inf, -math.inf))[0]
-
     def highest(self, name: str) -> float:
         """Of all values; -inf if there is none."""
-        return self._extremes.get(name, (math.inf, -math.inf))[1]
+        return self._highest.get(name, -math.inf)
 
     def between(self, name: str, after: int, upto: int) -> np.ndarray:
         """The values of the steps after one and up to another, f64[N]."""

@@ -21,6 +21,7 @@ def usual(step):
         "step": step,
         "reward": 0.01 * step,
         "reward/min": 0.0,
+        "reward/p10": 0.0,
         "reward/max": 1.0,
         "kl": 0.02 * (1 + 0.2 * rng.random()),
         "grad_norm": 1 + rng.random(),
@@ -127,6 +128,14 @@ def test_a_solved_task_may_be_certain():
     changes = {"diversity__identical": 1.0, "entropy__sampled": 0.001}
     assert {a.name for a in replay(run(**changes), LIMITS)} == {"identical", "entropy"}
     assert replay(run(**changes, reward=0.95), LIMITS) == []
+
+
+def test_an_answer_that_is_punished_as_no_other_makes_the_rest_no_solution():
+    changes = {"diversity__identical": 1.0, "entropy__sampled": 0.001, "reward": 0.3}
+    entries = run(**changes)
+    for step, p10 in ((5, -100.0), (25, -10.0), (35, 0.0)):
+        entries[step - 1] |= {"reward/min": -1000.0, "reward/p10": p10}
+    assert {alarm.name for alarm in replay(entries, LIMITS)} == {"identical", "entropy"}
 
 
 def skipping(steps, *, prefix="", skipped):
