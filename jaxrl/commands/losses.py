@@ -41,10 +41,11 @@ def text(entries: Sequence[Entry]) -> str:
         for entry in entries
     ]
     shared = "\n".join(["every recipe", *_parameters(catalogue.list_terms())])
-    named = "\n".join(
-        ["names", *(f"    {kind}: {', '.join(n)}" for kind, n in catalogue.list_parts().items())]
+    named = (
+        "\n".join([kind, *(line for part in parts for line in _part(part))])
+        for kind, parts in catalogue.list_parts().items()
     )
-    return "\n\n".join([*blocks, shared, named]) + "\n"
+    return "\n\n".join([*blocks, shared, *named]) + "\n"
 
 
 def markdown(entries: Sequence[Entry]) -> str:
@@ -64,8 +65,9 @@ def markdown(entries: Sequence[Entry]) -> str:
     terms = [(f"`{p.name}`", f"`{p.default}`", p.meaning) for p in catalogue.list_terms()]
     advantages = [(f"`{entry.name}`", entry.summary) for entry in catalogue.list_estimators()]
     parts = [
-        (kind, ", ".join(f"`{name}`" for name in names))
-        for kind, names in catalogue.list_parts().items()
+        (kind, f"`{part.name}`", part.summary)
+        for kind, entries in catalogue.list_parts().items()
+        for part in entries
     ]
     return "\n".join(
         [
@@ -74,8 +76,10 @@ def markdown(entries: Sequence[Entry]) -> str:
             *_table(("key", "default", "meaning"), terms),
             "\nAdvantage estimators, for `loss.advantage`:\n",
             *_table(("estimator", "what it is"), advantages),
-            "\nNames of parts:\n",
-            *_table(("kind", "names"), parts),
+            "\nNames of parts: a Ratio for `ratio` and `kl_ratio`, a Level for `level`, Weights "
+            "for `correction` (several: `token_tis + veto`), an Aggregation for `aggregation`, a "
+            "KLEstimator for `kl_estimator`.\n",
+            *_table(("kind", "name", "what it is"), parts),
             "",
         ]
     )
@@ -97,6 +101,10 @@ def _parameters(parameters: Sequence[Parameter]) -> list[str]:
         meaning = f"{p.meaning[:1].upper()}{p.meaning[1:]}"
         found += [head, *(f"        {line}" for line in textwrap.wrap(meaning, 88))]
     return found
+
+
+def _part(part: Entry) -> list[str]:
+    return [f"    {part.name}", *(f"        {line}" for line in textwrap.wrap(part.summary, 88))]
 
 
 def _wrapped(lines: Sequence[str]) -> list[str]:

@@ -3,13 +3,16 @@
 A recipe's docstring is a summary that names its paper, a section "Formula:" and a section "Args:".
 """
 
+import ast
 import inspect
+import itertools
 import re
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from jaxrl.advantages import estimators
-from jaxrl.losses import named, recipes
+from jaxrl.losses import aggregation, named, presets, ratios, recipes
 from jaxrl.losses.recipe import with_terms
 
 
@@ -22,7 +25,7 @@ class Parameter(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A recipe, or an advantage estimator."""
+    """A recipe, an advantage estimator, or a part."""
 
     name: str
     summary: str
@@ -50,9 +53,32 @@ def list_terms() -> tuple[Parameter, ...]:
     return describe(with_terms).parameters
 
 
-def list_parts() -> dict[str, tuple[str, ...]]:
-    """Names that a config has for each kind of part: ratios, levels, corrections, ..."""
-    return {kind.__name__: tuple(parts) for kind, parts in named.PARTS.items()}
+def list_parts() -> dict[str, list[Entry]]:
+    """For each kind of part (ratios, levels, corrections, ...) those that a config can name."""
+    texts = [text for module in (aggregation, presets, ratios) for text in _texts_of(module)]
+    return {
+        kind.__name__: [
+            describe(part)._replace(name=name)
+            if inspect.isfunction(part)
+            else Entry(name, next(text for value, text in texts if value is part), (), ())
+            for name, part in parts.items()
+        ]
+        for kind, parts in named.PARTS.items()
+    }
+
+
+def _texts_of(module: ModuleType) -> list[tuple[Any, str]]:
+    """The variables of a module and the text below each, which Python does not keep."""
+    body = ast.parse(inspect.getsource(module)).body
+    return [
+        (getattr(module, target.id), _one_line(value))
+        for assignment, text in itertools.pairwise(body)
+        if isinstance(assignment, ast.Assign)
+        and isinstance(target := assignment.targets[0], ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(value := text.value.value, str)
+    ]
 
 
 def describe(function: Callable[..., Any]) -> Entry:

@@ -18,6 +18,7 @@ from jaxrl.commands.losses import markdown
 from jaxrl.config.toml_file import validate
 from jaxrl.config.training import Config
 from jaxrl.losses import Scores, build, catalogue, objective, recipes, reinforce, token_mean
+from jaxrl.losses.named import PARTS
 from tests.losses.cases import lay_out, random_sequences
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
@@ -44,6 +45,18 @@ def test_every_recipe_is_described(entry):
 def test_every_term_and_estimator_is_described():
     assert all(p.meaning for p in catalogue.list_terms())
     assert all(entry.papers for entry in catalogue.list_estimators())
+
+
+def test_every_part_is_described():
+    parts = catalogue.list_parts()
+    assert [list(names) for names in PARTS.values()] == [
+        [part.name for part in kind] for kind in parts.values()
+    ]
+    texts = [part.summary for kind in parts.values() for part in kind]
+    assert all(texts)
+    assert len(set(texts)) == len(texts)
+    (icepop,) = (part.summary for part in parts["Weights"] if part.name == "icepop")
+    assert icepop == "w where .5 <= w <= 5 and 0 elsewhere (IcePop, arXiv:2510.18855)."
 
 
 def test_defaults_are_written_in_a_config_as_they_are_shown():
