@@ -1,14 +1,10 @@
 """What a training run is made of, built once from its config."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import jax
-import numpy as np
+from typing import Any, NamedTuple
 
 from jaxrl import agents, parts, precision
 from jaxrl.actor_critic import ActorCritic, State, with_new_loss_scale
@@ -16,17 +12,17 @@ from jaxrl.batch import Rollout, from_json, to_json
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.config.toml_file import flatten
 from jaxrl.config.training import Config
-from jaxrl.critics import open_critic
 from jaxrl.data import Prompts, Tokenizer
 from jaxrl.diagnostics.replay import Score
 from jaxrl.environments.play import Arena
-from jaxrl.environments.reward_model import RewardModel, check_vocabulary, make_scores, rate
 from jaxrl.environments.scoring import Reward, load_rewards
-from jaxrl.environments.tools import load_tools
+from jaxrl.environments.tools import Tool, load_tools
 from jaxrl.hosts import Hosts
+from jaxrl.judges import Judge, load_judge
 from jaxrl.learner import Learner
-from jaxrl.losses import Need, Recipe
-from jaxrl.models import huggingface, lora
+from jaxrl.learning import open_learning
+from jaxrl.losses import Recipe
+from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.precision import Precision
@@ -103,7 +99,7 @@ class Run:
     prompts: Prompts
     held_out: Prompts | None
     rewards: Sequence[Reward]
-    reward_model: Callable[[Sequence[Rollout]], np.ndarray] | None  # rollouts -> f64[N]
+    reward_model: Judge | None
     arena: Arena | None  # None if answers have a single turn
     model: Model
     specs: Any  # of the learner's parameters: the model's, or lora.Adapted
@@ -148,42 +144,15 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     """
     directory, hosts = Path(config.run_dir), Hosts()
     config = hosts.led(lambda: rollbacks.settle(directory, config))
-    recipe = parts.make_recipe(config)
-    policy = precision.parse(config.precision)
+    recipe, policy = parts.make_recipe(config), precision.parse(config.precision)
     layout = parts.make_layout(config.mesh)
-    tokenizer = huggingface.load_tokenizer(config.model.path)
-    tools = load_tools(config.environment.tools, corpus=config.environment.corpus)
-    prompts, held_out = Prompts((), 0), None
-    if hosts.leads:
-        prompts = parts.load_training_prompts(config.data, tokenizer, tools=tools)
-        held_out = parts.load_held_out_prompts(config.data, tokenizer, tools=tools)
-    rewards = load_rewards(config.reward.path, config.reward.weights, timeout=config.reward.timeout)
-    attention = parts.attention_note(
-        config.train.attention,
-        config=huggingface.load_config(config.model.path),
-        layout=layout,
-        policy=policy,
-        length=config.row_length,
-    )
-    model, params, specs = parts.load_trained(config, layout=layout)
-    arena = agents.make_arena(config, tokenizer, tools, vocab_size=model.config.vocab_size)
-    reward_model = None
+    material = _read_material(config, hosts=hosts)
+    learning, state = open_learning(config, recipe, layout=layout)
+    tokenizer, vocab_size = material.tokenizer, learning.model.config.vocab_size
+    arena = agents.make_arena(config, tokenizer, material.tools, vocab_size=vocab_size)
+    judge = None
     if config.reward.model is not None:
-        judge = load_reward_model(config, config.reward.model, tokenizer, layout=layout)
-        reward_model = hosts.together(functools.partial(rate, judge))
-    optimizer = parts.make_optimizer(
-        config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
-    )
-    pure = parts.make_learner(
-        config, model, objective=recipe.objective, optimizer=optimizer, layout=layout
-    )
-    state_shardings = parts.state_shardings(
-        config.optimizer, pure.init, params, layout=layout, specs=lora.declared(specs)
-    )
-    reference = None
-    if Need.REFERENCE in recipe.objective.needs or config.reward.kl:
-        trained = lora.trainable(params)
-        reference = jax.jit(precision.cast, static_argnums=1)(trained, policy.compute)
+        judge = hosts.together(load_judge(config, config.reward.model, tokenizer, layout=layout))
 
     hosts.led(lambda: claim(directory, config))
     checkpoints = Checkpoints(
@@ -191,36 +160,12 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         keep=config.checkpoints_kept,
         keep_best=config.checkpoint.keep_best,
     )
-    init = jax.jit(pure.init, donate_argnums=0, out_shardings=state_shardings)
-    state, critic = State(init(params)), None
-    if recipe.critic is not None:
-        critic, judge = open_critic(
-            config, recipe, learner=pure, model=model, shardings=state_shardings, layout=layout
-        )
-        state = state._replace(critic=judge)
-    progress = Progress()
-    if (step := checkpoints.latest_step()) is not None:
-        restored = checkpoints.restore(step, saved(state.policy), critic=state.critic)
-        state = State(with_saved(state.policy, restored.state), restored.critic)
-        progress = Progress.from_json(restored.host)
-        state = carried_over(state, progress, policy=policy)
-    progress.precision = str(policy)
-    if hosts.leads:
-        note_start(directory, step=progress.step, devices=list(layout.mesh.devices.flat))
+    state, progress = restored(checkpoints, state, policy=policy)
     with (
-        open_tracker(
-            directory,
-            start_step=progress.step,
-            total_steps=config.train.steps,
-            services=lambda note: open_services(
-                config.tracking, directory, resolved=flatten(config), note=note
-            ),
-        )
-        if hosts.leads
-        else nullcontext(Silence()) as tracker,
+        _opened_tracker(config, directory, progress, hosts=hosts, layout=layout) as tracker,
         open_sampler(
             config,
-            model,
+            learning.model,
             params=state.policy.params,
             version=progress.step,
             policy=policy,
@@ -228,7 +173,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             directory=directory,
             note=tracker.note,
             hosts=hosts,
-            adapters=Adapters(specs, 2 + config.rollouts.max_staleness)
+            adapters=Adapters(learning.specs, 2 + config.rollouts.max_staleness)
             if config.lora.publish == "adapters"
             else None,
             record_experts=config.train.replay_routing,
@@ -238,30 +183,25 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             config=config,
             directory=directory,
             tokenizer=tokenizer,
-            prompts=prompts,
-            held_out=held_out,
-            rewards=rewards,
-            reward_model=reward_model,
+            prompts=material.prompts,
+            held_out=material.held_out,
+            rewards=material.rewards,
+            reward_model=judge,
             arena=arena,
-            model=model,
-            specs=specs,
+            model=learning.model,
+            specs=learning.specs,
             layout=layout,
             recipe=recipe,
-            learner=Learner(
-                init=pure.init,
-                score=jax.jit(pure.score),
-                shadow=jax.jit(pure.shadow),
-                step=jax.jit(pure.step, donate_argnums=0, out_shardings=(state_shardings, None)),
-            ),
-            learning_rate=optimizer.learning_rate,
-            critic=critic,
+            learner=learning.learner,
+            learning_rate=learning.learning_rate,
+            critic=learning.critic,
             sampler=serving.sampler,
             publish=serving.publish,
             replay=serving.score,
             sampling=parts.sampling_params(
                 config.sampling, config.model.path, tokenizer, seed=config.seed
             ),
-            reference=reference,
+            reference=learning.reference,
             checkpoints=checkpoints,
             tracker=tracker,
             samples=Samples(
@@ -274,23 +214,47 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             else NoSamples(),
             hosts=hosts,
         )
-        for made in rollbacks.read(directory) if hosts.leads else ():
-            tracker.note(f"rolled back after step {made.at} to {made.to}, with {made.in_words}")
-        tracker.note(attention)
-        if (advice := precision.disagreement(policy)) is not None:
-            if config.strict_precision:
-                raise ValueError(f"{advice}; strict_precision = true makes this an error")
-            tracker.note(f"learner and sampler compute different policies: {advice}")
-        for name, those in (("data.path", prompts), ("data.eval_path", held_out)):
-            if those is not None and those.too_long:
-                tracker.note(
-                    f"{name}: {those.too_long} prompts have more than data.max_prompt_tokens = "
-                    f"{config.data.max_prompt_tokens} tokens and are left out"
-                )
+        for line in (*_notes(run), learning.attention):
+            tracker.note(line)
         try:
             yield run, state, progress
         finally:
             checkpoints.close()
+
+
+class _Material(NamedTuple):
+    """What a run learns from: its prompts, and who judges the answers."""
+
+    tokenizer: Tokenizer
+    tools: Mapping[str, Tool]
+    prompts: Prompts
+    held_out: Prompts | None
+    rewards: Sequence[Reward]
+
+
+def _read_material(config: Config, *, hosts: Hosts) -> _Material:
+    tokenizer = huggingface.load_tokenizer(config.model.path)
+    tools = load_tools(config.environment.tools, corpus=config.environment.corpus)
+    prompts, held_out = Prompts((), 0), None
+    if hosts.leads:
+        prompts = parts.load_training_prompts(config.data, tokenizer, tools=tools)
+        held_out = parts.load_held_out_prompts(config.data, tokenizer, tools=tools)
+    rewards = load_rewards(config.reward.path, config.reward.weights, timeout=config.reward.timeout)
+    return _Material(tokenizer, tools, prompts, held_out, rewards)
+
+
+def restored(
+    checkpoints: Checkpoints, state: State, *, policy: Precision
+) -> tuple[State, Progress]:
+    """What the last checkpoint holds, or `state` and no progress where there is none."""
+    progress = Progress()
+    if (step := checkpoints.latest_step()) is not None:
+        found = checkpoints.restore(step, saved(state.policy), critic=state.critic)
+        state = State(with_saved(state.policy, found.state), found.critic)
+        progress = Progress.from_json(found.host)
+        state = carried_over(state, progress, policy=policy)
+    progress.precision = str(policy)
+    return state, progress
 
 
 def carried_over(state: State, progress: Progress, *, policy: Precision) -> State:
@@ -305,44 +269,36 @@ def carried_over(state: State, progress: Progress, *, policy: Precision) -> Stat
     return with_new_loss_scale(state, policy)
 
 
-def load_reward_model(
-    config: Config, path: str, tokenizer: Tokenizer, *, layout: Layout
-) -> RewardModel:
-    """The reward model of a run, on the learner's devices, in `precision.compute`.
+@contextmanager
+def _opened_tracker(
+    config: Config, directory: Path, progress: Progress, *, hosts: Hosts, layout: Layout
+) -> Iterator[Tracker | Silence]:
+    """Where the metrics of a run go; only process 0 writes any."""
+    if not hosts.leads:
+        yield Silence()
+        return
+    note_start(directory, step=progress.step, devices=list(layout.mesh.devices.flat))
+    with open_tracker(
+        directory,
+        start_step=progress.step,
+        total_steps=config.train.steps,
+        services=lambda note: open_services(
+            config.tracking, directory, resolved=flatten(config), note=note
+        ),
+    ) as tracker:
+        yield tracker
 
-    Args:
-      config: of the run; rows and microbatches are those of its learner.
-      path: the reward model's directory.
-      tokenizer: the policy's.
-      layout: of the learner.
 
-    Raises:
-      ValueError: if it is no reward model, or its token ids mean something else; the message says
-        what differs.
-    """
-    if not huggingface.load_config(path).scored:
-        raise ValueError(
-            f"reward.model = {path!r} is a language model, which scores nothing; make a reward "
-            "model of it with jaxrl reward-model"
-        )
-    policy = precision.parse(config.precision)
-    model, params = parts.load_scorer(path, layout=layout, dtype=policy.compute)
-    check_vocabulary(
-        path,
-        own=huggingface.load_tokenizer(path),
-        policy=tokenizer,
-        vocab_size=model.config.vocab_size,
-    )
-    scores = make_scores(
-        model,
-        precision=policy,
-        rows_per_microbatch=config.microbatch_rows,
-        param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
-    )
-    return RewardModel(
-        params=params,
-        scores=jax.jit(scores),
-        sharding=layout.batch(("batch", "length")),
-        row_length=config.row_length,
-        rows_per_microbatch=config.microbatch_rows,
-    )
+def _notes(run: Run) -> Iterator[str]:
+    """What a user should know of a run before its first step."""
+    config = run.config
+    for made in rollbacks.read(run.directory) if run.hosts.leads else ():
+        yield f"rolled back after step {made.at} to {made.to}, with {made.in_words}"
+    if (advice := precision.disagreement(precision.parse(config.precision))) is not None:
+        yield f"learner and sampler compute different policies: {advice}"
+    for name, those in (("data.path", run.prompts), ("data.eval_path", run.held_out)):
+        if those is not None and those.too_long:
+            yield (
+                f"{name}: {those.too_long} prompts have more than data.max_prompt_tokens = "
+                f"{config.data.max_prompt_tokens} tokens and are left out"
+            )

@@ -258,6 +258,8 @@ def _contradictions(c: Config) -> Iterator[str]:
             f"probe.replay and sampling.temperature = {c.sampling.temperature:g}: vLLM scores "
             "given tokens at a temperature of 1 only; leave one of them out"
         )
+    if c.strict_precision and (advice := precision.disagreement(precision.parse(c.precision))):
+        yield f"{advice}; strict_precision = true makes this an error"
     if found := c.alarms.contradiction(
         own=c.precision,
         strict=c.strict_precision,
