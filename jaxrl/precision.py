@@ -10,6 +10,7 @@ reads from and prints to one line, which is what a config file and a run directo
 """
 
 import dataclasses
+import difflib
 from typing import Any, TypeVar
 
 import jax
@@ -213,9 +214,11 @@ def parse(text: str) -> Precision:
     first, *rest = (part.strip() for part in text.split(","))
     assignments = rest if "=" not in first else [first, *rest]
     if "=" not in first and first not in PRESETS:
+        near = difflib.get_close_matches(first, PRESETS, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
-            f"precision={text!r}: there is no preset {first!r}; presets are {', '.join(PRESETS)}, "
-            f"or name every role: {', '.join(f'{r}=f32' for r in ROLES)}"
+            f"there is no preset {first!r}{hint}; presets are {', '.join(PRESETS)}, or name every "
+            f"role: {', '.join(f'{r}=f32' for r in ROLES)}"
         )
     changes: dict[str, Any] = {}
     for part in assignments:

@@ -154,7 +154,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     if config.reward.model is not None:
         judge = hosts.together(load_judge(config, config.reward.model, tokenizer, layout=layout))
 
-    hosts.led(lambda: claim(directory, config))
+    otherwise = hosts.led(lambda: claim(directory, config))
     checkpoints = Checkpoints(
         directory / "checkpoints",
         keep=config.checkpoints_kept,
@@ -214,7 +214,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             else NoSamples(),
             hosts=hosts,
         )
-        for line in (*_notes(run), learning.attention):
+        for line in filter(None, (*_notes(run), otherwise, learning.attention)):
             tracker.note(line)
         try:
             yield run, state, progress

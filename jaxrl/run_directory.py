@@ -23,10 +23,22 @@ _FREE = (
     "data.eval_",
     "alarms.",
     "hosts.",
+    "probe.",
+    "reward.timeout",
     "samples.",
+    "sampler.arguments",
+    "sampler.kv_cache_bytes",
+    "sampler.max_requests",
+    "sampler.port",
+    "sampler.python",
+    "sampler.timeout",
+    "sampler.url",
+    "strict_precision",
     "tracking.",
     "train.profile_steps",
 )
+# These only change in which order numbers are added.
+_ORDER = ("mesh.", "train.attention", "train.microbatch_tokens", "train.remat")
 
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
@@ -36,30 +48,40 @@ class ResumeError(ValueError):
     """The run directory holds another run."""
 
 
-def claim(directory: Path, config: Config | SupervisedConfig) -> None:
+def claim(directory: Path, config: Config | SupervisedConfig) -> str | None:
     """Writes the resolved config into the run directory, or checks that the one there agrees.
+
+    Returns:
+      What a user should know of a run that goes on otherwise than it began.
 
     Raises:
       ResumeError: if the directory holds a run with another config; the message names the keys.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    path, saved = directory / "config.toml", directory / "checkpoints"
+    path, saved, note = directory / "config.toml", directory / "checkpoints", None
     # A run that could not begin has saved nothing, and may begin otherwise.
     if path.exists() and saved.exists() and any(saved.iterdir()):
         there = _flat(toml_file.load(type(config), file=path))
         here = _flat(config)
         free = _FREE if config.optimizer.schedule != "constant" else (*_FREE, "train.steps")
-        changed = [
-            f"{key} = {there.get(key)!r} there and {here.get(key)!r} here"
+        order = _ORDER if isinstance(config, Config) else ()
+        changed = {
+            key: f"{key} = {there.get(key)!r} there and {here.get(key)!r} here"
             for key in sorted(there.keys() | here.keys())
             if there.get(key) != here.get(key) and not key.startswith(free)
-        ]
-        if changed:
+        }
+        if others := [text for key, text in changed.items() if not key.startswith(order)]:
             raise ResumeError(
-                f"{directory} holds a run with another config: {'; '.join(changed)}. Choose "
+                f"{directory} holds a run with another config: {'; '.join(others)}. Choose "
                 "another run_dir, or delete it to start again"
             )
+        if changed:
+            note = (
+                f"{'; '.join(changed.values())}: the run goes on, and what it computes is the "
+                "same up to rounding"
+            )
     write_whole(path, toml_file.dumps(config))
+    return note
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -215,6 +215,22 @@ def test_a_run_that_has_saved_nothing_may_begin_otherwise(material, tmp_path):
         claim(tmp_path, config(material, tmp_path))
 
 
+def test_what_changes_no_result_may_change_and_what_changes_its_rounding_is_said(
+    material, tmp_path
+):
+    assert claim(tmp_path, config(material, tmp_path)) is None
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    free = {"sampler.url": "http://10.0.0.2:8000", "probe.every": "3", "sampler.name": "vllm"}
+    with pytest.raises(ResumeError, match=r"config: sampler\.name = 'embedded' there"):
+        claim(tmp_path, config(material, tmp_path, **free))
+    del free["sampler.name"]
+    assert claim(tmp_path, config(material, tmp_path, **{"probe.every": "3"})) is None
+    order = {"train.microbatch_tokens": "64", "train.remat": "layer"}
+    note = claim(tmp_path, config(material, tmp_path, **order))
+    assert "train.microbatch_tokens = 128 there and 64 here; train.remat" in note
+    assert "same up to rounding" in note
+
+
 def test_a_kernel_that_is_not_there_ends_the_run_before_it_begins(material, tmp_path):
     with pytest.raises(ValueError, match=r"'splash' is for TPUs, .* platform 'cpu'; use 'auto'"):
         loop.train(config(material, tmp_path / "run", **{"train.attention": "splash"}))

@@ -10,7 +10,8 @@ import numpy as np
 
 InFlight = Literal["keep", "wait", "abort"]
 """What becomes of requests in flight when the weights change: `keep` goes on with the new weights
-and a recomputed cache, `wait` lets them end first, `abort` ends them where they are."""
+and a recomputed cache, `wait` lets them end first, `abort` ends them where they are, and the client
+continues them with new ones."""
 
 
 class TensorSpec(NamedTuple):

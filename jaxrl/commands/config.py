@@ -7,6 +7,8 @@ from jaxrl.commands import options
 from jaxrl.config import toml_file
 from jaxrl.config.sft import SFTConfig
 from jaxrl.config.training import Config
+from jaxrl.environments.scoring import load_rewards
+from jaxrl.environments.tools import load_tools
 
 DESCRIPTION = """Prints the config of `jaxrl train`, or with --sft of `jaxrl sft`, with every key.
 
@@ -20,6 +22,22 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--sft", action="store_true", help="the keys of `jaxrl sft`")
     config = options.parse(made, schema, argv).config
     if isinstance(config, Config):
-        parts.make_recipe(config)  # what is wrong with the loss is said here, too
+        _check_functions(config)
     print(toml_file.dumps(config), end="")
     return 0
+
+
+def _check_functions(config: Config) -> None:
+    """What is wrong with the loss, the rewards and the tools is said here, too."""
+    environment, reward, found = config.environment, config.reward, list[str]()
+    for check in (
+        lambda: parts.make_recipe(config),
+        lambda: load_rewards(reward.path, reward.weights, timeout=reward.timeout),
+        lambda: load_tools(environment.tools, corpus=environment.corpus),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            found.append(str(error))
+    if found:
+        raise toml_file.ConfigError("\n".join(found))

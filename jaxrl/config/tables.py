@@ -216,7 +216,7 @@ class SamplerConfig(ServerConfig):
 
     in_flight: Literal["keep", "wait", "abort"] = "keep"
     """What becomes of requests in flight when the weights change: they go on with the new weights,
-    end first, or end where they are."""
+    end first, or are ended and continued with new requests."""
 
     max_requests: PositiveInt = 32
     """Requests that a server has at a time; a prompt's whole group is one."""
@@ -348,7 +348,7 @@ class BaseConfig(Section):
     """Keys that every command with a model has."""
 
     precision: str = "bf16_master"
-    """Dtype policy: a preset (fp32, bf16, bf16_master, fp16_master), a preset with changes
+    """Dtype policy: a preset (fp32, bf16, bf16_master, fp16_master, phantom), a preset with changes
     (`bf16_master,wire=f32`) or every role by name."""
 
     seed: int = 0

@@ -183,7 +183,7 @@ def unknown_key(schema: type[Section], name: str) -> str:
     )
     near = [f"{section}.{inside[0]}"] if section and inside else []
     near = near or same_leaf or difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}?" if near else f"keys are {', '.join(names)}"
+    hint = f"did you mean {near[0]}?" if near else "--help lists them"
     return f"{name}: there is no such key; {hint}"
 
 
@@ -203,7 +203,11 @@ def _explain(schema: type[Section], error: dict[str, Any]) -> list[str]:
         return [f"{n} is missing: {_one_line(fields[n].description)}" for n in names]
     if error["type"] == "value_error":
         cause = str(error["ctx"]["error"])
-        return cause.splitlines() if not name else [f"{name} = {error['input']!r}: {cause}"]
+        tables = {key.name.rpartition(".")[0] for key in keys(schema)}  # they name their keys
+        whole = not name or name in tables
+        return cause.splitlines() if whole else [f"{name} = {error['input']!r}: {cause}"]
+    if error["type"] == "tuple_type":
+        return [f"{name} = {error['input']!r}: write a list, {name} = {_literal([error['input']])}"]
     if error["type"].endswith("_type") and error["type"].startswith("model"):
         return [f"[{name}] must be a table of keys, got {error['input']!r}"]
     declared = {key.name: key.field for key in keys(schema)}.get(name)

@@ -269,7 +269,8 @@ def _refuse_double_counting(first: frozenset[Shift], second: frozenset[Shift]) -
             f"an importance ratio accounts for the {' and the '.join(twice)} already, and the "
             "weights would count it again (update: anchor to learner; mismatch: sampler to "
             "anchor). Correct with anchor_over_sampler a loss whose ratio is over_anchor, or with "
-            "over_sampler one whose ratio is on_policy"
+            "over_sampler one whose ratio is on_policy; in a config, loss.correction goes with "
+            "loss.ratio = 'over_anchor'"
         )
 
 

@@ -51,13 +51,17 @@ def load_tokenizer(directory: str | Path) -> Any:
     """The tokenizer of a checkpoint directory, a `transformers.PreTrainedTokenizerBase`.
 
     Raises:
-      ValueError: if there is no such directory.
+      ValueError: if there is no such directory, or no model in it.
     """
     if not Path(directory).is_dir():
         raise ValueError(
             f"the model '{directory}' is no directory here; models are read from disk: "
             f"`hf download {directory} --local-dir DIRECTORY` brings one of that name"
         )
+    if not (Path(directory) / "config.json").exists():
+        inside = Path(directory) / "model"
+        near = f"; did you mean '{inside}'?" if (inside / "config.json").exists() else ""
+        raise ValueError(f"the model '{directory}' has no config.json{near}")
     from transformers import AutoTokenizer  # seconds to import; only text needs it
 
     return AutoTokenizer.from_pretrained(str(directory))

@@ -122,6 +122,7 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ),
         ({"critic__coefficient": 0.5}, "set critic.learning_rate instead"),
         ({"data__template": "text", "data__system_prompt": "Hi"}, "needs a chat template"),
+        ({"reward__path": "brevity"}, 'write a list, reward.path = ["brevity"]'),
         ({"sampling__top_p": 0.95}, "sampling.top_p = 0.95 leaves out tokens"),
         ({"sampling__top_k": 20}, "draws from the whole one, leave the key out"),
         ({"sampling__min_p": 0.1}, "sampling.min_p = 0.1 leaves out tokens"),
@@ -168,7 +169,8 @@ def test_all_errors_are_reported_at_once():
 
 
 def test_precision_errors_name_the_key():
-    with pytest.raises(ConfigError, match=r"precision = 'bf17': .*there is no preset 'bf17'"):
+    message = r"precision = 'bf17': there is no preset 'bf17' \(did you mean bf16\?\)"
+    with pytest.raises(ConfigError, match=message):
         load(Config, overrides=[("model.path", "m"), ("data.path", "d"), ("precision", "bf17")])
 
 
@@ -178,6 +180,7 @@ def test_precision_errors_name_the_key():
         (("train.step", "3"), "did you mean train.steps?"),
         (("train.steps", "x y"), "train.steps = 'x y' is not a value"),
         (("train", "3"), "train: there is no such key"),
+        (("lr", "1e-5"), "lr: there is no such key; --help lists them"),
     ],
 )
 def test_override_errors(override, message):

@@ -181,6 +181,13 @@ def test_a_name_without_a_directory_is_an_error_that_says_how_to_get_it():
         huggingface.load_tokenizer("org/model")
 
 
+def test_a_directory_around_a_model_is_explained(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has no config\.json; did you mean '.*/model'\?"):
+        huggingface.load_tokenizer(tmp_path)
+
+
 def test_a_damaged_index_is_named(tmp_path):
     checkpoint(tmp_path, "qwen3", tied=True, max_shard_size=30_000)
     path = tmp_path / "model.safetensors.index.json"
