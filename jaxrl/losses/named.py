@@ -45,6 +45,7 @@ PARTS: Mapping[Any, Mapping[str, Any]] = {
         "sequence_mean_token_mean": aggregation.sequence_mean_token_mean,
         "sequence_mean_token_sum": aggregation.sequence_mean_token_sum,
         "token_sum": aggregation.token_sum,
+        "fixed_length": aggregation.fixed_length,  # of the longest answer: see `build`
     },
     KLEstimator: {
         "k1": regularizers.k1,
@@ -74,7 +75,7 @@ def build(
       advantage: a function of `jaxrl.advantages.estimators`, or one of the user's named as above,
         that replaces the recipe's own.
       known: what the run says anyway, such as max_length, for parameters of these names that the
-        function needs and `parameters` leaves out.
+        function, or the aggregation fixed_length, needs and `parameters` leaves out.
 
     Raises:
       ValueError: for an unknown name (the nearest one is shown), an unknown, missing or mistyped
@@ -90,13 +91,27 @@ def build(
     given = arguments(function, own)
     with blaming(function, name=name):
         made = function(**given)
-    recipe = with_terms(_as_recipe(made, name=name), **arguments(with_terms, more))
+    recipe = _as_recipe(made, name=name)
+    if advantage is not None:
+        estimator = plugins.load_function(advantage, builtin=estimators, key="loss.advantage")
+        recipe = recipe._replace(advantages=estimator)
+    recipe = with_terms(recipe, **_terms(more, known={**known, **parameters}))
     with blaming(function, name=name):
         try_out(recipe)
-    if advantage is None:
-        return recipe
-    estimator = plugins.load_function(advantage, builtin=estimators, key="loss.advantage")
-    return recipe._replace(advantages=estimator)
+    return recipe
+
+
+def _terms(values: Mapping[str, Any], *, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `with_terms`."""
+    terms = arguments(with_terms, values)
+    if terms.get("aggregation") is aggregation.fixed_length:
+        if "max_length" not in known:
+            raise ValueError(
+                "loss.aggregation = 'fixed_length' needs max_length, the longest answer, which a "
+                "run knows; without one give with_terms the aggregation fixed_length(max_length)"
+            )
+        terms["aggregation"] = aggregation.fixed_length(known["max_length"])
+    return terms
 
 
 def kl_estimator(name: str) -> KLEstimator:

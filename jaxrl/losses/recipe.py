@@ -1,5 +1,7 @@
 """An algorithm: what the learner minimises and how rewards become advantages."""
 
+import functools
+import inspect
 from typing import NamedTuple
 
 from jaxrl.advantages import AdvantageEstimator
@@ -48,6 +50,7 @@ def with_terms(
     positive_nll: float = 0.0,
     balance: float = 0.0,
     aggregation: Aggregation | None = None,
+    advantage_eps: float | None = None,
 ) -> Recipe:
     """The recipe with more terms. A term whose coefficient is 0 is left out, and so are the scores
     that it needs.
@@ -66,11 +69,14 @@ def with_terms(
       entropy_step: how far it is moved.
       positive_nll: coefficient of the likelihood of answers whose reward is positive.
       balance: coefficient of the imbalance of a mixture of experts.
-      aggregation: how tokens become one number; the recipe's own by default.
+      aggregation: how tokens become one number; the recipe's own by default. `fixed_length` divides
+        by sequences times the longest answer, as dr_grpo does.
+      advantage_eps: what the advantage adds to a standard deviation before it divides by it; the
+        estimator's own by default (1e-6 within a group; TRL 1e-4, oat 1e-8).
 
     Raises:
-      ValueError: for a negative coefficient, or a correction for what the recipe's ratio accounts
-        for already.
+      ValueError: for a negative coefficient, a correction for what the recipe's ratio accounts for
+        already, or an eps for an advantage that takes none.
     """
     terms = {"kl": kl, "entropy": entropy, "positive_nll": positive_nll, "balance": balance}
     for name, value in terms.items():
@@ -90,4 +96,15 @@ def with_terms(
     if balance:
         loss = loss + balance * load_balance()
     reduced = objective(loss, aggregation or recipe.objective.aggregation)
-    return recipe._replace(objective=reduced, entropy=controller)
+    estimator = recipe.advantages
+    if advantage_eps is not None:
+        estimator = _with_eps(estimator, advantage_eps)
+    return recipe._replace(objective=reduced, advantages=estimator, entropy=controller)
+
+
+def _with_eps(estimator: AdvantageEstimator, eps: float) -> AdvantageEstimator:
+    bounds.positive("advantage_eps", eps)
+    if "eps" not in inspect.signature(estimator).parameters:
+        name = getattr(estimator, "__name__", repr(estimator))
+        raise ValueError(f"advantage_eps={eps}: the advantage {name} takes no eps; leave it out")
+    return functools.partial(estimator, eps=eps)

@@ -2,6 +2,7 @@
 
 import textwrap
 
+import numpy as np
 import pytest
 
 from jaxrl import advantages
@@ -120,6 +121,31 @@ def test_the_run_gives_what_a_recipe_needs_and_the_config_leaves_out():
         recipe = build("dr_grpo", parameters, known={"max_length": 8, "clip_low": 0.5})
         assert recipe.objective.denominator(batch) == length
     assert build("grpo", {}, known={"max_length": 8}).objective.denominator(batch) == 1
+
+
+def test_the_length_of_an_aggregation_is_the_runs():
+    _, batch = one_row(advantages=[1.0, 2.0], logprobs=[-1.0, -1.0])
+    recipe = build("gspo", {"aggregation": "fixed_length"}, known={"max_length": 8})
+    assert recipe.objective.denominator(batch) == 8
+    assert recipe.objective.aggregation.weights(batch).sum() == 2
+    with pytest.raises(ValueError, match="'fixed_length' needs max_length"):
+        build("gspo", {"aggregation": "fixed_length"})
+
+
+def test_the_eps_of_an_advantage_can_be_chosen():
+    rewards, groups = np.array([1.0, 0.0]), np.zeros(2, int)
+    for more in ({}, {"advantage": "group_relative"}):
+        recipe = build("dapo", {"advantage_eps": 1.0}, **more)
+        found = advantages.estimate(
+            recipe.advantages,
+            advantages.Outcomes(
+                rewards=rewards, groups=groups, action_masks=[np.ones(1, bool)] * 2
+            ),
+        )
+        np.testing.assert_allclose(found, [0.5 / (0.5**0.5 + 1), -0.5 / (0.5**0.5 + 1)], rtol=1e-6)
+        assert compares_group(recipe.advantages)
+    with pytest.raises(ValueError, match="the advantage centred takes no eps"):
+        build("dr_grpo", {"advantage_eps": 1.0}, known={"max_length": 8})
 
 
 def test_errors_of_users_functions(user_file):
