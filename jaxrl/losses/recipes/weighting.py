@@ -5,13 +5,19 @@ import math
 from jaxrl.advantages import centred, group_relative
 from jaxrl.losses import bounds
 from jaxrl.losses.aggregation import token_mean
-from jaxrl.losses.algebra import objective, reweight
+from jaxrl.losses.algebra import TokenLoss, Weights, objective, prefix, reweight
 from jaxrl.losses.corrections import gamma_shaped, truncated
 from jaxrl.losses.ratios import Ratio, over_sampler, product
 from jaxrl.losses.recipe import Recipe
 from jaxrl.losses.regularizers import drift_penalty
 from jaxrl.losses.rejections import within_variation
 from jaxrl.losses.surrogates import likelihood, unclipped
+
+
+def _weighted(weights: Weights) -> TokenLoss:
+    """-w A log pi. Metrics are those of the weights behind "weight/": a correction of a config
+    beside them has the same names."""
+    return reweight(likelihood(), prefix(weights, "weight/"))
 
 
 def pg_seq_is(*, high: float = math.inf, ratio: Ratio = over_sampler) -> Recipe:
@@ -27,7 +33,7 @@ def pg_seq_is(*, high: float = math.inf, ratio: Ratio = over_sampler) -> Recipe:
         default.
       ratio: which policies are compared.
     """
-    loss = reweight(likelihood(), truncated(product(ratio), high=high))
+    loss = _weighted(truncated(product(ratio), high=high))
     return Recipe(objective(loss, token_mean), centred)
 
 
@@ -42,9 +48,7 @@ def pg_token_is(*, high: float = math.inf, ratio: Ratio = over_sampler) -> Recip
       high: bound on the weight; none by default.
       ratio: which policies are compared.
     """
-    return Recipe(
-        objective(reweight(likelihood(), truncated(ratio, high=high)), token_mean), centred
-    )
+    return Recipe(objective(_weighted(truncated(ratio, high=high)), token_mean), centred)
 
 
 def cispo(*, low: float = 0.0, high: float = 5.0, ratio: Ratio = over_sampler) -> Recipe:
@@ -60,7 +64,7 @@ def cispo(*, low: float = 0.0, high: float = 5.0, ratio: Ratio = over_sampler) -
       high: largest weight.
       ratio: which policies are compared.
     """
-    loss = reweight(likelihood(), truncated(ratio, low=low, high=high))
+    loss = _weighted(truncated(ratio, low=low, high=high))
     return Recipe(objective(loss, token_mean), group_relative)
 
 
@@ -91,7 +95,7 @@ def vespo(
         positive=(k_positive, lam_positive),
         negative=(k_negative, lam_negative),
     )
-    return Recipe(objective(reweight(likelihood(), weights), token_mean), group_relative)
+    return Recipe(objective(_weighted(weights), token_mean), group_relative)
 
 
 def dppo(
@@ -116,7 +120,7 @@ def dppo(
       cap: bound on the weight.
       ratio: which policies are compared.
     """
-    weighted = reweight(likelihood(), truncated(ratio, high=cap))
+    weighted = _weighted(truncated(ratio, high=cap))
     loss = reweight(weighted, within_variation(ratio, low=low, high=high))
     return Recipe(objective(loss, token_mean), group_relative)
 
