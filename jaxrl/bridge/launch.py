@@ -8,12 +8,14 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from jaxrl.bridge import tether
 from jaxrl.bridge.vllm_guard import KEY, Guard
 from jaxrl.bridge.vllm_plugin import BACKEND
 from jaxrl.bridge.vllm_server import VllmServer
@@ -34,7 +36,6 @@ _MATRICES = (
     *("gate_proj", "up_proj", "down_proj"),
 )
 _TAIL = 15  # lines of a log that are shown
-_GRACE = 15.0  # seconds between asking a server to end and ending it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,8 @@ class ServerFailedError(RuntimeError):
 
 
 class LocalServer:
-    """A vLLM server of this process, which ends with the block."""
+    """A vLLM server of this process, which ends with the block, and with the process however that
+    ends."""
 
     def __init__(self, model_dir: Path, options: ServerOptions, *, log: Path) -> None:
         """Starts the process; `wait` tells when it serves.
@@ -84,13 +86,14 @@ class LocalServer:
 
         Raises:
           ValueError: for a server that others can reach and that has no key.
+          ServerFailedError: if something listens at its port already.
         """
         if options.api_key is None and not _is_loopback(options.host):
             raise ValueError(
                 f"host = {options.host!r}: whoever reaches the server can change its weights; set "
                 f"{KEY} to a secret of your own, here and where the learner runs"
             )
-        port = options.port or _free_port(options.host)
+        port = _free_port(options.host, options.port)
         self.url = f"http://{options.host}:{port}"
         self._log, self._key = log, options.api_key
         environment = os.environ | _ENVIRONMENT
@@ -102,9 +105,10 @@ class LocalServer:
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         with log.open("wb") as stream:
             self._process = subprocess.Popen(
-                _command(model_dir, options, port),
+                [sys.executable, "-I", "-S", tether.__file__, *_command(model_dir, options, port)],
                 env=environment,
-                stdin=subprocess.DEVNULL,
+                bufsize=0,
+                stdin=subprocess.PIPE,  # nobody writes: it closes when this process ends
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # one group with its workers, apart from Ctrl-C
@@ -118,9 +122,12 @@ class LocalServer:
         """
         start = time.monotonic()
         server = VllmServer(self.url, timeout=5.0, api_key=self._key)
-        while not server.healthy():
+        while True:
+            ready = server.healthy()
+            self.check()  # else somebody else has answered
+            if ready:
+                return
             waited = time.monotonic() - start
-            self.check()
             if waited > timeout:
                 raise ServerFailedError(
                     f"vLLM was not ready after {timeout:.0f} s; "
@@ -143,7 +150,7 @@ class LocalServer:
 
     @property
     def process_ids(self) -> list[int]:
-        """The server's processes."""
+        """The server's processes, and the one that ties it to this process."""
         group = self._process.pid  # it began a session of its own
         found = []
         for entry in Path("/proc").iterdir():
@@ -158,10 +165,10 @@ class LocalServer:
         """Ends the server, and workers that have outlived it, and removes memory segments that it
         leaves behind."""
         segments = {path for pid in self.process_ids for path in _segments(pid)}
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_GRACE)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(tether.GRACE + 1)
         for pid in self.process_ids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -236,9 +243,18 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
+def _free_port(host: str, port: int) -> int:
+    """The port, or any if it is 0. What listens there already would be taken for the server."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        # Connections of a server that has ended do not matter, as they do not to vLLM.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ServerFailedError(
+                f"nothing can listen at {host}:{port}: {error}; end what does, or name another port"
+            ) from error
         return probe.getsockname()[1]
 
 
