@@ -221,8 +221,12 @@ def open_sampler(
             before = serving
             adapter, timings = bring(params, version=version)
             serving = {server.url for server in servers if server.connected}
-            for url in sorted(before - serving):
-                note(f"{url} does not answer; the other servers go on, and it is tried again")
+            for server in servers:
+                if server.url in before - serving:
+                    note(
+                        f"{server.url} is done without, the other servers go on and it is tried "
+                        f"again: {server.trouble}"
+                    )
             for url in sorted(serving - before):
                 note(f"{url} is back and serves version {version}")
             client.published(version, urls=sorted(serving), adapter=adapter)

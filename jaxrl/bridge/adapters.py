@@ -5,6 +5,7 @@ cache of prompts by name and path, and requests in flight go on with the adapter
 with. What the adapters belong to reaches a server once, through a `WeightPublisher`.
 """
 
+import contextlib
 import secrets
 import shutil
 import time
@@ -12,7 +13,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from jaxrl.bridge.base import InFlight, LostError, RefusedError, Server, Timings, WeightSource
+from jaxrl.bridge.base import (
+    InFlight,
+    LostError,
+    PoisonedError,
+    RefusedError,
+    Server,
+    Timings,
+    WeightSource,
+)
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.bridge.switch import switch
 from jaxrl.models import peft
@@ -108,8 +117,9 @@ class AdapterPublisher:
         requests give as their model, and seconds.
 
         Raises:
-          RefusedError: a server refused. All go on serving the adapters that they have.
+          RefusedError: every server refused. All go on serving the adapters that they have.
           LostError: no server answers.
+          PoisonedError: as `publish_base`.
         """
         start = time.perf_counter()
         name = f"jaxrl-{self._run}-{version}"
@@ -118,8 +128,6 @@ class AdapterPublisher:
         draft.rename(directory)
         written = time.perf_counter() - start
         present = self._with_base(params, version)
-        if not present:
-            raise LostError("no server answers")
         try:
             timings = switch(
                 [_Loading(server, self._root) for server in present],
@@ -136,21 +144,39 @@ class AdapterPublisher:
         return name, timings._replace(write=written)
 
     def _with_base(self, params: Adapted, version: int) -> list[AdapterServer]:
-        """The servers that answer, all of which hold what the adapters belong to."""
-        present, without = [], []
+        """The servers that hold what the adapters belong to, at least one; raises as `publish`."""
+        ready: list[AdapterServer] = []
+        without: list[AdapterServer] = []
+        failures: list[Exception] = []
         for server in self._servers:
+            label = self._labels.get(server.url)
             try:
-                label = self._labels.get(server.url)
-                if label is None or not server.holds(label):
-                    without.append(server)
-                present.append(server)
-            except LostError:
-                continue
+                (ready if label is not None and server.holds(label) else without).append(server)
+            except LostError as error:
+                failures.append(error)
         if without:
-            source = ParamsSource(params.frozen, self._specs.frozen, dtype=self._wire)
-            self._publish_base(without, source, version)
-            self._labels |= {server.url: str(version) for server in without}
-        return present
+            try:
+                ready += self._bring_base(without, params, version)
+            except (RefusedError, PoisonedError, LostError) as error:
+                failures.append(error)
+        if not ready:
+            raise failures[0]
+        return ready
+
+    def _bring_base(
+        self, servers: Sequence[AdapterServer], params: Adapted, version: int
+    ) -> list[AdapterServer]:
+        """Those of the servers that have taken what the adapters belong to, at least one."""
+        source = ParamsSource(params.frozen, self._specs.frozen, dtype=self._wire)
+        self._publish_base(servers, source, version)
+        for server in servers:
+            with contextlib.suppress(LostError):
+                if server.holds(str(version)):  # else it was passed over
+                    self._labels[server.url] = str(version)
+        taken = [server for server in servers if self._labels.get(server.url) == str(version)]
+        if not taken:
+            raise LostError("no server has what the adapters belong to")
+        return taken
 
     def _forget(self, name: str) -> None:
         for server in self._servers:

@@ -65,7 +65,7 @@ class PoisonedError(RuntimeError):
 
 
 class LostError(RuntimeError):
-    """The server does not answer; other servers may go on without it."""
+    """The server does not answer, or is ill; other servers may go on without it."""
 
 
 class Server(Protocol):
@@ -95,11 +95,11 @@ class WeightPublisher(Protocol):
     """Brings weights to every server."""
 
     def publish(self, source: WeightSource, *, version: int) -> Timings:
-        """Returns once every server that answers serves `version`.
+        """Returns once every server that is well serves `version`, at least one.
 
         Raises:
-          RefusedError: a server refused and serves its old version.
-          PoisonedError: a server stays paused; publish again.
+          RefusedError: every server refused and serves its old version.
+          PoisonedError: none serves `version`, and one stays paused; publish again.
           LostError: no server answers.
         """
         ...

@@ -11,12 +11,13 @@ def switch(
 ) -> Timings:
     """Updates all servers at once and returns the slowest one's timings, with `write` 0.
 
-    Servers that do not answer are passed over as long as one does.
+    Servers that fail are passed over as long as one has taken the version: to end the run because
+    one of several is ill would leave some with the new weights and some with the old ones.
 
     Raises:
-      PoisonedError: if any server's load failed halfway.
-      RefusedError: if any server refused and none is poisoned.
-      LostError: if no server answers.
+      PoisonedError: if no server has taken it and a load failed halfway.
+      RefusedError: if none has, none is poisoned and one refused.
+      LostError: if no server does what it is told.
     """
 
     def update(server: Server) -> Timings | Exception:
@@ -28,10 +29,9 @@ def switch(
     with ThreadPoolExecutor(max(1, len(servers))) as pool:
         results = list(pool.map(update, servers))
     timings = [r for r in results if isinstance(r, Timings)]
-    for kind in (
-        (PoisonedError, RefusedError) if timings else (PoisonedError, RefusedError, LostError)
-    ):
-        for result in results:
-            if isinstance(result, kind):
-                raise result
+    if not timings:
+        for kind in (PoisonedError, RefusedError, LostError):
+            for result in results:
+                if isinstance(result, kind):
+                    raise result
     return Timings(*(max(part) for part in zip(Timings(), *timings, strict=True)))

@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 import urllib.parse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,11 @@ class ControlError(RuntimeError):
     """The server did not do what it was told; the message has its own words."""
 
 
-class _UnreachableError(ControlError):
+class _UnwellError(ControlError):
+    """Something in the server failed, such as its engine."""
+
+
+class _UnreachableError(_UnwellError):
     """There was no answer."""
 
 
@@ -37,7 +42,8 @@ class VllmServer:
 
     Attributes:
       url: its address.
-      connected: whether it answered last; one that was started again is met again by `update`.
+      connected: whether it did what it was told last; one that did not is met again by `update`.
+      trouble: what was wrong with it last.
     """
 
     def __init__(self, url: str, *, timeout: float = 600.0, api_key: str | None = None) -> None:
@@ -51,7 +57,7 @@ class VllmServer:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"{url!r} is not the http:// address of a server")
-        self.url, self.connected = url, False
+        self.url, self.connected, self.trouble = url, False, ""
         self._host, self._port = parts.hostname, parts.port or 80
         self._timeout, self._credentials = timeout, vllm_guard.headers(api_key)
         self._init_info: dict[str, str] = {}
@@ -59,13 +65,13 @@ class VllmServer:
     def connect(self, *, root: str, wire: str, sampler: str) -> None:
         """See `Server.connect`."""
         self._init_info = {"root": root, "wire": wire, "sampler": sampler}
-        with contextlib.suppress(_UnreachableError):
+        with contextlib.suppress(_UnwellError):
             self._meet()
 
     def update(self, payload: str, *, version: int, in_flight: InFlight) -> Timings:
-        """See `Server.update`. Of a server that answers, whatever is not clearly a refusal counts
-        as poisoned."""
-        try:
+        """See `Server.update`. Of a server that was paused and answers, whatever is not clearly a
+        refusal counts as poisoned."""
+        with self._watched():
             if not self.connected:
                 self._call("GET", "/health", timeout=_PROBE)
                 self._meet()
@@ -75,47 +81,41 @@ class VllmServer:
             marks.append(time.perf_counter())
             refusal = self._load(payload, version)
             marks.append(time.perf_counter())
-            self._call("POST", "/resume")
+            self._while_paused("/resume")
             marks.append(time.perf_counter())
-        except _UnreachableError as error:
-            self.connected = False
-            raise LostError(str(error)) from error
-        except ControlError as error:
-            raise PoisonedError(f"stays paused: {_reason(error, POISONED)}") from error
-        if refusal is not None and STRANGER in str(refusal):  # it was started again meanwhile
+            if refusal is not None and STRANGER not in str(refusal):
+                raise refusal
+        if refusal is not None:  # it was started again meanwhile
             self.connected = False
             return self.update(payload, version=version, in_flight=in_flight)
-        if refusal is not None:
-            raise refusal
         pause, load, resume = (after - before for before, after in itertools.pairwise(marks))
         return Timings(pause=pause, load=load, resume=resume)
 
     def holds(self, label: str) -> bool:
         """See `AdapterServer.holds`."""
-        try:
+        with self._watched():
             timeout = None if self.connected else _PROBE
             found = self._call("GET", "/weight_info", timeout=timeout)["weight_version"]
-        except _UnreachableError as error:
-            self.connected = False
-            raise LostError(str(error)) from error
-        self.connected = True
-        return found == label
+        self.connected = found == label
+        return self.connected
 
     def load_adapter(self, name: str, directory: Path) -> None:
         """See `AdapterServer.load_adapter`. vLLM reads and checks an adapter whole before it puts
         it in the place of another."""
-        try:
-            self._call(
-                "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)}
-            )
-        except _UnreachableError as error:
-            self.connected = False
-            raise LostError(str(error)) from error
-        except ControlError as error:
-            raise RefusedError(
-                f"{error}; a server takes adapters if it was started for their rank: jaxrl serve "
-                "--max_lora_rank N"
-            ) from None
+        with self._watched():
+            try:
+                self._call(
+                    "POST",
+                    "/v1/load_lora_adapter",
+                    {"lora_name": name, "lora_path": str(directory)},
+                )
+            except _UnreachableError:
+                raise
+            except ControlError as error:
+                raise RefusedError(
+                    f"{error}; a server takes adapters if it was started for their rank: jaxrl "
+                    "serve --max_lora_rank N"
+                ) from None
 
     def forget_adapter(self, name: str) -> None:
         """See `AdapterServer.forget_adapter`."""
@@ -141,7 +141,23 @@ class VllmServer:
             return False
         return True
 
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Whoever does not do what it is told is not connected any more.
+
+        Raises:
+          LostError: for what else is wrong than a refusal or a load that failed halfway.
+        """
+        try:
+            yield
+        except (ControlError, RefusedError, PoisonedError) as error:
+            self.connected, self.trouble = False, str(error)
+            if isinstance(error, ControlError):
+                raise LostError(str(error)) from error
+            raise
+
     def _meet(self) -> None:
+        self.connected = False
         try:
             self._call("POST", "/init_weight_transfer_engine", {"init_info": self._init_info})
         except ControlError as error:
@@ -153,14 +169,23 @@ class VllmServer:
     def _load(self, payload: str, version: int) -> RefusedError | None:
         info = {"payload": payload, "version": version}
         try:
-            self._call("POST", "/start_weight_update")
-            self._call("POST", "/update_weights", {"update_info": info})
-            self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
+            self._while_paused("/start_weight_update")
+            self._while_paused("/update_weights", {"update_info": info})
+            self._while_paused("/finish_weight_update", {"weight_version": str(version)})
+        except RefusedError as error:
+            return error
+        return None
+
+    def _while_paused(self, path: str, body: Any = None) -> None:
+        """Of what fails here it is not known where it has left the server."""
+        try:
+            self._call("POST", path, body)
+        except _UnreachableError:
+            raise
         except ControlError as error:
             if REFUSED in str(error):
-                return RefusedError(_reason(error, REFUSED))
-            raise
-        return None
+                raise RefusedError(_reason(error, REFUSED)) from None
+            raise PoisonedError(f"stays paused: {_reason(error, POISONED)}") from error
 
     def _call(
         self, method: str, path: str, body: Any = None, *, timeout: float | None = None
@@ -180,7 +205,8 @@ class VllmServer:
         finally:
             connection.close()
         if response.status != 200:
-            raise ControlError(f"{where}: {response.status} {text}")
+            kind = ControlError if response.status < 500 else _UnwellError
+            raise kind(f"{where}: {response.status} {text}")
         is_json = response.headers.get_content_type() == "application/json"
         return json.loads(text) if text and is_json else None
 

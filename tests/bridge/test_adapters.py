@@ -80,16 +80,46 @@ def test_each_version_is_an_adapter_and_the_last_two_stay(publisher, servers, tm
     assert {path.name for path in tmp_path.iterdir()} == {*names[1:]}
 
 
-def test_where_one_refuses_all_keep_what_they_have(publisher, servers, tmp_path):
+def test_where_all_refuse_all_keep_what_they_have(publisher, servers, tmp_path):
     name, _ = publisher.publish(adapted(0), version=0)
-    servers[1].refuses = True
+    for server in servers:
+        server.refuses = True
     with pytest.raises(RefusedError, match="too large"):
         publisher.publish(adapted(1), version=1)
     assert [list(server.adapters) for server in servers] == [[name], [name]]
     assert [path.name for path in tmp_path.iterdir()] == [name]
-    servers[1].refuses = False
+    servers[0].refuses = False  # one of them is enough
     publisher.publish(adapted(1), version=1)
-    assert [len(server.adapters) for server in servers] == [2, 2]
+    assert [len(server.adapters) for server in servers] == [2, 1]
+
+
+def test_where_one_cannot_take_the_base_the_others_go_on(servers, tmp_path):
+    """It may have been started again with another dtype."""
+    refusing: list[str] = []
+
+    def publish_base(those, source, version):
+        del source
+        for server in those:
+            if server.url in refusing:
+                raise RefusedError("computes in float16")
+            server.label = str(version)
+
+    publisher = AdapterPublisher(
+        servers, tmp_path, specs=SPECS, base="base", wire=BF16, publish_base=publish_base
+    )
+    publisher.publish(adapted(0), version=0)
+    servers[1].label = "default"
+    refusing.append("http://b")
+    publisher.publish(adapted(1), version=1)
+    assert [len(server.adapters) for server in servers] == [2, 1]
+    refusing.clear()
+    publisher.publish(adapted(2), version=2)
+    assert [server.label for server in servers] == ["0", "2"]
+    refusing.extend(server.url for server in servers)
+    for server in servers:
+        server.label = "default"
+    with pytest.raises(RefusedError, match="float16"):
+        publisher.publish(adapted(3), version=3)
 
 
 def test_a_server_that_was_lost_is_done_without_and_gets_everything_when_it_returns(

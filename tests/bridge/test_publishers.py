@@ -175,17 +175,22 @@ def test_a_source_must_yield_what_it_announced(tmp_path: Path) -> None:
         publisher.publish(Liar({"a": np.zeros(3, np.float32)}), version=0)
 
 
-def test_the_worst_failure_of_several_servers_is_raised(tmp_path: Path) -> None:
+def test_the_worst_failure_is_raised_where_no_server_has_taken_the_version(tmp_path: Path) -> None:
     servers = [Recorder(), Recorder(), Recorder()]
-    servers[0].failure, servers[1].failure = RefusedError("no"), PoisonedError("half")
+    failures = [RefusedError("no"), PoisonedError("half"), LostError("nobody there")]
     source = ListSource({"a": np.zeros(3, np.float32)})
     with SharedMemoryPublisher(servers, wire=F32, sampler=F32, memory=tmp_path) as publisher:
+        for server, failure in zip(servers, failures, strict=True):
+            server.failure = failure
         with pytest.raises(PoisonedError, match="half"):
             publisher.publish(source, version=0)
-        servers[1].failure = None
+        servers[1].failure = LostError("ill")
         with pytest.raises(RefusedError, match="no"):
             publisher.publish(source, version=0)
-        assert servers[2].version == 0
+        for kind in failures:  # but one that goes on is enough
+            servers[1].failure, servers[2].failure = kind, None
+            publisher.publish(source, version=1)
+            assert [server.version for server in servers] == [-1, -1, 1]
 
 
 def test_servers_that_do_not_answer_are_passed_over(tmp_path: Path) -> None:
