@@ -93,7 +93,7 @@ class LocalServer:
                 f"host = {options.host!r}: whoever reaches the server can change its weights; set "
                 f"{KEY} to a secret of your own, here and where the learner runs"
             )
-        port = _free_port(options.host, options.port)
+        port = free_port(options.host, options.port)
         self.url = f"http://{options.host}:{port}"
         self._log, self._key = log, options.api_key
         environment = os.environ | _ENVIRONMENT
@@ -121,9 +121,8 @@ class LocalServer:
           ServerFailedError: if it ends before, or is not ready after `timeout` seconds.
         """
         start = time.monotonic()
-        server = VllmServer(self.url, timeout=5.0, api_key=self._key)
         while True:
-            ready = server.healthy()
+            ready = self.healthy()
             self.check()  # else somebody else has answered
             if ready:
                 return
@@ -135,6 +134,10 @@ class LocalServer:
                 )
             progress(waited)
             time.sleep(0.2)
+
+    def healthy(self) -> bool:
+        """Whether it answers within some seconds that it is well."""
+        return VllmServer(self.url, timeout=5.0, api_key=self._key).healthy()
 
     def check(self) -> None:
         """Nothing while the server runs.
@@ -194,6 +197,25 @@ class LocalServer:
         return "\n".join([*errors[-_TAIL:], *lines[-_TAIL:]])
 
 
+def free_port(host: str, port: int) -> int:
+    """The port, or any if it is 0.
+
+    Raises:
+      ServerFailedError: if something listens there already, which would be taken for the server.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        # Connections of a server that has ended do not matter, as they do not to vLLM.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ServerFailedError(
+                f"nothing can listen at {host}:{port}: {error}; end what does, or name another port"
+            ) from error
+        return probe.getsockname()[1]
+
+
 def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
     # A request with a seed ends vLLM 0.32 on a CPU when its prompt is computed in chunks.
     on_cpu = ["--enforce-eager", "--no-enable-chunked-prefill"] if options.device == "cpu" else []
@@ -241,21 +263,6 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # the name of some host
         return False
-
-
-def _free_port(host: str, port: int) -> int:
-    """The port, or any if it is 0. What listens there already would be taken for the server."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        # Connections of a server that has ended do not matter, as they do not to vLLM.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ServerFailedError(
-                f"nothing can listen at {host}:{port}: {error}; end what does, or name another port"
-            ) from error
-        return probe.getsockname()[1]
 
 
 def _segments(pid: int) -> list[Path]:

@@ -1,13 +1,14 @@
 """`jaxrl serve`: runs a vLLM server that takes weights from a learner."""
 
 import argparse
+import functools
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from pydantic import PositiveInt, model_validator
 
@@ -20,8 +21,8 @@ DESCRIPTION = """Runs a stock vLLM server that takes weights from a learner.
   jaxrl serve runs/quickstart/sft/model --port 8000 --dtype f32
   jaxrl train configs/quickstart.toml --sampler vllm --sampler.url http://127.0.0.1:8000
 
-With --replicas N it runs N of them on ports that follow each other, and starts again what ends; a
-run gives the weights to a server that is back at its next publish."""
+With --replicas N it runs N of them on ports that follow each other. What ends or hangs is started
+again; a run gives the weights to a server that is back at its next publish."""
 
 
 class ServeConfig(ServerConfig):
@@ -53,19 +54,6 @@ class ServeConfig(ServerConfig):
         return self
 
 
-class Running(Protocol):
-    """A server that runs."""
-
-    @property
-    def url(self) -> str:
-        """Its address."""
-        ...
-
-    def check(self) -> None:
-        """Nothing while it runs; raises what it has ended with."""
-        ...
-
-
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     made = options.parser("serve", ServeConfig, description=DESCRIPTION, usage="MODEL_DIR")
@@ -75,16 +63,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(config: ServeConfig, arguments: argparse.Namespace) -> int:
-    from jaxrl.bridge.launch import ServerFailedError
+    from jaxrl.bridge.launch import LocalServer, free_port
+    from jaxrl.bridge.replicas import Replica
     from jaxrl.samplers import api_key, started_server
+
+    # A server that is started again is where it was.
+    first = config.port or free_port(config.host, 0)
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    def start(replica: int) -> AbstractContextManager[Running]:
+    def start(replica: int) -> AbstractContextManager[LocalServer]:
         log = Path(config.log)
         return started_server(
-            config.model_copy(update={"port": config.port and config.port + replica}),
+            config.model_copy(update={"port": first + replica}),
             arguments.model_dir,
             dtype=precision.parse(f"fp32,sampler={config.dtype}").sampler,
             max_model_len=config.max_model_len,
@@ -96,43 +88,16 @@ def _serve(config: ServeConfig, arguments: argparse.Namespace) -> int:
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
-        with replicas(start, count=config.replicas, failure=ServerFailedError, note=note) as check:
+        with ExitStack() as stack:
+            replicas = [
+                stack.enter_context(Replica(functools.partial(start, i), note=note))
+                for i in range(config.replicas)
+            ]
+            print("\n".join(replica.url for replica in replicas), flush=True)
             while True:
-                check()
+                for replica in replicas:
+                    replica.check()
                 time.sleep(0.5)
     except KeyboardInterrupt:
         note("vLLM has ended")
         return 0
-
-
-@contextmanager
-def replicas(
-    start: Callable[[int], AbstractContextManager[Running]],
-    *,
-    count: int,
-    failure: type[Exception],
-    note: Callable[[str], None],
-) -> Iterator[Callable[[], None]]:
-    """Servers that run, whose addresses are printed, and a function that looks after them: of
-    several it starts again the one that has ended.
-
-    Raises:
-      Exception: `failure`, if one does not start, or the only one has ended.
-    """
-    with ExitStack() as all_of_them:
-        stacks = [all_of_them.enter_context(ExitStack()) for _ in range(count)]
-        running = [stack.enter_context(start(i)) for i, stack in enumerate(stacks)]
-        print("\n".join(server.url for server in running), flush=True)
-
-        def check() -> None:
-            for i, stack in enumerate(stacks):
-                try:
-                    running[i].check()
-                except failure as error:
-                    if count == 1:
-                        raise
-                    note(f"{running[i].url} has ended and is started again: {error}")
-                    stack.close()
-                    running[i] = stack.enter_context(start(i))
-
-        yield check
