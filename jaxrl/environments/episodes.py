@@ -30,7 +30,7 @@ class Draft:
     def turn(self, limits: Limits) -> Turn:
         """What the policy is asked for next."""
         context = np.concatenate([self._prompt, *self._tokens])
-        return Turn(context, *self._seat, limits.tokens - self._length)
+        return Turn(context, *self._seat, limits.tokens - self._length, len(self._prompt))
 
     def take(self, completion: Completion) -> None:
         """Appends a turn of the policy."""

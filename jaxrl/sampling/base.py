@@ -89,12 +89,14 @@ class Turn(NamedTuple):
       prompt_index, sample_index: which answer to which prompt it is; its random numbers depend on
         them, on the seed, and on nothing else.
       max_tokens: the longest continuation.
+      opening: tokens of the context with which its whole group began; None for all.
     """
 
     context: np.ndarray
     prompt_index: int
     sample_index: int
     max_tokens: int
+    opening: int | None = None
 
 
 class Sampler(Protocol):
@@ -153,7 +155,7 @@ def check_request(
 
 def check_turns(turns: Sequence[Turn], *, max_positions: int, vocab_size: int) -> None:
     """As `check_request`, of sequences that are to go on."""
-    for prompt, i, _, max_tokens in turns:
+    for prompt, i, _, max_tokens, _ in turns:
         if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer) or not len(prompt):
             raise ValueError(
                 f"prompt {i} is an array of shape {prompt.shape} and dtype {prompt.dtype}; "

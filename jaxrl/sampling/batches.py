@@ -80,7 +80,7 @@ class _Progress:
         Raises:
           FloatingPointError: if a log-prob is not finite.
         """
-        _, prompt, sample, _ = self._turn
+        prompt, sample = self._turn.prompt_index, self._turn.sample_index
         logprobs = np.concatenate(self._logprobs)
         if not np.isfinite(logprobs).all():
             raise FloatingPointError(

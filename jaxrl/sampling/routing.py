@@ -1,17 +1,18 @@
 """Requests to one or many servers: which one takes a request, and what happens when it is lost.
 
 Requests wait here, not in a server: each server has at most `max_requests` at a time, each on a
-connection that stays open. The connection that has been idle longest takes the next request, so a
-slow server gets fewer.
+connection that stays open. The server with the fewest takes the next one, so a slow server gets
+fewer. What goes on from something that a server has in its cache goes there, unless that one has
+much more to do.
 """
 
 import contextlib
 import http.client
-import queue
+import itertools
 import socket
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from http.client import HTTPConnection
 from typing import Literal, NamedTuple, TypeVar
 
@@ -73,17 +74,27 @@ class Router:
             raise ValueError("urls is empty; a sampler needs a server")
         self._headers = {"Content-Type": "application/json", **headers}
         self._named = self._serving = {_address(url) for url in urls}
-        addresses = [_address(url) for url in urls] * max_requests
-        # In turn, so that few requests spread over all servers.
-        self._connections = [HTTPConnection(*a, timeout=timeout) for a in addresses]
-        self._idle: queue.Queue[HTTPConnection] = queue.Queue()
-        for connection in self._connections:
-            self._idle.put(connection)
-        self._parked: list[HTTPConnection] = []  # of servers that were lost
-        self._lock = threading.Lock()
+        self._most, self._margin = max_requests, max(1, max_requests // 8)
+        self._idle = {
+            address: [HTTPConnection(*address, timeout=timeout) for _ in range(max_requests)]
+            for address in map(_address, urls)
+        }
+        self._connections = [*itertools.chain.from_iterable(self._idle.values())]
+        self._places: dict[Hashable, _Address] = {}
+        self._numbers = itertools.count()
+        self._latest = {address: next(self._numbers) for address in self._idle}
+        self._changed = threading.Condition()  # guards all of these
         self._closed = threading.Event()
 
-    def post(self, path: str, body: str, *, read: Callable[[str], T], about: str) -> T:
+    def post(
+        self,
+        path: str,
+        body: str,
+        *,
+        read: Callable[[str], T],
+        about: str,
+        keys: Sequence[Hashable] = (),
+    ) -> T:
         """What `read` makes of the answer; waits for a connection, and tries several times.
 
         Args:
@@ -91,13 +102,15 @@ class Router:
           body: JSON.
           read: raises StrangerError for a server that must not be asked.
           about: what the request is about, for error messages.
+          keys: what it goes on from: the server that was asked last with the first one is
+            preferred. Later requests with any of them go on from this one.
 
         Raises:
           SamplerError: if a server refuses the request, or none answers it.
         """
-        failures = 0
+        failures, failed = 0, None
         while True:
-            with self._connection() as connection:
+            with self._connection(keys, failed) as connection:
                 answer = self._exchange(connection, path, body)
                 if answer.status == 200:
                     try:
@@ -107,11 +120,9 @@ class Router:
                             continue
                         raise
                 connection.close()  # the next request on it opens it again
-                # One that has never heard of the route or of the adapter was started again.
-                lost = answer.fate != "answered" or answer.status == 404
-                if lost and self._give_up(connection):
+                if _is_lost(answer) and self._give_up(connection):
                     continue
-            failures += 1
+            failures, failed = failures + 1, _of(connection)
             final = 400 <= answer.status < 500 or failures == _ATTEMPTS
             if final or self._closed.wait(0.5 * 2 ** (failures - 1)):
                 raise SamplerError(
@@ -120,16 +131,18 @@ class Router:
                 )
 
     def restore(self, urls: Sequence[str]) -> None:
-        """Sends requests to these servers and to no others."""
-        with self._lock:
+        """Sends requests to these servers and to no others, and forgets who had what in its cache:
+        a server with new weights has nothing."""
+        with self._changed:
             self._named = self._serving = {_address(url) for url in urls}
-            returned, self._parked = self._parked, []
-        for connection in returned:
-            self._idle.put(connection)
+            self._places.clear()
+            self._changed.notify_all()
 
     def hang_up(self) -> None:
         """Lets servers drop what is in flight; requests that wait for an answer fail."""
         self._closed.set()
+        with self._changed:
+            self._changed.notify_all()
         for connection in self._connections:
             if connection.sock is not None:
                 with contextlib.suppress(OSError):
@@ -152,30 +165,51 @@ class Router:
         return answer
 
     @contextlib.contextmanager
-    def _connection(self) -> Iterator[HTTPConnection]:
-        while True:
-            connection = self._idle.get()
-            with self._lock:
-                if _of(connection) in self._serving:
+    def _connection(
+        self, keys: Sequence[Hashable], failed: _Address | None
+    ) -> Iterator[HTTPConnection]:
+        with self._changed:
+            while not (free := [address for address in self._serving if self._idle[address]]):
+                if self._closed.is_set():
                     break
-                self._parked.append(connection)
-        try:
+                self._changed.wait()
             if self._closed.is_set():
                 raise ClosedError("the sampler was closed")
+            # A server that has just failed is asked again only if there is no other.
+            chosen = self._choose([a for a in free if a != failed] or free, keys)
+            self._latest[chosen] = next(self._numbers)
+            self._places |= dict.fromkeys(keys, chosen)
+            connection = self._idle[chosen].pop()
+        try:
             yield connection
         finally:
-            self._idle.put(connection)
+            with self._changed:
+                self._idle[chosen].append(connection)
+                self._changed.notify()
+
+    def _choose(self, free: Sequence[_Address], keys: Sequence[Hashable]) -> _Address:
+        """The one that has what a request goes on from; or the least loaded, in turn."""
+        loads = {address: self._most - len(self._idle[address]) for address in free}
+        place = self._places.get(keys[0]) if keys else None
+        limit = min(loads.values()) + self._margin
+        if place is not None and loads.get(place, limit + 1) <= limit:
+            return place
+        return min(free, key=lambda address: (loads[address], self._latest[address]))
 
     def _give_up(self, connection: HTTPConnection) -> bool:
         """Whether another server is left to go on with. If none is, all are tried again."""
-        with self._lock:
+        with self._changed:
             others = self._serving - {_of(connection)}
             left = bool(others) and not self._closed.is_set()
             self._serving = others if left else self._named
-            returned, self._parked = ([], self._parked) if left else (self._parked, [])
-        for connection in returned:
-            self._idle.put(connection)
+            self._changed.notify_all()
         return left
+
+
+def _is_lost(answer: _Answer) -> bool:
+    # One that has never heard of the route or of the adapter was started again; one whose engine
+    # has died answers 500 until it ends, faster than any other could.
+    return answer.fate != "answered" or answer.status in (404, 500)
 
 
 def _post(

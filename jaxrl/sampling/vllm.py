@@ -1,7 +1,8 @@
 """A client of one or many vLLM servers: token ids in; token ids, log-probs and versions out.
 
 Uses `/inference/v1/generate`, the one endpoint that reports which weights drew each token. A
-prompt's group is one request, which computes the prompt once.
+prompt's group is one request, which computes the prompt once, and an episode stays where it was
+begun.
 """
 
 import json
@@ -29,6 +30,7 @@ class _Request(NamedTuple):
     max_tokens: int
     seed: int
     policy: "_Policy"
+    opening: int  # stands for what its group began with
     begun: "_Draft | None" = None
 
 
@@ -157,6 +159,7 @@ class VllmSampler:
                 max_tokens=first.max_tokens,
                 seed=int(seeds[first.prompt_index]),
                 policy=policy,
+                opening=hash(first.context[: first.opening].tobytes()),
             )
             for group in groups
             for first in group[:1]
@@ -229,6 +232,8 @@ class VllmSampler:
             json.dumps(_body(request, params)),
             read=lambda text: _choices(text, request),
             about=f"prompt {request.prompt_index}",
+            # Where an answer was begun, the cache has all that was said in its episode.
+            keys=[(request.opening, request.first + i) for i in range(request.count)],
         )
 
     def _score(self, index: int, sequence: np.ndarray) -> np.ndarray:

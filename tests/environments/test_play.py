@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import threading
 import time
 from types import SimpleNamespace
@@ -41,7 +42,7 @@ class ByHand:
 
     def sample_turns(self, turns, params):
         self.requests.append(list(turns))
-        for prompt, (context, i, j, most) in enumerate(turns):
+        for prompt, (context, i, j, most, _) in enumerate(turns):
             del prompt
             tokens = np.array([10 + i, 20 + j, 30 + np.sum(context == 1), 1], np.int32)[:most]
             size = len(tokens)
@@ -113,6 +114,10 @@ def test_turns_of_a_round_are_one_request_and_a_group_that_begins_too():
     played(Talk, sampler=requests, desk=RequestsDesk)
     assert sorted(len(r) for r in requests.requests)[-3:] == [2, 2, 2]
     assert sum(len(r) for r in requests.requests) == 18
+    # By which a server that has it in its cache is found.
+    prompts = [example.tokens.tolist() for example in EXAMPLES.values()]
+    for turn in itertools.chain(*rounds.requests, *requests.requests):
+        assert turn.context[: turn.opening].tolist() == prompts[turn.prompt_index]
 
 
 def test_a_slow_environment_holds_up_no_other_where_servers_sample():

@@ -4,9 +4,8 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
@@ -14,71 +13,9 @@ import pytest
 
 from jaxrl.sampling.base import Completion, SamplingParams, Turn
 from jaxrl.sampling.vllm import SamplerError, VllmSampler
+from tests.sampling.standin import Reply, Server, answer, choice
 
-Reply = Callable[[dict[str, Any]], tuple[int, str]]
 PARAMS = SamplingParams(max_tokens=8, seed=3, stop=((1,), (5, 6)))
-
-
-class Server(ThreadingHTTPServer):
-    """Answers with what `reply` makes of a request's body; a status of 0 hangs up."""
-
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.reply: Reply = answer
-        self.bodies: list[dict[str, Any]] = []
-        self.keys: set[str | None] = set()
-        self.clients: set[int] = set()
-        self.busy, self.busiest, self.lock = 0, 0, threading.Lock()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Server
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.bodies.append(body)
-            self.server.keys.add(self.headers["Authorization"])
-            self.server.clients.add(self.client_address[1])
-            self.server.busy += 1
-            self.server.busiest = max(self.server.busiest, self.server.busy)
-        status, text = self.server.reply(body)
-        with self.server.lock:
-            self.server.busy -= 1
-        if not status:
-            self.close_connection = True
-            return
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-def choice(index: int, tokens: list[int], **changes: Any) -> dict[str, Any]:
-    return {
-        "index": index,
-        "token_ids": tokens,
-        "logprobs": {"content": [{"logprob": -0.25 * (i + 1)} for i in range(len(tokens))]},
-        "finish_reason": "length",
-        "weight_versions": [{"version": "4", "start": 0, "end": len(tokens)}],
-    } | changes
-
-
-def answer(body: dict[str, Any]) -> tuple[int, str]:
-    settings = body["sampling_params"]
-    made = [choice(i, [7 + i] * settings["max_tokens"]) for i in range(settings["n"])]
-    return 200, json.dumps({"choices": made[::-1]})
 
 
 def failing(*statuses: int) -> Reply:
@@ -234,6 +171,40 @@ def test_two_servers_share_the_requests(two):
     assert len(first.bodies) + len(second.bodies) == 20  # a group stays together
     assert min(len(first.bodies), len(second.bodies)) >= 4
     assert max(first.busiest, second.busiest) == 2
+
+
+def test_the_turns_of_an_episode_go_to_the_server_that_drew_the_first(two):
+    """As do answers that go on after an abort: the server has in its cache what was said before."""
+    first, second, sampler = two
+    prompts = {i: np.array([2, 3, i], np.int32) for i in range(10, 16)}
+    for i, prompt in prompts.items():
+        list(sampler.sample_turns([Turn(prompt, 0, j, 4) for j in range(2)], PARAMS))
+        assert len(first.bodies) + len(second.bodies) == i - 9  # a group is one request
+    begun = [{body["token_ids"][2] for body in server.bodies} for server in (first, second)]
+    assert [len(prompts) for prompts in begun] == [3, 3]
+    for server in (first, second):
+        server.bodies.clear()
+        server.reply = aborts_once(server)
+    said = np.array([9, 9], np.int32)
+    for i in (15, 10, 12, 14, 13, 11):
+        for j in (1, 0):
+            turn = Turn(np.concatenate([prompts[i], said]), 0, j, 4, opening=3)
+            (found,) = sampler.sample_turns([turn], PARAMS)
+            assert len(found.tokens) == 4
+    for server, expected in zip((first, second), begun, strict=True):
+        assert {body["token_ids"][2] for body in server.bodies} == expected
+        assert len(server.bodies) == 3 * 2 * 2
+
+
+def aborts_once(server: Server) -> Reply:
+    """Every second request goes on where the one before was aborted."""
+
+    def reply(body: dict[str, Any]) -> tuple[int, str]:
+        if len(server.bodies) % 2 == 0:
+            return answer(body)
+        return 200, json.dumps({"choices": [choice(0, [9], finish_reason="abort")]})
+
+    return reply
 
 
 STRANGER = json.dumps(
