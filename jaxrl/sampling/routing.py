@@ -12,7 +12,7 @@ import itertools
 import socket
 import threading
 import urllib.parse
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from http.client import HTTPConnection
 from typing import Literal, NamedTuple, TypeVar
 
@@ -131,22 +131,23 @@ class Router:
                 )
 
     def restore(self, urls: Sequence[str]) -> None:
-        """Sends requests to these servers and to no others, and forgets who had what in its cache:
-        a server with new weights has nothing."""
+        """Sends requests to these servers and to no others: what the others have is sent again. A
+        server that stays paused would keep it until the time is over.
+
+        Who has what in its cache is forgotten, because new weights have made it useless.
+        """
         with self._changed:
             self._named = self._serving = {_address(url) for url in urls}
             self._places.clear()
             self._changed.notify_all()
+        _shut(c for c in self._connections if _of(c) not in self._named)
 
     def hang_up(self) -> None:
         """Lets servers drop what is in flight; requests that wait for an answer fail."""
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
-        for connection in self._connections:
-            if connection.sock is not None:
-                with contextlib.suppress(OSError):
-                    connection.sock.shutdown(socket.SHUT_RDWR)
+        _shut(self._connections)
 
     def close(self) -> None:
         """Closes the connections, which nobody may be using."""
@@ -159,7 +160,8 @@ class Router:
         only a connection that was just opened tells that nobody is there."""
         kept = connection.sock is not None
         answer = _post(connection, path, body, headers=self._headers)
-        if kept and answer.fate == "gone" and not self._closed.is_set():
+        wanted = _of(connection) in self._serving and not self._closed.is_set()
+        if kept and answer.fate == "gone" and wanted:
             connection.close()
             answer = _post(connection, path, body, headers=self._headers)
         return answer
@@ -210,6 +212,14 @@ def _is_lost(answer: _Answer) -> bool:
     # One that has never heard of the route or of the adapter was started again; one whose engine
     # has died answers 500 until it ends, faster than any other could.
     return answer.fate != "answered" or answer.status in (404, 500)
+
+
+def _shut(connections: Iterable[HTTPConnection]) -> None:
+    """Whoever waits for an answer on one of these finds that there will be none."""
+    for connection in connections:
+        if connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _post(

@@ -152,6 +152,23 @@ def test_a_server_that_fails_fast_does_not_draw_the_requests(asking):
         asking.one()
 
 
+def test_what_a_server_has_that_missed_a_publish_is_sent_to_the_others(asking):
+    """It may stay paused, and would keep the requests until their time is over."""
+    paused, well = asking.servers
+    assert asking.one() == "A"  # on a connection that stays open
+    assert asking.one() == "B"
+    paused.open.clear()
+    flying = [asking.begin(key) for key in (1, 1, 1)]
+    assert paused.got == 1 + 3
+    asking.router.restore([well.url])
+    assert [future.result(60) for future in flying] == ["B"] * 3
+    assert [asking.one() for _ in range(4)] == ["B"] * 4
+    assert paused.got == 1 + 3
+    paused.open.set()
+    asking.router.restore([server.url for server in asking.servers])
+    assert {asking.one() for _ in range(4)} == {"A", "B"}
+
+
 def test_closing_wakes_who_waits_for_a_connection(asking):
     for server in asking.servers:
         server.open.clear()
