@@ -150,6 +150,15 @@ def check_step(found: Any, limits: Limits) -> Step:
     Raises:
       BrokenError: if it is no step.
     """
+    try:
+        return _step(found, limits)
+    except BrokenError:
+        raise
+    except Exception as error:  # whatever a number, an array or a mapping of theirs does when read
+        raise BrokenError("nonsense", f"step returned what cannot be read: {error!r}") from error
+
+
+def _step(found: Any, limits: Limits) -> Step:
     if not isinstance(found, tuple) or not 3 <= len(found) <= 4:
         raise BrokenError("nonsense", f"step returned {found!r:.200}, expected a Step")
     observation, reward, done, numbers = Step(*found)
@@ -157,7 +166,7 @@ def check_step(found: Any, limits: Limits) -> Step:
         raise BrokenError("nonsense", f"step returned done = {done!r:.200}, expected a bool")
     try:
         values = {"reward": float(reward)} | {str(k): float(v) for k, v in numbers.items()}
-    except (TypeError, ValueError, AttributeError):
+    except (TypeError, ValueError, AttributeError, OverflowError):
         raise BrokenError(
             "nonsense", f"step returned reward = {reward!r:.200} and numbers = {numbers!r:.200}"
         ) from None
@@ -172,8 +181,8 @@ def check_step(found: Any, limits: Limits) -> Step:
 def _ids(found: Any, limits: Limits, *, what: str) -> np.ndarray:
     try:
         ids = np.asarray(found)
-    except ValueError:
-        ids = np.empty((0, 0))
+    except Exception as error:
+        raise BrokenError("nonsense", f"{what} cannot be read: {error!r}") from error
     if ids.size == 0 and ids.ndim == 1:
         return np.zeros(0, np.int32)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from jaxrl.environments.calls import processor
+
 _CHILD = Path(__file__).with_name("mathematics_child.py")
 _SECONDS = 5.0  # that may be computed for a comparison; waiting for a processor does not count
 _MEMORY = 4 << 30
@@ -27,15 +29,8 @@ def equal(reference: str, completion: str) -> bool:
       ModuleNotFoundError: without the package math-verify.
       RuntimeError: if the package fails.
     """
-    try:
-        process = _idle.pop()
-    except IndexError:
-        process = _start()
-    try:
-        found = _asked(process, json.dumps([reference, completion]))
-    except BaseException:
-        _end(process)
-        raise
+    with processor():
+        found = _asked(json.dumps([reference, completion]))
     if found is None:
         raise ValueError(f"math_verify: the reference answer {reference!r} holds no expression")
     if isinstance(found, str):
@@ -43,12 +38,20 @@ def equal(reference: str, completion: str) -> bool:
     return found
 
 
-def _asked(process: subprocess.Popen[str], question: str) -> bool | str | None:
-    """What the process answers. One that comes to its end instead gets no other question."""
-    assert process.stdin is not None
-    process.stdin.write(question + "\n")
-    process.stdin.flush()
-    line = _line(process)
+def _asked(question: str) -> bool | str | None:
+    """What a process answers. One that comes to its end instead gets no other question."""
+    try:
+        process = _idle.pop()
+    except IndexError:
+        process = _start()
+    try:
+        assert process.stdin is not None
+        process.stdin.write(question + "\n")
+        process.stdin.flush()
+        line = _line(process)
+    except BaseException:
+        _end(process)
+        raise
     if not line:
         _end(process)
         return False

@@ -3,6 +3,7 @@
 import abc
 import asyncio
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -15,7 +16,7 @@ import numpy as np
 from jaxrl.batch import Rollout
 from jaxrl.data import Example
 from jaxrl.environments.base import BrokenError, Environment, Limits, MakeEnvironment
-from jaxrl.environments.calls import Worker
+from jaxrl.environments.calls import Clock, Worker, within
 from jaxrl.environments.episodes import Draft, check_prompt, check_step
 from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn
 
@@ -276,12 +277,17 @@ class _Calls:
 
         def work() -> Any:
             found = function()
-            return self._runner.run(_awaited(found)) if inspect.isawaitable(found) else found
+            if not inspect.isawaitable(found):
+                return found
+            # Of this call, not of the first that the runner has seen: the clock is in it.
+            context = contextvars.copy_context()
+            return self._runner.run(_awaited(found), context=context)
 
-        future = self._worker.submit(work)
+        clock = Clock(self._seconds)
+        future = self._worker.submit(work, clock=clock)
         future.add_done_callback(lambda done: _tell(loop, returned.set_result, done))
         try:
-            done = await asyncio.wait_for(returned, self._seconds)
+            done = await within(returned, clock)
         except TimeoutError:
             raise BrokenError("late", f"{name} took longer than {self._seconds:g} s") from None
         error = done.exception()

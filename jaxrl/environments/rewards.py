@@ -12,6 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from jaxrl.environments import mathematics
+from jaxrl.environments.calls import side_by_side
 from jaxrl.environments.sandbox import run_python
 
 _NUMBER = re.compile(r"(?<![\w.])-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\w.])-?\$?\.\d+")
@@ -38,6 +39,7 @@ def numeric_match(completion: str, example: Mapping[str, Any]) -> float:
     return float(final_number(completion) == expected)
 
 
+@side_by_side
 def math_verify(completion: str, example: Mapping[str, Any]) -> float:
     r"""1 if the completion ends in an expression that equals the answer as mathematics; else 0.
 
@@ -68,6 +70,7 @@ def hash_format(completion: str, example: Mapping[str, Any]) -> float:
     return float(marked is not None and _NUMBER.fullmatch(marked[1].strip()) is not None)
 
 
+@side_by_side
 def python_tests(completion: str, example: Mapping[str, Any]) -> float:
     """1 if the completion's Python passes all of the example's tests, in the sandbox; else 0.
 

@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from jaxrl.environments.calls import processor
+
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _STARTING = 30.0  # seconds that a process has to start and to set up its walls
 
@@ -55,7 +57,7 @@ class Ran:
 
 
 def run_python(code: str, *, limits: Limits | None = None) -> Ran:
-    """Runs a program.
+    """Runs a program, once one of the machine's processors is free of other programs.
 
     Args:
       code: Python, without packages but the standard library.
@@ -68,15 +70,16 @@ def run_python(code: str, *, limits: Limits | None = None) -> Ran:
     numbers = (limits.seconds, limits.memory, limits.processes, limits.output)
     command = [sys.executable, "-I", "-S", str(_CHILD), *map(str, numbers)]
     try:
-        done = subprocess.run(
-            command,
-            input=code.encode(),
-            capture_output=True,
-            env={"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
-            timeout=limits.seconds + _STARTING,
-            check=False,
-            start_new_session=True,  # whoever has a terminal can type into its user's shell
-        )
+        with processor():
+            done = subprocess.run(
+                command,
+                input=code.encode(),
+                capture_output=True,
+                env={"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
+                timeout=limits.seconds + _STARTING,
+                check=False,
+                start_new_session=True,  # whoever has a terminal can type into its user's shell
+            )
     except subprocess.TimeoutExpired as late:
         raise SandboxError(
             f"no sandbox after {late.timeout:g} s: the machine is overloaded"

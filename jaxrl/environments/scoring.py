@@ -90,11 +90,12 @@ def score(
     for term in terms:
         values = np.full(len(completions), np.nan)
         for i, found in enumerate(_apply(term, completions, examples)):
-            try:
-                values[i] = _finite(found)
-            except Exception as error:
+            value = _finite(found)
+            if isinstance(value, float):
+                values[i] = value
+            else:
                 first_failure = first_failure or (
-                    f"reward {term.name} failed on the answer {completions[i][:80]!r}: {error!r}"
+                    f"reward {term.name} failed on the answer {completions[i][:80]!r}: {value!r}"
                 )
         parts[term.name] = values
         failures[term.name] = int(np.isnan(values).sum())
@@ -127,19 +128,24 @@ def _apply(
         return call_each(term.function, pairs, timeout=term.timeout)
     everything = (list(completions), list(examples))
     (found,) = call_each(term.function, [everything], timeout=term.timeout)
-    if isinstance(found, Exception):
+    if isinstance(found, BaseException):
         return [found] * len(completions)
-    values = list(found)
+    try:
+        values = list(found)
+    except Exception as error:
+        return [error] * len(completions)
     if len(values) != len(completions):
         wrong = ValueError(f"{len(values)} rewards for {len(completions)} answers")
         return [wrong] * len(completions)
     return values
 
 
-def _finite(value: Any) -> float:
-    if isinstance(value, Exception):
-        raise value
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{value!r} is not a finite number")
-    return number
+def _finite(found: Any) -> float | BaseException:
+    """What a function returned as a number, or why it is none."""
+    if isinstance(found, BaseException):
+        return found
+    try:
+        number = float(found)
+    except Exception as error:
+        return error
+    return number if math.isfinite(number) else ValueError(f"{number} is not a finite number")

@@ -3,8 +3,6 @@
 import ast
 import math
 import operator
-import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -45,9 +43,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 _CONSTANTS = {"pi": math.pi, "e": math.e}
 
-# More programs at once than processors only take longer, each of them on its own clock.
-_processors = threading.BoundedSemaphore(os.cpu_count() or 1)
-
 
 def calculator(expression: str) -> str:
     """Computes an arithmetic expression, such as (12 + 3.5) * 2**10 / sqrt(2)."""
@@ -63,8 +58,7 @@ def calculator(expression: str) -> str:
 
 def python(code: str) -> str:
     """Runs a Python program without network for at most 5 seconds and returns what it prints."""
-    with _processors:
-        ran = run_python(code)
+    ran = run_python(code)
     lines = [ran.stdout.strip()]
     if ran.timed_out:
         lines.append("Error: it took too long")

@@ -14,6 +14,7 @@ import pytest
 
 from jaxrl.batch import from_json, pack, to_json
 from jaxrl.data import Example
+from jaxrl.environments import calls
 from jaxrl.environments.base import Limits, Step
 from jaxrl.environments.episodes import last_turn
 from jaxrl.environments.play import Arena, RequestsDesk, RoundsDesk, play
@@ -155,6 +156,16 @@ def test_limits_end_an_episode_with_a_turn_of_the_policy(limits, end, length):
         assert r.action_mask[-1]
 
 
+class OnAnotherDevice:
+    def __array__(self, *args, **kwargs):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+
+class Unreadable(dict):
+    def items(self):
+        raise RuntimeError("no items")
+
+
 class Breaks(Talk):
     """Talks, but to the first answer to the second prompt as `how` says."""
 
@@ -181,6 +192,10 @@ class Breaks(Talk):
             "strange ids": Step([64]),
             "no number": Step([2], float("nan")),
             "no end": (0.5, [2], "yes"),
+            "no float": Step([2], 10**400),
+            "no float counted": Step([2], numbers={"n": 10**400}),
+            "no array": Step(OnAnotherDevice()),
+            "no mapping": Step([2], numbers=Unreadable()),
         }[self.how]
 
 
@@ -198,6 +213,10 @@ class Breaks(Talk):
         ("strange ids", "nonsense", "token ids from 64 to 64; the policy's are 0 to 63"),
         ("no number", "nonsense", "reward = nan"),
         ("no end", "nonsense", "done = 'yes'"),
+        ("no float", "nonsense", "reward = 1000"),
+        ("no float counted", "nonsense", "numbers = {'n': 1000"),
+        ("no array", "nonsense", "cannot be read: TypeError(\"can't convert cuda"),
+        ("no mapping", "nonsense", "cannot be read: RuntimeError('no items')"),
     ],
 )
 def test_a_broken_environment_costs_its_own_episode(desk, how, end, said):
@@ -216,6 +235,24 @@ def test_a_broken_environment_costs_its_own_episode(desk, how, end, said):
             assert r.episode.broken
             assert not r.action_mask.any()
             assert r.completion.tolist() == [11, 20, 30, 1]
+
+
+def test_waiting_for_a_processor_does_not_count_against_an_environment():
+    """Each call has a clock of its own, which `processor` finds and stops."""
+    clocks = []
+
+    class Counted(Talk):
+        async def reset(self, example):
+            clocks.append(calls._clock.get())
+            return await super().reset(example)
+
+        async def step(self, completion):
+            clocks.append(calls._clock.get())
+            return await super().step(completion)
+
+    played(Counted)
+    assert None not in clocks
+    assert len(set(map(id, clocks))) == len(clocks) == 6 * (1 + 3)
 
 
 def test_an_environment_that_cannot_begin_leaves_an_empty_answer():

@@ -1,11 +1,13 @@
 import math
+import subprocess
+import threading
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.environments import mathematics
+from jaxrl.environments import calls, mathematics, sandbox
 from jaxrl.environments.rewards import (
     boxed_format,
     exact_match,
@@ -135,7 +137,27 @@ def ranks(completions, examples):
 @batched
 async def too_few(completions, examples):
     return [1.0]
+
+@batched
+def mean(completions, examples):
+    return 0.5
+
+def runs(completion, example):
+    exec(completion)
+    return 1.0
+
+async def runs_later(completion, example):
+    return runs(completion, example)
 """
+
+
+@pytest.mark.parametrize("name", ["runs", "runs_later"])
+def test_what_would_end_the_program_costs_its_own_answer_only(tmp_path, name):
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW)
+    scored = score(load_rewards([f"{file}:{name}"]), ["x = 1", "exit(0)", "x = 2"], [{}] * 3)
+    np.testing.assert_array_equal(scored.total, [1, np.nan, 1])
+    assert "SystemExit(0)" in str(scored.first_failure)
 
 
 @pytest.mark.parametrize("name", ["hangs", "judge"])
@@ -158,6 +180,45 @@ def test_a_batched_reward_sees_all_answers_at_once(tmp_path):
     scored = score(load_rewards([f"{file}:too_few"]), ["a", "b"], [{}] * 2)
     assert np.isnan(scored.total).all()
     assert "1 rewards for 2 answers" in str(scored.first_failure)
+    scored = score(load_rewards([f"{file}:mean"]), ["a", "b"], [{}] * 2)
+    assert np.isnan(scored.total).all()
+    assert "'float' object is not iterable" in str(scored.first_failure)
+
+
+def test_a_clock_does_not_count_what_a_call_waits_for(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(calls.time, "monotonic", lambda: now[0])
+    clock = calls.Clock(10.0)
+    now[0] += 4
+    with clock.stopped():
+        now[0] += 50
+        assert clock.left() == 6
+        with clock.stopped():  # another thread of the same call
+            now[0] += 50
+        assert clock.left() == 6
+    assert clock.left() == 6
+    now[0] += 7
+    assert clock.left() == 0
+
+
+def test_no_more_programs_at_once_than_processors_and_no_fewer(monkeypatch):
+    """Two calls meet, and never a third."""
+    monkeypatch.setattr(calls, "_PROCESSORS", 8)
+    monkeypatch.setattr(calls, "_free", threading.BoundedSemaphore(2))
+    meet, running, most = threading.Barrier(2), [], []
+
+    def program(*args, **kwargs):
+        running.append(1)
+        most.append(len(running))
+        meet.wait(60)
+        running.pop()
+        return subprocess.CompletedProcess([], 0, b"", b"\n0 1")
+
+    monkeypatch.setattr(sandbox.subprocess, "run", program)
+    texts = ["pass"] * 8
+    scored = score(load_rewards(["python_tests"]), texts, [{"tests": ""}] * 8)
+    assert scored.first_failure is None
+    assert max(most) == 2
 
 
 @pytest.mark.parametrize(
