@@ -18,6 +18,7 @@ from jaxrl.data import Example
 from jaxrl.environments.base import BrokenError, Environment, Limits, MakeEnvironment
 from jaxrl.environments.calls import Clock, Worker, within
 from jaxrl.environments.episodes import Draft, check_prompt, check_step
+from jaxrl.environments.room import episodes_at_once, room
 from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn
 
 
@@ -132,7 +133,8 @@ def play(
 ) -> Played:
     """Plays episodes to their ends.
 
-    An environment that raises, takes longer than `limits.seconds` or returns nonsense ends its own
+    Where there are more than the process may keep open, prompts take turns. An environment that
+    raises, takes longer than `limits.seconds` or returns nonsense ends its own
     episode and no other. An episode of a single turn is what `sampler.sample` draws.
 
     Args:
@@ -145,14 +147,22 @@ def play(
     Raises:
       Exception: what the sampler raises.
     """
+    numbers, played = list(examples), list[Played]()
+    groups = max(1, episodes_at_once() // group_size)
     worker = Worker()
     try:
-        desk = arena.desk(sampler, params, episodes=len(examples) * group_size)
-        # In a thread of its own: a notebook's has an event loop already.
-        whole = functools.partial(_play, arena, examples, desk=desk, group_size=group_size)
-        return worker.submit(lambda: asyncio.run(whole())).result()
+        for first in range(0, len(numbers), groups):
+            some = {number: examples[number] for number in numbers[first : first + groups]}
+            episodes = len(some) * group_size
+            with room(episodes):
+                desk = arena.desk(sampler, params, episodes=episodes)
+                game = _play(arena, some, desk=desk, first=first, group_size=group_size)
+                # In a thread of its own: a notebook's has an event loop already.
+                played.append(worker.submit(asyncio.run, game).result())
     finally:
         worker.end()
+    failures = (one.first_failure for one in played if one.first_failure is not None)
+    return Played([r for one in played for r in one.rollouts], next(failures, None))
 
 
 def turn_seed(seed: int, number: int) -> int:
@@ -179,12 +189,13 @@ class _Game(NamedTuple):
 
 
 async def _play(
-    arena: Arena, examples: Mapping[int, Example], *, desk: Desk, group_size: int
+    arena: Arena, examples: Mapping[int, Example], *, desk: Desk, first: int, group_size: int
 ) -> Played:
+    """Plays the episodes of some prompts, of which the first has this index."""
     limits = arena.limits
     games = [
         _Game(_Calls(arena.make, seconds=limits.seconds), example, number, i, j)
-        for i, (number, example) in enumerate(examples.items())
+        for i, (number, example) in enumerate(examples.items(), start=first)
         for j in range(group_size)
     ]
     failures: list[str] = []
@@ -193,7 +204,7 @@ async def _play(
         async with asyncio.TaskGroup() as tasks:
             begun = {
                 i: asyncio.gather(*(_begin(games[k], limits, failures) for k in members))
-                for i, members in enumerate(starts)
+                for i, members in enumerate(starts, start=first)
             }
             made = [
                 tasks.create_task(_episode(game, begun[game.prompt_index], desk, limits, failures))

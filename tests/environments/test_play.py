@@ -14,7 +14,8 @@ import pytest
 
 from jaxrl.batch import from_json, pack, to_json
 from jaxrl.data import Example
-from jaxrl.environments import calls
+from jaxrl.environments import calls, room
+from jaxrl.environments import play as play_
 from jaxrl.environments.base import Limits, Step
 from jaxrl.environments.episodes import last_turn
 from jaxrl.environments.play import Arena, RequestsDesk, RoundsDesk, play
@@ -253,6 +254,59 @@ def test_waiting_for_a_processor_does_not_count_against_an_environment():
     played(Counted)
     assert None not in clocks
     assert len(set(map(id, clocks))) == len(clocks) == 6 * (1 + 3)
+
+
+@DESKS
+def test_more_episodes_than_the_process_may_open_take_turns(desk, monkeypatch):
+    """Of 3 prompts with 2 episodes each, never more than 2 prompts; the same is drawn."""
+    whole, _ = played(Talk, desk=desk)
+    open_, most = [0], []
+
+    class Counted(Talk):
+        async def reset(self, example):
+            open_[0] += 1
+            most.append(open_[0])
+            return await super().reset(example)
+
+        async def step(self, completion):
+            step = await super().step(completion)
+            open_[0] -= step.done
+            return step
+
+    monkeypatch.setattr(play_, "episodes_at_once", lambda: 5)
+    some, failure = played(Counted, desk=desk)
+    assert failure is None
+    assert max(most) <= 4
+    assert list(map(to_json, some)) == list(map(to_json, whole))
+
+
+def test_the_limit_on_open_files_is_raised_and_holds_for_all_together(monkeypatch):
+    monkeypatch.setattr(room, "_ENOUGH", 900)
+    limits = [(300, 1024), (300, 600), (700, 700), (2000, 2000), (-1, -1)]
+    for soft, hard in limits:
+        asked = []
+        monkeypatch.setattr(room.resource, "getrlimit", lambda _, now=(soft, hard): now)
+        monkeypatch.setattr(room.resource, "setrlimit", lambda _, to, asked=asked: asked.append(to))
+        found = room.episodes_at_once()
+        expected = {300: min(hard, 900), 700: 700, 2000: 2000, -1: 900}[soft]
+        assert found == expected // 6
+        assert asked == ([(expected, hard)] if soft == 300 else [])
+    monkeypatch.setattr(room, "episodes_at_once", lambda: 4)
+    entered, leave = threading.Event(), threading.Event()
+
+    def holds_three():
+        with room.room(3):
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=holds_three)
+    thread.start()
+    assert entered.wait(60)
+    with room.room(1):
+        threading.Timer(0.2, leave.set).start()
+        with room.room(3):  # that is, once the others have left
+            assert leave.is_set()
+    thread.join()
 
 
 def test_an_environment_that_cannot_begin_leaves_an_empty_answer():
