@@ -76,20 +76,18 @@ def python_tests(completion: str, example: Mapping[str, Any]) -> float:
 
     The code is that of the last fenced block, else the whole completion. `example["tests"]` is a
     text, or a list of texts, of Python that raises where the code is wrong, such as MBPP's asserts.
+    They test what the code defines: what it does only as the main program (`__name__`) is not run.
 
     Raises:
       SandboxError: if this machine offers no sandbox.
     """
     fenced = re.findall(r"```(?:python|py)?\n(.*?)```", completion, re.DOTALL)
     tests = example["tests"]
-    # Code that ends the program before the tests must not pass: only what comes after them counts.
+    # Code that ends the program before the tests must not pass: only what comes after them counts,
+    # and while the code or the tests run it is not there to be found.
     passed = secrets.token_hex(8)
-    parts = [
-        fenced[-1] if fenced else completion,
-        tests if isinstance(tests, str) else "\n".join(tests),
-        f"print({passed!r})",
-    ]
-    ran = run_python("\n".join(parts))
+    then = [tests if isinstance(tests, str) else "\n".join(tests), f"print({passed!r})"]
+    ran = run_python(fenced[-1] if fenced else completion, then=then)
     return float(ran.status == 0 and ran.stdout.endswith(f"{passed}\n"))
 
 

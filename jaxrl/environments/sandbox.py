@@ -11,6 +11,7 @@ break out of it.
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl.environments.calls import processor
@@ -56,11 +57,14 @@ class Ran:
     timed_out: bool
 
 
-def run_python(code: str, *, limits: Limits | None = None) -> Ran:
+def run_python(code: str, *, then: Sequence[str] = (), limits: Limits | None = None) -> Ran:
     """Runs a program, once one of the machine's processors is free of other programs.
 
     Args:
-      code: Python, without packages but the standard library.
+      code: Python, without packages but the standard library. It is `__main__`, or a module with
+        another name if something is to be run then.
+      then: more Python, one after the other with what was defined before, unless that raised. Each
+        comes into the process when all before have been run.
       limits: what it may take.
 
     Raises:
@@ -68,12 +72,16 @@ def run_python(code: str, *, limits: Limits | None = None) -> Ran:
     """
     limits = limits or Limits()
     numbers = (limits.seconds, limits.memory, limits.processes, limits.output)
+    parts = [part.encode() for part in (code, *then)]
     command = [sys.executable, "-I", "-S", str(_CHILD), *map(str, numbers)]
     try:
         with processor():
             done = subprocess.run(
                 command,
-                input=code.encode(),
+                input=b"".join(
+                    b"%d %d\n%s" % (len(parts) - 1 - i, len(part), part)
+                    for i, part in enumerate(parts)
+                ),
                 capture_output=True,
                 env={"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
                 timeout=limits.seconds + _STARTING,

@@ -1,13 +1,15 @@
 """The walls around a program: run by `sandbox.py` with `python -I -S`, standard library only.
 
-Arguments: seconds, memory, processes, output. Standard input: the code.
+Arguments: seconds, memory, processes, output. Standard input: the parts of the program, each behind
+a line with the number of parts that follow and its length in bytes.
 
 The first process makes the namespaces and stays outside of the last one, to count the time and the
-output; the second is the program's. The last line on the standard error is the program's exit
-status and whether it ended in time. Another exit status than 0 is that of walls which could not be
-set up.
+output. The second gives out the parts, and the third is the program's, which asks for a part when
+it has run all before. The last line on the standard error is the program's exit status and whether
+it ended in time. Another exit status than 0 is that of walls which could not be set up.
 """
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -17,6 +19,7 @@ import struct
 import sys
 import time
 import traceback
+import types
 
 NEW_USER, NEW_MOUNTS, NEW_NET, NEW_IPC, NEW_PIDS = 1 << 28, 1 << 17, 1 << 30, 1 << 27, 1 << 29
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 1 << 14, 1 << 18
@@ -158,8 +161,8 @@ def denials(machine: str) -> "list[tuple[int, int, int, int]]":
     return [*steps, allow]
 
 
-def run(code: bytes, *, seconds: float, memory: int, processes: int, ready: int) -> None:
-    """The program, in the second process."""
+def run(ready: int, asks: int, given: int, *, seconds: float, memory: int, processes: int) -> None:
+    """The program, in the third process."""
     wall_off(memory)
     for kind, most in (
         (resource.RLIMIT_CPU, int(seconds) + 1),
@@ -172,13 +175,37 @@ def run(code: bytes, *, seconds: float, memory: int, processes: int, ready: int)
         resource.setrlimit(kind, (most, most))
     os.write(ready, b"1")
     os.close(ready)
-    names = {"__name__": "__main__", "__builtins__": __builtins__}
+    module = None
+    with os.fdopen(given, "rb") as parts:
+        following = 1
+        while following:
+            os.write(asks, b"1")
+            following, length = map(int, parts.readline().split())
+            # Who has other parts behind it is used by them, as if they had imported it.
+            module = module or types.ModuleType("program" if following else "__main__")
+            sys.modules[module.__name__] = module
+            run_part(parts.read(length), module)
+
+
+def run_part(code: bytes, module: types.ModuleType) -> None:
+    """Executes code in a module; ends the process if it raises."""
     try:
-        exec(compile(code, "program.py", "exec"), names)
+        exec(compile(code, "program.py", "exec"), module.__dict__)
     except Exception as error:
         shown = error.__traceback__ and error.__traceback__.tb_next  # without this line
         traceback.print_exception(type(error), error, shown)
         sys.exit(1)
+
+
+def hand_over(asks: int, gives: int) -> None:
+    """Gives a part whenever the program asks for one, in the second process."""
+    with (
+        contextlib.suppress(BrokenPipeError),  # it has ended
+        open(0, "rb", closefd=False) as parts,
+        open(gives, "wb", buffering=0) as pipe,
+    ):
+        while os.read(asks, 1) and (line := parts.readline()):
+            pipe.write(line + parts.read(int(line.split()[1])))
 
 
 def relay(streams: "dict[int, int]", *, until: float, most: int) -> bool:
@@ -207,28 +234,39 @@ def ended(child: int, *, until: float) -> bool:
 
 
 def main() -> int:
-    """Both processes; see above."""
+    """All three processes; see above."""
     seconds, (memory, processes, output) = float(sys.argv[1]), map(int, sys.argv[2:5])
-    code = sys.stdin.buffer.read()
-    pipes = [os.pipe(), os.pipe(), os.pipe()]
+    prints, errors, ready, asks, gives = (os.pipe() for _ in range(5))
+    its_ends = (prints[1], errors[1], ready[1], asks[1], gives[0])
+    if os.fork() == 0:
+        # Before there are namespaces: what the program cannot see has the parts that it must not.
+        for end in (1, 2, *its_ends):
+            os.close(end)
+        hand_over(asks[0], gives[1])
+        return 0
+    os.close(asks[0])
+    os.close(gives[1])
     make_namespaces()
     child = os.fork()
     if child == 0:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        for target, (_, its_end) in enumerate(pipes, start=1):
-            os.dup2(its_end, target)
-        os.closerange(4, 256)
-        run(code, seconds=seconds, memory=memory, processes=processes, ready=3)
+        nothing, end = os.pipe()
+        os.close(end)
+        for target, its_end in enumerate((nothing, *its_ends)):
+            os.dup2(its_end, target, inheritable=target < 3)
+        os.closerange(6, 256)
+        run(3, 4, 5, seconds=seconds, memory=memory, processes=processes)
         return 0
-    for _, its_end in pipes:
-        os.close(its_end)
-    prints = {pipes[0][0]: 1, pipes[1][0]: 2}
+    for end in its_ends:
+        os.close(end)
+    up = os.read(ready[0], 1) == b"1"
     until = time.monotonic() + seconds
-    in_time = relay(prints, until=until, most=output) and ended(child, until=until)
+    streams = {prints[0]: 1, errors[0]: 2}
+    in_time = relay(streams, until=until, most=output) and ended(child, until=until)
     if not in_time:
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    if os.read(pipes[2][0], 1) != b"1":
+    if not up:
         return 1
     os.write(2, f"\n{os.waitstatus_to_exitcode(status)} {int(in_time)}".encode())
     return 0

@@ -206,3 +206,54 @@ def test_code_earns_1_when_all_tests_pass():
     assert python_tests(wrong, {"tests": tests}) == 0
     assert python_tests(leaves, {"tests": tests}) == 0
     assert python_tests("no code", {"tests": tests}) == 0
+
+
+def test_tests_test_what_is_defined_and_not_what_runs_as_the_main_program():
+    code = """
+from __future__ import annotations
+import dataclasses
+
+@dataclasses.dataclass
+class Sum:
+    value: int
+
+def add(a, b):
+    return Sum(a + b)
+
+if __name__ == "__main__":
+    print(add(int(input()), 2))
+"""
+    assert python_tests(code, {"tests": ["assert add(1, 2).value == 3"]}) == 1
+    assert "EOFError" in run_python(code).stderr
+
+
+CHEATS = {
+    "constants": "frame.f_code.co_consts",
+    "what the caller holds": "[*frame.f_back.f_locals.values(), *frame.f_back.f_code.co_consts]",
+    "everything": "gc.get_objects()",
+}
+
+
+@pytest.mark.parametrize("place", CHEATS)
+@pytest.mark.parametrize("when", ["at once", "when tested"])
+def test_what_proves_that_all_tests_were_passed_is_not_to_be_found(place, when):
+    find = f"""
+import gc, os, re, sys
+def add(a, b):
+    frame = sys._getframe(1)
+    found = re.findall("['\\"]([0-9a-f]{{16}})['\\"]", repr({CHEATS[place]}))
+    print(*found, sep="\\n", flush=True)
+    os._exit(0)
+"""
+    code = find + ("add(1, 2)" if when == "at once" else "")
+    assert python_tests(code, {"tests": "assert add(1, 2) == 3"}) == 0
+
+
+def test_each_part_comes_when_those_before_have_been_run():
+    parts = ["y = x + 1", "print(x, y)", "#" * (1 << 20) + "\nprint(__name__)"]
+    assert run_python("x = 1", then=parts).stdout == "1 2\nprogram\n"
+    ran = run_python("x = 1", then=["1 / 0", "print(x)"])
+    assert (ran.status, ran.stdout) == (1, "")
+    assert ran.stderr.endswith("ZeroDivisionError: division by zero\n")
+    asks = "import os\nfor _ in range(3): os.write(4, b'1')\nwhile True: pass"
+    assert run_python(asks, then=["#" * (1 << 20)], limits=Limits(seconds=1.0)).timed_out
