@@ -227,7 +227,7 @@ def log(run: Run, answers: Answers, *, step: int, numbers: Numbers) -> None:
         "tokens_per_second/sample": float(lengths.sum()) / max(numbers["time/sample"], 1e-9),
         "tokens_per_second/learn": tokens / numbers["time/learn"],
         # Without a reference model: the divergence from the policy that was sampled.
-        "kl": numbers.get("kl", numbers.get("mismatch/k3_kl", float("nan"))),
+        "kl": numbers.get("kl/reference", numbers.get("mismatch/k3_kl", float("nan"))),
     }
     run.tracker.log(step, variety(answers.sampled) | numbers | own)
 

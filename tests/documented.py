@@ -2,7 +2,8 @@
 
 import re
 import shlex
-from collections.abc import Iterator
+import string
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +63,19 @@ def snippets(language: str) -> list[Snippet]:
         for found in FENCE.finditer(text)
         if found[1] == language
     ]
+
+
+def undocumented(metrics: Iterable[str]) -> list[str]:
+    """Those of a run's metrics that docs/metrics.md does not name."""
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    names = {name for row in rows for name in re.findall(r"`(.+?)`", row)}
+    families = tuple(name.rstrip(string.ascii_uppercase) for name in names if name[-1].isupper())
+    return sorted(
+        name
+        for name in metrics
+        if not {name, name.removeprefix("eval/")} & names
+        and not name.removeprefix("eval/").startswith(families)
+    )
 
 
 def prose(page: Path) -> str:

@@ -17,6 +17,7 @@ from jaxrl.rollouts.answers import collect
 from jaxrl.run import Progress, open_run
 from jaxrl.watch.tracking import read_metrics
 from tests import tiny
+from tests.documented import undocumented
 
 ENVIRONMENTS = """
 from jaxrl.environments.base import Step
@@ -114,6 +115,7 @@ def test_episodes_stream_while_the_learner_trains(material, tmp_path, capsys):
     }
     result = loop.train(config(material, tmp_path / "run", **changes))
     entries = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert undocumented({name for e in entries for name in e}) == ["step", "time"]
     steps = [e for e in entries if "reward" in e]
     assert sum(e["episodes/raised"] for e in steps) == sum(e["reward/failed"] for e in steps) == 2
     assert "reset raised KeyError('0+1=')" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from jaxrl.run import open_run
 from jaxrl.run_directory import ResumeError, claim
 from jaxrl.watch.tracking import read_metrics
 from tests import tiny
+from tests.documented import undocumented
 
 # GSM8K's shape: the answer is a solution that ends with #### and a number.
 QUESTIONS = [
@@ -120,6 +121,7 @@ def test_run_leaves_model_metrics_picture_and_checkpoint(finished):
         "entropy/sampled",
     ):
         assert np.isfinite(last[name]), name
+    assert undocumented({name for e in entries for name in e}) == ["step", "time"]
     assert last["time/score"] + last["time/update"] <= last["time/learn"]
     # Answers that end in 5 are 4 of the 16 questions; their rewards are counted, not invented.
     assert sum(e.get("reward/failed", 0) for e in entries) % 4 == 0

@@ -58,7 +58,8 @@ def _value_and_gradient(value: jax.Array, gradient: jax.Array) -> jax.Array:
 
 
 def kl_penalty(estimator: KLEstimator = k3, *, ratio: Ratio | None = None) -> TokenLoss:
-    """Divergence of the learner from the reference, per token; "kl" reports its mean.
+    """Divergence of the learner from the reference, per token; "kl/reference" reports its
+    mean.
 
     With a `ratio` the estimate is multiplied by it, gradient included, which makes it unbiased for
     tokens that another policy sampled (DeepSeek-V3.2, arXiv:2512.02556).
@@ -68,7 +69,8 @@ def kl_penalty(estimator: KLEstimator = k3, *, ratio: Ratio | None = None) -> To
         value = estimator(require(scores, Need.REFERENCE) - scores.logprobs)
         if ratio is not None:
             value = ratio.value(scores, batch) * value
-        return value, {"kl": masked_mean(jax.lax.stop_gradient(value), batch.action_mask)}
+        mean = masked_mean(jax.lax.stop_gradient(value), batch.action_mask)
+        return value, {"kl/reference": mean}
 
     needs = frozenset({Need.REFERENCE})
     return TokenLoss(needs if ratio is None else needs | ratio.needs, apply)

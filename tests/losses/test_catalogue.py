@@ -17,9 +17,23 @@ from jaxrl.cli import main
 from jaxrl.commands.losses import markdown
 from jaxrl.config.toml_file import validate
 from jaxrl.config.training import Config
-from jaxrl.losses import Scores, build, catalogue, objective, recipes, reinforce, token_mean
+from jaxrl.losses import (
+    Scores,
+    Weights,
+    build,
+    catalogue,
+    clipped,
+    objective,
+    over_sampler,
+    recipes,
+    reinforce,
+    reweight,
+    token_mean,
+    value_loss,
+)
 from jaxrl.losses.named import PARTS
-from tests.losses.cases import lay_out, random_sequences
+from tests.documented import undocumented
+from tests.losses.cases import RECIPES, TERMS, lay_out, random_sequences
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
 
@@ -90,6 +104,20 @@ def test_command(capsys):
     assert main(["losses"]) == 0
     assert all(f"\n{name}\n" in "\n" + capsys.readouterr().out for name in ("bnpo",))
     assert main(["losses", "gppo"]) == 1
+
+
+def test_every_metric_of_a_loss_is_on_its_page():
+    sequences = random_sequences(0)
+    scores, batch = lay_out(sequences, [[i] for i in range(len(sequences))])
+    losses = [*TERMS.values(), *(recipe.objective.loss for recipe in RECIPES.values())]
+    losses += [reweight(reinforce(), weights) for weights in PARTS[Weights].values()]
+    losses += [clipped(over_sampler, dual=2.0, cap=2.0), value_loss()]
+    scores, batch = (
+        scores.replace(values=scores.anchor),
+        batch.replace(values=batch.advantages, returns=batch.advantages),
+    )
+    found = jax.eval_shape(lambda: [loss.apply(scores, batch)[1] for loss in losses])
+    assert not undocumented({name for metrics in found for name in metrics})
 
 
 @pytest.fixture

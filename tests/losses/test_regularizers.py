@@ -52,7 +52,7 @@ def test_value_and_gradient(estimator, value, gradient):
     (_, (loss, metrics)), grad = jax.jit(jax.value_and_grad(total, has_aux=True))(scores.logprobs)
     np.testing.assert_allclose(loss[0], value, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(grad[0], gradient, rtol=1e-5, atol=1e-6)
-    assert to_floats(metrics) == pytest.approx({"kl": np.mean(value)}, rel=1e-5)
+    assert to_floats(metrics) == pytest.approx({"kl/reference": np.mean(value)}, rel=1e-5)
 
 
 def test_expectations_over_a_distribution():
