@@ -36,7 +36,7 @@ from jaxrl.rollouts.stream import open_answers
 from jaxrl.run import Progress, Run, open_run
 from jaxrl.update import saved, taken
 from jaxrl.watch.plots import draw_run
-from jaxrl.watch.profile import Profile
+from jaxrl.watch.profile import Profile, out_of_reach
 from jaxrl.watch.tracking import read_metrics
 from sharding.transfer import fetch
 
@@ -83,7 +83,7 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
         open_run(config) as (run, state, progress),
         run.hosts.reporting(),
         open_answers(run, progress, interrupt) as collect,
-        Profile(run.directory / "profile", steps=_traced(run)) as profile,
+        Profile(run.directory / "profile", steps=_traced(run, progress)) as profile,
     ):
         guard, verdict = Guard(run), None
         if progress.step == 0:
@@ -271,8 +271,11 @@ def finish(run: Run, state: State) -> Path:
     return run.hosts.share(model)  # nobody leaves before it is written
 
 
-def _traced(run: Run) -> tuple[int, int] | None:
-    return run.config.train.profile_steps if run.hosts.leads else None
+def _traced(run: Run, progress: Progress) -> tuple[int, int] | None:
+    steps, total = run.config.train.profile_steps, run.config.train.steps
+    if (note := out_of_reach(steps, done=progress.step, total=total)) is not None:
+        run.tracker.note(note)
+    return steps if run.hosts.leads else None
 
 
 def _due(every: int, step: int) -> bool:

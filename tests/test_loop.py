@@ -186,11 +186,12 @@ def test_exported_model_has_the_same_logits_in_transformers(finished):
     np.testing.assert_allclose(ours, expected, atol=1e-4 * np.abs(expected).max(), rtol=0)
 
 
-def test_finished_run_is_not_trained_again(finished, material):
+def test_finished_run_is_not_trained_again(finished, material, capsys):
     run_dir, result = finished
     resolved = toml_file.load(Config, file=run_dir / "config.toml")
     again = loop.train(resolved)
     assert again.step == result.step
+    assert "nothing is traced now, as the run has done 2 of 2 steps" in capsys.readouterr().err
     assert again.final_accuracy == result.final_accuracy
     steps = [e["step"] for e in read_metrics(run_dir / "metrics.jsonl") if "reward" in e]
     assert steps == [1, 2]

@@ -7,6 +7,22 @@ from typing import Self
 import jax
 
 
+def out_of_reach(steps: tuple[int, int] | None, *, done: int, total: int) -> str | None:
+    """Why none of the steps will be traced, if that is so.
+
+    Args:
+      steps: first and last, counted from 1; None if no trace is asked for.
+      done: that the run has taken.
+      total: of the whole run.
+    """
+    if steps is None or max(steps[0], done + 1) <= min(steps[1], total):
+        return None
+    return (
+        f"train.profile_steps = {list(steps)}: nothing is traced now, as the run has done "
+        f"{done} of {total} steps; give steps that are to come, or another run_dir"
+    )
+
+
 class Profile:
     """Traces the steps `first` to `last`, counted from 1; nothing if `steps` is None.
 
@@ -21,14 +37,15 @@ class Profile:
         return self
 
     def before(self, step: int) -> None:
-        """Called before each step: begins and ends the trace where it is due."""
+        """Called before each step: begins and ends the trace where it is due. A run that goes on
+        behind `first` has the rest traced."""
         if self._steps is None:
             return
         first, last = self._steps
-        if step == first:
+        if not self._running and first <= step <= last:
             jax.profiler.start_trace(self._directory, create_perfetto_trace=True)
             self._running = True
-        elif step == last + 1:
+        elif step > last:
             self._end()
 
     def __exit__(
