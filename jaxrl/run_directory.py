@@ -41,7 +41,16 @@ _FREE = (
 _ORDER = ("mesh.", "train.attention", "train.microbatch_tokens", "train.remat")
 
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
+_PACKAGES = (
+    "jaxrl",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "transformers",
+    "numpy",
+)
 
 
 class ResumeError(ValueError):
@@ -107,10 +116,17 @@ def note_start(directory: Path, *, step: int, devices: Sequence[Any]) -> None:
         "processors": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in _PACKAGES},
+        "versions": {name: _version(name) for name in _PACKAGES},
     }
     with (directory / "starts.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # jaxrl, where nobody installed it
+        return "from its source"
 
 
 def _flat(config: Config | SupervisedConfig) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from jaxrl.config.alarms import AlarmsConfig
 from jaxrl.diagnostics.alarms import replay
 from jaxrl.diagnostics.causes import CAUSES
 from jaxrl.diagnostics.history import History
+from jaxrl.report.charts import drawn
 from jaxrl.report.thinning import Points, extremes, means
 from jaxrl.report.undone import Undone, read_undone
 from jaxrl.watch.tracking import read_metrics
 
 _MOST_SAMPLED_STEPS = 40
-_NOT_DRAWN = ("step", "time")
 
 
 def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
@@ -92,11 +92,12 @@ def _explained(event: Mapping[str, Any]) -> dict[str, Any]:
 def _series(
     entries: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]
 ) -> dict[str, Points]:
-    """{metric: its curve}; the parts of a step's time without the steps that compiled."""
+    """{metric that is drawn: its curve}; the parts of a step's time without the steps that
+    compiled."""
     history = History()
     for entry in entries:
         history.add(entry)
-    columns = {name: history.column(name) for name in history.names if name not in _NOT_DRAWN}
+    columns = {name: history.column(name) for name in sorted(drawn(history.names))}
     times = {name: column for name, column in columns.items() if name.startswith("time/")}
     compiled = {start["step"] + 1 for start in starts} or {1}
     curves = {name: extremes(column) for name, column in columns.items() if name not in times}

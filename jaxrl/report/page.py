@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+from jaxrl.report.charts import charts_of
 from jaxrl.report.collect import as_script
 
 # uPlot draws the charts (MIT licence, github.com/leeoniya/uPlot). Its file lies here as released:
@@ -23,10 +24,12 @@ def render(runs: Sequence[Mapping[str, Any]]) -> str:
     def read(name: str) -> str:
         return (files / name).read_text(encoding="utf-8")
 
+    names = {name for run in runs for part in (run, *run["undone"]) for name in part["series"]}
     parts = {
         "title": ", ".join(str(run["name"]) for run in runs).replace("<", "&lt;"),
         "styles": "\n".join(map(read, _STYLES)),
         "scripts": "\n".join(map(read, _SCRIPTS)),
+        "charts": as_script(charts_of(names)),
         "data": as_script(list(runs)),
     }
     page = read("page.html")

@@ -9,6 +9,7 @@ import pytest
 from jaxrl.cli import main
 from jaxrl.commands.report import names
 from jaxrl.diagnostics.history import Column
+from jaxrl.report.charts import charts_of
 from jaxrl.report.collect import collect
 from jaxrl.report.page import render
 from jaxrl.report.thinning import extremes
@@ -189,6 +190,22 @@ def test_what_a_rollback_undid_is_still_there(gone_back):
     ]
 
 
+def test_the_page_holds_what_it_draws_and_nothing_else(tmp_path):
+    parts = {"reward/exact": 0.5, "reward/kl": -0.1, "reward/std": 0.5, "reward/failed": 0.0}
+    other = {"mismatch/chi2": 0.1, "mismatch/token_mult_error": 1.1, "ratio/mean": 1.0}
+    entries = [entry(s, slope=0.1) | parts | other | {"time/step": 1.0} for s in range(1, 4)]
+    write(tmp_path / "metrics.jsonl", entries)
+    found = collect(tmp_path, name="run")
+    assert {"reward", "reward/exact", "reward/kl", "reward/p10", "time/score"} <= set(
+        found["series"]
+    )
+    assert not {"reward/std", "reward/failed", "ratio/mean", "time/step"} & set(found["series"])
+    charts = {chart["title"]: chart["metrics"] for chart in charts_of(found["series"])}
+    assert charts["Reward, parts"] == {"reward/exact": "exact", "reward/kl": "kl"}
+    assert set(charts["Mismatch of every step"]) == {"mismatch/chi2", "mismatch/token_mult_error"}
+    assert {name for metrics in charts.values() for name in metrics} == set(found["series"])
+
+
 def test_runs_are_named_by_what_tells_them_apart(tmp_path):
     a, b = tmp_path / "x" / "run", tmp_path / "y" / "run"
     assert names([a]) == ["run"]
@@ -350,4 +367,17 @@ def test_the_page_shows_what_a_rollback_undid(page, gone_back, tmp_path):
     assert page.run(prompts) == ["undone 12", "kept 8", "undone 8", "kept 4"]
     choose(page, "step", "8, undone by rollback 1")
     assert page.run(prompts) == ["undone 8"]
+    assert page.errors == []
+
+
+@in_browser
+def test_servers_of_a_run_are_linked_and_nothing_else_is(page, tmp_path):
+    write(tmp_path / "metrics.jsonl", [entry(1, slope=0.1)])
+    urls = '["http://one:8000", "https://two/", "javascript:alert(1)"]'
+    (tmp_path / "config.toml").write_text(f"[sampler]\nurl = {urls}\n")
+    file = tmp_path / "page.html"
+    file.write_text(render([collect(tmp_path, name="run")]))
+    page.open(file, width=1400, dark=False)
+    links = page.run("[...document.querySelectorAll('#overview a')].map((a) => a.href)")
+    assert links == ["http://one:8000/metrics", "https://two/metrics"]
     assert page.errors == []

@@ -1,27 +1,7 @@
 "use strict";
-// Every chart: a title, what it shows, and its metrics. `lines` shows all runs that are chosen;
-// `fan` (quantiles) and `stack` (parts that add up) show the run in focus.
-const CHARTS = [
-  { title: "Reward", note: "mean of a step", kind: "lines", metrics: { "reward": "reward" } },
-  { title: "Held-out accuracy", note: "greedy", kind: "lines", points: true, metrics: { "eval/accuracy": "accuracy" } },
-  { title: "Reward, distribution", note: "lowest to highest, 10 % to 90 %, median", kind: "fan", metric: "reward" },
-  { title: "Answer length, distribution", note: "tokens", kind: "fan", metric: "completion_length" },
-  { title: "KL", note: "nats a token, to the reference (to the sampler where there is none)", kind: "lines", metrics: { "kl": "KL" } },
-  { title: "Gradient norm", note: "before clipping", kind: "lines", metrics: { "grad_norm": "gradient norm" } },
-  { title: "Alpha against beta", note: "spread of what the policy moved and of what the arithmetic added, nats", kind: "lines", log: true, points: true, metrics: { "probe/alpha_std": "alpha", "probe/beta_std": "beta" } },
-  { title: "Phantom clipping", note: "share of tokens that the clip takes, and for arithmetic alone", kind: "lines", points: true, metrics: { "probe/clipped": "clipped", "probe/phantom": "phantom" } },
-  { title: "The clip's two sides", note: "share of tokens", kind: "lines", metrics: { "clip/low": "below", "clip/high": "above" } },
-  { title: "Mismatch of whole answers", note: "spread of the log-ratio before any update, nats", kind: "lines", log: true, points: true, metrics: { "probe/sequence_std": "spread" } },
-  { title: "Variety", note: "distinct 3-grams across prompts, identical answers, repetition within", kind: "lines", metrics: { "diversity/distinct": "distinct", "diversity/identical": "identical", "diversity/repetition": "repetition" } },
-  { title: "Entropy", note: "nats a token, of what was sampled", kind: "lines", metrics: { "entropy/sampled": "entropy" } },
-  { title: "Groups without spread", note: "all answers to a prompt earned the same", kind: "lines", metrics: { "groups/zero_std": "without spread", "groups/sampled": "all groups" } },
-  { title: "Cut answers", note: "share that ended at sampling.max_tokens", kind: "lines", metrics: { "completion/truncated": "cut" } },
-  { title: "Learning rate", note: "", kind: "lines", metrics: { "learning_rate": "learning rate" } },
-  { title: "Loss", note: "", kind: "lines", metrics: { "loss": "loss" } },
-  { title: "Skipped steps, loss scale", note: "steps whose gradient was not finite, since the start; loss scale on the right", kind: "lines", metrics: { "skipped_steps": "skipped", "loss_scale": "loss scale" }, right: "loss_scale" },
-  { title: "Throughput", note: "tokens a second", kind: "lines", metrics: { "tokens_per_second": "whole step", "tokens_per_second/sample": "sampling", "tokens_per_second/learn": "learning" } },
-  { title: "Where a step's time goes", note: "seconds, without the first step of each start, which compiles", kind: "stack", metrics: { "time/wait": "wait", "time/sample": "sample", "time/reward": "reward", "time/score": "score", "time/update": "update", "time/publish": "publish" } },
-];
+// CHARTS (jaxrl/report/charts.py): `lines` shows all runs that are chosen; `fan` (quantiles) and
+// `stack` (parts that add up) show the run in focus.
+const CHARTS = JSON.parse(document.getElementById("chart-list").textContent);
 const DASHES = [[], [7, 4], [2, 3]];
 const drawn = [];
 
@@ -68,7 +48,7 @@ function lines(chart, runs) {
     for (const part of [run, ...run.undone]) {
       const found = part.series[metric], undone = part !== run;
       if (!found) continue;
-      tables.push([found[0], found[1].map((v) => chart.log && v <= 0 ? null : v)]);
+      tables.push([found[0], found[1].map((v) => chart.log && metric !== chart.right && v <= 0 ? null : v)]);
       const label = several ? (alone ? run.name : `${run.name} ${name}`) : name;
       series.push({
         label: undone ? `${label}, undone by rollback ${part.number}` : label,
@@ -82,8 +62,8 @@ function lines(chart, runs) {
 }
 
 function fan(chart, run) {
-  const names = ["min", "p10", "p50", "p90", "max"], found = names.map((q) => run.series[`${chart.metric}/${q}`]);
-  if (found.some((f) => !f)) return null;
+  const names = Object.values(chart.metrics), found = Object.keys(chart.metrics).map((metric) => run.series[metric]);
+  if (found.length < 5 || found.some((f) => !f)) return null;
   const series = [{ label: "step" }, ...names.map((label) => ({ label, stroke: label === "p50" ? color(0) : faint(0, "66"), width: label === "p50" ? 2 : 1, spanGaps: true, points: { show: false }, value: (_, v) => shown(v) }))];
   const bands = [{ series: [5, 1], fill: faint(0, "22") }, { series: [4, 2], fill: faint(0, "33") }];
   return { data: uPlot.join(found), series, bands, runs: [run] };

@@ -17,10 +17,16 @@ function facts(run) {
     "steps": `${run.last_step} of ${run.config["train.steps"] ?? "?"}`, "reward": change("reward"), "held-out": change("eval/accuracy"),
     "loss": run.config["loss.name"], "precision": run.config.precision, "model": run.config["model.path"], "sampler": run.config["sampler.name"],
     "alarms": String(run.alarms.length), "devices": start?.devices, "system": start ? `${start.system}, ${start.processors} processors, Python ${start.python}` : null,
-    "versions": versions, "started": run.starts.length > 1 ? `${run.starts.length} times` : null, "directory": run.path,
+    "versions": versions, "server's metrics": metricsOf(run.config["sampler.url"] ?? []), "started": run.starts.length > 1 ? `${run.starts.length} times` : null, "directory": run.path,
   };
-  const list = Object.entries(rows).filter(([, v]) => v != null).flatMap(([k, v]) => [element("dt", {}, [k]), element("dd", {}, [v])]);
+  const list = Object.entries(rows).filter(([, v]) => v?.length).flatMap(([k, v]) => [element("dt", {}, [k]), element("dd", {}, [v].flat())]);
   return element("div", { className: "card" }, [title(run), element("dl", {}, list)]);
+}
+
+// A vLLM server's metrics for Prometheus.
+function metricsOf(urls) {
+  const pages = urls.filter((url) => /^https?:/.test(url)).map((url) => `${url.replace(/\/+$/, "")}/metrics`);
+  return pages.flatMap((href) => [element("a", { href, rel: "noreferrer", textContent: href }), " "]);
 }
 
 function title(run) {
