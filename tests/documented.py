@@ -17,7 +17,7 @@ MARK = re.compile(r"\bneeds?\b|\bminutes?\b|\bhours?\b|\bCPU time\b", re.IGNOREC
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^    .*\n)+", re.MULTILINE)
 INLINE = re.compile(r"`([^`]+)`")
-PROGRAM = re.compile(r"(?:\./)?scripts/\S+\.(?:sh|py)|(?:\S+/)?jaxrl")
+PROGRAM = re.compile(r"(?:\./)?scripts/\S+\.(?:sh|py)|(?:\S+/)?(?:jaxrl|pip|hf|tensorboard)")
 BEFORE = re.compile(r"(?:\S+/)?python|srun|--ntasks\S+|[A-Z_]+=\S+")  # stands before a program
 
 
@@ -112,7 +112,8 @@ def _block(text: str, where: str) -> Iterator[Command]:
 
 
 def _programs(line: str) -> Iterator[tuple[str, ...]]:
-    """The commands of a line that are ours, each without what stands before it."""
+    """The commands of a line that are ours, or install and fetch what ours need, each without what
+    stands before it."""
     for part in re.split(r"&&|;|\|", line):
         try:
             words = shlex.split(part)
@@ -121,7 +122,7 @@ def _programs(line: str) -> Iterator[tuple[str, ...]]:
         while words and BEFORE.fullmatch(words[0]):
             words = words[1:]
         if words and PROGRAM.fullmatch(words[0]):
-            yield (re.sub(r"^\./|^.*/(?=jaxrl$)", "", words[0]), *words[1:])
+            yield (re.sub(r"^\./|^.*/(?=\w+$)", "", words[0]), *words[1:])
 
 
 def _where(page: Path, before: str) -> str:

@@ -28,10 +28,11 @@ COMMANDS = list(commands())
 STANDS_FOR = {"FILE": "configs/quickstart.toml", "I": "0"}
 
 # Commands that no comment marks: the test that runs them with a tiny model, or what they need.
-LIVE = "test_live.py::test_the_command_reads_a_run_from_its_directory"
+LIVE = "test_live.py::test_the_command_looks_again_until_it_is_interrupted"
 PAGE = "test_report.py::test_the_page_holds_the_data_and_loads_nothing"
 ANSWERS = "test_cli.py::test_eval_and_generate_answer_alike"
 ADAPTERS = "test_loop.py::test_adapters_are_trained_resumed_and_exported"
+INDEX = "needs a package index"
 QUICK = "test_reproductions.py::test_quick_mode"
 ELSEWHERE = {
     "jaxrl train --help": "test_cli.py::test_help_of_train_shows_every_key_with_its_default",
@@ -45,7 +46,9 @@ ELSEWHERE = {
     "jaxrl report RUN": PAGE,
     "jaxrl report runs/mine": PAGE,
     "jaxrl report runs/quickstart/grpo": PAGE,
-    "jaxrl report runs/mine runs/first --out compared.html": PAGE,
+    "jaxrl report runs/mine runs/first --out compared.html": (
+        "test_report.py::test_two_runs_on_one_page_at_another_place"
+    ),
     "jaxrl eval mine.toml --answers before.jsonl": ANSWERS,
     "jaxrl eval mine.toml --model.path runs/mine/model --answers after.jsonl": ANSWERS,
     "jaxrl generate --model.path runs/mine/model --greedy 347+585=?": ANSWERS,
@@ -68,6 +71,16 @@ ELSEWHERE = {
     "jaxrl train FILE --hosts.coordinator auto": "needs a cluster; the page says it was not tried",
     "scripts/reproduce_phantom_clipping.py --quick": QUICK,
     "scripts/reproduce_fp16.py --quick": QUICK,
+    "pip install .[cuda]": INDEX,
+    "pip install .[tpu]": INDEX,
+    "pip install .[hub,math]": INDEX,
+    "pip install jax[tpu]": INDEX,
+    "pip install wandb": INDEX,
+    "pip install mlflow": INDEX,
+    "pip install vllm==0.32.0": INDEX,
+    "pip install --no-deps .": "what scripts/make_venv.sh does in every fresh environment",
+    "hf download Qwen/Qwen3-0.6B --local-dir MODEL": "needs the Hugging Face hub",
+    "tensorboard --logdir profile": "needs its profile plugin, and somebody who looks",
     "scripts/false_alarms.py --steps 24 --windows 5 8 10": "needs the quickstart's model, minutes",
 }
 # Commands that are run below, and what they show.
@@ -144,7 +157,9 @@ def test_jaxrl_knows_the_command_and_its_keys(command: Command, ends_when_read):
 
 
 @pytest.mark.parametrize(
-    "command", [c for c in COMMANDS if c.words[0] != "jaxrl"], ids=lambda c: f"{c.where}: {c.text}"
+    "command",
+    [c for c in COMMANDS if c.words[0].startswith("scripts/")],
+    ids=lambda c: f"{c.where}: {c.text}",
 )
 def test_the_script_is_there_and_knows_its_options(command: Command, ends_when_read, monkeypatch):
     script = ROOT / command.words[0]
@@ -155,6 +170,14 @@ def test_the_script_is_there_and_knows_its_options(command: Command, ends_when_r
         return
     monkeypatch.setattr(sys, "argv", list(command.words))
     assert understood(lambda: runpy.run_path(str(script), run_name="__main__"))
+
+
+def test_extras_that_are_installed_are_there():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [word for c in COMMANDS if c.words[0] == "pip" for word in c.words[1:]]
+    named = {extra for word in asked if word.startswith(".[") for extra in word[2:-1].split(",")}
+    assert named
+    assert named <= project["optional-dependencies"].keys()
 
 
 def test_every_command_is_run_or_marked():

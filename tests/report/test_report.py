@@ -96,6 +96,21 @@ def test_the_page_holds_the_data_and_loads_nothing(runs, capsys):
     assert len(page) < 200_000
 
 
+def test_two_runs_on_one_page_at_another_place(runs, tmp_path, capsys):
+    file = tmp_path / "new" / "compared.html"
+    before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
+    assert main(["report", str(runs / "second"), str(runs / "first"), "--out", str(file)]) == 0
+    assert capsys.readouterr().out == f"{file}: 2 runs, 2 alarms\n"
+    (data,) = re.findall(
+        r'type="application/json" id="data">(.*?)</script>', file.read_text(), re.S
+    )
+    assert [(run["name"], run["config"]["loss.kl"]) for run in json.loads(data)] == [
+        ("second", 0.02),
+        ("first", 0.01),
+    ]
+    assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before
+
+
 def test_a_run_that_was_not_watched_is_judged_afterwards(tmp_path):
     entries = [{"step": s, "reward": 0.1, "kl": 0.02 if s < 50 else 3.0} for s in range(1, 60)]
     write(tmp_path / "metrics.jsonl", entries)

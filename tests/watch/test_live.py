@@ -1,3 +1,4 @@
+import json
 import time
 
 import pytest
@@ -84,3 +85,21 @@ def test_the_command_reads_a_run_from_its_directory(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "10/50" in shown
     assert "2:00 left" in shown
+
+
+def test_the_command_looks_again_until_it_is_interrupted(tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 50\n")
+    since, waited = time.time() - 30, []
+    write_lines(tmp_path / "metrics.jsonl", steps(10, since=since))
+
+    def sleep(seconds):
+        waited.append(seconds)
+        if len(waited) == 2:
+            raise KeyboardInterrupt
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(steps(11, since=since)[-1]) + "\n")
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert main(["watch", str(tmp_path), "--every", "0.5"]) == 0
+    assert waited == [0.5, 0.5]
+    assert "11/50" in capsys.readouterr().out
