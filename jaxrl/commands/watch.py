@@ -11,7 +11,7 @@ from rich.live import Live
 
 from jaxrl.report.collect import alarms
 from jaxrl.watch.live import view
-from jaxrl.watch.tracking import read_metrics
+from jaxrl.watch.tail import Tail
 
 DESCRIPTION = """Shows reward, KL, gradient norm, tokens/s, time left and alarms of a run while it
 goes on, from its directory: on the same machine or over a shared file system. Ctrl-C ends the
@@ -35,27 +35,31 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--once", action="store_true", help="print once and end")
     given = parser.parse_args(argv)
-    console = Console()
+    console, metrics = Console(), Tail(given.run / "metrics.jsonl")
     if given.once:
-        console.print(look(given.run))
+        console.print(look(given.run, metrics))
         return 0
     try:
-        with Live(look(given.run), console=console, auto_refresh=False) as live:
+        with Live(look(given.run, metrics), console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(given.every)
-                live.update(look(given.run), refresh=True)
+                live.update(look(given.run, metrics), refresh=True)
     except KeyboardInterrupt:
         return 0
 
 
-def look(run: Path) -> RenderableType:
+def look(run: Path, metrics: Tail) -> RenderableType:
     """What there is to see of a run now.
+
+    Args:
+      run: its directory.
+      metrics: its metrics.jsonl.
 
     Raises:
       ValueError: if the directory holds no run.
     """
     path = run / "config.toml"
-    entries = read_metrics(run / "metrics.jsonl")
+    entries = metrics.read()
     if not path.exists():
         raise ValueError(f"{run} is no run: it has no config.toml")
     if not entries:
