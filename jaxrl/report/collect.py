@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from jaxrl.config.alarms import AlarmsConfig
 from jaxrl.diagnostics.alarms import replay
-from jaxrl.diagnostics.causes import CAUSES
+from jaxrl.diagnostics.causes import CAUSES, Cause
 from jaxrl.diagnostics.history import History
 from jaxrl.report.charts import drawn
 from jaxrl.report.thinning import Points, extremes, means
@@ -86,7 +86,9 @@ def alarms(entries: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> l
 
 
 def _explained(event: Mapping[str, Any]) -> dict[str, Any]:
-    return {**event, **CAUSES[event["alarm"]]._asdict()}
+    # A run of another version may know other alarms.
+    cause = CAUSES.get(event["alarm"], Cause(title=event["alarm"], causes="", keys=()))
+    return {**event, **cause._asdict()}
 
 
 def _series(

@@ -1,8 +1,6 @@
 """A run seen from another terminal while it goes on: its newest numbers, time left and alarms."""
 
-import itertools
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,11 +9,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from jaxrl.watch.clock import RECENT, clock, seconds_left
 from jaxrl.watch.progress import SHOWN
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40  # steps in a line of blocks
-_RECENT = 20  # steps that the time left is estimated from
 _ALARMS = 6
 _ENDED = {"pause": "paused", "stop": "stopped"}
 
@@ -53,18 +51,6 @@ def view(
     return Group(line, table, *earlier, *said)
 
 
-def seconds_left(steps: Sequence[Mapping[str, Any]], *, total: int) -> float | None:
-    """Of a run, from the median of its last steps; None before there are two.
-
-    Args:
-      steps: entries of steps, which need not be all of its steps.
-      total: steps of the whole run.
-    """
-    pairs = list(itertools.pairwise(steps[-_RECENT - 1 :]))
-    taken = [(b["time"] - a["time"]) / max(1, b["step"] - a["step"]) for a, b in pairs]
-    return statistics.median(taken) * (total - steps[-1]["step"]) if taken else None
-
-
 def blocks(values: Sequence[float]) -> str:
     """A line of blocks, each a value: the lowest for the smallest of the last 40, the highest for
     the largest, "x" for one that is not finite."""
@@ -91,19 +77,14 @@ def _state(
         return _ENDED[action]
     if last["step"] >= total:
         return "done"
-    left, silent = seconds_left(steps, total=total), now - last["time"]
+    left = seconds_left([(e["step"], e["time"]) for e in steps[-RECENT - 1 :]], total=total)
+    silent = now - last["time"]
     if left is None:
-        return f"no step yet; last news {_clock(silent)} ago"
+        return f"no step yet; last news {clock(silent)} ago"
     usual = left / (total - last["step"])
     if silent > max(60.0, 5 * usual):
-        return f"no news for {_clock(silent)}"
-    return f"{_clock(left)} left"
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        return f"no news for {clock(silent)}"
+    return f"{clock(left)} left"
 
 
 def _said(alarm: Mapping[str, Any]) -> str:

@@ -14,6 +14,8 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+from jaxrl.watch.clock import RECENT, clock, seconds_left
+
 # Label, metric, format: what is shown of a step, in this order and only where the metric exists.
 SHOWN = (
     ("reward", "reward", "{:.3f}"),
@@ -31,15 +33,14 @@ SHOWN = (
 class Progress:
     """A bar with the time left and the newest metrics; plain lines where there is no terminal.
 
-    The time left is extrapolated from the steps of this process, without the first one, which
-    compiles.
+    The time left is the median of the last steps of this process times those that are to come.
     """
 
     def __init__(self, title: str, *, start_step: int, total_steps: int):
         self._console = Console(file=sys.stderr)
         self._metrics: dict[str, float] = {}
         self._total = total_steps
-        self._first: tuple[int, float] | None = None
+        self._times: list[tuple[int, float]] = []  # of the last steps
         self._printed = -math.inf
         self._bar = Bar(
             TextColumn("{task.description}"),
@@ -74,11 +75,10 @@ class Progress:
         """Shows the state after `step` steps."""
         self._metrics.update(metrics)
         now = time.monotonic()
-        first_step, since = self._first = self._first or (step, now)
-        left = ""
-        if step > first_step:
-            seconds = (now - since) / (step - first_step) * (self._total - step)
-            left = f"{seconds // 60:.0f}:{seconds % 60:02.0f} left"
+        if not self._times or step > self._times[-1][0]:  # and not one more entry of a step
+            self._times = [*self._times[-RECENT:], (step, now)]
+        seconds = seconds_left(self._times, total=self._total)
+        left = "" if seconds is None else f"{clock(seconds)} left"
         self._bar.update(self._task, completed=step, left=left)
         # A log file gets a line every few seconds, and the last one.
         if not self._console.is_terminal and (now - self._printed > 5 or step == self._total):

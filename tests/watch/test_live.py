@@ -1,11 +1,10 @@
 import json
 import time
 
-import pytest
 from rich.console import Console
 
 from jaxrl.cli import main
-from jaxrl.watch.live import blocks, seconds_left, view
+from jaxrl.watch.live import blocks, view
 from jaxrl.watch.tracking import write_lines
 
 
@@ -21,15 +20,6 @@ def seen(entries, alarms=(), *, total=100, now=1031.0):
     with console.capture() as capture:
         console.print(view(entries, alarms, total=total, now=now))
     return capture.get()
-
-
-def test_time_left_is_the_median_of_the_last_steps():
-    entries = steps(30)
-    entries[25]["time"] += 500  # one step that compiled
-    for entry in entries[26:]:
-        entry["time"] += 500
-    assert seconds_left(entries, total=100) == pytest.approx(3 * 70)
-    assert seconds_left(entries[:1], total=100) is None
 
 
 def test_blocks_span_what_they_show():

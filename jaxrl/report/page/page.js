@@ -62,7 +62,7 @@ function alarm(run, event) {
     element("p", {}, [event.text + (event.limit == null ? "" : ` (limit ${shown(event.limit)})`)]),
     ...(more ? [element("p", {}, [more])] : []),
     ...(event.repeats.length ? [element("p", {}, [`Again after steps ${listed(event.repeats)}.`])] : []),
-    element("p", { className: "quiet" }, [`Likely: ${event.causes}. Keys: ${event.keys.join(", ")}`]),
+    ...(event.causes ? [element("p", { className: "quiet" }, [`Likely: ${event.causes}. Keys: ${event.keys.join(", ")}`])] : []),
   ]);
 }
 
