@@ -1,19 +1,19 @@
-"""Alarms on real small runs: one is hacked and recovers, one is too fast, one is healthy."""
+"""Alarms on real small runs: one is hacked and recovers, one is too fast, ten are healthy."""
 
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from jaxrl import loop
+from jaxrl import loop, parts
 from jaxrl.cli import main
 from jaxrl.config import toml_file
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
-from jaxrl.diagnostics.alarms import replay
+from jaxrl.diagnostics.alarms import Limits, replay
 from jaxrl.diagnostics.history import History
 from jaxrl.guard import Guard
 from jaxrl.run import Run
@@ -177,6 +177,39 @@ def test_a_healthy_run_raises_none(healthy):
     rewards = column(read_metrics(healthy / "metrics.jsonl"), "reward")
     assert rewards[-1] > 1.5 * rewards[0]
     assert events(healthy) == []
+
+
+@pytest.fixture
+def one_learner(monkeypatch):
+    """The seeds of a run compute with the same functions, which are traced once; no model is
+    written."""
+    make, made = parts.make_learner, []
+
+    def make_once(*args: Any, **kwargs: Any) -> Any:
+        made.extend([] if made else [make(*args, **kwargs)])
+        return made[0]
+
+    monkeypatch.setattr(parts, "make_learner", make_once)
+    monkeypatch.setattr(loop, "finish", lambda run, state: run.directory)
+
+
+@pytest.mark.usefixtures("one_learner")
+def test_ten_seeds_of_a_healthy_run_raise_none(material, tmp_path):
+    """With the default limits and windows, in runs that are twice as long."""
+    changes = {
+        "train.steps": "50",
+        "train.train_batch": "4",
+        "alarms.warmup": str(Limits.warmup),
+        "alarms.window": str(Limits.window),
+        "checkpoint.every": "0",
+        "samples.every": "0",
+    }
+    for seed in range(10):
+        run_dir = tmp_path / str(seed)
+        loop.train(config(material, run_dir, seed=str(seed), **changes))
+        rewards = column(read_metrics(run_dir / "metrics.jsonl"), "reward")
+        assert np.mean(rewards[-10:]) > np.mean(rewards[:5])
+        assert events(run_dir) == []
 
 
 def test_a_paused_run_goes_on_as_if_it_had_not_been(material, healthy, tmp_path, capsys):
