@@ -200,13 +200,18 @@ def _draw(logits, key, position, tail, *, table, settings):
 
 
 def _resize(cache: Cache, source: jax.Array, *, slots: int) -> Cache:
-    keys, values = cache.keys[:, source], cache.values[:, source]
     more = slots - cache.slots
-    experts = cache.experts
-    if experts is not None:
-        experts = jnp.pad(experts[:, source], ((0, 0), (0, 0), (0, more), (0, 0)))
-    return Cache(
-        jnp.pad(keys, ((0, 0),) * 4 + ((0, more),)),
-        jnp.pad(values, ((0, 0),) * 3 + ((0, more), (0, 0))),
-        experts,
-    )
+
+    # Layer by layer: rows that change devices are gathered from all of them, and a whole cache of
+    # that kind has room on none.
+    def one(layer: Cache) -> Cache:
+        keys, values, experts = layer.keys[source], layer.values[source], layer.experts
+        if experts is not None:
+            experts = jnp.pad(experts[source], ((0, 0), (0, more), (0, 0)))
+        return Cache(
+            jnp.pad(keys, ((0, 0),) * 3 + ((0, more),)),
+            jnp.pad(values, ((0, 0),) * 2 + ((0, more), (0, 0))),
+            experts,
+        )
+
+    return lax.map(one, cache)

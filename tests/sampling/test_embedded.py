@@ -1,16 +1,20 @@
 """The embedded sampler against the learner's forward pass and against its own promises."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.models.logprobs import token_logprobs
 from jaxrl.planning.collectives import collectives
 from jaxrl.precision import PRESETS, cast, parse, sampler_precision
+from jaxrl.sampling import decoding
 from jaxrl.sampling.base import SamplingParams, Turn
+from jaxrl.sampling.cache import Cache
 from jaxrl.sampling.embedded import EmbeddedSampler
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
@@ -176,6 +180,36 @@ def test_a_mesh_gives_the_answers_of_one_device(greedy, rules, axes):
     assert _same_tokens(greedy, sharded)
     for key in greedy:
         np.testing.assert_allclose(greedy[key].logprobs, sharded[key].logprobs, atol=1e-5)
+
+
+def test_a_batch_on_a_mesh_is_moved_without_room_for_all_of_it_on_one_device():
+    layout = Layout(make_mesh(fsdp=8), RULES["fsdp"])
+    layers, batch, slots = 16, 16, 64
+
+    def part(shape, dtype, *spec):
+        sharding = NamedSharding(layout.mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    heads = (layers, batch, 2)
+    cache = Cache(
+        keys=part((*heads, 8, slots), jnp.uint16, None, "fsdp"),
+        values=part((*heads, slots, 8), jnp.uint16, None, "fsdp"),
+    )
+    each = part((batch,), jnp.int32, "fsdp")
+    rows = decoding.Rows(
+        cache=cache,
+        token=each,
+        slot=part((), jnp.int32),
+        drawn=part((), jnp.int32),
+        pad=each,
+        key=part((batch,), jax.random.key(0).dtype, "fsdp"),
+        tail=part((batch, 1), jnp.int32, "fsdp"),
+        length=each,
+        ended=part((batch,), jnp.bool_, "fsdp"),
+    )
+    found = decoding.move.lower(rows, each, rows.ended, slots=2 * slots).compile()
+    moved = 2 * 2 * math.prod(heads) * 8 * 2 * slots  # bytes of the new cache
+    assert found.memory_analysis().temp_size_in_bytes < moved / 4
 
 
 def test_weights_reach_the_samplers_own_layout_in_one_program_of_known_traffic():
