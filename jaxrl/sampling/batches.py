@@ -13,7 +13,7 @@ from jaxrl.precision import Precision
 from jaxrl.sampling.base import ClosedError, Completion, SamplingParams, Turn
 from jaxrl.sampling.buckets import count_bucket, length_bucket
 from jaxrl.sampling.choice import Draw, draw
-from jaxrl.sampling.decoding import SEGMENT, Drawn, Rows, begin, decode, move, sent, start
+from jaxrl.sampling.decoding import SEGMENT, Drawn, Rows, begin, decode, grow, move, sent, start
 from jaxrl.sampling.stopping import empty_tail, stop_table
 from sharding.partition import Layout
 from sharding.transfer import fetch, place
@@ -100,6 +100,28 @@ class _Progress:
         )
 
 
+def most_rows(max_batch: int, *, shards: int) -> int:
+    """Rows of the largest batch, a part of which is on each of `shards`."""
+    return -(-max_batch // shards) * shards
+
+
+def fewer_rows(rows: int, *, shards: int) -> int:
+    """The number of rows that a batch shrinks to, 0 if it does not."""
+    fewer = rows // _SHRINK
+    return fewer if fewer >= _FEWEST_ROWS and fewer % shards == 0 else 0
+
+
+def cache_sizes(context: int, answer: int) -> list[int]:
+    """Slots of a batch's cache, one size after the other: first that of its contexts, of up to
+    `context` tokens, and at last room for `answer` tokens more."""
+    width = length_bucket(context, step=16)
+    # The last token drawn needs no slot.
+    sizes, most = [width], length_bucket(width + answer - 1, step=16)
+    while sizes[-1] < most or len(sizes) == 1:
+        sizes.append(min(length_bucket(sizes[-1] + SEGMENT, step=SEGMENT), most))
+    return sizes
+
+
 def run_batch(turns: Sequence[Turn], request: Request) -> Iterator[Completion]:
     """Draws answers together and yields them as they finish; of those that finish between two
     visits to the host the shortest first.
@@ -109,17 +131,12 @@ def run_batch(turns: Sequence[Turn], request: Request) -> Iterator[Completion]:
       ClosedError: once the sampler is closed.
     """
     params = request.params
-    width = length_bucket(max(len(turn.context) for turn in turns), step=16)
     most = max(turn.max_tokens for turn in turns)
-    # The last token drawn needs no slot.
-    most_slots = length_bucket(width + most - 1, step=16)
-
-    def slots_from(slot: int) -> int:
-        return min(length_bucket(slot + SEGMENT, step=SEGMENT), most_slots)
-
+    width, slots, *larger = cache_sizes(max(len(turn.context) for turn in turns), most)
+    sizes = iter(larger)
     table, settings = stop_table(params.stop), draw(params)
     progress: list[_Progress | None] = [_Progress(turn) for turn in turns]
-    slots, total = slots_from(width), 0
+    total = 0
     rows, out = _begin(turns, request, width=width, slots=slots, table=table, settings=settings)
     progress += [None] * (rows.token.shape[0] - len(progress))
     while True:
@@ -143,16 +160,16 @@ def run_batch(turns: Sequence[Turn], request: Request) -> Iterator[Completion]:
         if not running:
             return
         source, full = list(range(len(progress))), width + total - 1 == slots
-        if len(running) <= _fewer(len(progress), request.shards):
+        if len(running) <= fewer_rows(len(progress), shards=request.shards):
             source = running
         if full or len(source) < len(progress):
-            slots = slots_from(width + total - 1) if full else slots
+            slots = next(sizes) if full else slots
             rows, progress = _move(rows, progress, source, request, slots=slots)
         rows, out = decode(
             request.weights,
             rows,
             max_tokens=np.int32(most),
-            floor=np.int32(_fewer(len(progress), request.shards)),
+            floor=np.int32(fewer_rows(len(progress), shards=request.shards)),
             table=table,
             settings=settings,
             model=request.model,
@@ -178,8 +195,8 @@ def _begin(
         pad[row] = width - len(prompt)
         tokens[row, pad[row] :] = prompt
     place = {content: row for row, content in enumerate(prompts)}
-    most = -(-request.max_batch // shards) * shards
-    size = min(count_bucket(len(turns), multiple=shards), most)
+    size = count_bucket(len(turns), multiple=shards)
+    size = min(size, most_rows(request.max_batch, shards=shards))
     source, index, used = (
         np.zeros(size, np.int32),
         np.zeros((size, 2), np.int32),
@@ -211,12 +228,6 @@ def _begin(
     )
 
 
-def _fewer(rows: int, shards: int) -> int:
-    """The number of rows that a batch shrinks to, 0 if it does not."""
-    fewer = rows // _SHRINK
-    return fewer if fewer >= _FEWEST_ROWS and fewer % shards == 0 else 0
-
-
 def _move(
     rows: Rows,
     progress: list[_Progress | None],
@@ -226,9 +237,9 @@ def _move(
     slots: int,
 ) -> tuple[Rows, list[_Progress | None]]:
     """Takes the rows `source` into a batch of this many slots, smaller if they fit one."""
-    size = len(progress)
-    if len(source) < size:
-        size = _fewer(size, request.shards)
+    if len(source) == len(progress):
+        return grow(rows, slots=slots), progress
+    size = fewer_rows(len(progress), shards=request.shards)
     filler = size - len(source)
     used = np.arange(size) < len(source)
     rows = move(

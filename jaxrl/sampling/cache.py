@@ -35,7 +35,7 @@ class Cache:
     @property
     def slots(self) -> int:
         """S, tokens that a row has room for."""
-        return self.values.shape[3]
+        return self.values.shape[-2]
 
 
 def prefill(

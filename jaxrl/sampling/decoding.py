@@ -176,6 +176,12 @@ def decode(
 
 
 @functools.partial(jax.jit, static_argnames=("slots",))
+def grow(rows: Rows, *, slots: int) -> Rows:
+    """The same rows with this many slots. None changes its place, so nothing is sent."""
+    return dataclasses.replace(rows, cache=_padded(rows.cache, slots=slots))
+
+
+@functools.partial(jax.jit, static_argnames=("slots",))
 def move(rows: Rows, source: jax.Array, used: jax.Array, *, slots: int) -> Rows:
     """Takes the rows `source`, i32[B], into a batch with this many slots; bool[B] `used` is False
     for those that only fill it."""
@@ -200,18 +206,20 @@ def _draw(logits, key, position, tail, *, table, settings):
 
 
 def _resize(cache: Cache, source: jax.Array, *, slots: int) -> Cache:
-    more = slots - cache.slots
-
     # Layer by layer: rows that change devices are gathered from all of them, and a whole cache of
     # that kind has room on none.
     def one(layer: Cache) -> Cache:
-        keys, values, experts = layer.keys[source], layer.values[source], layer.experts
-        if experts is not None:
-            experts = jnp.pad(experts[source], ((0, 0), (0, more), (0, 0)))
-        return Cache(
-            jnp.pad(keys, ((0, 0),) * 3 + ((0, more),)),
-            jnp.pad(values, ((0, 0),) * 2 + ((0, more), (0, 0))),
-            experts,
-        )
+        return _padded(jax.tree.map(lambda x: x[source], layer), slots=slots)
 
     return lax.map(one, cache)
+
+
+def _padded(cache: Cache, *, slots: int) -> Cache:
+    """A cache, or a layer of one, with empty slots at its end."""
+    more = slots - cache.slots
+
+    def pad(x: jax.Array, axis: int) -> jax.Array:
+        return jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)])
+
+    experts = None if cache.experts is None else pad(cache.experts, -2)
+    return Cache(pad(cache.keys, -1), pad(cache.values, -2), experts)

@@ -210,6 +210,8 @@ def test_a_batch_on_a_mesh_is_moved_without_room_for_all_of_it_on_one_device():
     found = decoding.move.lower(rows, each, rows.ended, slots=2 * slots).compile()
     moved = 2 * 2 * math.prod(heads) * 8 * 2 * slots  # bytes of the new cache
     assert found.memory_analysis().temp_size_in_bytes < moved / 4
+    grown = decoding.grow.lower(rows, slots=2 * slots).compile()
+    assert collectives(grown.as_text() or "", trips=pytest.fail) == {}
 
 
 def test_weights_reach_the_samplers_own_layout_in_one_program_of_known_traffic():
