@@ -18,6 +18,7 @@ from jaxrl.config.tables import (
     DataConfig,
     OptimizerConfig,
     PromptConfig,
+    SamplerConfig,
     SamplingConfig,
 )
 from jaxrl.config.training import Config
@@ -34,6 +35,7 @@ from jaxrl.precision import DType, Precision
 from jaxrl.sampling.base import SamplingParams
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
+from sharding.rules import PRESETS
 from sharding.transfer import place
 
 NO_TOOLS: Mapping[str, Tool] = MappingProxyType({})
@@ -61,6 +63,11 @@ def make_layout(mesh: MeshConfig, *, devices: Sequence[Any] | None = None) -> La
         alone = math.prod(mesh.sizes.values()) == 1 and jax.process_count() == 1
         devices = jax.devices()[:1] if alone else jax.devices()
     return Layout(make_mesh(**mesh.sizes, devices=devices), mesh.layout_rules)
+
+
+def sampler_layout(config: SamplerConfig, layout: Layout) -> Layout:
+    """How the embedded sampler's weights and answers lie on the learner's devices."""
+    return layout if config.rules is None else Layout(layout.mesh, PRESETS[config.rules])
 
 
 def make_decoder(

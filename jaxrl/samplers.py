@@ -25,6 +25,7 @@ from jaxrl.hosts import Hosts
 from jaxrl.models import lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
+from jaxrl.parts import sampler_layout
 from jaxrl.planning.collectives import collectives
 from jaxrl.precision import Precision
 from jaxrl.sampling.base import Sampler
@@ -32,7 +33,6 @@ from jaxrl.sampling.embedded import EmbeddedSampler
 from jaxrl.sampling.mirrored import Absent, Mirrored
 from jaxrl.sampling.vllm import VllmSampler
 from sharding.partition import Layout
-from sharding.rules import PRESETS
 
 
 class Batching(Protocol):
@@ -138,8 +138,7 @@ def open_sampler(
     """
     hosts = hosts or Hosts()
     if config.sampler.name == "embedded":
-        rules = config.sampler.rules
-        own = layout if rules is None else Layout(layout.mesh, PRESETS[rules])
+        own = sampler_layout(config.sampler, layout)
         several = layout.mesh.size > 1
         embedded = EmbeddedSampler(
             model._replace(local=own.local) if several else model,

@@ -31,7 +31,8 @@ def measure(row: Row) -> dict[str, object]:
     print(report(config, topology, program, link_rate=50e9), flush=True)
     return dataclasses.asdict(row) | {
         "name": row.name,
-        "peak": peak(program),
+        "peak": program.memory.peak if program.memory else program.over,
+        "run": peak(program),
         "of": topology.chip.memory,
         "fits": fits(program, topology),
         "memory": program.memory and dataclasses.asdict(program.memory),

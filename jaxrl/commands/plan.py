@@ -1,6 +1,9 @@
 """`jaxrl plan`: says whether a run fits, before there are chips."""
 
 from collections.abc import Sequence
+from typing import Any
+
+from pydantic import model_validator
 
 from jaxrl.commands import options
 from jaxrl.config.training import Config
@@ -11,15 +14,31 @@ DESCRIPTION = """Compiles a run's step for devices that need not exist, and says
   jaxrl plan configs/qwen3_8b.toml --topology cpu:8 --mesh.fsdp 8
   jaxrl plan configs/qwen3_8b.toml --estimate --rollout-seconds 60 --train-seconds 40
 
-Of the model only config.json is read. TPU topologies (v5e, v5p, v6e) need libtpu, which works
-without a TPU: pip install 'jax[tpu]'. The last line is such as
+Of models only config.json is read, of data and reward functions nothing: data.path and reward.path
+may be left out. TPU topologies (v5e, v5p, v6e) need libtpu, which works without a TPU:
+pip install 'jax[tpu]'. The exit status is 5 if the run does not fit. The last line is such as
 
   peak 31.4 GiB of 95.7 GiB per chip: fits"""
 
 
+DOES_NOT_FIT = 5  # 1 and 2 are errors, 3 and 4 what alarms do to a run
+
+
+class PlanConfig(Config):
+    """A run whose data and reward functions may be left open."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _left_open(cls, tree: Any) -> Any:
+        left_open: dict[str, Any] = {"data": {"path": "any"}, "reward": {"path": ["any"]}}
+        given = {name: tree.get(name, {}) for name in left_open}
+        tables = {k: left_open[k] | v for k, v in given.items() if isinstance(v, dict)}
+        return {**tree, **tables}
+
+
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; the exit status is 0 whether or not the step fits."""
-    made = options.parser_with_file("plan", Config, description=DESCRIPTION)
+    """Runs the command; the exit status is 5 if the run does not fit."""
+    made = options.parser_with_file("plan", PlanConfig, description=DESCRIPTION)
     made.add_argument("--topology", help="chips to compile for, such as v5p:4x4x4 or cpu:8")
     made.add_argument("--estimate", action="store_true", help="do not compile, only calculate")
     made.add_argument("--link", type=float, default=50, help="GB/s to the samplers (default: 50)")
@@ -30,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         made.add_argument(
             f"--{name}-seconds", type=float, help=f"a {name} phase, for --estimate's utilisation"
         )
-    config, given = options.parse(made, Config, argv)
+    config, given = options.parse(made, PlanConfig, argv)
     if (given.topology is None) != given.estimate:
         made.error("give one of --topology and --estimate")
 
@@ -54,8 +73,8 @@ def main(argv: Sequence[str]) -> int:
 
     topology = open_topology(given.topology)
     from jaxrl.planning.program import compile_step
-    from jaxrl.planning.report import report
+    from jaxrl.planning.report import fits, report
 
     program = compile_step(config, topology)
     print(report(config, topology, program, link_rate=given.link * 1e9))
-    return 0
+    return 0 if fits(program, topology) else DOES_NOT_FIT

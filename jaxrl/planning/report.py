@@ -1,5 +1,6 @@
 """What `jaxrl plan` prints."""
 
+import math
 from collections.abc import Iterator
 
 from jaxrl import parts
@@ -23,26 +24,34 @@ def report(config: Config, topology: Topology, program: Program, *, link_rate: f
     lines = [
         *_what(config, topology, program),
         *_memory(program),
+        *_besides(program),
         *_time(program, found),
         *_traffic(program),
         *_publishing(program, link_rate=link_rate),
     ]
     if not fits(program, topology):
-        lines += ["", "To make it fit:", *(f"  - {line}" for line in _advice(config, program))]
+        advice = _advice(config, program, memory=topology.chip.memory)
+        lines += ["", "To make it fit:", *(f"  - {line}" for line in advice)]
     left_out = _left_out(config)
     if left_out:
         lines += ["", left_out]
-    last = verdict(program, topology) + ", without the critic" * bool(left_out)
+    last = verdict(program, topology) + ", without the critic's step" * bool(left_out)
     return "\n".join([*lines, "", last])
+
+
+def phases(program: Program) -> dict[str, float]:
+    """Bytes that a chip needs at once in each phase of a run."""
+    step = program.memory.peak if program.memory else program.over or float("inf")
+    return program.besides.phases(step)
 
 
 def peak(program: Program) -> float:
     """Bytes that a chip needs at once."""
-    return program.memory.peak if program.memory else program.over or float("inf")
+    return max(phases(program).values())
 
 
 def fits(program: Program, topology: Topology) -> bool:
-    """Whether the compiled step has room on every chip."""
+    """Whether every phase of the run has room on every chip."""
     return program.memory is not None and peak(program) <= topology.chip.memory
 
 
@@ -68,7 +77,7 @@ def _what(config: Config, topology: Topology, program: Program) -> Iterator[str]
 
 
 def _left_out(config: Config) -> str:
-    """What the plan does not count of a run with a critic; empty without one."""
+    """What the plan does not count of a critic's step; empty without one."""
     if parts.make_recipe(config).critic is None:
         return ""
     if config.critic.trunk == "shared":
@@ -76,15 +85,15 @@ def _left_out(config: Config) -> str:
             "Left out: the critic, whose head on the policy's trunk is one more row of parameters"
         )
     return (
-        "Left out: the critic, a network of its own that is trained whole. Between steps a chip "
-        "holds its parameters and optimizer, too; its step takes turns with the policy's"
+        "Left out: gradients and activations of the critic, a network of its own that is trained "
+        "whole; its step takes turns with the policy's"
     )
 
 
 def _memory(program: Program) -> Iterator[str]:
     if program.memory is None:
         return
-    yield "\nMemory per chip"
+    yield "\nMemory of a step, per chip"
     memory = program.memory
     for name, size in (
         ("parameters", memory.params),
@@ -97,6 +106,28 @@ def _memory(program: Program) -> Iterator[str]:
         yield f"  {name:32}{_gib(size):>12}"
     if memory.host:
         yield f"  {'in the host, of the optimizer':32}{_gib(memory.host):>12}"
+
+
+def _besides(program: Program) -> Iterator[str]:
+    found = program.besides
+    held = (
+        ("sampler's weights", found.sampler),
+        ("reference", found.reference),
+        ("reward model", found.reward_model),
+        ("critic and its optimizer", found.critic),
+    )
+    if found.always:
+        yield "\nHeld besides the step, per chip"
+        yield from (f"  {name:32}{_gib(size):>12}" for name, size in held if size)
+    if found.cache is not None:
+        yield "\nWhile sampling, per chip"
+        most = f"cache, {found.cache.rows} rows x {found.cache.slots}"
+        yield f"  {most:32}{_gib(found.cache.size):>12}"
+        yield f"  {'while it grows, besides':32}{_gib(found.cache.moving):>12}"
+    yield "\nPeak per chip while"
+    for phase, size in phases(program).items():
+        if math.isfinite(size):
+            yield f"  {phase:32}{_gib(size):>12}"
 
 
 def _time(program: Program, found: Roofline) -> Iterator[str]:
@@ -137,7 +168,26 @@ def _publishing(program: Program, *, link_rate: float) -> Iterator[str]:
     yield f"  {_gib(size)}, {size / link_rate:.1f} s at {link_rate / 1e9:g} GB/s"
 
 
-def _advice(config: Config, program: Program) -> Iterator[str]:
+def _advice(config: Config, program: Program, *, memory: float) -> Iterator[str]:
+    found = phases(program)
+    if found.pop("learning") > memory:
+        yield from _advice_for_the_step(config, program)
+    if max(found.values(), default=0.0) > memory:
+        yield from _advice_for_the_sampler(config, program)
+    yield "more chips, and mesh.fsdp or mesh.tensor larger by as much"
+
+
+def _advice_for_the_sampler(config: Config, program: Program) -> Iterator[str]:
+    cache, most = program.besides.cache, config.sampling.max_batch
+    if cache is not None and cache.rows > program.layout.count("batch"):
+        yield f"sampling.max_batch = {max(1, most // 2)} instead of {most}: half of the cache"
+    if config.sampler.rules is not None:
+        yield f"no sampler.rules = {config.sampler.rules!r}: weights cut as the learner's"
+    if cache is not None:
+        yield "sampler.name = 'vllm', with servers on chips of their own"
+
+
+def _advice_for_the_step(config: Config, program: Program) -> Iterator[str]:
     train, memory = config.train, program.memory
     if train.remat != "layer":
         yield f"train.remat = 'layer' instead of {train.remat!r}: keeps one array for each layer"
@@ -156,7 +206,6 @@ def _advice(config: Config, program: Program) -> Iterator[str]:
         for role in ("moments", "grads"):
             if getattr(program.policy, role).itemsize > 2:
                 yield f"precision = '{config.precision},{role}=bf16': half of the {role}"
-    yield "more chips, and mesh.fsdp or mesh.tensor larger by as much"
 
 
 def _gib(size: float) -> str:

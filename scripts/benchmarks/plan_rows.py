@@ -95,8 +95,8 @@ def _temporaries(row: Mapping[str, Any]) -> str:
     return f"{sum(row['memory'][kind] for kind in kinds) / GIB:.1f}" if row["memory"] else ""
 
 
-def _peak(row: Mapping[str, Any]) -> str:
-    text = f"{row['peak'] / GIB:.1f} of {row['of'] / GIB:.1f}"
+def _run(row: Mapping[str, Any]) -> str:
+    text = f"{row['run'] / GIB:.1f} of {row['of'] / GIB:.1f}"
     return text if row["fits"] else f"**{text}**"
 
 
@@ -125,7 +125,8 @@ _MODEL_CELLS = {
     "parameters": _memory("params"),
     "optimizer": _memory("optimizer"),
     "temporaries": _temporaries,
-    "peak": _peak,
+    "peak": lambda row: f"{row['peak'] / GIB:.1f}",
+    "run": _run,
     "sent": _sent(),
     "products, s": _bound("compute"),
     "links, s": _bound("links"),
@@ -136,7 +137,8 @@ _SIZE_CELLS = {
     "parameters": _memory("params"),
     "optimizer": _memory("optimizer"),
     "temporaries": _temporaries,
-    "peak": _peak,
+    "peak": lambda row: f"{row['peak'] / GIB:.1f}",
+    "run": _run,
     "all-gather": _sent("all-gather"),
     "all-reduce": _sent("all-reduce"),
     "reduce-scatter": _sent("reduce-scatter"),

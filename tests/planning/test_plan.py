@@ -8,35 +8,15 @@ import jax
 import pytest
 
 from jaxrl import cli
-from jaxrl.config import toml_file
-from jaxrl.config.training import Config
 from jaxrl.models import families, spec
 from jaxrl.models.decoder import param_specs
 from jaxrl.planning import report
 from jaxrl.planning.program import _needed, compile_step
 from jaxrl.planning.roofline import forward_flops, parameter_count, roofline
+from jaxrl.planning.step import make_step
 from jaxrl.planning.topology import CHIPS, Topology, open_topology
 from tests import tiny
-
-
-def make_config(directory, **changes) -> Config:
-    """A run of a tiny model of which there is only config.json."""
-    content = families.to_hf_config(tiny.CONFIG, dtype="float32")
-    (directory / "config.json").write_text(json.dumps(content))
-    keys = {
-        "model.path": str(directory),
-        "data.path": "d",
-        "data.max_prompt_tokens": "16",
-        "reward.path": "exact_match",
-        "sampling.max_tokens": "16",
-        "train.train_batch": "8",
-        "train.group_size": "4",
-        "train.microbatch_tokens": "64",
-        "mesh.fsdp": "4",
-        "mesh.tensor": "2",
-    }
-    keys |= {name.replace("__", "."): value for name, value in changes.items()}
-    return toml_file.load(Config, overrides=list(keys.items()))
+from tests.planning.configs import make_config
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +52,8 @@ def test_the_report_ends_with_the_verdict(planned):
     config, topology, program = planned
     text = report.report(config, topology, program, link_rate=1e9)
     assert text.splitlines()[-1].endswith("per chip: fits")
-    for part in ("parameters", "all-reduce", "model FLOPs", "Publishing", "mesh fsdp 4, tensor 2"):
+    said = ("parameters", "all-reduce", "model FLOPs", "Publishing", "mesh fsdp 4, tensor 2")
+    for part in (*said, "sampler's weights", "cache, 32 rows x 32", "learning", "sampling"):
         assert part in text
     small = Topology(name="x", chip=CHIPS["v5e"], devices=topology.devices)
     assert "tokens/s" in report.report(config, small, program, link_rate=1e9)
@@ -81,12 +62,38 @@ def test_the_report_ends_with_the_verdict(planned):
 @pytest.mark.parametrize(
     ("trunk", "said"), [("own", "a network of its own"), ("shared", "on the policy's trunk")]
 )
-def test_a_critic_is_left_out_and_the_plan_says_so(planned, tmp_path, trunk, said):
+def test_a_critics_step_is_left_out_and_the_plan_says_so(planned, tmp_path, trunk, said):
     config = make_config(tmp_path, loss__name="ppo", critic__trunk=trunk)
     text = report.report(config, planned[1], planned[2], link_rate=1e9)
-    assert "Left out: the critic" in text
+    assert "Left out: " in text
     assert said in text
-    assert text.splitlines()[-1].endswith("per chip: fits, without the critic")
+    assert text.splitlines()[-1].endswith("per chip: fits, without the critic's step")
+
+
+def test_a_score_pass_needs_no_more_than_the_step(planned):
+    config, topology, program = planned
+    step = make_step(config, topology)
+    score = jax.jit(step.learner.score).lower(step.state.params, step.minibatch).compile()
+    found, memory = score.memory_analysis(), program.memory
+    needed = found.temp_size_in_bytes + found.output_size_in_bytes
+    assert needed < memory.peak - memory.params - memory.optimizer
+
+
+def test_the_verdict_is_over_all_phases(planned, capsys, monkeypatch):
+    config, topology, program = planned
+    step, memory = program.memory.peak, topology.chip.memory
+    cache = dataclasses.replace(program.besides.cache, size=memory)
+    large = dataclasses.replace(program, besides=dataclasses.replace(program.besides, cache=cache))
+    assert step < memory < report.peak(large)
+    text = report.report(config, topology, large, link_rate=1e9)
+    assert text.splitlines()[-1].endswith("per chip: does not fit")
+    assert "sampling.max_batch = 32 instead of 64: half of the cache" in text
+    assert "train.microbatch_tokens" not in text
+    command = ["plan", "--model.path", config.model.path, "--topology", "cpu:8"]
+    for found, status in ((program, 0), (large, 5)):
+        monkeypatch.setattr("jaxrl.planning.program.compile_step", lambda *_, found=found: found)
+        assert cli.main(command) == status
+        assert capsys.readouterr().out.splitlines()[-1] == report.verdict(found, topology)
 
 
 def test_what_does_not_fit_gets_advice(planned):
@@ -170,7 +177,7 @@ def test_a_missing_compiler_is_an_error_that_says_how_to_get_it(monkeypatch):
 
 def test_the_command(tmp_path, capsys):
     make_config(tmp_path)
-    keys = ["--model.path", str(tmp_path), "--data.path", "d", "--reward.path", "exact_match"]
+    keys = ["--model.path", str(tmp_path)]  # no data and no reward
     assert cli.main(["plan", *keys, "--estimate"]) == 0
     assert "GRPO 1 trained, 1 frozen" in capsys.readouterr().out
     assert cli.main(["plan", *keys, "--topology", "cpu:8"]) == 1

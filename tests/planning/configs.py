@@ -1,0 +1,28 @@
+"""Runs to be planned."""
+
+import json
+
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
+from jaxrl.models import families
+from tests import tiny
+
+
+def make_config(directory, **changes) -> Config:
+    """A run of a tiny model of which there is only config.json."""
+    content = families.to_hf_config(tiny.CONFIG, dtype="float32")
+    (directory / "config.json").write_text(json.dumps(content))
+    keys = {
+        "model.path": str(directory),
+        "data.path": "d",
+        "data.max_prompt_tokens": "16",
+        "reward.path": "exact_match",
+        "sampling.max_tokens": "16",
+        "train.train_batch": "8",
+        "train.group_size": "4",
+        "train.microbatch_tokens": "64",
+        "mesh.fsdp": "4",
+        "mesh.tensor": "2",
+    }
+    keys |= {name.replace("__", "."): value for name, value in changes.items()}
+    return toml_file.load(Config, overrides=list(keys.items()))
