@@ -132,7 +132,6 @@ def test_a_learning_rate_that_is_too_high_is_seen_before_the_reward_falls(materi
         "optimizer.clip_norm": "none",
         "optimizer.warmup_steps": "19",  # beyond what is stable before it ends
         "optimizer.learning_rate": "3.9",
-        "alarms.gradient_factor": "2.5",
     }
     loop.train(config(material, tmp_path / "run", **changes))
     rewards = column(read_metrics(tmp_path / "run/metrics.jsonl"), "reward")
