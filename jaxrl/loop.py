@@ -24,6 +24,7 @@ from jaxrl.config.training import Config
 from jaxrl.diagnostics.variety import variety
 from jaxrl.evaluate import evaluate_greedily
 from jaxrl.guard import Guard, Verdict
+from jaxrl.hosts import Hosts
 from jaxrl.interrupt import Interrupt
 from jaxrl.learner import Minibatch
 from jaxrl.metrics import Metrics, merge, to_floats
@@ -34,6 +35,7 @@ from jaxrl.rollouts import shaping
 from jaxrl.rollouts.answers import Answers, Numbers, clock
 from jaxrl.rollouts.stream import open_answers
 from jaxrl.run import Progress, Run, open_run
+from jaxrl.run_directory import held
 from jaxrl.update import saved, taken
 from jaxrl.watch.plots import draw_run
 from jaxrl.watch.profile import Profile, out_of_reach
@@ -67,9 +69,10 @@ def train(config: Config) -> Result:
     the same config, and computes what it would have computed, bit for bit.
 
     Raises:
-      ResumeError, CheckpointError, ValueError: see `run.open_run`; the message says what to do.
+      ResumeError, CheckpointError, ValueError: see `run.open_run` and `run_directory.held`; the
+        message says what to do.
     """
-    with Interrupt() as interrupt:
+    with Interrupt() as interrupt, held(Path(config.run_dir), Hosts()):
         while (result := _train(config, interrupt)).verdict is not None:
             # After a signal nothing is begun any more: the next start carries it out.
             if result.verdict.action != "rollback" or result.signum is not None:

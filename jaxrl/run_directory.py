@@ -3,8 +3,10 @@
 import json
 import os
 import platform
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from flax import traverse_util
 from jaxrl.config import toml_file
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
+from jaxrl.hosts import Hosts
 
 # Keys that may change between the parts of one run: they do not change what a step computes.
 _FREE = (
@@ -41,6 +44,7 @@ _FREE = (
 _ORDER = ("mesh.", "train.attention", "train.microbatch_tokens", "train.remat")
 
 
+_PATIENCE = 5.0  # seconds: a network file system may show a new file late
 _PACKAGES = (
     "jaxrl",
     "jax",
@@ -55,6 +59,49 @@ _PACKAGES = (
 
 class ResumeError(ValueError):
     """The run directory holds another run."""
+
+
+@contextmanager
+def held(directory: Path, hosts: Hosts) -> Iterator[None]:
+    """Makes the run directory, for the block; one that is then empty is removed again. All
+    processes of the run must enter it.
+
+    Raises:
+      ValueError: on all of them, if it is not one directory for all: a checkpoint of which each
+        sees its own part is never complete, and they would wait for it for ever.
+    """
+    hosts.led(lambda: directory.mkdir(parents=True, exist_ok=True))
+    try:
+        _check_shared(directory, hosts)
+        yield
+    finally:
+        if hosts.leads:
+            with suppress(OSError):  # it is not empty
+                directory.rmdir()
+
+
+def _check_shared(directory: Path, hosts: Hosts) -> None:
+    if hosts.count == 1:
+        return
+    # No name that was looked for before: a file system may remember what was not there, too.
+    token = directory / hosts.share(f"seen_by_all_{secrets.token_hex(8)}")
+    hosts.led(token.touch)
+    blind = hosts.largest(0 if _appears(token) else hosts.index)  # process 0 has made it
+    hosts.led(token.unlink)
+    if blind:
+        raise ValueError(
+            f"run_dir = {str(directory)!r} is not the same directory on all hosts: process {blind} "
+            "does not see what process 0 writes there; put it on storage that they share"
+        )
+
+
+def _appears(path: Path) -> bool:
+    until = time.monotonic() + _PATIENCE
+    while not path.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def claim(directory: Path, config: Config | SupervisedConfig) -> str | None:

@@ -1,10 +1,11 @@
 """One of several processes; run by test_hosts.py.
 
-usage: python -m tests.hosts_child whole|failing ADDRESS COUNT INDEX
+usage: python -m tests.hosts_child whole|failing|apart ADDRESS COUNT INDEX DIRECTORY
 """
 
 import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,11 +14,14 @@ from jaxrl.bridge.source import ParamsSource
 from jaxrl.hosts import Hosts, joined
 from jaxrl.models.decoder import decoder
 from jaxrl.precision import PRESETS
+from jaxrl.run_directory import held
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
 from sharding.rules import PRESETS as RULES
 from sharding.transfer import fetch, place
 from tests import tiny
+
+DIRECTORY = Path(sys.argv[-1])
 
 
 def whole(hosts: Hosts) -> None:
@@ -64,7 +68,12 @@ def failing(hosts: Hosts) -> None:
         hosts.led(read)
 
 
+def apart(hosts: Hosts) -> None:
+    with held(DIRECTORY / f"disk_of_{hosts.index}" / "run", hosts):
+        raise AssertionError("a checkpoint of this run would never be complete")
+
+
 if __name__ == "__main__":
-    name, address, count, index = sys.argv[1:]
+    name, address, count, index = sys.argv[1:-1]
     with joined(coordinator=address, processes=int(count), process=int(index), heartbeat=5):
-        {"whole": whole, "failing": failing}[name](Hosts())
+        {"whole": whole, "failing": failing, "apart": apart}[name](Hosts())

@@ -50,12 +50,9 @@ def started(
             process.wait()
 
 
-def children(name: str, *, count: int) -> list[list[str]]:
-    address = f"127.0.0.1:{free_port()}"
-    return [
-        [sys.executable, "-m", "tests.hosts_child", name, address, str(count), str(i)]
-        for i in range(count)
-    ]
+def children(name: str, directory: Path, *, count: int) -> list[list[str]]:
+    address, child = f"127.0.0.1:{free_port()}", [sys.executable, "-m", "tests.hosts_child", name]
+    return [[*child, address, str(count), str(i), str(directory)] for i in range(count)]
 
 
 def wait_for(text: str, log: Path, process: subprocess.Popen[bytes]) -> None:
@@ -65,7 +62,7 @@ def wait_for(text: str, log: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 def test_four_processes_share_and_all_end_when_one_falls_silent(tmp_path):
-    with started(children("whole", count=4), tmp_path) as processes:
+    with started(children("whole", tmp_path, count=4), tmp_path) as processes:
         for i, process in enumerate(processes):
             wait_for("whole", tmp_path / f"{i}.log", process)
         processes[3].send_signal(signal.SIGSTOP)  # the others hang in a collective
@@ -77,12 +74,21 @@ def test_four_processes_share_and_all_end_when_one_falls_silent(tmp_path):
 
 
 def test_what_fails_on_process_0_ends_the_others_with_its_message(tmp_path):
-    with started(children("failing", count=2), tmp_path) as processes:
+    with started(children("failing", tmp_path, count=2), tmp_path) as processes:
         assert [process.wait() for process in processes] == [1, 1]
     first, second = ((tmp_path / f"{i}.log").read_text() for i in range(2))
     assert "jaxrl: process 0 of 2 ends: nothing to read" in first
     assert "jaxrl: process 1 of 2 ends: process 0: nothing to read" in second
     assert "Traceback" not in first + second
+
+
+def test_a_run_directory_that_is_not_shared_is_an_error_on_all(tmp_path):
+    with started(children("apart", tmp_path, count=2), tmp_path) as processes:
+        assert [process.wait() for process in processes] == [1, 1]
+    for i in range(2):
+        text = (tmp_path / f"{i}.log").read_text()
+        assert f"disk_of_{i}/run' is not the same directory on all hosts: process 1 does" in text
+        assert not (tmp_path / f"disk_of_{i}" / "run").exists()
 
 
 REWARD = """
