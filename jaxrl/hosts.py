@@ -42,53 +42,8 @@ class _Outcome(NamedTuple):
     value: Any
 
 
-@contextmanager
-def joined(
-    *, coordinator: str | None, processes: int | None, process: int | None, heartbeat: int
-) -> Iterator[None]:
-    """Makes this process one of several for the block; without a coordinator it is alone.
-
-    A process that fails says which it is and ends without taking leave of the others, which might
-    wait for ever. They end when they miss it: at once where a collective notices, after `heartbeat`
-    seconds otherwise, whatever they are doing.
-
-    Args:
-      coordinator: host and port of process 0; "auto" asks jax to find the cluster (Slurm, Open MPI,
-        Kubernetes, Cloud TPU); None reads the environment's JAX_COORDINATOR_ADDRESS.
-      processes: how many; None reads JAX_NUM_PROCESSES, or asks jax.
-      process: which this is; None reads JAX_PROCESS_ID, or asks jax.
-      heartbeat: seconds after which a silent process counts as dead.
-
-    Raises:
-      ValueError: if jax finds no cluster, or the numbers do not fit.
-    """
-    address = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    if not address:
-        yield
-        return
-    try:
-        jax.distributed.initialize(
-            None if address == "auto" else address,
-            num_processes=_known(processes, "JAX_NUM_PROCESSES"),
-            process_id=_known(process, "JAX_PROCESS_ID"),
-            heartbeat_timeout_seconds=heartbeat,
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"hosts.coordinator = {address!r}, hosts.processes = {processes}, hosts.process = "
-            f"{process}: {error} Give all three, or 'auto' where jax knows the cluster"
-        ) from error
-    try:
-        yield
-    except ReportedError:
-        os._exit(1)
-    except Exception as error:
-        _report(error)
-        os._exit(1)
-    jax.distributed.shutdown()
-
-
-def _report(error: Exception) -> None:
+def report(error: Exception) -> None:
+    """Says on the error output which process ends, and why."""
     if os.environ.get("JAXRL_TRACEBACK"):
         traceback.print_exc()
     print(
@@ -98,11 +53,6 @@ def _report(error: Exception) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-def _known(value: int | None, variable: str) -> int | None:
-    given = os.environ.get(variable)
-    return int(given) if value is None and given else value
 
 
 class Hosts:
@@ -135,7 +85,7 @@ class Hosts:
         except Exception as error:
             if self.count == 1:
                 raise
-            _report(error)
+            report(error)
             raise ReportedError(str(error)) from error
 
     def share(self, value: T) -> T:

@@ -1,6 +1,6 @@
 """One of several processes; run by test_hosts.py.
 
-usage: python -m tests.hosts_child whole|failing|apart ADDRESS COUNT INDEX DIRECTORY
+usage: python -m tests.hosts_child whole|failing|apart|devices ADDRESS COUNT INDEX DIRECTORY
 """
 
 import sys
@@ -9,9 +9,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES
 
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.hosts import Hosts, joined
+from jaxrl.cluster import joined
+from jaxrl.config.hosts import HostsConfig
+from jaxrl.hosts import Hosts
 from jaxrl.models.decoder import decoder
 from jaxrl.precision import PRESETS
 from jaxrl.run_directory import held
@@ -73,7 +76,13 @@ def apart(hosts: Hosts) -> None:
         raise AssertionError("a checkpoint of this run would never be complete")
 
 
+def devices(hosts: Hosts) -> None:
+    visible = CUDA_VISIBLE_DEVICES.value
+    print(f"{hosts.index} of {hosts.count} has the GPUs: {visible}", flush=True)
+
+
 if __name__ == "__main__":
     name, address, count, index = sys.argv[1:-1]
-    with joined(coordinator=address, processes=int(count), process=int(index), heartbeat=5):
-        {"whole": whole, "failing": failing, "apart": apart}[name](Hosts())
+    place = {} if address == "auto" else {"processes": int(count), "process": int(index)}
+    with joined(HostsConfig(coordinator=address, heartbeat=5, **place)):
+        {"whole": whole, "failing": failing, "apart": apart, "devices": devices}[name](Hosts())

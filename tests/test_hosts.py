@@ -50,9 +50,11 @@ def started(
             process.wait()
 
 
-def children(name: str, directory: Path, *, count: int) -> list[list[str]]:
-    address, child = f"127.0.0.1:{free_port()}", [sys.executable, "-m", "tests.hosts_child", name]
-    return [[*child, address, str(count), str(i), str(directory)] for i in range(count)]
+def children(
+    name: str, directory: Path, *, count: int, address: str | None = None
+) -> list[list[str]]:
+    child = [sys.executable, "-m", "tests.hosts_child", name, address or f"127.0.0.1:{free_port()}"]
+    return [[*child, str(count), str(i), str(directory)] for i in range(count)]
 
 
 def wait_for(text: str, log: Path, process: subprocess.Popen[bytes]) -> None:
@@ -89,6 +91,20 @@ def test_a_run_directory_that_is_not_shared_is_an_error_on_all(tmp_path):
         text = (tmp_path / f"{i}.log").read_text()
         assert f"disk_of_{i}/run' is not the same directory on all hosts: process 1 does" in text
         assert not (tmp_path / f"disk_of_{i}" / "run").exists()
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(2, ["all", "all"]), (1, ["0", "1"])])
+def test_the_only_task_of_a_slurm_node_has_all_of_its_devices(tmp_path, nodes, gpus):
+    step = {"JOB_ID": 12, "STEP_NODELIST": "localhost", "NTASKS": 2, "STEP_NUM_NODES": nodes}
+    port, commands = free_port(), children("devices", tmp_path, count=2, address="auto")
+    for i, command in enumerate(commands):
+        task = step | {"PROCID": i, "LOCALID": i % (2 // nodes)}
+        variables = [f"SLURM_{name}={value}" for name, value in task.items()]
+        command[:0] = ["env", f"JAX_COORDINATOR_PORT={port}", *variables]
+    with started(commands, tmp_path) as processes:
+        assert [process.wait() for process in processes] == [0, 0]
+    for i in range(2):
+        assert f"{i} of 2 has the GPUs: {gpus[i]}" in (tmp_path / f"{i}.log").read_text()
 
 
 REWARD = """

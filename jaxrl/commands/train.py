@@ -20,16 +20,10 @@ def main(argv: Sequence[str]) -> int:
     made = options.parser_with_file("train", Config, description=DESCRIPTION)
     config = options.parse(made, Config, argv).config
 
-    from jaxrl import hosts  # after --help and the config's errors: it takes seconds
+    from jaxrl import cluster, hosts  # after --help and the config's errors: it takes seconds
     from jaxrl.loop import train
 
-    c = config.hosts
-    with hosts.joined(
-        coordinator=c.coordinator,
-        processes=c.processes,
-        process=c.process,
-        heartbeat=c.heartbeat,
-    ):
+    with cluster.joined(config.hosts):
         result, leads = train(config), hosts.Hosts().leads
     if leads:
         report(result)

@@ -1,0 +1,64 @@
+"""How a process finds the others of its run, and what it does when it leaves them."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import jax
+
+from jaxrl.config.hosts import HostsConfig
+from jaxrl.hosts import ReportedError, report
+
+
+@contextmanager
+def joined(config: HostsConfig) -> Iterator[None]:
+    """Makes this process one of several for the block; without a coordinator it is alone.
+
+    A process that fails says which it is and ends without taking leave of the others, which might
+    wait for ever. They end when they miss it: at once where a collective notices, after
+    `hosts.heartbeat` seconds otherwise, whatever they are doing.
+
+    Raises:
+      ValueError: if jax finds no cluster, or the numbers do not fit.
+    """
+    address = config.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if not address:
+        yield
+        return
+    try:
+        jax.distributed.initialize(
+            None if address == "auto" else address,
+            num_processes=_known(config.processes, "JAX_NUM_PROCESSES"),
+            process_id=_known(config.process, "JAX_PROCESS_ID"),
+            local_device_ids=_all_devices(os.environ),
+            heartbeat_timeout_seconds=config.heartbeat,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"hosts.coordinator = {address!r}, hosts.processes = {config.processes}, hosts.process "
+            f"= {config.process}: {error} Give all three, or 'auto' where jax knows the cluster"
+        ) from error
+    try:
+        yield
+    except ReportedError:
+        os._exit(1)
+    except Exception as error:
+        report(error)
+        os._exit(1)
+    jax.distributed.shutdown()
+
+
+def _known(value: int | None, variable: str) -> int | None:
+    given = os.environ.get(variable)
+    return int(given) if value is None and given else value
+
+
+def _all_devices(environment: Mapping[str, str]) -> list[int] | None:
+    """An empty list, which is all of them, for the only process that Slurm or Open MPI started on
+    its node: there jax takes the GPU with the process's number on the node, and no other. None
+    leaves it to jax, and to its JAX_LOCAL_DEVICE_IDS."""
+    # Every node of a step has a task, so with equal numbers none has two.
+    tasks, nodes = environment.get("SLURM_NTASKS"), environment.get("SLURM_STEP_NUM_NODES")
+    alone = tasks is not None and tasks == nodes
+    alone = alone or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+    return [] if alone and not environment.get("JAX_LOCAL_DEVICE_IDS") else None
