@@ -1,6 +1,8 @@
 """How a process finds the others of its run, and what it does when it leaves them."""
 
 import os
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -25,14 +27,19 @@ def joined(config: HostsConfig) -> Iterator[None]:
     if not address:
         yield
         return
+    processes = _known(config.processes, "JAX_NUM_PROCESSES")
+    process = _known(config.process, "JAX_PROCESS_ID")
+    who = "this process" if process is None else f"process {process} of {processes}"
     try:
-        jax.distributed.initialize(
-            None if address == "auto" else address,
-            num_processes=_known(config.processes, "JAX_NUM_PROCESSES"),
-            process_id=_known(config.process, "JAX_PROCESS_ID"),
-            local_device_ids=_all_devices(os.environ),
-            heartbeat_timeout_seconds=config.heartbeat,
-        )
+        with _waiting(who, address, at_most=config.join):
+            jax.distributed.initialize(
+                None if address == "auto" else address,
+                num_processes=processes,
+                process_id=process,
+                local_device_ids=_all_devices(os.environ),
+                initialization_timeout=2 * config.join,  # jax's own end is a crash
+                heartbeat_timeout_seconds=config.heartbeat,
+            )
     except ValueError as error:
         raise ValueError(
             f"hosts.coordinator = {address!r}, hosts.processes = {config.processes}, hosts.process "
@@ -46,6 +53,36 @@ def joined(config: HostsConfig) -> Iterator[None]:
         report(error)
         os._exit(1)
     jax.distributed.shutdown()
+
+
+@contextmanager
+def _waiting(who: str, address: str, *, at_most: int) -> Iterator[None]:
+    """Ends the process if the block takes too long: while jax waits in it, nobody else can.
+
+    Args:
+      who: waits, for a message.
+      address: where.
+      at_most: seconds.
+    """
+
+    def end() -> None:
+        _say(
+            f"{who} ends: not all others came to {address} within hosts.join = {at_most} s. See "
+            "what they print; do all have the same address, and can they reach it?"
+        )
+        os._exit(1)
+
+    _say(f"{who} waits for the others at {address}, at most {at_most} s")
+    timer = threading.Timer(at_most, end)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say(text: str) -> None:
+    print(f"jaxrl: {text}", file=sys.stderr, flush=True)
 
 
 def _known(value: int | None, variable: str) -> int | None:

@@ -75,6 +75,29 @@ def test_four_processes_share_and_all_end_when_one_falls_silent(tmp_path):
     assert "another task died" in (tmp_path / "0.log").read_text()
 
 
+ALONE = """
+from jaxrl.cluster import joined
+from jaxrl.config.hosts import HostsConfig
+with joined(HostsConfig(coordinator="{address}", processes=2, process={process}, join=1)):
+    pass
+"""
+
+
+def test_who_waits_in_vain_for_the_others_says_so_and_ends(tmp_path):
+    address = [f"127.0.0.1:{free_port()}" for _ in range(2)]  # of two runs
+    code = [ALONE.format(address=address[i], process=i) for i in range(2)]
+    with started([[sys.executable, "-c", text] for text in code], tmp_path) as processes:
+        assert [process.wait() for process in processes] == [1, 1]
+    for i in range(2):
+        lines = (tmp_path / f"{i}.log").read_text().splitlines()
+        assert [line for line in lines if line.startswith("jaxrl:")] == [
+            f"jaxrl: process {i} of 2 waits for the others at {address[i]}, at most 1 s",
+            f"jaxrl: process {i} of 2 ends: not all others came to {address[i]} within "
+            "hosts.join = 1 s. See what they print; do all have the same address, and can they "
+            "reach it?",
+        ]
+
+
 def test_what_fails_on_process_0_ends_the_others_with_its_message(tmp_path):
     with started(children("failing", tmp_path, count=2), tmp_path) as processes:
         assert [process.wait() for process in processes] == [1, 1]

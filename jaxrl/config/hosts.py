@@ -20,6 +20,9 @@ class HostsConfig(Section):
     process: NonNegativeInt | None = None
     """Which this is, from 0. Default: the environment's JAX_PROCESS_ID, else what jax finds."""
 
+    join: int = Field(default=60, ge=1)
+    """Seconds that a process waits for the others at the beginning."""
+
     heartbeat: int = Field(default=30, ge=5, le=60)
     """Seconds after which a silent process counts as dead and the run ends."""
 
