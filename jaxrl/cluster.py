@@ -16,9 +16,9 @@ from jaxrl.hosts import ReportedError, report
 def joined(config: HostsConfig) -> Iterator[None]:
     """Makes this process one of several for the block; without a coordinator it is alone.
 
-    A process that fails says which it is and ends without taking leave of the others, which might
-    wait for ever. They end when they miss it: at once where a collective notices, after
-    `hosts.heartbeat` seconds otherwise, whatever they are doing.
+    A process that fails or is interrupted says which it is and ends without taking leave of the
+    others, which might wait for ever. They end when they miss it: at once where a collective
+    notices, after `hosts.heartbeat` seconds otherwise, whatever they are doing.
 
     Raises:
       ValueError: if jax finds no cluster, or the numbers do not fit.
@@ -49,6 +49,9 @@ def joined(config: HostsConfig) -> Iterator[None]:
         yield
     except ReportedError:
         os._exit(1)
+    except KeyboardInterrupt:
+        _say(f"process {jax.process_index()} of {jax.process_count()} ends: interrupted")
+        os._exit(130)
     except Exception as error:
         report(error)
         os._exit(1)

@@ -1,8 +1,11 @@
 """One of several processes; run by test_hosts.py.
 
-usage: python -m tests.hosts_child whole|failing|apart|devices ADDRESS COUNT INDEX DIRECTORY
+usage: python -m tests.hosts_child NAME ADDRESS COUNT INDEX DIRECTORY
+
+NAME is one of the functions.
 """
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -15,6 +18,7 @@ from jaxrl.bridge.source import ParamsSource
 from jaxrl.cluster import joined
 from jaxrl.config.hosts import HostsConfig
 from jaxrl.hosts import Hosts
+from jaxrl.interrupt import Interrupt
 from jaxrl.models.decoder import decoder
 from jaxrl.precision import PRESETS
 from jaxrl.run_directory import held
@@ -71,6 +75,15 @@ def failing(hosts: Hosts) -> None:
         hosts.led(read)
 
 
+def interrupted(hosts: Hosts) -> None:
+    with Interrupt(), hosts.reporting():
+        while True:
+            hosts.share(0)
+            if not hosts.leads:
+                for _ in range(2):
+                    signal.raise_signal(signal.SIGINT)
+
+
 def apart(hosts: Hosts) -> None:
     with held(DIRECTORY / f"disk_of_{hosts.index}" / "run", hosts):
         raise AssertionError("a checkpoint of this run would never be complete")
@@ -85,4 +98,4 @@ if __name__ == "__main__":
     name, address, count, index = sys.argv[1:-1]
     place = {} if address == "auto" else {"processes": int(count), "process": int(index)}
     with joined(HostsConfig(coordinator=address, heartbeat=5, **place)):
-        {"whole": whole, "failing": failing, "apart": apart, "devices": devices}[name](Hosts())
+        {f.__name__: f for f in (whole, failing, interrupted, apart, devices)}[name](Hosts())

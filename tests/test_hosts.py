@@ -107,6 +107,15 @@ def test_what_fails_on_process_0_ends_the_others_with_its_message(tmp_path):
     assert "Traceback" not in first + second
 
 
+def test_an_interrupted_process_does_not_wait_for_the_others(tmp_path):
+    with started(children("interrupted", tmp_path, count=2), tmp_path) as processes:
+        assert processes[1].wait() == 130
+        since = time.monotonic()
+        assert processes[0].wait() != 0
+        assert time.monotonic() - since < 60
+    assert "jaxrl: process 1 of 2 ends: interrupted" in (tmp_path / "1.log").read_text()
+
+
 def test_a_run_directory_that_is_not_shared_is_an_error_on_all(tmp_path):
     with started(children("apart", tmp_path, count=2), tmp_path) as processes:
         assert [process.wait() for process in processes] == [1, 1]
