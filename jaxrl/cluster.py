@@ -21,14 +21,16 @@ def joined(config: HostsConfig) -> Iterator[None]:
     notices, after `hosts.heartbeat` seconds otherwise, whatever they are doing.
 
     Raises:
-      ValueError: if jax finds no cluster, or the numbers do not fit.
+      ValueError: if jax finds no cluster, the numbers do not fit, or they are given without a
+        coordinator.
     """
-    address = config.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    if not address:
-        yield
-        return
     processes = _known(config.processes, "JAX_NUM_PROCESSES")
     process = _known(config.process, "JAX_PROCESS_ID")
+    address = config.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if not address:
+        _check_alone(processes, process)
+        yield
+        return
     who = "this process" if process is None else f"process {process} of {processes}"
     try:
         with _waiting(who, address, at_most=config.join):
@@ -56,6 +58,21 @@ def joined(config: HostsConfig) -> Iterator[None]:
         report(error)
         os._exit(1)
     jax.distributed.shutdown()
+
+
+def _check_alone(processes: int | None, process: int | None) -> None:
+    if processes != 1 and (processes, process) != (None, None):
+        raise ValueError(
+            f"hosts.processes = {processes} and hosts.process = {process} (or JAX_NUM_PROCESSES "
+            "and JAX_PROCESS_ID) without hosts.coordinator: each process would be a run of its "
+            "own; give the HOST:PORT of process 0 or 'auto', or leave them out"
+        )
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks != "1":
+        _say(
+            f"this is one of {tasks} tasks that Slurm started, and a run of its own; for one run "
+            "of all of them give --hosts.coordinator auto"
+        )
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """The directory of a run: it holds one run, whose config it keeps."""
 
+import fcntl
 import json
 import os
 import platform
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -63,21 +64,44 @@ class ResumeError(ValueError):
 
 @contextmanager
 def held(directory: Path, hosts: Hosts) -> Iterator[None]:
-    """Makes the run directory, for the block; one that is then empty is removed again. All
-    processes of the run must enter it.
+    """Makes the run directory, and keeps other programs from training in it for the block; one
+    that is then empty is removed again. All processes of the run must enter it.
 
     Raises:
+      ResumeError: if another program trains in it.
       ValueError: on all of them, if it is not one directory for all: a checkpoint of which each
         sees its own part is never complete, and they would wait for it for ever.
     """
-    hosts.led(lambda: directory.mkdir(parents=True, exist_ok=True))
+    with ExitStack() as stack:
+
+        def lock() -> None:
+            stack.callback(os.close, _lock(directory))
+
+        hosts.led(lock)
+        try:
+            _check_shared(directory, hosts)
+            yield
+        finally:
+            if hosts.leads:
+                with suppress(OSError):  # it is not empty
+                    directory.rmdir()
+
+
+def _lock(directory: Path) -> int:
+    """Makes the directory; a file descriptor of it, locked until it is closed or we die."""
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        _check_shared(directory, hosts)
-        yield
-    finally:
-        if hosts.leads:
-            with suppress(OSError):  # it is not empty
-                directory.rmdir()
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ResumeError(
+            f"another program trains in {directory}, and its metrics and checkpoints would mix "
+            "with ours; wait until it ends, or choose another run_dir"
+        ) from error
+    except OSError:
+        pass  # a file system without locks
+    return descriptor
 
 
 def _check_shared(directory: Path, hosts: Hosts) -> None:

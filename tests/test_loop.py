@@ -14,10 +14,11 @@ from jaxrl import loop
 from jaxrl.cli import main
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
+from jaxrl.hosts import Hosts
 from jaxrl.models import huggingface, spec
 from jaxrl.precision import parse
 from jaxrl.run import open_run
-from jaxrl.run_directory import ResumeError, claim
+from jaxrl.run_directory import ResumeError, claim, held
 from jaxrl.watch.tracking import read_metrics
 from tests import tiny
 from tests.documented import undocumented
@@ -232,6 +233,17 @@ def test_what_changes_no_result_may_change_and_what_changes_its_rounding_is_said
     note = claim(tmp_path, config(material, tmp_path, **order))
     assert "train.microbatch_tokens = 128 there and 64 here; train.remat" in note
     assert "same up to rounding" in note
+
+
+def test_two_programs_do_not_train_in_one_directory(material, tmp_path):
+    run_dir = tmp_path / "run"
+    with held(run_dir, Hosts()):
+        with pytest.raises(ResumeError, match=r"another program trains in .*/run,"):
+            loop.train(config(material, run_dir))
+        assert not list(run_dir.iterdir())
+    assert not run_dir.exists()
+    with held(run_dir, Hosts()):  # the lock does not outlive its program's use
+        pass
 
 
 def test_a_kernel_that_is_not_there_ends_the_run_before_it_begins(material, tmp_path):

@@ -17,13 +17,14 @@ from jaxrl import data, parts, precision
 from jaxrl.batch import Rollout, TokenBatch
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.config.supervised import SupervisedConfig
+from jaxrl.hosts import Hosts
 from jaxrl.interrupt import Interrupt
 from jaxrl.learner import LearnerState, Minibatch, interleave
 from jaxrl.metrics import Metrics, to_floats
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
-from jaxrl.run_directory import claim
+from jaxrl.run_directory import claim, held
 from jaxrl.update import taken
 from jaxrl.watch.tracking import open_tracker
 from sharding.partition import Layout
@@ -111,10 +112,16 @@ def fit(config: SupervisedConfig, task: Task, *, layout: Layout, eval_every: int
     the same config, and computes what it would have computed, bit for bit.
 
     Raises:
-      ResumeError: if the run directory holds a run with another config.
+      ResumeError: if the run directory holds a run with another config, or another program trains
+        in it.
       CheckpointError: if a checkpoint cannot be written or read.
       ValueError: if `train.attention` is a kernel that cannot be used; says why.
     """
+    with held(Path(config.run_dir), Hosts()):
+        return _fit(config, task, layout=layout, eval_every=eval_every)
+
+
+def _fit(config: SupervisedConfig, task: Task, *, layout: Layout, eval_every: int) -> Result:
     directory, steps = Path(config.run_dir), config.train.steps
     attention = parts.attention_note(
         config.train.attention,

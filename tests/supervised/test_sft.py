@@ -10,6 +10,7 @@ import pytest
 from jaxrl.batch import pack
 from jaxrl.config.sft import SFTConfig
 from jaxrl.config.toml_file import ConfigError, load
+from jaxrl.hosts import Hosts
 from jaxrl.learner import Minibatch, make_learner
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective
@@ -17,6 +18,7 @@ from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.optimizers import make_optimizer, make_schedule
 from jaxrl.precision import PRESETS
+from jaxrl.run_directory import ResumeError, held
 from jaxrl.supervised import sft
 from jaxrl.watch.tracking import read_metrics
 from tests import arithmetic
@@ -138,6 +140,12 @@ def test_finetuning_learns_and_saves_a_model(material, tmp_path):
     assert all(jax.tree.leaves(changed))
     tokenizer = huggingface.load_tokenizer(result.model)
     assert tokenizer.decode([3]) == "<|user|>"
+
+
+def test_one_program_at_a_time_trains_in_a_directory(material, tmp_path):
+    run_dir = tmp_path / "run"
+    with held(run_dir, Hosts()), pytest.raises(ResumeError, match="another program trains in"):
+        sft.finetune(config(material, run_dir))
 
 
 def test_a_signal_ends_the_run(material, tmp_path, monkeypatch, capsys):
