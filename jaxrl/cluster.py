@@ -21,8 +21,8 @@ def joined(config: HostsConfig) -> Iterator[None]:
     notices, after `hosts.heartbeat` seconds otherwise, whatever they are doing.
 
     Raises:
-      ValueError: if jax finds no cluster, the numbers do not fit, or they are given without a
-        coordinator.
+      ValueError: if jax finds no cluster, the numbers do not fit, the coordinator is neither
+        HOST:PORT nor auto, or numbers are given without one.
     """
     processes = _known(config.processes, "JAX_NUM_PROCESSES")
     process = _known(config.process, "JAX_PROCESS_ID")
@@ -31,6 +31,8 @@ def joined(config: HostsConfig) -> Iterator[None]:
         _check_alone(processes, process)
         yield
         return
+    if config.coordinator != "auto":
+        _check_address(address)
     who = "this process" if process is None else f"process {process} of {processes}"
     try:
         with _waiting(who, address, at_most=config.join):
@@ -58,6 +60,15 @@ def joined(config: HostsConfig) -> Iterator[None]:
         report(error)
         os._exit(1)
     jax.distributed.shutdown()
+
+
+def _check_address(text: str) -> None:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(
+            f"hosts.coordinator (or JAX_COORDINATOR_ADDRESS) = {text!r}: expected HOST:PORT of "
+            "process 0, such as host0:9911, or hosts.coordinator = 'auto'"
+        )
 
 
 def _check_alone(processes: int | None, process: int | None) -> None:

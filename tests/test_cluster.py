@@ -26,6 +26,17 @@ def test_a_number_without_an_address_is_an_error(monkeypatch, given, variables):
         raise AssertionError("a run of its own")
 
 
+@pytest.mark.parametrize("address", ["host0", "host0:", ":9911", "host0:http", "Auto"])
+@pytest.mark.parametrize("of", ["key", "environment"])
+def test_an_address_without_a_port_is_an_error(monkeypatch, address, of):
+    if of == "environment":
+        monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
+    config = HostsConfig(coordinator=address if of == "key" else None, processes=2, process=1)
+    refused = pytest.raises(ValueError, match=f"{address!r}: expected HOST:PORT of process 0, such")
+    with refused, joined(config):
+        raise AssertionError("nobody is there")
+
+
 @pytest.mark.parametrize("given", [{}, {"processes": 1}, {"processes": 1, "process": 0}])
 def test_a_process_may_be_alone(given, capsys):
     with joined(HostsConfig(**given)):
