@@ -96,6 +96,6 @@ def devices(hosts: Hosts) -> None:
 
 if __name__ == "__main__":
     name, address, count, index = sys.argv[1:-1]
-    place = {} if address == "auto" else {"processes": int(count), "process": int(index)}
-    with joined(HostsConfig(coordinator=address, heartbeat=5, **place)):
+    numbers = {} if address == "auto" else {"processes": int(count), "process": int(index)}
+    with joined(HostsConfig(coordinator=address, join=600, heartbeat=5, **numbers)):
         {f.__name__: f for f in (whole, failing, interrupted, apart, devices)}[name](Hosts())

@@ -182,7 +182,7 @@ def commands(material: Path, run_dir: Path, *, count: int) -> list[list[str]]:
     for i in range(count):
         every = keys(material, run_dir)
         if count > 1:
-            every |= {"hosts.coordinator": address}
+            every |= {"hosts.coordinator": address, "hosts.join": "600"}
             every |= {"hosts.processes": str(count), "hosts.process": str(i)}
         made.append([*JAXRL, "train"])
         made[-1] += [part for key, value in every.items() for part in (f"--{key}", value)]
