@@ -66,15 +66,16 @@ def change(rules: Rules, *, parameters: Sequence[str], activations: Sequence[str
     """Rules with changes that are written as text, such as "embed=fsdp+context" or "vocab=".
 
     Raises:
-      ValueError: for a text that is no such rule, or a logical axis named twice.
+      ValueError: for a text that is no such rule, a logical axis that the rules do not have, or
+        one that is named twice.
     """
     return make_rules(
-        parameters={**dict(rules.parameters), **_parse(parameters)},
-        activations={**dict(rules.activations), **_parse(activations)},
+        parameters=_changed(dict(rules.parameters), parameters),
+        activations=_changed(dict(rules.activations), activations),
     )
 
 
-def _parse(texts: Sequence[str]) -> dict[str, MeshAxes]:
+def _changed(table: Mapping[str, MeshAxes], texts: Sequence[str]) -> dict[str, MeshAxes]:
     found: dict[str, MeshAxes] = {}
     for text in texts:
         logical, equals, axes = text.partition("=")
@@ -83,8 +84,13 @@ def _parse(texts: Sequence[str]) -> dict[str, MeshAxes]:
                 f"rule {text!r}: expected one LOGICAL=MESH+MESH for each logical axis, such as "
                 "'embed=fsdp+context', or 'vocab=' for an axis that is not cut"
             )
+        if logical not in table:
+            raise ValueError(
+                f"rule {text!r}: nothing has an axis {logical!r} that it could cut; there are "
+                f"{', '.join(table)}"
+            )
         found[logical] = tuple(axes.split("+")) if axes else ()
-    return found
+    return {**table, **found}
 
 
 def _freeze(table: _Table) -> tuple[tuple[str, MeshAxes], ...]:

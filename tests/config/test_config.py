@@ -219,6 +219,11 @@ def test_the_rules_of_a_mesh_can_be_chosen_and_changed():
     [
         ({"mesh__rules": "fsdp", "mesh__tensor": 2}, "mesh.tensor = 2: the rules 'fsdp' cut noth"),
         ({"mesh__parameters": ["embed=stage"]}, "names the mesh axis 'stage'; expected .*'tensor'"),
+        (
+            {"mesh__parameters": ["embd="]},
+            "'embd=': nothing has an axis 'embd' .* layers, vocab",
+        ),
+        ({"mesh__activations": ["norm="]}, "nothing has an axis 'norm' .* there are batch, routed"),
         ({"mesh__activations": ["embed"]}, "rule 'embed': expected one LOGICAL=MESH"),
     ],
 )

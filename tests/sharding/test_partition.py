@@ -82,15 +82,19 @@ def test_no_preset_cuts_a_parameter_twice(preset):
 
 
 def test_rules_are_changed_by_text():
-    rules = change(PRESETS["all"], parameters=["embed=data+fsdp", "vocab="], activations=["new="])
+    rules = change(
+        PRESETS["all"], parameters=["embed=data+fsdp", "vocab="], activations=["length="]
+    )
     cut = Layout(make_mesh(data=2, fsdp=2, tensor=2), rules)
     assert cut.spec(("vocab", "embed")) == PartitionSpec(None, ("data", "fsdp"))
-    assert cut.batch(("batch", "new", "mlp")).spec == PartitionSpec(
+    assert cut.batch(("batch", "length", "mlp")).spec == PartitionSpec(
         ("data", "fsdp"), None, "tensor"
     )
     for wrong in (["embed"], ["=fsdp"], ["embed=fsdp", "embed="]):
         with pytest.raises(ValueError, match=f"rule '{wrong[-1]}': expected one LOGICAL=MESH"):
             change(PRESETS["all"], parameters=wrong, activations=[])
+    with pytest.raises(ValueError, match="'embd=fsdp': nothing has an axis 'embd' that it could"):
+        change(PRESETS["all"], parameters=["embd=fsdp"], activations=[])
 
 
 def test_parameters_and_activations_have_their_own_rules():
