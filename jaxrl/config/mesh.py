@@ -48,7 +48,15 @@ class MeshConfig(Section):
     @property
     def batch_shards(self) -> int:
         """Parts that a batch's rows are cut into."""
-        return math.prod(self.sizes[axis] for axis in dict(self.layout_rules.activations)["batch"])
+        return self._parts("batch")
+
+    @property
+    def row_shards(self) -> int:
+        """Parts that the tokens of a row are cut into."""
+        return self._parts("length")
+
+    def _parts(self, logical: str) -> int:
+        return math.prod(self.sizes[axis] for axis in dict(self.layout_rules.activations)[logical])
 
     @property
     def layout_rules(self) -> Rules:

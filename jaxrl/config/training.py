@@ -145,6 +145,13 @@ def _contradictions(c: Config) -> Iterator[str]:
             f"train.microbatch_tokens = {train.microbatch_tokens} does not hold one row of "
             f"{c.row_length} tokens; raise it to a multiple of {c.row_length}"
         )
+    if c.row_length % c.mesh.row_shards:
+        wanted = math.ceil(c.row_length / c.mesh.row_shards) * c.mesh.row_shards
+        yield (
+            f"a row of {c.row_length} tokens cannot be cut into {c.mesh.row_shards} parts, as "
+            f"mesh.context = {c.mesh.context} and the rules of the mesh say; set train.row_length "
+            f"= {wanted}"
+        )
     has_environment = c.environment.name is not None
     if c.environment.tools and not has_environment:
         yield (

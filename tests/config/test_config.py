@@ -206,6 +206,13 @@ def test_sizes_follow_from_each_other():
     assert config.optimizer_steps == 400
 
 
+def test_a_row_is_cut_into_equal_parts():
+    with pytest.raises(ConfigError, match=r"a row of 1024 tokens cannot be cut into 3 .* 1026"):
+        with_keys(mesh__context=3)
+    assert with_keys(mesh__context=3, mesh__activations=["length="]).mesh.row_shards == 1
+    assert with_keys(mesh__context=4).mesh.row_shards == 4
+
+
 def test_the_rules_of_a_mesh_can_be_chosen_and_changed():
     config = with_keys(mesh__fsdp=2, mesh__context=4, mesh__parameters=["embed=fsdp"])
     assert dict(config.mesh.layout_rules.parameters)["embed"] == ("fsdp",)
