@@ -110,6 +110,7 @@ def assert_close(a, b, *, rtol):
         ("fsdp_tensor", {"data": 2, "fsdp": 2, "tensor": 2}, tiny.CONFIG),
         ("expert", {"fsdp": 2, "expert": 2, "tensor": 2}, tiny.MOE),
         ("context", {"fsdp": 2, "context": 2, "tensor": 2}, tiny.CONFIG),
+        ("all", {"expert": 2, "context": 2, "tensor": 2}, tiny.MOE),
     ],
 )
 def test_a_mesh_changes_nothing_but_rounding(preset, sizes, config):
