@@ -27,8 +27,9 @@ from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.precision import Precision
 from jaxrl.run_directory import claim, note_start
-from jaxrl.samplers import Adapters, Publish, open_sampler
+from jaxrl.samplers import open_sampler
 from jaxrl.sampling.base import Sampler, SamplingParams
+from jaxrl.servers import Adapters, Publish
 from jaxrl.update import saved, with_saved
 from jaxrl.watch import rollbacks
 from jaxrl.watch.samples import NoSamples, Samples

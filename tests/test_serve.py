@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from jaxrl import parts, samplers
+from jaxrl import parts, samplers, servers
 from jaxrl.bridge.launch import ServerFailedError
 from jaxrl.commands import serve
 from jaxrl.config import toml_file
@@ -33,7 +33,7 @@ def test_one_server_is_looked_after_and_stays_where_it_is(monkeypatch, capsys):
         ports.append(config.port)
         yield Server()
 
-    monkeypatch.setattr(samplers, "started_server", start)
+    monkeypatch.setattr(servers, "started_server", start)
     monkeypatch.setattr(serve.signal, "signal", lambda *_: None)
     assert serve.main(["model"]) == 0
     assert ports[0] == ports[1] > 0
@@ -54,7 +54,7 @@ def test_a_server_of_a_runs_own_has_a_key_that_nobody_knows(monkeypatch, tmp_pat
         keys.append(key)
         raise StartedError
 
-    monkeypatch.setattr(samplers, "started_server", start)
+    monkeypatch.setattr(servers, "started_server", start)
     asked = {
         "model.path": "m",
         "data.path": "d",

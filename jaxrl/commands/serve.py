@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 def _serve(config: ServeConfig, arguments: argparse.Namespace) -> int:
     from jaxrl.bridge.launch import LocalServer, free_port
     from jaxrl.bridge.replicas import Replica
-    from jaxrl.samplers import api_key, started_server
+    from jaxrl.servers import api_key, started_server
 
     # A server that is started again is where it was.
     first = config.port or free_port(config.host, 0)

@@ -25,8 +25,9 @@ from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.precision import Precision
-from jaxrl.samplers import api_key, open_sampler
+from jaxrl.samplers import open_sampler
 from jaxrl.sampling.base import SamplingParams
+from jaxrl.servers import api_key
 from sharding.partition import Layout
 
 

@@ -15,7 +15,7 @@ from jaxrl.config import toml_file
 from jaxrl.config.tables import ServerConfig
 from jaxrl.config.training import Config
 from jaxrl.precision import parse
-from jaxrl.samplers import started_server
+from jaxrl.servers import started_server
 from jaxrl.watch.tracking import read_metrics
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart_async.toml"

@@ -24,9 +24,9 @@ from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import Params, init
 from jaxrl.precision import DType
-from jaxrl.samplers import started_server
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.vllm import VllmSampler
+from jaxrl.servers import started_server
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from jaxrl.losses.algebra import Scores
 from jaxrl.losses.ratios import Ratio
 from jaxrl.precision import parse
 from jaxrl.run import open_run
-from jaxrl.samplers import started_server
+from jaxrl.servers import started_server
 
 CONFIG = ROOT / "configs" / "phantom_clipping.toml"
 # Deep, narrow and with large weights: the rounding of each layer is large beside what it adds.

@@ -9,7 +9,7 @@ from jaxrl.bridge.launch import ServerOptions, _command
 from jaxrl.bridge.room import free_memory, make_room, token_bytes
 from jaxrl.config.tables import SamplerConfig
 from jaxrl.models import families, huggingface
-from jaxrl.samplers import started_server
+from jaxrl.servers import started_server
 from tests import tiny
 from tests.documented import ROOT
 

@@ -12,7 +12,8 @@ from jaxrl import parts, precision
 from jaxrl.bridge.launch import LocalServer
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.samplers import Adapters, Serving, open_sampler, started_server
+from jaxrl.samplers import Serving, open_sampler
+from jaxrl.servers import Adapters, started_server
 from tests import tiny
 
 SERVED = dataclasses.replace(tiny.CONFIG, head_dim=32)  # vLLM on CPU has no smaller heads
