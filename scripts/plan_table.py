@@ -31,11 +31,11 @@ def measure(row: Row) -> dict[str, object]:
     print(report(config, topology, program, link_rate=50e9), flush=True)
     return dataclasses.asdict(row) | {
         "name": row.name,
-        "peak": program.memory.peak if program.memory else program.over,
+        "peak": program.memory.peak,
         "run": peak(program),
         "of": topology.chip.memory,
         "fits": fits(program, topology),
-        "memory": program.memory and dataclasses.asdict(program.memory),
+        "memory": None if program.refused else dataclasses.asdict(program.memory),
         "traffic": {k: dataclasses.asdict(v) for k, v in program.traffic.items()},
         "roofline": dataclasses.asdict(roofline(program, topology.chip, remat="layer")),
         "kernel": program.kernel,

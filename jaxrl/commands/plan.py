@@ -49,16 +49,24 @@ def main(argv: Sequence[str]) -> int:
         made.add_argument(
             f"--{name}-seconds", type=float, help=f"a {name} phase, for --estimate's utilisation"
         )
+    made.add_argument(
+        "--staleness",
+        help="for --estimate: what was observed, staleness:improvement:utilisation,...",
+    )
     config, given = options.parse(made, PlanConfig, argv)
     if (given.topology is None) != given.estimate:
         made.error("give one of --topology and --estimate")
+    if (given.rollout_seconds is None) != (given.train_seconds is None):
+        made.error("--rollout-seconds and --train-seconds go together")
+    if given.link <= 0 or given.chip_memory <= 0:
+        made.error("--link and --chip-memory must be more than 0")
 
     # After --help and the config's errors: it takes seconds.
     if given.estimate:
-        from jaxrl.planning.estimate import Phases, estimate
+        from jaxrl.planning.estimate import Phases, estimate, read_observed
 
         phases = None
-        if given.rollout_seconds and given.train_seconds:
+        if given.rollout_seconds is not None:
             phases = Phases(rollout=given.rollout_seconds, train=given.train_seconds)
         print(
             estimate(
@@ -66,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
                 chip_memory=given.chip_memory * 1e9,
                 link_rate=given.link * 1e9,
                 phases=phases,
+                observed=None if given.staleness is None else read_observed(given.staleness),
             )
         )
         return 0

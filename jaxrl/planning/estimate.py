@@ -7,10 +7,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jaxrl import precision
+from jaxrl import parts, precision
 from jaxrl.config.training import Config
-from jaxrl.models import huggingface, spec
+from jaxrl.models import huggingface, lora
 from jaxrl.models.decoder import param_specs
+from jaxrl.planning.roofline import parameter_count
 from jaxrl.precision import Precision
 
 
@@ -76,18 +77,45 @@ class Phases:
     train: float
 
 
-def estimate(config: Config, *, chip_memory: float, link_rate: float, phases: Phases | None) -> str:
-    """PPO beside GRPO, the time of a publish and the learner's utilisation, as text.
+def read_observed(text: str) -> dict[int, tuple[float, float]]:
+    """What was observed by staleness, from a command line: "0:0.15:35,1:0.13:55" is staleness,
+    improvement per step and utilisation.
+
+    Raises:
+      ValueError: if it cannot be read.
+    """
+    try:
+        rows = [one.split(":") for one in text.split(",")]
+        return {int(steps): (float(gain), float(used)) for steps, gain, used in rows}
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is not staleness:improvement:utilisation,..., such as 0:0.15:35,1:0.13:55"
+        ) from None
+
+
+def estimate(
+    config: Config,
+    *,
+    chip_memory: float,
+    link_rate: float,
+    phases: Phases | None = None,
+    observed: Mapping[int, tuple[float, float]] | None = None,
+) -> str:
+    """Memory, the time of a publish, the learner's utilisation and the best staleness, as text.
 
     Args:
       config: for the model's sizes and the dtypes; only config.json is read of the model.
       chip_memory: bytes.
       link_rate: bytes per second from the learner to the samplers.
       phases: None leaves utilisation out.
+      observed: as `progress_per_time`; None leaves staleness out.
+
+    Raises:
+      FileNotFoundError, ValueError: for a model or adapters that cannot be used.
     """
     policy = precision.parse(config.precision)
     specs = param_specs(huggingface.load_config(config.model.path))
-    count = sum(math.prod(one.shape) for one in spec.flatten(specs).values())
+    count = parameter_count(specs)
     trained, frozen = bytes_per_trained(policy), policy.compute.itemsize
     sync = count * policy.wire.itemsize / link_rate
     lines = [
@@ -96,11 +124,21 @@ def estimate(config: Config, *, chip_memory: float, link_rate: float, phases: Ph
         "",
         "Weights, gradients and optimizer (activations: jaxrl plan --topology)",
     ]
-    for name, models in (("PPO", PPO), ("GRPO", GRPO)):
-        size = models.memory(count, trained=trained, frozen=frozen)
+    sizes = {
+        f"{name:5}{models.trained} trained, {models.frozen} frozen": models.memory(
+            count, trained=trained, frozen=frozen
+        )
+        for name, models in (("PPO", PPO), ("GRPO", GRPO))
+    }
+    held = parts.trained_specs(config.lora, specs)
+    if isinstance(held, lora.Adapted):
+        # The reference is the frozen weights with the adapters as they began.
+        few = GRPO.memory(parameter_count(held.adapters), trained=trained, frozen=frozen)
+        sizes = {f"GRPO adapters of rank {config.lora.rank}": count * policy.wire.itemsize + few}
+    for name, size in sizes.items():
         lines.append(
-            f"  {name:5}{models.trained} trained, {models.frozen} frozen{size / 1e9:10.1f} GB, "
-            f"at least {chips(size, memory=chip_memory)} chips of {chip_memory / 1e9:g} GB"
+            f"  {name}{size / 1e9:10.1f} GB, at least {chips(size, memory=chip_memory)} chips of "
+            f"{chip_memory / 1e9:g} GB"
         )
     lines += [
         "",
@@ -113,5 +151,14 @@ def estimate(config: Config, *, chip_memory: float, link_rate: float, phases: Ph
             "",
             f"The learner works {turns:.0%} of the time in turns with sampling, {apart:.0%} with "
             "samplers one step behind on chips of their own",
+        ]
+    if observed is not None:
+        found = progress_per_time(observed)
+        best = max(found, key=lambda steps: found[steps])
+        lines += [
+            "",
+            "Improvement per unit of time by staleness, where the unit is a step at the lowest one",
+            *(f"  {steps:3}{gain:10.3f}" for steps, gain in sorted(found.items())),
+            f"  best: rollouts.max_staleness = {best}",
         ]
     return "\n".join(lines).replace("%", " %")

@@ -58,11 +58,11 @@ class Program:
       microbatches: of one optimizer step, at most.
       row_length: tokens of a row.
       besides: what a run holds besides the step.
+      memory: as the program needs it, or would have.
       seconds: to trace, lower and compile.
-      hlo_bytes: length of the program as text.
-      memory: None if the compiler refused a program for its memory.
+      refused: whether the compiler made no program, because it would need too much memory.
+      hlo_bytes: length of the program as text; 0 if there is none.
       traffic: what one step sends; empty if there is no program.
-      over: what the compiler said it would have needed, bytes, if it refused.
     """
 
     model: Model
@@ -74,11 +74,11 @@ class Program:
     microbatches: int
     row_length: int
     besides: Besides
+    memory: Memory
     seconds: float
+    refused: bool = False
     hlo_bytes: int = 0
-    memory: Memory | None = None
     traffic: dict[str, Traffic] = dataclasses.field(default_factory=dict)
-    over: float | None = None
 
 
 def compile_step(config: Config, topology: Topology) -> Program:
@@ -110,19 +110,20 @@ def compile_step(config: Config, topology: Topology) -> Program:
     try:
         compiled = function.lower(step.state, step.minibatch).compile()
     except jax.errors.JaxRuntimeError as error:
-        over = _needed(str(error))
-        if over is None:
+        if (needed := _needed(str(error))) is None:
             raise
-        return Program(**built, seconds=time.perf_counter() - start, over=over)
+        seconds = time.perf_counter() - start
+        memory = _refused(needed, step.state, policy=step.policy)
+        return Program(**built, memory=memory, seconds=seconds, refused=True)
     seconds = time.perf_counter() - start
     hlo = compiled.as_text() or ""
     # The number of microbatches and of chunks with scored tokens are known at run time only.
     trips = (microbatches, logprobs.position_chunks(config.row_length))
     return Program(
         **built,
+        memory=_memory(compiled.memory_analysis(), step.state, policy=step.policy),
         seconds=seconds,
         hlo_bytes=len(hlo),
-        memory=_memory(compiled.memory_analysis(), step.state, policy=step.policy),
         traffic=collectives(hlo, trips=lambda depth: trips[min(depth, 1)]),
     )
 
@@ -131,9 +132,7 @@ def _memory(found: Any, state: LearnerState, *, policy: Precision) -> Memory:
     params, optimizer = (on_one(tree) for tree in (state.params, state.opt_state))
     host = float(found.host_argument_size_in_bytes)
     optimizer = max(0.0, optimizer - host)  # the host's arrays are padded
-    gradients = on_one(lora.trainable(state.params), dtype=policy.grads)
-    copied = [x for x in jax.tree.leaves(state.params) if x.dtype != policy.compute]
-    copies = on_one(copied, dtype=policy.compute)
+    gradients, copies = _once(state, policy)
     temporary = float(found.temp_size_in_bytes)
     peak = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     peak += temporary + found.generated_code_size_in_bytes
@@ -148,6 +147,32 @@ def _memory(found: Any, state: LearnerState, *, policy: Precision) -> Memory:
         rest=max(0.0, peak - temporary - params - optimizer),
         peak=peak,
     )
+
+
+def _refused(needed: float, state: LearnerState, *, policy: Precision) -> Memory:
+    """Without a program: what follows from shapes, and activations as what is left."""
+    placed = jax.tree.leaves(state.opt_state)
+    there = [x for x in placed if x.sharding.memory_kind == "pinned_host"]
+    params, host = on_one(state.params), on_one(there)
+    optimizer = on_one(placed) - host
+    gradients, copies = _once(state, policy)
+    return Memory(
+        params=params,
+        optimizer=optimizer,
+        host=host,
+        gradients=gradients,
+        copies=copies,
+        activations=max(0.0, needed - params - optimizer - gradients - copies),
+        rest=0.0,
+        peak=needed,
+    )
+
+
+def _once(state: LearnerState, policy: Precision) -> tuple[float, float]:
+    """Bytes of the gradients, and of the weights in `compute` where these are copies."""
+    gradients = on_one(lora.trainable(state.params), dtype=policy.grads)
+    copied = [x for x in jax.tree.leaves(state.params) if x.dtype != policy.compute]
+    return gradients, on_one(copied, dtype=policy.compute)
 
 
 def _needed(message: str) -> float | None:

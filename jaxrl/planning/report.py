@@ -1,6 +1,5 @@
 """What `jaxrl plan` prints."""
 
-import math
 from collections.abc import Iterator
 
 from jaxrl import parts
@@ -41,8 +40,7 @@ def report(config: Config, topology: Topology, program: Program, *, link_rate: f
 
 def phases(program: Program) -> dict[str, float]:
     """Bytes that a chip needs at once in each phase of a run."""
-    step = program.memory.peak if program.memory else program.over or float("inf")
-    return program.besides.phases(step)
+    return program.besides.phases(program.memory.peak)
 
 
 def peak(program: Program) -> float:
@@ -52,7 +50,7 @@ def peak(program: Program) -> float:
 
 def fits(program: Program, topology: Topology) -> bool:
     """Whether every phase of the run has room on every chip."""
-    return program.memory is not None and peak(program) <= topology.chip.memory
+    return not program.refused and peak(program) <= topology.chip.memory
 
 
 def verdict(program: Program, topology: Topology) -> str:
@@ -73,7 +71,10 @@ def _what(config: Config, topology: Topology, program: Program) -> Iterator[str]
         f"a step: {program.microbatches} x {program.rows} rows of {program.row_length} tokens at "
         f"most, remat {config.train.remat}, attention by {program.kernel}"
     )
-    yield f"compiled in {program.seconds:.0f} s, {program.hlo_bytes / 2**20:.1f} MiB of program"
+    if program.refused:
+        yield f"refused by the compiler after {program.seconds:.0f} s: it needs too much memory"
+    else:
+        yield f"compiled in {program.seconds:.0f} s, {program.hlo_bytes / 2**20:.1f} MiB of program"
 
 
 def _left_out(config: Config) -> str:
@@ -91,8 +92,6 @@ def _left_out(config: Config) -> str:
 
 
 def _memory(program: Program) -> Iterator[str]:
-    if program.memory is None:
-        return
     yield "\nMemory of a step, per chip"
     memory = program.memory
     for name, size in (
@@ -126,8 +125,7 @@ def _besides(program: Program) -> Iterator[str]:
         yield f"  {'while it grows, besides':32}{_gib(found.cache.moving):>12}"
     yield "\nPeak per chip while"
     for phase, size in phases(program).items():
-        if math.isfinite(size):
-            yield f"  {phase:32}{_gib(size):>12}"
+        yield f"  {phase:32}{_gib(size):>12}"
 
 
 def _time(program: Program, found: Roofline) -> Iterator[str]:
@@ -139,10 +137,10 @@ def _time(program: Program, found: Roofline) -> Iterator[str]:
         ("memory at its full rate", found.memory),
         ("links at their full rate", found.links),
     ):
-        if seconds is not None and program.memory is not None:
+        if seconds is not None:
             yield f"  {name:32}{seconds:10.3f} s"
     low, high = found.overlapped, found.in_turn
-    if low is not None and high is not None and program.memory is not None:
+    if low is not None and high is not None:
         tokens = program.rows * program.microbatches * program.row_length
         share = found.model_flops / found.run_flops * (found.compute or 0) / high
         yield (
@@ -152,7 +150,7 @@ def _time(program: Program, found: Roofline) -> Iterator[str]:
 
 
 def _traffic(program: Program) -> Iterator[str]:
-    if program.memory is None:
+    if program.refused:
         return
     yield "\nCollectives of a step, per chip"
     for kind, traffic in program.traffic.items():
@@ -188,24 +186,35 @@ def _advice_for_the_sampler(config: Config, program: Program) -> Iterator[str]:
 
 
 def _advice_for_the_step(config: Config, program: Program) -> Iterator[str]:
+    """What makes the step smaller, with the bytes of what it acts on, the largest first."""
+    for size, text in sorted(_savings(config, program), key=lambda saving: -saving[0]):
+        yield f"{text} (of {_gib(size)})"
+
+
+def _savings(config: Config, program: Program) -> Iterator[tuple[float, str]]:
     train, memory = config.train, program.memory
     if train.remat != "layer":
-        yield f"train.remat = 'layer' instead of {train.remat!r}: keeps one array for each layer"
+        text = f"train.remat = 'layer' instead of {train.remat!r}: keeps one array for each layer"
+        yield memory.activations, text
     if train.microbatch_tokens >= 2 * config.row_length:
         yield (
+            memory.activations,
             f"train.microbatch_tokens = {config.row_length} instead of {train.microbatch_tokens}: "
-            "one row at a time on each shard"
+            "one row at a time on each shard",
         )
-    if config.mesh.data > 1:
-        yield f"move mesh.data = {config.mesh.data} to mesh.fsdp, which cuts weights and moments"
     if config.row_length >= 8192 and config.mesh.context == 1:
-        yield f"mesh.context = 2 or more: cuts the {config.row_length} tokens of a row"
+        text = f"mesh.context = 2 or more: cuts the {config.row_length} tokens of a row"
+        yield memory.activations, text
+    if config.mesh.data > 1:
+        state = memory.params + memory.optimizer + memory.gradients
+        text = f"move mesh.data = {config.mesh.data} to mesh.fsdp, which cuts weights and moments"
+        yield state, text
     if not config.optimizer.offload:
-        yield "optimizer.offload = true: moments in the host's memory between two steps"
-    if memory is None or memory.optimizer > memory.activations:
-        for role in ("moments", "grads"):
-            if getattr(program.policy, role).itemsize > 2:
-                yield f"precision = '{config.precision},{role}=bf16': half of the {role}"
+        text = "optimizer.offload = true: moments in the host's memory between two steps"
+        yield memory.optimizer, text
+    for role, size in (("moments", memory.optimizer), ("grads", memory.gradients)):
+        if getattr(program.policy, role).itemsize > 2:
+            yield size, f"precision = '{config.precision},{role}=bf16': half of the {role}"
 
 
 def _gib(size: float) -> str:

@@ -73,7 +73,7 @@ def _met(one: ParamSpec, config: DecoderConfig) -> float:
 
 
 def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
-    """Of a compiled step."""
+    """Of a step; without the links if the compiler refused it."""
     config, specs = program.model.config, program.model.specs
     rows = program.rows * program.microbatches
     forward = forward_flops(config, specs, rows=rows, length=program.row_length)
@@ -88,14 +88,14 @@ def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
     compute = memory = links = None
     if chip.flops is not None:
         compute = run / devices / chip.flops
-    if chip.memory_rate is not None and program.memory is not None:
+    if chip.memory_rate is not None:
         # Gathered weights are written and read by every pass; state is read and written once.
         gathered = parameter_count(specs) * program.policy.compute.itemsize
         gathered /= program.layout.mesh.shape["tensor"] * program.layout.mesh.shape["expert"]
         moved = 2 * (3 + again) * gathered * program.microbatches
         moved += 2 * (program.memory.params + program.memory.optimizer + program.memory.gradients)
         memory = moved / chip.memory_rate
-    if chip.link_rate is not None:
+    if chip.link_rate is not None and not program.refused:
         links = sum(traffic.sent for traffic in program.traffic.values()) / chip.link_rate
     return Roofline(
         model_flops=3 * forward - spared, run_flops=run, compute=compute, memory=memory, links=links

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl import cli
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.planning.estimate import (
@@ -57,3 +58,26 @@ def test_the_text():
     assert "70.55 billion parameters" in text
     assert "Publishing 141.1 GB at 50 GB/s: 2.8 s" in text
     assert "39 % of the time in turns" in text
+
+
+def test_adapters_leave_one_copy_of_the_weights(tmp_path):
+    path = Path(__file__).parents[2] / "configs" / "models" / "llama3_70b"
+    keys = {"model.path": str(path), "data.path": "d", "reward.path": "exact_match"}
+    adapters = {"lora.rank": "16", "lora.targets": '["q_proj"]'}
+    config = toml_file.load(Config, overrides=list((keys | adapters).items()))
+    text = estimate(config, chip_memory=80e9, link_rate=50e9)
+    # 80 layers of 16 x (8192 + 8192), each 18 bytes trained and 2 in the reference: .4 GB.
+    assert "GRPO adapters of rank 16     141.5 GB, at least 2 chips of 80 GB" in text
+    assert "PPO" not in text
+
+
+def test_staleness_from_the_command_line(capsys):
+    path = Path(__file__).parents[2] / "configs" / "models" / "qwen3_8b"
+    command = ["plan", "--model.path", str(path), "--estimate"]
+    assert cli.main([*command, "--staleness", "0:0.15:35,1:0.13:55,3:0.10:75,5:0.05:85"]) == 0
+    assert "best: rollouts.max_staleness = 3" in capsys.readouterr().out
+    assert cli.main([*command, "--staleness", "0:0.15"]) == 1
+    assert "'0:0.15' is not staleness:improvement:utilisation" in capsys.readouterr().err
+    for wrong in (["--rollout-seconds", "60"], ["--link", "0"]):
+        with pytest.raises(SystemExit):
+            cli.main([*command, *wrong])

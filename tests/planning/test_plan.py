@@ -104,9 +104,29 @@ def test_what_does_not_fit_gets_advice(planned):
     assert text.splitlines()[-1].endswith("per chip: does not fit")
     assert "train.remat = 'layer' instead of 'matmuls'" in text
     assert "train.microbatch_tokens = 32 instead of 64" in text
-    refused = dataclasses.replace(program, memory=None, over=3.5 * 2**30)
-    text = report.report(config, tight, refused, link_rate=1e9)
-    assert text.splitlines()[-1] == "peak 3.5 GiB of 9.3e-07 GiB per chip: does not fit"
+    assert text.index("microbatch_tokens = 32") < text.index("optimizer.offload")  # what is larger
+
+
+def test_what_the_compiler_refuses_has_its_figures_too(planned, monkeypatch):
+    config, topology, program = planned
+
+    def refuse(*_, **__):
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 3.5G of 1.75G hbm."
+        )
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    refused = compile_step(config, topology)
+    found, made = refused.memory, program.memory
+    for part in ("params", "optimizer", "gradients", "copies", "host"):
+        assert getattr(found, part) == getattr(made, part)
+    assert found.activations > 0.9 * found.peak == 0.9 * 3.5 * 2**30
+    chip = dataclasses.replace(CHIPS["v5e"], memory=1.75 * 2**30)
+    text = report.report(config, Topology(name="x", chip=chip, devices=[]), refused, link_rate=1e9)
+    assert "refused by the compiler" in text
+    assert "Memory of a step" in text
+    assert "products at the chips' peak" in text
+    assert text.splitlines()[-1] == "peak 3.5 GiB of 1.8 GiB per chip: does not fit"
 
 
 def test_the_compilers_complaint_is_read():
