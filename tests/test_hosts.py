@@ -140,7 +140,12 @@ def test_the_only_task_of_a_slurm_node_has_all_of_its_devices(tmp_path, nodes, g
 
 
 REWARD = """
+import pathlib, time
+
+slow = pathlib.Path(__file__).with_name("slow")
+
 def vowels(completion, example):
+    time.sleep(0.1 * slow.exists())
     return sum(c in "aeiou" + example["answer"] for c in completion) / 8
 """
 
@@ -196,7 +201,15 @@ def finish(material: Path, run_dir: Path, *, count: int) -> None:
     assert "model:" in (run_dir.parent / "0.log").read_text()
 
 
-def test_two_processes_that_are_stopped_and_four_that_go_on_equal_one(material, tmp_path):
+@pytest.fixture(scope="module")
+def one(material, tmp_path_factory):
+    """The run of a single process."""
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    finish(material, run_dir, count=1)
+    return run_dir
+
+
+def test_two_processes_that_are_stopped_and_four_that_go_on_equal_one(material, one, tmp_path):
     run_dir = tmp_path / "run"
     with started(commands(material, run_dir, count=2), tmp_path) as processes:
         while not read_metrics(run_dir / "metrics.jsonl"):
@@ -211,8 +224,32 @@ def test_two_processes_that_are_stopped_and_four_that_go_on_equal_one(material, 
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [str(stopped)]
 
     finish(material, run_dir, count=4)
-    one = tmp_path / "one"
-    finish(material, one, count=1)
+    assert_equal_runs(run_dir, one, model=material / "model")
+
+
+def test_two_processes_of_which_one_is_killed_end_and_go_on(material, one, tmp_path):
+    run_dir, slow = tmp_path / "run", material / "slow"
+    slow.touch()  # else they may be done before
+    every_step = ["--checkpoint.every", "1"]
+    both = [[*command, *every_step] for command in commands(material, run_dir, count=2)]
+    with started(both, tmp_path) as processes:
+        while not list(run_dir.glob("checkpoints/[0-9]")):
+            assert processes[0].poll() is None, (tmp_path / "0.log").read_text()
+            time.sleep(0.01)
+        processes[1].kill()
+        since = time.monotonic()
+        assert processes[0].wait() != 0
+        assert time.monotonic() - since < 60
+    assert len(read_metrics(run_dir / "metrics.jsonl")) < STEPS
+    said = (tmp_path / "0.log").read_text()  # jax's words, or ours if a collective failed first
+    assert "another task died" in said or "jaxrl: process 0 of 2 ends" in said
+    slow.unlink()
+    finish(material, run_dir, count=2)
+    assert_equal_runs(run_dir, one, model=material / "model")
+
+
+def assert_equal_runs(run_dir: Path, one: Path, *, model: Path) -> None:
+    """Of several processes and of one: every step once, and the same parameters."""
     rows, whole = (read_metrics(run / "metrics.jsonl") for run in (run_dir, one))
     for got, wanted in zip(rows, whole, strict=True):
         assert got.keys() == wanted.keys()
@@ -220,7 +257,7 @@ def test_two_processes_that_are_stopped_and_four_that_go_on_equal_one(material, 
             np.testing.assert_allclose(got[name], wanted[name], rtol=1e-5)
     # Sums over processes are in another order than those within one.
     ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (run_dir, one))
-    moved = load_file(material / "model" / "model.safetensors")
+    moved = load_file(model / "model.safetensors")
     for name, array in theirs.items():
         np.testing.assert_allclose(ours[name], array, atol=1e-5, err_msg=name)
     assert max(np.abs(theirs[name] - moved[name]).max() for name in theirs) > 1e-2

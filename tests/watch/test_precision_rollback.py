@@ -76,9 +76,9 @@ def kill_at(monkeypatch: Any, step: int, *, policy: str) -> None:
 
 
 def check_restored(run: Run, state: LearnerState) -> None:
-    """The state is the checkpoint's of step 4, for a policy that has just begun."""
+    """The state is the checkpoint's of step 2, for a policy that has just begun."""
     policy = precision.parse(run.config.precision)
-    there = run.checkpoints.restore(4, state).state
+    there = run.checkpoints.restore(2, state).state
     assert float(there.loss_scale.scale) == 1.0
     for ours, saved in zip(
         jax.tree.leaves((state.step, state.params, state.opt_state)),
@@ -100,7 +100,7 @@ def watch_opening(monkeypatch: Any) -> list[tuple[str, int]]:
     def watched(config: Config) -> Iterator[Any]:
         with open_run(config) as (run, state, progress):
             opened.append((run.config.precision, progress.step))
-            if opened[-1] == (NEW, 4):
+            if opened[-1] == (NEW, 2):
                 check_restored(run, state.policy)
             yield run, state, progress
 
@@ -119,12 +119,12 @@ def test_a_run_goes_back_and_on_in_another_precision(asked, monkeypatch):
         kill_at(patch, 7, policy=NEW)  # behind a checkpoint of the new policy
         with pytest.raises(KilledError):
             loop.train(asked)
-    assert opened == [("phantom", 0), (NEW, 4)]
+    assert opened == [("phantom", 0), (NEW, 2)]  # before the probes of steps 4 to 6
     (event,) = [e["event"] for e in read_metrics(run_dir / "metrics.jsonl") if "event" in e]
-    assert (event["alarm"], event["at"], event["to"]) == ("phantom", 6, 4)
+    assert (event["alarm"], event["at"], event["to"]) == ("phantom", 6, 2)
     assert (event["action"], event["changes"]) == ("rollback", {"precision": ["phantom", NEW]})
     undone = read_metrics(run_dir / "rolled_back_1.jsonl")
-    assert undone[-1]["event"]["more"] == f"back to step 4 with precision 'phantom' -> '{NEW}'"
+    assert undone[-1]["event"]["more"] == f"back to step 2 with precision 'phantom' -> '{NEW}'"
     page = collect(run_dir, name="run")
     assert page["config"]["precision"] == NEW
     assert [alarm["action"] for alarm in page["alarms"]] == ["rollback"]
@@ -133,9 +133,9 @@ def test_a_run_goes_back_and_on_in_another_precision(asked, monkeypatch):
     done = loop.train(asked)
     assert opened[2:] == [(NEW, 6)]
     assert (done.step, done.verdict) == (8, None)
-    scales = dict(zip(range(1, 9), [1.0] * 4 + [4.0, 8.0, 16.0, 32.0], strict=True))
+    scales = dict(zip(range(1, 9), [1.0] * 2 + [2.0**n for n in range(2, 8)], strict=True))
     assert column(run_dir, "loss_scale") == scales
-    assert all(column(run_dir, "probe/phantom")[step] == 0 for step in range(5, 9))
+    assert all(column(run_dir, "probe/phantom")[step] == 0 for step in range(3, 9))
     assert column(run_dir, "skipped_steps")[8] == 0
 
 
