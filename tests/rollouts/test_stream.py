@@ -225,12 +225,20 @@ def test_a_reward_that_takes_long_does_not_hold_up_the_end(monkeypatch):
         thread.join()
 
 
-def test_sampling_and_rewards_are_timed_apart():
-    run, progress, seconds = hand_made(reward=lambda *_: time.sleep(0.1) or 0.0), Progress(), {}
+def test_sampling_and_rewards_are_timed_apart(monkeypatch):
+    now = [0.0]  # moves while a reward is computed, and at no other time
+
+    def reward(text: str, example: Any) -> float:
+        now[0] += 1.0
+        return float(text[-1])
+
+    monkeypatch.setattr(stream_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    run, progress, seconds = hand_made(reward=reward), Progress(), {}
     with streaming(run, progress) as stream:
         until_waiting(stream, groups=4)
         stream.collect(seconds=seconds)
-    assert seconds["time/reward"] >= 0.8 > seconds["time/sample"]
+    # Four groups of two answers; of the two that are drawn together one waits for the other.
+    assert (seconds["time/reward"], seconds["time/sample"]) == (8, 4)
 
 
 def test_what_ends_the_sampling_ends_the_run():
