@@ -14,9 +14,9 @@ from benchmarks.quickstart import material
 
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.diagnostics.alarms import Limits, replay
-from jaxrl.loop import train
-from jaxrl.watch.tracking import read_metrics
+from jaxrl.monitoring.alarms.rules import Limits, replay
+from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.train import train
 
 
 def main() -> None:

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from jaxrl import parts
+from jaxrl.builders import parts
 from jaxrl.commands import options
 from jaxrl.config import toml_file
 from jaxrl.config.sft import SFTConfig
 from jaxrl.config.training import Config
-from jaxrl.environments.scoring import load_rewards
-from jaxrl.environments.tools import load_tools
+from jaxrl.environments.rewards.scoring import load_rewards
+from jaxrl.environments.tools.schema import load_tools
 
 DESCRIPTION = """Prints the config of `jaxrl train`, or with --sft of `jaxrl sft`, with every key.
 

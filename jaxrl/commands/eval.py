@@ -4,12 +4,13 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl import agents, parts, precision
+from jaxrl.builders import environment, parts
 from jaxrl.commands import options
 from jaxrl.config.tables import SamplerConfig
 from jaxrl.config.training import Config
-from jaxrl.environments.scoring import load_rewards
-from jaxrl.environments.tools import load_tools
+from jaxrl.core import precision
+from jaxrl.environments.rewards.scoring import load_rewards
+from jaxrl.environments.tools.schema import load_tools
 
 DESCRIPTION = """Answers data.eval_path greedily and prints the share of right answers, as the
 first reward sees them. It has the keys of `jaxrl train`, so that a training run's file serves.
@@ -25,9 +26,9 @@ def main(argv: Sequence[str]) -> int:
     if config.data.eval_path is None:
         raise ValueError("data.eval_path is missing: the held-out prompts to answer")
 
-    from jaxrl.evaluate import evaluate_greedily
     from jaxrl.models import huggingface
-    from jaxrl.sampling.embedded import EmbeddedSampler
+    from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+    from jaxrl.training.evaluate import evaluate_greedily
 
     policy = precision.parse(config.precision)
     layout = parts.make_layout(config.mesh)
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     )
     # Whatever the config samples from: this command samples here.
     here = config.model_copy(update={"sampler": SamplerConfig()})
-    arena = agents.make_arena(here, tokenizer, tools, vocab_size=model.config.vocab_size)
+    arena = environment.make_arena(here, tokenizer, tools, vocab_size=model.config.vocab_size)
     result = evaluate_greedily(
         sampler,
         prompts.examples,

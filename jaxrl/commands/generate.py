@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl import data, parts, precision
+from jaxrl.builders import parts
 from jaxrl.commands import options
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.tables import BaseConfig, ModelConfig, PromptConfig, SamplingConfig
+from jaxrl.core import precision
+from jaxrl.data import prompts as data
 
 DESCRIPTION = """Samples answers to prompts, given as arguments or as lines of the standard input.
 
@@ -34,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     texts = arguments.prompts or [line.rstrip("\n") for line in sys.stdin]
 
     from jaxrl.models import huggingface
-    from jaxrl.sampling.embedded import EmbeddedSampler
+    from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 
     policy = precision.parse(config.precision)
     tokenizer = huggingface.load_tokenizer(config.model.path)

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from jaxrl import precision
 from jaxrl.config.tables import Fraction, Section
-from jaxrl.diagnostics.alarms import RULES, Limits
+from jaxrl.core import precision
+from jaxrl.monitoring.alarms.rules import RULES, Limits
 
 Action = Literal[
     "off", "log", "pause", "stop", "rollback_kl", "rollback_learning_rate", "rollback_precision"

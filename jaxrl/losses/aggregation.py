@@ -7,7 +7,7 @@ sequence without an action token is in no count.
 import jax
 import jax.numpy as jnp
 
-from jaxrl.batch import TokenBatch, action_sequences, action_tokens, sequence_weights
+from jaxrl.core.batch import TokenBatch, action_sequences, action_tokens, sequence_weights
 from jaxrl.losses.algebra import Aggregation
 
 

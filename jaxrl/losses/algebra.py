@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxrl.batch import TokenBatch
-from jaxrl.metrics import Metrics
+from jaxrl.core.batch import TokenBatch
+from jaxrl.core.metrics import Metrics
 
 
 class Need(enum.StrEnum):

@@ -9,10 +9,10 @@ policy twice. Bounds are on the learner's side over the sampler's.
 import jax
 import jax.numpy as jnp
 
-from jaxrl.batch import TokenBatch
+from jaxrl.core.batch import TokenBatch
+from jaxrl.core.metrics import Metrics, masked_mean
 from jaxrl.losses.algebra import Scores, Weights
 from jaxrl.losses.ratios import Ratio, missing
-from jaxrl.metrics import Metrics, masked_mean
 
 
 def truncated(ratio: Ratio, *, low: float = 0.0, high: float) -> Weights:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl.batch import TokenBatch, segment_totals
+from jaxrl.core.batch import TokenBatch, segment_totals
+from jaxrl.core.metrics import Mean, Metrics, masked_mean
 from jaxrl.losses import bounds
 from jaxrl.losses.algebra import Aggregation, Need, Scores, TokenLoss, require, token_loss
-from jaxrl.metrics import Mean, Metrics, masked_mean
 
 
 class LogRatios(NamedTuple):

@@ -6,11 +6,11 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxrl.batch import TokenBatch
+from jaxrl.core.batch import TokenBatch
+from jaxrl.core.metrics import Metrics, masked_mean
 from jaxrl.losses import bounds
 from jaxrl.losses.algebra import Scores, TokenLoss, token_loss
 from jaxrl.losses.ratios import Ratio, geometric, missing, on_policy, per_token
-from jaxrl.metrics import Metrics, masked_mean
 
 
 class SurrogateFn(Protocol):

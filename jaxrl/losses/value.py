@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.advantages import Outcomes
-from jaxrl.batch import TokenBatch
+from jaxrl.core.batch import TokenBatch
+from jaxrl.core.metrics import Metrics, masked_mean
 from jaxrl.losses import bounds
 from jaxrl.losses.algebra import Need, Objective, Scores, TokenLoss, require, token_loss
-from jaxrl.metrics import Metrics, masked_mean
 
 
 class Critic(NamedTuple):

@@ -10,12 +10,12 @@ import numpy as np
 from benchmarks import serving
 from benchmarks.shapes import SHAPES
 
+from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.bridge.vllm_server import VllmServer
+from jaxrl.core.precision import DType, cast
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig, Rope
-from jaxrl.precision import DType, cast
 
 MODELS = {
     "S": SHAPES["S"],

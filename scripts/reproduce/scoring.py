@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.batch import Rollout, pack
-from jaxrl.learner import LearnerState, Minibatch
-from jaxrl.rollouts import answers
-from jaxrl.run import Progress, Run
+from jaxrl.core.batch import Rollout, pack
+from jaxrl.learner.policy import LearnerState, Minibatch
+from jaxrl.training.rollouts import answers
+from jaxrl.training.run import Progress, Run
 
 
 class Scored(NamedTuple):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl import parts
+from jaxrl.builders import parts
 from jaxrl.config.mesh import MeshRules
 from jaxrl.config.toml_file import ConfigError, dumps, keys, load, validate
 from jaxrl.config.training import Config

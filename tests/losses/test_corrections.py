@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl.core.metrics import to_floats
 from jaxrl.losses import (
     anchor_over_sampler,
     clipped,
@@ -20,7 +21,6 @@ from jaxrl.losses import (
     truncated,
     unclipped,
 )
-from jaxrl.metrics import to_floats
 from tests.losses.cases import TERMS, one_row
 
 RATIOS = np.array([0.4, 0.9, 1.5, 4.0, np.nan])  # anchor / sampler; the last one is unknown

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.core.metrics import to_floats
 from jaxrl.losses import (
     anchor_over_sampler,
     geometric,
@@ -17,7 +18,6 @@ from jaxrl.losses import (
     shadowed,
     unclipped,
 )
-from jaxrl.metrics import to_floats
 from tests.losses.cases import one_row
 
 SCORES = {

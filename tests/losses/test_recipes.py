@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxrl import advantages
-from jaxrl.batch import Rollout, pack
+from jaxrl.core.batch import Rollout, pack
 from jaxrl.losses import (
     Scores,
     dapo,

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.core.metrics import to_floats
 from jaxrl.losses import (
     EntropyController,
     adaptive_entropy_bonus,
@@ -21,7 +22,6 @@ from jaxrl.losses import (
     positive_likelihood,
     with_terms,
 )
-from jaxrl.metrics import to_floats
 from tests.losses.cases import one_row
 
 ESTIMATORS = (k1, k2, k3, k1_plus, k3_plus)

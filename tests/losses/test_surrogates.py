@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl.core.metrics import to_floats
 from jaxrl.losses import (
     clipped,
     geometric_clipped,
@@ -16,7 +17,6 @@ from jaxrl.losses import (
     soft_gated,
     unclipped,
 )
-from jaxrl.metrics import to_floats
 from tests.losses.cases import one_row
 
 RATIOS = np.array([0.5, 0.9, 1.1, 1.5, 4.0])

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxrl import parts, precision
-from jaxrl.bridge.launch import LocalServer
+from jaxrl.bridge.servers.launch import LocalServer
+from jaxrl.builders import parts
+from jaxrl.builders.sampler import Serving, open_sampler
+from jaxrl.builders.servers import Adapters, started_server
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.samplers import Serving, open_sampler
-from jaxrl.servers import Adapters, started_server
+from jaxrl.core import precision
 from tests import tiny
 
 SERVED = dataclasses.replace(tiny.CONFIG, head_dim=32)  # vLLM on CPU has no smaller heads

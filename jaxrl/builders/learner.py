@@ -1,0 +1,94 @@
+"""What learns in a run, as its config says: the policy, its reference and its critic, compiled."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxrl.builders import parts
+from jaxrl.builders.critic import open_critic
+from jaxrl.config.training import Config
+from jaxrl.core import precision
+from jaxrl.learner.actor_critic import ActorCritic, State
+from jaxrl.learner.policy import Learner
+from jaxrl.losses import Need, Recipe
+from jaxrl.models import lora
+from jaxrl.models.decoder import Model
+from jaxrl.models.spec import Params
+from sharding.partition import Layout
+
+
+class Learning(NamedTuple):
+    """What learns in a run.
+
+    Attributes:
+      model: the decoder.
+      specs: of the learner's parameters: the model's, or lora.Adapted.
+      learner: compiled; `step` donates the state.
+      learning_rate: optimizer step -> learning rate.
+      critic: compiled likewise; None unless the recipe has one.
+      reference: the trainable part before the first step, in precision.compute; None unless the
+        loss or the reward needs it.
+      attention: the kernel, in words.
+    """
+
+    model: Model
+    specs: Any
+    learner: Learner
+    learning_rate: Callable[[Any], Any]
+    critic: ActorCritic | None
+    reference: Params | None
+    attention: str
+
+
+def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Learning, State]:
+    """Loads the model and builds what learns, and its state before the first step.
+
+    Raises:
+      ValueError: for a model or a kernel that cannot be used; the message names the key.
+    """
+    policy = precision.parse(config.precision)
+    model, params, specs = parts.load_trained(config, layout=layout)
+    attention = parts.attention_note(
+        config.train.attention,
+        config=model.config,
+        layout=layout,
+        policy=policy,
+        length=config.row_length,
+    )
+    optimizer = parts.make_optimizer(
+        config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
+    )
+    pure = parts.make_learner(
+        config, model, objective=recipe.objective, optimizer=optimizer, layout=layout
+    )
+    shardings = parts.state_shardings(
+        config.optimizer, pure.init, params, layout=layout, specs=lora.declared(specs)
+    )
+    reference = None
+    if Need.REFERENCE in recipe.objective.needs or config.reward.kl:
+        trained = lora.trainable(params)
+        reference = jax.jit(precision.cast, static_argnums=1)(trained, policy.compute)
+    init = jax.jit(pure.init, donate_argnums=0, out_shardings=shardings)
+    state, critic = State(init(params)), None
+    if recipe.critic is not None:
+        critic, critics_state = open_critic(
+            config, recipe, learner=pure, model=model, shardings=shardings, layout=layout
+        )
+        state = state._replace(critic=critics_state)
+    learner = Learner(
+        init=pure.init,
+        score=jax.jit(pure.score),
+        shadow=jax.jit(pure.shadow),
+        step=jax.jit(pure.step, donate_argnums=0, out_shardings=(shardings, None)),
+    )
+    learning = Learning(
+        model=model,
+        specs=specs,
+        learner=learner,
+        learning_rate=optimizer.learning_rate,
+        critic=critic,
+        reference=reference,
+        attention=attention,
+    )
+    return learning, state

@@ -1,0 +1,89 @@
+"""A loss tried on shapes alone, so that what is wrong with it is said before anything is sampled.
+
+Nothing is computed or compiled: it takes milliseconds.
+"""
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.core.batch import TokenBatch
+from jaxrl.core.metrics import Mean
+from jaxrl.losses.algebra import Need, Objective, Scores
+from jaxrl.losses.recipe import Recipe
+
+_SHAPE = (2, 4)  # rows and tokens differ, so that an array of the one is not taken for the other
+
+
+def try_out(recipe: Recipe) -> None:
+    """Traces what a recipe minimises, with the scores that it declares and no others.
+
+    Raises:
+      ValueError: for a loss that is not one number per token, or a metric that is no Mean; and
+        whatever the loss itself raises.
+    """
+    batch = _batch(recipe)
+    _try(recipe.objective, batch)
+    if recipe.critic is not None:
+        _try(recipe.critic.objective, batch)
+
+
+def _try(goal: Objective, batch: TokenBatch) -> None:
+    scores = Scores(logprobs=_array(), **{need.value: _array() for need in goal.needs})
+    _, metrics = jax.eval_shape(goal.total, scores, batch)
+    for name, metric in metrics.items():
+        if not isinstance(metric, Mean) or metric.total.shape or metric.weight.shape:
+            raise ValueError(
+                f"the metric {name!r} is {metric}, expected a Mean of two scalars: "
+                "jaxrl.core.metrics.masked_mean(values, batch.action_mask) makes one"
+            )
+    jax.eval_shape(goal.denominator, batch)
+
+
+def _batch(recipe: Recipe) -> TokenBatch:
+    # What a policy's loss may not read is refused where it is known to be one (`parts`).
+    judged = recipe.critic is not None or Need.VALUES in recipe.objective.needs
+    critic = _array() if judged else None
+    return TokenBatch(
+        tokens=_array(jnp.int32),
+        segments=_array(jnp.int32),
+        positions=_array(jnp.int32),
+        action_mask=_array(jnp.bool_),
+        sampler_logprobs=_array(),
+        advantages=_array(),
+        rewards=_array(),
+        values=critic,
+        returns=critic,
+        entropy_weights=None if recipe.entropy is None else _array(),
+    )
+
+
+def _array(dtype: Any = jnp.float32) -> Any:
+    return jax.ShapeDtypeStruct(_SHAPE, dtype)
+
+
+@contextlib.contextmanager
+def blaming(function: Callable[..., Any], *, name: str) -> Iterator[None]:
+    """Turns whatever is raised inside into a ValueError that says whose fault it is.
+
+    Args:
+      function: what the config names; where its file is in the traceback, the line is given.
+      name: `loss.name`, for the message.
+    """
+    try:
+        yield
+    except Exception as error:
+        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        if "NoneType" in what:
+            what += (
+                "; a score that the loss does not declare is None: token_loss(apply, "
+                "Need.REFERENCE) declares scores.reference"
+            )
+        file = getattr(getattr(function, "__code__", None), "co_filename", None)
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+        line = f" ({file}, line {frames[-1].lineno})" if frames else ""
+        raise ValueError(f"loss.name = {name!r}: {what}{line}") from error
