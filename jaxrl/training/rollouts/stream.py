@@ -4,6 +4,7 @@ Threads take prompts as `jaxrl.training.rollouts.buffer` admits them, draw each 
 put it into the buffer. The learner's `collect` takes a batch of groups from there and waits only if
 there are too few.
 """
+
 import dataclasses
 import functools
 import threading
