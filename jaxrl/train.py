@@ -19,11 +19,10 @@ from jaxrl.advantages import estimate, explained_variance
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.config.training import Config
 from jaxrl.core import precision
-from jaxrl.core.batch import Rollout
+from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.metrics import Metrics, merge, to_floats
 from jaxrl.learner.actor_critic import State
-from jaxrl.learner.policy import Minibatch
 from jaxrl.learner.update import saved, taken
 from jaxrl.models import huggingface, lora, peft
 from jaxrl.monitoring.tracking.plots import draw_run

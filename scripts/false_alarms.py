@@ -13,8 +13,9 @@ import jax
 from benchmarks.quickstart import material
 
 from jaxrl.config import toml_file
+from jaxrl.config.alarms import Limits
 from jaxrl.config.training import Config
-from jaxrl.monitoring.alarms.rules import Limits, replay
+from jaxrl.monitoring.alarms.rules import replay
 from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.train import train
 

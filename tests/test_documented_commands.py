@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl import cli
-from jaxrl.builders import parts
+from jaxrl.builders.recipe import make_recipe
 from jaxrl.commands import options
 from jaxrl.commands.generate import GenerateConfig
 from jaxrl.commands.losses import catalogue
@@ -154,7 +154,7 @@ def test_jaxrl_knows_the_command_and_its_keys(command: Command, ends_when_read):
     module = cli.load(name)
     config = understood(lambda: module.main(arguments))
     if isinstance(config, Config):
-        parts.make_recipe(config)
+        make_recipe(config)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_every_piece_of_toml_is_a_config(place):
         for key, value in tomllib.loads(snippet.text).items():
             tree[key] = tree.get(key, {}) | value if isinstance(value, dict) else value
         config = toml_file.validate(Config, tree)
-        parts.make_recipe(config)
+        make_recipe(config)
         load_tools(config.environment.tools, corpus=config.environment.corpus)
 
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import jax
 
-from jaxrl.builders import parts
-from jaxrl.builders.parts import Optimizer
+from jaxrl.builders.model import load_scorer
+from jaxrl.builders.optimizer import Optimizer, make_optimizer, state_shardings
 from jaxrl.config.training import Config
 from jaxrl.core import precision
 from jaxrl.learner.actor_critic import ActorCritic, State, shared_trunk, side_by_side
@@ -46,7 +46,7 @@ def open_critic(
     """
     make = _shared_trunk if config.critic.trunk == "shared" else _own_network
     pure, params, specs = make(config, recipe, learner=learner, model=model, layout=layout)
-    own = parts.state_shardings(config.optimizer, pure.init, params, layout=layout, specs=specs)
+    own = state_shardings(config.optimizer, pure.init, params, layout=layout, specs=specs)
     step, pretrain = (
         jax.jit(function, donate_argnums=0, out_shardings=(State(shardings, own), None))
         for function in (pure.step, pure.pretrain)
@@ -61,7 +61,7 @@ def _own_network(
     del model
     assert recipe.critic is not None
     policy = precision.parse(config.precision)
-    scorer, params = parts.load_scorer(
+    scorer, params = load_scorer(
         config.critic.path or config.model.path,
         layout=layout,
         dtype=policy.params,
@@ -87,7 +87,7 @@ def _shared_trunk(
     scorer = param_specs(dataclasses.replace(model.config, scored=True))
     specs = {VALUE_HEAD: scorer[VALUE_HEAD]}
     both = {**model.specs, **specs}
-    optimizer = parts.make_optimizer(
+    optimizer = make_optimizer(
         config.optimizer, total_steps=config.optimizer_steps, specs=model.specs
     )
     pure = shared_trunk(
@@ -107,7 +107,7 @@ def _shared_trunk(
 
 def _optimizer(config: Config, specs: Specs) -> Optimizer:
     """As the policy's, with the critic's learning rate."""
-    return parts.make_optimizer(
+    return make_optimizer(
         config.optimizer.model_copy(update={"learning_rate": config.critic.learning_rate}),
         total_steps=config.optimizer_steps,
         specs=specs,

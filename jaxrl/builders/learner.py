@@ -5,13 +5,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl.builders import parts
 from jaxrl.builders.critic import open_critic
+from jaxrl.builders.model import attention_note, load_trained, trained_specs
+from jaxrl.builders.optimizer import Optimizer, make_optimizer, state_shardings
+from jaxrl.config.lora import LoraConfig
 from jaxrl.config.training import Config
 from jaxrl.core import precision
 from jaxrl.learner.actor_critic import ActorCritic, State
-from jaxrl.learner.policy import Learner
-from jaxrl.losses import Need, Recipe
+from jaxrl.learner.policy import Learner, make_learner
+from jaxrl.losses import Need, Objective, Recipe
 from jaxrl.models import lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
@@ -48,21 +50,21 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
       ValueError: for a model or a kernel that cannot be used; the message names the key.
     """
     policy = precision.parse(config.precision)
-    model, params, specs = parts.load_trained(config, layout=layout)
-    attention = parts.attention_note(
+    model, params, specs = load_trained(config, layout=layout)
+    attention = attention_note(
         config.train.attention,
         config=model.config,
         layout=layout,
         policy=policy,
         length=config.row_length,
     )
-    optimizer = parts.make_optimizer(
+    optimizer = make_optimizer(
         config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
     )
-    pure = parts.make_learner(
+    pure = build_learner(
         config, model, objective=recipe.objective, optimizer=optimizer, layout=layout
     )
-    shardings = parts.state_shardings(
+    shardings = state_shardings(
         config.optimizer, pure.init, params, layout=layout, specs=lora.declared(specs)
     )
     reference = None
@@ -92,3 +94,34 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
         attention=attention,
     )
     return learning, state
+
+
+def as_published(config: LoraConfig) -> Callable[[Any], Any]:
+    """The function from a run's parameters to those that samplers compute with."""
+    return lora.merge if config.publish == "merged" else lambda params: params
+
+
+def build_learner(
+    config: Config, model: Model, *, objective: Objective, optimizer: Optimizer, layout: Layout
+) -> Learner:
+    """The learner of a training run, not compiled.
+
+    Raises:
+      ValueError: if a dense model is to replay the routing of experts.
+    """
+    if config.train.replay_routing and model.config.experts is None:
+        raise ValueError(
+            f"train.replay_routing = true: {config.model.path} ({model.config.model_type}) is "
+            "dense, there is no routing to replay; leave it out"
+        )
+    specs = trained_specs(config.lora, model.specs)
+    return make_learner(
+        model,
+        objective,
+        optimizer=optimizer.transformation,
+        precision=precision.parse(config.precision),
+        rows_per_microbatch=config.microbatch_rows,
+        temperature=config.sampling.temperature,
+        param_shardings=layout.tree(specs) if layout.mesh.size > 1 else None,
+        as_published=as_published(config.lora),
+    )

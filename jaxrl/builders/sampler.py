@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.builders.parts import sampler_layout
+from jaxrl.builders.layout import sampler_layout
 from jaxrl.builders.servers import Adapters, Publish, ServingConfig, open_servers
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.precision import Precision

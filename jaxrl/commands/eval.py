@@ -4,7 +4,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl.builders import environment, parts
+from jaxrl.builders import environment
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import load_model
+from jaxrl.builders.prompts import load_held_out_prompts, sampling_params
 from jaxrl.commands import options
 from jaxrl.config.tables import SamplerConfig
 from jaxrl.config.training import Config
@@ -31,13 +34,13 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.training.evaluate import evaluate_greedily
 
     policy = precision.parse(config.precision)
-    layout = parts.make_layout(config.mesh)
+    layout = make_layout(config.mesh)
     rewards = load_rewards(config.reward.path, config.reward.weights, timeout=config.reward.timeout)
     tokenizer = huggingface.load_tokenizer(config.model.path)
     tools = load_tools(config.environment.tools, corpus=config.environment.corpus)
-    prompts = parts.load_held_out_prompts(config.data, tokenizer, tools=tools)
+    prompts = load_held_out_prompts(config.data, tokenizer, tools=tools)
     assert prompts is not None
-    model, params = parts.load_model(config.model.path, layout=layout, dtype=policy.params)
+    model, params = load_model(config.model.path, layout=layout, dtype=policy.params)
     sampler = EmbeddedSampler(
         model,
         params,
@@ -51,9 +54,7 @@ def main(argv: Sequence[str]) -> int:
     result = evaluate_greedily(
         sampler,
         prompts.examples,
-        sampling=parts.sampling_params(
-            config.sampling, config.model.path, tokenizer, seed=config.seed
-        ),
+        sampling=sampling_params(config.sampling, config.model.path, tokenizer, seed=config.seed),
         reward=rewards[0] if rewards else None,
         tokenizer=tokenizer,
         arena=arena,

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl.builders import parts
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import load_model
+from jaxrl.builders.prompts import rendering, sampling_params
 from jaxrl.commands import options
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.tables import BaseConfig, ModelConfig, PromptConfig, SamplingConfig
@@ -40,19 +42,17 @@ def main(argv: Sequence[str]) -> int:
 
     policy = precision.parse(config.precision)
     tokenizer = huggingface.load_tokenizer(config.model.path)
-    render = data.renderer(tokenizer, parts.rendering(config.prompt))
+    render = data.renderer(tokenizer, rendering(config.prompt))
     prompts = [
         np.asarray(
             tokenizer.encode(render(text, where=f"prompt {i}"), add_special_tokens=False), np.int32
         )
         for i, text in enumerate(texts, start=1)
     ]
-    layout = parts.make_layout(MeshConfig())
-    model, params = parts.load_model(config.model.path, layout=layout, dtype=policy.params)
+    layout = make_layout(MeshConfig())
+    model, params = load_model(config.model.path, layout=layout, dtype=policy.params)
     sampler = EmbeddedSampler(model, params, precision=policy, max_batch=config.sampling.max_batch)
-    sampling = parts.sampling_params(
-        config.sampling, config.model.path, tokenizer, seed=config.seed
-    )
+    sampling = sampling_params(config.sampling, config.model.path, tokenizer, seed=config.seed)
     if arguments.greedy:
         sampling = dataclasses.replace(sampling, temperature=0.0)
     for answer in sampler.sample(prompts, sampling, group_size=arguments.samples):

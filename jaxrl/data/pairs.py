@@ -1,20 +1,14 @@
 """Pairs of answers to one prompt, a chosen and a rejected one: read, tokenised and packed."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.builders import parts
-from jaxrl.config.preference import PairDataConfig, RankedDataConfig
-from jaxrl.config.supervised import SupervisedConfig
-from jaxrl.core.batch import Rollout, assign_rows, pack
-from jaxrl.core.metrics import Metrics, merge, to_floats
+from jaxrl.core.batch import Rollout
 from jaxrl.data import prompts
-from jaxrl.data.prompts import Row, Tokenizer
-from jaxrl.learner.policy import Minibatch
-from jaxrl.training.supervised.fit import HostBatch, answered, end_of, place, rows_for
-from sharding.partition import Layout
+from jaxrl.data.prompts import Rendering, Row, Tokenizer
+from jaxrl.data.texts import answered, end_of
 
 Prompt = str | list[dict[str, str]]
 
@@ -49,31 +43,37 @@ class Pairs(NamedTuple):
     too_long: int
 
 
-def load_training_pairs(config: PairDataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> Pairs:
-    """The pairs under `data.path`; raises as `read_pairs`."""
-    rows = prompts.read_rows(config.path, split=config.split, subset=config.subset)
-    return read_pairs(rows, config, tokenizer, max_tokens=max_tokens)
+class Columns(NamedTuple):
+    """Names of the columns that hold a pair.
 
+    Attributes:
+      prompt: None if the prompt is the messages before the chosen answer.
+      chosen, rejected: the two answers.
+      margin: by how much the chosen one should score higher; None for 0.
+    """
 
-def load_held_out_pairs(config: PairDataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> Pairs:
-    """The pairs under `data.eval_path`, none without it; raises as `read_pairs`."""
-    if config.eval_path is None:
-        return Pairs([], 0)
-    rows = prompts.read_rows(config.eval_path, split=config.eval_split, subset=config.subset)
-    found = read_pairs(rows, config, tokenizer, max_tokens=max_tokens)
-    return found._replace(pairs=found.pairs[: config.eval_limit])
+    prompt: str | None
+    chosen: str
+    rejected: str
+    margin: str | None = None
 
 
 def read_pairs(
-    rows: Iterator[Row], config: PairDataConfig, tokenizer: Tokenizer, *, max_tokens: int
+    rows: Iterator[Row],
+    tokenizer: Tokenizer,
+    *,
+    columns: Columns,
+    rendering: Rendering,
+    max_tokens: int,
 ) -> Pairs:
-    """Tokenises pairs. Prompt and answer are tokenised each for itself, as in sampling, where the
-    prompt is given.
+    """Tokenises pairs. Prompt and answer are tokenised separately, as in sampling, where the prompt
+    is given.
 
     Args:
-      rows: from `data.read_rows`.
-      config: names the columns, and how a prompt becomes text.
+      rows: from `prompts.read_rows`.
       tokenizer: the model's.
+      columns: where a pair stands in a row.
+      rendering: how a prompt becomes text.
       max_tokens: a pair with more tokens is left out and counted.
 
     Raises:
@@ -82,11 +82,11 @@ def read_pairs(
         pair is left; the message names file, line and key.
     """
     end = end_of(tokenizer)
-    render = prompts.renderer(tokenizer, parts.rendering(config))
+    render = prompts.renderer(tokenizer, rendering)
     pairs: list[Pair] = []
     too_long, where = 0, "the data"
     for where, record in rows:
-        prompt, chosen, rejected = _texts(record, config, where=where)
+        prompt, chosen, rejected = _texts(record, columns, where=where)
         tokens = tokenizer.encode(render(prompt, where=where), add_special_tokens=False)
         if not tokens:
             raise ValueError(f"{where}: the prompt has no tokens, so no answer could follow it")
@@ -94,7 +94,7 @@ def read_pairs(
             answered(tokens, [*tokenizer.encode(text, add_special_tokens=False), end])
             for text in (chosen, rejected)
         )
-        pair = Pair(better, worse, _margin(record, config, where=where))
+        pair = Pair(better, worse, _margin(record, columns, where=where))
         if pair.length > max_tokens:
             too_long += 1
         else:
@@ -107,50 +107,10 @@ def read_pairs(
     return Pairs(pairs, too_long)
 
 
-def pack_pairs(pairs: Sequence[Pair], config: SupervisedConfig) -> HostBatch:
-    """A batch of at most `train.batch_size` pairs, each within one row, its chosen answer first.
-    The advantages of the chosen answer add up to the margin."""
-    if config.train.packing:
-        rows = assign_rows([p.length for p in pairs], row_length=config.train.row_length)
-    else:
-        rows = [[i] for i in range(len(pairs))]
-    placed, used = rows_for([[a for i in row for a in (2 * i, 2 * i + 1)] for row in rows], config)
-    advantages: list[np.ndarray | float] = []
-    for pair in pairs:
-        margin = np.zeros(len(pair.chosen.completion), np.float32)
-        margin[-1] = pair.margin
-        advantages += [margin, 0.0]
-    batch = pack(
-        [answer for pair in pairs for answer in (pair.chosen, pair.rejected)],
-        advantages,
-        rows=placed,
-        row_length=config.train.row_length,
-    )
-    return HostBatch(batch, used)
-
-
-def measure_pairs(
-    pairs: Sequence[Pair],
-    measure: Callable[[Minibatch], Metrics],
-    config: SupervisedConfig,
-    *,
-    layout: Layout,
-) -> dict[str, float]:
-    """The means over pairs of what `measure` finds in each batch of them; empty without pairs."""
-    size = config.train.batch_size
-    found: Metrics = {}
-    for start in range(0, len(pairs), size):
-        batch = pack_pairs(pairs[start : start + size], config)
-        found = merge(found, measure(place(batch, layout)))
-    return to_floats(found)
-
-
-def _texts(
-    record: Mapping[str, Any], config: PairDataConfig, *, where: str
-) -> tuple[Prompt, str, str]:
+def _texts(record: Mapping[str, Any], columns: Columns, *, where: str) -> tuple[Prompt, str, str]:
     """Prompt, chosen and rejected answer."""
     before, answers = [], []
-    for key in (config.chosen_key, config.rejected_key):
+    for key in (columns.chosen, columns.rejected):
         value = prompts.prompt_of(record, key, where=where)
         if isinstance(value, list) and value[-1]["role"] != "assistant":
             raise ValueError(f"{where}: the last message of {key!r} is not the assistant's answer")
@@ -158,29 +118,29 @@ def _texts(
         answers.append(value if isinstance(value, str) else value[-1]["content"])
     if before[0] != before[1]:
         raise ValueError(
-            f"{where}: {config.chosen_key!r} and {config.rejected_key!r} answer different prompts"
+            f"{where}: {columns.chosen!r} and {columns.rejected!r} answer different prompts"
         )
-    if config.prompt_key is None:
+    if columns.prompt is None:
         if not before[0]:
             raise ValueError(
-                f"{where}: data.prompt_key = 'none', and {config.chosen_key!r} holds no message "
+                f"{where}: data.prompt_key = 'none', and {columns.chosen!r} holds no message "
                 "before the answer that could be the prompt"
             )
         return before[0], answers[0], answers[1]
-    prompt = prompts.prompt_of(record, config.prompt_key, where=where)
+    prompt = prompts.prompt_of(record, columns.prompt, where=where)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if before[0] not in ([], messages):
         raise ValueError(
-            f"{where}: the messages before the answer in {config.chosen_key!r} are not those of "
-            f"{config.prompt_key!r}; set data.prompt_key = 'none' if they are the prompt"
+            f"{where}: the messages before the answer in {columns.chosen!r} are not those of "
+            f"{columns.prompt!r}; set data.prompt_key = 'none' if they are the prompt"
         )
     return prompt, answers[0], answers[1]
 
 
-def _margin(record: Mapping[str, Any], config: PairDataConfig, *, where: str) -> float:
-    if not isinstance(config, RankedDataConfig) or config.margin_key is None:
+def _margin(record: Mapping[str, Any], columns: Columns, *, where: str) -> float:
+    if columns.margin is None:
         return 0.0
-    value = prompts.column(record, config.margin_key, where=where)
+    value = prompts.column(record, columns.margin, where=where)
     if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
-        raise ValueError(f"{where}: {config.margin_key!r} is {value!r:.80}, expected a number")
+        raise ValueError(f"{where}: {columns.margin!r} is {value!r:.80}, expected a number")
     return float(value)

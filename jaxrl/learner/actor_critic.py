@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jaxrl.core.batch import TokenBatch
+from jaxrl.core.batch import Minibatch, TokenBatch
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.precision import Precision, cast, init_loss_scale
 from jaxrl.learner.critic import CriticLearner, judged, named, value_total
-from jaxrl.learner.policy import VALUE_HEAD, Learner, Minibatch, make_learner
+from jaxrl.learner.policy import VALUE_HEAD, Learner, make_learner
 from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update
 from jaxrl.losses import Recipe, objective
 from jaxrl.models.decoder import Model

@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxrl.core.batch import TokenBatch
+from jaxrl.core.batch import Minibatch, TokenBatch
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.precision import Precision, cast
-from jaxrl.learner.policy import Minibatch
 from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update
 from jaxrl.losses.algebra import Scores
 from jaxrl.losses.value import Critic

@@ -5,15 +5,14 @@ the step. Nothing here knows which loss, which model or which mesh it is.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import optax
-from flax import struct
 
-from jaxrl.core.batch import TokenBatch
+from jaxrl.core.batch import Minibatch, TokenBatch
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.precision import Precision, cast, sampler_precision
 from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update
@@ -27,21 +26,6 @@ from jaxrl.models.spec import Params
 
 # Among the parameters, the head of a critic that shares the policy's trunk: [1, D].
 VALUE_HEAD = "score"
-
-
-@struct.dataclass(kw_only=True)
-class Minibatch:
-    """What one optimizer step learns from.
-
-    The rows of `batch` are those of `max_microbatches` microbatches, interleaved as
-    `interleave` leaves them; only the first `microbatches` of them are computed, so one compiled
-    step serves every number of rows. A score that no loss needs is None.
-    """
-
-    batch: TokenBatch  # [N, T]
-    microbatches: jax.Array  # i32[]
-    anchor: jax.Array | None = None  # f32[N, T]
-    reference: jax.Array | None = None  # f32[N, T]
 
 
 class Learner(NamedTuple):
@@ -63,38 +47,6 @@ class Learner(NamedTuple):
     score: Callable[[Params, Minibatch], jax.Array]
     shadow: Callable[[Params, Minibatch], jax.Array]
     step: Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]
-
-
-def interleave(
-    rows: Sequence[Sequence[int]], *, rows_per_microbatch: int, max_microbatches: int
-) -> tuple[list[Sequence[int]], int]:
-    """Places rows such that the compiled step can stop after the last microbatch in use.
-
-    The step splits its batch with a stride (row i belongs to microbatch i mod n), which keeps each
-    microbatch spread evenly over the devices that hold the rows.
-
-    Args:
-      rows: the sequences of each row, as `batch.assign_rows` returns them.
-      rows_per_microbatch: rows that are computed at once.
-      max_microbatches: how many the batch has room for.
-
-    Returns:
-      (rows with empty ones added, for `batch.pack`; number of microbatches in use).
-
-    Raises:
-      ValueError: if there are more rows than room.
-    """
-    used = max(1, -(-len(rows) // rows_per_microbatch))
-    if used > max_microbatches:
-        raise ValueError(
-            f"{len(rows)} rows fill {used} microbatches of {rows_per_microbatch} rows, and the "
-            f"batch has room for {max_microbatches}"
-        )
-    # Deal row by row over the microbatches in use, so that all are about equally full.
-    placed: list[Sequence[int]] = [()] * (rows_per_microbatch * max_microbatches)
-    for i, row in enumerate(rows):
-        placed[(i % used) + (i // used) * max_microbatches] = row
-    return placed, used
 
 
 def make_learner(

@@ -1,49 +1,23 @@
 """A trained reward model as a reward: it reads the token ids that were sampled, never text."""
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
+import optax
 
-from jaxrl.core.batch import Rollout, assign_rows, pack
+from jaxrl.core.batch import Minibatch, TokenBatch
+from jaxrl.core.metrics import Metrics
 from jaxrl.core.precision import Precision, cast
-from jaxrl.data.prompts import Tokenizer
-from jaxrl.learner.policy import Minibatch, interleave
-from jaxrl.learner.update import by_microbatch, constrainer
+from jaxrl.learner.policy import LearnerState
+from jaxrl.learner.update import by_microbatch, constrainer, make_update
+from jaxrl.losses.preference import pair_count, ranked
 from jaxrl.models.decoder import Model
 from jaxrl.models.scorer import sequence_scores
 from jaxrl.models.spec import Params
-from sharding.transfer import fetch, place
 
 # (parameters, minibatch of N rows) -> f32[N, T + 1]: the score of each row's sequences 1, 2, ...
 Scores = Callable[[Params, Minibatch], jax.Array]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardModel:
-    """A reward model on the learner's devices.
-
-    Attributes:
-      params: in `precision.compute`.
-      scores: compiled.
-      sharding: of a batch.
-      row_length: tokens in a row.
-      rows_per_microbatch: rows that are computed at once.
-    """
-
-    params: Params
-    scores: Scores
-    sharding: Any
-    row_length: int
-    rows_per_microbatch: int
-
-
-class _Seat(NamedTuple):
-    row: int
-    segment: int
 
 
 def make_scores(
@@ -72,45 +46,53 @@ def make_scores(
     return scores
 
 
-def rate(model: RewardModel, rollouts: Sequence[Rollout]) -> np.ndarray:
-    """The reward of each prompt with its answer, f64[N]; NaN where it is not finite."""
-    rows = assign_rows([r.length for r in rollouts], row_length=model.row_length)
-    # Room for the worst case, one sequence to a row, so that it compiles once.
-    most = -(-len(rollouts) // model.rows_per_microbatch)
-    placed, used = interleave(
-        rows, rows_per_microbatch=model.rows_per_microbatch, max_microbatches=most
-    )
-    batch = pack(rollouts, [0.0] * len(rollouts), rows=placed, row_length=model.row_length)
-    minibatch = Minibatch(batch=place(batch, model.sharding), microbatches=jnp.int32(used))
-    scores = np.asarray(fetch(model.scores(model.params, minibatch)), np.float64)
-    seats = {i: _Seat(r, s) for r, row in enumerate(placed) for s, i in enumerate(row, start=1)}
-    values = np.array([scores[seats[i]] for i in range(len(rollouts))])
-    return np.where(np.isfinite(values), values, np.nan)
+class Ranker(NamedTuple):
+    """A learner of rewards: pure functions, as those of `learner.Learner`."""
+
+    init: Callable[[Params], LearnerState]
+    step: Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]
 
 
-def check_vocabulary(path: str, *, own: Tokenizer, policy: Tokenizer, vocab_size: int) -> None:
-    """Checks that token ids mean the same to the reward model as to the policy.
+def make_ranker(
+    model: Model,
+    *,
+    centring: float,
+    optimizer: optax.GradientTransformation,
+    precision: Precision,
+    rows_per_microbatch: int,
+    param_shardings: Any = None,
+) -> Ranker:
+    """Builds the learner of a reward model.
 
     Args:
-      path: of the reward model, for the message.
-      own: the reward model's tokenizer.
-      policy: the policy's.
-      vocab_size: rows of the reward model's embedding.
-
-    Raises:
-      ValueError: if they do not; the message names the first difference.
+      model: a scorer.
+      centring: as in `preference.bradley_terry`.
+      optimizer: any optax transformation.
+      precision: the dtype policy.
+      rows_per_microbatch: rows that are computed at once; divides the rows of every minibatch.
+      param_shardings: tree of shardings of the parameters; None on a single device.
     """
-    ours, theirs = policy.get_vocab(), own.get_vocab()
-    differing = sorted(t for t in {**ours, **theirs} if ours.get(t) != theirs.get(t))
-    if differing:
-        token = differing[0]
-        raise ValueError(
-            f"reward.model = {path!r}: its tokenizer is not the policy's, and it is given the "
-            f"sampled token ids as they are; {len(differing)} tokens differ, such as {token!r}: "
-            f"{theirs.get(token)} there and {ours.get(token)} here. Train one from this model"
+
+    def total(weights: Params, batch: TokenBatch, fixed: None) -> tuple[jax.Array, Metrics]:
+        del fixed
+        scores = sequence_scores(model, weights, batch, precision=precision)
+        return ranked(scores, batch, centring=centring)
+
+    update = make_update(
+        total,
+        optimizer=optimizer,
+        precision=precision,
+        rows_per_microbatch=rows_per_microbatch,
+        param_shardings=param_shardings,
+    )
+
+    def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
+        return update.step(
+            state,
+            minibatch.batch,
+            fixed=None,
+            denominator=pair_count(minibatch.batch),
+            microbatches=minibatch.microbatches,
         )
-    if (highest := max(ours.values())) >= vocab_size:
-        raise ValueError(
-            f"reward.model = {path!r}: its embedding has {vocab_size} entries, and the policy's "
-            f"tokenizer has the token id {highest}"
-        )
+
+    return Ranker(update.init, step)

@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from jaxrl.builders import parts
+from jaxrl.builders.model import attention_note
 from jaxrl.core import precision
 from jaxrl.monitoring.alarms.causes import CAUSES
 from jaxrl.monitoring.alarms.rules import Alarm, check
@@ -89,7 +89,7 @@ class Guard:
             raise ValueError(f"no checkpoint from before step {alarm.healthy + 1} is left")
         changes = rollbacks.remedy(run.config.alarms.action(alarm.name), run.config)
         changed = rollbacks.changed(run.config, changes)
-        parts.attention_note(
+        attention_note(
             changed.train.attention,
             config=run.model.config,
             layout=run.layout,

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.advantages import Advantages
-from jaxrl.core.batch import Rollout, assign_rows, gather, pack
-from jaxrl.learner.policy import LearnerState, Minibatch, interleave
+from jaxrl.core.batch import Minibatch, Rollout
+from jaxrl.core.packing import assign_rows, gather, interleave, pack
+from jaxrl.learner.policy import LearnerState
 from jaxrl.losses.algebra import Need
 from jaxrl.models import lora
 from jaxrl.training.run import Run

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl.advantages import Advantages
-from jaxrl.core.batch import Rollout
-from jaxrl.learner.policy import LearnerState, Minibatch
+from jaxrl.core.batch import Minibatch, Rollout
+from jaxrl.learner.policy import LearnerState
 from jaxrl.monitoring.ratio.replay import parts, replay_batch, summary
 from jaxrl.monitoring.ratio.split import known_tokens, split
 from jaxrl.training.minibatches import unpacked

@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 
 from flax import traverse_util
 
-from jaxrl.builders import parts
+from jaxrl.builders.recipe import make_recipe
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core import plugins, precision
+from jaxrl.core.files import write_whole
 from jaxrl.losses import recipes
 from jaxrl.monitoring.alarms.rules import Alarm
 from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
-from jaxrl.training.storage.run_directory import ResumeError, write_whole
+from jaxrl.training.storage.run_directory import ResumeError
 
 _FIRST_KL = 0.001  # where there was none: enough for long runs (docs/losses.md)
 
@@ -78,7 +79,7 @@ def remedy(action: str, config: Config) -> dict[str, Any]:
         changes = {"reward.kl": 2 * config.reward.kl}
     else:
         changes = {"loss.kl": 2 * _kl(config) or _FIRST_KL}
-    parts.make_recipe(changed(config, changes))
+    make_recipe(changed(config, changes))
     return changes
 
 

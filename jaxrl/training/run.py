@@ -6,8 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl.builders import environment, parts
+from jaxrl.builders import environment
+from jaxrl.builders.layout import make_layout
 from jaxrl.builders.learner import open_learning
+from jaxrl.builders.prompts import load_held_out_prompts, load_training_prompts, sampling_params
+from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.reward_model import Judge, load_judge
 from jaxrl.builders.sampler import open_sampler
 from jaxrl.builders.servers import Adapters, Publish
@@ -146,8 +149,8 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     """
     directory, hosts = Path(config.run_dir), Hosts()
     config = hosts.led(lambda: rollbacks.settle(directory, config))
-    recipe, policy = parts.make_recipe(config), precision.parse(config.precision)
-    layout = parts.make_layout(config.mesh)
+    recipe, policy = make_recipe(config), precision.parse(config.precision)
+    layout = make_layout(config.mesh)
     material = _read_material(config, hosts=hosts)
     learning, state = open_learning(config, recipe, layout=layout)
     tokenizer, vocab_size = material.tokenizer, learning.model.config.vocab_size
@@ -201,7 +204,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             sampler=serving.sampler,
             publish=serving.publish,
             replay=serving.score,
-            sampling=parts.sampling_params(
+            sampling=sampling_params(
                 config.sampling, config.model.path, tokenizer, seed=config.seed
             ),
             reference=learning.reference,
@@ -240,8 +243,8 @@ def _read_material(config: Config, *, hosts: Hosts) -> _Material:
     tools = load_tools(config.environment.tools, corpus=config.environment.corpus)
     prompts, held_out = Prompts((), 0), None
     if hosts.leads:
-        prompts = parts.load_training_prompts(config.data, tokenizer, tools=tools)
-        held_out = parts.load_held_out_prompts(config.data, tokenizer, tools=tools)
+        prompts = load_training_prompts(config.data, tokenizer, tools=tools)
+        held_out = load_held_out_prompts(config.data, tokenizer, tools=tools)
     rewards = load_rewards(config.reward.path, config.reward.weights, timeout=config.reward.timeout)
     return _Material(tokenizer, tools, prompts, held_out, rewards)
 

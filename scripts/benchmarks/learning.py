@@ -10,9 +10,9 @@ import optax
 from benchmarks.shapes import ANSWER, PROMPT, SHAPES
 from benchmarks.timing import Run
 
-from jaxrl.core.batch import TokenBatch
+from jaxrl.core.batch import Minibatch, TokenBatch
 from jaxrl.core.precision import Precision, cast
-from jaxrl.learner.policy import Minibatch, make_learner
+from jaxrl.learner.policy import make_learner
 from jaxrl.losses.recipes import grpo
 from jaxrl.models.decoder import decoder
 from jaxrl.models.logprobs import token_logprobs

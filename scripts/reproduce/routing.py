@@ -13,9 +13,8 @@ from reproduce.phantom import DEEP, write_material
 
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.core.batch import Rollout
+from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.precision import cast, parse
-from jaxrl.learner.policy import Minibatch
 from jaxrl.monitoring.ratio.split import known_tokens, split
 from jaxrl.training.run import open_run
 

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.core.batch import Rollout, pack
-from jaxrl.learner.policy import LearnerState, Minibatch
+from jaxrl.core.batch import Minibatch, Rollout
+from jaxrl.core.packing import pack
+from jaxrl.learner.policy import LearnerState
 from jaxrl.training.rollouts import answers
 from jaxrl.training.run import Progress, Run
 

@@ -6,7 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.builders.parts import load_model, make_layout, make_optimizer
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import load_model
+from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.cli import COMMANDS, main
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config

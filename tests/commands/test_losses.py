@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl.advantages import Outcomes, estimate
-from jaxrl.builders import parts
+from jaxrl.builders.recipe import make_recipe
 from jaxrl.cli import main
 from jaxrl.commands.losses import catalogue
 from jaxrl.commands.losses.command import markdown
@@ -87,7 +87,7 @@ def test_defaults_are_written_in_a_config_as_they_are_shown():
             },
         )
         plain = build(entry.name, {p.name: 8 for p in entry.parameters if p.default is None})
-        assert parts.make_recipe(config).objective.needs == plain.objective.needs
+        assert make_recipe(config).objective.needs == plain.objective.needs
 
 
 def _toml(text):

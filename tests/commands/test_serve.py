@@ -5,7 +5,8 @@ from contextlib import contextmanager
 import pytest
 
 from jaxrl.bridge.servers.launch import ServerFailedError
-from jaxrl.builders import parts, sampler, servers
+from jaxrl.builders import sampler, servers
+from jaxrl.builders.layout import make_layout
 from jaxrl.commands.serve import command
 from jaxrl.config import toml_file
 from jaxrl.config.toml_file import ConfigError
@@ -72,7 +73,7 @@ def test_a_server_of_a_runs_own_has_a_key_that_nobody_knows(monkeypatch, tmp_pat
                 params={},
                 version=0,
                 policy=PRESETS["fp32"],
-                layout=parts.make_layout(config.mesh),
+                layout=make_layout(config.mesh),
                 directory=tmp_path,
                 note=print,
             ),

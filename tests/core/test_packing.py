@@ -6,15 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.core.batch import (
-    Rollout,
-    action_sequences,
-    action_tokens,
-    assign_rows,
-    pack,
-    segment_sum,
-    sequence_weights,
-)
+from jaxrl.core.batch import Rollout, action_sequences, action_tokens, segment_sum, sequence_weights
+from jaxrl.core.packing import assign_rows, pack
 
 ROW = 12
 quick = settings(max_examples=40, derandomize=True, deadline=None, database=None)

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.core.batch import from_json, pack, to_json
+from jaxrl.core.batch import from_json, to_json
+from jaxrl.core.packing import pack
 from jaxrl.core.precision import PRESETS
 from jaxrl.data.prompts import Example
 from jaxrl.environments.episodes import open_file_limit

@@ -7,12 +7,13 @@ import optax
 import pytest
 
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.core.batch import pack
+from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import to_floats
+from jaxrl.core.packing import interleave, pack
 from jaxrl.core.precision import PRESETS
 from jaxrl.learner.actor_critic import ActorCritic, State, shared_trunk
 from jaxrl.learner.critic import make_critic
-from jaxrl.learner.policy import VALUE_HEAD, Minibatch, interleave, make_learner
+from jaxrl.learner.policy import VALUE_HEAD, make_learner
 from jaxrl.losses import grpo, ppo
 from jaxrl.models.decoder import decoder
 from tests import tiny

@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.core.batch import assign_rows, gather, pack
+from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import to_floats
+from jaxrl.core.packing import assign_rows, gather, interleave, pack
 from jaxrl.core.precision import PRESETS
 from jaxrl.learner.critic import CriticLearner, make_critic
-from jaxrl.learner.policy import Minibatch, interleave
 from jaxrl.losses import ppo
 from jaxrl.models import spec
 from jaxrl.models.decoder import decoder

@@ -9,10 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.core.batch import assign_rows, pack
+from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import to_floats
+from jaxrl.core.packing import assign_rows, interleave, pack
 from jaxrl.core.precision import PRESETS, LossScale, LossScaleSpec, Precision, dynamic_loss_scale
-from jaxrl.learner.policy import Learner, LearnerState, Minibatch, interleave, make_learner
+from jaxrl.learner.policy import Learner, LearnerState, make_learner
 from jaxrl.learner.update import taken
 from jaxrl.losses import (
     clipped,

@@ -10,11 +10,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from jaxrl import train
+from jaxrl.builders.reward_model import RewardModel, rate
 from jaxrl.config.toml_file import ConfigError, load
 from jaxrl.config.training import Config
 from jaxrl.core.precision import PRESETS
 from jaxrl.environments.rewards import scoring
-from jaxrl.learner.reward_model import RewardModel, make_scores, rate
+from jaxrl.learner.reward_model import make_scores
 from jaxrl.models import huggingface, spec
 from jaxrl.models.decoder import decoder
 from jaxrl.models.scorer import token_scores

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.builders.parts import state_shardings
+from jaxrl.builders.optimizer import state_shardings
 from jaxrl.config.tables import OptimizerConfig
-from jaxrl.core.batch import Rollout, pack
+from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.metrics import to_floats
+from jaxrl.core.packing import interleave, pack
 from jaxrl.core.precision import PRESETS as PRECISIONS
 from jaxrl.learner.optimizers import make_optimizer, make_schedule
-from jaxrl.learner.policy import LearnerState, Minibatch, interleave, make_learner
+from jaxrl.learner.policy import LearnerState, make_learner
 from jaxrl.losses import grpo, with_terms
 from jaxrl.models import kernels
 from jaxrl.models.decoder import decoder

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.core.batch import assign_rows
 from jaxrl.core.metrics import to_floats
+from jaxrl.core.packing import assign_rows
 from jaxrl.losses import (
     Weights,
     add,

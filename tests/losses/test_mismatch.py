@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.core.batch import pack
+from jaxrl.core.packing import pack
 from jaxrl.losses.mismatch import mismatch
 from tests import tiny
 

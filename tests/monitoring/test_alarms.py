@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from jaxrl.config import toml_file
+from jaxrl.config.alarms import Limits
 from jaxrl.config.training import Config
 from jaxrl.losses import recipes, with_terms
 from jaxrl.monitoring.alarms.causes import CAUSES
-from jaxrl.monitoring.alarms.rules import RULES, Limits, replay
+from jaxrl.monitoring.alarms.rules import RULES, replay
 
 LIMITS = Limits(warmup=10, window=8)
 

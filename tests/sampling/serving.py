@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxrl.bridge.servers.launch import LocalServer
-from jaxrl.builders import parts
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import load_trained
 from jaxrl.builders.sampler import Serving, open_sampler
 from jaxrl.builders.servers import Adapters, started_server
 from jaxrl.config import toml_file
@@ -66,8 +67,8 @@ def opened(
     material: Material, urls: Sequence[str], *, note: Callable[[str], None], **changes: str
 ) -> Iterator[Serving]:
     made = config(material.directory, sampler__url=json.dumps(urls), **changes)
-    layout = parts.make_layout(made.mesh)
-    model, params, specs = parts.load_trained(made, layout=layout)
+    layout = make_layout(made.mesh)
+    model, params, specs = load_trained(made, layout=layout)
     with open_sampler(
         made,
         model,

@@ -16,11 +16,12 @@ from jaxrl.bridge.base import RefusedError
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.builders.sampler import Serving
 from jaxrl.cli import main
-from jaxrl.core.batch import Rollout, pack
+from jaxrl.core.batch import Minibatch, Rollout
+from jaxrl.core.packing import pack
 from jaxrl.data.prompts import Example
 from jaxrl.environments.episodes.base import Limits, Step
 from jaxrl.environments.episodes.play import Arena, RequestsDesk, play
-from jaxrl.learner.policy import Minibatch, make_learner
+from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective
 from jaxrl.losses.surrogates import reinforce

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from jaxrl import train
-from jaxrl.builders import parts
+from jaxrl.builders import learner as builder
 from jaxrl.cli import main
 from jaxrl.config import toml_file
+from jaxrl.config.alarms import Limits
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
 from jaxrl.monitoring.alarms.history import History
-from jaxrl.monitoring.alarms.rules import Limits, replay
+from jaxrl.monitoring.alarms.rules import replay
 from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
 from jaxrl.training import rollbacks
 from jaxrl.training.alarm_actions import Guard
@@ -183,13 +184,13 @@ def test_a_healthy_run_raises_none(healthy):
 def one_learner(monkeypatch):
     """The seeds of a run compute with the same functions, which are traced once; no model is
     written."""
-    make, made = parts.make_learner, []
+    make, made = builder.build_learner, []
 
     def make_once(*args: Any, **kwargs: Any) -> Any:
         made.extend([] if made else [make(*args, **kwargs)])
         return made[0]
 
-    monkeypatch.setattr(parts, "make_learner", make_once)
+    monkeypatch.setattr(builder, "build_learner", make_once)
     monkeypatch.setattr(train, "finish", lambda run, state: run.directory)
 
 

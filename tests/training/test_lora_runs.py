@@ -8,10 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.core.batch import pack
+from jaxrl.core.batch import Minibatch
+from jaxrl.core.packing import interleave, pack
 from jaxrl.core.precision import PRESETS as PRECISIONS
 from jaxrl.core.precision import cast
-from jaxrl.learner.policy import Minibatch, interleave, make_learner
+from jaxrl.learner.policy import make_learner
 from jaxrl.learner.update import saved, with_saved
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective

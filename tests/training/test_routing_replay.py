@@ -11,15 +11,16 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.builders import parts
+from jaxrl.builders.learner import build_learner
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.core.batch import Rollout, assign_rows, from_json, gather, pack, to_json
+from jaxrl.core.batch import Minibatch, Rollout, from_json, to_json
 from jaxrl.core.metrics import to_floats
+from jaxrl.core.packing import assign_rows, gather, interleave, pack
 from jaxrl.core.precision import PRESETS
 from jaxrl.environments.episodes.base import Limits, Step
 from jaxrl.environments.episodes.episode import Draft
-from jaxrl.learner.policy import Minibatch, interleave, make_learner
+from jaxrl.learner.policy import make_learner
 from jaxrl.losses import objective, over_sampler, token_mean, unclipped
 from jaxrl.models.decoder import decoder
 from jaxrl.models.logprobs import token_logprobs
@@ -232,9 +233,7 @@ def test_what_cannot_be_replayed_is_refused():
         config(**{"critic.trunk": "shared", "loss.name": "ppo"})
     unused: Any = None
     with pytest.raises(ValueError, match=r"replay_routing = true: m \(qwen3\) is dense"):
-        parts.make_learner(
-            config(), tiny.model(), objective=unused, optimizer=unused, layout=unused
-        )
+        build_learner(config(), tiny.model(), objective=unused, optimizer=unused, layout=unused)
     with pytest.raises(ValueError, match="the model is dense"):
         EmbeddedSampler(tiny.model(), tiny.params(), precision=F32, record_experts=True)
 

@@ -9,11 +9,12 @@ import pytest
 
 from jaxrl.config.sft import SFTConfig
 from jaxrl.config.toml_file import ConfigError, load
-from jaxrl.core.batch import pack
+from jaxrl.core.batch import Minibatch
 from jaxrl.core.hosts import Hosts
+from jaxrl.core.packing import pack
 from jaxrl.core.precision import PRESETS
 from jaxrl.learner.optimizers import make_optimizer, make_schedule
-from jaxrl.learner.policy import Minibatch, make_learner
+from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective
 from jaxrl.models import huggingface

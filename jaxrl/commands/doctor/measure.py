@@ -12,17 +12,20 @@ import numpy as np
 import optax
 
 from jaxrl.bridge.servers.control import VllmServer
-from jaxrl.builders import parts
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import load_model
+from jaxrl.builders.prompts import rendering, sampling_params
 from jaxrl.builders.sampler import open_sampler
 from jaxrl.builders.servers import api_key
 from jaxrl.commands.doctor.text import Finding
 from jaxrl.config.doctor import DoctorConfig
 from jaxrl.config.tables import SamplingConfig
 from jaxrl.core import precision
-from jaxrl.core.batch import Rollout, TokenBatch, assign_rows, pack
+from jaxrl.core.batch import Minibatch, Rollout, TokenBatch
+from jaxrl.core.packing import assign_rows, interleave, pack
 from jaxrl.core.precision import Precision
 from jaxrl.data import prompts as data
-from jaxrl.learner.policy import Learner, Minibatch, interleave, make_learner
+from jaxrl.learner.policy import Learner, make_learner
 from jaxrl.losses.recipes import grpo
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model
@@ -89,15 +92,13 @@ def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Findin
 
 
 def _material(config: DoctorConfig) -> _Material:
-    layout = parts.make_layout(config.mesh)
+    layout = make_layout(config.mesh)
     path = config.model.path
     tokenizer = huggingface.load_tokenizer(path)
-    sampling = parts.sampling_params(
+    sampling = sampling_params(
         SamplingConfig(max_tokens=config.sampling.max_tokens), path, tokenizer, seed=config.seed
     )
-    model, params = parts.load_model(
-        path, layout=layout, dtype=np.dtype(np.float32), remat=config.remat
-    )
+    model, params = load_model(path, layout=layout, dtype=np.dtype(np.float32), remat=config.remat)
     if config.data.path is None:
         ends = [stop[0] for stop in sampling.stop if len(stop) == 1]
         others = np.setdiff1d(np.arange(model.config.vocab_size), ends)
@@ -109,7 +110,7 @@ def _material(config: DoctorConfig) -> _Material:
             tokenizer,
             prompt_key=config.data.prompt_key,
             answer_key=None,
-            rendering=parts.rendering(config.data),
+            rendering=rendering(config.data),
             max_tokens=config.data.max_prompt_tokens,
             limit=config.prompts,
         )

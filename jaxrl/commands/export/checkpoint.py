@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 
-from jaxrl.builders import parts
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import trained_specs
+from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.training import Config
 from jaxrl.core import precision
@@ -80,7 +82,7 @@ def export_adapters(
 
 def _model(config: Config) -> tuple[Model, Any]:
     model = decoder(huggingface.load_config(config.model.path))
-    return model, parts.trained_specs(config.lora, model.specs)
+    return model, trained_specs(config.lora, model.specs)
 
 
 def _dtype(name: str | None, *, default: DType) -> DType:
@@ -111,11 +113,11 @@ def _choose(checkpoints: Checkpoints, step: str) -> int:
 
 def _like(config: Config, model: Model, specs: Any, policy: Precision) -> LearnerState:
     """The structure of the run's state, on one device."""
-    layout = parts.make_layout(MeshConfig())
+    layout = make_layout(MeshConfig())
     learner = make_learner(
         model,
         objective(reinforce(), token_mean),  # any: the state does not depend on it
-        optimizer=parts.make_optimizer(
+        optimizer=make_optimizer(
             config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
         ).transformation,
         precision=policy,

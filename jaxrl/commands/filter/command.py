@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl.builders import parts
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import load_model
+from jaxrl.builders.prompts import load_training_prompts, sampling_params
 from jaxrl.commands import options
 from jaxrl.commands.filter import pass_rate
 from jaxrl.config.training import Config
@@ -54,7 +56,7 @@ def _filter(config: Config, arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     out, samples, low, high = arguments.out, arguments.samples, arguments.low, arguments.high
     tokenizer = huggingface.load_tokenizer(config.model.path)
-    prompts = parts.load_training_prompts(config.data, tokenizer)
+    prompts = load_training_prompts(config.data, tokenizer)
     examples = prompts.examples
     journal = pass_rate.Journal(
         out.with_name(out.name + ".measured"),
@@ -102,11 +104,11 @@ def _measure(
     if done == len(examples):
         return
     policy = precision.parse(config.precision)
-    layout = parts.make_layout(config.mesh)
+    layout = make_layout(config.mesh)
     reward, *_ = load_rewards(
         config.reward.path, config.reward.weights, timeout=config.reward.timeout
     )
-    model, params = parts.load_model(config.model.path, layout=layout, dtype=policy.params)
+    model, params = load_model(config.model.path, layout=layout, dtype=policy.params)
     with (
         Progress("filter", start_step=done, total_steps=len(examples)) as progress,
         open_sampler(
@@ -127,7 +129,7 @@ def _measure(
             done=done,
             lot=config.train.train_batch,
             samples=arguments.samples,
-            sampling=parts.sampling_params(
+            sampling=sampling_params(
                 config.sampling, config.model.path, tokenizer, seed=config.seed
             ),
             reward=reward,

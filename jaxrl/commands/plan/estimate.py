@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jaxrl.builders import parts
+from jaxrl.builders.model import trained_specs
 from jaxrl.commands.plan.roofline import parameter_count
 from jaxrl.config.training import Config
 from jaxrl.core import precision
@@ -131,7 +131,7 @@ def estimate(
         )
         for name, models in (("PPO", PPO), ("GRPO", GRPO))
     }
-    held = parts.trained_specs(config.lora, specs)
+    held = trained_specs(config.lora, specs)
     if isinstance(held, lora.Adapted):
         # The reference is the frozen weights with the adapters as they began.
         few = GRPO.memory(parameter_count(held.adapters), trained=trained, frozen=frozen)

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from jaxrl.builders import parts
+from jaxrl.builders.layout import sampler_layout
+from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.commands.plan.step import Step, placed
 from jaxrl.config.training import Config
 from jaxrl.core.precision import DType, Precision, cast
@@ -90,7 +91,7 @@ def besides(config: Config, step: Step) -> Besides:
     policy, layout = step.policy, step.layout
     embedded = config.sampler.name == "embedded"
     base = step.model.specs
-    own = parts.sampler_layout(config.sampler, layout)
+    own = sampler_layout(config.sampler, layout)
     served = _weights(base, own, dtype=policy.sampler) if embedded else 0.0
     # Two casts are one where the dtypes are alike, and nothing is sent where the layouts are.
     sent = layout.mesh.size > 1 and own != layout
@@ -140,9 +141,7 @@ def _critic(config: Config, *, layout: Layout, policy: Precision) -> float:
         return 0.0  # one more row
     specs = _scorer(config.critic.path or config.model.path)
     params = spec.abstract(specs, dtype=policy.params)
-    optimizer = parts.make_optimizer(
-        config.optimizer, total_steps=config.optimizer_steps, specs=specs
-    )
+    optimizer = make_optimizer(config.optimizer, total_steps=config.optimizer_steps, specs=specs)
     held = {"params": params}
     if not config.optimizer.offload:
         held["moments"] = jax.eval_shape(

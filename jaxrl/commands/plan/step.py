@@ -5,13 +5,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl.builders import parts
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.learner import build_learner
+from jaxrl.builders.model import make_decoder, trained_specs
+from jaxrl.builders.optimizer import make_optimizer, state_shardings
+from jaxrl.builders.recipe import make_recipe
 from jaxrl.commands.plan.topology import Topology
 from jaxrl.config.training import Config
 from jaxrl.core import precision
-from jaxrl.core.batch import TokenBatch
+from jaxrl.core.batch import Minibatch, TokenBatch
 from jaxrl.core.precision import Precision
-from jaxrl.learner.policy import Learner, LearnerState, Minibatch
+from jaxrl.learner.policy import Learner, LearnerState
 from jaxrl.losses import Need, Recipe
 from jaxrl.models import huggingface, kernels, lora
 from jaxrl.models.decoder import Model
@@ -55,7 +59,7 @@ def make_step(config: Config, topology: Topology) -> Step:
       FileNotFoundError, ValueError: for a model or a mesh that cannot be used, as `jaxrl train`.
     """
     policy = precision.parse(config.precision)
-    layout = parts.make_layout(config.mesh, devices=topology.devices)
+    layout = make_layout(config.mesh, devices=topology.devices)
     sizes = huggingface.load_config(config.model.path)
     kernel = kernels.choose(
         config.train.attention,
@@ -64,18 +68,18 @@ def make_step(config: Config, topology: Topology) -> Step:
         precision=policy,
         length=config.row_length,
     )
-    model = parts.make_decoder(sizes, layout=layout, remat=config.train.remat, attention=kernel)
-    recipe = parts.make_recipe(config)
-    specs = parts.trained_specs(config.lora, model.specs)
-    optimizer = parts.make_optimizer(
+    model = make_decoder(sizes, layout=layout, remat=config.train.remat, attention=kernel)
+    recipe = make_recipe(config)
+    specs = trained_specs(config.lora, model.specs)
+    optimizer = make_optimizer(
         config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
     )
-    learner = parts.make_learner(
+    learner = build_learner(
         config, model, objective=recipe.objective, optimizer=optimizer, layout=layout
     )
     params = lora.abstract(specs, trained=policy.params, kept=policy.wire)
     shapes = jax.eval_shape(learner.init, params)
-    shardings = parts.state_shardings(
+    shardings = state_shardings(
         config.optimizer, learner.init, params, layout=layout, specs=lora.declared(specs)
     )
     return Step(

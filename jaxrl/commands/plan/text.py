@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from jaxrl.builders import parts
+from jaxrl.builders.recipe import make_recipe
 from jaxrl.commands.plan.program import Program
 from jaxrl.commands.plan.roofline import Roofline, parameter_count, roofline
 from jaxrl.commands.plan.topology import GIB, Topology
@@ -79,7 +79,7 @@ def _what(config: Config, topology: Topology, program: Program) -> Iterator[str]
 
 def _left_out(config: Config) -> str:
     """What the plan does not count of a critic's step; empty without one."""
-    if parts.make_recipe(config).critic is None:
+    if make_recipe(config).critic is None:
         return ""
     if config.critic.trunk == "shared":
         return (

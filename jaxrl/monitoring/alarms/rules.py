@@ -6,44 +6,17 @@ what later steps are compared with; in them only `not_finite` judges, which comp
 """
 
 import bisect
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl.config.alarms import Limits
 from jaxrl.monitoring.alarms.history import History
 
 _PROBES = 3  # that are taken together
 _SOLVED = 0.9  # of the range of rewards: a mean above it needs no variety
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Where the rules draw their lines; `config.alarms.AlarmsConfig` says what each means."""
-
-    warmup: int = 20
-    window: int = 20
-    kl_factor: float = 5.0
-    kl_floor: float = 0.1
-    gradient_factor: float = 5.0
-    gradient_floor: float = 0.1
-    distinct_factor: float = 0.3
-    identical_rise: float = 0.9
-    repetition_rise: float = 0.5
-    truncated_share: float = 0.5
-    length_factor: float = 0.1
-    entropy_factor: float = 0.1
-    held_out_drop: float = 0.1
-    mismatch_nats: float = 0.5
-    phantom_share: float = 0.05
-    not_finite_steps: int = 10
-
-    @property
-    def short(self) -> int:
-        """Steps whose mean is compared where single steps are noisy."""
-        return max(1, self.window // 4)
 
 
 class Finding(NamedTuple):

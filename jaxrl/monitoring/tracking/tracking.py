@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from jaxrl.core.files import write_whole
 from jaxrl.monitoring.alarms.history import History
 from jaxrl.monitoring.tracking.progress import Progress
 from jaxrl.monitoring.tracking.services import Ending, Note, Service
-from jaxrl.training.storage.run_directory import write_whole
 
 
 class Tracker(NamedTuple):

@@ -17,6 +17,7 @@ from flax import traverse_util
 from jaxrl.config import toml_file
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
+from jaxrl.core.files import write_whole
 from jaxrl.core.hosts import Hosts
 
 # Keys that may change between the parts of one run: they do not change what a step computes.
@@ -162,14 +163,6 @@ def claim(directory: Path, config: Config | SupervisedConfig) -> str | None:
             )
     write_whole(path, toml_file.dumps(config))
     return note
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that others may read meanwhile. It is replaced, not cut in place: they, and a
-    program that is killed here, find either the old file or the new one."""
-    new = path.with_suffix(".new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
 
 
 def note_start(directory: Path, *, step: int, devices: Sequence[Any]) -> None:

@@ -8,18 +8,26 @@ import dataclasses
 
 import jax
 
-from jaxrl.builders import parts
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import load_model
+from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.config.preference import DPOConfig, PairLossConfig
 from jaxrl.core import plugins, precision
+from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import Metrics
-from jaxrl.data.pairs import load_held_out_pairs, load_training_pairs, measure_pairs, pack_pairs
-from jaxrl.learner.policy import Minibatch, make_learner
+from jaxrl.learner.policy import make_learner
 from jaxrl.losses import from_config, preference
 from jaxrl.losses.algebra import Scores, objective
 from jaxrl.losses.preference import PairLoss
 from jaxrl.models import huggingface
 from jaxrl.models.spec import Params
 from jaxrl.training.supervised.fit import Result, Task, fit, left_out, take
+from jaxrl.training.supervised.pairs import (
+    load_held_out_pairs,
+    load_training_pairs,
+    measure_pairs,
+    pack_pairs,
+)
 
 
 def train_dpo(config: DPOConfig) -> Result:
@@ -32,12 +40,12 @@ def train_dpo(config: DPOConfig) -> Result:
     """
     policy = precision.parse(config.precision)
     goal = objective(preference.pairwise(load_loss(config.loss)), preference.pair_mean)
-    layout = parts.make_layout(config.mesh)
+    layout = make_layout(config.mesh)
     tokenizer = huggingface.load_tokenizer(config.model.path)
     longest = config.train.row_length
     training = load_training_pairs(config.data, tokenizer, max_tokens=longest)
     held_out = load_held_out_pairs(config.data, tokenizer, max_tokens=longest)
-    model, params = parts.load_model(
+    model, params = load_model(
         config.model.path,
         layout=layout,
         dtype=policy.params,
@@ -45,9 +53,7 @@ def train_dpo(config: DPOConfig) -> Result:
         attention=config.train.attention,
     )
     reference: Params = jax.jit(precision.cast, static_argnums=1)(params, policy.compute)
-    optimizer = parts.make_optimizer(
-        config.optimizer, total_steps=config.train.steps, specs=model.specs
-    )
+    optimizer = make_optimizer(config.optimizer, total_steps=config.train.steps, specs=model.specs)
     learner = make_learner(
         model,
         goal,

@@ -13,14 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.builders import parts
+from jaxrl.builders.model import attention_note
+from jaxrl.builders.optimizer import state_shardings
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.core import precision
-from jaxrl.core.batch import Rollout, TokenBatch
+from jaxrl.core.batch import Minibatch, TokenBatch
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.metrics import Metrics, to_floats
+from jaxrl.core.packing import interleave
 from jaxrl.data import prompts
-from jaxrl.learner.policy import LearnerState, Minibatch, interleave
+from jaxrl.learner.policy import LearnerState
 from jaxrl.learner.update import taken
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model
@@ -125,7 +127,7 @@ def fit(config: SupervisedConfig, task: Task, *, layout: Layout, eval_every: int
 
 def _fit(config: SupervisedConfig, task: Task, *, layout: Layout, eval_every: int) -> Result:
     directory, steps = Path(config.run_dir), config.train.steps
-    attention = parts.attention_note(
+    attention = attention_note(
         config.train.attention,
         config=task.model.config,
         layout=layout,
@@ -133,7 +135,7 @@ def _fit(config: SupervisedConfig, task: Task, *, layout: Layout, eval_every: in
         length=config.train.row_length,
     )
     claim(directory, config)
-    shardings = parts.state_shardings(
+    shardings = state_shardings(
         config.optimizer, task.init, task.params, layout=layout, specs=task.model.specs
     )
     state = jax.jit(task.init, out_shardings=shardings)(task.params)
@@ -226,36 +228,12 @@ def rows_for(
     return interleave(rows, rows_per_microbatch=config.microbatch_rows, max_microbatches=most)
 
 
-def answered(prompt: Sequence[int], completion: Sequence[int]) -> Rollout:
-    """A given answer to a prompt, all of which is learnt; both are token ids."""
-    size = len(completion)
-    return Rollout(
-        prompt=np.asarray(prompt, np.int32),
-        completion=np.asarray(completion, np.int32),
-        logprobs=np.full(size, np.nan, np.float32),
-        action_mask=np.ones(size, bool),
-        version=np.zeros(size, np.int32),
-        group=0,
-    )
-
-
 def left_out(key: str, count: int, config: SupervisedConfig) -> list[str]:
     """What to say of texts or pairs that did not fit into a row; nothing if there are none."""
     return [
         f"{key}: {count} rows have more than train.row_length = {config.train.row_length} tokens "
         "and are left out"
     ] * (count > 0)
-
-
-def end_of(tokenizer: prompts.Tokenizer) -> int:
-    """The token that ends a text.
-
-    Raises:
-      ValueError: if the tokenizer names none.
-    """
-    if tokenizer.eos_token_id is None:
-        raise ValueError("the model's tokenizer has no end-of-sequence token, so no text could end")
-    return tokenizer.eos_token_id
 
 
 def _held_out(numbers: Numbers) -> Numbers:

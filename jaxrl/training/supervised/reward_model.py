@@ -1,27 +1,27 @@
 """A reward model from pairs of answers: the chosen one shall be worth more (Bradley-Terry)."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import optax
 
-from jaxrl.builders import parts
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import load_scorer
+from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.config.preference import RewardModelConfig
 from jaxrl.core import precision
-from jaxrl.core.batch import TokenBatch
+from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import Metrics
-from jaxrl.core.precision import Precision
-from jaxrl.data.pairs import load_held_out_pairs, load_training_pairs, measure_pairs, pack_pairs
-from jaxrl.learner.policy import LearnerState, Minibatch
-from jaxrl.learner.reward_model import make_scores
-from jaxrl.learner.update import make_update
-from jaxrl.losses.preference import pair_count, ranked
+from jaxrl.learner.reward_model import make_ranker, make_scores
+from jaxrl.losses.preference import ranked
 from jaxrl.models import huggingface
-from jaxrl.models.decoder import Model
-from jaxrl.models.scorer import sequence_scores
 from jaxrl.models.spec import Params
 from jaxrl.training.supervised.fit import Result, Task, fit, left_out, take
+from jaxrl.training.supervised.pairs import (
+    load_held_out_pairs,
+    load_training_pairs,
+    measure_pairs,
+    pack_pairs,
+)
 
 
 def train_reward_model(config: RewardModelConfig) -> Result:
@@ -34,21 +34,19 @@ def train_reward_model(config: RewardModelConfig) -> Result:
       ValueError: for data, a model or a run directory that cannot be used; the message names it.
     """
     policy = precision.parse(config.precision)
-    layout = parts.make_layout(config.mesh)
+    layout = make_layout(config.mesh)
     tokenizer = huggingface.load_tokenizer(config.model.path)
     longest = config.train.row_length
     training = load_training_pairs(config.data, tokenizer, max_tokens=longest)
     held_out = load_held_out_pairs(config.data, tokenizer, max_tokens=longest)
-    model, params = parts.load_scorer(
+    model, params = load_scorer(
         config.model.path,
         layout=layout,
         dtype=policy.params,
         remat=config.train.remat,
         attention=config.train.attention,
     )
-    optimizer = parts.make_optimizer(
-        config.optimizer, total_steps=config.train.steps, specs=model.specs
-    )
+    optimizer = make_optimizer(config.optimizer, total_steps=config.train.steps, specs=model.specs)
     centring = config.loss.centring
     shared: dict[str, Any] = {
         "precision": policy,
@@ -79,55 +77,3 @@ def train_reward_model(config: RewardModelConfig) -> Result:
         + left_out("data.eval_path", held_out.too_long, config),
     )
     return fit(config, task, layout=layout, eval_every=config.eval.every)
-
-
-class Ranker(NamedTuple):
-    """A learner of rewards: pure functions, as those of `learner.Learner`."""
-
-    init: Callable[[Params], LearnerState]
-    step: Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]
-
-
-def make_ranker(
-    model: Model,
-    *,
-    centring: float,
-    optimizer: optax.GradientTransformation,
-    precision: Precision,
-    rows_per_microbatch: int,
-    param_shardings: Any = None,
-) -> Ranker:
-    """Builds the learner of a reward model.
-
-    Args:
-      model: a scorer.
-      centring: as in `preference.bradley_terry`.
-      optimizer: any optax transformation.
-      precision: the dtype policy.
-      rows_per_microbatch: rows that are computed at once; divides the rows of every minibatch.
-      param_shardings: tree of shardings of the parameters; None on a single device.
-    """
-
-    def total(weights: Params, batch: TokenBatch, fixed: None) -> tuple[jax.Array, Metrics]:
-        del fixed
-        scores = sequence_scores(model, weights, batch, precision=precision)
-        return ranked(scores, batch, centring=centring)
-
-    update = make_update(
-        total,
-        optimizer=optimizer,
-        precision=precision,
-        rows_per_microbatch=rows_per_microbatch,
-        param_shardings=param_shardings,
-    )
-
-    def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
-        return update.step(
-            state,
-            minibatch.batch,
-            fixed=None,
-            denominator=pair_count(minibatch.batch),
-            microbatches=minibatch.microbatches,
-        )
-
-    return Ranker(update.init, step)

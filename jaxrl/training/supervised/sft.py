@@ -8,28 +8,23 @@ from typing import NamedTuple
 
 import jax
 
-from jaxrl.builders import parts
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import load_model
+from jaxrl.builders.optimizer import make_optimizer
+from jaxrl.builders.prompts import rendering
 from jaxrl.config.sft import SFTConfig, SFTDataConfig
 from jaxrl.core import precision
-from jaxrl.core.batch import Rollout, TokenBatch, assign_rows, pack
+from jaxrl.core.batch import Rollout, TokenBatch
 from jaxrl.core.metrics import Metrics
+from jaxrl.core.packing import assign_rows, pack
 from jaxrl.data import prompts
 from jaxrl.data.prompts import Row, Tokenizer
+from jaxrl.data.texts import answered, end_of
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import Scores, TokenLoss, objective, token_loss
 from jaxrl.models import huggingface
-from jaxrl.training.supervised.fit import (
-    HostBatch,
-    Result,
-    Task,
-    answered,
-    end_of,
-    fit,
-    left_out,
-    rows_for,
-    take,
-)
+from jaxrl.training.supervised.fit import HostBatch, Result, Task, fit, left_out, rows_for, take
 
 
 class Texts(NamedTuple):
@@ -62,19 +57,17 @@ def finetune(config: SFTConfig) -> Result:
       ValueError: for data, a model or a run directory that cannot be used; the message names it.
     """
     policy = precision.parse(config.precision)
-    layout = parts.make_layout(config.mesh)
+    layout = make_layout(config.mesh)
     tokenizer = huggingface.load_tokenizer(config.model.path)
     texts = load_texts(config.data, tokenizer, max_tokens=config.train.row_length)
-    model, params = parts.load_model(
+    model, params = load_model(
         config.model.path,
         layout=layout,
         dtype=policy.params,
         remat=config.train.remat,
         attention=config.train.attention,
     )
-    optimizer = parts.make_optimizer(
-        config.optimizer, total_steps=config.train.steps, specs=model.specs
-    )
+    optimizer = make_optimizer(config.optimizer, total_steps=config.train.steps, specs=model.specs)
     learner = make_learner(
         model,
         objective(cross_entropy(), token_mean),
@@ -106,7 +99,7 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
         text is left; the message names file, line and key.
     """
     end = end_of(tokenizer)
-    render = prompts.renderer(tokenizer, parts.rendering(config))
+    render = prompts.renderer(tokenizer, rendering(config))
 
     def split(row: Row) -> tuple[list[int], list[int]]:
         where, record = row

@@ -10,7 +10,7 @@ from jaxrl import train
 from jaxrl.advantages import lambda_returns
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.core.batch import gather, pack
+from jaxrl.core.packing import gather, pack
 from jaxrl.environments.rewards.scoring import Reward
 from jaxrl.losses.from_config import kl_estimator
 from jaxrl.monitoring.tracking.tracking import read_metrics

@@ -10,21 +10,29 @@ import optax
 import pytest
 from orbax.checkpoint import StandardCheckpointer
 
-from jaxrl.builders import parts
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import load_model
 from jaxrl.cli import main
+from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.preference import DPOConfig, RewardModelConfig
 from jaxrl.config.toml_file import ConfigError, load
+from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import to_floats
 from jaxrl.core.precision import PRESETS
-from jaxrl.data import pairs
-from jaxrl.learner.policy import Minibatch
+from jaxrl.data.prompts import Row
+from jaxrl.learner.reward_model import make_ranker
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.scorer import sequence_scores
 from jaxrl.monitoring.tracking.tracking import read_metrics
-from jaxrl.training.supervised import fit
+from jaxrl.training.supervised import fit, pairs
 from jaxrl.training.supervised.dpo import load_loss
-from jaxrl.training.supervised.reward_model import make_ranker
+from jaxrl.training.supervised.pairs import (
+    load_held_out_pairs,
+    load_training_pairs,
+    pack_pairs,
+    tokenise,
+)
 from tests import tiny
 
 ROW_LENGTH = 56  # two pairs of the material
@@ -77,8 +85,8 @@ def config(model, material, **overrides):
 
 
 def read(rows, config, tokenizer, *, max_tokens=ROW_LENGTH):
-    numbered = (pairs.Row(f"x:{i}", row) for i, row in enumerate(rows, start=1))
-    return pairs.read_pairs(numbered, config.data, tokenizer, max_tokens=max_tokens)
+    numbered = (Row(f"x:{i}", row) for i, row in enumerate(rows, start=1))
+    return tokenise(numbered, config.data, tokenizer, max_tokens=max_tokens)
 
 
 USER = {"role": "user", "content": "cd"}
@@ -134,9 +142,9 @@ def test_the_data_may_be_parquet_and_have_margins(model, tokenizer, material, tm
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "pairs.parquet")
     keys = {"data.path": f"{tmp_path}/pairs.parquet", "data.margin_key": "by"}
     given = config(model, material, **keys)
-    found = pairs.load_training_pairs(given.data, tokenizer, max_tokens=ROW_LENGTH)
+    found = load_training_pairs(given.data, tokenizer, max_tokens=ROW_LENGTH)
     assert [pair.margin for pair in found.pairs] == [0.5, 2.0]
-    batch = pairs.pack_pairs(found.pairs, given).batch
+    batch = pack_pairs(found.pairs, given).batch
     row = int(np.argmax(batch.segments.max(axis=1)))
     ends = [batch.advantages[row][batch.segments[row] == s].sum() for s in (1, 2, 3, 4)]
     assert sorted(ends) == [0.0, 0.0, 0.5, 2.0]
@@ -205,9 +213,9 @@ def test_a_reward_model_learns_to_tell_the_answers_apart(reward_model, model, ma
     decoder_config, params = huggingface.load(directory, dtype=None)
     assert decoder_config.scored
     given = config(model, material)
-    held_out = pairs.load_held_out_pairs(given.data, tokenizer, max_tokens=ROW_LENGTH)
+    held_out = load_held_out_pairs(given.data, tokenizer, max_tokens=ROW_LENGTH)
     one = config(model, material, **{"train.packing": "false"})
-    batch = pairs.pack_pairs(held_out.pairs[:8], one).batch
+    batch = pack_pairs(held_out.pairs[:8], one).batch
     scores = np.asarray(
         sequence_scores(
             decoder(decoder_config),
@@ -282,7 +290,7 @@ def test_packing_and_microbatches_do_not_change_a_step(model, material, tokenize
             **{"train.packing": "false", "train.microbatch_tokens": str(8 * ROW_LENGTH)},
         ),
     }
-    found = pairs.load_training_pairs(given["packed"].data, tokenizer, max_tokens=ROW_LENGTH)
+    found = load_training_pairs(given["packed"].data, tokenizer, max_tokens=ROW_LENGTH)
     chosen = [pair._replace(margin=i / 4) for i, pair in enumerate(found.pairs[:8])]
     decoder_config, params = huggingface.load_scorer(model, dtype=np.dtype("float32"))
     params["score"] = jax.random.normal(jax.random.key(0), params["score"].shape)
@@ -295,7 +303,7 @@ def test_packing_and_microbatches_do_not_change_a_step(model, material, tokenize
             precision=PRESETS["fp32"],
             rows_per_microbatch=one.microbatch_rows,
         )
-        batch, used = pairs.pack_pairs(chosen, one)
+        batch, used = pack_pairs(chosen, one)
         minibatch = Minibatch(batch=batch, microbatches=jnp.int32(used))
         state, metrics = jax.jit(learner.step)(learner.init(params), minibatch)
         steps[name] = (used, state.params, to_floats(metrics))
@@ -331,7 +339,7 @@ def test_losses_by_name():
 
 
 def test_a_reward_model_has_no_words(reward_model):
-    layout = parts.make_layout(parts.MeshConfig())
+    layout = make_layout(MeshConfig())
     path = str(reward_model / "model")
     with pytest.raises(ValueError, match="is a reward model, which has no words to say"):
-        parts.load_model(path, layout=layout, dtype=np.dtype("float32"))
+        load_model(path, layout=layout, dtype=np.dtype("float32"))
