@@ -12,8 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from flax import traverse_util
-
 from jaxrl.config import toml_file
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
@@ -141,8 +139,8 @@ def claim(directory: Path, config: Config | SupervisedConfig) -> str | None:
     path, saved, note = directory / "config.toml", directory / "checkpoints", None
     # A run that could not begin has saved nothing, and may begin otherwise.
     if path.exists() and saved.exists() and any(saved.iterdir()):
-        there = _flat(toml_file.load(type(config), file=path))
-        here = _flat(config)
+        there = toml_file.flatten(toml_file.load(type(config), file=path))
+        here = toml_file.flatten(config)
         free = _FREE if config.optimizer.schedule != "constant" else (*_FREE, "train.steps")
         order = _ORDER if isinstance(config, Config) else ()
         changed = {
@@ -167,7 +165,7 @@ def claim(directory: Path, config: Config | SupervisedConfig) -> str | None:
 def write_whole(path: Path, text: str) -> None:
     """Writes a file that others may read meanwhile. It is replaced, not cut in place: they, and a
     program that is killed here, find either the old file or the new one."""
-    new = path.with_suffix(".new")
+    new = path.with_name(path.name + ".new")
     new.write_text(text, encoding="utf-8")
     new.replace(path)
 
@@ -198,7 +196,3 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:  # jaxrl, where nobody installed it
         return "from its source"
-
-
-def _flat(config: Config | SupervisedConfig) -> dict[str, Any]:
-    return {str(k): v for k, v in traverse_util.flatten_dict(config.model_dump(), sep=".").items()}
