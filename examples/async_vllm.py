@@ -1,10 +1,9 @@
 """Samples from a vLLM server while the learner trains: completions are one version old at most.
 
-    ./scripts/quickstart.sh && ./scripts/install_vllm.sh   # makes the model, the data and vLLM's environment, once
-    python examples/async_vllm.py                          # eight steps: about a minute on 2 CPU cores
+./scripts/quickstart.sh && ./scripts/install_vllm.sh   # makes the model, the data and vLLM's environment, once
+python examples/async_vllm.py                          # eight steps: about a minute on 2 CPU cores
 """
 
-import dataclasses
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +33,6 @@ learner = jaxrl.make_learner(
     rows_per_microbatch=64,
 )
 step, state = jax.jit(learner.step, donate_argnums=0), learner.init(policy.params)
-sampling = jaxrl.SamplingParams(max_tokens=36, stop=policy.stop)
 options = ServerOptions(
     python=Path(".venv-vllm/bin/python").absolute(),
     dtype=precision.sampler.name,
@@ -59,7 +57,7 @@ with LocalServer(directory / "sft/model", options, log=directory / "vllm.log") a
             examples[32 * i : 32 * (i + 1)],
             tokenizer=policy.tokenizer,
             reward=reward,
-            params=dataclasses.replace(sampling, seed=i),
+            params=jaxrl.SamplingParams(max_tokens=36, stop=policy.stop, seed=i),
             group_size=8,
         )
 

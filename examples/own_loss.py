@@ -1,7 +1,7 @@
 """A loss of one's own: SAPO's soft gate in place of PPO's clip, plus a KL term.
 
-    ./scripts/quickstart.sh          # makes the model and the data, once
-    python examples/own_loss.py      # five steps: half a minute on 2 CPU cores
+./scripts/quickstart.sh          # makes the model and the data, once
+python examples/own_loss.py      # five steps: half a minute on 2 CPU cores
 """
 
 import dataclasses
@@ -39,7 +39,6 @@ learner = jaxrl.make_learner(
     rows_per_microbatch=64,
 )
 sampler = jaxrl.EmbeddedSampler(policy.model, policy.params, precision=precision, max_batch=256)
-sampling = jaxrl.SamplingParams(max_tokens=36, stop=policy.stop)
 score, step = jax.jit(learner.score), jax.jit(learner.step, donate_argnums=0)
 reference = jax.tree.map(jnp.copy, policy.params)  # the step donates its own copy
 state = learner.init(policy.params)
@@ -50,7 +49,7 @@ for i in range(5):
         examples[32 * i : 32 * (i + 1)],
         tokenizer=policy.tokenizer,
         reward=lambda completion, example: float(completion.split()[-1:] == [example["answer"]]),
-        params=dataclasses.replace(sampling, seed=i),
+        params=jaxrl.SamplingParams(max_tokens=36, stop=policy.stop, seed=i),
         group_size=8,
     )
     batch = jaxrl.minibatch(rollouts, grpo().advantages, row_length=48, rows_per_microbatch=64)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from jaxrl.sampling.base import SamplingParams
     from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 
+    __version__: str
+
 __all__ = [
     "EmbeddedSampler",
     "Precision",

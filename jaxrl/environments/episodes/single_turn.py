@@ -9,6 +9,8 @@ from jaxrl.core.batch import Rollout
 from jaxrl.data.prompts import Rendering, Tokenizer, renderer
 from jaxrl.sampling.base import Completion, Sampler, SamplingParams
 
+_RENDERING = Rendering()
+
 
 def rollouts(
     sampler: Sampler,
@@ -18,7 +20,7 @@ def rollouts(
     reward: Callable[[str, Mapping[str, Any]], float],
     params: SamplingParams,
     group_size: int,
-    rendering: Rendering = Rendering(),
+    rendering: Rendering = _RENDERING,
 ) -> list[Rollout]:
     """Samples `group_size` completions of every prompt and rewards each of them.
 
