@@ -68,7 +68,8 @@ class TokenLoss(Formula):
         return add(_loss(other), self)
 
     def __sub__(self, other: "TokenLoss") -> "TokenLoss":
-        return add(self, -_loss(other))
+        difference = add(self, -_loss(other))
+        return dataclasses.replace(difference, formula=f"{self!r} - {grouped(other, signs='+-')}")
 
     def __rsub__(self, other: Any) -> "TokenLoss":
         return add(_loss(other), -self)
@@ -125,7 +126,7 @@ def add(*losses: TokenLoss) -> TokenLoss:
         frozenset().union(*(loss.needs for loss in losses)),
         apply,
         frozenset().union(*(loss.weighted for loss in losses)),
-        formula=" + ".join(map(repr, losses)).replace(" + -", " - "),
+        formula=" + ".join(map(repr, losses)),
     )
 
 
@@ -245,6 +246,11 @@ def reweight(loss: TokenLoss, weights: Weights) -> TokenLoss:
 def both(first: Weights, second: Weights) -> Weights:
     """Multiplies two weights, such as a correction and a rejection: `first * second`.
 
+    Example:
+      >>> from jaxrl.losses import masked, over_sampler, vetoed
+      >>> masked(over_sampler, high=2) * vetoed(over_sampler, below=0.01)
+      masked(over_sampler, low=0.0, high=2) * vetoed(over_sampler, below=0.01)
+
     Raises:
       TypeError: for anything but weights.
       ValueError: as `reweight`.
@@ -265,6 +271,7 @@ def both(first: Weights, second: Weights) -> Weights:
         first.weighted | second.weighted,
         formula=f"{first!r} * {grouped(second)}",
     )
+
 
 def _loss(operand: Any, *, operation: str = "add") -> TokenLoss:
     if not isinstance(operand, TokenLoss):

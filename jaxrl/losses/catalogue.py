@@ -84,7 +84,9 @@ def _texts_of(module: ModuleType) -> list[tuple[Any, str]]:
 
 def describe(function: Callable[..., Any]) -> Entry:
     """Reads the entry of a function from its docstring and its signature."""
-    sections = re.split(r"^(Formula|Args|Example|Raises):\n", inspect.getdoc(function) or "", flags=re.M)
+    sections = re.split(
+        r"^(Formula|Args|Example|Raises):\n", inspect.getdoc(function) or "", flags=re.M
+    )
     text = dict(zip(sections[1::2], sections[2::2], strict=True))
     meanings = dict(re.findall(r"^  (\w+): ((?:.|\n {4})*)", text.get("Args", ""), flags=re.M))
     declared = inspect.signature(function).parameters.values()

@@ -26,9 +26,9 @@ def truncated(ratio: Ratio, *, low: float = 0.0, high: float) -> Weights:
 
     Example:
       >>> from jaxrl.losses import one_sequence, over_sampler
-      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, sampler=[-1.5, -2])
-      >>> truncated(over_sampler, high=2).apply(scores, batch)[0]
-      Array([[1.6487212, 2.       ]], dtype=float32)
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, sampler=[-1, -2])
+      >>> print(truncated(over_sampler, high=2).apply(scores, batch)[0])
+      [[1. 2.]]
 
     Raises:
       ValueError: unless 0 <= low < 1 < high.
@@ -51,9 +51,9 @@ def masked(ratio: Ratio, *, low: float = 0.0, high: float) -> Weights:
 
     Example:
       >>> from jaxrl.losses import one_sequence, over_sampler
-      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, sampler=[-1.5, -2])
-      >>> masked(over_sampler, high=2).apply(scores, batch)[0]
-      Array([[1.6487212, 0.       ]], dtype=float32)
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, sampler=[-1, -2])
+      >>> print(masked(over_sampler, high=2).apply(scores, batch)[0])
+      [[1. 0.]]
 
     Raises:
       ValueError: unless 0 <= low < 1 < high.
@@ -82,9 +82,12 @@ def gamma_shaped(
 
     Example:
       >>> from jaxrl.losses import one_sequence, over_sampler
-      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, sampler=[-1, -2])
-      >>> gamma_shaped(over_sampler).apply(scores, batch)[0].round(3)
-      Array([[1.   , 0.043]], dtype=float32)
+      >>> for sampler in (-1, -2, 1):  # w = 1, e, e^-2
+      ...     scores, batch = one_sequence(advantages=[1], logprobs=-1, sampler=sampler)
+      ...     print(f"{gamma_shaped(over_sampler).apply(scores, batch)[0].item():.3f}")
+      1.000
+      0.043
+      0.245
 
     Raises:
       ValueError: for a k or a lam that is not positive.

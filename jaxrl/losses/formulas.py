@@ -71,7 +71,9 @@ def _arguments(bound: inspect.BoundArguments) -> list[str]:
     given = {name: value for name, value in bound.arguments.items() if value is not None}
     kinds = bound.signature.parameters
     return [
-        f"{name}={shown(value)}" if kinds[name].kind is inspect.Parameter.KEYWORD_ONLY else shown(value)
+        f"{name}={shown(value)}"
+        if kinds[name].kind is inspect.Parameter.KEYWORD_ONLY
+        else shown(value)
         for name, value in given.items()
     ]
 
@@ -97,8 +99,8 @@ def shown(value: Any) -> str:
     return type(value).__name__ if type(value).__repr__ is object.__repr__ else repr(value)
 
 
-def grouped(part: Formula) -> str:
-    """Returns a part's formula as a factor: a sum or a product in parentheses.
+def grouped(part: Formula, *, signs: str = "+*/-") -> str:
+    """Returns a part's formula, in parentheses if it holds one of the operators outside of calls.
 
     Example:
       >>> from jaxrl.losses import entropy_bonus, kl_penalty
@@ -109,7 +111,7 @@ def grouped(part: Formula) -> str:
     inside = None
     while inside != outside:
         inside, outside = outside, re.sub(r"\([^()]*\)", "", outside)
-    return f"({text})" if re.search(r" [-+*/] ", outside) else text
+    return f"({text})" if re.search(f" [{signs}] ", outside) else text
 
 
 _EXAMPLES = {

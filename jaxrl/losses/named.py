@@ -114,7 +114,7 @@ def _terms(values: Mapping[str, Any], *, known: Mapping[str, Any]) -> dict[str, 
         if "max_length" not in known:
             raise ValueError(
                 "loss.aggregation = 'fixed_length' needs max_length, the longest completion, which "
-                "a run knows; without a run write with_terms(recipe, aggregation=fixed_length(1024))"
+                "a run knows; outside a run write with_terms(recipe, aggregation=fixed_length(8))"
             )
         terms["aggregation"] = aggregation.fixed_length(known["max_length"])
     return terms

@@ -27,8 +27,12 @@ _INSTEAD = {
     ("multiply", "TokenLoss"): "losses are added, a + b, and scaled by numbers, 0.1 * a",
     ("multiply", "Ratio"): "make weights of a ratio, as in truncated(ratio, high=2.0) * loss, or a "
     "loss, as in clipped(ratio)",
-    ("multiply", "Recipe"): "write with_terms(recipe, correction=weights), or recipe + 0.1 * term",
-    ("multiply", "Objective"): "it is reduced already; write objective(weights * loss, aggregation)",
+    ("multiply", "Recipe"): "scale a term, recipe + 0.1 * term; weights enter by "
+    "with_terms(recipe, correction=weights)",
+    (
+        "multiply",
+        "Objective",
+    ): "it is reduced already; write objective(weights * loss, aggregation)",
     ("multiply", "other"): "write a number, as in 0.1 * loss, or Weights, as in weights * loss",
 }
 

@@ -60,8 +60,8 @@ def sigmoid(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PairLoss:
 
     Example:
       >>> pair = LogRatios(*jnp.array([1.0, -1.0, 4.0, 2.0]))
-      >>> sigmoid(beta=0.5).apply(pair).round(3)
-      Array(0.313, dtype=float32)
+      >>> f"{sigmoid(beta=0.5).apply(pair):.3f}"
+      '0.313'
 
     Raises:
       ValueError: if `label_smoothing` is not in [0, 0.5).
@@ -130,8 +130,9 @@ def bradley_terry(
     first does not fix their mean (arXiv:2312.09244).
 
     Example:
-      >>> bradley_terry(jnp.array(2.0), jnp.array(0.0), margin=jnp.array(2.0), centring=0.0)
-      Array(0.6931472, dtype=float32)
+      >>> chosen, rejected = jnp.array([2.0, 4.0]), jnp.array([0.0, 0.0])
+      >>> bradley_terry(chosen, rejected, margin=jnp.array([2.0, 2.0]), centring=0.0).round(2)
+      Array([0.69, 0.13], dtype=float32)
 
     Args:
       chosen: f32[...], the reward of the better completion.
@@ -156,8 +157,9 @@ def pairwise(loss: PairLoss) -> TokenLoss:
       >>> from jaxrl.losses import objective, one_sequence
       >>> scores, batch = one_sequence(advantages=[0, 0], logprobs=[-1, -2], reference=[-2, -1])
       >>> batch = batch.replace(segments=jnp.array([[1, 2]]))
-      >>> objective(pairwise(sigmoid(beta=0.5)), pair_mean).total(scores, batch)[0].round(3)
-      Array(0.313, dtype=float32)
+      >>> goal = objective(pairwise(sigmoid(beta=0.5)), pair_mean)
+      >>> f"{goal.total(scores, batch)[0]:.3f} = {goal}"
+      '0.313 = objective(pairwise(sigmoid(beta=0.5, label_smoothing=0.0)), pair_mean)'
     """
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:

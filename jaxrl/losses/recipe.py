@@ -147,9 +147,7 @@ def with_terms(
     estimator = recipe.advantages
     if advantage_eps is not None:
         estimator = _with_eps(estimator, advantage_eps)
-    return dataclasses.replace(
-        recipe, objective=reduced, advantages=estimator, entropy=controller
-    )
+    return dataclasses.replace(recipe, objective=reduced, advantages=estimator, entropy=controller)
 
 
 def _with_eps(estimator: AdvantageEstimator, eps: float) -> AdvantageEstimator:

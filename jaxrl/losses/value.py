@@ -41,9 +41,9 @@ def clipped_value_loss(
     target before the values are computed anew. Movement away from the target is not bounded.
 
     Example:
-      >>> values, returns = jnp.array([0.1, 0.5]), jnp.ones(2)
-      >>> clipped_value_loss(values, jnp.zeros(2), returns, clip=0.2).round(3)  # 0.5 counts as 0.2
-      Array([0.405, 0.32 ], dtype=float32)
+      >>> values, returns = jnp.array([0.5, 0.75]), jnp.ones(2)
+      >>> print(clipped_value_loss(values, jnp.zeros(2), returns, clip=0.5))  # 0.75 counts as 0.5
+      [0.125 0.125]
 
     Args:
       values: f32[B, T], differentiated.
@@ -62,10 +62,10 @@ def value_loss(*, clip: float = 0.2) -> TokenLoss:
 
     Example:
       >>> from jaxrl.losses import one_sequence
-      >>> scores, batch = one_sequence(advantages=[0, 0], logprobs=-1, values=[0.1, 0.5])
+      >>> scores, batch = one_sequence(advantages=[0, 0], logprobs=-1, values=[0.25, 0.75])
       >>> batch = batch.replace(values=jnp.zeros((1, 2)), returns=jnp.ones((1, 2)))
-      >>> value_loss(clip=0.2).apply(scores, batch)[0].round(3)
-      Array([[0.405, 0.32 ]], dtype=float32)
+      >>> print(value_loss(clip=0.5).apply(scores, batch)[0])
+      [[0.28125 0.125  ]]
 
     Raises:
       ValueError: for a clip that is not positive; when the loss is applied, if the batch holds no
@@ -76,7 +76,9 @@ def value_loss(*, clip: float = 0.2) -> TokenLoss:
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         values = require(scores, Need.VALUES)
         if batch.values is None or batch.returns is None:
-            raise ValueError("value_loss: batch.values or batch.returns is None; give both to pack()")
+            raise ValueError(
+                "value_loss: batch.values or batch.returns is None; give both to pack()"
+            )
         loss = clipped_value_loss(values, batch.values, batch.returns, clip=clip)
         fixed = jax.lax.stop_gradient(values)
         free = 0.5 * (fixed - batch.returns) ** 2

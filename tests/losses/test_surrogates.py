@@ -10,6 +10,7 @@ from jaxrl.losses import (
     clipped,
     geometric_clipped,
     likelihood,
+    one_sequence,
     over_sampler,
     product,
     reinforce,
@@ -17,7 +18,6 @@ from jaxrl.losses import (
     unclipped,
 )
 from jaxrl.metrics import to_floats
-from tests.losses.cases import one_row
 
 RATIOS = np.array([0.5, 0.9, 1.1, 1.5, 4.0])
 
@@ -26,7 +26,7 @@ BOUNDED = geometric_clipped(over_sampler, low=math.log(1.1), high=math.log(1.1) 
 
 
 def applied(term, advantage, *, action_mask=None):
-    scores, batch = one_row(
+    scores, batch = one_sequence(
         advantages=[advantage] * 5, logprobs=np.log(RATIOS), action_mask=action_mask
     )
     value, metrics = jax.jit(term.apply)(scores, batch)

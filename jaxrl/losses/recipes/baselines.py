@@ -31,6 +31,11 @@ def rloo(
       clip_high: as in grpo.
       level: `product`, or `token` for a ratio of each token.
       ratio: the policies that are compared.
+
+    Example:
+      >>> rloo()
+      Recipe(objective(clipped(product(over_sampler), low=0.2, high=0.2),
+        sequence_mean_token_mean), leave_one_out)
     """
     policy = clipped(level(ratio), low=clip_low, high=clip_high)
     return Recipe(objective(policy, sequence_mean_token_mean), advantages.leave_one_out)
@@ -56,6 +61,11 @@ def reinforce_pp(
       clip_high: as in grpo.
       ratio: the policies that are compared.
 
+    Example:
+      >>> reinforce_pp()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), token_mean), partial(reinforce_pp,
+        gamma=1.0))
+
     Raises:
       ValueError: for a clip or a discount out of range.
     """
@@ -79,6 +89,11 @@ def reinforce_pp_baseline(
       clip_low: as in grpo.
       clip_high: as in grpo.
       ratio: the policies that are compared.
+
+    Example:
+      >>> reinforce_pp_baseline()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), token_mean),
+        reinforce_pp_baseline)
     """
     policy = clipped(ratio, low=clip_low, high=clip_high)
     return Recipe(objective(policy, token_mean), advantages.reinforce_pp_baseline)
@@ -94,6 +109,10 @@ def remax(*, ratio: Ratio = on_policy) -> Recipe:
 
     Args:
       ratio: the policies that are compared; on_policy, r = 1, is REINFORCE.
+
+    Example:
+      >>> remax()
+      Recipe(objective(unclipped(on_policy), token_mean), remax)
     """
     return Recipe(objective(unclipped(ratio), token_mean), advantages.remax)
 
@@ -107,6 +126,10 @@ def opo(*, ratio: Ratio = on_policy) -> Recipe:
 
     Args:
       ratio: the policies that are compared; on_policy, r = 1, is REINFORCE.
+
+    Example:
+      >>> opo()
+      Recipe(objective(unclipped(on_policy), token_mean), opo)
     """
     return Recipe(objective(unclipped(ratio), token_mean), advantages.opo)
 
@@ -124,6 +147,11 @@ def pass_at_k(
       clip_low: as in grpo.
       clip_high: as in grpo.
       ratio: the policies that are compared.
+
+    Example:
+      >>> pass_at_k()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), sequence_mean_token_mean),
+        pass_at_k)
     """
     policy = clipped(ratio, low=clip_low, high=clip_high)
     return Recipe(objective(policy, sequence_mean_token_mean), advantages.pass_at_k)
@@ -141,6 +169,10 @@ def max_rl(*, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over
       clip_low: as in grpo.
       clip_high: as in grpo.
       ratio: the policies that are compared.
+
+    Example:
+      >>> max_rl()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), token_mean), max_rl)
     """
     policy = clipped(ratio, low=clip_low, high=clip_high)
     return Recipe(objective(policy, token_mean), advantages.max_rl)
@@ -158,6 +190,10 @@ def gdpo(*, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over_s
       clip_low: as in grpo.
       clip_high: as in grpo.
       ratio: the policies that are compared.
+
+    Example:
+      >>> gdpo()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), sequence_mean_token_mean), gdpo)
     """
     policy = clipped(ratio, low=clip_low, high=clip_high)
     return Recipe(objective(policy, sequence_mean_token_mean), advantages.gdpo)

@@ -41,6 +41,11 @@ def grpo(
         by default.
       ratio: the policies that are compared.
 
+    Example:
+      >>> grpo()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), sequence_mean_token_mean),
+        group_relative)
+
     Raises:
       ValueError: for a clip out of range.
     """
@@ -68,6 +73,10 @@ def dr_grpo(
       clip_low: as in grpo.
       clip_high: as in grpo.
       ratio: the policies that are compared.
+
+    Example:
+      >>> dr_grpo(max_length=1024)
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), fixed_length(1024)), centred)
     """
     policy = clipped(ratio, low=clip_low, high=clip_high)
     return Recipe(objective(policy, fixed_length(max_length)), centred)
@@ -85,6 +94,10 @@ def dapo(*, clip_low: float = 0.2, clip_high: float = 0.28, ratio: Ratio = over_
       clip_low: as in grpo.
       clip_high: as in grpo.
       ratio: the policies that are compared.
+
+    Example:
+      >>> dapo()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.28), token_mean), group_relative)
     """
     policy = clipped(ratio, low=clip_low, high=clip_high)
     return Recipe(objective(policy, token_mean), group_relative)
@@ -102,6 +115,10 @@ def bnpo(*, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over_s
       clip_low: as in grpo.
       clip_high: as in grpo.
       ratio: the policies that are compared.
+
+    Example:
+      >>> bnpo()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), token_mean), group_relative)
     """
     return dapo(clip_low=clip_low, clip_high=clip_high, ratio=ratio)
 
@@ -128,6 +145,11 @@ def gspo(
         lets the gradient through the mean (TRL, OpenRLHF, NeMo). They differ where the tokens of a
         sequence differ in advantage or weight.
       ratio: the policies that are compared.
+
+    Example:
+      >>> gspo()
+      Recipe(objective(clipped(sequence(over_sampler), low=0.0003, high=0.0004),
+        sequence_mean_token_mean), group_relative)
     """
     policy = clipped(level(ratio), low=clip_low, high=clip_high)
     return Recipe(objective(policy, sequence_mean_token_mean), group_relative)
@@ -146,6 +168,11 @@ def gmpo(*, clip_low: float = 0.4, clip_high: float = 0.4, ratio: Ratio = over_s
       clip_low: bound on the log-ratio below 0.
       clip_high: bound on the log-ratio above 0.
       ratio: the policies that are compared.
+
+    Example:
+      >>> gmpo()
+      Recipe(objective(geometric_clipped(over_sampler, low=0.4, high=0.4),
+        sequence_mean_token_mean), group_relative)
     """
     policy = geometric_clipped(ratio, low=clip_low, high=clip_high)
     return Recipe(objective(policy, sequence_mean_token_mean), group_relative)
@@ -163,6 +190,11 @@ def sapo(*, positive: float = 1.0, negative: float = 1.05, ratio: Ratio = over_s
       positive: temperature of the gate where A > 0.
       negative: temperature elsewhere; larger fades sooner.
       ratio: the policies that are compared.
+
+    Example:
+      >>> sapo()
+      Recipe(objective(soft_gated(over_sampler, positive=1.0, negative=1.05),
+        sequence_mean_token_mean), group_relative)
     """
     policy = soft_gated(ratio, positive=positive, negative=negative)
     return Recipe(objective(policy, sequence_mean_token_mean), group_relative)
@@ -180,6 +212,11 @@ def grpo_token_tis(*, high: float = 2.0, clip_low: float = 0.2, clip_high: float
       high: bound on the weight.
       clip_low: as in grpo.
       clip_high: as in grpo.
+
+    Example:
+      >>> grpo_token_tis()
+      Recipe(objective(truncated(anchor_over_sampler, low=0.0, high=2.0) * clipped(over_anchor,
+        low=0.2, high=0.2), sequence_mean_token_mean), group_relative)
     """
     policy = clipped(over_anchor, low=clip_low, high=clip_high)
     loss = truncated(anchor_over_sampler, high=high) * policy
@@ -198,6 +235,11 @@ def grpo_seq_mis(*, high: float = 10.0, clip_low: float = 0.2, clip_high: float 
       high: sequences of larger weight are left out.
       clip_low: as in grpo.
       clip_high: as in grpo.
+
+    Example:
+      >>> grpo_seq_mis()
+      Recipe(objective(masked(product(anchor_over_sampler), low=0.0, high=10.0) *
+        clipped(over_anchor, low=0.2, high=0.2), sequence_mean_token_mean), group_relative)
     """
     policy = clipped(over_anchor, low=clip_low, high=clip_high)
     loss = masked(product(anchor_over_sampler), high=high) * policy
@@ -223,6 +265,11 @@ def opsm(
       clip_low: as in grpo.
       clip_high: as in grpo.
       ratio: the policies that are compared.
+
+    Example:
+      >>> opsm()
+      Recipe(objective(off_policy_negatives(over_sampler, delta=0.5) * clipped(over_sampler,
+        low=0.2, high=0.2), sequence_mean_token_mean), group_relative)
     """
     policy = clipped(ratio, low=clip_low, high=clip_high)
     loss = off_policy_negatives(ratio, delta=delta) * policy

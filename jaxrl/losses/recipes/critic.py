@@ -41,6 +41,12 @@ def ppo(
         learns from the rewards alone, so it may start untrained (VC-PPO, arXiv:2503.01491).
       ratio: the policies that are compared.
 
+    Example:
+      >>> ppo()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), token_mean), partial(generalized,
+        gamma=1.0, lam=0.95), critic=Critic(objective(value_loss(clip=0.2), token_mean),
+        partial(lambda_returns, gamma=1.0, lam=0.95)))
+
     Raises:
       ValueError: for a clip, a discount or a lam out of range.
     """

@@ -32,6 +32,11 @@ def pg_seq_is(*, high: float = math.inf, ratio: Ratio = over_sampler) -> Recipe:
       high: bound on the weight (3 in the paper's "_seq_mis" scripts, which truncate); none by
         default.
       ratio: the policies that are compared.
+
+    Example:
+      >>> pg_seq_is()
+      Recipe(objective(prefix(truncated(product(over_sampler), low=0.0, high=inf), 'weight/') *
+        likelihood(), token_mean), centred)
     """
     loss = _weighted(truncated(product(ratio), high=high))
     return Recipe(objective(loss, token_mean), centred)
@@ -47,6 +52,11 @@ def pg_token_is(*, high: float = math.inf, ratio: Ratio = over_sampler) -> Recip
     Args:
       high: bound on the weight; none by default.
       ratio: the policies that are compared.
+
+    Example:
+      >>> pg_token_is()
+      Recipe(objective(prefix(truncated(over_sampler, low=0.0, high=inf), 'weight/') *
+        likelihood(), token_mean), centred)
     """
     return Recipe(objective(_weighted(truncated(ratio, high=high)), token_mean), centred)
 
@@ -63,6 +73,11 @@ def cispo(*, low: float = 0.0, high: float = 5.0, ratio: Ratio = over_sampler) -
       low: least weight.
       high: largest weight.
       ratio: the policies that are compared.
+
+    Example:
+      >>> cispo()
+      Recipe(objective(prefix(truncated(over_sampler, low=0.0, high=5.0), 'weight/') *
+        likelihood(), token_mean), group_relative)
     """
     loss = _weighted(truncated(ratio, low=low, high=high))
     return Recipe(objective(loss, token_mean), group_relative)
@@ -89,6 +104,11 @@ def vespo(
       k_negative: k where A < 0.
       lam_negative: lam where A < 0.
       ratio: the policies that are compared.
+
+    Example:
+      >>> vespo()
+      Recipe(objective(prefix(gamma_shaped(product(over_sampler), positive=(2.0, 3.0),
+        negative=(3.0, 2.0)), 'weight/') * likelihood(), token_mean), group_relative)
     """
     weights = gamma_shaped(
         product(ratio),
@@ -119,6 +139,12 @@ def dppo(
       high: largest rise of a probability.
       cap: bound on the weight.
       ratio: the policies that are compared.
+
+    Example:
+      >>> dppo()
+      Recipe(objective(within_variation(over_sampler, low=0.2, high=0.2) *
+        (prefix(truncated(over_sampler, low=0.0, high=20.0), 'weight/') * likelihood()),
+        token_mean), group_relative)
     """
     weighted = _weighted(truncated(ratio, high=cap))
     loss = within_variation(ratio, low=low, high=high) * weighted
@@ -146,6 +172,11 @@ def prime(
       high: largest rise of a probability.
       drift: coefficient of the penalty.
       ratio: the policies that are compared.
+
+    Example:
+      >>> prime()
+      Recipe(objective(within_variation(over_sampler, low=0.2, high=0.2) * unclipped(over_sampler)
+        + 0.001 * drift_penalty(over_sampler), token_mean), centred)
     """
     bounds.not_negative("drift", drift)
     policy = within_variation(ratio, low=low, high=high) * unclipped(ratio)
