@@ -65,8 +65,8 @@ def pass_at_k(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """The best completion of a group gets its reward - that of the second best, the others get 0;
     with a tie for the first place all get 0; alone in its group: the reward.
 
-    The gradient of the expected best of k completions, arXiv:2503.19595. Raises as
-    `group_relative`.
+    The gradient of the expected best of k completions, arXiv:2503.19595.
+    Raises as `group_relative`.
 
     Example:
       >>> pass_at_k(np.array([1.0, 0.75, 0.0, 9.0]), np.array([7, 7, 7, 8]))

@@ -385,7 +385,7 @@ def objective(loss: TokenLoss, aggregation: Aggregation) -> Objective:
     if not isinstance(loss, TokenLoss):
         raise TypeError(
             f"objective: {shown(loss)} is not a TokenLoss; write a loss such as "
-            "clipped(over_sampler). Aggregation happens once, on the sum of all terms"
+            "clipped(over_sampler); aggregation happens once, on the sum of all terms"
         )
     if not isinstance(aggregation, Aggregation):
         raise TypeError(

@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ def shown(value: Any) -> str:
       >>> shown(functools.partial(max, default=np.float32(0.5)))
       'partial(max, default=0.5)'
     """
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return str(value.aval)
     if isinstance(value, jax.Array | np.generic) and np.ndim(value) == 0:
         return repr(value.item())

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from jaxrl.batch import TokenBatch
@@ -88,12 +87,12 @@ def one_sequence(
 
     def row(values: Any, dtype: Any = None) -> jax.Array:
         dtype = jnp.result_type(float) if dtype is None else dtype
-        return jnp.asarray(np.broadcast_to(np.asarray(values, dtype), shape))
+        return jnp.broadcast_to(jnp.asarray(values, dtype), shape)
 
     batch = TokenBatch(
         tokens=row(0, jnp.int32),
         segments=row(1, jnp.int32),
-        positions=row(np.arange(shape[1]), jnp.int32),
+        positions=row(range(shape[1]), jnp.int32),
         action_mask=row(action_mask, bool),
         sampler_logprobs=row(logprobs if sampler is None else sampler),
         advantages=row(advantages),

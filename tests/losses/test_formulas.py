@@ -151,11 +151,11 @@ def test_nothing_prints_as_an_address(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_plus_a_term_is_the_recipe_of_the_sum(name):
-    """The formula of a recipe makes the same objective, and so do its sums."""
     recipe, term = RECIPES[name], 0.1 * entropy_bonus()
     loss, how = recipe.objective.loss, recipe.objective.aggregation
     assert str((recipe + term).objective) == str(objective(loss + term, how))
-    assert sum([recipe, term]) + term - term  # a recipe may begin a sum
+    assert str(sum([recipe, term])) == str(recipe + term)
+    assert str((recipe - term).objective) == str(objective(loss - term, how))
     assert (recipe + term).advantages is recipe.advantages
     assert (recipe + term).critic is recipe.critic
     assert str(eval(str(recipe), WORDS)) == str(recipe)
@@ -201,7 +201,6 @@ def test_formulas_stay_out_of_hashes_and_of_compiled_functions():
     compiled = jax.jit(lambda x, loss: loss.apply(*x)[0].sum(), static_argnums=1)
     assert compiled(case, loss) == compiled(case, renamed)
     assert compiled._cache_size() == 1
-    assert str(jax.eval_shape(lambda x: str(x * loss) and x, jnp.float32(1)).shape) == "()"
 
 
 def test_a_traced_factor_prints_as_its_type():

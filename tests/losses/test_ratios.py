@@ -83,7 +83,7 @@ def test_sequence_levels_skip_what_the_policy_did_not_choose():
     ],
 )
 def test_log_ratios_are_clamped_before_exp(ratio, logprobs, bound):
-    scores, batch = one_sequence(advantages=[1.0] * len(logprobs), logprobs=logprobs)
+    scores, batch = one_sequence(advantages=[1.0] * len(logprobs), logprobs=logprobs, sampler=0.0)
     value = jax.jit(ratio.value)(scores, batch)
     np.testing.assert_allclose(value, np.exp(np.full((1, len(logprobs)), bound)), rtol=1e-6)
 
