@@ -23,6 +23,7 @@ from jaxrl.config.sft import SFTConfig
 from jaxrl.config.training import Config
 from jaxrl.environments.tools.schema import load_tools
 from jaxrl.losses import preference
+from tests import arithmetic
 from tests.documented import INLINE, PAGES, ROOT, Command, commands, prose, snippets
 
 COMMANDS = list(commands())
@@ -89,6 +90,7 @@ HERE = {
     "jaxrl config mine.toml": 'path = "prompts.jsonl"',
     "jaxrl config FILE": "[train]",
     "jaxrl plan mine.toml --estimate": "GRPO",
+    "jaxrl plan gsm8k.toml --estimate": "Publishing 1.2 GB",
     "jaxrl plan configs/qwen3_8b.toml --estimate --rollout-seconds 60 --train-seconds 40": "8.19 b",
     "jaxrl losses": "grpo",
     "jaxrl losses gspo rloo": "rloo",
@@ -109,6 +111,11 @@ def place(tmp_path, monkeypatch) -> Path:
                     file.write(snippet.text)
     (tmp_path / "corpus.jsonl").write_text('{"title": "a", "text": "b"}\n')
     (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for name in ("MODEL", "Qwen3-0.6B"):  # a plan reads no weights
+        (tmp_path / name).symlink_to(ROOT / "configs/models/qwen3_0_6b")
+    arithmetic.write(tmp_path)
+    (tmp_path / "runs/quickstart/sft").mkdir(parents=True)
+    (tmp_path / "untrained").rename(tmp_path / "runs/quickstart/sft/model")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -203,7 +210,6 @@ def test_the_tests_that_are_named_are_there():
 
 @pytest.mark.parametrize("text", HERE)
 def test_cheap_commands_do_what_they_say(text: str, place, capsys):
-    (place / "MODEL").symlink_to(ROOT / "configs/models/qwen3_0_6b")  # a plan reads no weights
     _, *arguments = next(command.words for command in COMMANDS if command.text == text)
     assert cli.main([STANDS_FOR.get(word, word) for word in arguments]) == 0
     assert HERE[text] in capsys.readouterr().out

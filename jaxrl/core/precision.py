@@ -185,6 +185,11 @@ class Precision:
         if isinstance(self.loss_scale, str):
             object.__setattr__(self, "loss_scale", parse_loss_scale(self.loss_scale))
 
+    @classmethod
+    def parse(cls, text: str) -> "Precision":
+        """Reads a policy from one line; see `parse`."""
+        return parse(text)
+
     @property
     def exported(self) -> DType:
         """Dtype of a trained model's files: `wire`, or `sampler` where `wire` has 8 bits."""
