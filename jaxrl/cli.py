@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 # Modules of jaxrl.commands, imported when they are called: --help answers at once.
 COMMANDS = {
@@ -45,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jaxrl: there is no command {name!r}\n\n{HELP}" if name else HELP, file=sys.stderr)
         return 2
     try:
-        module = importlib.import_module("jaxrl.commands." + name.replace("-", "_"))
-        return module.main(arguments[1:])
+        return load(name).main(arguments[1:])
     except KeyboardInterrupt:
         print(f"jaxrl {name}: interrupted", file=sys.stderr)
         return 130
@@ -58,6 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"jaxrl {name}: {error}", file=sys.stderr)
         return 1
+
+
+def load(name: str) -> ModuleType:
+    """Imports the module of a command: its file, or `command.py` in its folder."""
+    path = "jaxrl.commands." + name.replace("-", "_")
+    module = importlib.import_module(path)
+    return importlib.import_module(path + ".command") if hasattr(module, "__path__") else module
 
 
 if __name__ == "__main__":

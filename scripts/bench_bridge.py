@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.publishing import MODELS, measure
 from benchmarks.timing import write
 
-from jaxrl.precision import parse
+from jaxrl.core.precision import parse
 
 
 def main() -> None:

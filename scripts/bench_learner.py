@@ -13,7 +13,7 @@ from benchmarks.learning import LENGTH, SEQUENCES
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import alternate, matmul_peak, summary, versus, write
 
-from jaxrl.precision import parse
+from jaxrl.core.precision import parse
 
 PRECISION = {"f32": "fp32", "bf16": "bf16_master", "f16": "fp16_master"}
 

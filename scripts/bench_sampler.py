@@ -15,7 +15,7 @@ from benchmarks import plain, sampling, serving
 from benchmarks.shapes import ANSWER, PROMPT, SHAPES
 from benchmarks.timing import Run, alternate, matmul_peak, summary, versus, write
 
-from jaxrl.precision import parse
+from jaxrl.core.precision import parse
 
 
 @contextmanager

@@ -13,10 +13,11 @@ import jax
 from benchmarks.quickstart import material
 
 from jaxrl.config import toml_file
+from jaxrl.config.alarms import Limits
 from jaxrl.config.training import Config
-from jaxrl.diagnostics.alarms import Limits, replay
-from jaxrl.loop import train
-from jaxrl.watch.tracking import read_metrics
+from jaxrl.monitoring.alarms.rules import replay
+from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.train import train
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from make_arithmetic import MODEL, PRINTABLE, write_untrained
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jaxrl.environments.toolbox import calculator
+from jaxrl.environments.tools.builtin import calculator
 
 SIZES = {"sft": 16_000, "train": 2_000, "held_out": 400}
 CALLS = {"+": 0.02, "*": 0.25}  # share of the sums that the student gives to the calculator

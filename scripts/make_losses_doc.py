@@ -5,8 +5,8 @@ python scripts/make_losses_doc.py
 
 from pathlib import Path
 
-from jaxrl.commands.losses import markdown
-from jaxrl.losses import catalogue
+from jaxrl.commands.losses import catalogue
+from jaxrl.commands.losses.command import markdown
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "losses.md"
 BEGIN, END = "<!-- table: jaxrl losses --markdown -->\n", "<!-- end of table -->\n"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from benchmarks.plan_rows import ROWS, Row, tables
 
+from jaxrl.commands.plan.topology import open_topology
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.planning.topology import open_topology
 
 
 def measure(row: Row) -> dict[str, object]:
@@ -23,9 +23,9 @@ def measure(row: Row) -> dict[str, object]:
     config = toml_file.load(Config, file="configs/qwen3_8b.toml", overrides=list(row.keys()))
     topology = open_topology(row.topology)
 
-    from jaxrl.planning.program import compile_step  # jax must know its platform first
-    from jaxrl.planning.report import fits, peak, report
-    from jaxrl.planning.roofline import roofline
+    from jaxrl.commands.plan.program import compile_step  # jax must know its platform first
+    from jaxrl.commands.plan.roofline import roofline
+    from jaxrl.commands.plan.text import fits, peak, report
 
     program = compile_step(config, topology)
     print(report(config, topology, program, link_rate=50e9), flush=True)

@@ -25,6 +25,7 @@ fi
 
 "$bin/ruff" check .
 "$bin/ruff" format --check .
+"$bin/lint-imports" --no-logo --no-cache
 "$bin/pyright" --pythonpath "$bin/python"
 [ -z "$server" ] || wait "$server"
 

@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 
-from tests.commands import XLA_FLAGS
+from tests.processes import XLA_FLAGS
 
 os.environ["XLA_FLAGS"] = " ".join(
     (os.environ.get("XLA_FLAGS", ""), XLA_FLAGS, "--xla_force_host_platform_device_count=8")
@@ -34,9 +34,9 @@ settings.load_profile("jaxrl")
 # not next to each other.
 LONGEST = (
     "test_vllm_server.py",
-    "test_loop.py",
+    "test_train.py",
     "test_agents.py",
-    "test_guard.py",
+    "test_alarm_actions.py",
     "test_stream.py",
     "test_resume.py",
     "test_hosts.py",

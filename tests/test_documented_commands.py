@@ -1,7 +1,6 @@
 """What the pages tell a reader to type is what the programs understand, and is run or marked."""
 
 import argparse
-import importlib
 import inspect
 import os
 import re
@@ -12,16 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl import cli, parts
+from jaxrl import cli
+from jaxrl.builders.recipe import make_recipe
 from jaxrl.commands import options
 from jaxrl.commands.generate import GenerateConfig
+from jaxrl.commands.losses import catalogue
 from jaxrl.config import toml_file
 from jaxrl.config.doctor import DoctorConfig
 from jaxrl.config.preference import DPOConfig, RewardModelConfig
 from jaxrl.config.sft import SFTConfig
 from jaxrl.config.training import Config
-from jaxrl.environments.tools import load_tools
-from jaxrl.losses import catalogue, preference
+from jaxrl.environments.tools.schema import load_tools
+from jaxrl.losses import preference
 from tests.documented import INLINE, PAGES, ROOT, Command, commands, prose, snippets
 
 COMMANDS = list(commands())
@@ -31,7 +32,7 @@ STANDS_FOR = {"FILE": "configs/quickstart.toml", "I": "0"}
 LIVE = "test_live.py::test_the_command_looks_again_until_it_is_interrupted"
 PAGE = "test_report.py::test_the_page_holds_the_data_and_loads_nothing"
 ANSWERS = "test_cli.py::test_eval_and_generate_answer_alike"
-ADAPTERS = "test_loop.py::test_adapters_are_trained_resumed_and_exported"
+ADAPTERS = "test_train.py::test_adapters_are_trained_resumed_and_exported"
 INDEX = "needs a package index"
 QUICK = "test_reproductions.py::test_quick_mode"
 ELSEWHERE = {
@@ -150,10 +151,10 @@ def test_jaxrl_knows_the_command_and_its_keys(command: Command, ends_when_read):
     assert name in cli.COMMANDS
     if not arguments and not command.block:
         return  # the command's name, in a sentence
-    module = importlib.import_module("jaxrl.commands." + name.replace("-", "_"))
+    module = cli.load(name)
     config = understood(lambda: module.main(arguments))
     if isinstance(config, Config):
-        parts.make_recipe(config)
+        make_recipe(config)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +219,7 @@ def test_every_piece_of_toml_is_a_config(place):
         for key, value in tomllib.loads(snippet.text).items():
             tree[key] = tree.get(key, {}) | value if isinstance(value, dict) else value
         config = toml_file.validate(Config, tree)
-        parts.make_recipe(config)
+        make_recipe(config)
         load_tools(config.environment.tools, corpus=config.environment.corpus)
 
 

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from jaxrl.batch import Rollout
+from jaxrl.core.batch import Rollout
+from jaxrl.core.precision import PRESETS
 from jaxrl.models import huggingface, spec
 from jaxrl.models.decoder import Model, decoder
 from jaxrl.models.families import DecoderConfig, Experts, Rope
 from jaxrl.models.spec import Params
-from jaxrl.precision import PRESETS
 
 CONFIG = DecoderConfig(
     model_type="qwen3",

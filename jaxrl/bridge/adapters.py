@@ -23,10 +23,10 @@ from jaxrl.bridge.base import (
     WeightSource,
 )
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.bridge.switch import switch
+from jaxrl.bridge.swap import switch
+from jaxrl.core.precision import DType
 from jaxrl.models import peft
 from jaxrl.models.lora import Adapted
-from jaxrl.precision import DType
 
 
 class AdapterServer(Server, Protocol):

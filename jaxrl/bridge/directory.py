@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl.bridge import layout, payload
+from jaxrl.bridge import payload, safetensors_file
 from jaxrl.bridge.base import InFlight, Server, Timings, WeightSource
-from jaxrl.bridge.switch import switch
+from jaxrl.bridge.swap import switch
 
 # Beside the weights a checkpoint has its configuration and its tokenizer.
 _NOT_COPIED = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
@@ -43,9 +43,9 @@ def export(
     draft = directory.with_name(f".{directory.name}.{os.getpid()}")
     draft.mkdir()
     try:
-        files = layout.plan(source.specs(), max_file_bytes=max_file_bytes)
+        files = safetensors_file.plan(source.specs(), max_file_bytes=max_file_bytes)
         if len(files) > 1:
-            (draft / "model.safetensors.index.json").write_text(layout.index(files))
+            (draft / "model.safetensors.index.json").write_text(safetensors_file.index(files))
         for item in sorted(model_dir.iterdir()):
             if item.is_file() and not item.name.endswith((*_NOT_COPIED, "manifest.json")):
                 shutil.copyfile(item, draft / item.name)

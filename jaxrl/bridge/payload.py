@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxrl.bridge import manifest
 from jaxrl.bridge.base import WeightSource
-from jaxrl.bridge.layout import File
 from jaxrl.bridge.manifest import Entry, Manifest, ManifestError
+from jaxrl.bridge.safetensors_file import File
 
 # Copying and adding release the interpreter's lock; two threads fill the memory's bandwidth.
 _THREADS = 2

@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import InFlight, Server, TensorSpec, Timings, WeightSource
-from jaxrl.bridge.layout import File, plan
-from jaxrl.bridge.switch import switch
+from jaxrl.bridge.safetensors_file import File, plan
+from jaxrl.bridge.swap import switch
 
 MEMORY = Path("/dev/shm")
 _PREFIX = "jaxrl-"

@@ -12,9 +12,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.bridge.base import TensorSpec
+from jaxrl.core.precision import DType
 from jaxrl.models import spec
 from jaxrl.models.spec import Params, ParamSpec, Specs
-from jaxrl.precision import DType
 
 # Tensors that are being converted and gathered while the one before is written.
 _AHEAD = 1

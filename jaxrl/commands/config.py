@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from jaxrl import parts
+from jaxrl.builders.recipe import make_recipe
 from jaxrl.commands import options
 from jaxrl.config import toml_file
 from jaxrl.config.sft import SFTConfig
 from jaxrl.config.training import Config
-from jaxrl.environments.scoring import load_rewards
-from jaxrl.environments.tools import load_tools
+from jaxrl.environments.rewards.scoring import load_rewards
+from jaxrl.environments.tools.schema import load_tools
 
 DESCRIPTION = """Prints the config of `jaxrl train`, or with --sft of `jaxrl sft`, with every key.
 
@@ -31,7 +31,7 @@ def _check_functions(config: Config) -> None:
     """What is wrong with the loss, the rewards and the tools is said here, too."""
     environment, reward, found = config.environment, config.reward, list[str]()
     for check in (
-        lambda: parts.make_recipe(config),
+        lambda: make_recipe(config),
         lambda: load_rewards(reward.path, reward.weights, timeout=reward.timeout),
         lambda: load_tools(environment.tools, corpus=environment.corpus),
     ):

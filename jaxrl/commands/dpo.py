@@ -17,6 +17,6 @@ def main(argv: Sequence[str]) -> int:
     config = options.parse(made, DPOConfig, argv).config
 
     # After --help and the config's errors: it takes seconds.
-    from jaxrl.supervised.dpo import train_dpo
+    from jaxrl.training.supervised.dpo import train_dpo
 
     return outcome.report_pairs(train_dpo(config))

@@ -4,12 +4,16 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl import agents, parts, precision
+from jaxrl.builders import environment
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import load_model
+from jaxrl.builders.prompts import load_held_out_prompts, sampling_params
 from jaxrl.commands import options
 from jaxrl.config.tables import SamplerConfig
 from jaxrl.config.training import Config
-from jaxrl.environments.scoring import load_rewards
-from jaxrl.environments.tools import load_tools
+from jaxrl.core import precision
+from jaxrl.environments.rewards.scoring import load_rewards
+from jaxrl.environments.tools.schema import load_tools
 
 DESCRIPTION = """Answers data.eval_path greedily and prints the share of right answers, as the
 first reward sees them. It has the keys of `jaxrl train`, so that a training run's file serves.
@@ -25,18 +29,18 @@ def main(argv: Sequence[str]) -> int:
     if config.data.eval_path is None:
         raise ValueError("data.eval_path is missing: the held-out prompts to answer")
 
-    from jaxrl.evaluate import evaluate_greedily
     from jaxrl.models import huggingface
-    from jaxrl.sampling.embedded import EmbeddedSampler
+    from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+    from jaxrl.training.evaluate import evaluate_greedily
 
     policy = precision.parse(config.precision)
-    layout = parts.make_layout(config.mesh)
+    layout = make_layout(config.mesh)
     rewards = load_rewards(config.reward.path, config.reward.weights, timeout=config.reward.timeout)
     tokenizer = huggingface.load_tokenizer(config.model.path)
     tools = load_tools(config.environment.tools, corpus=config.environment.corpus)
-    prompts = parts.load_held_out_prompts(config.data, tokenizer, tools=tools)
+    prompts = load_held_out_prompts(config.data, tokenizer, tools=tools)
     assert prompts is not None
-    model, params = parts.load_model(config.model.path, layout=layout, dtype=policy.params)
+    model, params = load_model(config.model.path, layout=layout, dtype=policy.params)
     sampler = EmbeddedSampler(
         model,
         params,
@@ -46,13 +50,11 @@ def main(argv: Sequence[str]) -> int:
     )
     # Whatever the config samples from: this command samples here.
     here = config.model_copy(update={"sampler": SamplerConfig()})
-    arena = agents.make_arena(here, tokenizer, tools, vocab_size=model.config.vocab_size)
+    arena = environment.make_arena(here, tokenizer, tools, vocab_size=model.config.vocab_size)
     result = evaluate_greedily(
         sampler,
         prompts.examples,
-        sampling=parts.sampling_params(
-            config.sampling, config.model.path, tokenizer, seed=config.seed
-        ),
+        sampling=sampling_params(config.sampling, config.model.path, tokenizer, seed=config.seed),
         reward=rewards[0] if rewards else None,
         tokenizer=tokenizer,
         arena=arena,

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl import data, parts, precision
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import load_model
+from jaxrl.builders.prompts import rendering, sampling_params
 from jaxrl.commands import options
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.tables import BaseConfig, ModelConfig, PromptConfig, SamplingConfig
+from jaxrl.core import precision
+from jaxrl.data import prompts as data
 
 DESCRIPTION = """Samples answers to prompts, given as arguments or as lines of the standard input.
 
@@ -34,23 +38,21 @@ def main(argv: Sequence[str]) -> int:
     texts = arguments.prompts or [line.rstrip("\n") for line in sys.stdin]
 
     from jaxrl.models import huggingface
-    from jaxrl.sampling.embedded import EmbeddedSampler
+    from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 
     policy = precision.parse(config.precision)
     tokenizer = huggingface.load_tokenizer(config.model.path)
-    render = data.renderer(tokenizer, parts.rendering(config.prompt))
+    render = data.renderer(tokenizer, rendering(config.prompt))
     prompts = [
         np.asarray(
             tokenizer.encode(render(text, where=f"prompt {i}"), add_special_tokens=False), np.int32
         )
         for i, text in enumerate(texts, start=1)
     ]
-    layout = parts.make_layout(MeshConfig())
-    model, params = parts.load_model(config.model.path, layout=layout, dtype=policy.params)
+    layout = make_layout(MeshConfig())
+    model, params = load_model(config.model.path, layout=layout, dtype=policy.params)
     sampler = EmbeddedSampler(model, params, precision=policy, max_batch=config.sampling.max_batch)
-    sampling = parts.sampling_params(
-        config.sampling, config.model.path, tokenizer, seed=config.seed
-    )
+    sampling = sampling_params(config.sampling, config.model.path, tokenizer, seed=config.seed)
     if arguments.greedy:
         sampling = dataclasses.replace(sampling, temperature=0.0)
     for answer in sampler.sample(prompts, sampling, group_size=arguments.samples):

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxrl.supervised.fitting import Result
+    from jaxrl.training.supervised.fit import Result
 
 
 def report(result: "Result", learnt: str) -> int:

@@ -18,6 +18,6 @@ def main(argv: Sequence[str]) -> int:
     config = options.parse(made, RewardModelConfig, argv).config
 
     # After --help and the config's errors: it takes seconds.
-    from jaxrl.supervised.reward_model import train_reward_model
+    from jaxrl.training.supervised.reward_model import train_reward_model
 
     return outcome.report_pairs(train_reward_model(config))

@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     config = options.parse(made, SFTConfig, argv).config
 
     # After --help and the config's errors: it takes seconds.
-    from jaxrl.supervised.sft import finetune
+    from jaxrl.training.supervised.sft import finetune
 
     result = finetune(config)
     loss = result.last.get("loss", float("nan"))

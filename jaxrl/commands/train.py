@@ -7,7 +7,7 @@ from jaxrl.commands import options
 from jaxrl.config.training import Config
 
 if TYPE_CHECKING:
-    from jaxrl.loop import Result
+    from jaxrl.train import Result
 
 DESCRIPTION = """Trains a model with reinforcement learning; a run found in run_dir is continued.
 
@@ -20,8 +20,9 @@ def main(argv: Sequence[str]) -> int:
     made = options.parser_with_file("train", Config, description=DESCRIPTION)
     config = options.parse(made, Config, argv).config
 
-    from jaxrl import cluster, hosts  # after --help and the config's errors: it takes seconds
-    from jaxrl.loop import train
+    from jaxrl.core import hosts  # after --help and the config's errors: it takes seconds
+    from jaxrl.train import train
+    from jaxrl.training import cluster
 
     with cluster.joined(config.hosts):
         result, leads = train(config), hosts.Hosts().leads

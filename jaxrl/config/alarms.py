@@ -6,13 +6,39 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from jaxrl import precision
 from jaxrl.config.tables import Fraction, Section
-from jaxrl.diagnostics.alarms import RULES, Limits
+from jaxrl.core import precision
 
 Action = Literal[
     "off", "log", "pause", "stop", "rollback_kl", "rollback_learning_rate", "rollback_precision"
 ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Where the rules draw their lines; `config.alarms.AlarmsConfig` says what each means."""
+
+    warmup: int = 20
+    window: int = 20
+    kl_factor: float = 5.0
+    kl_floor: float = 0.1
+    gradient_factor: float = 5.0
+    gradient_floor: float = 0.1
+    distinct_factor: float = 0.3
+    identical_rise: float = 0.9
+    repetition_rise: float = 0.5
+    truncated_share: float = 0.5
+    length_factor: float = 0.1
+    entropy_factor: float = 0.1
+    held_out_drop: float = 0.1
+    mismatch_nats: float = 0.5
+    phantom_share: float = 0.05
+    not_finite_steps: int = 10
+
+    @property
+    def short(self) -> int:
+        """Steps whose mean is compared where single steps are noisy."""
+        return max(1, self.window // 4)
 
 
 class AlarmsConfig(Section):
@@ -136,7 +162,7 @@ class AlarmsConfig(Section):
     @property
     def rolls_back(self) -> bool:
         """Whether any alarm does."""
-        return any(self.action(name).startswith("rollback") for name in RULES)
+        return any(self.action(name).startswith("rollback") for name in self.rules)
 
     def reach(self, *, probe_every: int) -> int:
         """Steps that a rollback may have to go back over. held_out goes back to the best
@@ -167,7 +193,7 @@ class AlarmsConfig(Section):
                 "checkpoint.every = 0 leaves an alarm that rolls back nothing to go back to; set "
                 "it, or let the alarm pause"
             )
-        switching = [name for name in RULES if self.action(name) == "rollback_precision"]
+        switching = [name for name in self.rules if self.action(name) == "rollback_precision"]
         if switching and self.precision is None:
             return f"alarms.{switching[0]} = 'rollback_precision' needs alarms.precision"
         if self.precision is None:
@@ -188,3 +214,10 @@ class AlarmsConfig(Section):
         if switching and strict and (advice := precision.disagreement(new)) is not None:
             return f"strict_precision = true and alarms.precision = {self.precision!r}: {advice}"
         return None
+
+    @property
+    def rules(self) -> list[str]:
+        """Names of the rules: the keys whose values are actions."""
+        return [
+            name for name, field in type(self).model_fields.items() if field.annotation is Action
+        ]

@@ -4,16 +4,9 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from jaxrl import precision
 from jaxrl.config.mesh import MeshConfig
-from jaxrl.config.tables import (
-    ModelConfig,
-    PromptConfig,
-    Remat,
-    SamplerConfig,
-    Section,
-    Texts,
-)
+from jaxrl.config.tables import ModelConfig, PromptConfig, Remat, SamplerConfig, Section, Texts
+from jaxrl.core import precision
 
 
 class DoctorDataConfig(PromptConfig):

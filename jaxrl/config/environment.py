@@ -15,9 +15,9 @@ class EnvironmentConfig(Section):
     __pydantic_extra__: dict[str, Plain] = Field(init=False)
 
     name: str | None = None
-    """An environment in jaxrl.environments.named (`agent` lets the policy call tools, `text_game`
-    plays a game that is told in words), `file.py:Class` or `package.module:Class`. Without one an
-    answer is a single turn."""
+    """An environment in jaxrl.environments.episodes.builtin (`agent` lets the policy call tools,
+    `text_game` plays a game told in words), `file.py:Class` or `package.module:Class`. Without one
+    a completion is a single turn."""
 
     tools: Texts = ()
     """What the policy can call: `calculator`, `python` (in the sandbox), `search` (in

@@ -11,7 +11,7 @@ class RewardConfig(Section):
     """What an answer is worth."""
 
     path: Texts = ()
-    """Reward functions, added up: a name in jaxrl.environments.rewards (`exact_match`,
+    """Reward functions, added up: a name in jaxrl.environments.rewards.builtin (`exact_match`,
     `numeric_match`, ...), `file.py:function` or `package.module:function`. The first one says what
     counts as right in evaluations."""
 

@@ -19,8 +19,8 @@ from pydantic import (
     field_validator,
 )
 
-from jaxrl import precision
-from jaxrl.optimizers import OptimizerName, ScheduleName
+from jaxrl.core import precision
+from jaxrl.learner.optimizers import OptimizerName, ScheduleName
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 # TOML arrays arrive as lists, which strict mode would refuse for a tuple.

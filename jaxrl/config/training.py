@@ -9,7 +9,6 @@ from typing import Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from jaxrl import precision
 from jaxrl.config.alarms import AlarmsConfig
 from jaxrl.config.critic import CriticConfig
 from jaxrl.config.environment import EnvironmentConfig
@@ -32,6 +31,7 @@ from jaxrl.config.tables import (
     TrainConfig,
 )
 from jaxrl.config.tracking import SamplesConfig, TrackingConfig
+from jaxrl.core import precision
 
 
 class Config(RunConfig):

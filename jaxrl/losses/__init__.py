@@ -33,7 +33,7 @@ from jaxrl.losses.algebra import (
     token_loss,
 )
 from jaxrl.losses.corrections import gamma_shaped, masked, truncated
-from jaxrl.losses.named import build
+from jaxrl.losses.from_config import build
 from jaxrl.losses.ratios import (
     Level,
     Ratio,

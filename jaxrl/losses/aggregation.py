@@ -19,7 +19,7 @@ Example:
 import jax
 import jax.numpy as jnp
 
-from jaxrl.batch import TokenBatch, action_sequences, action_tokens, sequence_weights
+from jaxrl.core.batch import TokenBatch, action_sequences, action_tokens, sequence_weights
 from jaxrl.losses.algebra import Aggregation
 from jaxrl.losses.formulas import with_formula
 

@@ -14,11 +14,11 @@ from typing import Any, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxrl.batch import TokenBatch
+from jaxrl.core.batch import TokenBatch
+from jaxrl.core.metrics import Metrics
 from jaxrl.losses import operands
 from jaxrl.losses.formulas import Formula, grouped, shown
 from jaxrl.losses.scores import Need, Scores
-from jaxrl.metrics import Metrics
 
 
 class Shift(enum.StrEnum):

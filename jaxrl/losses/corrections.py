@@ -9,12 +9,12 @@ policy twice. Bounds are on the learner's side over the sampler's.
 import jax
 import jax.numpy as jnp
 
-from jaxrl.batch import TokenBatch
+from jaxrl.core.batch import TokenBatch
+from jaxrl.core.metrics import Metrics, masked_mean
 from jaxrl.losses.algebra import Weights
 from jaxrl.losses.formulas import with_formula
 from jaxrl.losses.ratios import Ratio, missing
 from jaxrl.losses.scores import Scores
-from jaxrl.metrics import Metrics, masked_mean
 
 
 @with_formula

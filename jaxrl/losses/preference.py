@@ -14,12 +14,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl.batch import TokenBatch, segment_totals
+from jaxrl.core.batch import TokenBatch, segment_totals
+from jaxrl.core.metrics import Mean, Metrics, masked_mean
 from jaxrl.losses import bounds
 from jaxrl.losses.algebra import Aggregation, TokenLoss, token_loss
 from jaxrl.losses.formulas import Formula, with_formula
 from jaxrl.losses.scores import Need, Scores, require
-from jaxrl.metrics import Mean, Metrics, masked_mean
 
 
 class LogRatios(NamedTuple):

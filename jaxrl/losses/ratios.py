@@ -28,11 +28,11 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxrl.batch import TokenBatch, segment_sum
+from jaxrl.core.batch import TokenBatch, segment_sum
+from jaxrl.core.metrics import Metrics, masked_mean
 from jaxrl.losses.algebra import Shift
 from jaxrl.losses.formulas import Formula, with_formula
 from jaxrl.losses.scores import Need, Scores, require
-from jaxrl.metrics import Metrics, masked_mean
 
 LOG_RATIO_LIMIT = 20.0
 """Bound of a log-ratio before exp: e^20 is far beyond any clip, and its square is finite."""

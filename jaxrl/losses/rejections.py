@@ -11,13 +11,13 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxrl.batch import TokenBatch, segment_sum
+from jaxrl.core.batch import TokenBatch, segment_sum
+from jaxrl.core.metrics import Metrics, masked_mean
 from jaxrl.losses import bounds
 from jaxrl.losses.algebra import Weights
 from jaxrl.losses.formulas import with_formula
 from jaxrl.losses.ratios import LOG_RATIO_LIMIT, Ratio, per_token, sequence_mean
 from jaxrl.losses.scores import Scores
-from jaxrl.metrics import Metrics, masked_mean
 
 
 class _Rejects(Protocol):

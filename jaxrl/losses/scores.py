@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxrl.batch import TokenBatch
+from jaxrl.core.batch import TokenBatch
 
 
 class Need(enum.StrEnum):

@@ -10,13 +10,13 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxrl.batch import TokenBatch
+from jaxrl.core.batch import TokenBatch
+from jaxrl.core.metrics import Metrics, masked_mean
 from jaxrl.losses import bounds
 from jaxrl.losses.algebra import TokenLoss, token_loss
 from jaxrl.losses.formulas import with_formula
 from jaxrl.losses.ratios import Ratio, geometric, missing, on_policy, per_token
 from jaxrl.losses.scores import Scores
-from jaxrl.metrics import Metrics, masked_mean
 
 
 class SurrogateFn(Protocol):

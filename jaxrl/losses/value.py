@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.advantages import Outcomes
-from jaxrl.batch import TokenBatch
+from jaxrl.core.batch import TokenBatch
+from jaxrl.core.metrics import Metrics, masked_mean
 from jaxrl.losses import bounds
 from jaxrl.losses.algebra import Objective, TokenLoss, token_loss
 from jaxrl.losses.formulas import shown, with_formula
 from jaxrl.losses.scores import Need, Scores, require
-from jaxrl.metrics import Metrics, masked_mean
 
 
 class Critic(NamedTuple):

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxrl.core.precision import Precision
 from jaxrl.models.products import transposed
-from jaxrl.precision import Precision
 
 # Names the results that a remat policy may keep so that attention is not run again.
 KEPT = "attention"

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxrl.core.precision import Precision
 from jaxrl.models.attention import KEPT, Attend, attention
 from jaxrl.models.experts import Local, Routing, feed_forward, imbalance, undivided
 from jaxrl.models.families import DecoderConfig
@@ -21,7 +22,6 @@ from jaxrl.models.layers import (
 )
 from jaxrl.models.lora import attach, frozen
 from jaxrl.models.spec import Params, ParamSpec, Specs
-from jaxrl.precision import Precision
 
 
 class Hidden(Protocol):

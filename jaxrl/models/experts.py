@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxrl.core.precision import Precision
 from jaxrl.models import layers
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.layers import Constrain, Layer, identity, matmul, rms_norm
-from jaxrl.precision import Precision
 
 
 class Local(Protocol):

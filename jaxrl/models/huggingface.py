@@ -19,11 +19,11 @@ from flax import traverse_util
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jaxrl.core.precision import DType
 from jaxrl.models import families, spec
 from jaxrl.models.decoder import param_specs
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import Params, ParamSpec
-from jaxrl.precision import DType
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}

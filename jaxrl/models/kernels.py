@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl.core.precision import Precision
 from jaxrl.models.attention import KEPT, Attend, Part, attention
 from jaxrl.models.families import DecoderConfig
-from jaxrl.precision import Precision
 from sharding.partition import Layout
 
 Kernel = Literal["xla", "splash", "cudnn"]

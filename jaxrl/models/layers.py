@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxrl.core.precision import Precision
 from jaxrl.models.families import DecoderConfig, LinearScaling, Rope
 from jaxrl.models.products import transposed
-from jaxrl.precision import Precision
 
 # (activation, logical name of each dimension) -> the same activation, with a layout imposed on it.
 Constrain = Callable[[jax.Array, Sequence[str]], jax.Array]

@@ -17,8 +17,8 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
+from jaxrl.core.precision import DType, Precision
 from jaxrl.models.products import transposed
-from jaxrl.precision import DType, Precision
 
 
 class Chunk(NamedTuple):

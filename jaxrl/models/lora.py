@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from jaxrl.core.precision import DType
 from jaxrl.models import spec
 from jaxrl.models.spec import Params, ParamSpec, Specs
-from jaxrl.precision import DType
 
 
 @struct.dataclass

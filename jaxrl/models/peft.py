@@ -8,10 +8,10 @@ import numpy as np
 from flax import traverse_util
 from safetensors.numpy import load_file, save_file
 
+from jaxrl.core.precision import DType
 from jaxrl.models import spec
 from jaxrl.models.lora import Adapted
 from jaxrl.models.spec import Params
-from jaxrl.precision import DType
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -7,10 +7,10 @@ sequence is that of its last token which is not the padding token, as there.
 import jax
 import jax.numpy as jnp
 
-from jaxrl.batch import TokenBatch
+from jaxrl.core.batch import TokenBatch
+from jaxrl.core.precision import Precision
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
-from jaxrl.precision import Precision
 
 
 def token_scores(hidden: jax.Array, head: jax.Array, *, precision: Precision) -> jax.Array:

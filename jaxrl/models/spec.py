@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from jaxrl.precision import DType
+from jaxrl.core.precision import DType
 
 
 class ParamSpec(NamedTuple):

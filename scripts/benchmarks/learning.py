@@ -10,13 +10,13 @@ import optax
 from benchmarks.shapes import ANSWER, PROMPT, SHAPES
 from benchmarks.timing import Run
 
-from jaxrl.batch import TokenBatch
-from jaxrl.learner import Minibatch, make_learner
+from jaxrl.core.batch import Minibatch, TokenBatch
+from jaxrl.core.precision import Precision, cast
+from jaxrl.learner.policy import make_learner
 from jaxrl.losses.recipes import grpo
 from jaxrl.models.decoder import decoder
 from jaxrl.models.logprobs import token_logprobs
 from jaxrl.models.spec import init
-from jaxrl.precision import Precision, cast
 
 SEQUENCES, LENGTH = 64, PROMPT + ANSWER
 LEARNING_RATE, CLIP_NORM = 1e-6, 1.0

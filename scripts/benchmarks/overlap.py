@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from benchmarks.quickstart import material
 
-from jaxrl import loop
+from jaxrl import train
+from jaxrl.builders.servers import started_server
 from jaxrl.config import toml_file
 from jaxrl.config.tables import ServerConfig
 from jaxrl.config.training import Config
-from jaxrl.precision import parse
-from jaxrl.servers import started_server
-from jaxrl.watch.tracking import read_metrics
+from jaxrl.core.precision import parse
+from jaxrl.monitoring.tracking.tracking import read_metrics
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart_async.toml"
 # Without a correction the loss takes old answers for new ones; with it their tokens are reweighted.
@@ -102,7 +102,7 @@ def measure(
             **CORRECTIONS[correction],
             **(BALANCED if balanced else {}),
         }
-        loop.train(toml_file.load(Config, file=CONFIG, overrides=list(keys.items())))
+        train.train(toml_file.load(Config, file=CONFIG, overrides=list(keys.items())))
     entries = read_metrics(run_dir / "metrics.jsonl")
     steps_of = [e for e in entries if "reward" in e]
     timed = steps_of[SKIPPED:]

@@ -1,21 +1,20 @@
 """A publish in its parts, beside a copy of the same bytes and vLLM's own reload of a checkpoint."""
 
-import json
 import time
-import urllib.request
 from collections.abc import Callable
 from typing import Any
 
+import httpx2
 import numpy as np
 from benchmarks import serving
 from benchmarks.shapes import SHAPES
 
+from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.bridge.vllm_server import VllmServer
+from jaxrl.core.precision import DType, cast
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig, Rope
-from jaxrl.precision import DType, cast
 
 MODELS = {
     "S": SHAPES["S"],
@@ -72,8 +71,5 @@ def _seconds(function: Callable[[], Any]) -> float:
 
 
 def _reload(url: str) -> None:
-    body = json.dumps({"method": "reload_weights"}).encode()
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/collective_rpc", body, headers)
-    with urllib.request.urlopen(request, timeout=300) as response:
-        response.read()
+    call = {"method": "reload_weights"}
+    httpx2.post(f"{url}/collective_rpc", json=call, timeout=300, trust_env=False).raise_for_status()

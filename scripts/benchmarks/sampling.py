@@ -6,12 +6,12 @@ import numpy as np
 from benchmarks.shapes import ANSWER, PROMPT, SHAPES
 from benchmarks.timing import Run
 
+from jaxrl.core.precision import parse
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import init
-from jaxrl.precision import parse
 from jaxrl.sampling.base import SamplingParams
-from jaxrl.sampling.embedded import EmbeddedSampler
+from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 
 GROUP = 8  # answers per prompt
 

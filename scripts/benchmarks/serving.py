@@ -14,19 +14,19 @@ from benchmarks.sampling import GROUP, random_prompts
 from benchmarks.shapes import ANSWER, PROMPT
 from benchmarks.timing import Run
 
-from jaxrl.bridge.launch import LocalServer
+from jaxrl.bridge.servers.control import VllmServer
+from jaxrl.bridge.servers.launch import LocalServer
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.bridge.vllm_server import VllmServer
+from jaxrl.builders.servers import started_server
 from jaxrl.config.tables import ServerConfig
+from jaxrl.core.precision import DType
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import Params, init
-from jaxrl.precision import DType
 from jaxrl.sampling.base import SamplingParams
-from jaxrl.sampling.vllm import VllmSampler
-from jaxrl.servers import started_server
+from jaxrl.sampling.vllm.sampler import VllmSampler
 
 
 @contextmanager

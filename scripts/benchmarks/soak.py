@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from benchmarks.quickstart import material
 
-from jaxrl.bridge.vllm_server import VllmServer
-from jaxrl.watch.tracking import read_metrics
+from jaxrl.bridge.servers.control import VllmServer
+from jaxrl.monitoring.tracking.tracking import read_metrics
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart_async.toml"
 COMMAND = [sys.executable, "-m", "jaxrl.cli"]

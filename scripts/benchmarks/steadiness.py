@@ -9,10 +9,10 @@ import matplotlib
 import matplotlib.figure
 from benchmarks.quickstart import material
 
-from jaxrl import loop
+from jaxrl import train as loop
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.watch.tracking import read_metrics
+from jaxrl.monitoring.tracking.tracking import read_metrics
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 # Small steps, so that there can be many; two updates to each, so that something can be clipped.

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.precision import parse
+from jaxrl.core.precision import parse
 
 Run = Callable[[int], object]  # does the work with a seed and waits for it
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.loop import train
-from jaxrl.watch.tracking import read_metrics
+from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.train import train
 
 Entries = list[dict[str, Any]]  # one for each rollout of a run, as metrics.jsonl holds them
 ROOT = Path(__file__).parents[2]

@@ -9,10 +9,10 @@ import numpy as np
 from reproduce import scoring
 from reproduce.grid import ROOT, markdown
 
-from jaxrl.batch import Rollout
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.run import open_run
+from jaxrl.core.batch import Rollout
+from jaxrl.training.run import open_run
 
 CONFIG = ROOT / "configs" / "sanity_test.toml"
 TOKENS = 192  # of an answer; drawn past its end, so that long sequences can be looked at

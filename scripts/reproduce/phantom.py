@@ -25,16 +25,16 @@ from reproduce.grid import (
     trained,
 )
 
-from jaxrl.batch import TokenBatch
+from jaxrl.builders.servers import started_server
 from jaxrl.config import toml_file
 from jaxrl.config.tables import ServerConfig
 from jaxrl.config.training import Config
+from jaxrl.core.batch import TokenBatch
+from jaxrl.core.precision import parse
 from jaxrl.losses import ratios
-from jaxrl.losses.algebra import Scores
 from jaxrl.losses.ratios import Ratio
-from jaxrl.precision import parse
-from jaxrl.run import open_run
-from jaxrl.servers import started_server
+from jaxrl.losses.scores import Scores
+from jaxrl.training.run import open_run
 
 CONFIG = ROOT / "configs" / "phantom_clipping.toml"
 # Deep, narrow and with large weights: the rounding of each layer is large beside what it adds.

@@ -11,13 +11,12 @@ from reproduce import scoring
 from reproduce.grid import ROOT
 from reproduce.phantom import DEEP, write_material
 
-from jaxrl.batch import Rollout
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.diagnostics.split import known_tokens, split
-from jaxrl.learner import Minibatch
-from jaxrl.precision import cast, parse
-from jaxrl.run import open_run
+from jaxrl.core.batch import Minibatch, Rollout
+from jaxrl.core.precision import cast, parse
+from jaxrl.monitoring.ratio.split import known_tokens, split
+from jaxrl.training.run import open_run
 
 CONFIG = ROOT / "configs" / "phantom_clipping.toml"
 POLICIES = ("phantom", "bf16_master", "fp16_master", "fp32")

@@ -14,7 +14,7 @@ from reproduce.phantom import SHORT, SMALL
 from jaxrl import cli
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.run import open_run
+from jaxrl.training.run import open_run
 
 CONFIG = ROOT / "configs" / "sanity_test.toml"
 ALGORITHMS = {

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.batch import Rollout, pack
-from jaxrl.learner import LearnerState, Minibatch
-from jaxrl.rollouts import answers
-from jaxrl.run import Progress, Run
+from jaxrl.core.batch import Minibatch, Rollout
+from jaxrl.core.packing import pack
+from jaxrl.learner.policy import LearnerState
+from jaxrl.training.rollouts import answers
+from jaxrl.training.run import Progress, Run
 
 
 class Scored(NamedTuple):

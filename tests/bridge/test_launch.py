@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.bridge.launch import LocalServer, ServerFailedError, ServerOptions
+from jaxrl.bridge.servers.launch import LocalServer, ServerFailedError, ServerOptions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 STARTS = """
 import sys, time
 from pathlib import Path
-from jaxrl.bridge.launch import LocalServer, ServerOptions
+from jaxrl.bridge.servers.launch import LocalServer, ServerOptions
 options = ServerOptions(python=Path(sys.argv[1]), dtype="float32")
 server = LocalServer(Path("model"), options, log=Path(sys.argv[2]))
 print(server.process_ids[0], flush=True)
@@ -89,7 +89,7 @@ def test_a_stopped_server_ends(tmp_path: Path) -> None:
         pytest.MonkeyPatch.context() as patch,
         LocalServer(Path("model"), sleeps, log=tmp_path / "log") as server,
     ):
-        patch.setattr("jaxrl.bridge.tether.GRACE", 0)
+        patch.setattr("jaxrl.bridge.servers.watchdog.GRACE", 0)
         wait_for(lambda: len(server.process_ids) == 2)
         found = server.process_ids
         for process in found:

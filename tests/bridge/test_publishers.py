@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
-from jaxrl.bridge import layout, manifest, payload
+from jaxrl.bridge import manifest, payload, safetensors_file
 from jaxrl.bridge.base import LostError, PoisonedError, RefusedError
 from jaxrl.bridge.directory import DirectoryPublisher, export
 from jaxrl.bridge.manifest import ManifestError
@@ -22,15 +22,7 @@ from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
 from sharding.mesh import make_mesh
-from tests.bridge.cases import (
-    EXPERTS,
-    FAMILIES,
-    QWEN3,
-    ListSource,
-    Recorder,
-    params,
-    read_payload,
-)
+from tests.bridge.cases import EXPERTS, FAMILIES, QWEN3, ListSource, Recorder, params, read_payload
 
 F32, BF16 = np.dtype(np.float32), np.dtype(jnp.bfloat16)
 SPECS = decoder(QWEN3).specs
@@ -147,7 +139,7 @@ def test_export_in_several_files_and_without_leftovers(tmp_path: Path) -> None:
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 2
     _, loaded = huggingface.load(tmp_path / "a", dtype=F32)
     jax.tree.map(np.testing.assert_array_equal, loaded, tree)
-    assert set(layout.read_specs(tmp_path / "a")) == set(source.specs())
+    assert set(safetensors_file.read_specs(tmp_path / "a")) == set(source.specs())
 
     class Broken(ListSource):
         def __iter__(self):

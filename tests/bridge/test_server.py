@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from jaxrl.bridge import vllm_guard
 from jaxrl.bridge.base import LostError, RefusedError
-from jaxrl.bridge.launch import LocalServer, ServerFailedError, ServerOptions
+from jaxrl.bridge.in_vllm import auth
+from jaxrl.bridge.servers.control import VllmServer
+from jaxrl.bridge.servers.launch import LocalServer, ServerFailedError, ServerOptions
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.bridge.vllm_server import VllmServer
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from tests.bridge.cases import QWEN3, ListSource, params
@@ -94,7 +94,7 @@ def ask(server: LocalServer, prompt: list[int], max_tokens: int) -> Answer:
         },
     }
     address = urllib.parse.urlsplit(server.url).netloc
-    headers = {"Content-Type": "application/json", **vllm_guard.headers(KEY)}
+    headers = {"Content-Type": "application/json", **auth.headers(KEY)}
     with closing(http.client.HTTPConnection(address, timeout=250)) as connection:
         connection.request("POST", "/inference/v1/generate", json.dumps(body), headers)
         response = connection.getresponse()
@@ -287,7 +287,7 @@ def test_without_the_key_nothing_happens(
     before = control(server).weight_version()
     address = urllib.parse.urlsplit(server.url).netloc
     with closing(http.client.HTTPConnection(address, timeout=60)) as connection:
-        connection.request(method, path, "{}", vllm_guard.headers(key))
+        connection.request(method, path, "{}", auth.headers(key))
         response = connection.getresponse()
         assert (response.status, b"JAXRL_API_KEY" in response.read()) == (401, True)
     stranger = VllmServer(server.url, api_key=key)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl import parts
+from jaxrl.builders.recipe import make_recipe
 from jaxrl.config.mesh import MeshRules
 from jaxrl.config.toml_file import ConfigError, dumps, keys, load, validate
 from jaxrl.config.training import Config
@@ -138,25 +138,25 @@ def test_error_names_key_and_fix(changes, message):
 def test_one_answer_to_each_prompt_has_nothing_to_be_compared_with(loss):
     keys = {f"loss__{key}": value for key, value in loss.items()}
     with pytest.raises(ValueError, match=r"set train\.group_size to 2 or more"):
-        parts.make_recipe(with_keys(train__group_size=1, **keys))
-    parts.make_recipe(with_keys(train__group_size=1, loss__name="ppo"))
+        make_recipe(with_keys(train__group_size=1, **keys))
+    make_recipe(with_keys(train__group_size=1, loss__name="ppo"))
 
 
 @pytest.mark.parametrize("loss", [{"name": "gdpo"}, {"advantage": "gdpo"}])
 def test_a_penalty_that_the_advantage_would_not_see_is_refused(loss):
     keys = {f"loss__{key}": value for key, value in loss.items()}
     with pytest.raises(ValueError, match=r"reward\.kl = 0\.1: .* use loss\.kl"):
-        parts.make_recipe(with_keys(reward__kl=0.1, **keys))
-    parts.make_recipe(with_keys(loss__kl=0.1, **keys))
+        make_recipe(with_keys(reward__kl=0.1, **keys))
+    make_recipe(with_keys(loss__kl=0.1, **keys))
 
 
 def test_a_policys_loss_that_reads_values_is_refused():
     with pytest.raises(ValueError, match="critic=Critic"):
-        parts.make_recipe(with_keys(loss__name="jaxrl.losses:value_loss"))
+        make_recipe(with_keys(loss__name="jaxrl.losses:value_loss"))
 
 
 def test_a_recipe_knows_the_longest_answer():
-    recipe = parts.make_recipe(with_keys(loss__name="dr_grpo", sampling__max_tokens=100))
+    recipe = make_recipe(with_keys(loss__name="dr_grpo", sampling__max_tokens=100))
     _, batch = one_sequence(advantages=[1.0], logprobs=[-1.0])
     assert recipe.objective.denominator(batch) == 100
 

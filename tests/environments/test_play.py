@@ -12,17 +12,19 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.batch import from_json, pack, to_json
-from jaxrl.data import Example
-from jaxrl.environments import calls, room
-from jaxrl.environments import play as play_
-from jaxrl.environments.base import Limits, Step
-from jaxrl.environments.episodes import last_turn
-from jaxrl.environments.play import Arena, RequestsDesk, RoundsDesk, play
-from jaxrl.precision import PRESETS
-from jaxrl.rollouts.draw import as_rollout
+from jaxrl.core.batch import from_json, to_json
+from jaxrl.core.packing import pack
+from jaxrl.core.precision import PRESETS
+from jaxrl.data.prompts import Example
+from jaxrl.environments.episodes import open_file_limit
+from jaxrl.environments.episodes import play as play_
+from jaxrl.environments.episodes.base import Limits, Step
+from jaxrl.environments.episodes.episode import last_turn
+from jaxrl.environments.episodes.play import Arena, RequestsDesk, RoundsDesk, play
+from jaxrl.environments.isolation import calls
 from jaxrl.sampling.base import Completion, SamplingParams, Turn
-from jaxrl.sampling.embedded import EmbeddedSampler
+from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+from jaxrl.training.rollouts.draw import as_rollout
 from tests import tiny
 
 PARAMS = SamplingParams(max_tokens=40, stop=((1,),), seed=3)
@@ -281,30 +283,32 @@ def test_more_episodes_than_the_process_may_open_take_turns(desk, monkeypatch):
 
 
 def test_the_limit_on_open_files_is_raised_and_holds_for_all_together(monkeypatch):
-    monkeypatch.setattr(room, "_ENOUGH", 900)
+    monkeypatch.setattr(open_file_limit, "_ENOUGH", 900)
     limits = [(300, 1024), (300, 600), (700, 700), (2000, 2000), (-1, -1)]
     for soft, hard in limits:
         asked = []
-        monkeypatch.setattr(room.resource, "getrlimit", lambda _, now=(soft, hard): now)
-        monkeypatch.setattr(room.resource, "setrlimit", lambda _, to, asked=asked: asked.append(to))
-        found = room.episodes_at_once()
+        monkeypatch.setattr(open_file_limit.resource, "getrlimit", lambda _, now=(soft, hard): now)
+        monkeypatch.setattr(
+            open_file_limit.resource, "setrlimit", lambda _, to, asked=asked: asked.append(to)
+        )
+        found = open_file_limit.episodes_at_once()
         expected = {300: min(hard, 900), 700: 700, 2000: 2000, -1: 900}[soft]
         assert found == expected // 6
         assert asked == ([(expected, hard)] if soft == 300 else [])
-    monkeypatch.setattr(room, "episodes_at_once", lambda: 4)
+    monkeypatch.setattr(open_file_limit, "episodes_at_once", lambda: 4)
     entered, leave = threading.Event(), threading.Event()
 
     def holds_three():
-        with room.room(3):
+        with open_file_limit.room(3):
             entered.set()
             leave.wait(60)
 
     thread = threading.Thread(target=holds_three)
     thread.start()
     assert entered.wait(60)
-    with room.room(1):
+    with open_file_limit.room(1):
         threading.Timer(0.2, leave.set).start()
-        with room.room(3):  # that is, once the others have left
+        with open_file_limit.room(3):  # that is, once the others have left
             assert leave.is_set()
     thread.join()
 

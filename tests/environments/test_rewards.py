@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.environments import calls, mathematics, sandbox
-from jaxrl.environments.rewards import (
+from jaxrl.environments.isolation import calls, sandbox
+from jaxrl.environments.rewards import mathematics
+from jaxrl.environments.rewards.builtin import (
     boxed_format,
     exact_match,
     final_number,
@@ -16,7 +17,7 @@ from jaxrl.environments.rewards import (
     math_verify,
     numeric_match,
 )
-from jaxrl.environments.scoring import load_rewards, score
+from jaxrl.environments.rewards.scoring import load_rewards, score
 
 
 @pytest.mark.parametrize(
@@ -113,13 +114,13 @@ def test_two_rewards_of_one_name():
 
 
 def test_installed_module():
-    (term,) = load_rewards(["jaxrl.environments.rewards:brevity"])
+    (term,) = load_rewards(["jaxrl.environments.rewards.builtin:brevity"])
     assert term.function("x" * 1000, {}) == -1
 
 
 SLOW = """
 import asyncio, threading
-from jaxrl.environments.scoring import batched
+from jaxrl.environments.rewards.scoring import batched
 
 def hangs(completion, example):
     if completion == "hang":

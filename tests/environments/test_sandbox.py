@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from jaxrl.environments import sandbox
-from jaxrl.environments.rewards import python_tests
-from jaxrl.environments.sandbox import Limits, SandboxError, run_python
-from jaxrl.environments.sandbox_child import SYSTEM_CALLS, denials
+from jaxrl.environments.isolation import sandbox
+from jaxrl.environments.isolation.sandbox import Limits, SandboxError, run_python
+from jaxrl.environments.isolation.sandbox_child import SYSTEM_CALLS, denials
+from jaxrl.environments.rewards.builtin import python_tests
 
 
 def test_a_program_reads_prints_and_ends():
@@ -93,7 +93,7 @@ print(subprocess.run(["ls"], capture_output=True, text=True).stdout, os.getcwd()
 def test_where_parts_of_proc_are_hidden_a_program_sees_nothing_of_it():
     """As in a container: the kernel then refuses a whole one to the sandbox."""
     inside = """
-from jaxrl.environments.sandbox import run_python
+from jaxrl.environments.isolation.sandbox import run_python
 print(run_python("import os; print(os.listdir('/proc'))").stdout)
 """
     hide = 'mount --bind /dev/null /proc/uptime && exec "$0" -c "$1"'
@@ -143,7 +143,7 @@ def test_a_program_has_no_terminal_where_its_user_has_one():
     line = "open('/proc/self/stat').read().rpartition(')')[2].split()[4]"  # 0 is none
     code = f"""
 import fcntl, termios
-from jaxrl.environments.sandbox import run_python
+from jaxrl.environments.isolation.sandbox import run_python
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 print({line}, run_python("print({line})").stdout)
 """

@@ -14,12 +14,12 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl.data import Example, Rendering, Row, load_prompts
-from jaxrl.environments import named
-from jaxrl.environments.chat import Chat
-from jaxrl.environments.search import Index, read_corpus
-from jaxrl.environments.toolbox import calculator, python
-from jaxrl.environments.tools import answer, calls_in, load_tools, make_tool
+from jaxrl.data.prompts import Example, Rendering, Row, load_prompts
+from jaxrl.environments.episodes import builtin
+from jaxrl.environments.episodes.chat import Chat
+from jaxrl.environments.tools.builtin import calculator, python
+from jaxrl.environments.tools.schema import answer, calls_in, load_tools, make_tool
+from jaxrl.environments.tools.search import Index, read_corpus
 
 # As Qwen's: consecutive answers of tools share a turn of the user, schemas come first.
 QWEN = """
@@ -268,8 +268,8 @@ def example(text: str) -> Example:
 
 
 def test_an_agent_is_answered_until_it_calls_no_tool():
-    kit = named.Kit(QWEN_TOKENIZER, TOOLS)
-    agent = named.agent(kit, call_cost=0.25, max_characters=4)
+    kit = builtin.Kit(QWEN_TOKENIZER, TOOLS)
+    agent = builtin.agent(kit, call_cost=0.25, max_characters=4)
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "10**9"}}</tool_call>'
     bad = "<tool_call>x</tool_call>"
 
@@ -290,7 +290,7 @@ def test_an_agent_is_answered_until_it_calls_no_tool():
     assert answered.numbers == {"tool_calls": 2, "tool_errors": 1}
     assert (last.done, last.reward) == (True, 0)
     with pytest.raises(ValueError, match=r"environment\.tools is empty"):
-        named.agent(named.Kit(QWEN_TOKENIZER, {}))
+        builtin.agent(builtin.Kit(QWEN_TOKENIZER, {}))
 
 
 def test_prompts_show_the_tools_to_a_template_that_knows_them():
@@ -329,8 +329,8 @@ def old():
 @pytest.mark.parametrize("name", ["Guess", "old"])
 def test_a_game_with_gymnasiums_interface_is_an_environment(tmp_path: Path, name):
     (tmp_path / "game.py").write_text(GAME)
-    kit = named.Kit(QWEN_TOKENIZER, {})
-    game = named.text_game(kit, game=f"{tmp_path / 'game.py'}:{name}")
+    kit = builtin.Kit(QWEN_TOKENIZER, {})
+    game = builtin.text_game(kit, game=f"{tmp_path / 'game.py'}:{name}")
     prompt = asyncio.run(game.reset(example("Play: {observation}!")))
     assert QWEN_TOKENIZER.decode(prompt) == "Play: guess!"
     missed = asyncio.run(game.step(ids(" 3<|im_end|>")))

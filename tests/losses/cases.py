@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.batch import Rollout, TokenBatch, pack
+from jaxrl.core.batch import Rollout, TokenBatch
+from jaxrl.core.packing import pack
 from jaxrl.losses import (
     Recipe,
     Scores,

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.batch import TokenBatch
+from jaxrl.core.batch import TokenBatch
 from jaxrl.losses import (
     Recipe,
     Scores,

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl.core.metrics import to_floats
 from jaxrl.losses import (
     anchor_over_sampler,
     clipped,
@@ -21,7 +22,6 @@ from jaxrl.losses import (
     truncated,
     unclipped,
 )
-from jaxrl.metrics import to_floats
 from tests.losses.cases import TERMS
 
 RATIOS = np.array([0.4, 0.9, 1.5, 4.0, np.nan])  # anchor / sampler; the last one is unknown

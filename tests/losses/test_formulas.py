@@ -40,7 +40,7 @@ from jaxrl.losses import (
     vetoed,
     with_terms,
 )
-from jaxrl.losses.named import PARTS
+from jaxrl.losses.from_config import PARTS
 from tests.losses.cases import RECIPES, TERMS, lay_out, random_sequences
 
 WORDS = vars(losses) | vars(advantages) | vars(estimators)

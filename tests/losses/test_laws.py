@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.batch import assign_rows
+from jaxrl.core.metrics import to_floats
+from jaxrl.core.packing import assign_rows
 from jaxrl.losses import (
     Weights,
     add,
@@ -33,7 +34,6 @@ from jaxrl.losses import (
     token_sum,
     unclipped,
 )
-from jaxrl.metrics import to_floats
 from tests.losses.cases import (
     RECIPES,
     ROW_LENGTH,

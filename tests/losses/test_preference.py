@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from jaxrl.batch import Rollout, pack
+from jaxrl.core.batch import Rollout
+from jaxrl.core.packing import pack
 from jaxrl.losses import Scores, objective, preference
 from jaxrl.losses.preference import LogRatios
 

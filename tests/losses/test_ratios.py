@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.core.metrics import to_floats
 from jaxrl.losses import (
     anchor_over_sampler,
     geometric,
@@ -18,7 +19,6 @@ from jaxrl.losses import (
     shadowed,
     unclipped,
 )
-from jaxrl.metrics import to_floats
 
 SCORES = {
     "logprobs": [-1.0, -2.0, -3.0],

@@ -25,7 +25,7 @@ from jaxrl.losses import (
     truncated,
     unclipped,
 )
-from jaxrl.losses.named import PARTS
+from jaxrl.losses.from_config import PARTS
 from tests.losses.cases import RECIPES, lay_out, random_sequences
 
 ROWS = [[i] for i in range(6)]

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from jaxrl import advantages
-from jaxrl.batch import Rollout, pack
+from jaxrl.core.batch import Rollout
+from jaxrl.core.packing import pack
 from jaxrl.losses import (
     Scores,
     dapo,

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.core.metrics import to_floats
 from jaxrl.losses import (
     EntropyController,
     adaptive_entropy_bonus,
@@ -22,7 +23,6 @@ from jaxrl.losses import (
     positive_likelihood,
     with_terms,
 )
-from jaxrl.metrics import to_floats
 
 ESTIMATORS = (k1, k2, k3, k1_plus, k3_plus)
 D = np.array([-50.0, -1.0, 0.0, 0.5, 50.0])  # reference - learner

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl.core.metrics import to_floats
 from jaxrl.losses import (
     anchor_over_sampler,
     both,
@@ -27,8 +28,7 @@ from jaxrl.losses import (
     within_variation,
 )
 from jaxrl.losses.algebra import Weights
-from jaxrl.losses.named import PARTS
-from jaxrl.metrics import to_floats
+from jaxrl.losses.from_config import PARTS
 
 RATIOS = np.array([0.4, 0.9, 1.5, 4.0, np.nan])  # learner / sampler; the last one is unknown
 

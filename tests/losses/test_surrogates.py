@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl.core.metrics import to_floats
 from jaxrl.losses import (
     clipped,
     geometric_clipped,
@@ -17,7 +18,6 @@ from jaxrl.losses import (
     soft_gated,
     unclipped,
 )
-from jaxrl.metrics import to_floats
 
 RATIOS = np.array([0.5, 0.9, 1.1, 1.5, 4.0])
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl import precision
+from jaxrl.core import precision
 from jaxrl.models.attention import attention
 
 F64 = precision.parse("fp32,compute=f64,activations=f64,logits=f64")

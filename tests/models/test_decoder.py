@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from jaxrl import precision
+from jaxrl.core import precision
+from jaxrl.core.precision import PRESETS
 from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import from_hf_config
-from jaxrl.precision import PRESETS
 from tests.models.references import SIZES
 
 FP32 = PRESETS["fp32"]

@@ -12,11 +12,11 @@ import torch
 from jax.test_util import check_grads
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from jaxrl import precision
+from jaxrl.core import precision
+from jaxrl.core.precision import PRESETS
 from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
 from jaxrl.models.experts import feed_forward, imbalance, route
-from jaxrl.precision import PRESETS
 from tests import tiny
 
 FP32 = PRESETS["fp32"]

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.core.precision import PRESETS as PRECISIONS
+from jaxrl.core.precision import parse
 from jaxrl.models import kernels
 from jaxrl.models.attention import attention
-from jaxrl.precision import PRESETS as PRECISIONS
-from jaxrl.precision import parse
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
 from sharding.rules import PRESETS

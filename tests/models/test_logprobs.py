@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
-from jaxrl import precision
+from jaxrl.core import precision
 from jaxrl.models.logprobs import Chunk, token_logprobs, token_logprobs_and_entropy
 from sharding.mesh import make_mesh
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxrl.core.precision import PRESETS
 from jaxrl.models import lora, peft, spec
 from jaxrl.models.decoder import decoder
-from jaxrl.precision import PRESETS
 from tests import tiny
 
 FP32 = PRESETS["fp32"]

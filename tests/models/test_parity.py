@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from jaxrl.core.precision import PRESETS
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
-from jaxrl.precision import PRESETS
 from tests.models.references import FAMILIES, SIZES, checkpoint
 
 LENGTHS = ((19, 9), (23,), (1, 7, 12))  # sequences of each row; what is left is padding

@@ -10,11 +10,11 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from jaxrl.batch import TokenBatch
+from jaxrl.core.batch import TokenBatch
+from jaxrl.core.precision import PRESETS
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.scorer import sequence_scores, token_scores
-from jaxrl.precision import PRESETS
 from tests.models.references import SIZES, checkpoint, classifier
 
 PAD = SIZES["pad_token_id"]

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxrl import parts, precision
-from jaxrl.bridge.launch import LocalServer
+from jaxrl.bridge.servers.launch import LocalServer
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import load_trained
+from jaxrl.builders.sampler import Serving, open_sampler
+from jaxrl.builders.servers import Adapters, started_server
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.samplers import Serving, open_sampler
-from jaxrl.servers import Adapters, started_server
+from jaxrl.core import precision
 from tests import tiny
 
 SERVED = dataclasses.replace(tiny.CONFIG, head_dim=32)  # vLLM on CPU has no smaller heads
@@ -65,8 +67,8 @@ def opened(
     material: Material, urls: Sequence[str], *, note: Callable[[str], None], **changes: str
 ) -> Iterator[Serving]:
     made = config(material.directory, sampler__url=json.dumps(urls), **changes)
-    layout = parts.make_layout(made.mesh)
-    model, params, specs = parts.load_trained(made, layout=layout)
+    layout = make_layout(made.mesh)
+    model, params, specs = load_trained(made, layout=layout)
     with open_sampler(
         made,
         model,

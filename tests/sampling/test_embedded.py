@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl.core.precision import PRESETS, cast, parse, sampler_precision
 from jaxrl.models.logprobs import token_logprobs
-from jaxrl.planning.collectives import collectives
-from jaxrl.precision import PRESETS, cast, parse, sampler_precision
-from jaxrl.sampling import decoding
 from jaxrl.sampling.base import SamplingParams, Turn
-from jaxrl.sampling.cache import Cache
-from jaxrl.sampling.embedded import EmbeddedSampler
+from jaxrl.sampling.embedded import decode_steps
+from jaxrl.sampling.embedded.kv_cache import Cache
+from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+from sharding.collectives import collectives
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
 from sharding.rules import PRESETS as RULES
@@ -196,7 +196,7 @@ def test_a_batch_on_a_mesh_is_moved_without_room_for_all_of_it_on_one_device():
         values=part((*heads, slots, 8), jnp.uint16, None, "fsdp"),
     )
     each = part((batch,), jnp.int32, "fsdp")
-    rows = decoding.Rows(
+    rows = decode_steps.Rows(
         cache=cache,
         token=each,
         slot=part((), jnp.int32),
@@ -207,10 +207,10 @@ def test_a_batch_on_a_mesh_is_moved_without_room_for_all_of_it_on_one_device():
         length=each,
         ended=part((batch,), jnp.bool_, "fsdp"),
     )
-    found = decoding.move.lower(rows, each, rows.ended, slots=2 * slots).compile()
+    found = decode_steps.move.lower(rows, each, rows.ended, slots=2 * slots).compile()
     moved = 2 * 2 * math.prod(heads) * 8 * 2 * slots  # bytes of the new cache
     assert found.memory_analysis().temp_size_in_bytes < moved / 4
-    grown = decoding.grow.lower(rows, slots=2 * slots).compile()
+    grown = decode_steps.grow.lower(rows, slots=2 * slots).compile()
     assert collectives(grown.as_text() or "", trips=pytest.fail) == {}
 
 

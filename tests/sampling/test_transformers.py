@@ -5,11 +5,11 @@ import pytest
 import torch
 import transformers
 
+from jaxrl.core.precision import PRESETS
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
-from jaxrl.precision import PRESETS
 from jaxrl.sampling.base import SamplingParams
-from jaxrl.sampling.embedded import EmbeddedSampler
+from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 
 SIZES = {
     "vocab_size": 96,

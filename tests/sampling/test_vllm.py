@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrl.sampling.base import Completion, SamplingParams, Turn
-from jaxrl.sampling.vllm import SamplerError, VllmSampler
+from jaxrl.sampling.vllm.sampler import SamplerError, VllmSampler
 from tests.sampling.standin import Reply, Server, answer, choice
 
 PARAMS = SamplingParams(max_tokens=8, seed=3, stop=((1,), (5, 6)))
@@ -117,13 +117,21 @@ def test_completions_before_a_failure_stay_good(server, sampler):
 
 def test_nobody_there_is_an_error_with_the_address(server):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxrl.sampling.routing._ATTEMPTS", 1)
+        patch.setattr("jaxrl.sampling.vllm.router._ATTEMPTS", 1)
         nobody = VllmSampler(["http://127.0.0.1:9"], max_positions=64, vocab_size=64, timeout=1.0)
         with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9 .*refused"):
             ask(nobody, [2])
     nobody.close()
     with pytest.raises(ValueError, match="not the http"):
         VllmSampler(["localhost:8000"], max_positions=64, vocab_size=64)
+
+
+def test_a_proxy_of_the_environment_is_not_asked(server, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("all_proxy", "http://127.0.0.1:9")
+    direct = VllmSampler([server.url], max_positions=64, vocab_size=64)
+    assert len(ask(direct, [2, 3])) == 1
+    direct.close()
 
 
 def test_aborted_answers_go_on_where_they_were(server, sampler):
@@ -238,7 +246,7 @@ def test_when_all_are_lost_all_are_tried_again(two):
 def test_connections_that_a_lost_server_dropped_use_up_no_attempts(two, monkeypatch):
     """There may be more of them than a request has attempts, and the other server is busy."""
     first, second, sampler = two
-    monkeypatch.setattr("jaxrl.sampling.routing._ATTEMPTS", 1)
+    monkeypatch.setattr("jaxrl.sampling.vllm.router._ATTEMPTS", 1)
     first.reply = second.reply = lambda body: (time.sleep(0.02), answer(body))[1]
     ask(sampler, *[[i] for i in range(2, 22)])
     assert (len(first.clients), len(second.clients)) == (2, 2)  # connections, which stay open

@@ -11,24 +11,25 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl import loop
-from jaxrl.batch import Rollout, pack
+from jaxrl import train
 from jaxrl.bridge.base import RefusedError
-from jaxrl.bridge.vllm_server import VllmServer
+from jaxrl.bridge.servers.control import VllmServer
+from jaxrl.builders.sampler import Serving
 from jaxrl.cli import main
-from jaxrl.data import Example
-from jaxrl.environments.base import Limits, Step
-from jaxrl.environments.play import Arena, RequestsDesk, play
-from jaxrl.learner import Minibatch, make_learner
+from jaxrl.core.batch import Minibatch, Rollout
+from jaxrl.core.packing import pack
+from jaxrl.data.prompts import Example
+from jaxrl.environments.episodes.base import Limits, Step
+from jaxrl.environments.episodes.play import Arena, RequestsDesk, play
+from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective
 from jaxrl.losses.surrogates import reinforce
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
-from jaxrl.samplers import Serving
+from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.sampling.base import SamplingParams
-from jaxrl.sampling.embedded import EmbeddedSampler
-from jaxrl.watch.tracking import read_metrics
+from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 from tests import tiny
 from tests.sampling.serving import FP32, SERVED, Material, config, opened, signal_all, started
 
@@ -305,7 +306,7 @@ def test_a_run_trains_through_the_server_and_goes_on(material, tmp_path):
         "probe__every": "1",
         "probe__replay": "true",
     }
-    first = loop.train(config(material.directory, **changes))
+    first = train.train(config(material.directory, **changes))
     assert first.model is not None
     rows = [e for e in read_metrics(tmp_path / "run/metrics.jsonl") if "reward" in e]
     assert [row["step"] for row in rows] == [1, 2]
@@ -315,7 +316,7 @@ def test_a_run_trains_through_the_server_and_goes_on(material, tmp_path):
         whole = row["probe/dtype"] + row["probe/engine"] + row["probe/policy"]
         assert whole == pytest.approx(row["probe/alpha"] + row["probe/beta"], abs=1e-9)
         assert row["probe/engine_p99"] < 1e-4  # f32 on both sides
-    again = loop.train(config(material.directory, **changes, train__steps="3"))
+    again = train.train(config(material.directory, **changes, train__steps="3"))
     assert again.step == 3
     _, params = huggingface.load(again.model, dtype=None)
     before = tiny.params(config=SERVED)
@@ -330,7 +331,7 @@ def test_a_run_learns_while_the_server_samples(material, tmp_path):
         "rollouts__max_staleness": "2",
         "train__steps": "5",
     }
-    assert loop.train(config(material.directory, **changes)).step == 5
+    assert train.train(config(material.directory, **changes)).step == 5
     rows = [e for e in read_metrics(tmp_path / "run/metrics.jsonl") if "reward" in e]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     for row in rows:
@@ -352,7 +353,7 @@ def test_adapters_are_published_by_themselves(material, takes_adapters, tmp_path
     """A run that trains through the server, then its adapters against the merged model."""
     keys = {"lora__rank": "4", "lora__publish": "adapters"}
     run = {"run_dir": str(tmp_path / "run"), "probe__every": "1", "probe__replay": "true"}
-    done = loop.train(config(material.directory, sampler__url=takes_adapters, **keys, **run))
+    done = train.train(config(material.directory, sampler__url=takes_adapters, **keys, **run))
     assert done.model is not None
     for row in read_metrics(tmp_path / "run/metrics.jsonl"):
         if "reward" in row:

@@ -1,0 +1,114 @@
+"""The critic of a run, as its config says: a network of its own, or a head on the policy's."""
+
+import dataclasses
+
+import jax
+
+from jaxrl.builders.model import load_scorer
+from jaxrl.builders.optimizer import Optimizer, make_optimizer, state_shardings
+from jaxrl.config.training import Config
+from jaxrl.core import precision
+from jaxrl.learner.actor_critic import ActorCritic, State, shared_trunk, side_by_side
+from jaxrl.learner.critic import make_critic
+from jaxrl.learner.policy import VALUE_HEAD, Learner
+from jaxrl.learner.update import LearnerState
+from jaxrl.losses import Recipe
+from jaxrl.models import spec
+from jaxrl.models.decoder import Model, param_specs
+from jaxrl.models.spec import Params, Specs
+from sharding.partition import Layout
+from sharding.transfer import place
+
+_COEFFICIENT = 0.1  # TRL's; OpenAI's is 0.5 and of a loss that is twice ours
+
+
+def open_critic(
+    config: Config,
+    recipe: Recipe,
+    *,
+    learner: Learner,
+    model: Model,
+    shardings: LearnerState,
+    layout: Layout,
+) -> tuple[ActorCritic, LearnerState]:
+    """Policy and critic, compiled, and the critic's state before the first step.
+
+    Args:
+      config: of the run.
+      recipe: one with a critic.
+      learner: of the policy, not compiled.
+      model: the policy's.
+      shardings: of the policy's state.
+      layout: the learner's devices.
+
+    Raises:
+      FileNotFoundError, ValueError: for a checkpoint that cannot be used; the message names it.
+    """
+    make = _shared_trunk if config.critic.trunk == "shared" else _own_network
+    pure, params, specs = make(config, recipe, learner=learner, model=model, layout=layout)
+    own = state_shardings(config.optimizer, pure.init, params, layout=layout, specs=specs)
+    step, pretrain = (
+        jax.jit(function, donate_argnums=0, out_shardings=(State(shardings, own), None))
+        for function in (pure.step, pure.pretrain)
+    )
+    compiled = pure._replace(values=jax.jit(pure.values), pretrain=pretrain, step=step)
+    return compiled, jax.jit(pure.init, out_shardings=own)(params)
+
+
+def _own_network(
+    config: Config, recipe: Recipe, *, learner: Learner, model: Model, layout: Layout
+) -> tuple[ActorCritic, Params, Specs]:
+    del model
+    assert recipe.critic is not None
+    policy = precision.parse(config.precision)
+    scorer, params = load_scorer(
+        config.critic.path or config.model.path,
+        layout=layout,
+        dtype=policy.params,
+        remat=config.train.remat,
+        attention=config.train.attention,
+    )
+    critic = make_critic(
+        scorer,
+        recipe.critic,
+        optimizer=_optimizer(config, scorer.specs).transformation,
+        precision=policy,
+        rows_per_microbatch=config.microbatch_rows,
+        param_shardings=layout.tree(scorer.specs) if layout.mesh.size > 1 else None,
+    )
+    return side_by_side(learner, critic), params, scorer.specs
+
+
+def _shared_trunk(
+    config: Config, recipe: Recipe, *, learner: Learner, model: Model, layout: Layout
+) -> tuple[ActorCritic, Params, Specs]:
+    del learner
+    policy = precision.parse(config.precision)
+    scorer = param_specs(dataclasses.replace(model.config, scored=True))
+    specs = {VALUE_HEAD: scorer[VALUE_HEAD]}
+    both = {**model.specs, **specs}
+    optimizer = make_optimizer(
+        config.optimizer, total_steps=config.optimizer_steps, specs=model.specs
+    )
+    pure = shared_trunk(
+        model,
+        recipe,
+        coefficient=config.critic.coefficient or _COEFFICIENT,
+        optimizer=optimizer.transformation,
+        head_optimizer=_optimizer(config, specs).transformation,
+        precision=policy,
+        rows_per_microbatch=config.microbatch_rows,
+        temperature=config.sampling.temperature,
+        param_shardings=layout.tree(both) if layout.mesh.size > 1 else None,
+    )
+    head = spec.init(specs, jax.random.key(0), dtype=policy.params)  # zeros, as its spec says
+    return pure, place(head, layout.tree(specs)), specs
+
+
+def _optimizer(config: Config, specs: Specs) -> Optimizer:
+    """As the policy's, with the critic's learning rate."""
+    return make_optimizer(
+        config.optimizer.model_copy(update={"learning_rate": config.critic.learning_rate}),
+        total_steps=config.optimizer_steps,
+        specs=specs,
+    )

@@ -1,0 +1,36 @@
+"""Builds device layouts from the `[mesh]` table of a config."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxrl.config.mesh import MeshConfig
+from jaxrl.config.tables import (
+    SamplerConfig,
+)
+from sharding.mesh import make_mesh
+from sharding.partition import Layout
+from sharding.rules import PRESETS
+
+
+def make_layout(mesh: MeshConfig, *, devices: Sequence[Any] | None = None) -> Layout:
+    """Devices, arranged.
+
+    Args:
+      mesh: sizes and rules.
+      devices: all of them are used; by default all there are, or one if the sizes are 1.
+
+    Raises:
+      ValueError: if the sizes do not multiply to the number of devices, or a rule does not fit.
+    """
+    if devices is None:
+        alone = math.prod(mesh.sizes.values()) == 1 and jax.process_count() == 1
+        devices = jax.devices()[:1] if alone else jax.devices()
+    return Layout(make_mesh(**mesh.sizes, devices=devices), mesh.layout_rules)
+
+
+def sampler_layout(config: SamplerConfig, layout: Layout) -> Layout:
+    """How the embedded sampler's weights and answers lie on the learner's devices."""
+    return layout if config.rules is None else Layout(layout.mesh, PRESETS[config.rules])

@@ -1,0 +1,127 @@
+"""What learns in a run, as its config says: the policy, its reference and its critic, compiled."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxrl.builders.critic import open_critic
+from jaxrl.builders.model import attention_note, load_trained, trained_specs
+from jaxrl.builders.optimizer import Optimizer, make_optimizer, state_shardings
+from jaxrl.config.lora import LoraConfig
+from jaxrl.config.training import Config
+from jaxrl.core import precision
+from jaxrl.learner.actor_critic import ActorCritic, State
+from jaxrl.learner.policy import Learner, make_learner
+from jaxrl.losses import Need, Objective, Recipe
+from jaxrl.models import lora
+from jaxrl.models.decoder import Model
+from jaxrl.models.spec import Params
+from sharding.partition import Layout
+
+
+class Learning(NamedTuple):
+    """What learns in a run.
+
+    Attributes:
+      model: the decoder.
+      specs: of the learner's parameters: the model's, or lora.Adapted.
+      learner: compiled; `step` donates the state.
+      learning_rate: optimizer step -> learning rate.
+      critic: compiled likewise; None unless the recipe has one.
+      reference: the trainable part before the first step, in precision.compute; None unless the
+        loss or the reward needs it.
+      attention: the kernel, in words.
+    """
+
+    model: Model
+    specs: Any
+    learner: Learner
+    learning_rate: Callable[[Any], Any]
+    critic: ActorCritic | None
+    reference: Params | None
+    attention: str
+
+
+def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Learning, State]:
+    """Loads the model and builds what learns, and its state before the first step.
+
+    Raises:
+      ValueError: for a model or a kernel that cannot be used; the message names the key.
+    """
+    policy = precision.parse(config.precision)
+    model, params, specs = load_trained(config, layout=layout)
+    attention = attention_note(
+        config.train.attention,
+        config=model.config,
+        layout=layout,
+        policy=policy,
+        length=config.row_length,
+    )
+    optimizer = make_optimizer(
+        config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
+    )
+    pure = build_learner(
+        config, model, objective=recipe.objective, optimizer=optimizer, layout=layout
+    )
+    shardings = state_shardings(
+        config.optimizer, pure.init, params, layout=layout, specs=lora.declared(specs)
+    )
+    reference = None
+    if Need.REFERENCE in recipe.objective.needs or config.reward.kl:
+        trained = lora.trainable(params)
+        reference = jax.jit(precision.cast, static_argnums=1)(trained, policy.compute)
+    init = jax.jit(pure.init, donate_argnums=0, out_shardings=shardings)
+    state, critic = State(init(params)), None
+    if recipe.critic is not None:
+        critic, critics_state = open_critic(
+            config, recipe, learner=pure, model=model, shardings=shardings, layout=layout
+        )
+        state = state._replace(critic=critics_state)
+    learner = Learner(
+        init=pure.init,
+        score=jax.jit(pure.score),
+        shadow=jax.jit(pure.shadow),
+        step=jax.jit(pure.step, donate_argnums=0, out_shardings=(shardings, None)),
+    )
+    learning = Learning(
+        model=model,
+        specs=specs,
+        learner=learner,
+        learning_rate=optimizer.learning_rate,
+        critic=critic,
+        reference=reference,
+        attention=attention,
+    )
+    return learning, state
+
+
+def as_published(config: LoraConfig) -> Callable[[Any], Any]:
+    """The function from a run's parameters to those that samplers compute with."""
+    return lora.merge if config.publish == "merged" else lambda params: params
+
+
+def build_learner(
+    config: Config, model: Model, *, objective: Objective, optimizer: Optimizer, layout: Layout
+) -> Learner:
+    """The learner of a training run, not compiled.
+
+    Raises:
+      ValueError: if a dense model is to replay the routing of experts.
+    """
+    if config.train.replay_routing and model.config.experts is None:
+        raise ValueError(
+            f"train.replay_routing = true: {config.model.path} ({model.config.model_type}) is "
+            "dense, there is no routing to replay; leave it out"
+        )
+    specs = trained_specs(config.lora, model.specs)
+    return make_learner(
+        model,
+        objective,
+        optimizer=optimizer.transformation,
+        precision=precision.parse(config.precision),
+        rows_per_microbatch=config.microbatch_rows,
+        temperature=config.sampling.temperature,
+        param_shardings=layout.tree(specs) if layout.mesh.size > 1 else None,
+        as_published=as_published(config.lora),
+    )

@@ -1,0 +1,66 @@
+"""`jaxrl doctor`: measures what each dtype policy would cost a run."""
+
+import importlib.metadata
+import json
+import platform
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxrl.commands import options
+from jaxrl.config import toml_file
+from jaxrl.config.doctor import DoctorConfig
+
+DESCRIPTION = """Samples answers, scores the same tokens as the learner of each policy would, and
+shows what the arithmetic alone does to the importance ratio: a table, the policy to use and why,
+and OUT/doctor.png and OUT/doctor.json. Samples come from the embedded sampler in each policy's
+sampler dtype, from vLLM servers that are started for it (--sampler vllm), or from a running one.
+Its weights are replaced by those of MODEL: do not point it at a server that a run is using.
+
+  jaxrl doctor runs/quickstart/grpo/model --data.path runs/quickstart/held_out.jsonl
+  jaxrl doctor MODEL --server http://127.0.0.1:8000 --precisions fp32,bf16_master"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    made = options.parser("doctor", DoctorConfig, description=DESCRIPTION, usage="MODEL")
+    made.add_argument("model.path", metavar="MODEL", help="a local HF checkpoint")
+    made.add_argument("--server", metavar="URL", help="a running vLLM server (`jaxrl serve`)")
+    config, arguments = options.parse(made, DoctorConfig, argv)
+    if arguments.server is not None:
+        sampler = config.sampler.model_dump() | {"name": "vllm", "url": [arguments.server]}
+        config = toml_file.validate(DoctorConfig, config.model_dump() | {"sampler": sampler})
+    return _examine(config)
+
+
+def _examine(config: DoctorConfig) -> int:
+    from jaxrl.commands.doctor.measure import examine
+    from jaxrl.commands.doctor.text import recommend, table
+    from jaxrl.monitoring.ratio.pictures import draw_agreement  # after --help: it takes seconds
+
+    def note(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: servers end, too
+    findings = examine(config, note=note)
+    advice, out = recommend(findings), Path(config.out)
+    draw_agreement(
+        {f"{f.policy} / {f.sampler}": f.pairs for f in findings},
+        out / "doctor.png",
+        title=f"learner against sampler at the same weights: {config.model.path}",
+        low=config.low,
+        high=config.high,
+    )
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")}
+    content = {
+        "config": config.model_dump(),
+        "machine": {"platform": platform.platform(), **versions},
+        "policies": [{"policy": f.policy, "sampler": f.sampler, **f.numbers} for f in findings],
+        "advice": advice,
+    }
+    (out / "doctor.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    tokens, sequences = (max(int(f.numbers[k]) for f in findings) for k in ("tokens", "sequences"))
+    print(f"{sequences} answers, {tokens} tokens, clip {1 - config.low:g} to {1 + config.high:g}\n")
+    print(f"{table(findings)}\n\n{advice}\n{out / 'doctor.png'}, {out / 'doctor.json'}")
+    return 0

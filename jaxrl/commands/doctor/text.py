@@ -1,0 +1,104 @@
+"""What `jaxrl doctor` says: a table, a recommendation, and all numbers as JSON."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxrl.monitoring.ratio.agreement import Pairs
+
+_TOKEN_ERROR, _PHANTOM = 1.01, 1e-3
+
+
+class Finding(NamedTuple):
+    """What was found of one policy.
+
+    Attributes:
+      policy: as the config names it.
+      sampler: what the answers were drawn with, such as "vLLM bf16".
+      numbers: of `agreement.agreement`; "dtype", "engine" and, with a server, "decoding" of
+        `replay.summary`, where the last is "policy"; "seconds_per_step" if steps were timed;
+        "tokens" and "sequences".
+      pairs: the log-probs themselves.
+    """
+
+    policy: str
+    sampler: str
+    numbers: dict[str, float]
+    pairs: Pairs
+
+    def spreads(self) -> dict[int, float]:
+        """Standard deviation of the summed log-ratio by the number of tokens summed."""
+        prefix = "sequence_std_"
+        return {
+            int(name[len(prefix) :]): value
+            for name, value in self.numbers.items()
+            if name.startswith(prefix) and name[len(prefix) :].isdigit()
+        }
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """A line for each policy, in columns."""
+    lengths = sorted({length for f in findings for length in f.spreads()})[-3:]
+    timed = all("seconds_per_step" in f.numbers for f in findings)
+    asked = any("decoding_std" in f.numbers for f in findings)
+    head = ["policy", "sampler", "beta mean", "std", "p99", "phantom", "x per token"]
+    head += ["dtype std", "engine std", *(["decoding std"] if asked else [])]
+    head += [f"std of {length}" for length in lengths] + (["step"] if timed else [])
+    lines = [head]
+    for f in findings:
+        n = f.numbers
+        line = [f.policy, f.sampler, f"{n['beta']:+.1e}", f"{n['beta_std']:.1e}"]
+        line += [f"{n['beta_p99']:.1e}", f"{100 * n['phantom']:.2f} %"]
+        line += [f"{n['token_mult_error']:.5f}", f"{n['dtype_std']:.1e}", f"{n['engine_std']:.1e}"]
+        line += [f"{n['decoding_std']:.1e}"] if asked else []
+        line += [f"{f.spreads()[x]:.1e}" if x in f.spreads() else "-" for x in lengths]
+        lines.append([*line, f"{n['seconds_per_step']:.2f} s"] if timed else line)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def recommend(findings: Sequence[Finding]) -> str:
+    """Which policy to use and why, in a sentence or two.
+
+    A policy is good if its tokens are wrong by a factor of at most 1.01 on average and at most one
+    in a thousand would be clipped for nothing. Among the good ones within a tenth of the fastest
+    step, the one with the smallest beta is recommended.
+    """
+    good = [
+        f
+        for f in findings
+        if f.numbers["token_mult_error"] <= _TOKEN_ERROR and f.numbers["phantom"] <= _PHANTOM
+    ]
+    if not good:
+        best = min(findings, key=lambda f: f.numbers["beta_std"])
+        return (
+            f"None of the policies is good (token error at most {_TOKEN_ERROR}, phantom at most "
+            f"{100 * _PHANTOM:g} %). The smallest beta is that of {best.policy}: {_why(best)}. "
+            "Measure others, or use loss.ratio = 'shadowed' or 'on_policy'."
+        )
+    fastest = min(f.numbers.get("seconds_per_step", 0.0) for f in good)
+    quick = [f for f in good if f.numbers.get("seconds_per_step", 0.0) <= 1.1 * fastest]
+    best = min(quick, key=lambda f: f.numbers["beta_std"])
+    others = [f.policy for f in good if f is not best]
+    text = f"Use precision = {best.policy!r}: {_why(best)}."
+    if others and fastest:
+        text += (
+            f" {', '.join(others)} would do, too; among the policies whose steps are within 10 % "
+            "of the fastest of these it has the smallest beta."
+        )
+    elif others:
+        text += f" {', '.join(others)} would do, too, with a larger beta."
+    return text
+
+
+def _why(finding: Finding) -> str:
+    n = finding.numbers
+    return (
+        f"its tokens are wrong by a factor of {n['token_mult_error']:.4f} on average, and "
+        f"{100 * n['phantom']:.2f} % of them would be clipped for nothing"
+    )

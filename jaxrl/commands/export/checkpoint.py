@@ -1,0 +1,132 @@
+"""From a training run's checkpoint to a Hugging Face model, or to adapters that PEFT loads."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import trained_specs
+from jaxrl.builders.optimizer import make_optimizer
+from jaxrl.config.mesh import MeshConfig
+from jaxrl.config.training import Config
+from jaxrl.core import precision
+from jaxrl.core.precision import DType, Precision
+from jaxrl.learner.policy import LearnerState, make_learner
+from jaxrl.learner.update import saved
+from jaxrl.losses.aggregation import token_mean
+from jaxrl.losses.algebra import objective
+from jaxrl.losses.surrogates import reinforce
+from jaxrl.models import huggingface, lora, peft
+from jaxrl.models.decoder import Model, decoder
+from jaxrl.models.spec import Params
+from jaxrl.training.storage.checkpoint import CheckpointError, Checkpoints
+
+
+def export_checkpoint(
+    config: Config, *, run_dir: Path, directory: Path, step: str, dtype: str | None
+) -> int:
+    """Writes the policy of a checkpoint, adapters merged; config.json's sizes, the tokenizer and
+    what adapters belong to are those of the model that the run began with, which must still exist.
+
+    Args:
+      config: of the run.
+      run_dir: where the run lies now.
+      directory: where the model is written.
+      step: "latest", "best" or a number.
+      dtype: what the tensors are cast to, such as "f32"; None for the policy's wire dtype.
+
+    Returns:
+      The step of the checkpoint.
+
+    Raises:
+      CheckpointError: if there is no such checkpoint, or it cannot be read.
+      ValueError: for another `step`, or an unknown dtype.
+    """
+    policy, base = precision.parse(config.precision), config.model.path
+    wire = _dtype(dtype, default=policy.exported)
+    model, specs = _model(config)
+    chosen, params = _trained(config, model, specs, policy, run_dir=run_dir, step=step)
+    if isinstance(specs, lora.Adapted):
+        _, frozen = huggingface.load(base, dtype=policy.wire)
+        params = lora.merge(lora.Adapted(params, frozen, specs.alpha))
+    huggingface.save(directory, params, model.config, dtype=wire, source_dir=base)
+    return chosen
+
+
+def export_adapters(
+    config: Config, *, run_dir: Path, directory: Path, step: str, dtype: str | None
+) -> int:
+    """As `export_checkpoint`, but writes the adapters alone, as PEFT does.
+
+    Args:
+      config: of the run.
+      run_dir: where the run lies now.
+      directory: where the adapters are written.
+      step: "latest", "best" or a number.
+      dtype: what the tensors are cast to; None for that of the policy's parameters, which loses
+        nothing.
+
+    Raises:
+      CheckpointError, ValueError: likewise, and for a run that has no adapters.
+    """
+    policy = precision.parse(config.precision)
+    kept = _dtype(dtype, default=policy.params)
+    model, specs = _model(config)
+    if not isinstance(specs, lora.Adapted):
+        raise ValueError(f"{run_dir} has no adapters: its lora.rank is 0; leave out --adapter")
+    chosen, adapters = _trained(config, model, specs, policy, run_dir=run_dir, step=step)
+    peft.save(directory, adapters, specs=specs, base=config.model.path, dtype=kept)
+    return chosen
+
+
+def _model(config: Config) -> tuple[Model, Any]:
+    model = decoder(huggingface.load_config(config.model.path))
+    return model, trained_specs(config.lora, model.specs)
+
+
+def _dtype(name: str | None, *, default: DType) -> DType:
+    return default if name is None else precision.parse(f"fp32,wire={name}").wire
+
+
+def _trained(
+    config: Config, model: Model, specs: Any, policy: Precision, *, run_dir: Path, step: str
+) -> tuple[int, Params]:
+    """The step of the checkpoint, and what was trained there."""
+    checkpoints = Checkpoints.reading(run_dir / "checkpoints")
+    chosen = _choose(checkpoints, step)
+    like = saved(_like(config, model, specs, policy))
+    return chosen, checkpoints.restore(chosen, like).state.params
+
+
+def _choose(checkpoints: Checkpoints, step: str) -> int:
+    named = {"latest": checkpoints.latest_step, "best": checkpoints.best_step}
+    if step in named:
+        found = named[step]()
+        if found is None:
+            raise CheckpointError(f"{checkpoints.directory} holds no {step} checkpoint")
+        return found
+    if not step.isdecimal():
+        raise ValueError(f"--step {step!r}: expected latest, best or a number")
+    return int(step)
+
+
+def _like(config: Config, model: Model, specs: Any, policy: Precision) -> LearnerState:
+    """The structure of the run's state, on one device."""
+    layout = make_layout(MeshConfig())
+    learner = make_learner(
+        model,
+        objective(reinforce(), token_mean),  # any: the state does not depend on it
+        optimizer=make_optimizer(
+            config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
+        ).transformation,
+        precision=policy,
+        rows_per_microbatch=1,
+    )
+    params = lora.abstract(specs, trained=policy.params, kept=policy.wire)
+    state = jax.eval_shape(learner.init, params)
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        state,
+        layout.state(state, lora.declared(specs)),
+    )

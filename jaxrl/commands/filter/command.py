@@ -1,0 +1,144 @@
+"""`jaxrl filter`: keeps the prompts that a model answers right sometimes."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import load_model
+from jaxrl.builders.prompts import load_training_prompts, sampling_params
+from jaxrl.commands import options
+from jaxrl.commands.filter import pass_rate
+from jaxrl.config.training import Config
+from jaxrl.core import precision
+from jaxrl.data.prompts import Example, Tokenizer
+from jaxrl.environments.rewards.scoring import load_rewards
+
+DESCRIPTION = """Makes a perfectible data set: answers every prompt of data.path many times and
+keeps the rows on which the share of right answers, as the first reward sees them, lies in
+[low, high]. It has the keys of `jaxrl train`, so that a training run's file serves. The rows come
+out as they are, with the column base_accuracy. OUT.measured keeps the measures: after an
+interruption the same command goes on, and other bounds need no new answers.
+
+  jaxrl filter configs/quickstart.toml --out perfectible.jsonl --samples 40"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    made = options.parser_with_file("filter", Config, description=DESCRIPTION)
+    made.add_argument("--out", type=Path, required=True, help="the .jsonl file to write")
+    made.add_argument("--samples", type=int, default=40, help="answers to each (default: 40)")
+    made.add_argument("--low", type=float, default=0.2, help="least accuracy (default: 0.2)")
+    made.add_argument("--high", type=float, default=0.8, help="largest accuracy (default: 0.8)")
+    config, arguments = options.parse(made, Config, argv)
+    if not 0 <= arguments.low <= arguments.high <= 1 or arguments.samples < 1:
+        raise ValueError(
+            f"--low {arguments.low} --high {arguments.high} --samples {arguments.samples}: needs "
+            "0 <= low <= high <= 1 and at least 1 sample"
+        )
+    if config.environment.name is not None:
+        raise ValueError(
+            f"environment.name = {config.environment.name!r}: jaxrl filter measures answers of a "
+            "single turn; leave the table out"
+        )
+    if not config.reward.path:
+        raise ValueError("reward.path is missing: the function that says which answers are right")
+    return _filter(config, arguments)
+
+
+def _filter(config: Config, arguments: argparse.Namespace) -> int:
+    from jaxrl.models import huggingface  # after --help and the config's errors: it takes seconds
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    out, samples, low, high = arguments.out, arguments.samples, arguments.low, arguments.high
+    tokenizer = huggingface.load_tokenizer(config.model.path)
+    prompts = load_training_prompts(config.data, tokenizer)
+    examples = prompts.examples
+    journal = pass_rate.Journal(
+        out.with_name(out.name + ".measured"),
+        fingerprint=pass_rate.fingerprint(config, examples, samples=samples),
+        lot=config.train.train_batch,
+        total=len(examples),
+    )
+    try:
+        _measure(config, arguments, journal=journal, tokenizer=tokenizer, examples=examples)
+    except KeyboardInterrupt:
+        there = f"{len(journal.measured)} of {len(examples)} prompts are measured"
+        print(f"{there}; the same command goes on", file=sys.stderr)
+        raise
+    measured = journal.measured
+    kept = pass_rate.write_kept(out, examples, measured, low=low, high=high)
+    known = [m.accuracy for m in measured if m.accuracy is not None]
+    others = [m.accuracy for m in measured if m.accuracy is not None and not m.within(low, high)]
+    cut, failed = sum(m.truncated for m in measured), sum(m.failed for m in measured)
+    print(
+        f"{len(examples)} prompts, {prompts.too_long} more are too long; {samples} answers to "
+        f"each: base accuracy {100 * np.mean(known):.1f} %\n"
+        f"of {samples * len(examples)} answers {cut} were cut at sampling.max_tokens, and the "
+        f"reward failed on {failed}\n"
+        f"kept {kept}; left out {sum(a < low for a in others)} below {low:g}, "
+        f"{sum(a > high for a in others)} above {high:g}, {len(measured) - len(known)} without a "
+        f"reward\n"
+        f"rows: {out}"
+    )
+    return 0
+
+
+def _measure(
+    config: Config,
+    arguments: argparse.Namespace,
+    *,
+    journal: pass_rate.Journal,
+    tokenizer: Tokenizer,
+    examples: Sequence[Example],
+) -> None:
+    """Measures what the journal does not have yet."""
+    from jaxrl.builders.sampler import open_sampler
+    from jaxrl.monitoring.tracking.progress import Progress
+
+    done = len(journal.measured)
+    if done == len(examples):
+        return
+    policy = precision.parse(config.precision)
+    layout = make_layout(config.mesh)
+    reward, *_ = load_rewards(
+        config.reward.path, config.reward.weights, timeout=config.reward.timeout
+    )
+    model, params = load_model(config.model.path, layout=layout, dtype=policy.params)
+    with (
+        Progress("filter", start_step=done, total_steps=len(examples)) as progress,
+        open_sampler(
+            config,
+            model,
+            params=params,
+            version=0,
+            policy=policy,
+            layout=layout,
+            directory=arguments.out.parent,
+            note=progress.note,
+            answers=min(config.sampler.max_requests, config.train.train_batch) * arguments.samples,
+        ) as serving,
+    ):
+        for measured, failure in pass_rate.measure(
+            serving.sampler,
+            examples,
+            done=done,
+            lot=config.train.train_batch,
+            samples=arguments.samples,
+            sampling=sampling_params(
+                config.sampling, config.model.path, tokenizer, seed=config.seed
+            ),
+            reward=reward,
+            tokenizer=tokenizer,
+        ):
+            journal.add(measured)
+            if failure is not None:
+                progress.note(failure)
+            known = [m.accuracy for m in journal.measured if m.accuracy is not None]
+            kept = sum(m.within(arguments.low, arguments.high) for m in journal.measured)
+            numbers = {"accuracy": float(np.mean(known)), "kept": kept}
+            progress.update(len(journal.measured), numbers)

@@ -1,0 +1,121 @@
+"""The catalogue of recipes, terms, estimators and parts, read from the code.
+
+A recipe's docstring is a summary that names its paper, and the sections "Formula:", "Args:",
+"Example:" and "Raises:".
+"""
+
+import ast
+import inspect
+import itertools
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from jaxrl.advantages import estimators
+from jaxrl.losses import aggregation, from_config, presets, ratios, recipes
+from jaxrl.losses.recipe import with_terms
+
+
+class Parameter(NamedTuple):
+    """A key of the [loss] table; `default` is spelled as in a config, None for a required key."""
+
+    name: str
+    default: str | None
+    meaning: str
+
+
+class Entry(NamedTuple):
+    """A recipe, an advantage estimator, or a part."""
+
+    name: str
+    summary: str
+    formula: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def papers(self) -> tuple[str, ...]:
+        """ArXiv ids in the summary; the algorithm's own comes first."""
+        return tuple(dict.fromkeys(re.findall(r"arXiv:(\d{4}\.\d{5})", self.summary)))
+
+
+def list_recipes() -> list[Entry]:
+    """Lists every recipe that a config can name, by name."""
+    return [describe(getattr(recipes, name)) for name in sorted(recipes.__all__)]
+
+
+def list_estimators() -> list[Entry]:
+    """Lists every advantage estimator that a config can name, by name."""
+    return [describe(getattr(estimators, name)) for name in sorted(estimators.__all__)]
+
+
+def list_terms() -> tuple[Parameter, ...]:
+    """Lists the keys that every recipe takes besides its own."""
+    return describe(with_terms).parameters
+
+
+def list_parts() -> dict[str, list[Entry]]:
+    """Lists, for each kind of part (ratios, levels, corrections, ...), those a config can name."""
+    texts = [text for module in (aggregation, presets, ratios) for text in _texts_of(module)]
+    return {
+        kind.__name__: [
+            describe(part)._replace(name=name)
+            if inspect.isfunction(part)
+            else Entry(name, next(text for value, text in texts if value is part), (), ())
+            for name, part in parts.items()
+        ]
+        for kind, parts in from_config.PARTS.items()
+    }
+
+
+def _texts_of(module: ModuleType) -> list[tuple[Any, str]]:
+    """Returns the variables of a module and the text below each, which Python does not keep."""
+    body = ast.parse(inspect.getsource(module)).body
+    return [
+        (getattr(module, target.id), _one_line(value))
+        for assignment, text in itertools.pairwise(body)
+        if isinstance(assignment, ast.Assign)
+        and isinstance(target := assignment.targets[0], ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(value := text.value.value, str)
+    ]
+
+
+def describe(function: Callable[..., Any]) -> Entry:
+    """Reads the entry of a function from its docstring and its signature."""
+    sections = re.split(
+        r"^(Formula|Args|Example|Raises):\n", inspect.getdoc(function) or "", flags=re.M
+    )
+    text = dict(zip(sections[1::2], sections[2::2], strict=True))
+    meanings = dict(re.findall(r"^  (\w+): ((?:.|\n {4})*)", text.get("Args", ""), flags=re.M))
+    declared = inspect.signature(function).parameters.values()
+    return Entry(
+        name=getattr(function, "__name__", str(function)),
+        summary=_one_line(re.sub(r"Raises as .*", "", sections[0])),
+        formula=tuple(
+            _one_line(line)
+            for line in re.findall(r"^  (\S.*(?:\n {4}.*)*)", text.get("Formula", ""), flags=re.M)
+        ),
+        parameters=tuple(
+            Parameter(p.name, _default(p), _one_line(meanings.get(p.name, "")))
+            for p in declared
+            if p.kind is p.KEYWORD_ONLY
+        ),
+    )
+
+
+def _default(parameter: inspect.Parameter) -> str | None:
+    if parameter.default is parameter.empty:
+        return None
+    if parameter.default is None:
+        return "none"
+    for parts in from_config.PARTS.values():
+        for name, part in parts.items():
+            if part is parameter.default:
+                return name
+    return str(parameter.default)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

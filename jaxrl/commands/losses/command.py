@@ -1,0 +1,111 @@
+"""`jaxrl losses`: lists the algorithms, with formulas and parameters, from the code itself."""
+
+import argparse
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from jaxrl.commands.losses import catalogue
+from jaxrl.commands.losses.catalogue import Entry, Parameter
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(
+        prog="jaxrl losses",
+        description="Lists the recipes that [loss] name = ... can name, and their parameters.",
+    )
+    parser.add_argument("name", nargs="*", help="recipes to show; all when absent")
+    parser.add_argument("--markdown", action="store_true", help="the tables of docs/losses.md")
+    arguments = parser.parse_args(argv)
+    entries = catalogue.list_recipes()
+    known = {entry.name: entry for entry in entries}
+    for name in arguments.name:
+        if name not in known:
+            raise ValueError(f"there is no recipe {name!r}; there are {', '.join(known)}")
+    shown = [known[name] for name in arguments.name] or entries
+    print(markdown(shown) if arguments.markdown else text(shown), end="")
+    return 0
+
+
+def text(entries: Sequence[Entry]) -> str:
+    """Recipes for a terminal, and the keys that all of them take."""
+    blocks = [
+        "\n".join(
+            [
+                entry.name,
+                *_wrapped([entry.summary]),
+                *(f"      {line}" for line in entry.formula),
+                *_parameters(entry.parameters),
+            ]
+        )
+        for entry in entries
+    ]
+    shared = "\n".join(["every recipe", *_parameters(catalogue.list_terms())])
+    named = (
+        "\n".join([kind, *(line for part in parts for line in _part(part))])
+        for kind, parts in catalogue.list_parts().items()
+    )
+    return "\n\n".join([*blocks, shared, *named]) + "\n"
+
+
+def markdown(entries: Sequence[Entry]) -> str:
+    """The tables of docs/losses.md."""
+    recipes = [
+        (
+            f"`{entry.name}`",
+            "<br>".join(f"`{line}`" if _is_formula(line) else line for line in entry.formula),
+            ", ".join(
+                f"`{p.name}`" if p.default is None else f"`{p.name} = {p.default}`"
+                for p in entry.parameters
+            ),
+            " ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in entry.papers) or "",
+        )
+        for entry in entries
+    ]
+    terms = [(f"`{p.name}`", f"`{p.default}`", p.meaning) for p in catalogue.list_terms()]
+    advantages = [(f"`{entry.name}`", entry.summary) for entry in catalogue.list_estimators()]
+    parts = [
+        (kind, f"`{part.name}`", part.summary)
+        for kind, entries in catalogue.list_parts().items()
+        for part in entries
+    ]
+    return "\n".join(
+        [
+            *_table(("recipe", "loss and advantage", "parameters", "paper"), recipes),
+            "\nKeys that every recipe takes besides:\n",
+            *_table(("key", "default", "meaning"), terms),
+            "\nAdvantage estimators, for `loss.advantage`:\n",
+            *_table(("estimator", "what it is"), advantages),
+            "\nNames of parts: a Ratio for `ratio` and `kl_ratio`, a Level for `level`, Weights "
+            "for `correction` (several: `token_tis + veto`), an Aggregation for `aggregation`, a "
+            "KLEstimator for `kl_estimator`.\n",
+            *_table(("kind", "name", "what it is"), parts),
+            "",
+        ]
+    )
+
+
+def _is_formula(line: str) -> bool:
+    return any(sign in line for sign in "=-(")
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines]
+
+
+def _parameters(parameters: Sequence[Parameter]) -> list[str]:
+    found = []
+    for p in parameters:
+        head = f"    {p.name}" + ("" if p.default is None else f" = {p.default}")
+        meaning = f"{p.meaning[:1].upper()}{p.meaning[1:]}"
+        found += [head, *(f"        {line}" for line in textwrap.wrap(meaning, 88))]
+    return found
+
+
+def _part(part: Entry) -> list[str]:
+    return [f"    {part.name}", *(f"        {line}" for line in textwrap.wrap(part.summary, 88))]
+
+
+def _wrapped(lines: Sequence[str]) -> list[str]:
+    return [f"    {part}" for line in lines for part in textwrap.wrap(line, 92)]

@@ -1,0 +1,140 @@
+"""The learner's step of a config before it is compiled, on shapes alone."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.learner import build_learner
+from jaxrl.builders.model import make_decoder, trained_specs
+from jaxrl.builders.optimizer import make_optimizer, state_shardings
+from jaxrl.builders.recipe import make_recipe
+from jaxrl.commands.plan.topology import Topology
+from jaxrl.config.training import Config
+from jaxrl.core import precision
+from jaxrl.core.batch import Minibatch, TokenBatch
+from jaxrl.core.precision import Precision
+from jaxrl.learner.policy import Learner, LearnerState
+from jaxrl.losses import Need, Recipe
+from jaxrl.models import huggingface, kernels, lora
+from jaxrl.models.decoder import Model
+from jaxrl.models.families import DecoderConfig
+from jaxrl.models.kernels import Kernel
+from sharding.partition import Layout
+
+
+class Step(NamedTuple):
+    """What the step is made of.
+
+    Attributes:
+      recipe: the algorithm.
+      model: without weights.
+      specs: of the learner's parameters: the model's, or lora.Adapted.
+      layout: the mesh and its rules.
+      policy: the dtypes.
+      kernel: what computes attention.
+      learner: not compiled.
+      state: the learner's, as shapes with shardings.
+      state_shardings: these.
+      minibatch: likewise as shapes.
+    """
+
+    recipe: Recipe
+    model: Model
+    specs: Any
+    layout: Layout
+    policy: Precision
+    kernel: Kernel
+    learner: Learner
+    state: LearnerState
+    state_shardings: Any
+    minibatch: Minibatch
+
+
+def make_step(config: Config, topology: Topology) -> Step:
+    """The step that `jaxrl train` would run.
+
+    Raises:
+      FileNotFoundError, ValueError: for a model or a mesh that cannot be used, as `jaxrl train`.
+    """
+    policy = precision.parse(config.precision)
+    layout = make_layout(config.mesh, devices=topology.devices)
+    sizes = huggingface.load_config(config.model.path)
+    kernel = kernels.choose(
+        config.train.attention,
+        layout=layout,
+        config=sizes,
+        precision=policy,
+        length=config.row_length,
+    )
+    model = make_decoder(sizes, layout=layout, remat=config.train.remat, attention=kernel)
+    recipe = make_recipe(config)
+    specs = trained_specs(config.lora, model.specs)
+    optimizer = make_optimizer(
+        config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
+    )
+    learner = build_learner(
+        config, model, objective=recipe.objective, optimizer=optimizer, layout=layout
+    )
+    params = lora.abstract(specs, trained=policy.params, kept=policy.wire)
+    shapes = jax.eval_shape(learner.init, params)
+    shardings = state_shardings(
+        config.optimizer, learner.init, params, layout=layout, specs=lora.declared(specs)
+    )
+    return Step(
+        recipe=recipe,
+        model=model,
+        specs=specs,
+        layout=layout,
+        policy=policy,
+        kernel=kernel,
+        learner=learner,
+        state=placed(shapes, shardings),
+        state_shardings=shardings,
+        minibatch=_minibatch(config, sizes, layout=layout, needs=recipe.objective.needs),
+    )
+
+
+def placed(shapes: Any, shardings: Any) -> Any:
+    """A tree of shapes with shardings from one of each."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
+
+
+def _minibatch(
+    config: Config, sizes: DecoderConfig, *, layout: Layout, needs: frozenset[Need]
+) -> Minibatch:
+    """What `loop.train` gives the step: room for one sequence to a row."""
+    answers = config.train.train_batch * config.train.group_size
+    count = -(-answers // config.train.updates_per_rollout // config.microbatch_rows)
+    rows = layout.batch(("batch", "length"))
+    shape = (count * config.microbatch_rows, config.row_length)
+
+    def array(dtype: Any, *more: int) -> Any:
+        return jax.ShapeDtypeStruct((*shape, *more), dtype, sharding=rows)
+
+    experts = None
+    if config.train.replay_routing and sizes.experts is not None:
+        experts = array(jnp.int16, sizes.num_layers, sizes.experts.per_token)
+    whole, score = array(jnp.int32), array(jnp.float32)
+    batch = TokenBatch(
+        tokens=whole,
+        segments=whole,
+        positions=whole,
+        action_mask=array(jnp.bool_),
+        sampler_logprobs=score,
+        advantages=score,
+        experts=experts,
+    )
+    several = config.train.updates_per_rollout > 1
+    used: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.replicated)
+    return Minibatch(
+        batch=batch,
+        microbatches=used,
+        anchor=score if Need.ANCHOR in needs and several else None,
+        reference=score if Need.REFERENCE in needs else None,
+    )

@@ -1,0 +1,103 @@
+"""`jaxrl serve`: runs a vLLM server that takes weights from a learner."""
+
+import argparse
+import functools
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Self
+
+from pydantic import PositiveInt, model_validator
+
+from jaxrl.commands import options
+from jaxrl.config.tables import ServerConfig
+from jaxrl.core import precision
+
+DESCRIPTION = """Runs a stock vLLM server that takes weights from a learner.
+
+  jaxrl serve runs/quickstart/sft/model --port 8000 --dtype f32
+  jaxrl train configs/quickstart.toml --sampler vllm --sampler.url http://127.0.0.1:8000
+
+With --replicas N it runs N of them on ports that follow each other. What ends or hangs is started
+again; a run gives the weights to a server that is back at its next publish."""
+
+
+class ServeConfig(ServerConfig):
+    """How the server runs."""
+
+    dtype: str = "bf16"
+    """What it computes in: f32, bf16 or f16; the `sampler` role of the learner's precision."""
+
+    max_model_len: PositiveInt | None = None
+    """Longest prompt and answer together, in tokens; the model's own limit when absent."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at. Others can reach anything but loopback, so it needs the environment
+    variable JAXRL_API_KEY, the same where the learner runs."""
+
+    log: str = "vllm.log"
+    """File for what the server prints; a number is added to it for every further replica."""
+
+    replicas: PositiveInt = 1
+    """Servers; the second has the port after `port`, which must not be 0 then, and so on."""
+
+    @model_validator(mode="after")
+    def _ports_are_known(self) -> Self:
+        if self.replicas > 1 and not 0 < self.port <= 65536 - self.replicas:
+            raise ValueError(
+                f"replicas = {self.replicas} and port = {self.port}: name the first of "
+                f"{self.replicas} ports, such as port = 8000"
+            )
+        return self
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    made = options.parser("serve", ServeConfig, description=DESCRIPTION, usage="MODEL_DIR")
+    made.add_argument("model_dir", metavar="MODEL_DIR", type=Path, help="a local HF checkpoint")
+    config, arguments = options.parse(made, ServeConfig, argv)
+    return _serve(config, arguments)
+
+
+def _serve(config: ServeConfig, arguments: argparse.Namespace) -> int:
+    from jaxrl.bridge.servers.launch import LocalServer, free_port
+    from jaxrl.builders.servers import api_key, started_server
+    from jaxrl.commands.serve.replicas import Replica
+
+    # A server that is started again is where it was.
+    first = config.port or free_port(config.host, 0)
+
+    def note(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def start(replica: int) -> AbstractContextManager[LocalServer]:
+        log = Path(config.log)
+        return started_server(
+            config.model_copy(update={"port": first + replica}),
+            arguments.model_dir,
+            dtype=precision.parse(f"fp32,sampler={config.dtype}").sampler,
+            max_model_len=config.max_model_len,
+            log=log.with_stem(f"{log.stem}-{replica}") if replica else log,
+            note=note,
+            host=config.host,
+            key=api_key(),
+        )
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        with ExitStack() as stack:
+            replicas = [
+                stack.enter_context(Replica(functools.partial(start, i), note=note))
+                for i in range(config.replicas)
+            ]
+            print("\n".join(replica.url for replica in replicas), flush=True)
+            while True:
+                for replica in replicas:
+                    replica.check()
+                time.sleep(0.5)
+    except KeyboardInterrupt:
+        note("vLLM has ended")
+        return 0

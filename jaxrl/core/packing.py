@@ -1,0 +1,176 @@
+"""Packs ragged rollouts into rows of a fixed length, and rows into microbatches."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl.core.batch import Rollout, TokenBatch
+
+
+def assign_rows(lengths: Sequence[int], *, row_length: int) -> list[list[int]]:
+    """Packs sequences into rows by first-fit decreasing.
+
+    Args:
+      lengths: number of tokens of each sequence.
+      row_length: capacity of a row in tokens.
+
+    Returns:
+      For each row the indices of its sequences. Deterministic: ties keep the given order.
+
+    Raises:
+      ValueError: if a sequence is longer than a row; the message names it.
+    """
+    rows: list[list[int]] = []
+    free: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if lengths[i] > row_length:
+            raise ValueError(
+                f"sequence {i} has {lengths[i]} tokens and a row holds {row_length}; raise "
+                "the row length or shorten prompts and completions"
+            )
+        row = next((r for r, room in enumerate(free) if room >= lengths[i]), None)
+        if row is None:
+            rows.append([])
+            free.append(row_length)
+            row = len(rows) - 1
+        rows[row].append(i)
+        free[row] -= lengths[i]
+    return rows
+
+
+def pack(
+    rollouts: Sequence[Rollout],
+    advantages: Sequence[np.ndarray | float],
+    *,
+    values: Sequence[np.ndarray] | None = None,
+    returns: Sequence[np.ndarray] | None = None,
+    rows: Sequence[Sequence[int]],
+    row_length: int,
+) -> TokenBatch:
+    """Writes rollouts into a TokenBatch of numpy arrays.
+
+    Args:
+      rollouts: the samples.
+      advantages: for each rollout one number, or f32[C] for its completion tokens.
+      values: for each rollout f32[C], of a critic; None without one.
+      returns: likewise, the critic's targets.
+      rows: for each row of the result the indices of its rollouts, in order; an empty row is all
+        padding. See `assign_rows`; one rollout to a row is the unpacked layout.
+      row_length: tokens in a row.
+
+    Raises:
+      ValueError: for a rollout without a prompt (its first token would have nothing to be scored
+        from), one whose arrays differ in length, a row that does not hold its rollouts, or another
+        number of advantages than of rollouts; the message names it.
+    """
+    if len(advantages) != len(rollouts):
+        raise ValueError(f"{len(advantages)} advantages for {len(rollouts)} rollouts")
+    for r, members in enumerate(rows):
+        used = sum(rollouts[i].length for i in members)
+        if used > row_length:
+            raise ValueError(f"row {r} is given {used} tokens and holds {row_length}")
+        for i in members:
+            _check_rollout(rollouts[i], index=i)
+    shape = (len(rows), row_length)
+    tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
+    action_mask = np.zeros(shape, bool)
+    logprobs, token_advantages, rewards = (np.zeros(shape, np.float32) for _ in range(3))
+    judged = {
+        name: (np.zeros(shape, np.float32), given)
+        for name, given in (("values", values), ("returns", returns))
+        if given is not None
+    }
+    sent = next((r.experts for r in rollouts if r.experts is not None), None)
+    experts = None if sent is None else np.full((*shape, *sent.shape[1:]), -1, np.int16)
+    for r, members in enumerate(rows):
+        start = 0
+        for segment, i in enumerate(members, start=1):
+            rollout = rollouts[i]
+            whole = slice(start, start + rollout.length)
+            answer = slice(start + len(rollout.prompt), start + rollout.length)
+            tokens[r, whole] = np.concatenate([rollout.prompt, rollout.completion])
+            segments[r, whole] = segment
+            positions[r, whole] = np.arange(rollout.length)
+            action_mask[r, answer] = rollout.action_mask
+            # 0 where the policy did not choose: 0 x NaN must not reach a gradient.
+            logprobs[r, answer] = np.where(rollout.action_mask, rollout.logprobs, 0)
+            token_advantages[r, answer] = np.where(rollout.action_mask, advantages[i], 0)
+            for array, given in judged.values():
+                array[r, answer] = np.where(rollout.action_mask, given[i], 0)
+            rewards[r, answer] = np.where(rollout.action_mask, np.nan_to_num(rollout.reward), 0)
+            if experts is not None and rollout.experts is not None:
+                experts[r, start : start + len(rollout.experts)] = rollout.experts
+            start += rollout.length
+    return TokenBatch(
+        tokens=tokens,  # pyright: ignore[reportArgumentType] — numpy until it is put on devices
+        segments=segments,  # pyright: ignore[reportArgumentType]
+        positions=positions,  # pyright: ignore[reportArgumentType]
+        action_mask=action_mask,  # pyright: ignore[reportArgumentType]
+        sampler_logprobs=logprobs,  # pyright: ignore[reportArgumentType]
+        advantages=token_advantages,  # pyright: ignore[reportArgumentType]
+        rewards=rewards,  # pyright: ignore[reportArgumentType]
+        **{name: array for name, (array, _) in judged.items()},  # pyright: ignore[reportArgumentType]
+        experts=experts,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def gather(
+    array: np.ndarray, rollouts: Sequence[Rollout], *, rows: Sequence[Sequence[int]]
+) -> list[np.ndarray]:
+    """What an array [B, T] holds for the completion of each rollout, [C], where `pack` placed it in
+    these rows."""
+    found: dict[int, np.ndarray] = {}
+    for r, members in enumerate(rows):
+        end = 0
+        for i in members:
+            end += rollouts[i].length
+            found[i] = array[r, end - len(rollouts[i].completion) : end]
+    return [found[i] for i in range(len(rollouts))]
+
+
+def _check_rollout(rollout: Rollout, *, index: int) -> None:
+    if not len(rollout.prompt):
+        raise ValueError(f"rollout {index} has an empty prompt: begin it with a BOS or EOS token")
+    for name in ("logprobs", "action_mask", "version"):
+        if len(getattr(rollout, name)) != len(rollout.completion):
+            raise ValueError(
+                f"rollout {index}: {name} has {len(getattr(rollout, name))} entries for "
+                f"{len(rollout.completion)} completion tokens"
+            )
+    if rollout.experts is not None and len(rollout.experts) > rollout.length:
+        raise ValueError(
+            f"rollout {index}: experts has {len(rollout.experts)} entries for {rollout.length} "
+            "tokens of prompt and completion"
+        )
+
+
+def interleave(
+    rows: Sequence[Sequence[int]], *, rows_per_microbatch: int, max_microbatches: int
+) -> tuple[list[Sequence[int]], int]:
+    """Places rows such that the compiled step can stop after the last microbatch in use.
+
+    The step splits its batch with a stride (row i belongs to microbatch i mod n), which keeps each
+    microbatch spread evenly over the devices that hold the rows.
+
+    Args:
+      rows: the sequences of each row, as `batch.assign_rows` returns them.
+      rows_per_microbatch: rows that are computed at once.
+      max_microbatches: how many the batch has room for.
+
+    Returns:
+      (rows with empty ones added, for `batch.pack`; number of microbatches in use).
+
+    Raises:
+      ValueError: if there are more rows than room.
+    """
+    used = max(1, -(-len(rows) // rows_per_microbatch))
+    if used > max_microbatches:
+        raise ValueError(
+            f"{len(rows)} rows fill {used} microbatches of {rows_per_microbatch} rows, and the "
+            f"batch has room for {max_microbatches}"
+        )
+    # Deal row by row over the microbatches in use, so that all are about equally full.
+    placed: list[Sequence[int]] = [()] * (rows_per_microbatch * max_microbatches)
+    for i, row in enumerate(rows):
+        placed[(i % used) + (i // used) * max_microbatches] = row
+    return placed, used

@@ -1,0 +1,212 @@
+"""A policy and its critic, learnt together: the critic a network of its own, or a head on the
+policy's trunk.
+
+Such a head has a state of its own, too. So the policy's parameters are those of a language model in
+either case, and nothing that is published, exported or sampled from can hold the head.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jaxrl.core.batch import Minibatch, TokenBatch
+from jaxrl.core.metrics import Metrics
+from jaxrl.core.precision import Precision, cast, init_loss_scale
+from jaxrl.learner.critic import CriticLearner, judged, named, value_total
+from jaxrl.learner.policy import VALUE_HEAD, Learner, make_learner
+from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update
+from jaxrl.losses import Recipe, objective
+from jaxrl.models.decoder import Model
+from jaxrl.models.spec import Params
+
+
+class State(NamedTuple):
+    """What learns: the policy, and the critic of a recipe that has one."""
+
+    policy: LearnerState
+    critic: LearnerState | None = None
+
+    @property
+    def judge(self) -> LearnerState:
+        """The critic, where there is one."""
+        assert self.critic is not None, "a run without a critic has no values"
+        return self.critic
+
+
+def with_new_loss_scale(state: State, precision: Precision) -> State:
+    """The state with the loss scale that a policy begins with, for a run that changes to it; the
+    skipped steps are still counted from the start of the run."""
+
+    def begun(learner: LearnerState) -> LearnerState:
+        old = learner.loss_scale
+        new = dataclasses.replace(init_loss_scale(precision.loss_scale), skipped=old.skipped)
+        scale = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), new, old)
+        return dataclasses.replace(learner, loss_scale=scale)
+
+    return State(begun(state.policy), None if state.critic is None else begun(state.critic))
+
+
+class ActorCritic(NamedTuple):
+    """Pure functions, to be compiled by the caller or used as they come.
+
+    Attributes:
+      init: the critic's params -> its state before the first step.
+      values: (states, minibatch) -> f32[N, T], what the critic expects before each action token,
+        without gradient; 0 elsewhere.
+      pretrain: (states, minibatch) -> (states, metrics); the policy stays as it is, bit for bit.
+      step: likewise, both learn. Both read `batch.values` and `batch.returns`; metrics of the
+        critic begin with "value/".
+    """
+
+    init: Callable[[Params], LearnerState]
+    values: Callable[[State, Minibatch], jax.Array]
+    pretrain: Callable[[State, Minibatch], tuple[State, Metrics]]
+    step: Callable[[State, Minibatch], tuple[State, Metrics]]
+
+
+def side_by_side(learner: Learner, critic: CriticLearner) -> ActorCritic:
+    """Two networks, each with its own loss, gradient and optimizer."""
+
+    def values(states: State, minibatch: Minibatch) -> jax.Array:
+        return critic.values(states.judge.params, minibatch)
+
+    def pretrain(states: State, minibatch: Minibatch) -> tuple[State, Metrics]:
+        state, metrics = critic.step(states.judge, minibatch)
+        return states._replace(critic=state), metrics
+
+    def step(states: State, minibatch: Minibatch) -> tuple[State, Metrics]:
+        state, metrics = critic.step(states.judge, minibatch)
+        policy, more = learner.step(states.policy, minibatch)
+        return State(policy, state), metrics | more
+
+    return ActorCritic(critic.init, values, pretrain, step)
+
+
+def shared_trunk(
+    model: Model,
+    recipe: Recipe,
+    *,
+    coefficient: float,
+    optimizer: optax.GradientTransformation,
+    head_optimizer: optax.GradientTransformation,
+    precision: Precision,
+    rows_per_microbatch: int,
+    temperature: float = 1.0,
+    param_shardings: Any = None,
+) -> ActorCritic:
+    """One network: the critic is a head on the policy's last hidden states, {"score": [1, D]}.
+
+    The loss is the policy's + `coefficient` x the critic's, reduced once, as the policy's is; its
+    gradient reaches the trunk from both. Policy and head are clipped and updated apart, each by its
+    optimizer. In pre-training the trunk is fixed and the head alone learns.
+
+    Args:
+      model: the policy's.
+      recipe: one with a critic.
+      coefficient: of the critic's loss.
+      optimizer: of the policy's parameters.
+      head_optimizer: of the head.
+      precision: the dtype policy, of the head as of the rest.
+      rows_per_microbatch: as in `make_learner`.
+      temperature: as in `make_learner`.
+      param_shardings: as in `make_learner`, with that of the head.
+
+    Raises:
+      ValueError: if the recipe has no critic.
+    """
+    critic = recipe.critic
+    if critic is None:
+        raise ValueError("shared_trunk is for a recipe with a critic; ppo has one")
+    scorer = model._replace(unembedding=lambda params: params[VALUE_HEAD])
+    shapes: dict[str, Any] = {
+        "precision": precision,
+        "rows_per_microbatch": rows_per_microbatch,
+    }
+    loss = recipe.objective.loss + coefficient * critic.objective.loss
+    joint = make_learner(
+        model,
+        objective(loss, recipe.objective.aggregation),
+        optimizer=_apart(optimizer, head_optimizer),
+        temperature=temperature,
+        param_shardings=param_shardings,
+        **shapes,
+    )
+    constrain = constrainer(param_shardings)
+    judge = functools.partial(judged, scorer, precision=precision)
+
+    def total(head: Params, batch: TokenBatch, trunk: Params) -> tuple[jax.Array, Metrics]:
+        return value_total(critic, judge(trunk | head, batch), batch=batch)
+
+    alone = make_update(total, optimizer=head_optimizer, **shapes)
+
+    def whole(states: State) -> Params:
+        return constrain(cast(states.policy.params | states.judge.params, precision.compute))
+
+    def values(states: State, minibatch: Minibatch) -> jax.Array:
+        return by_microbatch(
+            judge, rows_per_microbatch=rows_per_microbatch, microbatches=minibatch.microbatches
+        )(whole(states), minibatch.batch)
+
+    def pretrain(states: State, minibatch: Minibatch) -> tuple[State, Metrics]:
+        head, metrics = alone.step(
+            states.judge,
+            minibatch.batch,
+            fixed=whole(states),
+            denominator=critic.objective.denominator(minibatch.batch),
+            microbatches=minibatch.microbatches,
+        )
+        return states._replace(critic=head), named(metrics)
+
+    def step(states: State, minibatch: Minibatch) -> tuple[State, Metrics]:
+        state, metrics = joint.step(_joined(states), minibatch)
+        return _divided(state, critic=states.judge), metrics
+
+    return ActorCritic(alone.init, values, pretrain, step)
+
+
+def _apart(
+    optimizer: optax.GradientTransformation, head_optimizer: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Each for its own parameters; the state is the pair of theirs."""
+
+    def init(params: Params) -> tuple[Any, Any]:
+        policy, head = _split(params)
+        return optimizer.init(policy), head_optimizer.init(head)
+
+    def update(updates: Params, state: tuple[Any, Any], params: Params) -> Any:
+        (grads, head_grads), (policy, head) = _split(updates), _split(params)
+        found: Any
+        more: Any
+        found, own = optimizer.update(grads, state[0], policy)
+        more, head_own = head_optimizer.update(head_grads, state[1], head)
+        return found | more, (own, head_own)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _split(params: Params) -> tuple[Params, Params]:
+    """The policy's parameters, and the head."""
+    policy = {name: value for name, value in params.items() if name != VALUE_HEAD}
+    return policy, {VALUE_HEAD: params[VALUE_HEAD]}
+
+
+def _joined(states: State) -> LearnerState:
+    """Both as one state; steps and the loss scale are the policy's."""
+    policy, critic = states.policy, states.judge
+    return dataclasses.replace(
+        policy, params=policy.params | critic.params, opt_state=(policy.opt_state, critic.opt_state)
+    )
+
+
+def _divided(state: LearnerState, *, critic: LearnerState) -> State:
+    """The inverse of `_joined`; `critic` is what it was before the step."""
+    params, head = _split(state.params)
+    own, head_own = state.opt_state
+    return State(
+        dataclasses.replace(state, params=params, opt_state=own),
+        dataclasses.replace(critic, step=critic.step + 1, params=head, opt_state=head_own),
+    )

@@ -1,0 +1,119 @@
+"""The critic of PPO: a decoder whose head says what an answer will earn, learnt beside the policy.
+
+It has parameters and an optimizer of its own; like the learner it is pure functions over one state.
+`jaxrl.learner.actor_critic` puts the two together.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxrl.core.batch import Minibatch, TokenBatch
+from jaxrl.core.metrics import Metrics
+from jaxrl.core.precision import Precision, cast
+from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update
+from jaxrl.losses.scores import Scores
+from jaxrl.losses.value import Critic
+from jaxrl.models.decoder import Model
+from jaxrl.models.scorer import token_values
+from jaxrl.models.spec import Params
+
+
+class CriticLearner(NamedTuple):
+    """Pure functions, to be compiled by the caller or used as they come.
+
+    Attributes:
+      init: params -> state before the first step.
+      values: (params, minibatch) -> f32[N, T], what the critic expects before each action token,
+        without gradient; 0 elsewhere.
+      step: (state, minibatch) -> (state, metrics); reads `batch.values` and `batch.returns`. The
+        names of the metrics begin with "value/".
+    """
+
+    init: Callable[[Params], LearnerState]
+    values: Callable[[Params, Minibatch], jax.Array]
+    step: Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]
+
+
+def make_critic(
+    model: Model,
+    recipe: Critic,
+    *,
+    optimizer: optax.GradientTransformation,
+    precision: Precision,
+    rows_per_microbatch: int,
+    param_shardings: object = None,
+) -> CriticLearner:
+    """Builds a critic.
+
+    Args:
+      model: a scorer, whose `config.scored` holds.
+      recipe: what is minimised.
+      optimizer: any optax transformation; it sees unscaled f32 gradients and f32 parameters.
+      precision: the dtype policy.
+      rows_per_microbatch: rows that are computed at once; divides the rows of every minibatch.
+      param_shardings: as in `make_learner`.
+    """
+    constrain = constrainer(param_shardings)
+    judge = functools.partial(judged, model, precision=precision)
+
+    def values(params: Params, minibatch: Minibatch) -> jax.Array:
+        weights = constrain(cast(params, precision.compute))
+        return by_microbatch(
+            judge, rows_per_microbatch=rows_per_microbatch, microbatches=minibatch.microbatches
+        )(weights, minibatch.batch)
+
+    def total(weights: Params, batch: TokenBatch, fixed: None) -> tuple[jax.Array, Metrics]:
+        del fixed
+        return value_total(recipe, judge(weights, batch), batch=batch)
+
+    update = make_update(
+        total,
+        optimizer=optimizer,
+        precision=precision,
+        rows_per_microbatch=rows_per_microbatch,
+        param_shardings=param_shardings,
+    )
+
+    def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
+        state, metrics = update.step(
+            state,
+            minibatch.batch,
+            fixed=None,
+            denominator=recipe.objective.denominator(minibatch.batch),
+            microbatches=minibatch.microbatches,
+        )
+        return state, named(metrics)
+
+    return CriticLearner(update.init, values, step)
+
+
+def judged(model: Model, weights: Params, batch: TokenBatch, *, precision: Precision) -> jax.Array:
+    """The values of a batch, differentiable; f32[B, T].
+
+    Args:
+      model: a scorer.
+      weights: its parameters in `precision.compute`.
+      batch: tokens in rows.
+      precision: the dtype policy.
+    """
+    hidden = model.hidden(
+        weights, batch.tokens, batch.positions, batch.segments, precision=precision
+    )
+    return token_values(hidden, model.unembedding(weights), batch, precision=precision)
+
+
+def value_total(
+    recipe: Critic, values: jax.Array, *, batch: TokenBatch
+) -> tuple[jax.Array, Metrics]:
+    """The critic's loss alone, summed over a microbatch, and its metrics; from values f32[B, T]."""
+    return recipe.objective.total(Scores(logprobs=jnp.zeros_like(values), values=values), batch)
+
+
+def named(metrics: Metrics) -> Metrics:
+    """The metrics of a critic's step, each name beginning with "value/"."""
+    return {f"value/{name.removeprefix('value/')}": metric for name, metric in metrics.items()}

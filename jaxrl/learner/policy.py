@@ -1,0 +1,216 @@
+"""The learner: three pure functions over one state.
+
+It computes the scores that an objective needs and hands them to it; `jaxrl.learner.update` takes
+the step. Nothing here knows which loss, which model or which mesh it is.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import optax
+
+from jaxrl.core.batch import Minibatch, TokenBatch
+from jaxrl.core.metrics import Metrics
+from jaxrl.core.precision import Precision, cast, sampler_precision
+from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update
+from jaxrl.losses.algebra import Objective
+from jaxrl.losses.mismatch import mismatch
+from jaxrl.losses.scores import Need, Scores
+from jaxrl.models import lora
+from jaxrl.models.decoder import Model
+from jaxrl.models.logprobs import token_logprobs, token_logprobs_and_entropy
+from jaxrl.models.scorer import token_values
+from jaxrl.models.spec import Params
+
+# Among the parameters, the head of a critic that shares the policy's trunk: [1, D].
+VALUE_HEAD = "score"
+
+
+class Learner(NamedTuple):
+    """Pure functions, to be compiled by the caller or used as they come.
+
+    Attributes:
+      init: params -> state before the first step.
+      score: (params, minibatch) -> f32[N, T] log-probs of the action tokens, without gradient,
+        computed as `step` computes them; anchor and reference scores come from here. Where the
+        batch says which experts tokens were sent to, they are sent there, in `shadow` and `step`
+        as well: the routers' weights are those of the parameters, their choice is not.
+      shadow: likewise, but of the weights that are published, computed in the sampler's dtypes.
+      step: (state, minibatch) -> (state, metrics). `metrics` has the objective's, those of
+        `diagnostics.mismatch`, and "loss", "grad_norm" (before clipping), "loss_scale",
+        "skipped_steps" (since the start).
+    """
+
+    init: Callable[[Any], LearnerState]  # of Params or lora.Adapted
+    score: Callable[[Params, Minibatch], jax.Array]
+    shadow: Callable[[Params, Minibatch], jax.Array]
+    step: Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]
+
+
+def make_learner(
+    model: Model,
+    objective: Objective,
+    *,
+    optimizer: optax.GradientTransformation,
+    precision: Precision,
+    rows_per_microbatch: int,
+    temperature: float = 1.0,
+    param_shardings: Any = None,
+    as_published: Callable[[Any], Any] = lora.merge,
+) -> Learner:
+    """Builds a learner.
+
+    Args:
+      model: what turns tokens into hidden states.
+      objective: what is minimised; the scores it needs are computed, others are not. For one that
+        needs values, the parameters hold `VALUE_HEAD` besides the model's.
+      optimizer: any optax transformation; it sees unscaled f32 gradients and f32 parameters.
+      precision: the dtype policy.
+      rows_per_microbatch: rows that are computed at once; divides the rows of every minibatch.
+      temperature: of the sampling distribution; the learner's log-probs are of the tempered one.
+      param_shardings: tree of shardings that parameters, their compute copies and gradients keep;
+        None on a single device.
+      as_published: parameters -> those that samplers compute with, before they are rounded.
+
+    Raises:
+      ValueError: if the objective balances experts and the model has none.
+    """
+    constrain = constrainer(param_shardings)
+    constrain_merged = constrainer(lora.frozen(param_shardings))
+    logprobs = _score_fn(model, precision=precision, temperature=temperature)
+    as_sampled = _score_fn(model, precision=sampler_precision(precision), temperature=temperature)
+    with_entropy = Need.ENTROPY in objective.needs
+    if Need.IMBALANCE in objective.needs and model.hidden_routed is None:
+        raise ValueError(
+            "the loss balances experts and the model has none; set the coefficient `balance` to 0"
+        )
+
+    def concatenated(fn: Callable, minibatch: Minibatch) -> Callable:
+        return by_microbatch(
+            fn, rows_per_microbatch=rows_per_microbatch, microbatches=minibatch.microbatches
+        )
+
+    def published(params: Params) -> Params:
+        # The barrier keeps XLA from leaving out a rounding that the second cast seems to undo.
+        wire = jax.lax.optimization_barrier(cast(as_published(params), precision.wire))
+        rounded: Any = cast(wire, precision.sampler)
+        return constrain(rounded) if isinstance(wire, lora.Adapted) else constrain_merged(rounded)
+
+    def score(params: Params, minibatch: Minibatch) -> jax.Array:
+        weights = constrain(cast(params, precision.compute))
+        return concatenated(logprobs, minibatch)(weights, minibatch.batch)
+
+    def shadow(params: Params, minibatch: Minibatch) -> jax.Array:
+        return concatenated(as_sampled, minibatch)(published(params), minibatch.batch)
+
+    def scores(weights: Params, served: Params | None, inputs: dict[str, Any]) -> Scores:
+        batch: TokenBatch = inputs["batch"]
+        hidden, imbalance = _hidden(model, weights, batch, precision=precision)
+        tokens = (hidden, model.unembedding(weights), batch.tokens, batch.action_mask)
+        numerics = {"precision": precision, "temperature": temperature}
+        if with_entropy:
+            pi, entropy = token_logprobs_and_entropy(*tokens, **numerics)
+        else:
+            pi, entropy = token_logprobs(*tokens, **numerics), None
+        anchor = inputs["anchor"]
+        if Need.ANCHOR in objective.needs and anchor is None:
+            # One update per rollout: the anchor is the learner itself, at no cost.
+            anchor = jax.lax.stop_gradient(pi)
+        replay = None if served is None else jax.lax.stop_gradient(as_sampled(served, batch))
+        values = None
+        if Need.VALUES in objective.needs:
+            values = token_values(hidden, weights[VALUE_HEAD], batch, precision=precision)
+        return Scores(
+            logprobs=pi,
+            entropy=entropy,
+            anchor=anchor,
+            shadow=replay,
+            reference=inputs["reference"],
+            values=values,
+            imbalance=imbalance if Need.IMBALANCE in objective.needs else None,
+        )
+
+    def total(
+        weights: Params, inputs: dict[str, Any], served: Params | None
+    ) -> tuple[jax.Array, Metrics]:
+        found = scores(weights, served, inputs)
+        value, metrics = objective.total(found, inputs["batch"])
+        return value, metrics | mismatch(found.logprobs, inputs["batch"])
+
+    update = make_update(
+        total,
+        optimizer=optimizer,
+        precision=precision,
+        rows_per_microbatch=rows_per_microbatch,
+        param_shardings=param_shardings,
+    )
+
+    def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
+        _check(minibatch, objective, rows_per_microbatch=rows_per_microbatch)
+        if Need.VALUES in objective.needs and VALUE_HEAD not in state.params:
+            raise ValueError(
+                "the loss needs a critic's values and the parameters have no head for them; see "
+                "actor_critic.shared_trunk"
+            )
+        return update.step(
+            state,
+            {
+                "batch": minibatch.batch,
+                "anchor": minibatch.anchor,
+                "reference": minibatch.reference,
+            },
+            fixed=published(state.params) if Need.SHADOW in objective.needs else None,
+            denominator=objective.denominator(minibatch.batch),
+            microbatches=minibatch.microbatches,
+        )
+
+    return Learner(update.init, score, shadow, step)
+
+
+def _score_fn(
+    model: Model, *, precision: Precision, temperature: float
+) -> Callable[[Params, TokenBatch], jax.Array]:
+    def score(weights: Params, batch: TokenBatch) -> jax.Array:
+        hidden, _ = _hidden(model, weights, batch, precision=precision)
+        return token_logprobs(
+            hidden,
+            model.unembedding(weights),
+            tokens=batch.tokens,
+            mask=batch.action_mask,
+            precision=precision,
+            temperature=temperature,
+        )
+
+    return score
+
+
+def _hidden(
+    model: Model, weights: Params, batch: TokenBatch, *, precision: Precision
+) -> tuple[jax.Array, jax.Array | None]:
+    """Hidden states and, of a mixture of experts, how unevenly it uses them."""
+    inputs = (weights, batch.tokens, batch.positions, batch.segments)
+    if model.hidden_routed is None:
+        return model.hidden(*inputs, precision=precision), None
+    routed = model.hidden_routed(*inputs, precision=precision, recorded=batch.experts)
+    return routed.hidden, routed.imbalance
+
+
+def _check(minibatch: Minibatch, objective: Objective, *, rows_per_microbatch: int) -> None:
+    chex.assert_rank(minibatch.batch.tokens, 2)
+    flat = dataclasses.replace(minibatch.batch, experts=None)
+    chex.assert_equal_shape(jax.tree.leaves((flat, minibatch.anchor, minibatch.reference)))
+    chex.assert_equal_shape_prefix(jax.tree.leaves(minibatch.batch), 2)
+    rows = minibatch.batch.tokens.shape[0]
+    if rows % rows_per_microbatch:
+        raise ValueError(
+            f"a minibatch of {rows} rows does not divide into microbatches of "
+            f"{rows_per_microbatch}; pad it with learner.interleave"
+        )
+    if Need.REFERENCE in objective.needs and minibatch.reference is None:
+        raise ValueError(
+            "the loss needs reference scores and the minibatch has none; score the reference "
+            "parameters with Learner.score, or set the KL coefficient to 0"
+        )

@@ -1,0 +1,98 @@
+"""A trained reward model as a reward: it reads the token ids that were sampled, never text."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jaxrl.core.batch import Minibatch, TokenBatch
+from jaxrl.core.metrics import Metrics
+from jaxrl.core.precision import Precision, cast
+from jaxrl.learner.policy import LearnerState
+from jaxrl.learner.update import by_microbatch, constrainer, make_update
+from jaxrl.losses.preference import pair_count, ranked
+from jaxrl.models.decoder import Model
+from jaxrl.models.scorer import sequence_scores
+from jaxrl.models.spec import Params
+
+# (parameters, minibatch of N rows) -> f32[N, T + 1]: the score of each row's sequences 1, 2, ...
+Scores = Callable[[Params, Minibatch], jax.Array]
+
+
+def make_scores(
+    model: Model, *, precision: Precision, rows_per_microbatch: int, param_shardings: Any = None
+) -> Scores:
+    """The function that scores batches, to be compiled by the caller.
+
+    Args:
+      model: a scorer.
+      precision: the dtype policy; parameters are cast to `compute`.
+      rows_per_microbatch: rows that are computed at once; divides the rows of every minibatch.
+      param_shardings: tree of shardings that the cast parameters keep; None on a single device.
+    """
+    constrain = constrainer(param_shardings)
+
+    def one(weights: Params, batch: Any) -> jax.Array:
+        return sequence_scores(model, weights, batch, precision=precision)
+
+    def scores(params: Params, minibatch: Minibatch) -> jax.Array:
+        weights = constrain(cast(params, precision.compute))
+        every = by_microbatch(
+            one, rows_per_microbatch=rows_per_microbatch, microbatches=minibatch.microbatches
+        )
+        return every(weights, minibatch.batch)
+
+    return scores
+
+
+class Ranker(NamedTuple):
+    """A learner of rewards: pure functions, as those of `learner.Learner`."""
+
+    init: Callable[[Params], LearnerState]
+    step: Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]
+
+
+def make_ranker(
+    model: Model,
+    *,
+    centring: float,
+    optimizer: optax.GradientTransformation,
+    precision: Precision,
+    rows_per_microbatch: int,
+    param_shardings: Any = None,
+) -> Ranker:
+    """Builds the learner of a reward model.
+
+    Args:
+      model: a scorer.
+      centring: as in `preference.bradley_terry`.
+      optimizer: any optax transformation.
+      precision: the dtype policy.
+      rows_per_microbatch: rows that are computed at once; divides the rows of every minibatch.
+      param_shardings: tree of shardings of the parameters; None on a single device.
+    """
+
+    def total(weights: Params, batch: TokenBatch, fixed: None) -> tuple[jax.Array, Metrics]:
+        del fixed
+        scores = sequence_scores(model, weights, batch, precision=precision)
+        return ranked(scores, batch, centring=centring)
+
+    update = make_update(
+        total,
+        optimizer=optimizer,
+        precision=precision,
+        rows_per_microbatch=rows_per_microbatch,
+        param_shardings=param_shardings,
+    )
+
+    def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
+        return update.step(
+            state,
+            minibatch.batch,
+            fixed=None,
+            denominator=pair_count(minibatch.batch),
+            microbatches=minibatch.microbatches,
+        )
+
+    return Ranker(update.init, step)

@@ -1,0 +1,199 @@
+"""The optimizer step of any loss.
+
+Value-and-grad over microbatches with the denominator of the whole batch, then the loss scale and
+the optimizer; a step with a non-finite gradient changes nothing but the loss scale.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from jaxrl.core.metrics import Latest, Mean, Metrics
+from jaxrl.core.precision import LossScale, Precision, cast, init_loss_scale, update_loss_scale
+from jaxrl.models import lora
+from jaxrl.models.spec import Params
+
+
+@struct.dataclass
+class LearnerState:
+    """Everything that a step changes; the checkpoint holds exactly this."""
+
+    step: jax.Array  # i32[], optimizer steps taken, skipped ones included
+    params: Any  # Params in precision.params; or lora.Adapted, whose frozen part is in any dtype
+    opt_state: Any  # moments in precision.moments
+    loss_scale: LossScale
+
+
+def saved(state: LearnerState) -> LearnerState:
+    """What a checkpoint holds of a state: frozen parameters lie in the model that the run began
+    with."""
+    return dataclasses.replace(state, params=lora.trainable(state.params))
+
+
+def with_saved(state: LearnerState, found: LearnerState) -> LearnerState:
+    """The state that `found` was saved from, with the frozen parameters of `state`."""
+    return dataclasses.replace(found, params=lora.with_trainable(state.params, found.params))
+
+
+def taken(state: LearnerState) -> int:
+    """Optimizer steps that were not skipped: as many as the optimizer and its schedule count."""
+    return int(state.step) - int(state.loss_scale.skipped)
+
+
+class Update(NamedTuple):
+    """What a learner is made of, whatever its loss and its model.
+
+    Attributes:
+      init: params -> state before the first step.
+      step: (state, inputs, fixed=..., denominator=f32[], microbatches=i32[]) -> (state, metrics).
+        `inputs` are arrays with the rows of the microbatches in front, as `learner.interleave`
+        leaves them; `fixed` is what all microbatches share. The metrics are the loss's own and
+        "loss", "grad_norm" (before clipping), "loss_scale", "skipped_steps" (since the start).
+    """
+
+    init: Callable[[Any], LearnerState]
+    step: Callable[..., tuple[LearnerState, Metrics]]
+
+
+# (weights in precision.compute, a microbatch of the inputs, fixed) -> (sum of losses, metrics).
+Total = Callable[[Params, Any, Any], tuple[jax.Array, Metrics]]
+
+
+def make_update(
+    total: Total,
+    *,
+    optimizer: optax.GradientTransformation,
+    precision: Precision,
+    rows_per_microbatch: int,
+    param_shardings: Any = None,
+) -> Update:
+    """Builds the optimizer step of any loss that is a sum over a batch.
+
+    Args:
+      total: the sum over a microbatch, before its division by the denominator of the whole batch.
+      optimizer: any optax transformation; it sees unscaled f32 gradients and f32 parameters.
+      precision: the dtype policy.
+      rows_per_microbatch: rows that are computed at once; divides the rows of the inputs.
+      param_shardings: tree of shardings that parameters, their compute copies and gradients keep;
+        None on a single device.
+    """
+    constrain = constrainer(param_shardings)
+    constrain_trained = constrainer(lora.trainable(param_shardings))
+
+    def step(
+        state: LearnerState,
+        inputs: Any,
+        *,
+        fixed: Any,
+        denominator: jax.Array,
+        microbatches: jax.Array,
+    ) -> tuple[LearnerState, Metrics]:
+        denominator = jnp.where(denominator > 0, denominator, 1.0)
+        weights = constrain(cast(state.params, precision.compute))
+
+        def scaled_loss(trained: Params, inputs: Any) -> tuple[jax.Array, Any]:
+            value, metrics = total(lora.with_trainable(weights, trained), inputs, fixed)
+            return value * (state.loss_scale.scale / denominator), (value, metrics)
+
+        def one(trained: Params, inputs: Any) -> Any:
+            grads, aux = jax.grad(scaled_loss, has_aux=True)(trained, inputs)
+            return constrain_trained(cast(grads, precision.grads)), aux
+
+        summed = optax.microbatching.microbatch(
+            one,
+            argnums=1,
+            microbatch_size=rows_per_microbatch,
+            accumulator=optax.microbatching.AccumulationType.SUM,
+            num_real_microbatches=microbatches,
+        )
+        grads, (value, metrics) = summed(lora.trainable(weights), inputs)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale.scale, grads)
+        grad_norm = optax.tree.norm(grads)
+        new_state = _apply(state, grads, jnp.isfinite(grad_norm), optimizer, precision)
+        # A step that changed a shape or a dtype of its state would compile again at every call.
+        chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
+        own = {
+            "loss": Mean(value, denominator),
+            "grad_norm": _once(grad_norm),
+            "loss_scale": _once(state.loss_scale.scale, kind=Latest),
+            "skipped_steps": _once(new_state.loss_scale.skipped, kind=Latest),
+        }
+        return new_state, metrics | own
+
+    def init(params: Any) -> LearnerState:
+        trained = cast(lora.trainable(params), precision.params)
+        master = cast(trained, jnp.dtype(jnp.float32))
+        return LearnerState(
+            step=jnp.int32(0),
+            params=lora.with_trainable(params, trained),
+            opt_state=cast(optimizer.init(master), precision.moments),
+            loss_scale=init_loss_scale(precision.loss_scale),
+        )
+
+    return Update(init, step)
+
+
+def by_microbatch(
+    fn: Callable[[Params, Any], Any], *, rows_per_microbatch: int, microbatches: jax.Array
+) -> Callable[[Params, Any], Any]:
+    """(weights, inputs) -> the results of `fn` for each microbatch, in the rows of the inputs:
+    arrays [B, ...]. `microbatches` is i32[], how many of them hold anything."""
+    return optax.microbatching.microbatch(
+        fn,
+        argnums=1,
+        microbatch_size=rows_per_microbatch,
+        accumulator=optax.microbatching.AccumulationType.CONCAT,
+        num_real_microbatches=microbatches,
+    )
+
+
+def constrainer(shardings: Any) -> Callable[[Params], Params]:
+    """Imposes shardings on a tree of parameters; None imposes nothing."""
+    if shardings is None:
+        return lambda tree: tree
+    return lambda tree: jax.lax.with_sharding_constraint(tree, shardings)
+
+
+def _apply(
+    state: LearnerState,
+    grads: Params,
+    finite: jax.Array,
+    optimizer: optax.GradientTransformation,
+    precision: Precision,
+) -> LearnerState:
+    """The state after the optimizer's update, or after a skipped step where `finite` is False."""
+    f32 = jnp.dtype(jnp.float32)
+    trained = lora.trainable(state.params)
+    # Where moments lie in the host's memory they are fetched, and put back there.
+    fetched = jax.tree.map(_move, state.opt_state)
+    master, moments = cast(trained, f32), cast(fetched, f32)
+    updates, moments = optimizer.update(grads, moments, master)
+    params = cast(optax.apply_updates(master, updates), precision.params)
+    opt_state = cast(moments, precision.moments)
+
+    def keep(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(finite, new, old)
+
+    opt_state = jax.tree.map(keep, opt_state, fetched)
+    return LearnerState(
+        step=state.step + 1,
+        params=lora.with_trainable(state.params, jax.tree.map(keep, params, trained)),
+        opt_state=jax.tree.map(_move, opt_state, state.opt_state),
+        loss_scale=update_loss_scale(state.loss_scale, finite, spec=precision.loss_scale),
+    )
+
+
+def _move(x: jax.Array, like: jax.Array | None = None) -> jax.Array:
+    """The array in the memory that another one lies in; by default in the devices'."""
+    wanted = jax.memory.Space.Device if like is None else jax.typeof(like).memory_space
+    return x if jax.typeof(x).memory_space == wanted else jax.device_put(x, wanted)
+
+
+def _once(value: jax.Array, *, kind: type[Mean] = Mean) -> Mean:
+    return kind(value.astype(jnp.float32), jnp.float32(1))

@@ -1,0 +1,183 @@
+"""Losses named in a config: a built-in recipe or a user's function, with its parameters."""
+
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxrl import advantages
+from jaxrl.advantages import estimators
+from jaxrl.core import plugins
+from jaxrl.losses import aggregation, presets, ratios, recipes, regularizers
+from jaxrl.losses.algebra import Aggregation, Objective, TokenLoss, Weights, both, objective
+from jaxrl.losses.ratios import Level, Ratio
+from jaxrl.losses.recipe import Recipe, with_terms
+from jaxrl.losses.regularizers import KLEstimator
+from jaxrl.losses.shape_check import blaming, try_out
+
+# A parameter annotated with one of these types takes one of these names in a config.
+PARTS: Mapping[Any, Mapping[str, Any]] = {
+    Ratio: {
+        "on_policy": ratios.on_policy,
+        "over_anchor": ratios.over_anchor,
+        "over_sampler": ratios.over_sampler,
+        "shadowed": ratios.shadowed,
+    },
+    Level: {
+        "token": ratios.token,
+        "sequence": ratios.sequence,
+        "geometric": ratios.geometric,
+        "product": ratios.product,
+    },
+    Weights: {
+        "token_tis": presets.token_tis,
+        "sequence_tis": presets.sequence_tis,
+        "sequence_mis": presets.sequence_mis,
+        "sequence_mis_3": presets.sequence_mis_3,
+        "icepop": presets.icepop,
+        "geometric_mask": presets.geometric_mask,
+        "k3_mask": presets.k3_mask,
+        "veto": presets.veto,
+    },
+    Aggregation: {
+        "token_mean": aggregation.token_mean,
+        "sequence_mean_token_mean": aggregation.sequence_mean_token_mean,
+        "sequence_mean_token_sum": aggregation.sequence_mean_token_sum,
+        "token_sum": aggregation.token_sum,
+        "fixed_length": aggregation.fixed_length,  # of the longest completion: see `build`
+    },
+    KLEstimator: {
+        "k1": regularizers.k1,
+        "k2": regularizers.k2,
+        "k3": regularizers.k3,
+        "k1+": regularizers.k1_plus,
+        "k3+": regularizers.k3_plus,
+    },
+}
+
+
+def build(
+    name: str,
+    parameters: Mapping[str, Any],
+    *,
+    advantage: str | None = None,
+    known: Mapping[str, Any] = types.MappingProxyType({}),
+) -> Recipe:
+    """Builds the recipe that a config describes.
+
+    Example:
+      >>> build("gspo", {"level": "geometric", "kl": 0.001}, advantage="leave_one_out")
+      Recipe(objective(clipped(geometric(over_sampler), low=0.0003, high=0.0004)
+                       + 0.001 * kl_penalty(k3), sequence_mean_token_mean), leave_one_out)
+
+    Args:
+      name: a function of `losses.recipes`, `path/to/file.py:function` or `package.module:function`.
+        The function takes keyword parameters and returns a Recipe, or an Objective (whose
+        advantages are then `group_relative`), or a TokenLoss (also reduced by `token_mean`).
+      parameters: its keyword arguments, and those of `recipe.with_terms` that it does not take
+        itself. Ratios, levels, corrections, aggregations and KL estimators are given by name.
+      advantage: a function of `jaxrl.advantages.estimators`, or one of the user's named as above,
+        that replaces the recipe's own.
+      known: values of the run, such as max_length, for parameters of these names that the
+        function, or the aggregation fixed_length, needs and `parameters` leaves out.
+
+    Raises:
+      ValueError: for an unknown name (the nearest one is shown), an unknown, missing or mistyped
+        parameter (those that exist are listed), a function that returns something else, parts
+        that do not go together, or a loss that cannot be traced (see `shape_check.try_out`). An
+        error of a user's function is chained to it.
+    """
+    function = plugins.load_function(name, builtin=recipes, key="loss.name")
+    declared = inspect.signature(function).parameters
+    needed = [key for key, parameter in declared.items() if parameter.default is parameter.empty]
+    parameters = {key: known[key] for key in needed if key in known} | dict(parameters)
+    own, more = plugins.divide_parameters(function, with_terms, parameters, key="loss")
+    given = arguments(function, own)
+    with blaming(function, name=name):
+        made = function(**given)
+    recipe = _as_recipe(made, name=name)
+    if advantage is not None:
+        estimator = plugins.load_function(advantage, builtin=estimators, key="loss.advantage")
+        recipe = dataclasses.replace(recipe, advantages=estimator)
+    recipe = with_terms(recipe, **_terms(more, known={**known, **parameters}))
+    with blaming(function, name=name):
+        try_out(recipe)
+    return recipe
+
+
+def _terms(values: Mapping[str, Any], *, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `with_terms`."""
+    terms = arguments(with_terms, values)
+    if terms.get("aggregation") is aggregation.fixed_length:
+        if "max_length" not in known:
+            raise ValueError(
+                "loss.aggregation = 'fixed_length' needs max_length, the longest completion, which "
+                "a run knows; outside a run write with_terms(recipe, aggregation=fixed_length(8))"
+            )
+        terms["aggregation"] = aggregation.fixed_length(known["max_length"])
+    return terms
+
+
+def kl_estimator(name: str) -> KLEstimator:
+    """Returns the KL estimator that a config names."""
+    return _part(name, KLEstimator, key="kl_estimator")
+
+
+def arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts keyword arguments of the table [loss] to the function's annotations: names become
+    parts, "none" becomes None where that is allowed; numbers, texts and booleans stay.
+
+    Raises:
+      ValueError: for an unknown name or a value of another type; the message names the key.
+    """
+    declared = inspect.signature(function, eval_str=True).parameters
+    return {
+        key: _argument(value, declared[key].annotation if key in declared else Any, key=key)
+        for key, value in values.items()
+    }
+
+
+def _argument(value: Any, annotation: Any, *, key: str) -> Any:
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(annotation) if union else (annotation,)
+    if value == "none" and types.NoneType in kinds:  # TOML has no null
+        return None
+    if kinds[0] in PARTS:
+        return _part(value, kinds[0], key=key)
+    if not any(_fits(value, kind) for kind in kinds):
+        expected = " or ".join(kind.__name__ for kind in kinds if kind is not types.NoneType)
+        raise ValueError(f"loss.{key} = {value!r}: expected {expected}")
+    return value
+
+
+def _part(value: Any, kind: Any, *, key: str) -> Any:
+    parts = PARTS[kind]
+    names = [name.strip() for name in str(value).split(" + ")] if kind is Weights else [value]
+    for name in names:
+        if name not in parts:
+            raise ValueError(f"loss.{key} = {value!r}: use one of {', '.join(parts)}")
+    return functools.reduce(both, [parts[name] for name in names])
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind is float:
+        return isinstance(value, float | int) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return kind not in (bool, str, types.NoneType) or isinstance(value, kind)
+
+
+def _as_recipe(result: Any, *, name: str) -> Recipe:
+    if isinstance(result, Recipe):
+        return result
+    if isinstance(result, TokenLoss):
+        result = objective(result, aggregation.token_mean)
+    if isinstance(result, Objective):
+        return Recipe(result, advantages.group_relative)
+    raise ValueError(
+        f"loss.name = {name!r}: the function returned {type(result).__name__}, "
+        "expected a Recipe, an Objective or a TokenLoss"
+    )

@@ -1,0 +1,92 @@
+"""Checks a loss on shapes alone, so that its mistakes are reported before anything is sampled.
+
+Nothing is computed or compiled: it takes milliseconds.
+"""
+
+import contextlib
+import inspect
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.core.batch import TokenBatch
+from jaxrl.core.metrics import Mean
+from jaxrl.losses.algebra import Objective
+from jaxrl.losses.recipe import Recipe
+from jaxrl.losses.scores import Need, Scores
+
+_SHAPE = (2, 4)  # rows and tokens differ, so that an array of the one is not taken for the other
+
+
+def try_out(recipe: Recipe) -> None:
+    """Traces the objective of a recipe, with the scores that it declares and no others.
+
+    Raises:
+      ValueError: for a loss that is not one number per token, or a metric that is not a Mean.
+        Errors of the loss itself pass through.
+    """
+    batch = _batch(recipe)
+    _try(recipe.objective, batch)
+    if recipe.critic is not None:
+        _try(recipe.critic.objective, batch)
+
+
+def _try(goal: Objective, batch: TokenBatch) -> None:
+    scores = Scores(logprobs=_array(), **{need.value: _array() for need in goal.needs})
+    _, metrics = jax.eval_shape(goal.total, scores, batch)
+    for name, metric in metrics.items():
+        if not isinstance(metric, Mean) or metric.total.shape or metric.weight.shape:
+            raise ValueError(
+                f"the metric {name!r} is {metric}, expected a Mean of two scalars: "
+                "jaxrl.core.metrics.masked_mean(values, batch.action_mask) makes one"
+            )
+    jax.eval_shape(goal.denominator, batch)
+
+
+def _batch(recipe: Recipe) -> TokenBatch:
+    # Scores that only a critic's loss may read are refused by `builders.recipe`.
+    judged = recipe.critic is not None or Need.VALUES in recipe.objective.needs
+    critic = _array() if judged else None
+    return TokenBatch(
+        tokens=_array(jnp.int32),
+        segments=_array(jnp.int32),
+        positions=_array(jnp.int32),
+        action_mask=_array(jnp.bool_),
+        sampler_logprobs=_array(),
+        advantages=_array(),
+        rewards=_array(),
+        values=critic,
+        returns=critic,
+        entropy_weights=None if recipe.entropy is None else _array(),
+    )
+
+
+def _array(dtype: Any = jnp.float32) -> Any:
+    return jax.ShapeDtypeStruct(_SHAPE, dtype)
+
+
+@contextlib.contextmanager
+def blaming(function: Callable[..., Any], *, name: str) -> Iterator[None]:
+    """Turns any error inside into a ValueError that names the function and the line.
+
+    Args:
+      function: the function that the config names; the last line of its file in the traceback is
+        given.
+      name: `loss.name`, for the message.
+    """
+    try:
+        yield
+    except Exception as error:
+        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        if "NoneType" in what:
+            what += (
+                "; a score that the loss does not declare is None: token_loss(apply, "
+                "Need.REFERENCE) declares scores.reference"
+            )
+        file = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+        line = f" ({file}, line {frames[-1].lineno})" if frames else ""
+        raise ValueError(f"loss.name = {name!r}: {what}{line}") from error

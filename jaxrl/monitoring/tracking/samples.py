@@ -1,0 +1,99 @@
+"""A few answers of a run with what was learnt from each of their tokens, for people to read."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxrl.advantages import Advantages
+from jaxrl.config.tracking import SamplesConfig
+from jaxrl.core.batch import Rollout
+from jaxrl.data.prompts import Tokenizer
+from jaxrl.monitoring.tracking.token_texts import pieces
+from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
+
+_DIGITS = 5
+
+
+class Samples:
+    """Appends to samples.jsonl; what a killed run wrote after its checkpoint is forgotten."""
+
+    def __init__(
+        self, path: Path, config: SamplesConfig, *, tokenizer: Tokenizer, start_step: int
+    ) -> None:
+        self._path, self._config, self._tokenizer = path, config, tokenizer
+        write_lines(path, [e for e in read_metrics(path) if e["step"] <= start_step])
+
+    def due(self, step: int) -> bool:
+        """Whether answers of a step are kept."""
+        return self._config.every > 0 and step % self._config.every == 0
+
+    def write(
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        *,
+        advantages: Advantages,
+        betas: Sequence[np.ndarray] | None,
+    ) -> None:
+        """Keeps some of the answers.
+
+        Args:
+          step: after which they were learnt from.
+          rollouts: answers with their rewards.
+          advantages: of each answer, or of its tokens.
+          betas: f32[C] for each answer, learner - shadow; None in a step that was not probed.
+        """
+        lines = []
+        for i in _spread([r.reward for r in rollouts], count=self._config.count):
+            rollout, size = rollouts[i], self._config.most_tokens
+            entry = {
+                "step": step,
+                "prompt": self._tokenizer.decode(rollout.prompt, skip_special_tokens=False),
+                "reward": None if np.isnan(rollout.reward) else rollout.reward,
+                "length": len(rollout.completion),
+                "truncated": rollout.truncated,
+                "tokens": pieces(self._tokenizer, rollout.completion[:size].tolist()),
+                "advantages": _numbers(advantages[i], rollout)[:size],
+            }
+            if betas is not None:
+                entry["betas"] = _numbers(betas[i], rollout)[:size]
+            lines.append(json.dumps(entry) + "\n")
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(lines)
+
+
+class NoSamples:
+    """Keeps none."""
+
+    def due(self, step: int) -> bool:
+        """Never."""
+        return False
+
+    def write(
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        *,
+        advantages: Advantages,
+        betas: Sequence[np.ndarray] | None,
+    ) -> None:
+        """See `Samples.write`."""
+
+
+def _numbers(values: np.ndarray | float, rollout: Rollout) -> list[float | None]:
+    """A number for each token of an answer; None where the policy did not choose it."""
+    whole = np.broadcast_to(np.asarray(values, np.float64), rollout.completion.shape)
+    chosen = rollout.action_mask & np.isfinite(whole)
+    return [
+        float(f"{value:.{_DIGITS}g}") if known else None
+        for value, known in zip(whole, chosen, strict=True)
+    ]
+
+
+def _spread(rewards: Sequence[float], *, count: int) -> list[int]:
+    """Indices of `count` answers, evenly from the lowest to the highest reward."""
+    order = np.argsort(np.nan_to_num(np.array(rewards), nan=-np.inf), kind="stable")
+    places = np.linspace(0, len(order) - 1, min(count, len(order)))
+    return [int(order[round(place)]) for place in places]

@@ -1,0 +1,132 @@
+"""How a process finds the others of its run, and what it does when it leaves them."""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import jax
+
+from jaxrl.config.hosts import HostsConfig
+from jaxrl.core.hosts import ReportedError, report
+
+
+@contextmanager
+def joined(config: HostsConfig) -> Iterator[None]:
+    """Makes this process one of several for the block; without a coordinator it is alone.
+
+    A process that fails or is interrupted says which it is and ends without taking leave of the
+    others, which might wait for ever. They end when they miss it: at once where a collective
+    notices, after `hosts.heartbeat` seconds otherwise, whatever they are doing.
+
+    Raises:
+      ValueError: if jax finds no cluster, the numbers do not fit, the coordinator is neither
+        HOST:PORT nor auto, or numbers are given without one.
+    """
+    processes = _known(config.processes, "JAX_NUM_PROCESSES")
+    process = _known(config.process, "JAX_PROCESS_ID")
+    address = config.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if not address:
+        _check_alone(processes, process)
+        yield
+        return
+    if config.coordinator != "auto":
+        _check_address(address)
+    who = "this process" if process is None else f"process {process} of {processes}"
+    try:
+        with _waiting(who, address, at_most=config.join):
+            jax.distributed.initialize(
+                None if address == "auto" else address,
+                num_processes=processes,
+                process_id=process,
+                local_device_ids=_all_devices(os.environ),
+                initialization_timeout=2 * config.join,  # jax's own end is a crash
+                heartbeat_timeout_seconds=config.heartbeat,
+            )
+    except ValueError as error:
+        raise ValueError(
+            f"hosts.coordinator = {address!r}, hosts.processes = {config.processes}, hosts.process "
+            f"= {config.process}: {error} Give all three, or 'auto' where jax knows the cluster"
+        ) from error
+    try:
+        yield
+    except ReportedError:
+        os._exit(1)
+    except KeyboardInterrupt:
+        _say(f"process {jax.process_index()} of {jax.process_count()} ends: interrupted")
+        os._exit(130)
+    except Exception as error:
+        report(error)
+        os._exit(1)
+    jax.distributed.shutdown()
+
+
+def _check_address(text: str) -> None:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(
+            f"hosts.coordinator (or JAX_COORDINATOR_ADDRESS) = {text!r}: expected HOST:PORT of "
+            "process 0, such as host0:9911, or hosts.coordinator = 'auto'"
+        )
+
+
+def _check_alone(processes: int | None, process: int | None) -> None:
+    if processes != 1 and (processes, process) != (None, None):
+        raise ValueError(
+            f"hosts.processes = {processes} and hosts.process = {process} (or JAX_NUM_PROCESSES "
+            "and JAX_PROCESS_ID) without hosts.coordinator: each process would be a run of its "
+            "own; give the HOST:PORT of process 0 or 'auto', or leave them out"
+        )
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks != "1":
+        _say(
+            f"this is one of {tasks} tasks that Slurm started, and a run of its own; for one run "
+            "of all of them give --hosts.coordinator auto"
+        )
+
+
+@contextmanager
+def _waiting(who: str, address: str, *, at_most: int) -> Iterator[None]:
+    """Ends the process if the block takes too long: while jax waits in it, nobody else can.
+
+    Args:
+      who: waits, for a message.
+      address: where.
+      at_most: seconds.
+    """
+
+    def end() -> None:
+        _say(
+            f"{who} ends: not all others came to {address} within hosts.join = {at_most} s. See "
+            "what they print; do all have the same address, and can they reach it?"
+        )
+        os._exit(1)
+
+    _say(f"{who} waits for the others at {address}, at most {at_most} s")
+    timer = threading.Timer(at_most, end)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say(text: str) -> None:
+    print(f"jaxrl: {text}", file=sys.stderr, flush=True)
+
+
+def _known(value: int | None, variable: str) -> int | None:
+    given = os.environ.get(variable)
+    return int(given) if value is None and given else value
+
+
+def _all_devices(environment: Mapping[str, str]) -> list[int] | None:
+    """An empty list, which is all of them, for the only process that Slurm or Open MPI started on
+    its node: there jax takes the GPU with the process's number on the node, and no other. None
+    leaves it to jax, and to its JAX_LOCAL_DEVICE_IDS."""
+    # Every node of a step has a task, so with equal numbers none has two.
+    tasks, nodes = environment.get("SLURM_NTASKS"), environment.get("SLURM_STEP_NUM_NODES")
+    alone = tasks is not None and tasks == nodes
+    alone = alone or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+    return [] if alone and not environment.get("JAX_LOCAL_DEVICE_IDS") else None

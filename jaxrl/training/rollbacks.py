@@ -1,0 +1,219 @@
+"""Rollbacks of a run: back to an old checkpoint, and on from there with a changed config.
+
+`rollbacks.json` in the run directory holds all of them. A rollback is decided by writing it there
+(`decide`) and carried out when the run is opened again (`settle`), so that a program that is killed
+in between carries it out when it is started again. The directory's config.toml is then the changed
+one; who goes on with the run may give the keys as they were or as they are.
+"""
+
+import inspect
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxrl.builders.recipe import make_recipe
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
+from jaxrl.core import plugins, precision
+from jaxrl.core.files import write_whole
+from jaxrl.losses import recipes
+from jaxrl.monitoring.alarms.rules import Alarm
+from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
+from jaxrl.training.storage.run_directory import ResumeError
+
+_FIRST_KL = 0.001  # where there was none: enough for long runs (docs/losses.md)
+
+
+class Rollback(NamedTuple):
+    """One rollback.
+
+    Attributes:
+      alarm: its name.
+      at: step after which it was raised.
+      to: step of the checkpoint that is gone back to, 0 for the beginning.
+      text: what the alarm said.
+      changes: {key of the config: [value before, value from now on]}.
+      done: whether it was carried out.
+      value, limit: what the alarm saw and the line that this crossed; None if a run that was begun
+        before they were kept wrote it.
+    """
+
+    alarm: str
+    at: int
+    to: int
+    text: str
+    changes: dict[str, list[Any]]
+    done: bool = False
+    value: float | None = None
+    limit: float | None = None
+
+    @property
+    def new(self) -> dict[str, Any]:
+        """{key: its value from now on}."""
+        return {key: value for key, (_, value) in self.changes.items()}
+
+    @property
+    def in_words(self) -> str:
+        """Such as "loss.kl 0.1 -> 0.2"."""
+        return ", ".join(f"{k} {old!r} -> {new!r}" for k, (old, new) in self.changes.items())
+
+
+def remedy(action: str, config: Config) -> dict[str, Any]:
+    """The keys that an action of `jaxrl.config.alarms.Action` changes, and their new values.
+
+    Raises:
+      ValueError: if the config cannot have them, or has them already.
+    """
+    if action == "rollback_precision":
+        assert config.alarms.precision is not None, "the config sees to it"
+        if precision.parse(config.alarms.precision) == precision.parse(config.precision):
+            raise ValueError(f"precision = {config.precision!r} is alarms.precision already")
+        changes: dict[str, Any] = {"precision": config.alarms.precision}
+    elif action == "rollback_learning_rate":
+        changes = {"optimizer.learning_rate": config.optimizer.learning_rate / 2}
+    elif config.reward.kl:
+        changes = {"reward.kl": 2 * config.reward.kl}
+    else:
+        changes = {"loss.kl": 2 * _kl(config) or _FIRST_KL}
+    make_recipe(changed(config, changes))
+    return changes
+
+
+def target(config: Config, checkpoints: Path, *, healthy: int) -> int | None:
+    """The step to go back to: of the newest checkpoint up to the step `healthy`; 0 if none was due
+    by then; None if it is gone."""
+    steps = [int(p.name) for p in checkpoints.iterdir() if p.name.isdigit()]
+    before = [step for step in steps if step <= healthy]
+    due = [every for every in (config.checkpoint.every, config.eval.every) if every]
+    if before:
+        return max(before)
+    return 0 if healthy < min(due) else None
+
+
+def decide(
+    directory: Path, alarm: Alarm, *, to: int, config: Config, changes: Mapping[str, Any]
+) -> Rollback:
+    """Writes down that the run goes back to the step `to`, and on from there with the changes."""
+    old = toml_file.flatten(config)
+    pairs = {key: [old.get(key), new] for key, new in changes.items()}
+    decided = Rollback(
+        alarm.name, alarm.step, to, alarm.text, pairs, value=alarm.value, limit=alarm.limit
+    )
+    _write(directory, [*read(directory), decided])
+    return decided
+
+
+def read(directory: Path) -> list[Rollback]:
+    """The rollbacks of the run in a directory, the oldest first."""
+    path = directory / "rollbacks.json"
+    if not path.exists():
+        return []
+    return [Rollback(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def settle(directory: Path, config: Config) -> Config:
+    """Carries out what was decided and is not done; returns the config with all changes.
+
+    What the run had logged after the checkpoint is moved to `rolled_back_N.jsonl`, and the answers
+    of those steps to `rolled_back_N_samples.jsonl`. A directory without checkpoints holds no run:
+    what is left of rollbacks there is removed.
+
+    Raises:
+      ResumeError: if the config has a changed key with a value that the run never had.
+    """
+    if not (directory / "checkpoints").exists():
+        for path in (directory / "rollbacks.json", *directory.glob("rolled_back_*.jsonl")):
+            path.unlink(missing_ok=True)
+    found = read(directory)
+    if found and not found[-1].done:
+        last = found[-1]
+        _forget_steps(directory, last, number=len(found))
+        path = directory / "config.toml"
+        if path.exists():
+            there = changed(toml_file.load(Config, file=path), last.new)
+            write_whole(path, toml_file.dumps(there))
+        found = [*found[:-1], last._replace(done=True)]
+        _write(directory, found)
+    _check_known(config, found)
+    for rollback in found:
+        config = changed(config, rollback.new)
+    return config
+
+
+def _forget_steps(directory: Path, last: Rollback, *, number: int) -> None:
+    """Takes what the run did after the step `last.to` out of its metrics, answers and
+    checkpoints."""
+    samples = directory / "samples.jsonl"
+    kept = _set_aside(samples, directory / f"rolled_back_{number}_samples.jsonl", after=last.to)
+    if samples.exists():
+        write_lines(samples, kept)
+    entries = read_metrics(directory / "metrics.jsonl")
+    kept = _set_aside(
+        directory / "metrics.jsonl", directory / f"rolled_back_{number}.jsonl", after=last.to
+    )
+    event = {"action": "rollback", "number": number, **last._replace(done=True)._asdict()}
+    kept = [e for e in kept if _number(e) != number]
+    # What earlier rollbacks changed stays so, also if this one goes back further.
+    kept += [e | {"step": last.to} for e in entries if e["step"] > last.to and _number(e)]
+    time = entries[-1]["time"] if entries else 0.0
+    write_lines(
+        directory / "metrics.jsonl", [*kept, {"step": last.to, "time": time, "event": event}]
+    )
+    for path in (directory / "checkpoints").iterdir():
+        if path.name.isdigit() and int(path.name) > last.to:
+            shutil.rmtree(path)
+
+
+def _set_aside(path: Path, undone: Path, *, after: int) -> list[dict[str, Any]]:
+    """Copies the entries of later steps to the file `undone`, if it is not there yet; returns the
+    others."""
+    entries = read_metrics(path)
+    later = [entry for entry in entries if entry["step"] > after]
+    if later and not undone.exists():
+        write_lines(undone, later)
+    return [entry for entry in entries if entry["step"] <= after]
+
+
+def _number(entry: Mapping[str, Any]) -> int | None:
+    """Of the rollback that an entry of the metrics tells of; None for any other entry."""
+    return entry.get("event", {}).get("number")
+
+
+def _check_known(config: Config, found: Sequence[Rollback]) -> None:
+    asked = toml_file.flatten(config)
+    for key in sorted({key for rollback in found for key in rollback.changes}):
+        known = [value for rollback in found for value in rollback.changes.get(key, ())]
+        if asked.get(key) not in known:
+            raise ResumeError(
+                f"{key} = {asked.get(key)!r} here, and rollbacks of the run changed it from "
+                f"{known[0]!r} to {known[-1]!r}; give either, or choose another run_dir"
+            )
+
+
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The config with other values of some keys.
+
+    Raises:
+      ConfigError: if it cannot have them.
+    """
+    tree = config.model_dump()
+    for key, value in changes.items():
+        table, _, leaf = key.rpartition(".")
+        (tree[table] if table else tree)[leaf] = value
+    return toml_file.validate(Config, tree)
+
+
+def _kl(config: Config) -> float:
+    """The KL coefficient of the loss, by the recipe's default if the config does not say it."""
+    if "kl" in config.loss.parameters:
+        return float(config.loss.parameters["kl"])
+    recipe = plugins.load_function(config.loss.name, builtin=recipes, key="loss.name")
+    declared = inspect.signature(recipe).parameters.get("kl")
+    return float(declared.default) if declared and declared.default != declared.empty else 0.0
+
+
+def _write(directory: Path, rollbacks: list[Rollback]) -> None:
+    text = json.dumps([r._asdict() for r in rollbacks], indent=1)
+    write_whole(directory / "rollbacks.json", text)

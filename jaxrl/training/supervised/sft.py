@@ -1,0 +1,141 @@
+"""Supervised fine-tuning: token cross-entropy over completion tokens, packed.
+
+The learner is the one of reinforcement learning; the objective is -logprob, without advantages.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import load_model
+from jaxrl.builders.optimizer import make_optimizer
+from jaxrl.builders.prompts import rendering
+from jaxrl.config.sft import SFTConfig, SFTDataConfig
+from jaxrl.core import precision
+from jaxrl.core.batch import Rollout, TokenBatch
+from jaxrl.core.metrics import Metrics
+from jaxrl.core.packing import assign_rows, pack
+from jaxrl.data import prompts
+from jaxrl.data.prompts import Row, Tokenizer
+from jaxrl.data.texts import answered, end_of
+from jaxrl.learner.policy import make_learner
+from jaxrl.losses.aggregation import token_mean
+from jaxrl.losses.algebra import TokenLoss, objective, token_loss
+from jaxrl.losses.scores import Scores
+from jaxrl.models import huggingface
+from jaxrl.training.supervised.fit import HostBatch, Result, Task, fit, left_out, rows_for, take
+
+
+class Texts(NamedTuple):
+    """Tokenised texts.
+
+    Attributes:
+      sequences: what is learnt; `completion` ends with the end-of-sequence token.
+      too_long: number of texts that were left out.
+    """
+
+    sequences: Sequence[Rollout]
+    too_long: int
+
+
+def cross_entropy() -> TokenLoss:
+    """-log p of each completion token, nats."""
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        del batch
+        return -scores.logprobs, {}
+
+    return token_loss(apply)
+
+
+def finetune(config: SFTConfig) -> Result:
+    """Trains for `config.train.steps` steps, or until a signal comes, and saves the model.
+
+    Raises:
+      ResumeError, CheckpointError: as `supervised.fit`.
+      ValueError: for data, a model or a run directory that cannot be used; the message names it.
+    """
+    policy = precision.parse(config.precision)
+    layout = make_layout(config.mesh)
+    tokenizer = huggingface.load_tokenizer(config.model.path)
+    texts = load_texts(config.data, tokenizer, max_tokens=config.train.row_length)
+    model, params = load_model(
+        config.model.path,
+        layout=layout,
+        dtype=policy.params,
+        remat=config.train.remat,
+        attention=config.train.attention,
+    )
+    optimizer = make_optimizer(config.optimizer, total_steps=config.train.steps, specs=model.specs)
+    learner = make_learner(
+        model,
+        objective(cross_entropy(), token_mean),
+        optimizer=optimizer.transformation,
+        precision=policy,
+        rows_per_microbatch=config.microbatch_rows,
+        param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
+    )
+    task = Task(
+        title="sft",
+        model=model,
+        params=params,
+        init=learner.init,
+        step=learner.step,
+        learning_rate=optimizer.learning_rate,
+        batch=lambda step: _batch(texts.sequences, step=step, config=config),
+        notes=left_out("data.path", texts.too_long, config),
+    )
+    return fit(config, task, layout=layout)
+
+
+def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> Texts:
+    """Reads and tokenises what is learnt.
+
+    Prompt and completion are tokenised each for itself, as in sampling, where the prompt is given.
+
+    Raises:
+      ValueError: for a row without a key, a tokenizer without an end-of-sequence token, or if no
+        text is left; the message names file, line and key.
+    """
+    end = end_of(tokenizer)
+    render = prompts.renderer(tokenizer, rendering(config))
+
+    def split(row: Row) -> tuple[list[int], list[int]]:
+        where, record = row
+        if config.text_key is not None:
+            text = prompts.column(record, config.text_key, where=where)
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+            return tokens[:1], tokens[1:]
+        prompt = render(prompts.prompt_of(record, config.prompt_key, where=where), where=where)
+        completion = prompts.column(record, config.completion_key, where=where)
+        return (
+            tokenizer.encode(prompt, add_special_tokens=False),
+            tokenizer.encode(completion, add_special_tokens=False),
+        )
+
+    sequences = []
+    for row in prompts.read_rows(config.path, split=config.split, subset=config.subset):
+        prompt, completion = split(row)
+        if not prompt:
+            raise ValueError(f"{row.where}: the text begins with no token to predict from")
+        sequences.append(answered(prompt, [*completion, end]))
+    short = [one for one in sequences if one.length <= max_tokens]
+    if not short:
+        raise ValueError(
+            f"{config.path}: no text to learn; {len(sequences)} have more than {max_tokens} tokens"
+        )
+    return Texts(short, len(sequences) - len(short))
+
+
+def _batch(sequences: Sequence[Rollout], *, step: int, config: SFTConfig) -> HostBatch:
+    """The sequences of a step, and the number of microbatches that they fill."""
+    batch = [sequences[i] for i in take(len(sequences), step=step, config=config)]
+    if config.train.packing:
+        rows = assign_rows([one.length for one in batch], row_length=config.train.row_length)
+    else:
+        rows = [[i] for i in range(len(batch))]
+    placed, used = rows_for(rows, config)
+    packed = pack(batch, [0.0] * len(batch), rows=placed, row_length=config.train.row_length)
+    return HostBatch(packed, used)

@@ -1,0 +1,83 @@
+"""The calculator gives what is worked out by hand for 70 billion parameters in bf16 on 80 GB
+chips."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxrl import cli
+from jaxrl.commands.plan.estimate import (
+    GRPO,
+    PPO,
+    Phases,
+    bytes_per_trained,
+    chips,
+    estimate,
+    progress_per_time,
+    utilisation,
+)
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
+from jaxrl.core.precision import parse
+
+
+def test_memory_of_ppo_and_grpo():
+    ppo, grpo = (m.memory(70e9, trained=16, frozen=2) for m in (PPO, GRPO))
+    assert (ppo, grpo) == (2.52e12, 1.26e12)
+    assert (chips(ppo, memory=80e9), chips(grpo, memory=80e9)) == (32, 16)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("fp32", 16), ("bf16_master", 18), ("bf16_master,moments=bf16", 14)]
+)
+def test_bytes_of_a_trained_parameter(policy, expected):
+    assert bytes_per_trained(parse(policy)) == expected
+
+
+def test_utilisation():
+    assert utilisation(60, 40, 0) == (0.4, pytest.approx(2 / 3))
+    assert utilisation(40, 40, 4) == (pytest.approx(40 / 84), pytest.approx(40 / 44))
+
+
+def test_the_best_staleness():
+    observed = {0: (0.15, 35), 1: (0.13, 55), 3: (0.10, 75), 5: (0.05, 85), 10: (-0.02, 92)}
+    found = progress_per_time(observed)
+    assert found == pytest.approx({0: 0.15, 1: 0.204, 3: 0.214, 5: 0.121, 10: -0.053}, abs=5e-4)
+    assert max(found, key=lambda steps: found[steps]) == 3
+
+
+def test_the_text():
+    path = Path(__file__).parents[3] / "configs" / "models" / "llama3_70b"
+    keys = {"model.path": str(path), "data.path": "d", "reward.path": "exact_match"}
+    text = estimate(
+        toml_file.load(Config, overrides=list(keys.items())),
+        chip_memory=80e9,
+        link_rate=50e9,
+        phases=Phases(rollout=60, train=40),
+    )
+    assert "70.55 billion parameters" in text
+    assert "Publishing 141.1 GB at 50 GB/s: 2.8 s" in text
+    assert "39 % of the time in turns" in text
+
+
+def test_adapters_leave_one_copy_of_the_weights(tmp_path):
+    path = Path(__file__).parents[3] / "configs" / "models" / "llama3_70b"
+    keys = {"model.path": str(path), "data.path": "d", "reward.path": "exact_match"}
+    adapters = {"lora.rank": "16", "lora.targets": '["q_proj"]'}
+    config = toml_file.load(Config, overrides=list((keys | adapters).items()))
+    text = estimate(config, chip_memory=80e9, link_rate=50e9)
+    # 80 layers of 16 x (8192 + 8192), each 18 bytes trained and 2 in the reference: .4 GB.
+    assert "GRPO adapters of rank 16     141.5 GB, at least 2 chips of 80 GB" in text
+    assert "PPO" not in text
+
+
+def test_staleness_from_the_command_line(capsys):
+    path = Path(__file__).parents[3] / "configs" / "models" / "qwen3_8b"
+    command = ["plan", "--model.path", str(path), "--estimate"]
+    assert cli.main([*command, "--staleness", "0:0.15:35,1:0.13:55,3:0.10:75,5:0.05:85"]) == 0
+    assert "best: rollouts.max_staleness = 3" in capsys.readouterr().out
+    assert cli.main([*command, "--staleness", "0:0.15"]) == 1
+    assert "'0:0.15' is not staleness:improvement:utilisation" in capsys.readouterr().err
+    for wrong in (["--rollout-seconds", "60"], ["--link", "0"]):
+        with pytest.raises(SystemExit):
+            cli.main([*command, *wrong])

@@ -1,0 +1,102 @@
+"""The doctor: which answers it compares, what it says, and that fp32 agrees with itself."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxrl.cli import main
+from jaxrl.commands.doctor.text import Finding, recommend, table
+from jaxrl.config import toml_file
+from jaxrl.config.doctor import DoctorConfig
+from jaxrl.monitoring.ratio.agreement import Pairs
+from tests import tiny
+
+EMPTY = Pairs(np.zeros(1), np.zeros(1), np.zeros(1, int))
+
+
+def finding(name: str, *, error: float, phantom: float, std: float, seconds=None) -> Finding:
+    numbers = {
+        "beta": 0.0,
+        "beta_std": std,
+        "beta_p99": 3 * std,
+        "phantom": phantom,
+        "token_mult_error": error,
+        "dtype_std": std,
+        "engine_std": 0.0,
+    }
+    timed = {} if seconds is None else {"seconds_per_step": seconds}
+    return Finding(name, "embedded f32", numbers | timed, EMPTY)
+
+
+EXACT = finding("exact", error=1.0, phantom=0, std=1e-6, seconds=2.0)
+QUICK = finding("quick", error=1.001, phantom=0, std=1e-3, seconds=1.0)
+NEARLY = finding("nearly", error=1.002, phantom=0, std=2e-3, seconds=0.95)
+WRONG = finding("wrong", error=1.02, phantom=0.01, std=3e-2, seconds=0.1)
+
+
+def test_the_fastest_good_policy_is_recommended_and_of_equals_the_more_exact():
+    advice = recommend([EXACT, QUICK, NEARLY, WRONG])
+    assert "'quick'" in advice
+    assert "exact, nearly would do" in advice
+    assert "1.0010" in advice
+    assert "'exact'" in recommend([EXACT, WRONG])
+    untimed = [f._replace(numbers={k: v for k, v in f.numbers.items() if k != "seconds_per_step"})
+               for f in (QUICK, EXACT)]  # fmt: skip
+    assert "'exact'" in recommend(untimed)
+
+
+def test_where_none_is_good_the_least_bad_is_named_with_a_cure():
+    worse = finding("worse", error=1.2, phantom=0.2, std=0.3)
+    advice = recommend([worse, WRONG])
+    assert "None of the policies is good" in advice
+    assert "that of wrong" in advice
+    assert "1.00 % of them" in advice
+    assert "shadowed" in advice
+
+
+def test_the_table_has_a_line_for_each_policy():
+    lines = table([EXACT, WRONG]).splitlines()
+    assert [line.split()[0] for line in lines] == ["policy", "exact", "wrong"]
+    assert "1.00 %" in lines[2]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_a_list_of_policies_may_change_roles():
+    overrides = [("model.path", "m"), ("precisions", "fp32,bf16_master,logits=bf16,wire=f32,fp32")]
+    found = toml_file.load(DoctorConfig, overrides=overrides).precisions
+    assert found == ("fp32", "bf16_master,logits=bf16,wire=f32")
+    with pytest.raises(toml_file.ConfigError, match="no preset 'fp17'"):
+        toml_file.load(DoctorConfig, overrides=[("model.path", "m"), ("precisions", "fp17")])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.write_checkpoint(tmp_path_factory.mktemp("doctor") / "model")
+
+
+def examined(model, out, **changes) -> list[dict]:
+    keys = {"prompts": 4, "sampling.max_tokens": 12, "repeat": 0} | changes
+    given = [f"--{key}={value}" for key, value in keys.items()]
+    assert main(["doctor", str(model), *given, f"--out={out}"]) == 0
+    assert (out / "doctor.png").stat().st_size > 1000
+    return json.loads((out / "doctor.json").read_text())["policies"]
+
+
+def test_it_finds_the_mismatch_where_it_is(model, tmp_path, capsys):
+    fp32, phantom = examined(model, tmp_path, precisions="fp32,phantom")
+    assert "Use precision = 'fp32'" in capsys.readouterr().out
+    assert (fp32["policy"], fp32["sampler"]) == ("fp32", "embedded f32")
+    assert (phantom["policy"], phantom["sampler"]) == ("phantom", "embedded bf16")
+    assert fp32["beta_p99"] < 1e-4
+    assert fp32["dtype_std"] == 0  # learner and shadow are one computation
+    assert phantom["dtype_std"] > 1e-3
+    assert phantom["beta_std"] > 20 * fp32["beta_std"]
+    for policy in (fp32, phantom):
+        assert policy["dtype"] + policy["engine"] == pytest.approx(policy["beta"], abs=1e-7)
+
+
+def test_steps_are_timed_where_that_is_asked_for(model, tmp_path, capsys):
+    (only,) = examined(model, tmp_path, precisions="fp32", repeat=1)
+    assert only["seconds_per_step"] > 0
+    assert capsys.readouterr().out.splitlines()[2].endswith("step")

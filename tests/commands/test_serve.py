@@ -1,0 +1,91 @@
+"""`jaxrl serve`, and servers that a run starts."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from jaxrl.bridge.servers.launch import ServerFailedError
+from jaxrl.builders import sampler, servers
+from jaxrl.builders.layout import make_layout
+from jaxrl.commands.serve import command
+from jaxrl.config import toml_file
+from jaxrl.config.toml_file import ConfigError
+from jaxrl.config.training import Config
+from jaxrl.core.precision import PRESETS
+from tests import tiny
+
+
+def test_replicas_need_a_port():
+    with pytest.raises(ConfigError, match="such as port = 8000"):
+        toml_file.validate(command.ServeConfig, {"replicas": 2})
+
+
+def test_one_server_is_looked_after_and_stays_where_it_is(monkeypatch, capsys):
+    ports: list[int] = []
+
+    class Server:
+        url = "http://127.0.0.1:8000"
+
+        def check(self) -> None:
+            raise KeyboardInterrupt if len(ports) == 2 else ServerFailedError("killed")
+
+    @contextmanager
+    def start(config, *_, **__):
+        ports.append(config.port)
+        yield Server()
+
+    monkeypatch.setattr(servers, "started_server", start)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    assert command.main(["model"]) == 0
+    assert ports[0] == ports[1] > 0
+    shown = capsys.readouterr()
+    assert shown.out == "http://127.0.0.1:8000\n"
+    assert "is started again in 0 s: killed" in shown.err
+
+
+class StartedError(Exception):
+    pass
+
+
+def test_a_server_of_a_runs_own_has_a_key_that_nobody_knows(monkeypatch, tmp_path):
+    """Others with an account on the machine can reach loopback, too."""
+    keys: list[str | None] = []
+
+    def start(*_, key: str | None = None, **__):
+        keys.append(key)
+        raise StartedError
+
+    monkeypatch.setattr(servers, "started_server", start)
+    asked = {
+        "model.path": "m",
+        "data.path": "d",
+        "reward.path": "exact_match",
+        "sampler.name": "vllm",
+    }
+    config = toml_file.load(Config, overrides=list(asked.items()))
+
+    def begin() -> None:
+        with (
+            pytest.raises(StartedError),
+            sampler.open_sampler(
+                config,
+                tiny.model(),
+                params={},
+                version=0,
+                policy=PRESETS["fp32"],
+                layout=make_layout(config.mesh),
+                directory=tmp_path,
+                note=print,
+            ),
+        ):
+            pass
+
+    monkeypatch.delenv("JAXRL_API_KEY", raising=False)
+    begin()
+    begin()
+    assert None not in keys
+    assert len(set(keys)) == 2
+    assert all(len(key) >= 32 for key in keys if key)
+    monkeypatch.setenv("JAXRL_API_KEY", "mine")
+    begin()
+    assert keys[-1] == "mine"

@@ -1,0 +1,95 @@
+import json
+import time
+
+from rich.console import Console
+
+from jaxrl.cli import main
+from jaxrl.commands.watch.live import blocks, view
+from jaxrl.monitoring.tracking.tracking import write_lines
+
+
+def steps(count, *, seconds=3.0, since=1000.0):
+    return [
+        {"step": s, "time": since + seconds * s, "reward": 0.1 * s, "kl": 0.01, "grad_norm": 2.0}
+        for s in range(1, count + 1)
+    ]
+
+
+def seen(entries, alarms=(), *, total=100, now=1031.0):
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(view(entries, alarms, total=total, now=now))
+    return capture.get()
+
+
+def test_blocks_span_what_they_show():
+    assert blocks([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert blocks([5, 5]) == "▁▁"
+    assert len(blocks(list(range(1000)))) == 40
+
+
+def test_what_is_not_finite_now_is_not_shown_as_it_was():
+    broken = [{**e, "grad_norm": None, "kl": None} for e in steps(12)[10:]]
+    rows = dict(line.split(maxsplit=1) for line in seen([*steps(10), *broken]).splitlines()[1:])
+    assert rows["KL"].split() == ["nan", 10 * "▁" + "xx"]
+    assert rows["gradient"].split() == ["norm", "nan", 10 * "▁" + "xx"]
+    assert rows["reward"].startswith("1.200")
+
+
+def test_what_is_shown():
+    alarm = {"at": 7, "title": "KL spike", "text": "KL 0.3", "action": "rollback", "to": 5}
+    shown = seen(steps(10), [alarm])
+    for text in ("10/100", "4:30 left", "reward", "1.000", "gradient norm", "2.000"):
+        assert text in shown
+    assert "step 7: KL spike: KL 0.3; rollback to step 5" in shown
+
+
+def test_a_run_that_is_over_or_silent_says_so():
+    assert "no news for 8:20" in seen(steps(10), now=1530.0)
+    assert "done" in seen(steps(100))
+
+
+def test_a_run_that_an_alarm_ended_says_so():
+    pause, stop = ({"step": 10, "time": 1030.0, "event": {"action": a}} for a in ("pause", "stop"))
+    evaluation = {"step": 10, "time": 1031.0, "eval/accuracy": 0.5}
+    assert "paused" in seen([*steps(10), pause])
+    assert "paused" in seen([*steps(10), pause, evaluation], now=9031.0)  # one that was due
+    assert "stopped" in seen([*steps(10), stop], total=10)
+    back = {"step": 10, "time": 1030.0, "event": {"action": "rollback"}}
+    assert "left" in seen([*steps(10), pause, back], total=20)
+
+
+def test_a_run_without_rewards_has_steps_too():
+    entries = [{"step": s, "time": 1000.0 + 3 * s, "loss": 0.5} for s in range(10, 60, 10)]
+    assert "2:30 left" in seen(entries, now=1151.0)
+
+
+def test_the_command_reads_a_run_from_its_directory(tmp_path, capsys):
+    assert main(["watch", str(tmp_path), "--once"]) == 1
+    assert "is no run" in capsys.readouterr().err
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 50\n")
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    assert "no step yet" in capsys.readouterr().out
+    write_lines(tmp_path / "metrics.jsonl", steps(10, since=time.time() - 30))
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "10/50" in shown
+    assert "2:00 left" in shown
+
+
+def test_the_command_looks_again_until_it_is_interrupted(tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 50\n")
+    since, waited = time.time() - 30, []
+    write_lines(tmp_path / "metrics.jsonl", steps(10, since=since))
+
+    def sleep(seconds):
+        waited.append(seconds)
+        if len(waited) == 2:
+            raise KeyboardInterrupt
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(steps(11, since=since)[-1]) + "\n")
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert main(["watch", str(tmp_path), "--every", "0.5"]) == 0
+    assert waited == [0.5, 0.5]
+    assert "11/50" in capsys.readouterr().out

@@ -1,0 +1,54 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl.commands.watch import tail
+from jaxrl.commands.watch.tail import Tail
+from jaxrl.monitoring.tracking.tracking import JsonLines, read_metrics, write_lines
+
+
+def test_what_was_read_is_not_read_again(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    reading, parsed = Tail(path), []
+    assert reading.read() == []
+    loads = json.loads
+    monkeypatch.setattr(tail.json, "loads", lambda line: parsed.append(line) or loads(line))
+    lines = JsonLines(path, start_step=0)
+    for step in range(1, 4):
+        lines.write(step, {"reward": step / 4})
+        assert [e["step"] for e in reading.read()] == list(range(1, step + 1))
+        assert len(parsed) == step
+    lines.close()
+    with path.open("a") as file:
+        file.write('{"step": 4, ')
+        file.flush()
+        assert len(reading.read()) == 3
+        file.write('"reward": 1}\n')
+    assert len(reading.read()) == 4
+    assert len(parsed) == 4
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["append", "replace"]), st.integers(0, 6)), min_size=1, max_size=8
+    )
+)
+def test_it_always_shows_what_the_file_holds(tmp_path_factory, changes):
+    path, time = tmp_path_factory.mktemp("run") / "metrics.jsonl", 0
+    reading = Tail(path)
+    for kind, count in changes:
+        kept = read_metrics(path)[: count if kind == "replace" else None]
+        new = []
+        for step in range(count):
+            time += 1  # no two lines are the same: each has its time
+            new.append({"step": step, "time": time})
+        write_lines(path, [*kept, *new])
+        assert reading.read() == read_metrics(path)
+
+
+def test_a_line_that_is_no_json_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not JSON"):
+        Tail(tmp_path / "metrics.jsonl").read()

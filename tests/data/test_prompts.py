@@ -1,0 +1,151 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl.data.prompts import Rendering, load_prompts, read_rows, take
+
+
+class Letters:
+    """A tokenizer of characters with a chat template."""
+
+    eos_token_id = 0
+
+    def __init__(self, *, chat_template: str | None = "yes"):
+        self.chat_template = chat_template
+
+    def encode(self, text, *, add_special_tokens):
+        assert not add_special_tokens
+        return [ord(c) for c in text]
+
+    def decode(self, token_ids, *, skip_special_tokens):
+        return "".join(map(chr, token_ids))
+
+    def apply_chat_template(self, conversation, *, tokenize, add_generation_prompt):
+        assert not tokenize
+        assert add_generation_prompt
+        return "".join(f"<{m['role']}>{m['content']}" for m in conversation) + "<assistant>"
+
+
+AUTO = Rendering()
+GSM8K = [
+    {"question": "How many?", "answer": "21 * 2 = <<21*2=42>>42\n#### 42"},
+    {"question": "And a rather longer question?", "answer": "#### 1,000"},
+]
+
+
+def write(path: Path, rows: list) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def prompts(path: str, *, tokenizer=None, rendering=AUTO, **changes):
+    keys = {"prompt_key": "question", "answer_key": "answer", "max_tokens": 100} | changes
+    return load_prompts(read_rows(path), tokenizer or Letters(), rendering=rendering, **keys)
+
+
+def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path):
+    jsonl = prompts(write(tmp_path / "a.jsonl", GSM8K))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(GSM8K), tmp_path / "a.parquet")
+    parquet = prompts(str(tmp_path / "a.parquet"))
+    for a, b in zip(jsonl.examples, parquet.examples, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        assert a.record == b.record
+    assert jsonl.examples[0].record["prompt"] == "<user>How many?<assistant>"
+    assert jsonl.examples[0].record["answer"] == GSM8K[0]["answer"]
+
+
+def test_long_prompts_are_left_out_and_counted(tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", GSM8K)
+    found = prompts(path, max_tokens=30)
+    assert len(found.examples) == 1
+    assert found.too_long == 1
+    with pytest.raises(ValueError, match="2 have more than 3 tokens"):
+        prompts(path, max_tokens=3)
+    assert len(prompts(path, limit=1).examples) == 1
+
+
+def test_rendering(tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", GSM8K[:1])
+
+    def text(rendering, **kw):
+        return prompts(path, rendering=rendering, **kw).examples[0].record["prompt"]
+
+    rendering = Rendering(system_prompt="Be brief.", prompt_format="Q: {prompt}\n{x}")
+    assert text(rendering) == "<system>Be brief.<user>Q: How many?\n{x}<assistant>"
+    assert text(Rendering(template="text", prompt_format="Q: {prompt}")) == "Q: How many?"
+    bare = Letters(chat_template=None)
+    assert text(Rendering(), tokenizer=bare) == "How many?"
+    with pytest.raises(ValueError, match="has no chat template"):
+        text(Rendering(template="chat"), tokenizer=bare)
+    with pytest.raises(ValueError, match=r"data\.system_prompt needs a chat template"):
+        text(rendering, tokenizer=bare)
+
+
+def test_messages_as_prompt(tmp_path: Path):
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    path = write(tmp_path / "a.jsonl", [{"question": messages, "answer": 1}])
+    rendered = prompts(path).examples[0].record["prompt"]
+    assert rendered == "<user>Hi<assistant>Hello<assistant>"
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: .*needs a template"):
+        prompts(path, rendering=Rendering(template="text"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"a\.jsonl:2: not JSON"),
+        ("[1]", r"a\.jsonl:2: expected an object"),
+        ('{"q": 1}', r"a\.jsonl:2: no 'question'; the columns are 'q'"),
+        ('{"question": 7, "answer": 1}', r"a\.jsonl:2: 'question' is 7, expected a text"),
+        ('{"question": "x"}', r"a\.jsonl:2: no 'answer'"),
+    ],
+)
+def test_errors_name_file_line_and_key(tmp_path: Path, line, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(GSM8K[0]) + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        prompts(str(path))
+
+
+def test_answer_key_may_be_absent(tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", [{"question": "x"}])
+    assert "answer" not in prompts(path, answer_key=None).examples[0].record
+
+
+def test_unreadable_sources(tmp_path: Path, monkeypatch):
+    with pytest.raises(ValueError, match="there is no such file"):
+        prompts(str(tmp_path / "none.jsonl"))
+    (tmp_path / "a.csv").write_text("x")
+    with pytest.raises(ValueError, match=r"a \.jsonl or \.parquet file"):
+        prompts(str(tmp_path / "a.csv"))
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install datasets"):
+        prompts("openai/gsm8k")
+
+
+@given(
+    size=st.integers(1, 20),
+    counts=st.lists(st.integers(0, 15), max_size=6),
+    start=st.integers(0, 50),
+    seed=st.integers(0, 3),
+)
+def test_order_depends_on_the_position_alone(size, counts, start, seed):
+    whole = take(size, position=start, count=sum(counts), seed=seed)
+    places = start + np.cumsum([0, *counts])
+    parts = [
+        take(size, position=int(p), count=c, seed=seed)
+        for p, c in zip(places, counts, strict=False)
+    ]
+    np.testing.assert_array_equal(whole, np.concatenate([*parts, np.zeros(0, int)]))
+
+
+@given(size=st.integers(1, 30), epoch=st.integers(0, 5), seed=st.integers(0, 9))
+def test_each_epoch_is_a_permutation(size, epoch, seed):
+    taken = take(size, position=epoch * size, count=size, seed=seed)
+    assert sorted(taken) == list(range(size))

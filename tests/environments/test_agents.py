@@ -1,0 +1,172 @@
+"""Whole small runs with environments: config, loop, stream, evaluation."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrl import train
+from jaxrl.cli import main
+from jaxrl.config import toml_file
+from jaxrl.config.toml_file import ConfigError
+from jaxrl.config.training import Config
+from jaxrl.core.batch import to_json
+from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.training.rollouts.answers import collect
+from jaxrl.training.run import Progress, open_run
+from tests import tiny
+from tests.documented import undocumented
+
+ENVIRONMENTS = """
+from jaxrl.environments.episodes.base import Step
+
+
+class Single:
+    def __init__(self, kit):
+        pass
+
+    def reset(self, example):
+        return example.tokens
+
+    def step(self, completion):
+        return Step(done=True)
+
+
+class Twice:
+    \"\"\"Says "b;a:" once, gives the number of the answer's tokens, and fails for a question.\"\"\"
+
+    def __init__(self, kit, *, fails: str):
+        self.kit, self.fails, self.turns = kit, fails, 0
+
+    async def reset(self, example):
+        if example.row["prompt"] == self.fails:
+            raise KeyError(self.fails)
+        return example.tokens
+
+    async def step(self, completion):
+        self.turns += 1
+        seen = self.kit.tokenizer.encode("b;a:", add_special_tokens=False)
+        return Step(seen, float(len(completion)), self.turns == 2)
+
+
+def shorter(completion, example):
+    return -float(len(completion))
+"""
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("material")
+    tiny.write_checkpoint(directory / "model")
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(2) for b in range(3)]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "mine.py").write_text(ENVIRONMENTS)
+    return directory
+
+
+def keys(material: Path, run_dir: Path, **changes: str) -> dict[str, str]:
+    return {
+        "precision": "fp32",
+        "run_dir": str(run_dir),
+        "model.path": str(material / "model"),
+        "data.path": str(material / "prompts.jsonl"),
+        "data.max_prompt_tokens": "24",
+        "reward.path": f"{material / 'mine.py'}:shorter",
+        "sampling.max_tokens": "20",
+        "train.steps": "2",
+        "train.train_batch": "3",
+        "train.group_size": "2",
+        "train.microbatch_tokens": "88",
+        "optimizer.learning_rate": "0.01",
+        "probe.every": "0",
+        **changes,
+    }
+
+
+def config(*arguments: Path, **changes: str) -> Config:
+    return toml_file.load(Config, overrides=list(keys(*arguments, **changes).items()))
+
+
+def test_a_single_turn_environment_changes_no_bit_of_what_is_learnt_from(material, tmp_path):
+    single = {"environment.name": f"{material / 'mine.py'}:Single", "train.mask_truncated": "true"}
+    with open_run(config(material, tmp_path / "run", **single)) as (run, _, _):
+        found = collect(run, Progress(), seconds={})
+        plain = collect(dataclasses.replace(run, arena=None), Progress(), seconds={})
+    for one, other in zip(found.batch, plain.batch, strict=True):
+        assert one.components == (other.reward, 0.0)
+        assert to_json(one._replace(episode=None, components=other.components)) == to_json(other)
+    assert {r.truncated for r in found.batch} == {True, False}
+    numbers = dict(found.numbers)
+    assert numbers["turns"] == 1
+    assert numbers["reward"] == plain.numbers["reward"]
+    assert not {"turns", "episodes/done"} & plain.numbers.keys()
+
+
+def test_episodes_stream_while_the_learner_trains(material, tmp_path, capsys):
+    changes = {
+        "environment.name": f"{material / 'mine.py'}:Twice",
+        "environment.fails": "0+1=",
+        "environment.weight": "0.5",
+        "sampling.max_tokens": "24",
+        "train.microbatch_tokens": "96",
+        "rollouts.max_staleness": "1",
+    }
+    result = train.train(config(material, tmp_path / "run", **changes))
+    entries = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert undocumented({name for e in entries for name in e}) == ["step", "time"]
+    steps = [e for e in entries if "reward" in e]
+    assert sum(e["episodes/raised"] for e in steps) == sum(e["reward/failed"] for e in steps) == 2
+    assert "reset raised KeyError('0+1=')" in capsys.readouterr().err
+    for e in steps:
+        ended = sum(e[f"episodes/{end}"] for end in ("done", "tokens", "raised"))
+        assert ended == 6
+        assert e["completion_length/max"] <= 24
+        assert e["reward"] == pytest.approx(e["reward/shorter"] + 0.5 * e["reward/environment"])
+    answers = tmp_path / "answers.jsonl"
+    file = str(tmp_path / "run" / "config.toml")
+    held_out = ["--data.eval_path", str(material / "prompts.jsonl"), "--data.eval_limit", "3"]
+    own = ["--model.path", str(result.model), "--reward.path", "", "--answers", str(answers)]
+    assert main(["eval", file, *held_out, *own]) == 0
+    said = capsys.readouterr().out
+    assert "episodes/raised: 1" in said
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert len(rows) == 3
+    whole = [row for row in rows if row["reward"] == row["reward"]]
+    assert len(whole) == 2
+    # With no reward function what is measured is what the environment gave: tokens of its turns.
+    assert f"{np.mean([row['reward'] for row in whole]):.1%}".replace("%", " %") in said
+    assert main(["filter", file, "--out", str(tmp_path / "kept.jsonl")]) == 1
+    assert "single turn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"environment.tools": "calculator"}, r"set environment\.name = 'agent'"),
+        ({"environment.name": "agent", "environment.corpus": "c.txt"}, "is for the tool search"),
+    ],
+)
+def test_contradictions_are_refused(material, tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        config(material, tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "agents"}, r"environment\.name = 'agents': .* did you mean agent"),
+        ({"name": "agent"}, r"environment\.tools is empty"),
+        ({"name": "agent", "tools": "calculater"}, "did you mean calculator"),
+        ({"name": "agent", "tools": "search"}, r"environment\.corpus is missing"),
+        ({"name": "agent", "tools": "calculator,calculator"}, "two tools 'calculator'"),
+        ({"name": "agent", "tools": "calculator", "cost": "1"}, r"environment\.cost: agent has no"),
+        ({"name": "text_game"}, r"environment\.game is missing"),
+    ],
+)
+def test_what_cannot_be_made_ends_the_run_before_it_begins(material, tmp_path, changes, message):
+    keys = {f"environment.{name}": value for name, value in changes.items()}
+    with pytest.raises(ValueError, match=message):
+        train.train(config(material, tmp_path / "run", **keys))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,292 @@
+"""The learner's laws: how a batch is cut into rows and microbatches changes nothing."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl.core.batch import Minibatch
+from jaxrl.core.metrics import to_floats
+from jaxrl.core.packing import assign_rows, interleave, pack
+from jaxrl.core.precision import PRESETS, LossScale, LossScaleSpec, Precision, dynamic_loss_scale
+from jaxrl.learner.policy import Learner, LearnerState, make_learner
+from jaxrl.learner.update import taken
+from jaxrl.losses import (
+    clipped,
+    grpo,
+    kl_penalty,
+    objective,
+    over_anchor,
+    over_sampler,
+    shadowed,
+    token_mean,
+    token_sum,
+    with_terms,
+)
+from jaxrl.models.decoder import decoder
+from tests import tiny
+
+FP32 = PRESETS["fp32"]
+GRPO = grpo()
+ROW = 24
+
+
+@functools.cache  # a step takes seconds to compile
+def learner(
+    *,
+    rows: int,
+    recipe=None,
+    precision: Precision = FP32,
+    optimizer=None,
+    temperature=1.0,
+    config=tiny.CONFIG,
+) -> Learner:
+    built = make_learner(
+        decoder(config),
+        getattr(recipe or GRPO, "objective", recipe),
+        optimizer=optimizer or optax.sgd(1.0),
+        precision=precision,
+        rows_per_microbatch=rows,
+        temperature=temperature,
+    )
+    return built._replace(step=jax.jit(built.step), score=jax.jit(built.score))
+
+
+def minibatch(count=8, *, rows_per_microbatch, microbatches=4, packed=True, seed=0) -> Minibatch:
+    samples = tiny.rollouts(count, seed=seed)
+    advantages = list(np.random.default_rng(seed).normal(size=count))
+    lengths = [r.length for r in samples]
+    rows = assign_rows(lengths, row_length=ROW) if packed else [[i] for i in range(count)]
+    placed, used = interleave(
+        rows, rows_per_microbatch=rows_per_microbatch, max_microbatches=microbatches
+    )
+    batch = pack(samples, advantages, rows=placed, row_length=ROW)
+    return Minibatch(batch=jax.tree.map(jnp.asarray, batch), microbatches=jnp.int32(used))
+
+
+def gradient(one: Learner, batch: Minibatch, *, config=tiny.CONFIG) -> dict:
+    """What sgd with learning rate 1 subtracted."""
+    state = one.init(tiny.params(config=config))
+    after, _ = one.step(state, batch)
+    return jax.tree.map(lambda a, b: np.asarray(a - b), state.params, after.params)
+
+
+def assert_close(a, b, *, rtol):
+    for path, x in jax.tree_util.tree_leaves_with_path(a):
+        y = b
+        for key in path:
+            y = y[key.key]
+        scale = np.abs(y).max()
+        np.testing.assert_allclose(x, y, atol=rtol * scale, rtol=0, err_msg=str(path))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config"),
+    [
+        (GRPO, tiny.CONFIG),
+        (with_terms(GRPO, aggregation=token_sum, entropy=0.1), tiny.CONFIG),
+        (with_terms(GRPO, balance=0.1), tiny.MOE),
+    ],
+)
+def test_packing_microbatching_and_padding_change_no_gradient(recipe, config):
+    rows = minibatch(rows_per_microbatch=8, packed=False)
+    whole = gradient(learner(rows=8, recipe=recipe, config=config), rows, config=config)
+    assert max(np.abs(x).max() for x in jax.tree.leaves(whole)) > 1e-3
+    one = learner(rows=2, recipe=recipe, config=config)
+    for batch in (
+        minibatch(rows_per_microbatch=2, packed=False),
+        minibatch(rows_per_microbatch=2, microbatches=7),
+    ):
+        assert_close(gradient(one, batch, config=config), whole, rtol=2e-5)
+
+
+def test_balancing_the_experts_of_a_dense_model_is_an_error():
+    with pytest.raises(ValueError, match="balances experts and the model has none"):
+        learner(rows=2, recipe=with_terms(GRPO, balance=0.1))
+
+
+def test_metrics_do_not_depend_on_microbatches():
+    def metrics(rows, **kwargs):
+        one = learner(rows=rows)
+        _, found = one.step(one.init(tiny.params()), minibatch(rows_per_microbatch=rows, **kwargs))
+        return to_floats(found)
+
+    a, b = metrics(8, packed=False), metrics(2)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name
+
+
+def test_step_compiles_once_for_every_number_of_rows():
+    one = learner(rows=2)
+    state = one.init(tiny.params())
+    for count in (1, 3, 8):
+        one.step(state, minibatch(count, rows_per_microbatch=2))
+    assert one.step._cache_size() == 1  # pyright: ignore
+
+
+def test_score_is_the_logprob_that_the_step_differentiates():
+    one = learner(rows=2, temperature=0.7)
+    batch = minibatch(rows_per_microbatch=2)
+    logprobs = one.score(tiny.params(), batch)
+    np.testing.assert_array_equal(np.asarray(logprobs)[~np.asarray(batch.batch.action_mask)], 0)
+    # With the sampler's log-probs equal to the score, every ratio is 1.
+    on_policy = batch.replace(batch=batch.batch.replace(sampler_logprobs=logprobs))
+    _, metrics = one.step(one.init(tiny.params()), on_policy)
+    assert to_floats(metrics)["ratio/mean"] == pytest.approx(1, abs=1e-6)
+    assert to_floats(metrics)["ratio/kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_anchor_defaults_to_the_learner_itself():
+    recipe = grpo(ratio=over_anchor)
+    one = learner(rows=2, recipe=recipe)
+    batch = minibatch(rows_per_microbatch=2)
+    given = batch.replace(anchor=one.score(tiny.params(), batch))
+    assert_close(gradient(one, batch), gradient(one, given), rtol=1e-5)
+
+
+def test_bypass_and_decoupled_agree_over_several_updates():
+    """With the sampler's log-probs those of the weights that sampled, the anchor computed once
+    before the first of three updates is the sampler: the two wirings take the same steps."""
+    bypass, decoupled = (learner(rows=2, recipe=grpo(ratio=r)) for r in (over_sampler, over_anchor))
+    batch = minibatch(rows_per_microbatch=2)
+    sampled = bypass.score(tiny.params(), batch)
+    batch = batch.replace(batch=batch.batch.replace(sampler_logprobs=sampled))
+    ends = []
+    for one, given in ((bypass, batch), (decoupled, batch.replace(anchor=sampled))):
+        state = one.init(tiny.params())
+        for _ in range(3):
+            state, metrics = one.step(state, given)
+        assert to_floats(metrics)["ratio/kl"] > 1e-3  # the policy has moved
+        ends.append(state.params)
+    assert_close(*ends, rtol=1e-6)
+
+
+def test_missing_reference_is_an_error():
+    one = learner(rows=2, recipe=objective(kl_penalty(), token_mean))
+    with pytest.raises(ValueError, match="KL coefficient to 0"):
+        one.step(one.init(tiny.params()), minibatch(rows_per_microbatch=2))
+
+
+def test_shadowed_ratio_has_the_samplers_value():
+    """The clip of a shadowed ratio sees the sampler's dtypes; unmoved weights are never clipped."""
+    policy = dataclasses.replace(
+        FP32, wire=jnp.dtype(jnp.bfloat16), sampler=jnp.dtype(jnp.bfloat16)
+    )
+    served = learner(rows=2, precision=PRESETS["bf16"]).score(
+        jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.params()),
+        batch := minibatch(rows_per_microbatch=2),
+    )
+    batch = batch.replace(batch=batch.batch.replace(sampler_logprobs=served))
+
+    def deviation(ratio):
+        one = learner(rows=2, precision=policy, recipe=grpo(ratio=ratio))
+        _, metrics = one.step(one.init(tiny.params()), batch)
+        return to_floats(metrics)["ratio/kl"]
+
+    assert deviation(shadowed) < 1e-9 < 1e-7 < deviation(over_sampler)
+
+
+def test_rows_that_do_not_divide_are_an_error():
+    one = learner(rows=3)
+    with pytest.raises(ValueError, match="does not divide"):
+        one.step(one.init(tiny.params()), minibatch(rows_per_microbatch=2))
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**-10])
+def test_loss_scale_cancels(scale):
+    batch = minibatch(rows_per_microbatch=2)
+    policy = dataclasses.replace(FP32, loss_scale=LossScaleSpec(initial=scale, floor=2.0**-20))
+    assert_close(
+        gradient(learner(rows=2, precision=policy), batch),
+        gradient(learner(rows=2), batch),
+        rtol=1e-5,
+    )
+
+
+def test_into_overflow_and_back():
+    """From far too large a scale: skipped and halved until gradients are finite, then up again."""
+    policy = dataclasses.replace(
+        PRESETS["fp16_master"], loss_scale=dynamic_loss_scale(2.0**60, interval=2)
+    )
+    one = learner(rows=2, precision=policy, optimizer=optax.adam(1e-3))
+    batch = minibatch(rows_per_microbatch=2)
+    state: LearnerState = one.init(tiny.params())
+    scale, finite = 2.0**60, []
+    for i in range(60):
+        after, metrics = one.step(state, batch)
+        numbers = to_floats(metrics)
+        assert int(after.step) == i + 1
+        assert numbers["loss_scale"] == scale
+        finite.append(int(after.loss_scale.skipped) == int(state.loss_scale.skipped))
+        assert numbers["skipped_steps"] == finite.count(False)
+        assert taken(after) == optax.tree.get(after.opt_state, "count")
+        if finite[-1]:
+            assert np.isfinite(numbers["grad_norm"])
+            moved = jax.tree.map(lambda a, b: (a != b).any(), after.params, state.params)
+            assert any(jax.tree.leaves(moved))
+            scale *= 2 if int(after.loss_scale.good_steps) == 0 else 1
+        else:
+            assert_equal(after.params, state.params)
+            assert_equal(after.opt_state, state.opt_state)
+            scale /= 2
+        assert after.loss_scale.scale == scale
+        state = after
+    first = finite.index(True)
+    assert 30 < first < 55
+    assert finite[first + 1]  # two finite steps double the scale,
+    assert False in finite[first:]  # which overflows again
+
+
+# No clip: a token at its edge would be on another side in another precision.
+NO_CLIP = objective(clipped(over_sampler, low=1.0, high=1e9), token_mean)
+
+
+def test_gradients_that_underflow_in_f16_are_saved_by_the_scale():
+    """Where unscaled f16 keeps nothing, scaled f16 has f32's gradients to its own rounding."""
+    tiny_loss = 2.0**-40
+    batch = minibatch(rows_per_microbatch=2)
+    exact = gradient(learner(rows=2, recipe=NO_CLIP), batch)
+    small = batch.replace(batch=batch.batch.replace(advantages=batch.batch.advantages * tiny_loss))
+    policy = dataclasses.replace(PRESETS["fp16_master"], loss_scale=LossScaleSpec(initial=2.0**48))
+    # The learning rate makes up for the loss, so that the difference of parameters shows it.
+    one = learner(rows=2, recipe=NO_CLIP, precision=policy, optimizer=optax.sgd(1 / tiny_loss))
+    assert_close(gradient(one, small), exact, rtol=0.012)
+    unscaled = LossScale(scale=jnp.float32(1), good_steps=jnp.int32(0), skipped=jnp.int32(0))
+    state = one.init(tiny.params()).replace(loss_scale=unscaled)
+    after, metrics = one.step(state, small)
+    assert to_floats(metrics)["grad_norm"] == 0
+    assert_equal(after.params, state.params)
+
+
+@pytest.mark.parametrize(("name", "rtol"), [("bf16_master", 0.06), ("fp16_master", 0.012)])
+def test_half_precision_gradients_agree_with_f32(name, rtol):
+    batch = minibatch(rows_per_microbatch=2)
+    exact = gradient(learner(rows=2, recipe=NO_CLIP), batch)
+    policy = dataclasses.replace(PRESETS[name], loss_scale=LossScaleSpec(initial=2.0**8))
+    assert_close(
+        gradient(learner(rows=2, recipe=NO_CLIP, precision=policy), batch), exact, rtol=rtol
+    )
+
+
+def test_state_keeps_the_dtypes_of_the_policy():
+    policy = dataclasses.replace(PRESETS["bf16"], moments=jnp.dtype(jnp.bfloat16))
+    one = learner(rows=2, precision=policy, optimizer=optax.adam(1e-3))
+    state = one.init(tiny.params())
+    after, _ = one.step(state, minibatch(rows_per_microbatch=2))
+    for x in (state, after):
+        floats = [
+            leaf.dtype
+            for leaf in jax.tree.leaves((x.params, x.opt_state))
+            if jnp.issubdtype(leaf.dtype, jnp.floating)
+        ]
+        assert set(floats) == {jnp.dtype(jnp.bfloat16)}
+    assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, after)
+
+
+def assert_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)

@@ -1,0 +1,152 @@
+"""A reward model as the reward: the scores of single sequences, by the ids that were sampled."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from jaxrl import train
+from jaxrl.builders.reward_model import RewardModel, rate
+from jaxrl.config.toml_file import ConfigError, load
+from jaxrl.config.training import Config
+from jaxrl.core.precision import PRESETS
+from jaxrl.environments.rewards import scoring
+from jaxrl.learner.reward_model import make_scores
+from jaxrl.models import huggingface, spec
+from jaxrl.models.decoder import decoder
+from jaxrl.models.scorer import token_scores
+from jaxrl.monitoring.tracking.tracking import read_metrics
+from tests import tiny
+
+FP32 = PRESETS["fp32"]
+CONFIG = dataclasses.replace(tiny.CONFIG, scored=True)
+
+
+def params(seed=0):
+    made = spec.init(decoder(CONFIG).specs, jax.random.key(seed), dtype=FP32.params)
+    return made | {"score": jax.random.normal(jax.random.key(seed), made["score"].shape)}
+
+
+@pytest.fixture(scope="module")
+def reward_model():
+    model = decoder(CONFIG)
+    return RewardModel(
+        params=params(),
+        scores=jax.jit(make_scores(model, precision=FP32, rows_per_microbatch=2)),
+        sharding=jax.devices()[0],
+        row_length=24,
+        rows_per_microbatch=2,
+    )
+
+
+def test_ratings_are_those_of_each_sequence_alone_in_the_order_given(reward_model):
+    rollouts = tiny.rollouts(11)
+    got = rate(reward_model, rollouts)
+    model = decoder(CONFIG)
+    for rollout, value in zip(rollouts, got, strict=True):
+        tokens = jnp.asarray([*rollout.prompt, *rollout.completion])[None]
+        hidden = model.hidden(
+            reward_model.params,
+            tokens,
+            jnp.arange(tokens.shape[1])[None],
+            jnp.ones_like(tokens),
+            precision=FP32,
+        )
+        alone = token_scores(hidden, reward_model.params["score"], precision=FP32)[0, -1]
+        np.testing.assert_allclose(value, alone, rtol=1e-4, atol=1e-5)
+    assert np.ptp(got) > 0.1
+
+
+def test_a_score_that_is_not_finite_is_a_failure(reward_model):
+    broken = reward_model.params | {"score": jnp.full((1, CONFIG.hidden_size), jnp.inf)}
+    values = rate(dataclasses.replace(reward_model, params=broken), tiny.rollouts(3))
+    assert np.isnan(values).all()
+    scored = scoring.with_part(
+        scoring.score([], ["a", "b", "c"], [{}] * 3), "model", values=values, weight=1.0
+    )
+    assert np.isnan(scored.total).all()
+    assert scored.failures == {"model": 3}
+    assert scored.first_failure == "reward model is not finite on 3 answers"
+
+
+def test_parts_are_weighted_and_added():
+    half = scoring.Reward("half", lambda completion, example: 0.5, 2.0)
+    scored = scoring.score([half], ["a", "b"], [{}] * 2)
+    both = scoring.with_part(scored, "model", values=np.array([3.0, -1.0]), weight=0.5)
+    np.testing.assert_array_equal(both.total, [2.5, 0.5])
+    np.testing.assert_array_equal(both.parts["half"], [0.5, 0.5])
+    np.testing.assert_array_equal(both.parts["model"], [3.0, -1.0])
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("material")
+    tiny.write_checkpoint(directory / "policy")
+    save(directory / "reward_model", source=directory / "policy")
+    rows = [{"prompt": p, "answer": p} for p in ("ab", "cd", "ef", "gh")]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return directory
+
+
+def save(directory, *, source):
+    huggingface.save(directory, params(), CONFIG, dtype=FP32.params, source_dir=source)
+
+
+def config(material, run_dir, **overrides):
+    keys = {
+        "model.path": f"{material}/policy",
+        "data.path": f"{material}/prompts.jsonl",
+        "data.max_prompt_tokens": "8",
+        "reward.model": f"{material}/reward_model",
+        "reward.path": "exact_match",
+        "reward.weights": "0",
+        "sampling.max_tokens": "8",
+        "train.steps": "12",
+        "train.train_batch": "4",
+        "train.group_size": "8",
+        "train.microbatch_tokens": "256",
+        "optimizer.learning_rate": "0.005",
+        "precision": "fp32",
+        "probe.every": "0",
+        "run_dir": str(run_dir),
+    }
+    return load(Config, overrides=list((keys | overrides).items()))
+
+
+def test_training_raises_the_reward_models_score(material, tmp_path):
+    train.train(config(material, tmp_path))
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    rewards = [row["reward/model"] for row in rows]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.5
+    assert [row["reward"] for row in rows] == rewards  # the function weighs nothing
+    assert all("reward/exact_match" in row for row in rows)
+
+
+def test_a_reward_model_that_does_not_fit_is_refused(material, tmp_path):
+    def refused(match, **keys):
+        with pytest.raises(ValueError, match=match):
+            train.train(config(material, tmp_path / "run", **keys))
+
+    refused("is a language model, which scores nothing", **{"reward.model": f"{material}/policy"})
+    save(tmp_path / "other", source=material / "policy")
+    tokenizer = Tokenizer.from_file(f"{material}/policy/tokenizer.json")
+    content = json.loads(tokenizer.to_str())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(content))
+    refused(
+        "its tokenizer is not the policy's.*2 tokens differ, such as 'a': 4 there and 3 here",
+        **{"reward.model": f"{tmp_path}/other"},
+    )
+
+
+def test_a_reward_must_be_named_and_an_evaluation_needs_a_function(material):
+    with pytest.raises(ConfigError, match=r"reward\.path is missing, and reward\.model too"):
+        config(material, "x", **{"reward.path": "", "reward.model": "none", "reward.weights": ""})
+    keys = {"reward.path": "", "reward.weights": "", "data.eval_path": "x.jsonl"}
+    with pytest.raises(ConfigError, match=r"data\.eval_path needs a function in reward\.path"):
+        config(material, "x", **keys)

@@ -1,0 +1,180 @@
+"""Which of several servers takes a request; programs of a few lines play the servers' part."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from jaxrl.sampling.vllm.router import Router, SamplerError
+
+MOST = 16  # requests at a server; 2 more than at another are none too many for its cache
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with its name when it is `open`; requests that it has got are counted."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, name: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.name, self.status, self.got, self.open = name, 200, 0, threading.Event()
+        self.open.set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.got += 1
+        self.server.open.wait(100)
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", "1")
+        self.end_headers()
+        self.wfile.write(self.server.name.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def running(name: str) -> Iterator[Server]:
+    with Server(name) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.open.set()
+        server.shutdown()
+
+
+class Asking:
+    """Requests to two servers, from as many threads as it takes."""
+
+    def __init__(self, servers: list[Server], pool: ThreadPoolExecutor) -> None:
+        self.servers, self._pool = servers, pool
+        self.router = Router([s.url for s in servers], max_requests=MOST, timeout=100, headers={})
+
+    def one(self, *keys: int) -> str:
+        return self.router.post("/", "{}", read=str, about="it", keys=keys)
+
+    def begin(self, *keys: int) -> Future[str]:
+        """Returns once a server has the request."""
+        before = sum(server.got for server in self.servers)
+        future = self._pool.submit(self.one, *keys)
+        wait_for(lambda: sum(server.got for server in self.servers) > before)
+        return future
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(6000):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it never happened")
+
+
+@pytest.fixture
+def asking() -> Iterator[Asking]:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(running(name)) for name in "AB"]
+        pool = stack.enter_context(ThreadPoolExecutor(2 * MOST))
+        made = Asking(servers, pool)
+        yield made
+        made.router.hang_up()
+        for server in servers:
+            server.open.set()
+        pool.shutdown()
+        made.router.close()
+
+
+def test_a_slow_server_gets_nothing_while_another_is_idle(asking):
+    slow, fast = asking.servers
+    slow.open.clear()
+    first = asking.begin()
+    assert [asking.one() for _ in range(20)] == ["B"] * 20
+    slow.open.set()
+    assert first.result() == "A"
+    assert (slow.got, fast.got) == (1, 20)
+
+
+def test_equally_busy_servers_take_turns(asking):
+    assert Counter(asking.one() for _ in range(20)) == {"A": 10, "B": 10}
+
+
+def test_what_goes_on_stays_where_it_was_begun(asking):
+    begun = {key: asking.one(key, 100 + key) for key in range(7)}
+    assert {*begun.values()} == {"A", "B"}
+    for key in (3, 0, 6, 6, 1, 2, 5, 4, 3, 3):  # by each of its keys, in any order
+        assert asking.one(key) == begun[key]
+        assert asking.one(100 + key, key) == begun[key]
+    asking.router.restore([server.url for server in asking.servers])  # nothing is in caches now
+    found = {key: {asking.one(key) for _ in range(2)} for key in range(7)}
+    assert found.keys() == begun.keys()
+    assert all(len(where) == 1 for where in found.values())
+
+
+def test_a_cache_is_worth_a_few_requests_and_no_more(asking):
+    here = asking.one(7)
+    for server in asking.servers:
+        server.open.clear()
+        server.got = 0
+    asked = [asking.begin(7) for _ in range(3)]
+    gone = asking.begin(7)
+    for server in asking.servers:
+        server.open.set()
+    assert [future.result() for future in asked] == [here] * 3
+    assert gone.result() != here
+    assert asking.one(7) != here  # it stays where it has gone to
+
+
+def test_a_server_that_fails_fast_does_not_draw_the_requests(asking):
+    """It always has the fewest in flight. An engine that has died answers 500."""
+    ill, _ = asking.servers
+    for status in (500, 503):
+        ill.status, ill.got = status, 0
+        assert [asking.one(key) for key in range(4)] == ["B"] * 4
+        assert 1 <= ill.got <= 4
+        asking.router.restore([server.url for server in asking.servers])
+    for server in asking.servers:
+        server.status = 400
+    with pytest.raises(SamplerError, match="did not answer it: 400"):
+        asking.one()
+
+
+def test_what_a_server_has_that_missed_a_publish_is_sent_to_the_others(asking):
+    """It may stay paused, and would keep the requests until their time is over."""
+    paused, well = asking.servers
+    assert asking.one() == "A"  # on a connection that stays open
+    assert asking.one() == "B"
+    paused.open.clear()
+    flying = [asking.begin(key) for key in (1, 1, 1)]
+    assert paused.got == 1 + 3
+    asking.router.restore([well.url])
+    assert [future.result(60) for future in flying] == ["B"] * 3
+    assert [asking.one() for _ in range(4)] == ["B"] * 4
+    assert paused.got == 1 + 3
+    paused.open.set()
+    asking.router.restore([server.url for server in asking.servers])
+    assert {asking.one() for _ in range(4)} == {"A", "B"}
+
+
+def test_closing_wakes_who_waits_for_a_connection(asking):
+    for server in asking.servers:
+        server.open.clear()
+    flying = [asking.begin() for _ in range(2 * MOST)]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(asking.one)
+        asking.router.hang_up()
+        for future in [waiting, *flying]:
+            assert future.exception(60) is not None

@@ -1,0 +1,101 @@
+"""One of several processes; run by test_hosts.py.
+
+usage: python -m tests.training.hosts_child NAME ADDRESS COUNT INDEX DIRECTORY
+
+NAME is one of the functions.
+"""
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES
+
+from jaxrl.bridge.source import ParamsSource
+from jaxrl.config.hosts import HostsConfig
+from jaxrl.core.hosts import Hosts
+from jaxrl.core.precision import PRESETS
+from jaxrl.models.decoder import decoder
+from jaxrl.training.cluster import joined
+from jaxrl.training.interrupt import Interrupt
+from jaxrl.training.storage.run_directory import held
+from sharding.mesh import make_mesh
+from sharding.partition import Layout
+from sharding.rules import PRESETS as RULES
+from sharding.transfer import fetch, place
+from tests import tiny
+
+DIRECTORY = Path(sys.argv[-1])
+
+
+def whole(hosts: Hosts) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def add(a: int, *, b: int) -> int:
+        seen.append((a, b))
+        return a + b
+
+    together = hosts.together(add)
+    assert hosts.led(lambda: together(1, b=2) + together(3, b=4) + 10 * hosts.index) == 10
+    assert seen == [(1, 2), (3, 4)]
+    large = np.arange(5000)
+    np.testing.assert_array_equal(hosts.share(large if hosts.leads else None), large)
+    assert hosts.largest(hosts.index) == hosts.count - 1
+    read: list[int] = []
+    total = hosts.consumed((read.append(i) or i for i in range(5)), sum)
+    assert read == list(range(5))
+    assert total == (10 if hosts.leads else None)
+
+    layout = Layout(make_mesh(fsdp=-1), RULES["fsdp"])
+    model, params = decoder(tiny.CONFIG), jax.device_get(tiny.params())
+    cut = place(params, layout.tree(model.specs))
+    assert not cut["layers"]["q"].is_fully_addressable
+    jax.tree.map(np.testing.assert_array_equal, fetch(cut), params)
+    dtype = PRESETS["bf16"].wire
+    here = ParamsSource(tiny.params(), model.specs, dtype=dtype)
+    for (name, got), (wanted, array) in zip(
+        ParamsSource(cut, model.specs, dtype=dtype), here, strict=True
+    ):
+        assert name == wanted
+        assert got.tobytes() == array.tobytes()
+    print("whole", flush=True)
+    while True:  # until one of them is stopped
+        hosts.share(0)
+        time.sleep(0.1)
+
+
+def failing(hosts: Hosts) -> None:
+    def read() -> None:
+        raise ValueError("nothing to read")
+
+    with hosts.reporting():
+        hosts.led(read)
+
+
+def interrupted(hosts: Hosts) -> None:
+    with Interrupt(), hosts.reporting():
+        while True:
+            hosts.share(0)
+            if not hosts.leads:
+                for _ in range(2):
+                    signal.raise_signal(signal.SIGINT)
+
+
+def apart(hosts: Hosts) -> None:
+    with held(DIRECTORY / f"disk_of_{hosts.index}" / "run", hosts):
+        raise AssertionError("a checkpoint of this run would never be complete")
+
+
+def devices(hosts: Hosts) -> None:
+    visible = CUDA_VISIBLE_DEVICES.value
+    print(f"{hosts.index} of {hosts.count} has the GPUs: {visible}", flush=True)
+
+
+if __name__ == "__main__":
+    name, address, count, index = sys.argv[1:-1]
+    numbers = {} if address == "auto" else {"processes": int(count), "process": int(index)}
+    with joined(HostsConfig(coordinator=address, join=600, heartbeat=5, **numbers)):
+        {f.__name__: f for f in (whole, failing, interrupted, apart, devices)}[name](Hosts())

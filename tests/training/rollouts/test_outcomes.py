@@ -1,0 +1,167 @@
+"""Reward shaping by hand, and in a run that uses all of it."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxrl import train
+from jaxrl.advantages import lambda_returns
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
+from jaxrl.core.packing import gather, pack
+from jaxrl.environments.rewards.scoring import Reward
+from jaxrl.losses.from_config import kl_estimator
+from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.training.rollouts import outcomes
+from tests import tiny
+from tests.training.test_train import config as small_config
+from tests.training.test_train import material  # noqa: F401 — the fixture
+
+
+def test_overlong_answers_lose_up_to_one():
+    found = outcomes.overlong_penalty(np.array([3, 6, 7, 8, 10]), longest=10, buffer=4)
+    np.testing.assert_allclose(found, [0, 0, -0.25, -0.5, -1])
+
+
+def test_distance_from_the_reference_by_hand():
+    given = {
+        "learner": [np.array([-1.0, -2.0, -3.0])],
+        "reference": [np.array([-1.5, -1.0, 0.0])],
+        "masks": [np.array([True, True, False])],
+        "coefficient": 0.1,
+    }
+    np.testing.assert_allclose(outcomes.kl_penalties(**given, estimator="k1"), [[0.05, -0.1, 0]])
+    np.testing.assert_allclose(
+        outcomes.kl_penalties(**given, estimator="k2"), [[0.0125, 0.05, 0]], rtol=1e-6
+    )
+
+
+def test_rollouts_of_other_lengths_compile_no_new_estimator(monkeypatch):
+    sizes = set()
+
+    def spy(name):
+        return lambda d: (sizes.add(d.shape), kl_estimator(name)(d))[1]
+
+    monkeypatch.setattr(outcomes, "kl_estimator", spy)
+    for length in (1, 2, 700, 1000):
+        d = np.full(length, 0.5, np.float32)
+        (found,) = outcomes.kl_penalties(
+            learner=[d],
+            reference=[0 * d],
+            masks=[d > 0],
+            coefficient=1.0,
+            estimator="k1",
+        )
+        np.testing.assert_array_equal(found, d)
+    assert len(sizes) == 1
+
+
+def test_gather_finds_what_pack_placed():
+    rollouts = tiny.rollouts(6)
+    rows = [[4, 1], [], [0, 5, 2], [3]]
+    batch = pack(
+        rollouts, [np.arange(len(r.completion)) + 1.0 for r in rollouts], rows=rows, row_length=40
+    )
+    for r, found in zip(
+        rollouts, gather(np.asarray(batch.advantages), rollouts, rows=rows), strict=True
+    ):
+        np.testing.assert_array_equal(
+            found, np.where(r.action_mask, np.arange(len(found)) + 1.0, 0)
+        )
+
+
+def run(**reward):
+    keys = {
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "reward": {"path": ["a", "b"]} | reward,
+        "sampling": {"max_tokens": 8},
+    }
+    terms = [Reward("a", lambda text, row: 1.0, 1.0), Reward("b", lambda text, row: 2.0, 0.5)]
+    return SimpleNamespace(
+        config=toml_file.validate(Config, keys),
+        rewards=terms,
+        reward_weights={"a": 1.0, "b": 0.5},
+        arena=None,
+        reference="theirs",
+    )
+
+
+def test_outcomes_hold_what_was_added_and_its_components():
+    rollouts = [r._replace(components=(1.0, 2.0), reward=2.0) for r in tiny.rollouts(3)]
+    lengths = np.array([len(r.completion) for r in rollouts])
+
+    def logprobs(params):
+        return [np.full(n, -1.0 if params == "mine" else -1.5) for n in lengths]
+
+    known, numbers = outcomes.outcomes(
+        run(kl=0.2, overlong_buffer=8),
+        rollouts,
+        params="mine",
+        logprobs=logprobs,  # pyright: ignore[reportArgumentType]
+    )
+    paid = np.array([0.1 * r.action_mask.sum() for r in rollouts])
+    np.testing.assert_allclose(known.rewards, 2.0 - lengths / 8 - paid)
+    np.testing.assert_allclose([p.sum() for p in known.penalties or []], paid)
+    assert known.weights == {"a": 1.0, "b": 0.5, "overlong": 1.0}
+    np.testing.assert_allclose(known.components["b"], [2.0] * 3)
+    assert numbers == {
+        "reward/overlong": pytest.approx(-lengths.mean() / 8),
+        "reward/kl": pytest.approx(-paid.mean()),
+    }
+    for tokens, reward, r in zip(known.token_rewards(), known.rewards, rollouts, strict=True):
+        assert tokens.sum() == pytest.approx(reward if r.action_mask.any() else 0.0)
+
+
+def test_with_a_critic_each_token_pays_its_own_distance_from_the_reference():
+    """PPO's reward by hand: -.1 (log pi - log ref) for each token, and 1 for the last besides."""
+    rollout = tiny.rollouts(1)[0]._replace(
+        completion=np.arange(4), action_mask=np.array([True, True, False, True]), reward=1.0
+    )
+    scores = {"mine": [-1.0, -2.0, -9.0, -0.5], "theirs": [-1.5, -1.0, 0.0, -0.5]}
+    known, _ = outcomes.outcomes(
+        run(kl=0.1),
+        [rollout._replace(components=(1.0, 0.0))],
+        params="mine",  # pyright: ignore[reportArgumentType]
+        logprobs=lambda params: [np.array(scores[params])],  # pyright: ignore[reportArgumentType]
+    )
+    np.testing.assert_allclose(known.token_rewards(), [[-0.05, 0.1, 0.0, 1.0]], atol=1e-7)
+    judged = dataclasses.replace(known, values=[np.array([0.5, 0.6, 7.0, 0.8])])
+    # delta: -.05 + .6 - .5, .1 + .8 - .6, 1 - .8; A = delta + .5 A of the next chosen token.
+    (returns,) = lambda_returns(judged, lam=0.5)
+    np.testing.assert_allclose(returns, [0.05 + 0.2 + 0.5, 0.4 + 0.6, 0.0, 1.0], atol=1e-6)
+
+
+def test_without_shaping_nothing_is_scored_or_added():
+    rollouts = [r._replace(components=(1.0, 2.0), reward=2.0) for r in tiny.rollouts(3)]
+    known, numbers = outcomes.outcomes(run(), rollouts, params={}, logprobs=pytest.fail)  # pyright: ignore[reportArgumentType]
+    np.testing.assert_array_equal(known.rewards, [2.0] * 3)
+    assert known.penalties is None
+    assert numbers == {}
+
+
+def test_a_buffer_longer_than_answers_is_refused():
+    with pytest.raises(ValueError, match=r"reward\.overlong_buffer = 9"):
+        run(overlong_buffer=9)
+
+
+def test_a_run_with_all_of_it(material, tmp_path):  # noqa: F811
+    """The first step is at the reference, so it costs nothing; later ones report every part."""
+    changes = {
+        "loss.name": "remax",
+        "loss.entropy_target": "100.0",
+        "loss.entropy": "0.01",
+        "reward.path": "exact_match,numeric_match",
+        "reward.kl": "0.1",
+        "reward.overlong_buffer": "4",
+        "data.path": str(material / "questions.jsonl"),
+    }
+    train.train(small_config(material, tmp_path / "run", **changes))
+    first, second = [e for e in read_metrics(tmp_path / "run" / "metrics.jsonl") if "reward" in e]
+    assert first["reward/kl"] == pytest.approx(0.0, abs=1e-4)
+    assert second["reward/kl"] != 0
+    assert -1 <= first["reward/overlong"] <= 0
+    assert first["entropy/coefficient"] == pytest.approx(0.01)
+    assert second["entropy/coefficient"] == pytest.approx(0.015)

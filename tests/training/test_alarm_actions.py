@@ -1,0 +1,341 @@
+"""Alarms on real small runs: one is hacked and recovers, one is too fast, ten are healthy."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from jaxrl import train
+from jaxrl.builders import learner as builder
+from jaxrl.cli import main
+from jaxrl.config import toml_file
+from jaxrl.config.alarms import Limits
+from jaxrl.config.toml_file import ConfigError
+from jaxrl.config.training import Config
+from jaxrl.monitoring.alarms.history import History
+from jaxrl.monitoring.alarms.rules import replay
+from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
+from jaxrl.training import rollbacks
+from jaxrl.training.alarm_actions import Guard
+from jaxrl.training.run import Run
+from tests import tiny
+
+# What is wanted is a digit in front; what also pays, and more, is a row of a's.
+REWARDS = """
+def digit(completion, example):
+    return float(completion[:1].isdigit())
+
+def loophole(completion, example):
+    return completion.count("aa") / 10
+
+def digits(completion, example):
+    return len({c for c in completion if c.isdigit()}) / 10
+"""
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    """A model, prompts and rewards."""
+    directory = tmp_path_factory.mktemp("material")
+    tiny.write_checkpoint(directory / "model")
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "rewards.py").write_text(REWARDS)
+    return directory
+
+
+def keys(material: Path, run_dir: Path, **changes: str) -> dict[str, str]:
+    return {
+        "precision": "fp32",
+        "run_dir": str(run_dir),
+        "model.path": str(material / "model"),
+        "data.path": str(material / "prompts.jsonl"),
+        "data.max_prompt_tokens": "12",
+        "reward.path": f"{material / 'rewards.py'}:digit",
+        "loss.kl": "0.4",
+        "sampling.max_tokens": "12",
+        "train.steps": "40",
+        "train.train_batch": "8",
+        "train.group_size": "8",
+        "train.microbatch_tokens": "512",
+        "optimizer.learning_rate": "0.003",
+        "checkpoint.every": "5",
+        "probe.every": "0",
+        "alarms.window": "5",
+        "alarms.warmup": "5",
+    } | {name.replace("__", "."): value for name, value in changes.items()}
+
+
+def config(material: Path, run_dir: Path, **changes: str) -> Config:
+    return toml_file.load(Config, overrides=list(keys(material, run_dir, **changes).items()))
+
+
+def column(entries: list[dict], name: str) -> list[float]:
+    return [entry[name] for entry in entries if name in entry]
+
+
+def events(run_dir: Path) -> list[dict]:
+    return [e["event"] for e in read_metrics(run_dir / "metrics.jsonl") if "event" in e]
+
+
+def test_a_hacked_run_is_rolled_back_and_recovers(material, tmp_path, capsys):
+    rewards = material / "rewards.py"
+    changes = {
+        "reward.path": f'["{rewards}:digit", "{rewards}:loophole"]',
+        "reward.weights": "1,4",
+        "loss.kl": "0.1",
+        "alarms.diversity": "rollback_kl",
+    }
+    asked = config(material, tmp_path / "run", **changes)
+    result = train.train(asked)
+    assert result.step == 40
+    assert result.verdict is None
+    (made,) = rollbacks.read(tmp_path / "run")
+    assert made.alarm == "diversity"
+    assert made.changes == {"loss.kl": [0.1, 0.2]}
+    assert 0 < made.to <= made.at - 5
+    # What the hacked part did is kept apart, and the run's own metrics have each step once.
+    undone = read_metrics(tmp_path / "run/rolled_back_1.jsonl")
+    entries = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert [e["step"] for e in undone if "reward" in e] == [*range(made.to + 1, made.at + 1)]
+    assert [e["step"] for e in entries if "reward" in e] == [*range(1, 41)]
+    # A replay over the metrics sees what the run saw.
+    whole = [e for e in entries if e["step"] <= made.to and "to" not in e.get("event", {})] + undone
+    seen = [(e["event"]["alarm"], e["event"]["at"]) for e in whole if "event" in e]
+    assert {(a.name, a.step) for a in replay(whole, asked.alarms.limits)} == set(seen)
+    # It was hacked: the loophole paid, and answers no longer depended on the prompt.
+    assert column(undone, "reward/loophole")[-1] > 10 * (
+        column(entries, "reward/loophole")[5] + 0.01
+    )
+    assert column(undone, "diversity/distinct")[-1] < 0.4
+    # And recovers: what is wanted is still done, variety comes back, the distance shrinks.
+    assert column(entries, "reward/digit")[-1] > 0.7
+    assert (
+        column(entries, "diversity/distinct")[-1] > 1.5 * column(undone, "diversity/distinct")[-1]
+    )
+    assert column(entries, "kl")[-1] < column(undone, "kl")[-1]
+    # Nothing of it was silent.
+    (event,) = [e for e in events(tmp_path / "run") if e["action"] == "rollback"]
+    assert (event["at"], event["to"], event["changes"]) == (made.at, made.to, made.changes)
+    assert undone[-1]["event"]["action"] == "rollback"
+    assert f"back to step {made.to} with loss.kl 0.1 -> 0.2" in capsys.readouterr().err
+
+
+def test_a_learning_rate_that_is_too_high_is_seen_before_the_reward_falls(material, tmp_path):
+    changes = {
+        "train.steps": "20",
+        "reward.path": f"{material / 'rewards.py'}:digits",
+        "loss.kl": "1.0",
+        "loss.kl_estimator": "k2",
+        "optimizer.name": "sgd",
+        "optimizer.clip_norm": "none",
+        "optimizer.warmup_steps": "19",  # beyond what is stable before it ends
+        "optimizer.learning_rate": "3.9",
+    }
+    train.train(config(material, tmp_path / "run", **changes))
+    rewards = column(read_metrics(tmp_path / "run/metrics.jsonl"), "reward")
+    first = next(e["at"] for e in events(tmp_path / "run") if e["alarm"] == "gradient_spike")
+    assert np.mean(rewards[first - 3 : first]) > 0.8 * np.mean(rewards[:3])
+    assert max(rewards[first + 1 :]) < 0.7 * np.mean(rewards[first - 3 : first])
+
+
+NAN = """
+import jax.numpy as jnp
+from jaxrl.losses import over_sampler, surrogate
+
+def nan():
+    return surrogate(lambda ratio, advantage: ratio * advantage * jnp.nan, over_sampler)
+"""
+
+
+def test_a_run_that_learns_nothing_is_ended(material, tmp_path):
+    """With default limits it would be step 10; the warm-up does not excuse it."""
+    (tmp_path / "nan.py").write_text(NAN)
+    changes = {"loss.name": f"{tmp_path / 'nan.py'}:nan", "alarms.not_finite_steps": "3"}
+    asked = keys(material, tmp_path / "run", **changes, alarms__not_finite="stop")
+    del asked["loss.kl"]
+    result = train.train(toml_file.load(Config, overrides=list(asked.items())))
+    assert result.step == 3
+    assert result.verdict is not None
+    assert result.verdict.action == "stop"
+    assert "no finite gradient of the policy after step 0, in 3 steps" in result.verdict.message
+    (event,) = events(tmp_path / "run")
+    assert (event["alarm"], event["action"], event["value"]) == ("not_finite", "stop", 3)
+
+
+@pytest.fixture(scope="module")
+def healthy(material, tmp_path_factory):
+    """A run that goes well."""
+    run_dir = tmp_path_factory.mktemp("healthy") / "run"
+    train.train(config(material, run_dir, train__steps="30"))
+    return run_dir
+
+
+def test_a_healthy_run_raises_none(healthy):
+    rewards = column(read_metrics(healthy / "metrics.jsonl"), "reward")
+    assert rewards[-1] > 1.5 * rewards[0]
+    assert events(healthy) == []
+
+
+@pytest.fixture
+def one_learner(monkeypatch):
+    """The seeds of a run compute with the same functions, which are traced once; no model is
+    written."""
+    make, made = builder.build_learner, []
+
+    def make_once(*args: Any, **kwargs: Any) -> Any:
+        made.extend([] if made else [make(*args, **kwargs)])
+        return made[0]
+
+    monkeypatch.setattr(builder, "build_learner", make_once)
+    monkeypatch.setattr(train, "finish", lambda run, state: run.directory)
+
+
+@pytest.mark.usefixtures("one_learner")
+def test_ten_seeds_of_a_healthy_run_raise_none(material, tmp_path):
+    """With the default limits and windows, in runs that are twice as long."""
+    changes = {
+        "train.steps": "50",
+        "train.train_batch": "4",
+        "alarms.warmup": str(Limits.warmup),
+        "alarms.window": str(Limits.window),
+        "checkpoint.every": "0",
+        "samples.every": "0",
+    }
+    for seed in range(10):
+        run_dir = tmp_path / str(seed)
+        train.train(config(material, run_dir, seed=str(seed), **changes))
+        rewards = column(read_metrics(run_dir / "metrics.jsonl"), "reward")
+        assert np.mean(rewards[-10:]) > np.mean(rewards[:5])
+        assert events(run_dir) == []
+
+
+def test_a_paused_run_goes_on_as_if_it_had_not_been(material, healthy, tmp_path, capsys):
+    changes = {
+        "train.steps": "30",
+        "alarms.kl_spike": "pause",
+        "alarms.kl_floor": "0",
+        "alarms.kl_factor": "0.001",
+        "alarms.window": "30",
+    }
+    given = keys(material, tmp_path / "run", **changes)
+    arguments = ["train", *(f"--{key}={value}" for key, value in given.items())]
+    assert main(arguments) == 3
+    said = capsys.readouterr().out
+    assert "paused: step 6: KL spike" in said
+    assert "loss.kl" in said
+    assert "the same command goes on" in said
+    assert (tmp_path / "run/checkpoints/6").is_dir()
+    assert main(arguments) == 0
+    models = [run / "model/model.safetensors" for run in (tmp_path / "run", healthy)]
+    assert models[0].read_bytes() == models[1].read_bytes()
+    assert [event["action"] for event in events(tmp_path / "run")] == ["pause"]
+
+
+def test_the_last_evaluation_is_judged_before_the_run_is_done(material, tmp_path, monkeypatch):
+    """The held-out score falls behind the last step: paused, and the same command ends the run."""
+    scores = iter([0.9, 0.2])
+    found = (SimpleNamespace(accuracy=score, numbers={}) for score in scores)
+    monkeypatch.setattr(train, "evaluate_greedily", lambda *_, **__: next(found))
+    (tmp_path / "rising.py").write_text(
+        "calls = 0\ndef rising(completion, example):\n    global calls\n"
+        "    calls += 1\n    return calls\n"
+    )
+    changes = {
+        "reward.path": f"{tmp_path / 'rising.py'}:rising",
+        "train.steps": "3",
+        "data.eval_path": str(material / "prompts.jsonl"),
+        "data.eval_limit": "4",
+        "alarms.held_out": "pause",
+        "alarms.warmup": "1",
+        "alarms.window": "1",
+    }
+    asked = config(material, tmp_path / "run", **changes)
+    paused = train.train(asked)
+    assert (paused.step, paused.model, paused.final_accuracy) == (3, None, 0.2)
+    assert paused.verdict is not None
+    assert "90.0% after step 0 and 20.0% after step 3" in paused.verdict.message
+    assert replay(read_metrics(tmp_path / "run/metrics.jsonl"), asked.alarms.limits)
+    done = train.train(asked)
+    assert (done.step, done.verdict, done.final_accuracy) == (3, None, 0.2)
+    assert done.model is not None
+
+
+def watched(material, directory, **changes):
+    """What a guard needs of a run: its last step has a KL spike, a gradient spike and no spread."""
+    config_ = config(material, directory, **changes)
+    usual = {"reward": 0.1, "kl": 0.02, "grad_norm": 1.0, "groups/sampled": 8, "groups/zero_std": 8}
+    entries = [{"step": s, **usual} for s in range(1, 10)]
+    entries.append({"step": 10, **usual, "kl": 9.0, "grad_norm": 99.0})
+    write_lines(directory / "metrics.jsonl", [])
+    history, said, noted = History(), [], []
+    for entry in entries:
+        history.add(entry)
+    tracker = SimpleNamespace(
+        history=history, note=said.append, event=lambda step, event: noted.append(event)
+    )
+    run = SimpleNamespace(config=config_, directory=directory, tracker=tracker)
+    return Guard(cast(Run, run)), said, noted
+
+
+def test_the_strongest_action_is_taken_and_everything_is_said(material, tmp_path):
+    guard, said, noted = watched(
+        material, tmp_path, alarms__gradient_spike="stop", alarms__kl_spike="pause"
+    )
+    verdict = guard.check()
+    assert verdict is not None
+    assert verdict.action == "stop"
+    assert verdict.message.startswith("stopped: step 10: gradient-norm spike: gradient norm 99")
+    raised = {event["alarm"]: event["action"] for event in noted}
+    assert raised == {"gradient_spike": "stop", "kl_spike": "log", "zero_spread": "log"}
+    assert len(said) == 3
+    assert all("Likely: " in line and "Keys: " in line for line in said)
+    assert guard.check() is None  # silent for a window
+
+
+def test_what_is_off_is_not_said(material, tmp_path):
+    off = {"alarms.kl_spike": "off", "alarms.gradient_spike": "off", "alarms.zero_spread": "off"}
+    guard, said, noted = watched(material, tmp_path, **off)
+    assert guard.check() is None
+    assert said == noted == []
+
+
+def test_checkpoints_reach_back_over_the_window(material, tmp_path):
+    plain = config(material, tmp_path)
+    assert plain.checkpoints_kept == plain.checkpoint.keep == 2
+    rolls = config(material, tmp_path, alarms__window="20", alarms__diversity="rollback_kl")
+    # The newest may be of this step; of the 25 steps before, one in 5 has a checkpoint.
+    assert rolls.checkpoints_kept == 6
+    # Three probes 25 steps apart, and the step before the first: 51 steps.
+    probed = {"alarms.phantom": "rollback_kl", "probe.every": "25", "alarms.window": "20"}
+    assert config(material, tmp_path, **probed).checkpoints_kept == 13
+    long = {"alarms.not_finite": "rollback_kl", "alarms.not_finite_steps": "40"}
+    assert config(material, tmp_path, **long).checkpoints_kept == 10
+
+
+SWITCHES = {"alarms.phantom": "rollback_precision", "alarms.precision": "fp16_master"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alarms.kl_spike": "rollback_kl", "checkpoint.every": "0"}, r"checkpoint\.every = 0"),
+        ({"alarms.phantom": "rollback_precision"}, r"needs alarms\.precision"),
+        ({"alarms.precision": "bf16"}, r"'bf16' keeps other master weights"),
+        ({"alarms.kl_spike": "reboot"}, r"alarms\.kl_spike = 'reboot'"),
+        (
+            SWITCHES | {"sampler.name": "vllm", "sampler.url": "http://127.0.0.1:1"},
+            r"from f32 to f16, and servers of sampler\.url go on",
+        ),
+        (
+            SWITCHES | {"strict_precision": "true", "alarms.precision": "phantom"},
+            "phantom clipping",
+        ),
+    ],
+)
+def test_contradictions_are_named(material, tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        config(material, tmp_path, **changes)

@@ -1,0 +1,51 @@
+"""What is refused before a process looks for others; test_hosts.py has several."""
+
+import pytest
+
+from jaxrl.config.hosts import HostsConfig
+from jaxrl.training.cluster import joined
+
+
+@pytest.mark.parametrize(
+    ("given", "variables"),
+    [
+        ({"processes": 4, "process": 0}, {}),
+        ({"processes": 4}, {}),
+        ({"process": 0}, {}),
+        ({}, {"JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "1"}),
+        ({"processes": 4}, {"JAX_PROCESS_ID": "1"}),
+    ],
+)
+def test_a_number_without_an_address_is_an_error(monkeypatch, given, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(ValueError, match=r"without hosts\.coordinator"),
+        joined(HostsConfig(**given)),
+    ):
+        raise AssertionError("a run of its own")
+
+
+@pytest.mark.parametrize("address", ["host0", "host0:", ":9911", "host0:http", "Auto"])
+@pytest.mark.parametrize("of", ["key", "environment"])
+def test_an_address_without_a_port_is_an_error(monkeypatch, address, of):
+    if of == "environment":
+        monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
+    config = HostsConfig(coordinator=address if of == "key" else None, processes=2, process=1)
+    refused = pytest.raises(ValueError, match=f"{address!r}: expected HOST:PORT of process 0, such")
+    with refused, joined(config):
+        raise AssertionError("nobody is there")
+
+
+@pytest.mark.parametrize("given", [{}, {"processes": 1}, {"processes": 1, "process": 0}])
+def test_a_process_may_be_alone(given, capsys):
+    with joined(HostsConfig(**given)):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_one_of_several_tasks_that_is_alone_is_told(monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    with joined(HostsConfig()):
+        pass
+    assert "one of 4 tasks that Slurm started, and a run of its own" in capsys.readouterr().err

@@ -1,0 +1,269 @@
+"""Real processes on this machine: what they share, how they end, and a whole run in them."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxrl.monitoring.tracking.tracking import read_metrics
+from tests import tiny
+from tests.processes import JAXRL, XLA_FLAGS
+
+pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machine
+
+DEVICES = 4  # of all processes together
+STEPS = 4
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@contextmanager
+def started(
+    commands: Sequence[Sequence[str]], logs: Path
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes, each with its part of the devices and its log."""
+    flags = f"--xla_force_host_platform_device_count={DEVICES // len(commands)}"
+    environment = os.environ | {"XLA_FLAGS": f"{XLA_FLAGS} {flags}"}
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for i, command in enumerate(commands):
+            with (logs / f"{i}.log").open("wb") as log:
+                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def children(
+    name: str, directory: Path, *, count: int, address: str | None = None
+) -> list[list[str]]:
+    child = [
+        sys.executable,
+        "-m",
+        "tests.training.hosts_child",
+        name,
+        address or f"127.0.0.1:{free_port()}",
+    ]
+    return [[*child, str(count), str(i), str(directory)] for i in range(count)]
+
+
+def wait_for(text: str, log: Path, process: subprocess.Popen[bytes]) -> None:
+    while text not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.05)
+
+
+def test_four_processes_share_and_all_end_when_one_falls_silent(tmp_path):
+    with started(children("whole", tmp_path, count=4), tmp_path) as processes:
+        for i, process in enumerate(processes):
+            wait_for("whole", tmp_path / f"{i}.log", process)
+        processes[3].send_signal(signal.SIGSTOP)  # the others hang in a collective
+        since = time.monotonic()
+        for process in processes[:3]:
+            assert process.wait() != 0
+        assert time.monotonic() - since < 60
+    assert "another task died" in (tmp_path / "0.log").read_text()
+
+
+ALONE = """
+from jaxrl.training.cluster import joined
+from jaxrl.config.hosts import HostsConfig
+with joined(HostsConfig(coordinator="{address}", processes=2, process={process}, join=1)):
+    pass
+"""
+
+
+def test_who_waits_in_vain_for_the_others_says_so_and_ends(tmp_path):
+    address = [f"127.0.0.1:{free_port()}" for _ in range(2)]  # of two runs
+    code = [ALONE.format(address=address[i], process=i) for i in range(2)]
+    with started([[sys.executable, "-c", text] for text in code], tmp_path) as processes:
+        assert [process.wait() for process in processes] == [1, 1]
+    for i in range(2):
+        lines = (tmp_path / f"{i}.log").read_text().splitlines()
+        assert [line for line in lines if line.startswith("jaxrl:")] == [
+            f"jaxrl: process {i} of 2 waits for the others at {address[i]}, at most 1 s",
+            f"jaxrl: process {i} of 2 ends: not all others came to {address[i]} within "
+            "hosts.join = 1 s. See what they print; do all have the same address, and can they "
+            "reach it?",
+        ]
+
+
+def test_what_fails_on_process_0_ends_the_others_with_its_message(tmp_path):
+    with started(children("failing", tmp_path, count=2), tmp_path) as processes:
+        assert [process.wait() for process in processes] == [1, 1]
+    first, second = ((tmp_path / f"{i}.log").read_text() for i in range(2))
+    assert "jaxrl: process 0 of 2 ends: nothing to read" in first
+    assert "jaxrl: process 1 of 2 ends: process 0: nothing to read" in second
+    assert "Traceback" not in first + second
+
+
+def test_an_interrupted_process_does_not_wait_for_the_others(tmp_path):
+    with started(children("interrupted", tmp_path, count=2), tmp_path) as processes:
+        assert processes[1].wait() == 130
+        since = time.monotonic()
+        assert processes[0].wait() != 0
+        assert time.monotonic() - since < 60
+    assert "jaxrl: process 1 of 2 ends: interrupted" in (tmp_path / "1.log").read_text()
+
+
+def test_a_run_directory_that_is_not_shared_is_an_error_on_all(tmp_path):
+    with started(children("apart", tmp_path, count=2), tmp_path) as processes:
+        assert [process.wait() for process in processes] == [1, 1]
+    for i in range(2):
+        text = (tmp_path / f"{i}.log").read_text()
+        assert f"disk_of_{i}/run' is not the same directory on all hosts: process 1 does" in text
+        assert not (tmp_path / f"disk_of_{i}" / "run").exists()
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(2, ["all", "all"]), (1, ["0", "1"])])
+def test_the_only_task_of_a_slurm_node_has_all_of_its_devices(tmp_path, nodes, gpus):
+    step = {"JOB_ID": 12, "STEP_NODELIST": "localhost", "NTASKS": 2, "STEP_NUM_NODES": nodes}
+    port, commands = free_port(), children("devices", tmp_path, count=2, address="auto")
+    for i, command in enumerate(commands):
+        task = step | {"PROCID": i, "LOCALID": i % (2 // nodes)}
+        variables = [f"SLURM_{name}={value}" for name, value in task.items()]
+        command[:0] = ["env", f"JAX_COORDINATOR_PORT={port}", *variables]
+    with started(commands, tmp_path) as processes:
+        assert [process.wait() for process in processes] == [0, 0]
+    for i in range(2):
+        assert f"{i} of 2 has the GPUs: {gpus[i]}" in (tmp_path / f"{i}.log").read_text()
+
+
+REWARD = """
+import pathlib, time
+
+slow = pathlib.Path(__file__).with_name("slow")
+
+def vowels(completion, example):
+    time.sleep(0.1 * slow.exists())
+    return sum(c in "aeiou" + example["answer"] for c in completion) / 8
+"""
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("material")
+    tiny.write_checkpoint(directory / "model")
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "reward.py").write_text(REWARD)
+    return directory
+
+
+def keys(material: Path, run_dir: Path) -> dict[str, str]:
+    return {
+        "precision": "fp32",
+        "run_dir": str(run_dir),
+        "model.path": str(material / "model"),
+        "data.path": str(material / "prompts.jsonl"),
+        "data.max_prompt_tokens": "8",
+        "data.template": "text",
+        "reward.path": f"{material / 'reward.py'}:vowels",
+        "sampling.max_tokens": "8",
+        "train.steps": str(STEPS),
+        "train.train_batch": "4",
+        "train.group_size": "4",
+        "train.microbatch_tokens": "16",
+        "optimizer.learning_rate": "0.01",
+        "probe.every": "0",
+        "checkpoint.every": "100",
+        "mesh.data": "2",
+        "mesh.fsdp": "2",
+    }
+
+
+def commands(material: Path, run_dir: Path, *, count: int) -> list[list[str]]:
+    address, made = f"127.0.0.1:{free_port()}", []
+    for i in range(count):
+        every = keys(material, run_dir)
+        if count > 1:
+            every |= {"hosts.coordinator": address, "hosts.join": "600"}
+            every |= {"hosts.processes": str(count), "hosts.process": str(i)}
+        made.append([*JAXRL, "train"])
+        made[-1] += [part for key, value in every.items() for part in (f"--{key}", value)]
+    return made
+
+
+def finish(material: Path, run_dir: Path, *, count: int) -> None:
+    with started(commands(material, run_dir, count=count), run_dir.parent) as processes:
+        codes = [process.wait() for process in processes]
+        assert codes == [0] * count, (run_dir.parent / "0.log").read_text()
+    assert "model:" in (run_dir.parent / "0.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def one(material, tmp_path_factory):
+    """The run of a single process."""
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    finish(material, run_dir, count=1)
+    return run_dir
+
+
+def test_two_processes_that_are_stopped_and_four_that_go_on_equal_one(material, one, tmp_path):
+    run_dir = tmp_path / "run"
+    with started(commands(material, run_dir, count=2), tmp_path) as processes:
+        while not read_metrics(run_dir / "metrics.jsonl"):
+            assert processes[0].poll() is None, (tmp_path / "0.log").read_text()
+            time.sleep(0.01)
+        processes[1].send_signal(signal.SIGTERM)  # to one of them
+        assert [process.wait() for process in processes] == [128 + signal.SIGTERM] * 2
+    stopped = read_metrics(run_dir / "metrics.jsonl")[-1]["step"]
+    assert 0 < stopped < STEPS
+    assert f"ended by signal 15 at step {stopped}" in (tmp_path / "0.log").read_text()
+    assert "ended by" not in (tmp_path / "1.log").read_text()
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [str(stopped)]
+
+    finish(material, run_dir, count=4)
+    assert_equal_runs(run_dir, one, model=material / "model")
+
+
+def test_two_processes_of_which_one_is_killed_end_and_go_on(material, one, tmp_path):
+    run_dir, slow = tmp_path / "run", material / "slow"
+    slow.touch()  # else they may be done before
+    every_step = ["--checkpoint.every", "1"]
+    both = [[*command, *every_step] for command in commands(material, run_dir, count=2)]
+    with started(both, tmp_path) as processes:
+        while not list(run_dir.glob("checkpoints/[0-9]")):
+            assert processes[0].poll() is None, (tmp_path / "0.log").read_text()
+            time.sleep(0.01)
+        processes[1].kill()
+        since = time.monotonic()
+        assert processes[0].wait() != 0
+        assert time.monotonic() - since < 60
+    assert len(read_metrics(run_dir / "metrics.jsonl")) < STEPS
+    said = (tmp_path / "0.log").read_text()  # jax's words, or ours if a collective failed first
+    assert "another task died" in said or "jaxrl: process 0 of 2 ends" in said
+    slow.unlink()
+    finish(material, run_dir, count=2)
+    assert_equal_runs(run_dir, one, model=material / "model")
+
+
+def assert_equal_runs(run_dir: Path, one: Path, *, model: Path) -> None:
+    """Of several processes and of one: every step once, and the same parameters."""
+    rows, whole = (read_metrics(run / "metrics.jsonl") for run in (run_dir, one))
+    for got, wanted in zip(rows, whole, strict=True):
+        assert got.keys() == wanted.keys()
+        for name in ("reward", "grad_norm", "completion_length"):
+            np.testing.assert_allclose(got[name], wanted[name], rtol=1e-5)
+    # Sums over processes are in another order than those within one.
+    ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (run_dir, one))
+    moved = load_file(model / "model.safetensors")
+    for name, array in theirs.items():
+        np.testing.assert_allclose(ours[name], array, atol=1e-5, err_msg=name)
+    assert max(np.abs(theirs[name] - moved[name]).max() for name in theirs) > 1e-2

@@ -1,0 +1,133 @@
+"""Learning adapters: the step against one by hand, frozen parameters, meshes, dtypes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl.core.batch import Minibatch
+from jaxrl.core.packing import interleave, pack
+from jaxrl.core.precision import PRESETS as PRECISIONS
+from jaxrl.core.precision import cast
+from jaxrl.learner.policy import make_learner
+from jaxrl.learner.update import saved, with_saved
+from jaxrl.losses.aggregation import token_mean
+from jaxrl.losses.algebra import objective
+from jaxrl.losses.surrogates import reinforce
+from jaxrl.models import lora, spec
+from jaxrl.models.decoder import decoder
+from sharding.mesh import make_mesh
+from sharding.partition import Layout
+from sharding.rules import PRESETS
+from tests import tiny
+
+FP32 = PRECISIONS["fp32"]
+RATE = 0.1
+MOMENTUM = optax.sgd(RATE, momentum=0.9)
+
+
+def specs(config=tiny.CONFIG):
+    declared = decoder(config).specs
+    adapters = lora.adapter_specs(declared, rank=4, targets=["*_proj"])
+    return lora.Adapted(adapters, declared, alpha=8.0)
+
+
+def adapted(*, seed=0, kept=FP32.wire):
+    """Adapters with both factors random: where B is 0, so are A's gradients."""
+    some = spec.init(specs().adapters, jax.random.key(seed), dtype=FP32.params)
+    keys = iter(jax.random.split(jax.random.key(seed + 1), 99))
+    some = jax.tree.map(lambda x: 0.1 * jax.random.normal(next(keys), x.shape), some)
+    return lora.Adapted(some, cast(tiny.params(), kept), alpha=8.0)
+
+
+def minibatch():
+    samples = tiny.rollouts(16, longest=16)
+    advantages = list(np.random.default_rng(0).normal(size=16))
+    rows, used = interleave([[i] for i in range(16)], rows_per_microbatch=8, max_microbatches=2)
+    batch = pack(samples, advantages, rows=rows, row_length=16)
+    return Minibatch(batch=batch, microbatches=jnp.int32(used))  # pyright: ignore
+
+
+@functools.cache
+def on_one_device():
+    """The learner, and its state and metrics after one step."""
+    learner = make(MOMENTUM)
+    return learner, *jax.jit(learner.step)(learner.init(adapted()), minibatch())
+
+
+def make(optimizer, *, precision=FP32, layout=None):
+    dims = {} if layout is None else {"constrain": layout.constrain, "local": layout.local}
+    return make_learner(
+        decoder(tiny.CONFIG, **dims),
+        objective(reinforce(), token_mean),
+        optimizer=optimizer,
+        precision=precision,
+        rows_per_microbatch=8,
+        param_shardings=None if layout is None else layout.tree(specs()),
+    )
+
+
+def test_a_step_is_the_one_by_hand():
+    """The gradient of W + s B A, by the chain rule from the gradient of all parameters."""
+    params, (_, state, metrics) = adapted(), on_one_device()
+    plain = make(optax.sgd(1.0))
+    merged = lora.merge(params)
+    whole, expected = jax.jit(plain.step)(plain.init(merged), minibatch())
+    assert float(metrics["loss"].total) == pytest.approx(float(expected["loss"].total), rel=1e-5)
+    for name, a in params.adapters["layers"].items():
+        if not name.endswith("_a"):
+            continue
+        matrix = name.removesuffix("_a")
+        b = params.adapters["layers"][f"{matrix}_b"]
+        slope = merged["layers"][matrix] - whole.params["layers"][matrix]  # dL/dW
+        by_hand = {
+            name: a - RATE * 2.0 * jnp.einsum("lor,loi->lri", b, slope),
+            f"{matrix}_b": b - RATE * 2.0 * jnp.einsum("loi,lri->lor", slope, a),
+        }
+        for key, value in by_hand.items():
+            before = params.adapters["layers"][key]
+            moved = np.asarray(state.params.adapters["layers"][key] - before)
+            assert np.abs(moved).max() > 1e-5
+            np.testing.assert_allclose(moved, value - before, rtol=2e-3, atol=3e-7)
+    jax.tree.map(np.testing.assert_array_equal, state.params.frozen, params.frozen)
+
+
+def test_what_is_frozen_has_no_master_copy_no_moments_and_no_place_in_a_checkpoint():
+    policy = PRECISIONS["bf16_master"]
+    shapes = lora.abstract(specs(), trained=policy.params, kept=policy.wire)
+    state = jax.eval_shape(make(optax.adam(1e-3), precision=policy).init, shapes)
+    assert {x.dtype for x in jax.tree.leaves(state.params.frozen)} == {policy.wire}
+    assert {x.dtype for x in jax.tree.leaves(state.params.adapters)} == {policy.params}
+    trained = sum(x.size for x in jax.tree.leaves(state.params.adapters))
+    assert sum(x.size for x in jax.tree.leaves(state.opt_state)) == 2 * trained + 1
+    kept = saved(state)
+    assert sum(x.size for x in jax.tree.leaves(kept.params)) == trained
+    assert with_saved(state, kept) == state
+
+
+def test_a_mesh_changes_nothing_but_rounding():
+    layout = Layout(make_mesh(data=2, fsdp=2, tensor=2), PRESETS["fsdp_tensor"])
+    params, batch = adapted(), minibatch()
+    alone, one, _ = on_one_device()
+    scores = jax.jit(alone.shadow)(one.params, batch)
+    learner = make(MOMENTUM, layout=layout)
+    params = jax.device_put(params, layout.tree(specs()))
+    shardings = layout.state(jax.eval_shape(learner.init, params), lora.declared(specs()))
+    # The moments of an adapter lie where the adapter lies, and that is not everywhere.
+    moments = shardings.opt_state[0].trace["layers"]
+    assert moments == shardings.params.adapters["layers"]
+    assert not moments["gate_a"].is_fully_replicated
+    state = jax.jit(learner.init, out_shardings=shardings)(params)
+    rows = jax.tree.map(
+        lambda x: layout.batch(("batch", "length")) if x.ndim == 2 else layout.replicated, batch
+    )
+    batch = jax.device_put(batch, rows)
+    step = jax.jit(learner.step, donate_argnums=0, out_shardings=(shardings, None))
+    state, _ = step(state, batch)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
+    jax.tree.map(close, state.params.adapters, one.params.adapters)
+    jax.tree.map(np.testing.assert_array_equal, state.params.frozen, one.params.frozen)
+    close(jax.jit(learner.shadow)(state.params, batch), scores)

@@ -1,0 +1,345 @@
+"""Pairs of answers: what is read, what is refused, and the loop that learns from them."""
+
+import json
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from orbax.checkpoint import StandardCheckpointer
+
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import load_model
+from jaxrl.cli import main
+from jaxrl.config.mesh import MeshConfig
+from jaxrl.config.preference import DPOConfig, RewardModelConfig
+from jaxrl.config.toml_file import ConfigError, load
+from jaxrl.core.batch import Minibatch
+from jaxrl.core.metrics import to_floats
+from jaxrl.core.precision import PRESETS
+from jaxrl.data.prompts import Row
+from jaxrl.learner.reward_model import make_ranker
+from jaxrl.models import huggingface
+from jaxrl.models.decoder import decoder
+from jaxrl.models.scorer import sequence_scores
+from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.training.supervised import fit, pairs
+from jaxrl.training.supervised.dpo import load_loss
+from jaxrl.training.supervised.pairs import (
+    load_held_out_pairs,
+    load_training_pairs,
+    pack_pairs,
+    tokenise,
+)
+from tests import tiny
+
+ROW_LENGTH = 56  # two pairs of the material
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.write_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model):
+    return huggingface.load_tokenizer(model)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    """Answers that begin with a are better than those that begin with b."""
+    directory = tmp_path_factory.mktemp("pairs")
+    rng = np.random.default_rng(0)
+    for name, size in (("train", 40), ("held_out", 12)):
+        rows = []
+        for _ in range(size):
+            prompt, one, other = ("".join(rng.choice(list("cdef"), 3)) for _ in range(3))
+            rows.append({"prompt": prompt, "chosen": f"a{one}", "rejected": f"b{other}"})
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (directory / f"{name}.jsonl").write_text(text)
+    return directory
+
+
+def arguments(model, material, run_dir, **overrides):
+    keys = {
+        "model.path": str(model),
+        "data.path": f"{material}/train.jsonl",
+        "data.eval_path": f"{material}/held_out.jsonl",
+        "run_dir": str(run_dir),
+        "precision": "fp32",
+        "train.steps": "12",
+        "train.batch_size": "8",
+        "train.row_length": str(ROW_LENGTH),
+        "train.microbatch_tokens": str(2 * ROW_LENGTH),
+        "optimizer.learning_rate": "0.01",
+        "checkpoint.every": "4",
+    }
+    return list((keys | overrides).items())
+
+
+def config(model, material, **overrides):
+    return load(RewardModelConfig, overrides=arguments(model, material, "x", **overrides))
+
+
+def read(rows, config, tokenizer, *, max_tokens=ROW_LENGTH):
+    numbered = (Row(f"x:{i}", row) for i, row in enumerate(rows, start=1))
+    return tokenise(numbered, config.data, tokenizer, max_tokens=max_tokens)
+
+
+USER = {"role": "user", "content": "cd"}
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt_key"),
+    [
+        ({"prompt": "cd", "chosen": "a", "rejected": "bb"}, "prompt"),
+        ({"prompt": [USER], "chosen": "a", "rejected": "bb"}, "prompt"),
+        (
+            {
+                "prompt": [USER],
+                "chosen": [{"role": "assistant", "content": "a"}],
+                "rejected": [{"role": "assistant", "content": "bb"}],
+            },
+            "prompt",
+        ),
+        (
+            {
+                "prompt": "cd",
+                "chosen": [USER, {"role": "assistant", "content": "a"}],
+                "rejected": [USER, {"role": "assistant", "content": "bb"}],
+            },
+            "prompt",
+        ),
+        (
+            {
+                "chosen": [USER, {"role": "assistant", "content": "a"}],
+                "rejected": [USER, {"role": "assistant", "content": "bb"}],
+            },
+            "none",
+        ),
+    ],
+    ids=["texts", "messages", "answers as messages", "whole conversations", "no prompt"],
+)
+def test_a_pair_is_prompt_answers_and_end_in_every_form(
+    row, prompt_key, model, tokenizer, material
+):
+    given = config(model, material, **{"data.prompt_key": prompt_key})
+    (pair,) = read([row], given, tokenizer).pairs
+    for answer, text in ((pair.chosen, "a<end>"), (pair.rejected, "bb<end>")):
+        assert tokenizer.decode(answer.prompt) == "u:cd;a:"
+        assert tokenizer.decode(answer.completion) == text
+        assert answer.action_mask.all()
+
+
+def test_the_data_may_be_parquet_and_have_margins(model, tokenizer, material, tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"prompt": "cd", "chosen": "a", "rejected": "bb", "by": m} for m in (0.5, 2.0)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "pairs.parquet")
+    keys = {"data.path": f"{tmp_path}/pairs.parquet", "data.margin_key": "by"}
+    given = config(model, material, **keys)
+    found = load_training_pairs(given.data, tokenizer, max_tokens=ROW_LENGTH)
+    assert [pair.margin for pair in found.pairs] == [0.5, 2.0]
+    batch = pack_pairs(found.pairs, given).batch
+    row = int(np.argmax(batch.segments.max(axis=1)))
+    ends = [batch.advantages[row][batch.segments[row] == s].sum() for s in (1, 2, 3, 4)]
+    assert sorted(ends) == [0.0, 0.0, 0.5, 2.0]
+    assert ends[1] == ends[3] == 0.0  # the chosen answers come first
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "message"),
+    [
+        ({"prompt": "c", "chosen": "a"}, {}, "x:1: no 'rejected'"),
+        ({"prompt": "c", "chosen": "a", "rejected": 3}, {}, "x:1: 'rejected' is 3"),
+        ({"prompt": "c", "chosen": [USER], "rejected": "b"}, {}, "last message of 'chosen' is not"),
+        (
+            {
+                "prompt": "c",
+                "chosen": [USER, {"role": "assistant", "content": "a"}],
+                "rejected": "b",
+            },
+            {},
+            "'chosen' and 'rejected' answer different prompts",
+        ),
+        (
+            {
+                "prompt": "c",
+                "chosen": [USER, {"role": "assistant", "content": "a"}],
+                "rejected": [USER, {"role": "assistant", "content": "b"}],
+            },
+            {},
+            "the messages before the answer in 'chosen' are not those of 'prompt'",
+        ),
+        (
+            {"chosen": "a", "rejected": "b"},
+            {"data.prompt_key": "none"},
+            "'chosen' holds no message",
+        ),
+        (
+            {"prompt": "c", "chosen": "a", "rejected": "b", "m": "much"},
+            {"data.margin_key": "m"},
+            "'m' is 'much', expected a number",
+        ),
+        ({"prompt": "c" * 40, "chosen": "a", "rejected": "b"}, {}, "1 have more than 56 tokens"),
+    ],
+)
+def test_rows_that_are_no_pairs_are_named(row, keys, message, model, tokenizer, material):
+    with pytest.raises(ValueError, match=message):
+        read([row], config(model, material, **keys), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def reward_model(model, material, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("reward_model")
+    argv = [f"--{k}={v}" for k, v in arguments(model, material, run_dir)]
+    assert main(["reward-model", *argv]) == 0
+    return run_dir
+
+
+def test_a_reward_model_learns_to_tell_the_answers_apart(reward_model, model, material, tokenizer):
+    rows = read_metrics(reward_model / "metrics.jsonl")
+    measured = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
+    assert measured[0] == 0.0  # a score of zero for all: nothing is ahead of anything
+    assert measured[-1] == 1.0
+    assert "score/margin" in rows[1] or "score/margin" in rows[2]
+
+    # What is on the disk says the same, one text at a time.
+    directory = reward_model / "model"
+    decoder_config, params = huggingface.load(directory, dtype=None)
+    assert decoder_config.scored
+    given = config(model, material)
+    held_out = load_held_out_pairs(given.data, tokenizer, max_tokens=ROW_LENGTH)
+    one = config(model, material, **{"train.packing": "false"})
+    batch = pack_pairs(held_out.pairs[:8], one).batch
+    scores = np.asarray(
+        sequence_scores(
+            decoder(decoder_config),
+            params,
+            jax.tree.map(jnp.asarray, batch),
+            precision=PRESETS["fp32"],
+        )
+    )
+    there = batch.segments.max(axis=1) == 2
+    assert (scores[there, 1] > scores[there, 2]).all()
+    assert there.sum() == 8
+
+
+def test_dpo_raises_the_chosen_answers(model, material, tmp_path, capsys):
+    argv = [f"--{k}={v}" for k, v in arguments(model, material, tmp_path)]
+    assert main(["dpo", *argv, "--loss", "sigmoid", "--loss.beta", "0.5"]) == 0
+    assert (
+        "held-out pairs with the chosen answer ahead: 0.0 % -> 100.0 %" in capsys.readouterr().out
+    )
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    measured = [row for row in rows if "eval/accuracy" in row]
+    assert measured[0]["eval/reward/margin"] == 0.0  # the policy is its own reference
+    assert measured[-1]["eval/reward/margin"] > 0.5
+    moved = measured[-1]["eval/logprobs/rejected"] - measured[0]["eval/logprobs/rejected"]
+    ahead = measured[-1]["eval/reward/rejected"] / 0.5
+    np.testing.assert_allclose(moved, ahead, rtol=1e-3)  # so the reference is the first policy
+    assert not huggingface.load_config(tmp_path / "model").scored
+
+
+def state(run_dir, step):
+    with StandardCheckpointer() as reader:
+        return reader.restore(run_dir / "checkpoints" / str(step) / "state")
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(
+    reward_model, model, material, tmp_path, monkeypatch, capsys
+):
+    argv = ["reward-model", *(f"--{k}={v}" for k, v in arguments(model, material, tmp_path))]
+    real = fit.place
+
+    def interrupted(host, layout):
+        interrupted.calls += 1
+        if interrupted.calls == 8:  # two batches are held-out pairs: during the sixth step
+            signal.raise_signal(signal.SIGINT)
+        return real(host, layout)
+
+    interrupted.calls = 0
+    monkeypatch.setattr(fit, "place", interrupted)
+    monkeypatch.setattr(pairs, "place", interrupted)
+    assert main(argv) == 128 + signal.SIGINT
+    assert "ended by signal 2 at step 6; the same command goes on" in capsys.readouterr().out
+    assert not (tmp_path / "model").exists()
+    assert main([*argv, "--optimizer.learning_rate=0.02"]) == 1
+    assert "optimizer.learning_rate = 0.01 there and 0.02 here" in capsys.readouterr().err
+    assert main(argv) == 0
+    ours, undisturbed = state(tmp_path, 12), state(reward_model, 12)
+    jax.tree.map(np.testing.assert_array_equal, ours, undisturbed)
+    a, b = (d / "model" / "model.safetensors" for d in (tmp_path, reward_model))
+    assert a.read_bytes() == b.read_bytes()
+    # A run that is done only writes its model again.
+    a.unlink()
+    assert main(argv) == 0
+    assert a.read_bytes() == b.read_bytes()
+
+
+def test_packing_and_microbatches_do_not_change_a_step(model, material, tokenizer):
+    given = {
+        "packed": config(model, material),
+        "unpacked": config(
+            model,
+            material,
+            **{"train.packing": "false", "train.microbatch_tokens": str(8 * ROW_LENGTH)},
+        ),
+    }
+    found = load_training_pairs(given["packed"].data, tokenizer, max_tokens=ROW_LENGTH)
+    chosen = [pair._replace(margin=i / 4) for i, pair in enumerate(found.pairs[:8])]
+    decoder_config, params = huggingface.load_scorer(model, dtype=np.dtype("float32"))
+    params["score"] = jax.random.normal(jax.random.key(0), params["score"].shape)
+    steps = {}
+    for name, one in given.items():
+        learner = make_ranker(
+            decoder(decoder_config),
+            centring=0.1,
+            optimizer=optax.sgd(1.0),
+            precision=PRESETS["fp32"],
+            rows_per_microbatch=one.microbatch_rows,
+        )
+        batch, used = pack_pairs(chosen, one)
+        minibatch = Minibatch(batch=batch, microbatches=jnp.int32(used))
+        state, metrics = jax.jit(learner.step)(learner.init(params), minibatch)
+        steps[name] = (used, state.params, to_floats(metrics))
+    (few, packed, a), (many, unpacked, b) = steps["packed"], steps["unpacked"]
+    assert (few, many) == (2, 1)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), packed, unpacked
+    )
+    for name in a:
+        np.testing.assert_allclose(a[name], b[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    assert a["grad_norm"] > 0.1
+
+
+def test_losses_by_name():
+    def given(*keys):
+        required = [("model.path", "m"), ("data.path", "d")]
+        return load(DPOConfig, overrides=[*required, *keys]).loss
+
+    assert load_loss(given()).beta == 0.1
+    assert load_loss(given(("loss.name", "ipo_summed"), ("loss.beta", "0.3"))).beta == 0.3
+    with pytest.raises(ValueError, match="did you mean ipo"):
+        load_loss(given(("loss.name", "ipp")))
+    with pytest.raises(ValueError, match=r"loss\.label_smoothing: hinge has no such parameter"):
+        load_loss(given(("loss.name", "hinge"), ("loss.label_smoothing", "0.1")))
+    with pytest.raises(ValueError, match=r"loss\.beta = 'x': expected float"):
+        load_loss(given(("loss.beta", "x")))
+    for name in ("sigmoid", "hinge", "ipo", "ipo_summed"):
+        for beta in ("-1.0", "0"):
+            with pytest.raises(ValueError, match=rf"beta={beta} must be > 0"):
+                load_loss(given(("loss.name", name), ("loss.beta", beta)))
+    with pytest.raises(ConfigError, match=r"eval\.every = 5 needs data\.eval_path"):
+        given(("eval.every", "5"))
+
+
+def test_a_reward_model_has_no_words(reward_model):
+    layout = make_layout(MeshConfig())
+    path = str(reward_model / "model")
+    with pytest.raises(ValueError, match="is a reward model, which has no words to say"):
+        load_model(path, layout=layout, dtype=np.dtype("float32"))

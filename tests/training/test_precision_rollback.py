@@ -1,0 +1,167 @@
+"""A real small run whose alarm changes its dtype policy, is killed on the way, and goes on."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl import train
+from jaxrl.commands.report.collect import collect
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
+from jaxrl.core import precision
+from jaxrl.learner.actor_critic import State
+from jaxrl.learner.update import LearnerState
+from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+from jaxrl.training.run import Progress, Run, carried_over, open_run
+from tests import tiny
+
+NEW = "fp32,loss_scale=dynamic:4:1"  # doubles after every finite step
+REWARD = "def digit(completion, example):\n    return float(completion[:1].isdigit())\n"
+
+
+class KilledError(Exception):
+    """What ends a program without a chance to save anything."""
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory) -> Config:
+    """An f32 learner and a bf16 sampler, and a clip so tight that their difference trips it."""
+    directory = tmp_path_factory.mktemp("precision")
+    tiny.write_checkpoint(directory / "model")
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "reward.py").write_text(REWARD)
+    keys = {
+        "precision": "phantom",
+        "run_dir": str(directory / "run"),
+        "model.path": str(directory / "model"),
+        "data.path": str(directory / "prompts.jsonl"),
+        "data.max_prompt_tokens": "16",
+        "reward.path": f"{directory / 'reward.py'}:digit",
+        "sampling.max_tokens": "8",
+        "train.steps": "8",
+        "train.train_batch": "4",
+        "train.group_size": "4",
+        "train.microbatch_tokens": "256",
+        "checkpoint.every": "2",
+        "probe.every": "1",
+        "probe.low": "0.001",
+        "probe.high": "0.001",
+        "alarms.warmup": "5",
+        "alarms.window": "2",
+        "alarms.phantom": "rollback_precision",
+        "alarms.precision": NEW,
+    }
+    return toml_file.load(Config, overrides=list(keys.items()))
+
+
+def kill_at(monkeypatch: Any, step: int, *, policy: str) -> None:
+    """The program dies behind a step of a policy, before anything of it is saved."""
+    keep_safe = train.keep_safe
+
+    def dying(run: Any, state: Any, progress: Any, **more: Any) -> None:
+        if progress.step == step and run.config.precision == policy:
+            raise KilledError
+        keep_safe(run, state, progress, **more)
+
+    monkeypatch.setattr(train, "keep_safe", dying)
+
+
+def check_restored(run: Run, state: LearnerState) -> None:
+    """The state is the checkpoint's of step 2, for a policy that has just begun."""
+    policy = precision.parse(run.config.precision)
+    there = run.checkpoints.restore(2, state).state
+    assert float(there.loss_scale.scale) == 1.0
+    for ours, saved in zip(
+        jax.tree.leaves((state.step, state.params, state.opt_state)),
+        jax.tree.leaves((there.step, there.params, there.opt_state)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(ours, saved)
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {policy.params}
+    assert float(state.loss_scale.scale) == policy.loss_scale.initial == 4.0
+    sampler = cast(EmbeddedSampler, run.sampler)
+    assert sampler._weights.params["embed"].dtype == policy.sampler
+
+
+def watch_opening(monkeypatch: Any) -> list[tuple[str, int]]:
+    """(precision, step) whenever a run is opened."""
+    opened: list[tuple[str, int]] = []
+
+    @contextmanager
+    def watched(config: Config) -> Iterator[Any]:
+        with open_run(config) as (run, state, progress):
+            opened.append((run.config.precision, progress.step))
+            if opened[-1] == (NEW, 2):
+                check_restored(run, state.policy)
+            yield run, state, progress
+
+    monkeypatch.setattr(train, "open_run", watched)
+    return opened
+
+
+def column(run_dir: Path, name: str) -> dict[int, float]:
+    return {e["step"]: e[name] for e in read_metrics(run_dir / "metrics.jsonl") if name in e}
+
+
+def test_a_run_goes_back_and_on_in_another_precision(asked, monkeypatch):
+    run_dir = Path(asked.run_dir)
+    opened = watch_opening(monkeypatch)
+    with monkeypatch.context() as patch:
+        kill_at(patch, 7, policy=NEW)  # behind a checkpoint of the new policy
+        with pytest.raises(KilledError):
+            train.train(asked)
+    assert opened == [("phantom", 0), (NEW, 2)]  # before the probes of steps 4 to 6
+    (event,) = [e["event"] for e in read_metrics(run_dir / "metrics.jsonl") if "event" in e]
+    assert (event["alarm"], event["at"], event["to"]) == ("phantom", 6, 2)
+    assert (event["action"], event["changes"]) == ("rollback", {"precision": ["phantom", NEW]})
+    undone = read_metrics(run_dir / "rolled_back_1.jsonl")
+    assert undone[-1]["event"]["more"] == f"back to step 2 with precision 'phantom' -> '{NEW}'"
+    page = collect(run_dir, name="run")
+    assert page["config"]["precision"] == NEW
+    assert [alarm["action"] for alarm in page["alarms"]] == ["rollback"]
+
+    # The same command goes on in the new policy, whose loss scale does not begin anew once more.
+    done = train.train(asked)
+    assert opened[2:] == [(NEW, 6)]
+    assert (done.step, done.verdict) == (8, None)
+    scales = dict(zip(range(1, 9), [1.0] * 2 + [2.0**n for n in range(2, 8)], strict=True))
+    assert column(run_dir, "loss_scale") == scales
+    assert all(column(run_dir, "probe/phantom")[step] == 0 for step in range(3, 9))
+    assert column(run_dir, "skipped_steps")[8] == 0
+
+
+def test_what_another_precision_takes_over_from_a_checkpoint():
+    f32, f16 = precision.PRESETS["fp32"], precision.PRESETS["fp16_master"]
+    skipped = dataclasses.replace(precision.init_loss_scale(f32.loss_scale), skipped=jnp.int32(3))
+    learner = LearnerState(jnp.int32(7), jnp.ones(2), (), skipped)
+    counts = {"made": 9, "learnt": 4, "late": 1, "flat": 1}
+    written = {"pending": tiny.rollouts(9), "running": [5], "counts": counts}
+
+    def taken_over(policy: precision.Precision, before: str | None) -> tuple[State, Progress]:
+        progress = Progress(precision=before, **written)
+        return carried_over(State(learner), progress, policy=policy), progress
+
+    for before in (str(f32), None):  # the same precision, or a checkpoint that does not say
+        state, progress = taken_over(f32, before)
+        assert state.policy is learner
+        assert (progress.counts, len(progress.pending)) == (counts, 9)
+    state, progress = taken_over(f16, str(f32))
+    assert float(state.policy.loss_scale.scale) == f16.loss_scale.initial == 65536
+    assert (int(state.policy.loss_scale.skipped), int(state.policy.step)) == (3, 7)
+    # Three groups waited that the other arithmetic had sampled: dropped, counted, answered again.
+    assert progress.pending == []
+    assert progress.running == [0, 1, 2, 5]
+    assert progress.counts == counts | {"late": 4}
+    # Where only the learner's arithmetic changes they are as good as before.
+    _, progress = taken_over(precision.parse("phantom"), str(precision.parse("bf16_master")))
+    assert (progress.counts, len(progress.pending)) == (counts, 9)

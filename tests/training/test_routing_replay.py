@@ -1,0 +1,271 @@
+"""Routing replay: the experts that the sampler used, from its cache to the learner's gradient."""
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl.builders.learner import build_learner
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
+from jaxrl.core.batch import Minibatch, Rollout, from_json, to_json
+from jaxrl.core.metrics import to_floats
+from jaxrl.core.packing import assign_rows, gather, interleave, pack
+from jaxrl.core.precision import PRESETS
+from jaxrl.environments.episodes.base import Limits, Step
+from jaxrl.environments.episodes.episode import Draft
+from jaxrl.learner.policy import make_learner
+from jaxrl.losses import objective, over_sampler, token_mean, unclipped
+from jaxrl.models.decoder import decoder
+from jaxrl.models.logprobs import token_logprobs
+from jaxrl.sampling.base import Completion, SamplingParams
+from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+from jaxrl.training.rollouts.answers import collect
+from jaxrl.training.run import Progress, open_run
+from tests import tiny
+
+F32 = PRESETS["fp32"]
+MODEL, PARAMS = decoder(tiny.MOE), tiny.params(config=tiny.MOE)
+LAYERS, CHOSEN = 2, 2
+PROMPTS = [np.arange(2, 2 + n, dtype=np.int32) * 7 % 62 for n in (3, 9)]
+ROW = 48
+LEARNER = make_learner(
+    MODEL,
+    objective(unclipped(over_sampler), token_mean),
+    optimizer=optax.sgd(1.0),
+    precision=F32,
+    rows_per_microbatch=2,
+)
+score, step = jax.jit(LEARNER.score), jax.jit(LEARNER.step)
+
+
+def drawn(params) -> list[Rollout]:
+    """The longest and the shortest answers of a batch that shrinks while it is drawn."""
+    sampler = EmbeddedSampler(MODEL, params, precision=F32, record_experts=True)
+    asked = SamplingParams(max_tokens=24, stop=((1,), (5,), (7,), (8,), (9,), (11,)), seed=3)
+    found = sorted(sampler.sample(PROMPTS, asked, group_size=16), key=lambda c: len(c.tokens))
+    found = found[:3] + found[-5:]
+    assert len(found[0].tokens) < len(found[-5].tokens)
+    return [
+        Rollout(
+            prompt=PROMPTS[c.prompt_index],
+            completion=c.tokens,
+            logprobs=c.logprobs,
+            action_mask=np.ones(len(c.tokens), bool),
+            version=c.versions,
+            group=c.prompt_index,
+            experts=c.experts,
+        )
+        for c in found
+    ]
+
+
+@pytest.fixture(scope="module")
+def own() -> list[Rollout]:
+    return drawn(PARAMS)
+
+
+@pytest.fixture(scope="module")
+def foreign() -> list[Rollout]:
+    """Drawn by routers that have moved."""
+    layers = PARAMS["layers"]
+    noise = jax.random.normal(jax.random.key(1), layers["router"].shape) / 10
+    moved = {**PARAMS, "layers": layers | {"router": layers["router"] + noise}}
+    return drawn(moved)
+
+
+def rows_of(rollouts, *, packed=True):
+    rows = [[i] for i in range(len(rollouts))]
+    if packed:
+        rows = assign_rows([r.length for r in rollouts], row_length=ROW)
+    return interleave(rows, rows_per_microbatch=2, max_microbatches=4)
+
+
+def minibatch(rollouts, *, packed=True) -> Minibatch:
+    rows, used = rows_of(rollouts, packed=packed)
+    advantages = list(np.random.default_rng(0).normal(size=len(rollouts)))
+    batch = pack(rollouts, advantages, rows=rows, row_length=ROW)
+    return Minibatch(batch=jax.tree.map(jnp.asarray, batch), microbatches=jnp.int32(used))
+
+
+def scores(rollouts, *, packed=True) -> list[np.ndarray]:
+    found = np.asarray(score(PARAMS, minibatch(rollouts, packed=packed)))
+    return gather(found, rollouts, rows=rows_of(rollouts, packed=packed)[0])
+
+
+def forgotten(rollouts) -> list[Rollout]:
+    """The same answers, and no experts known."""
+    return [r._replace(experts=np.full_like(known(r), -1, dtype=np.int16)) for r in rollouts]
+
+
+def known(rollout: Rollout) -> np.ndarray:
+    assert rollout.experts is not None
+    return rollout.experts
+
+
+@functools.cache
+def forward(*, replayed: bool):
+    """One whole sequence through the decoder, by hand."""
+
+    @jax.jit
+    def run(tokens, experts) -> tuple[jax.Array, jax.Array]:
+        assert MODEL.hidden_routed is not None
+        ones = jnp.ones_like(tokens)
+        places = jnp.arange(ROW, dtype=jnp.int32)[None]
+        recorded = experts if replayed else None
+        found = MODEL.hidden_routed(PARAMS, tokens, places, ones, precision=F32, recorded=recorded)
+        head = MODEL.unembedding(PARAMS)
+        return found.experts, token_logprobs(
+            found.hidden, head, tokens, jnp.ones(tokens.shape, bool), precision=F32
+        )
+
+    return run
+
+
+def whole(rollout: Rollout, *, replayed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Experts [N, L, k] and log-probs [C] of a sequence with padding behind it."""
+    tokens = np.zeros((1, ROW), np.int32)
+    tokens[0, : rollout.length] = np.concatenate([rollout.prompt, rollout.completion])
+    experts = np.zeros((1, ROW, LAYERS, CHOSEN), np.int32)
+    experts[0, : rollout.length - 1] = known(rollout)
+    used, logprobs = forward(replayed=replayed)(tokens, experts)
+    answer = slice(len(rollout.prompt), rollout.length)
+    return np.asarray(used)[0, : rollout.length - 1], np.asarray(logprobs)[0, answer]
+
+
+def test_the_samplers_routing_is_the_learners_on_the_same_weights(own):
+    for one in own:
+        assert known(one).shape == (one.length - 1, LAYERS, CHOSEN)
+        assert known(one).dtype == np.uint8
+        np.testing.assert_array_equal(known(one), whole(one, replayed=False)[0])
+    for replayed, free in zip(scores(own), scores(forgotten(own)), strict=True):
+        np.testing.assert_array_equal(replayed, free)
+    without = [one._replace(experts=None) for one in own]
+    assert minibatch(without).batch.experts is None
+    for replayed, today in zip(scores(own), scores(without), strict=True):
+        np.testing.assert_allclose(replayed, today, atol=1e-5)
+
+
+def test_a_batch_knows_the_experts_of_every_token_but_the_last(own):
+    batch = minibatch(own).batch
+    assert batch.experts is not None
+    there = np.asarray(batch.experts >= 0).all(axis=(2, 3))
+    after = np.roll(np.asarray(batch.segments), -1, axis=1)
+    last = (np.asarray(batch.segments) != after) | (np.arange(ROW) == ROW - 1)
+    np.testing.assert_array_equal(there, (np.asarray(batch.segments) > 0) & ~last)
+    longer = own[0]._replace(experts=np.zeros((own[0].length + 1, LAYERS, CHOSEN), np.uint8))
+    with pytest.raises(ValueError, match="rollout 0: experts has"):
+        pack([longer], [0.0], rows=[[0]], row_length=ROW)
+
+
+def test_another_samplers_routing_is_used_and_packing_changes_nothing(foreign):
+    replayed, free = scores(foreign), scores(forgotten(foreign))
+    alone = scores(foreign, packed=False)
+    for i, one in enumerate(foreign):
+        np.testing.assert_allclose(replayed[i], whole(one, replayed=True)[1], atol=1e-5)
+        np.testing.assert_allclose(replayed[i], alone[i], atol=1e-5)
+    differences = np.abs(np.concatenate(replayed) - np.concatenate(free))
+    assert differences.max() > 1e-2
+
+
+def test_the_router_learns_from_replayed_routing(foreign):
+    batch, begin = minibatch(foreign), LEARNER.init(PARAMS)
+    after, _ = step(begin, batch)
+    gradient = jax.tree.map(lambda a, b: a - b, PARAMS["layers"], after.params["layers"])["router"]
+    direction = gradient / jnp.linalg.norm(gradient)
+    assert jnp.linalg.norm(gradient) > 1e-3
+
+    def loss(shift: float) -> float:
+        layers = PARAMS["layers"]
+        moved = layers | {"router": layers["router"] + shift * direction}
+        params = {**PARAMS, "layers": moved}
+        _, metrics = step(dataclasses.replace(begin, params=params), batch)
+        return to_floats(metrics)["loss"]
+
+    slope = (loss(1e-2) - loss(-1e-2)) / 2e-2
+    assert slope == pytest.approx(float(jnp.vdot(gradient, direction)), rel=1e-2)
+    rows, _ = step(begin, minibatch(foreign, packed=False))
+    unpacked = PARAMS["layers"]["router"] - rows.params["layers"]["router"]
+    np.testing.assert_allclose(gradient, unpacked, atol=2e-5 * float(jnp.abs(unpacked).max()))
+
+
+def test_experts_of_a_pending_answer_survive_a_checkpoint(own):
+    for one in (own[0], own[0]._replace(experts=None)):
+        again = from_json(json.loads(json.dumps(to_json(one))))
+        for name, value in one._asdict().items():
+            np.testing.assert_array_equal(getattr(again, name), value)
+
+
+def test_an_episode_keeps_the_experts_that_drew_its_tokens():
+    """Prompt 2, turn 2, observation 1, turn 2: the second turn's context was computed again."""
+    draft = Draft(np.array([3, 4], np.int32), prompt_index=0, sample_index=0)
+
+    def turn(tokens: int, expert: int) -> Completion:
+        ids, zeros = np.full(2, 9, np.int32), np.zeros(2, np.float32)
+        experts = np.full((tokens - 1, LAYERS, CHOSEN), expert, np.uint8)
+        return Completion(0, 0, ids, zeros, np.zeros(2, np.int32), "stop", experts)
+
+    limits = Limits(prompt_tokens=4, tokens=20, turns=3, vocab_size=64, seconds=1.0)
+    draft.take(turn(4, 1))
+    assert draft.see(Step([8], 0.0, False), limits) is None
+    draft.take(turn(7, 2))
+    found = draft.rollout("done", group=0).experts
+    assert found is not None
+    np.testing.assert_array_equal(found[:, 0, 0], [1, 1, 1, 2, 2, 2])
+
+
+def config(**changes: Any) -> Config:
+    keys = {"model.path": "m", "data.path": "d", "reward.path": "r.py:f"}
+    keys |= {"train.replay_routing": "true"}
+    return toml_file.load(Config, overrides=list((keys | changes).items()))
+
+
+def test_what_cannot_be_replayed_is_refused():
+    with pytest.raises(ValueError, match=r"sampler\.name = 'vllm' does not"):
+        config(**{"sampler.name": "vllm"})
+    with pytest.raises(ValueError, match=r"replay_routing and critic\.trunk = 'shared'"):
+        config(**{"critic.trunk": "shared", "loss.name": "ppo"})
+    unused: Any = None
+    with pytest.raises(ValueError, match=r"replay_routing = true: m \(qwen3\) is dense"):
+        build_learner(config(), tiny.model(), objective=unused, optimizer=unused, layout=unused)
+    with pytest.raises(ValueError, match="the model is dense"):
+        EmbeddedSampler(tiny.model(), tiny.params(), precision=F32, record_experts=True)
+
+
+REWARD = """
+def characters(completion, example):
+    return float(sum(map(ord, completion)) % 7)
+"""
+
+
+def test_a_runs_answers_have_experts_and_so_have_those_of_a_checkpoint(tmp_path):
+    tiny.write_checkpoint(tmp_path / "model", config=tiny.MOE)
+    prompts = [json.dumps({"prompt": letter}) + "\n" for letter in "abcdefgh"]
+    (tmp_path / "prompts.jsonl").write_text("".join(prompts))
+    (tmp_path / "reward.py").write_text(REWARD)
+    changes = {
+        "precision": "fp32",
+        "run_dir": str(tmp_path / "run"),
+        "model.path": str(tmp_path / "model"),
+        "data.path": str(tmp_path / "prompts.jsonl"),
+        "data.answer_key": "none",
+        "data.max_prompt_tokens": "8",
+        "reward.path": f"{tmp_path / 'reward.py'}:characters",
+        "sampling.max_tokens": "8",
+        "train.train_batch": "3",
+        "train.group_size": "4",
+        "train.microbatch_tokens": "64",
+    }
+    with open_run(config(**changes)) as (run, _, progress):
+        progress.pending = collect(run, progress, seconds={}).batch
+    again = Progress.from_json(json.loads(json.dumps(progress.to_json()))).pending
+    assert len(again) == 12
+    for one, other in zip(progress.pending, again, strict=True):
+        assert known(one).shape == (one.length - 1, LAYERS, CHOSEN)
+        np.testing.assert_array_equal(known(one), known(other))

@@ -1,0 +1,305 @@
+"""The whole path on a tiny model: sample, reward, learn, publish, evaluate, save, export."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import traverse_util
+from safetensors.numpy import load_file
+
+from jaxrl import train
+from jaxrl.cli import main
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
+from jaxrl.core.hosts import Hosts
+from jaxrl.core.precision import parse
+from jaxrl.models import huggingface, spec
+from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.training.run import open_run
+from jaxrl.training.storage.run_directory import ResumeError, claim, held
+from tests import tiny
+from tests.documented import undocumented
+
+# GSM8K's shape: the answer is a solution that ends with #### and a number.
+QUESTIONS = [
+    {"question": f"what is {a} + {b}?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"}
+    for a in range(4)
+    for b in range(4)
+]
+REWARD = """
+def fewer_tokens(completion, example):
+    assert "question" in example and example["answer"].count("####") == 1
+    if example["answer"].endswith("#### 5"):
+        raise ValueError("this one cannot be scored")
+    return -float(len(completion))
+"""
+LOSS = """
+import jax.numpy as jnp
+from jaxrl.losses import kl_penalty, over_sampler, surrogate
+
+def soft_clip(*, width: float = 1.0, kl: float = 0.01):
+    policy = surrogate(lambda r, a: -width * jnp.tanh((r - 1) / width) * a, over_sampler)
+    return policy + kl * kl_penalty()
+"""
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("material")
+    tiny.write_checkpoint(directory / "model")
+    lines = "".join(json.dumps(row) + "\n" for row in QUESTIONS)
+    (directory / "questions.jsonl").write_text(lines)
+    (directory / "rewards.py").write_text(REWARD)
+    (directory / "losses.py").write_text(LOSS)
+    return directory
+
+
+def config(material: Path, run_dir: Path, **changes: str) -> Config:
+    keys = {
+        "precision": "fp32",
+        "run_dir": str(run_dir),
+        "model.path": str(material / "model"),
+        "data.path": str(material / "questions.jsonl"),
+        "data.eval_path": str(material / "questions.jsonl"),
+        "data.eval_limit": "4",
+        "data.prompt_key": "question",
+        "data.max_prompt_tokens": "24",
+        "reward.path": f"{material / 'rewards.py'}:fewer_tokens",
+        "sampling.max_tokens": "8",
+        "train.steps": "2",
+        "train.train_batch": "4",
+        "train.group_size": "4",
+        "train.microbatch_tokens": "128",
+        "optimizer.learning_rate": "0.01",
+        "probe.every": "0",
+    }
+    return toml_file.load(Config, overrides=list((keys | changes).items()))
+
+
+@pytest.fixture(scope="module")
+def finished(material, tmp_path_factory) -> tuple[Path, train.Result]:
+    """A run with every optional part: a user's loss and reward, a reference, mini-batches."""
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    changes = {
+        "loss.name": f"{material / 'losses.py'}:soft_clip",
+        "loss.width": "0.5",
+        "train.updates_per_rollout": "2",
+        "eval.every": "1",
+        "probe.every": "1",
+        "samples.every": "1",
+        "samples.most_tokens": "4",
+        "train.profile_steps": "2,2",
+    }
+    return run_dir, train.train(config(material, run_dir, **changes))
+
+
+def test_run_leaves_model_metrics_picture_and_checkpoint(finished):
+    run_dir, result = finished
+    assert result.step == 2
+    assert result.signum is None
+    assert result.final_accuracy is not None
+    assert (run_dir / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert list((run_dir / "tensorboard").iterdir())
+    assert {p.name for p in (run_dir / "checkpoints").iterdir()} >= {"2"}
+    entries = read_metrics(run_dir / "metrics.jsonl")
+    assert [e["step"] for e in entries if "reward" in e] == [1, 2]
+    assert [e["step"] for e in entries if "eval/accuracy" in e] == [0, 1, 2]
+    last = next(e for e in entries if e["step"] == 2 and "reward" in e)
+    assert abs(last["probe/beta_std"]) < 1e-6  # the same numbers on both sides
+    assert last["probe/phantom"] == 0
+    for name in (
+        "mismatch/k3_kl",
+        "probe/alpha_std",
+        "kl",
+        "grad_norm",
+        "completion_length",
+        "learning_rate",
+        "time/sample",
+        "diversity/distinct",
+        "entropy/sampled",
+    ):
+        assert np.isfinite(last[name]), name
+    assert undocumented({name for e in entries for name in e}) == ["step", "time"]
+    assert last["time/score"] + last["time/update"] <= last["time/learn"]
+    # Answers that end in 5 are 4 of the 16 questions; their rewards are counted, not invented.
+    assert sum(e.get("reward/failed", 0) for e in entries) % 4 == 0
+
+
+def test_run_leaves_answers_a_trace_and_what_it_ran_on(finished):
+    run_dir, _ = finished
+    samples = read_metrics(run_dir / "samples.jsonl")
+    assert [s["step"] for s in samples] == [1] * 4 + [2] * 4
+    for sample in samples:
+        assert len(sample["tokens"]) == len(sample["advantages"]) == len(sample["betas"])
+        assert len(sample["tokens"]) == min(4, sample["length"])
+        assert sample["prompt"].startswith("u:what is")
+        # Learner and sampler compute alike; an answer without a reward teaches nothing.
+        assert all(beta is None or abs(beta) < 1e-5 for beta in sample["betas"])
+        assert (sample["advantages"][0] is None) == (sample["reward"] is None)
+    known = [s for s in samples if s["step"] == 1 and s["reward"] is not None]
+    assert known[0]["reward"] <= known[-1]["reward"]
+    assert known[0]["advantages"][0] <= known[-1]["advantages"][0]
+    assert list((run_dir / "profile").rglob("perfetto_trace.json.gz"))
+    (start, *_) = read_metrics(run_dir / "starts.jsonl")
+    assert (start["step"], start["devices"]) == (0, "1 x cpu")
+    assert start["versions"]["jax"] == jax.__version__
+
+
+def test_failed_rewards_are_masked_and_reported(material, tmp_path, capsys):
+    only = tmp_path / "five.jsonl"
+    rows = [q for q in QUESTIONS if q["answer"].endswith("#### 5")]
+    rows += [QUESTIONS[0], QUESTIONS[1]]
+    only.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"data.path": str(only), "train.train_batch": "4", "train.steps": "1"}
+    train.train(config(material, tmp_path / "run", **changes))
+    (entry,) = [e for e in read_metrics(tmp_path / "run/metrics.jsonl") if "reward" in e]
+    assert entry["reward/failed"] == 8
+    assert "this one cannot be scored" in capsys.readouterr().err
+
+
+def test_exported_model_has_the_same_logits_in_transformers(finished):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run_dir, result = finished
+    assert result.model == run_dir / "model"
+    theirs = AutoModelForCausalLM.from_pretrained(result.model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(result.model)
+    ids = tokenizer.encode("what is 2 + 2?")
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0].numpy()
+
+    from jaxrl.core.precision import PRESETS
+    from jaxrl.models import huggingface
+    from jaxrl.models.decoder import decoder
+
+    found, params = huggingface.load(result.model, dtype=None)
+    model = decoder(found)
+    tokens = np.array([ids], np.int32)
+    positions = np.arange(len(ids), dtype=np.int32)[None]
+    hidden = jax.jit(model.hidden, static_argnames="precision")(
+        params, tokens, positions, np.ones_like(tokens), precision=PRESETS["fp32"]
+    )
+    ours = np.asarray(hidden[0] @ model.unembedding(params).T)
+    np.testing.assert_allclose(ours, expected, atol=1e-4 * np.abs(expected).max(), rtol=0)
+
+
+def test_finished_run_is_not_trained_again(finished, material, capsys):
+    run_dir, result = finished
+    resolved = toml_file.load(Config, file=run_dir / "config.toml")
+    again = train.train(resolved)
+    assert again.step == result.step
+    assert "nothing is traced now, as the run has done 2 of 2 steps" in capsys.readouterr().err
+    assert again.final_accuracy == result.final_accuracy
+    steps = [e["step"] for e in read_metrics(run_dir / "metrics.jsonl") if "reward" in e]
+    assert steps == [1, 2]
+
+
+def test_another_config_in_the_same_directory_is_refused(finished, material):
+    run_dir, _ = finished
+    with pytest.raises(ResumeError, match=r"optimizer\.learning_rate = 0\.01 there and 0\.02 here"):
+        train.train(
+            toml_file.load(
+                Config,
+                file=run_dir / "config.toml",
+                overrides=[("optimizer.learning_rate", "0.02")],
+            )
+        )
+
+
+def test_a_run_that_has_saved_nothing_may_begin_otherwise(material, tmp_path):
+    claim(tmp_path, config(material, tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    claim(tmp_path, config(material, tmp_path, seed="1"))
+    (tmp_path / "checkpoints" / "1").mkdir()
+    with pytest.raises(ResumeError, match="seed = 1 there and 0 here"):
+        claim(tmp_path, config(material, tmp_path))
+
+
+def test_what_changes_no_result_may_change_and_what_changes_its_rounding_is_said(
+    material, tmp_path
+):
+    assert claim(tmp_path, config(material, tmp_path)) is None
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    free = {"sampler.url": "http://10.0.0.2:8000", "probe.every": "3", "sampler.name": "vllm"}
+    with pytest.raises(ResumeError, match=r"config: sampler\.name = 'embedded' there"):
+        claim(tmp_path, config(material, tmp_path, **free))
+    del free["sampler.name"]
+    assert claim(tmp_path, config(material, tmp_path, **{"probe.every": "3"})) is None
+    order = {"train.microbatch_tokens": "64", "train.remat": "layer"}
+    note = claim(tmp_path, config(material, tmp_path, **order))
+    assert "train.microbatch_tokens = 128 there and 64 here; train.remat" in note
+    assert "same up to rounding" in note
+
+
+def test_two_programs_do_not_train_in_one_directory(material, tmp_path):
+    run_dir = tmp_path / "run"
+    with held(run_dir, Hosts()):
+        with pytest.raises(ResumeError, match=r"another program trains in .*/run,"):
+            train.train(config(material, run_dir))
+        assert not list(run_dir.iterdir())
+    assert not run_dir.exists()
+    with held(run_dir, Hosts()):  # the lock does not outlive its program's use
+        pass
+
+
+def test_a_kernel_that_is_not_there_ends_the_run_before_it_begins(material, tmp_path):
+    with pytest.raises(ValueError, match=r"'splash' is for TPUs, .* platform 'cpu'; use 'auto'"):
+        train.train(config(material, tmp_path / "run", **{"train.attention": "splash"}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mismatched_precision_is_named_and_measured(material, tmp_path, capsys):
+    changes = {"precision": "phantom", "train.steps": "1", "probe.every": "1"}
+    with pytest.raises(ValueError, match=r"'bf16_master'.* strict_precision"):
+        train.train(config(material, tmp_path / "strict", strict_precision="true", **changes))
+    train.train(config(material, tmp_path / "run", **changes))
+    said = capsys.readouterr().err
+    assert "compute = f32, activations = f32 and sampler = bf16" in said
+    assert "attention by xla on 1 x cpu" in said
+    (entry,) = [e for e in read_metrics(tmp_path / "run/metrics.jsonl") if "reward" in e]
+    assert entry["probe/beta_std"] > 1e-4
+    assert entry["mismatch/token_mult_error"] > 1
+
+
+def test_adapters_are_trained_resumed_and_exported(material, tmp_path):
+    whole, more, out = (tmp_path / name for name in ("whole", "more", "out"))
+    adapter, model = "adapter/adapter_model.safetensors", "model/model.safetensors"
+    keys = {
+        "lora.rank": "2",
+        "precision": "bf16_master",
+        "loss.kl": "0.1",
+        "data.eval_limit": "1",
+        "train.train_batch": "2",
+        "checkpoint.every": "1",
+    }
+    train.train(config(material, whole, **keys))
+    first = {file: (whole / file).read_bytes() for file in (adapter, model)}
+    shutil.rmtree(whole / "checkpoints" / "2")
+    train.train(config(material, whole, **keys))
+    assert {file: (whole / file).read_bytes() for file in first} == first
+    steps = [e for e in read_metrics(whole / "metrics.jsonl") if "reward" in e]
+    # The reference is the model without what the adapters have learnt.
+    assert steps[0]["kl"] == 0
+    assert steps[1]["kl"] > 0
+    tensors = load_file(whole / adapter)
+    assert all(np.any(x) for x in tensors.values())  # B was 0
+    bf16 = parse("bf16").wire
+    (_, before), (_, after) = (huggingface.load(d / "model", dtype=bf16) for d in (material, whole))
+    same = jax.tree.map(lambda x, y: bool((x == y).all()), before, after)
+    layers = same.pop("layers")
+    assert all(same.values())
+    assert {name for name, kept in layers.items() if not kept} == {*"qkvo", "gate", "up", "down"}
+    assert main(["export", str(whole), str(out / "model")]) == 0
+    assert main(["export", str(whole), str(out / "adapter"), "--adapter"]) == 0
+    assert {file: (out / file).read_bytes() for file in first} == first
+    begun = config(material, more, **keys | {"lora.path": str(out / "adapter")})
+    with open_run(begun) as (run, state, _):
+        params = state.policy.params
+        given = traverse_util.flatten_dict(params.adapters, sep="/")
+        assert {x.dtype for x in jax.tree.leaves(params.frozen)} == {bf16}
+    for path, one in spec.flatten(run.specs.adapters).items():
+        np.testing.assert_array_equal(given[path], [tensors[name] for name in one.hf_names()])
