@@ -1,7 +1,7 @@
 """Samples from a vLLM server while the learner trains: completions are one version old at most.
 
-./scripts/quickstart.sh && ./scripts/install_vllm.sh   # makes the model, the data and vLLM's environment, once
-python examples/async_vllm.py                          # eight steps: about a minute on 2 CPU cores
+./scripts/quickstart.sh && ./scripts/install_vllm.sh    # once
+python examples/async_vllm.py    # eight steps: about a minute on 2 CPU cores
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The same run under four dtype policies, and how far learner and sampler disagree in each: precision_sweep.png.
+"""The same run under four dtype policies; plots how far learner and sampler disagree in each.
 
 ./scripts/quickstart.sh               # makes the model and the data, once
 python examples/precision_sweep.py    # a minute and a half on 2 CPU cores
