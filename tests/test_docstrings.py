@@ -1,4 +1,8 @@
-"""Examples in docstrings run and print what they show; `pytest --doctest-modules FILE` runs one."""
+"""Examples in docstrings: they run, and print what they show.
+
+Here and not by `testpaths`, so that the settings of tests/conftest.py hold for them and files that
+need torch or vLLM are not imported. `pytest --doctest-modules FILE` runs those of one file.
+"""
 
 import doctest
 import importlib

@@ -126,6 +126,11 @@ def with_terms(
       ValueError: for a negative coefficient, a correction for a change of policy that the recipe's
         ratio accounts for already, or an eps for an advantage that takes none.
     """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"with_terms: {shown(recipe)} is not a Recipe; write a recipe such as grpo(), or "
+            "Recipe(objective(loss, token_mean), group_relative)"
+        )
     terms = {"kl": kl, "entropy": entropy, "positive_nll": positive_nll, "balance": balance}
     for name, value in terms.items():
         bounds.not_negative(name, value)

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.metrics import Mean
-from jaxrl.losses.algebra import Need, Objective, Scores
+from jaxrl.losses.algebra import Objective
 from jaxrl.losses.recipe import Recipe
+from jaxrl.losses.scores import Need, Scores
 
 _SHAPE = (2, 4)  # rows and tokens differ, so that an array of the one is not taken for the other
 
@@ -46,7 +47,7 @@ def _try(goal: Objective, batch: TokenBatch) -> None:
 
 
 def _batch(recipe: Recipe) -> TokenBatch:
-    # Scores that only a critic's loss may read are refused by `parts`, which knows the kind.
+    # Scores that only a critic's loss may read are refused by `builders.recipe`.
     judged = recipe.critic is not None or Need.VALUES in recipe.objective.needs
     critic = _array() if judged else None
     return TokenBatch(

@@ -12,7 +12,7 @@ from jaxrl.advantages import Advantages
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import assign_rows, gather, interleave, pack
 from jaxrl.learner.policy import LearnerState
-from jaxrl.losses.algebra import Need
+from jaxrl.losses.scores import Need
 from jaxrl.models import lora
 from jaxrl.training.run import Run
 from sharding.transfer import fetch, place

@@ -24,6 +24,7 @@ from jaxrl.losses import (
     surrogate,
     token_mean,
     unclipped,
+    with_terms,
 )
 
 
@@ -158,6 +159,7 @@ def test_losses_are_added_and_scaled_like_numbers():
             "kl_penalty: estimator=0.1 is not a KLEstimator; .* such as k3",
         ),
         (lambda a: kl_penalty(ratio=a), "kl_penalty: ratio=.* is not a Ratio"),
+        (lambda a: with_terms(a, kl=0.1), r"reinforce\(\) is not a Recipe; write .* as grpo\(\)"),
         (lambda a: clipped(), r"^clipped\(\) missing 1 required positional argument: 'ratio'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a part prints is what makes it: the formula, read as Python, is the part again."""
+"""Formulas of parts: read as Python, each makes the part again."""
 
 import functools
 import math
