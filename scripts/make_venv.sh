@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes a virtual environment with exactly the packages of the given lock files, and jaxrl itself:
 #   scripts/make_venv.sh DIR LOCK...
+# torch has several builds, so install_torch.sh installs requirements-torch.txt.
 # Does nothing where DIR is up to date. PYTHON names the interpreter (python3); it needs venv and
 # pip, whose own configuration decides where packages come from.
 set -euo pipefail
@@ -24,13 +25,19 @@ if ! same "$venv/.locked" "$locked"; then
     echo "installing $* into $venv"
     "$python" -m venv --clear "$venv"
     locks=()
+    torch=
     for lock in "$@"; do
-        locks+=(-r "$lock")
+        if [ "$lock" = requirements-torch.txt ]; then
+            torch=$lock
+        else
+            locks+=(-r "$lock")
+        fi
     done
     # The locks are complete, so nothing has to be resolved. Byte code is left to the first import:
     # compiling all of it here takes as long as the rest.
     "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-compile --no-deps \
         "${locks[@]}"
+    [ -z "$torch" ] || scripts/install_torch.sh "$venv"
     echo "$locked" >"$venv/.locked"
 fi
 
