@@ -11,8 +11,11 @@ venv=$1
 shift
 python=${PYTHON:-python3}
 
-if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-    echo "jaxrl needs Python 3.11 or newer and $python is $("$python" -V 2>&1); set PYTHON" >&2
+if ! command -v "$python" >/dev/null; then
+    echo "$python is not installed; install Python 3.11 or newer, or name one with PYTHON=..." >&2
+    exit 1
+elif ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "$python is $("$python" -V 2>&1) and jaxrl needs 3.11 or newer; name one with PYTHON=..." >&2
     exit 1
 fi
 

@@ -26,7 +26,10 @@ fi
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/pyright" --pythonpath "$bin/python"
-[ -z "$server" ] || wait "$server"
+if [ -n "$server" ] && ! wait "$server"; then
+    echo "scripts/install_vllm.sh failed; its error is above" >&2
+    exit 1
+fi
 
 # A part of the tests may have none of one kind; none of both is an error.
 found=0
