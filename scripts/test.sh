@@ -6,6 +6,10 @@
 set -euo pipefail
 
 cd "$(dirname "$0")/.."
+if ! command -v git >/dev/null; then
+    echo "git is not installed; a test asks it for the files of the repository" >&2
+    exit 1
+fi
 unset PYTHONDONTWRITEBYTECODE  # without byte code every start takes many seconds more
 scripts/make_venv.sh .venv-test requirements-dev.txt requirements-torch.txt
 bin=.venv-test/bin
