@@ -12,8 +12,8 @@ from jaxrl.builders.learner import open_learning
 from jaxrl.builders.prompts import load_held_out_prompts, load_training_prompts, sampling_params
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.reward_model import Judge, load_judge
-from jaxrl.builders.sampler import open_sampler
-from jaxrl.builders.servers import Adapters, Publish
+from jaxrl.builders.sampler import SamplerNeeds, open_sampler
+from jaxrl.builders.weight_sync import Adapters, Publish, Weights
 from jaxrl.config.toml_file import flatten
 from jaxrl.config.training import Config
 from jaxrl.core import precision
@@ -132,7 +132,7 @@ class Run:
         if self.reward_model is not None:
             weights[MODEL] = self.config.reward.model_weight
         if self.arena is not None:
-            weights[ENVIRONMENT] = self.config.environment.weight
+            weights[ENVIRONMENT] = 1.0
         return weights
 
 
@@ -170,19 +170,24 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         _opened_tracker(config, directory, progress, hosts=hosts, layout=layout) as tracker,
         open_sampler(
             config,
-            learning.model,
-            params=state.policy.params,
-            version=progress.step,
-            policy=policy,
+            Weights(
+                learning.model,
+                state.policy.params,
+                progress.step,
+                policy=policy,
+                model_dir=Path(config.model.path),
+            ),
             layout=layout,
             directory=directory,
             note=tracker.note,
             hosts=hosts,
-            adapters=Adapters(learning.specs, 2 + config.rollouts.max_staleness)
-            if config.lora.publish == "adapters"
-            else None,
-            record_experts=config.train.replay_routing,
-            answers=config.answers_at_once,
+            needs=SamplerNeeds(
+                adapters=Adapters(learning.specs, 2 + config.rollouts.max_staleness)
+                if config.lora.publish == "adapters"
+                else None,
+                record_experts=config.train.replay_routing,
+                completions=config.concurrent_completions,
+            ),
         ) as serving,
     ):
         run = Run(
@@ -240,12 +245,14 @@ class _Material(NamedTuple):
 
 def _read_material(config: Config, *, hosts: Hosts) -> _Material:
     tokenizer = huggingface.load_tokenizer(config.model.path)
-    tools = load_tools(config.environment.tools, corpus=config.environment.corpus)
+    tools = load_tools(config.environment.tools)
     prompts, held_out = Prompts((), 0), None
     if hosts.leads:
         prompts = load_training_prompts(config.data, tokenizer, tools=tools)
         held_out = load_held_out_prompts(config.data, tokenizer, tools=tools)
-    rewards = load_rewards(config.reward.path, config.reward.weights, timeout=config.reward.timeout)
+    rewards = load_rewards(
+        config.reward.path, config.reward.function_weights, timeout=config.reward.timeout
+    )
     return _Material(tokenizer, tools, prompts, held_out, rewards)
 
 
