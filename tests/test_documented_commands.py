@@ -15,7 +15,7 @@ from jaxrl import cli
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.commands import options
 from jaxrl.commands.generate import GenerateConfig
-from jaxrl.commands.losses import catalogue
+from jaxrl.commands.losses.command import catalogue
 from jaxrl.config import toml_file
 from jaxrl.config.doctor import DoctorConfig
 from jaxrl.config.preference import DPOConfig, RewardModelConfig
@@ -226,7 +226,7 @@ def test_every_piece_of_toml_is_a_config(place):
             tree[key] = tree.get(key, {}) | value if isinstance(value, dict) else value
         config = toml_file.validate(Config, tree)
         make_recipe(config)
-        load_tools(config.environment.tools, corpus=config.environment.corpus)
+        load_tools(config.environment.tools)
 
 
 def test_every_piece_of_python_runs(place):

@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxrl.builders.model import load_scorer
 from jaxrl.config.training import Config
-from jaxrl.core import precision
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import assign_rows, interleave, pack
 from jaxrl.data.prompts import Tokenizer
@@ -44,7 +43,7 @@ def load_judge(config: Config, path: str, tokenizer: Tokenizer, *, layout: Layou
             f"reward.model = {path!r} is a language model, which scores nothing; make a reward "
             "model of it with jaxrl reward-model"
         )
-    policy = precision.parse(config.precision)
+    policy = config.policy
     model, params = load_scorer(path, layout=layout, dtype=policy.compute)
     check_vocabulary(
         path,

@@ -3,13 +3,13 @@
 from typing import Literal, NamedTuple
 
 from jaxrl.builders.model import attention_note
-from jaxrl.core import precision
 from jaxrl.monitoring.alarms.causes import CAUSES
 from jaxrl.monitoring.alarms.rules import Alarm, check
 from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.training import rollbacks
 from jaxrl.training.run import Run
 
+_MAX_ROLLBACKS = 2  # in a run: what two remedies did not cure needs a person
 _WEIGHT = ("log", "pause", "rollback", "stop")  # the last of those that are due is done
 
 
@@ -80,9 +80,9 @@ class Guard:
           ValueError: if there is no place to go back to, or no change that can be made.
         """
         run = self._run
-        before, most = len(rollbacks.read(run.directory)), run.config.alarms.max_rollbacks
+        before, most = len(rollbacks.read(run.directory)), _MAX_ROLLBACKS
         if before >= most:
-            raise ValueError(f"alarms.max_rollbacks = {most} have been made")
+            raise ValueError(f"the run was rolled back {most} times already")
         run.checkpoints.wait()
         to = rollbacks.target(run.config, run.checkpoints.directory, healthy=alarm.healthy)
         if to is None:
@@ -93,7 +93,7 @@ class Guard:
             changed.train.attention,
             config=run.model.config,
             layout=run.layout,
-            policy=precision.parse(changed.precision),
+            policy=changed.policy,
             length=changed.row_length,
         )
         decided = rollbacks.decide(run.directory, alarm, to=to, config=run.config, changes=changes)

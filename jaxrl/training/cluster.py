@@ -11,6 +11,8 @@ import jax
 from jaxrl.config.hosts import HostsConfig
 from jaxrl.core.hosts import ReportedError, report
 
+HEARTBEAT = 30  # seconds without a sign of life: longer than any pause of a healthy process
+
 
 @contextmanager
 def joined(config: HostsConfig) -> Iterator[None]:
@@ -18,7 +20,7 @@ def joined(config: HostsConfig) -> Iterator[None]:
 
     A process that fails or is interrupted says which it is and ends without taking leave of the
     others, which might wait for ever. They end when they miss it: at once where a collective
-    notices, after `hosts.heartbeat` seconds otherwise, whatever they are doing.
+    notices, after HEARTBEAT seconds otherwise, whatever they are doing.
 
     Raises:
       ValueError: if jax finds no cluster, the numbers do not fit, the coordinator is neither
@@ -42,7 +44,7 @@ def joined(config: HostsConfig) -> Iterator[None]:
                 process_id=process,
                 local_device_ids=_all_devices(os.environ),
                 initialization_timeout=2 * config.join,  # jax's own end is a crash
-                heartbeat_timeout_seconds=config.heartbeat,
+                heartbeat_timeout_seconds=HEARTBEAT,
             )
     except ValueError as error:
         raise ValueError(

@@ -99,7 +99,7 @@ def _rows(run: Run, rollouts: Sequence[Rollout]) -> tuple[list[Sequence[int]], i
     else:
         rows = [[i] for i in range(len(rollouts))]
     # Room for the worst case, one sequence to a row, so that the step compiles once.
-    most = -(-c.minibatch_answers // c.microbatch_rows)
+    most = -(-c.minibatch_completions // c.microbatch_rows)
     return interleave(rows, rows_per_microbatch=c.microbatch_rows, max_microbatches=most)
 
 

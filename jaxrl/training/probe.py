@@ -64,7 +64,7 @@ def _probe(
     beta = arrays["learner"] - arrays["shadow"]
     if not tokens.learner.size:
         return {}, beta
-    found = split(tokens, low=c.low, high=c.high)
+    found = split(tokens, low=c.clip_range[0], high=c.clip_range[1])
     ids = fetch(batch.tokens) if c.replay else None  # by all processes; one of them asks servers
     if ids is not None and run.replay is not None:
         replay = replay_batch(run.replay, tokens=ids, segments=segments)

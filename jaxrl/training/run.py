@@ -12,8 +12,8 @@ from jaxrl.builders.learner import open_learning
 from jaxrl.builders.prompts import load_held_out_prompts, load_training_prompts, sampling_params
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.reward_model import Judge, load_judge
-from jaxrl.builders.sampler import open_sampler
-from jaxrl.builders.servers import Adapters, Publish
+from jaxrl.builders.sampler import SamplerNeeds, open_sampler
+from jaxrl.builders.weight_sync import Adapters, Publish, Weights
 from jaxrl.config.toml_file import flatten
 from jaxrl.config.training import Config
 from jaxrl.core import precision
@@ -132,7 +132,7 @@ class Run:
         if self.reward_model is not None:
             weights[MODEL] = self.config.reward.model_weight
         if self.arena is not None:
-            weights[ENVIRONMENT] = self.config.environment.weight
+            weights[ENVIRONMENT] = 1.0
         return weights
 
 
@@ -149,7 +149,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     """
     directory, hosts = Path(config.run_dir), Hosts()
     config = hosts.led(lambda: rollbacks.settle(directory, config))
-    recipe, policy = make_recipe(config), precision.parse(config.precision)
+    recipe, policy = make_recipe(config), config.policy
     layout = make_layout(config.mesh)
     material = _read_material(config, hosts=hosts)
     learning, state = open_learning(config, recipe, layout=layout)
@@ -170,19 +170,24 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         _opened_tracker(config, directory, progress, hosts=hosts, layout=layout) as tracker,
         open_sampler(
             config,
-            learning.model,
-            params=state.policy.params,
-            version=progress.step,
-            policy=policy,
+            Weights(
+                learning.model,
+                state.policy.params,
+                progress.step,
+                policy=policy,
+                model_dir=Path(config.model.path),
+            ),
             layout=layout,
             directory=directory,
             note=tracker.note,
             hosts=hosts,
-            adapters=Adapters(learning.specs, 2 + config.rollouts.max_staleness)
-            if config.lora.publish == "adapters"
-            else None,
-            record_experts=config.train.replay_routing,
-            answers=config.answers_at_once,
+            needs=SamplerNeeds(
+                adapters=Adapters(learning.specs, 2 + config.rollouts.max_staleness)
+                if config.lora.publish == "adapters"
+                else None,
+                record_experts=config.train.replay_routing,
+                completions=config.concurrent_completions,
+            ),
         ) as serving,
     ):
         run = Run(
@@ -240,12 +245,14 @@ class _Material(NamedTuple):
 
 def _read_material(config: Config, *, hosts: Hosts) -> _Material:
     tokenizer = huggingface.load_tokenizer(config.model.path)
-    tools = load_tools(config.environment.tools, corpus=config.environment.corpus)
+    tools = load_tools(config.environment.tools)
     prompts, held_out = Prompts((), 0), None
     if hosts.leads:
         prompts = load_training_prompts(config.data, tokenizer, tools=tools)
         held_out = load_held_out_prompts(config.data, tokenizer, tools=tools)
-    rewards = load_rewards(config.reward.path, config.reward.weights, timeout=config.reward.timeout)
+    rewards = load_rewards(
+        config.reward.path, config.reward.function_weights, timeout=config.reward.timeout
+    )
     return _Material(tokenizer, tools, prompts, held_out, rewards)
 
 
@@ -300,7 +307,7 @@ def _notes(run: Run) -> Iterator[str]:
     config = run.config
     for made in rollbacks.read(run.directory) if run.hosts.leads else ():
         yield f"rolled back after step {made.at} to {made.to}, with {made.in_words}"
-    if (advice := precision.disagreement(precision.parse(config.precision))) is not None:
+    if (advice := precision.disagreement(config.policy)) is not None:
         yield f"learner and sampler compute different policies: {advice}"
     for name, those in (("data.path", run.prompts), ("data.eval_path", run.held_out)):
         if those is not None and those.too_long:

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl.data.prompts import Example, Rendering, Row, load_prompts
-from jaxrl.environments.episodes import builtin
 from jaxrl.environments.episodes.chat import Chat
+from jaxrl.environments.episodes.episode import builtin
 from jaxrl.environments.tools.builtin import calculator, python
 from jaxrl.environments.tools.schema import answer, calls_in, load_tools, make_tool
 from jaxrl.environments.tools.search import Index, read_corpus
@@ -135,7 +135,7 @@ def test_search_ranks_by_bm25_and_reads_both_kinds_of_corpus(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"text": "x"}\n{"title": 1}\n')
     with pytest.raises(ValueError, match=r"c\.jsonl:2: expected"):
         read_corpus(str(tmp_path / "c.jsonl"))
-    (search,) = load_tools(["search"], corpus=str(tmp_path / "b.jsonl")).values()
+    (search,) = load_tools([f"search:{tmp_path / 'b.jsonl'}"]).values()
     assert search.run({"query": "y"}) == "y"
 
 

@@ -14,7 +14,7 @@ from jaxrl.builders.reward_model import RewardModel, rate
 from jaxrl.config.toml_file import ConfigError, load
 from jaxrl.config.training import Config
 from jaxrl.core.precision import PRESETS
-from jaxrl.environments.rewards import scoring
+from jaxrl.environments.rewards.builtin import scoring
 from jaxrl.learner.reward_model import make_scores
 from jaxrl.models import huggingface, spec
 from jaxrl.models.decoder import decoder
@@ -103,7 +103,7 @@ def config(material, run_dir, **overrides):
         "data.max_prompt_tokens": "8",
         "reward.model": f"{material}/reward_model",
         "reward.path": "exact_match",
-        "reward.weights": "0",
+        "reward.weights": "0,1",
         "sampling.max_tokens": "8",
         "train.steps": "12",
         "train.train_batch": "4",
@@ -145,7 +145,7 @@ def test_a_reward_model_that_does_not_fit_is_refused(material, tmp_path):
 
 
 def test_a_reward_must_be_named_and_an_evaluation_needs_a_function(material):
-    with pytest.raises(ConfigError, match=r"reward\.path is missing, and reward\.model too"):
+    with pytest.raises(ConfigError, match=r"reward\.path is missing, and so are reward\.model"):
         config(material, "x", **{"reward.path": "", "reward.model": "none", "reward.weights": ""})
     keys = {"reward.path": "", "reward.weights": "", "data.eval_path": "x.jsonl"}
     with pytest.raises(ConfigError, match=r"data\.eval_path needs a function in reward\.path"):

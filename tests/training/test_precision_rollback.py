@@ -14,7 +14,8 @@ import pytest
 
 from jaxrl import train
 from jaxrl.commands.report.collect import collect
-from jaxrl.config import toml_file
+from jaxrl.config import alarms, toml_file
+from jaxrl.config.alarms import Limits
 from jaxrl.config.training import Config
 from jaxrl.core import precision
 from jaxrl.learner.actor_critic import State
@@ -30,6 +31,12 @@ REWARD = "def digit(completion, example):\n    return float(completion[:1].isdig
 
 class KilledError(Exception):
     """What ends a program without a chance to save anything."""
+
+
+@pytest.fixture(autouse=True)
+def short_window(monkeypatch):
+    """These runs are short."""
+    monkeypatch.setattr(alarms, "LIMITS", Limits(warmup=5, window=2))
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +61,7 @@ def asked(tmp_path_factory) -> Config:
         "train.microbatch_tokens": "256",
         "checkpoint.every": "2",
         "probe.every": "1",
-        "probe.low": "0.001",
-        "probe.high": "0.001",
-        "alarms.warmup": "5",
-        "alarms.window": "2",
+        "probe.clip_range": "0.001,0.001",
         "alarms.phantom": "rollback_precision",
         "alarms.precision": NEW,
     }
@@ -78,7 +82,7 @@ def kill_at(monkeypatch: Any, step: int, *, policy: str) -> None:
 
 def check_restored(run: Run, state: LearnerState) -> None:
     """The state is the checkpoint's of step 2, for a policy that has just begun."""
-    policy = precision.parse(run.config.precision)
+    policy = run.config.policy
     there = run.checkpoints.restore(2, state).state
     assert float(there.loss_scale.scale) == 1.0
     for ours, saved in zip(

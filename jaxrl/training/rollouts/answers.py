@@ -10,10 +10,9 @@ import numpy as np
 
 from jaxrl.advantages import zero_std_groups
 from jaxrl.core.batch import Rollout
-from jaxrl.data import prompts
-from jaxrl.data.prompts import Example
+from jaxrl.data.prompts import Example, prompts
 from jaxrl.environments.episodes.episode import earned, episode_metrics, last_turn
-from jaxrl.environments.rewards import scoring
+from jaxrl.environments.rewards.builtin import scoring
 from jaxrl.training.rollouts import dynamic_sampling
 from jaxrl.training.rollouts.draw import draw
 from jaxrl.training.run import ENVIRONMENT, MODEL, Progress, Run
@@ -41,19 +40,20 @@ def collect(run: Run, progress: Progress, *, seconds: Numbers) -> Answers:
     c = run.config.train
     found, sampled, rounds = progress.pending, list[Rollout](), 0
     rollouts: list[Rollout] = []
-    while rounds <= c.refill_rounds and dynamic_sampling.count_groups(found) < c.train_batch:
+    more = c.dynamic_sampling_rounds
+    while rounds <= more and dynamic_sampling.count_groups(found) < c.train_batch:
         with clock(seconds, "time/sample"):
             examples = next_prompts(run, progress)
             rollouts = sample(run, examples, step=progress.step, round_=rounds)
         with clock(seconds, "time/reward"):
             rollouts = reward(run, rollouts, examples)
-        found = [*found, *(dynamic_sampling.teaching(rollouts) if c.refill_rounds else rollouts)]
+        found = [*found, *(dynamic_sampling.teaching(rollouts) if more else rollouts)]
         sampled, rounds = [*sampled, *rollouts], rounds + 1
     numbers = reward_metrics(run, sampled)
     groups = dynamic_sampling.count_groups(found)
     # Where nothing teaches, groups that do not are learnt from: a KL term has its say in them, too.
     batch, progress.pending = dynamic_sampling.choose(found or rollouts, groups=c.train_batch)
-    if c.refill_rounds:
+    if more:
         numbers |= {
             "groups/rounds": float(rounds),
             "groups/learnt": float(min(groups, c.train_batch)),
@@ -65,7 +65,7 @@ def collect(run: Run, progress: Progress, *, seconds: Numbers) -> Answers:
             run.tracker.note(
                 f"dynamic sampling found {groups} groups of train.train_batch = {c.train_batch} in "
                 f"{rounds} rounds and goes on with what there is (groups/learnt): the prompts are "
-                "too easy or too hard, or train.refill_rounds is too small"
+                "too easy or too hard, or train.dynamic_sampling_rounds is too small"
             )
     return Answers(batch, sampled, numbers)
 

@@ -7,7 +7,6 @@ the time.
 import dataclasses
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,11 +32,6 @@ class Counts:
     flat: int = 0
 
 
-class _Waiting(NamedTuple):
-    rollouts: list[Rollout]
-    since: float  # seconds
-
-
 class Buffer:
     """Groups of answers between the sampler and the learner.
 
@@ -55,7 +49,6 @@ class Buffer:
         batches: int,
         max_staleness: int,
         order: Order = "begun",
-        max_seconds: float = float("inf"),
         flat_per_batch: int = 0,
         counts: Counts | None = None,
     ) -> None:
@@ -66,17 +59,16 @@ class Buffer:
           batches: that the whole run takes.
           max_staleness: versions between drawing and learning.
           order: in which groups are learnt from.
-          max_seconds: for which a group may wait.
           flat_per_batch: groups without any difference in reward that may be dropped for a batch.
           counts: of the run so far, which are counted on.
         """
         self.counts = counts or Counts()
         self._batch, self._batches, self._max_staleness = batch, batches, max_staleness
-        self._order, self._max_seconds = order, max_seconds
+        self._order = order
         self._flat_per_batch = self._flat_left = flat_per_batch
         self._again: deque[int] = deque()
         self._running: set[int] = set()
-        self._waiting: dict[int, _Waiting] = {}  # in the order in which they finished
+        self._waiting: dict[int, list[Rollout]] = {}  # in the order in which they finished
 
     @property
     def running(self) -> list[int]:
@@ -86,15 +78,14 @@ class Buffer:
     @property
     def waiting(self) -> list[Rollout]:
         """Answers that wait for the learner, group by group."""
-        return [r for group in self._waiting.values() for r in group.rollouts]
+        return [r for group in self._waiting.values() for r in group]
 
-    def restore(self, rollouts: Iterable[Rollout], running: Iterable[int], *, now: float) -> None:
+    def restore(self, rollouts: Iterable[Rollout], running: Iterable[int]) -> None:
         """Takes back what `waiting` and `running` said before the program was ended: answers wait
         again, and what was being answered is answered again, before anything new."""
-        groups: dict[int, list[Rollout]] = {}
+        self._waiting = {}
         for rollout in rollouts:
-            groups.setdefault(rollout.group, []).append(rollout)
-        self._waiting = {number: _Waiting(group, now) for number, group in groups.items()}
+            self._waiting.setdefault(rollout.group, []).append(rollout)
         self._again = deque(running)
 
     def begin(self, *, next_number: int, step: int, most: int) -> list[int]:
@@ -119,23 +110,23 @@ class Buffer:
         self._running.update(new)
         return [*again, *new]
 
-    def finish(self, number: int, rollouts: list[Rollout], *, now: float) -> None:
+    def finish(self, number: int, rollouts: list[Rollout]) -> None:
         """Takes a group with its rewards, which waits from now on."""
         self._running.remove(number)
-        self._waiting[number] = _Waiting(rollouts, now)
+        self._waiting[number] = rollouts
         self.counts.made += 1
 
-    def take(self, *, step: int, now: float) -> list[Rollout] | None:
+    def take(self, *, step: int) -> list[Rollout] | None:
         """The answers of a batch of groups, to be learnt from at version `step`, or None until
         there are enough. What is too old is dropped before, even if None is returned.
 
         Raises:
           RuntimeError: for a group that was drawn by a policy newer than the learner's.
         """
-        self._drop_late(step=step, now=now)
+        self._drop_late(step=step)
         chosen: list[int] = []
         for number in self._next():
-            group = self._waiting[number].rollouts
+            group = self._waiting[number]
             if self._flat_left and not dynamic_sampling.teaching(group):
                 self._flat_left -= 1
                 self.counts.flat += 1
@@ -145,7 +136,7 @@ class Buffer:
             if len(chosen) == self._batch:
                 self._flat_left = self._flat_per_batch
                 self.counts.learnt += self._batch
-                return [r for n in chosen for r in self._waiting.pop(n).rollouts]
+                return [r for n in chosen for r in self._waiting.pop(n)]
         return None
 
     def _next(self) -> list[int]:
@@ -155,15 +146,15 @@ class Buffer:
         first = min(self.running, default=float("inf"))
         return sorted(number for number in self._waiting if number < first)
 
-    def _drop_late(self, *, step: int, now: float) -> None:
-        for number, (rollouts, since) in list(self._waiting.items()):
+    def _drop_late(self, *, step: int) -> None:
+        for number, rollouts in list(self._waiting.items()):
             oldest, newest = _versions(rollouts, step=step)
             if newest > step:
                 raise RuntimeError(
                     f"the sampler answered with policy version {newest} and the learner is at "
                     f"{step}; the sampler serves another run"
                 )
-            if step - oldest > self._max_staleness or now - since > self._max_seconds:
+            if step - oldest > self._max_staleness:
                 self.counts.late += 1
                 del self._waiting[number]
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxrl.advantages import Outcomes
 from jaxrl.core.batch import Rollout
-from jaxrl.data import prompts
-from jaxrl.losses.from_config import kl_estimator
+from jaxrl.data.prompts import prompts
+from jaxrl.losses.regularizers import k1
 from jaxrl.models import lora
 from jaxrl.models.spec import Params
 from jaxrl.sampling.embedded.buckets import count_bucket
@@ -56,7 +56,6 @@ def outcomes(
             reference=logprobs(lora.with_trainable(params, run.reference)),
             masks=[r.action_mask for r in rollouts],
             coefficient=c.kl,
-            estimator=c.kl_estimator,
         )
         paid = np.array([p.sum() for p in penalties])
         rewards = rewards - paid
@@ -77,11 +76,7 @@ def _turns(run: Run, rollouts: Sequence[Rollout]) -> list[list[tuple[int, int, f
     """Those of episodes, with the environment's rewards as they count."""
     if run.arena is None:
         return None
-    weight, episodes = run.config.environment.weight, [r.episode for r in rollouts]
-    return [
-        [(start, end, weight * earned) for start, end, earned in (e.turns if e else ())]
-        for e in episodes
-    ]
+    return [list(r.episode.turns) if r.episode else [] for r in rollouts]
 
 
 def overlong_penalty(lengths: np.ndarray, *, longest: int, buffer: int) -> np.ndarray:
@@ -103,7 +98,6 @@ def kl_penalties(
     reference: Sequence[np.ndarray],
     masks: Sequence[np.ndarray],
     coefficient: float,
-    estimator: str,
 ) -> list[np.ndarray]:
     """For each answer f64[C]: coefficient x the estimate of the learner's divergence from the
     reference at each token that the policy chose, 0 at the others."""
@@ -113,7 +107,7 @@ def kl_penalties(
     # Of a size that recurs: each size compiles anew, and no two rollouts have the same one.
     apart = np.zeros(count_bucket(len(chosen), multiple=1024), np.float32)
     apart[: len(chosen)] = there - here
-    estimates = np.asarray(kl_estimator(estimator)(jnp.asarray(apart)), float)[: len(chosen)]
+    estimates = np.asarray(k1(jnp.asarray(apart)), float)[: len(chosen)]
     ends = np.cumsum([len(mask) for mask in masks])[:-1]
     return np.split(np.where(chosen, coefficient * estimates, 0.0), ends)
 

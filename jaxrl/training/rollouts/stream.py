@@ -78,11 +78,10 @@ class Stream:
             batches=c.train.steps,
             max_staleness=c.rollouts.max_staleness,
             order=c.rollouts.order,
-            max_seconds=c.rollouts.max_seconds or float("inf"),
-            flat_per_batch=c.train.refill_rounds * c.train.train_batch,
+            flat_per_batch=c.train.dynamic_sampling_rounds * c.train.train_batch,
             counts=Counts(**progress.counts),
         )
-        self._buffer.restore(progress.pending, progress.running, now=time.monotonic())
+        self._buffer.restore(progress.pending, progress.running)
         self._step, self._position = progress.step, progress.position
         self._changed = threading.Condition()
         self._closed = False
@@ -144,7 +143,7 @@ class Stream:
 
     def _wait(self) -> list[Rollout] | None:
         while self._interrupt.signum is None:
-            batch = self._buffer.take(step=self._step, now=time.monotonic())
+            batch = self._buffer.take(step=self._step)
             if batch is not None:
                 return batch
             if self._error is not None:
@@ -210,7 +209,7 @@ class Stream:
         rollouts = reward(self._run, ordered, {number: example})
         with self._changed:
             self._rewarding.stop()
-            self._buffer.finish(number, rollouts, now=time.monotonic())
+            self._buffer.finish(number, rollouts)
             self._changed.notify_all()
 
 

@@ -16,12 +16,11 @@ import numpy as np
 from jaxrl.builders.model import attention_note
 from jaxrl.builders.optimizer import state_shardings
 from jaxrl.config.supervised import SupervisedConfig
-from jaxrl.core import precision
 from jaxrl.core.batch import Minibatch, TokenBatch
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.metrics import Metrics, to_floats
 from jaxrl.core.packing import interleave
-from jaxrl.data import prompts
+from jaxrl.data.prompts import prompts
 from jaxrl.learner.policy import LearnerState
 from jaxrl.learner.update import taken
 from jaxrl.models import huggingface
@@ -131,7 +130,7 @@ def _fit(config: SupervisedConfig, task: Task, *, layout: Layout, eval_every: in
         config.train.attention,
         config=task.model.config,
         layout=layout,
-        policy=precision.parse(config.precision),
+        policy=config.policy,
         length=config.train.row_length,
     )
     claim(directory, config)
@@ -195,7 +194,7 @@ def _fit(config: SupervisedConfig, task: Task, *, layout: Layout, eval_every: in
         directory / "model",
         state.params,
         task.model.config,
-        dtype=precision.parse(config.precision).params,
+        dtype=config.policy.params,
         source_dir=config.model.path,
     )
     return Result(step, None, first, last, directory / "model")

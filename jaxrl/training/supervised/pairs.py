@@ -10,16 +10,15 @@ from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import Metrics, merge, to_floats
 from jaxrl.core.packing import assign_rows, pack
-from jaxrl.data import prompts
 from jaxrl.data.pairs import Columns, Pair, Pairs, read_pairs
-from jaxrl.data.prompts import Row, Tokenizer
+from jaxrl.data.prompts import Row, Tokenizer, prompts
 from jaxrl.training.supervised.fit import HostBatch, place, rows_for
 from sharding.partition import Layout
 
 
 def load_training_pairs(config: PairDataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> Pairs:
     """The pairs under `data.path`; raises as `read_pairs`."""
-    rows = prompts.read_rows(config.path, split=config.split, subset=config.subset)
+    rows = prompts.read_rows(config.path)
     return tokenise(rows, config, tokenizer, max_tokens=max_tokens)
 
 
@@ -27,7 +26,7 @@ def load_held_out_pairs(config: PairDataConfig, tokenizer: Tokenizer, *, max_tok
     """The pairs under `data.eval_path`, none without it; raises as `read_pairs`."""
     if config.eval_path is None:
         return Pairs([], 0)
-    rows = prompts.read_rows(config.eval_path, split=config.eval_split, subset=config.subset)
+    rows = prompts.read_rows(config.eval_path, split="test")
     found = tokenise(rows, config, tokenizer, max_tokens=max_tokens)
     return found._replace(pairs=found.pairs[: config.eval_limit])
 

@@ -13,12 +13,10 @@ from jaxrl.builders.model import load_model
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.builders.prompts import rendering
 from jaxrl.config.sft import SFTConfig, SFTDataConfig
-from jaxrl.core import precision
 from jaxrl.core.batch import Rollout, TokenBatch
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.packing import assign_rows, pack
-from jaxrl.data import prompts
-from jaxrl.data.prompts import Row, Tokenizer
+from jaxrl.data.prompts import Row, Tokenizer, prompts
 from jaxrl.data.texts import answered, end_of
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
@@ -57,7 +55,7 @@ def finetune(config: SFTConfig) -> Result:
       ResumeError, CheckpointError: as `supervised.fit`.
       ValueError: for data, a model or a run directory that cannot be used; the message names it.
     """
-    policy = precision.parse(config.precision)
+    policy = config.policy
     layout = make_layout(config.mesh)
     tokenizer = huggingface.load_tokenizer(config.model.path)
     texts = load_texts(config.data, tokenizer, max_tokens=config.train.row_length)
@@ -116,7 +114,7 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
         )
 
     sequences = []
-    for row in prompts.read_rows(config.path, split=config.split, subset=config.subset):
+    for row in prompts.read_rows(config.path):
         prompt, completion = split(row)
         if not prompt:
             raise ValueError(f"{row.where}: the text begins with no token to predict from")

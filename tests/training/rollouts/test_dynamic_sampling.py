@@ -92,7 +92,7 @@ def prompt_of(rollout: Rollout) -> int:
 
 
 def test_nothing_is_lost_and_nothing_doubled():
-    run, progress = hand_made(refill_rounds=10), Progress()
+    run, progress = hand_made(dynamic_sampling_rounds=10), Progress()
     batches = steps(run, progress, 3)
     learnt = [prompt_of(r) for answers in batches for r in answers.batch]
     kept = [prompt_of(r) for r in progress.pending]
@@ -112,7 +112,7 @@ def test_nothing_is_lost_and_nothing_doubled():
 
 
 def test_zero_std_groups_and_failures_are_counted_over_all_rounds():
-    (answers,) = steps(hand_made(refill_rounds=10), Progress(), 1)
+    (answers,) = steps(hand_made(dynamic_sampling_rounds=10), Progress(), 1)
     asked = [prompt_of(r) for r in answers.sampled[::2]]
     assert answers.numbers["groups/zero_std"] == sum(p % 4 in (2, 3) for p in asked)
     assert answers.numbers["reward/failed"] == 2 * sum(p % 4 == 1 for p in asked)
@@ -129,7 +129,7 @@ def test_off_learns_from_every_group():
 
 
 def test_too_few_groups_are_learnt_from_and_said_once():
-    run, progress = hand_made(refill_rounds=1), Progress()
+    run, progress = hand_made(dynamic_sampling_rounds=1), Progress()
     batches = steps(run, progress, 6)
     short = [a for a in batches if a.numbers["groups/learnt"] < 4]
     assert short
@@ -144,7 +144,7 @@ def test_too_few_groups_are_learnt_from_and_said_once():
 
 
 def test_a_run_goes_on_from_json_with_what_was_kept():
-    whole, parts = hand_made(refill_rounds=10), hand_made(refill_rounds=10)
+    whole, parts = hand_made(dynamic_sampling_rounds=10), hand_made(dynamic_sampling_rounds=10)
     undisturbed, progress = steps(whole, Progress(), 6), Progress()
     found = []
     for _ in range(6):
@@ -161,7 +161,7 @@ def test_a_run_goes_on_from_json_with_what_was_kept():
 
 
 def test_a_masked_truncated_answer_counts_in_its_group_only():
-    (answers,) = steps(hand_made(refill_rounds=10, mask_truncated=True), Progress(), 1)
+    (answers,) = steps(hand_made(dynamic_sampling_rounds=10, mask_truncated=True), Progress(), 1)
     for rollout in answers.batch:
         assert rollout.truncated == (rollout.completion[1] == 1)
         assert rollout.action_mask.any() == (not rollout.truncated)

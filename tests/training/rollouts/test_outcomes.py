@@ -12,7 +12,7 @@ from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core.packing import gather, pack
 from jaxrl.environments.rewards.scoring import Reward
-from jaxrl.losses.from_config import kl_estimator
+from jaxrl.losses.regularizers import k1
 from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.training.rollouts import outcomes
 from tests import tiny
@@ -32,19 +32,17 @@ def test_distance_from_the_reference_by_hand():
         "masks": [np.array([True, True, False])],
         "coefficient": 0.1,
     }
-    np.testing.assert_allclose(outcomes.kl_penalties(**given, estimator="k1"), [[0.05, -0.1, 0]])
-    np.testing.assert_allclose(
-        outcomes.kl_penalties(**given, estimator="k2"), [[0.0125, 0.05, 0]], rtol=1e-6
-    )
+    np.testing.assert_allclose(outcomes.kl_penalties(**given), [[0.05, -0.1, 0]])
 
 
 def test_rollouts_of_other_lengths_compile_no_new_estimator(monkeypatch):
     sizes = set()
 
-    def spy(name):
-        return lambda d: (sizes.add(d.shape), kl_estimator(name)(d))[1]
+    def spy(d):
+        sizes.add(d.shape)
+        return k1(d)
 
-    monkeypatch.setattr(outcomes, "kl_estimator", spy)
+    monkeypatch.setattr(outcomes, "k1", spy)
     for length in (1, 2, 700, 1000):
         d = np.full(length, 0.5, np.float32)
         (found,) = outcomes.kl_penalties(
@@ -52,7 +50,6 @@ def test_rollouts_of_other_lengths_compile_no_new_estimator(monkeypatch):
             reference=[0 * d],
             masks=[d > 0],
             coefficient=1.0,
-            estimator="k1",
         )
         np.testing.assert_array_equal(found, d)
     assert len(sizes) == 1
