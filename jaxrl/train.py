@@ -23,7 +23,7 @@ from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.metrics import Metrics, merge, to_floats
 from jaxrl.learner.actor_critic import State
-from jaxrl.learner.update import saved, taken
+from jaxrl.learner.update import applied_steps, checkpoint_view
 from jaxrl.models import huggingface, lora, peft
 from jaxrl.monitoring.tracking.plots import draw_run
 from jaxrl.monitoring.tracking.profile import Profile, out_of_reach
@@ -165,7 +165,7 @@ def update(
     """One optimizer step on each mini-batch, of the critic where there is one and, once that is
     pre-trained, of the policy; the metrics are means over all of them, and the learning rate is
     that of the first."""
-    learning_rate = float(run.learning_rate(taken(state.policy)))
+    learning_rate = float(run.learning_rate(applied_steps(state.policy)))
     entropy, coefficient = run.recipe.entropy, progress.entropy_coefficient
     if entropy is not None:
         coefficient = entropy.initial if coefficient is None else coefficient
@@ -248,7 +248,7 @@ def save(run: Run, state: State, progress: Progress, *, metric: float | None = N
     if progress.step > (run.checkpoints.latest_step() or 0):
         host, critic = progress.to_json(), state.critic
         run.checkpoints.save(
-            progress.step, saved(state.policy), host=host, critic=critic, metric=metric
+            progress.step, checkpoint_view(state.policy), host=host, critic=critic, metric=metric
         )
 
 

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-pass
-
 End = Literal["done", "tokens", "turns", "raised", "late", "nonsense"]
 """How an episode ended: the environment said so, it ran out of tokens or of turns, or the
 environment raised, took too long or returned nonsense."""
@@ -161,6 +159,7 @@ class Minibatch:
     """
 
     batch: TokenBatch  # [N, T]
-    microbatches: jax.Array  # i32[]
+    # i32[], those in use; None in a single microbatch, where a loss sees only its own rows.
+    microbatches: jax.Array | None
     anchor: jax.Array | None = None  # f32[N, T]
     reference: jax.Array | None = None  # f32[N, T]

@@ -26,7 +26,7 @@ from jaxrl.environments.rewards.scoring import Reward, load_rewards
 from jaxrl.environments.tools.schema import Tool, load_tools
 from jaxrl.learner.actor_critic import ActorCritic, State, with_new_loss_scale
 from jaxrl.learner.policy import Learner
-from jaxrl.learner.update import saved, with_saved
+from jaxrl.learner.update import checkpoint_view, from_checkpoint
 from jaxrl.losses import Recipe
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model
@@ -255,8 +255,8 @@ def restored(
     """What the last checkpoint holds, or `state` and no progress where there is none."""
     progress = Progress()
     if (step := checkpoints.latest_step()) is not None:
-        found = checkpoints.restore(step, saved(state.policy), critic=state.critic)
-        state = State(with_saved(state.policy, found.state), found.critic)
+        found = checkpoints.restore(step, checkpoint_view(state.policy), critic=state.critic)
+        state = State(from_checkpoint(found.state, like=state.policy), found.critic)
         progress = Progress.from_json(found.host)
         state = carried_over(state, progress, policy=policy)
     progress.precision = str(policy)

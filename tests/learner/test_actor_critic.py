@@ -60,7 +60,7 @@ def minibatch() -> Minibatch:
 
 
 def whole(state: State) -> dict:
-    return state.policy.params | state.judge.params
+    return state.policy.params | state.critic_state.params
 
 
 def moved(before: dict, after: dict) -> dict:

@@ -49,15 +49,15 @@ def minibatch(rows, *, values=None) -> tuple[Minibatch, list]:
     return Minibatch(batch=jax.tree.map(jnp.asarray, batch), microbatches=jnp.int32(used)), placed
 
 
-def judged(critic, rows) -> list[np.ndarray]:
+def values_by_rollout(critic, rows) -> list[np.ndarray]:
     batch, placed = minibatch(rows)
     return gather(np.asarray(critic.values(params(), batch)), ROLLOUTS, rows=placed)
 
 
 def test_a_value_is_the_heads_output_at_the_token_before(critic):
     """Packed equals unpacked equals one sequence alone."""
-    packed = judged(critic, assign_rows([r.length for r in ROLLOUTS], row_length=ROW))
-    single = judged(critic, [[i] for i in range(8)])
+    packed = values_by_rollout(critic, assign_rows([r.length for r in ROLLOUTS], row_length=ROW))
+    single = values_by_rollout(critic, [[i] for i in range(8)])
     weights = params()
     rollout = ROLLOUTS[0]
     tokens = np.concatenate([rollout.prompt, rollout.completion])[None]
@@ -74,7 +74,7 @@ def test_a_value_is_the_heads_output_at_the_token_before(critic):
 
 def test_it_learns_what_was_received(critic):
     state, rows = critic.init(params()), [[i] for i in range(8)]
-    values = judged(critic, rows)
+    values = values_by_rollout(critic, rows)
     batch, _ = minibatch(rows, values=values)
     losses = []
     for _ in range(40):

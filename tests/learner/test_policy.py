@@ -14,7 +14,7 @@ from jaxrl.core.metrics import to_floats
 from jaxrl.core.packing import assign_rows, interleave, pack
 from jaxrl.core.precision import PRESETS, LossScale, LossScaleSpec, Precision, dynamic_loss_scale
 from jaxrl.learner.policy import Learner, LearnerState, make_learner
-from jaxrl.learner.update import taken
+from jaxrl.learner.update import applied_steps
 from jaxrl.losses import (
     clipped,
     grpo,
@@ -224,7 +224,7 @@ def test_into_overflow_and_back():
         assert numbers["loss_scale"] == scale
         finite.append(int(after.loss_scale.skipped) == int(state.loss_scale.skipped))
         assert numbers["skipped_steps"] == finite.count(False)
-        assert taken(after) == optax.tree.get(after.opt_state, "count")
+        assert applied_steps(after) == optax.tree.get(after.opt_state, "count")
         if finite[-1]:
             assert np.isfinite(numbers["grad_norm"])
             moved = jax.tree.map(lambda a, b: (a != b).any(), after.params, state.params)

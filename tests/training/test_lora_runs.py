@@ -13,7 +13,7 @@ from jaxrl.core.packing import interleave, pack
 from jaxrl.core.precision import PRESETS as PRECISIONS
 from jaxrl.core.precision import cast
 from jaxrl.learner.policy import make_learner
-from jaxrl.learner.update import saved, with_saved
+from jaxrl.learner.update import checkpoint_view, from_checkpoint
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective
 from jaxrl.losses.surrogates import reinforce
@@ -103,9 +103,9 @@ def test_what_is_frozen_has_no_master_copy_no_moments_and_no_place_in_a_checkpoi
     assert {x.dtype for x in jax.tree.leaves(state.params.adapters)} == {policy.params}
     trained = sum(x.size for x in jax.tree.leaves(state.params.adapters))
     assert sum(x.size for x in jax.tree.leaves(state.opt_state)) == 2 * trained + 1
-    kept = saved(state)
+    kept = checkpoint_view(state)
     assert sum(x.size for x in jax.tree.leaves(kept.params)) == trained
-    assert with_saved(state, kept) == state
+    assert from_checkpoint(kept, like=state) == state
 
 
 def test_a_mesh_changes_nothing_but_rounding():

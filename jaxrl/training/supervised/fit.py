@@ -23,7 +23,7 @@ from jaxrl.core.metrics import Metrics, to_floats
 from jaxrl.core.packing import interleave
 from jaxrl.data import prompts
 from jaxrl.learner.policy import LearnerState
-from jaxrl.learner.update import taken
+from jaxrl.learner.update import applied_steps
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
@@ -95,7 +95,7 @@ class Result(NamedTuple):
     """How a run ended.
 
     Attributes:
-      step: optimizer steps taken.
+      step: optimizer steps applied_steps.
       signum: the signal that ended it early, or None.
       first: what was measured on held-out data before the first step.
       last: the metrics of the last logged step, and what was measured last on held-out data.
@@ -203,7 +203,7 @@ def _fit(config: SupervisedConfig, task: Task, *, layout: Layout, eval_every: in
 
 def used(task: Task, state: LearnerState) -> float:
     """The learning rate of the last step that was not skipped."""
-    return float(np.asarray(task.learning_rate(max(taken(state) - 1, 0))))
+    return float(np.asarray(task.learning_rate(max(applied_steps(state) - 1, 0))))
 
 
 def place(host: HostBatch, layout: Layout) -> Minibatch:
