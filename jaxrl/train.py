@@ -38,7 +38,7 @@ from jaxrl.training.rollouts import outcomes
 from jaxrl.training.rollouts.answers import Answers, Numbers, clock
 from jaxrl.training.rollouts.stream import open_answers
 from jaxrl.training.run import Progress, Run, open_run
-from jaxrl.training.storage.run_directory import held
+from jaxrl.training.storage.run_directory import lock
 from sharding.transfer import fetch
 
 
@@ -71,7 +71,7 @@ def train(config: Config) -> Result:
       ResumeError, CheckpointError, ValueError: see `run.open_run` and `run_directory.held`; the
         message says what to do.
     """
-    with Interrupt() as interrupt, held(Path(config.run_dir), Hosts()):
+    with Interrupt() as interrupt, lock(Path(config.run_dir), Hosts()):
         while (result := _train(config, interrupt)).verdict is not None:
             # After a signal nothing is begun any more: the next start carries it out.
             if result.verdict.action != "rollback" or result.signum is not None:
@@ -108,7 +108,7 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
             numbers = run.hosts.share(answers.numbers | learnt | published | seconds)
             log(run, answers, step=progress.step, numbers=numbers)
             measured = evaluate(run, progress)
-            verdict = run.hosts.led(guard.check)
+            verdict = run.hosts.on_leader(guard.check)
             signum = run.hosts.largest(interrupt.signum or 0)
             if verdict is None or verdict.action == "pause":
                 ending = signum > 0 or verdict is not None
@@ -196,7 +196,7 @@ def evaluate(run: Run, progress: Progress) -> float | None:
     step = progress.step
     if step not in (0, run.config.train.steps) and not _due(run.config.eval.every, step):
         return None
-    measured = run.hosts.led(lambda: _evaluate(run, step=step))
+    measured = run.hosts.on_leader(lambda: _evaluate(run, step=step))
     progress.accuracy = measured if measured is not None else progress.accuracy
     return measured
 
@@ -269,7 +269,7 @@ def finish(run: Run, state: State) -> Path:
             peft.save(adapter, adapters, specs=run.specs, base=source, dtype=policy.params)
         draw_run(read_metrics(run.directory / "metrics.jsonl"), run.directory / "curves.png")
 
-    run.hosts.consumed(tensors, write)
+    run.hosts.consume_on_leader(tensors, write)
     return run.hosts.share(model)  # nobody leaves before it is written
 
 

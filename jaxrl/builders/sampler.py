@@ -17,7 +17,7 @@ from jaxrl.models.spec import Params
 from jaxrl.monitoring.ratio.replay import Score
 from jaxrl.sampling.base import Sampler
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-from jaxrl.sampling.multihost import Absent, Mirrored
+from jaxrl.sampling.multihost import MultihostSampler, NullSampler
 from sharding.collectives import collectives
 from sharding.partition import Layout
 
@@ -78,7 +78,7 @@ def open_sampler(
             layout=layout,
             record_experts=record_experts,
         )
-        yield Serving(sampler if hosts.count == 1 else Mirrored(sampler, hosts), load)
+        yield Serving(sampler if hosts.count == 1 else MultihostSampler(sampler, hosts), load)
         return
     if hosts.count > 1 and adapters is not None:
         raise ValueError(
@@ -87,7 +87,7 @@ def open_sampler(
     if not hosts.leads:
         follow = _follow(model, policy)
         follow(params, version=version)
-        yield Serving(Absent(), follow)
+        yield Serving(NullSampler(), follow)
         return
     with open_servers(
         config,

@@ -32,13 +32,13 @@ from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.monitoring.ratio.replay import Score
-from jaxrl.monitoring.tracking.samples import NoSamples, Samples
+from jaxrl.monitoring.tracking.samples import NullSamples, Samples
 from jaxrl.monitoring.tracking.services import open_services
-from jaxrl.monitoring.tracking.tracking import Silence, Tracker, open_tracker
+from jaxrl.monitoring.tracking.tracking import NullTracker, Tracker, open_tracker
 from jaxrl.sampling.base import Sampler, SamplingParams
 from jaxrl.training import rollbacks
 from jaxrl.training.storage.checkpoint import Checkpoints
-from jaxrl.training.storage.run_directory import claim, note_start
+from jaxrl.training.storage.run_directory import check_config, record_start
 from sharding.partition import Layout
 
 MODEL, ENVIRONMENT = "model", "environment"  # parts of a reward that are no functions
@@ -121,8 +121,8 @@ class Run:
     # reward needs it.
     reference: Params | None
     checkpoints: Checkpoints
-    tracker: Tracker | Silence
-    samples: Samples | NoSamples
+    tracker: Tracker | NullTracker
+    samples: Samples | NullSamples
     hosts: Hosts
 
     @property
@@ -148,7 +148,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
       ValueError: for a config, a model or data that cannot be used; the message names the key.
     """
     directory, hosts = Path(config.run_dir), Hosts()
-    config = hosts.led(lambda: rollbacks.settle(directory, config))
+    config = hosts.on_leader(lambda: rollbacks.settle(directory, config))
     recipe, policy = make_recipe(config), precision.parse(config.precision)
     layout = make_layout(config.mesh)
     material = _read_material(config, hosts=hosts)
@@ -157,9 +157,9 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     arena = environment.make_arena(config, tokenizer, material.tools, vocab_size=vocab_size)
     judge = None
     if config.reward.model is not None:
-        judge = hosts.together(load_judge(config, config.reward.model, tokenizer, layout=layout))
+        judge = hosts.on_all(load_judge(config, config.reward.model, tokenizer, layout=layout))
 
-    otherwise = hosts.led(lambda: claim(directory, config))
+    otherwise = hosts.on_leader(lambda: check_config(directory, config))
     checkpoints = Checkpoints(
         directory / "checkpoints",
         keep=config.checkpoints_kept,
@@ -217,7 +217,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
                 start_step=progress.step,
             )
             if hosts.leads
-            else NoSamples(),
+            else NullSamples(),
             hosts=hosts,
         )
         for line in filter(None, (*_notes(run), otherwise, learning.attention)):
@@ -278,12 +278,12 @@ def carried_over(state: State, progress: Progress, *, policy: Precision) -> Stat
 @contextmanager
 def _opened_tracker(
     config: Config, directory: Path, progress: Progress, *, hosts: Hosts, layout: Layout
-) -> Iterator[Tracker | Silence]:
+) -> Iterator[Tracker | NullTracker]:
     """Where the metrics of a run go; only process 0 writes any."""
     if not hosts.leads:
-        yield Silence()
+        yield NullTracker()
         return
-    note_start(directory, step=progress.step, devices=list(layout.mesh.devices.flat))
+    record_start(directory, step=progress.step, devices=list(layout.mesh.devices.flat))
     with open_tracker(
         directory,
         start_step=progress.step,

@@ -8,8 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.core.batch import Minibatch
-from jaxrl.core.packing import interleave, pack
+from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.core.precision import PRESETS as PRECISIONS
 from jaxrl.core.precision import cast
 from jaxrl.learner.policy import make_learner
@@ -46,9 +45,8 @@ def adapted(*, seed=0, kept=FP32.wire):
 def minibatch():
     samples = tiny.rollouts(16, longest=16)
     advantages = list(np.random.default_rng(0).normal(size=16))
-    rows, used = interleave([[i] for i in range(16)], rows_per_microbatch=8, max_microbatches=2)
-    batch = pack(samples, advantages, rows=rows, row_length=16)
-    return Minibatch(batch=batch, microbatches=jnp.int32(used))  # pyright: ignore
+    shape = MinibatchShape(row_length=16, rows_per_microbatch=8, packed=False)
+    return pack_minibatch(samples, advantages, shape=shape)
 
 
 @functools.cache

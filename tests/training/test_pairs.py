@@ -4,19 +4,18 @@ import json
 import signal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from orbax.checkpoint import StandardCheckpointer
 
 from jaxrl.builders.layout import make_layout
+from jaxrl.builders.minibatches import supervised_shape
 from jaxrl.builders.model import load_model
 from jaxrl.cli import main
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.preference import DPOConfig, RewardModelConfig
 from jaxrl.config.toml_file import ConfigError, load
-from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import to_floats
 from jaxrl.core.precision import PRESETS
 from jaxrl.data.prompts import Row
@@ -25,13 +24,13 @@ from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.scorer import sequence_scores
 from jaxrl.monitoring.tracking.tracking import read_metrics
-from jaxrl.training.supervised import fit, pairs
+from jaxrl.training.supervised import pairs
 from jaxrl.training.supervised.dpo import load_loss
 from jaxrl.training.supervised.pairs import (
     load_held_out_pairs,
     load_training_pairs,
     pack_pairs,
-    tokenise,
+    tokenize,
 )
 from tests import tiny
 
@@ -86,7 +85,12 @@ def config(model, material, **overrides):
 
 def read(rows, config, tokenizer, *, max_tokens=ROW_LENGTH):
     numbered = (Row(f"x:{i}", row) for i, row in enumerate(rows, start=1))
-    return tokenise(numbered, config.data, tokenizer, max_tokens=max_tokens)
+    return tokenize(numbered, config.data, tokenizer, max_tokens=max_tokens)
+
+
+def packed_pairs(some, config):
+    layout = make_layout(config.mesh)
+    return pack_pairs(some, shape=supervised_shape(config, layout=layout, together=2))
 
 
 USER = {"role": "user", "content": "cd"}
@@ -144,7 +148,7 @@ def test_the_data_may_be_parquet_and_have_margins(model, tokenizer, material, tm
     given = config(model, material, **keys)
     found = load_training_pairs(given.data, tokenizer, max_tokens=ROW_LENGTH)
     assert [pair.margin for pair in found.pairs] == [0.5, 2.0]
-    batch = pack_pairs(found.pairs, given).batch
+    batch = jax.device_get(packed_pairs(found.pairs, given).batch)
     row = int(np.argmax(batch.segments.max(axis=1)))
     ends = [batch.advantages[row][batch.segments[row] == s].sum() for s in (1, 2, 3, 4)]
     assert sorted(ends) == [0.0, 0.0, 0.5, 2.0]
@@ -215,12 +219,12 @@ def test_a_reward_model_learns_to_tell_the_answers_apart(reward_model, model, ma
     given = config(model, material)
     held_out = load_held_out_pairs(given.data, tokenizer, max_tokens=ROW_LENGTH)
     one = config(model, material, **{"train.packing": "false"})
-    batch = pack_pairs(held_out.pairs[:8], one).batch
+    batch = packed_pairs(held_out.pairs[:8], one).batch
     scores = np.asarray(
         sequence_scores(
             decoder(decoder_config),
             params,
-            jax.tree.map(jnp.asarray, batch),
+            batch,
             precision=PRESETS["fp32"],
         )
     )
@@ -254,17 +258,16 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     reward_model, model, material, tmp_path, monkeypatch, capsys
 ):
     argv = ["reward-model", *(f"--{k}={v}" for k, v in arguments(model, material, tmp_path))]
-    real = fit.place
+    real = pairs.pack_minibatch
 
-    def interrupted(host, layout):
+    def interrupted(*arguments, **named):
         interrupted.calls += 1
         if interrupted.calls == 8:  # two batches are held-out pairs: during the sixth step
             signal.raise_signal(signal.SIGINT)
-        return real(host, layout)
+        return real(*arguments, **named)
 
     interrupted.calls = 0
-    monkeypatch.setattr(fit, "place", interrupted)
-    monkeypatch.setattr(pairs, "place", interrupted)
+    monkeypatch.setattr(pairs, "pack_minibatch", interrupted)
     assert main(argv) == 128 + signal.SIGINT
     assert "ended by signal 2 at step 6; the same command goes on" in capsys.readouterr().out
     assert not (tmp_path / "model").exists()
@@ -303,10 +306,9 @@ def test_packing_and_microbatches_do_not_change_a_step(model, material, tokenize
             precision=PRESETS["fp32"],
             rows_per_microbatch=one.microbatch_rows,
         )
-        batch, used = pack_pairs(chosen, one)
-        minibatch = Minibatch(batch=batch, microbatches=jnp.int32(used))
+        minibatch = packed_pairs(chosen, one)
         state, metrics = jax.jit(learner.step)(learner.init(params), minibatch)
-        steps[name] = (used, state.params, to_floats(metrics))
+        steps[name] = (int(minibatch.microbatches), state.params, to_floats(metrics))
     (few, packed, a), (many, unpacked, b) = steps["packed"], steps["unpacked"]
     assert (few, many) == (2, 1)
     jax.tree.map(

@@ -12,7 +12,7 @@ from jaxrl.config.training import Config
 from jaxrl.monitoring.alarms.rules import Alarm
 from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
 from jaxrl.training import rollbacks
-from jaxrl.training.storage.run_directory import ResumeError, claim
+from jaxrl.training.storage.run_directory import ResumeError, check_config
 
 
 def config(run_dir: Path, **changes: str) -> Config:
@@ -57,7 +57,7 @@ def decide(
 def asked(tmp_path):
     """A run of 12 steps that goes back to step 5 with half its learning rate."""
     made = config(tmp_path)
-    claim(tmp_path, made)
+    check_config(tmp_path, made)
     write_steps(tmp_path, upto=12)
     assert decide(made, at=12, healthy=7)[2:] == (
         5,
@@ -143,13 +143,13 @@ def test_the_directory_holds_the_changed_config_and_goes_on_with_either(asked, t
     assert toml_file.load(Config, file=tmp_path / "config.toml") == changed
     for given in (asked, changed):
         again = rollbacks.settle(tmp_path, given)
-        claim(tmp_path, again)
+        check_config(tmp_path, again)
         assert again == changed
     other = config(tmp_path, optimizer__learning_rate="0.002")
     with pytest.raises(ResumeError, match=r"0\.002 here, .* changed it from 0\.003 to 0\.0015"):
         rollbacks.settle(tmp_path, other)
     with pytest.raises(ResumeError, match="seed = 0 there and 1 here"):
-        claim(tmp_path, rollbacks.settle(tmp_path, config(tmp_path, seed="1")))
+        check_config(tmp_path, rollbacks.settle(tmp_path, config(tmp_path, seed="1")))
 
 
 def test_a_later_rollback_that_goes_back_further_keeps_what_an_earlier_one_changed(asked, tmp_path):

@@ -16,7 +16,7 @@ from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Minibatch, Rollout, from_json, to_json
 from jaxrl.core.metrics import to_floats
-from jaxrl.core.packing import assign_rows, gather, interleave, pack
+from jaxrl.core.packing import MinibatchShape, pack, pack_minibatch, unpack
 from jaxrl.core.precision import PRESETS
 from jaxrl.environments.episodes.base import Limits, Step
 from jaxrl.environments.episodes.episode import Draft
@@ -80,23 +80,18 @@ def foreign() -> list[Rollout]:
     return drawn(moved)
 
 
-def rows_of(rollouts, *, packed=True):
-    rows = [[i] for i in range(len(rollouts))]
-    if packed:
-        rows = assign_rows([r.length for r in rollouts], row_length=ROW)
-    return interleave(rows, rows_per_microbatch=2, max_microbatches=4)
+def shape(packed) -> MinibatchShape:
+    return MinibatchShape(row_length=ROW, rows_per_microbatch=2, max_rows=8, packed=packed)
 
 
 def minibatch(rollouts, *, packed=True) -> Minibatch:
-    rows, used = rows_of(rollouts, packed=packed)
     advantages = list(np.random.default_rng(0).normal(size=len(rollouts)))
-    batch = pack(rollouts, advantages, rows=rows, row_length=ROW)
-    return Minibatch(batch=jax.tree.map(jnp.asarray, batch), microbatches=jnp.int32(used))
+    return pack_minibatch(rollouts, advantages, shape=shape(packed))
 
 
 def scores(rollouts, *, packed=True) -> list[np.ndarray]:
     found = np.asarray(score(PARAMS, minibatch(rollouts, packed=packed)))
-    return gather(found, rollouts, rows=rows_of(rollouts, packed=packed)[0])
+    return unpack(found, rollouts, shape=shape(packed))
 
 
 def forgotten(rollouts) -> list[Rollout]:

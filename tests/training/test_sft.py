@@ -20,7 +20,7 @@ from jaxrl.losses.algebra import objective
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.monitoring.tracking.tracking import read_metrics
-from jaxrl.training.storage.run_directory import ResumeError, held
+from jaxrl.training.storage.run_directory import ResumeError, lock
 from jaxrl.training.supervised import sft
 from tests import arithmetic
 
@@ -145,7 +145,7 @@ def test_finetuning_learns_and_saves_a_model(material, tmp_path):
 
 def test_one_program_at_a_time_trains_in_a_directory(material, tmp_path):
     run_dir = tmp_path / "run"
-    with held(run_dir, Hosts()), pytest.raises(ResumeError, match="another program trains in"):
+    with lock(run_dir, Hosts()), pytest.raises(ResumeError, match="another program trains in"):
         sft.finetune(config(material, run_dir))
 
 

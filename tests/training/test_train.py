@@ -19,7 +19,7 @@ from jaxrl.core.precision import parse
 from jaxrl.models import huggingface, spec
 from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.training.run import open_run
-from jaxrl.training.storage.run_directory import ResumeError, claim, held
+from jaxrl.training.storage.run_directory import ResumeError, check_config, lock
 from tests import tiny
 from tests.documented import undocumented
 
@@ -211,38 +211,38 @@ def test_another_config_in_the_same_directory_is_refused(finished, material):
 
 
 def test_a_run_that_has_saved_nothing_may_begin_otherwise(material, tmp_path):
-    claim(tmp_path, config(material, tmp_path))
+    check_config(tmp_path, config(material, tmp_path))
     (tmp_path / "checkpoints").mkdir()
-    claim(tmp_path, config(material, tmp_path, seed="1"))
+    check_config(tmp_path, config(material, tmp_path, seed="1"))
     (tmp_path / "checkpoints" / "1").mkdir()
     with pytest.raises(ResumeError, match="seed = 1 there and 0 here"):
-        claim(tmp_path, config(material, tmp_path))
+        check_config(tmp_path, config(material, tmp_path))
 
 
 def test_what_changes_no_result_may_change_and_what_changes_its_rounding_is_said(
     material, tmp_path
 ):
-    assert claim(tmp_path, config(material, tmp_path)) is None
+    assert check_config(tmp_path, config(material, tmp_path)) is None
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     free = {"sampler.url": "http://10.0.0.2:8000", "probe.every": "3", "sampler.name": "vllm"}
     with pytest.raises(ResumeError, match=r"config: sampler\.name = 'embedded' there"):
-        claim(tmp_path, config(material, tmp_path, **free))
+        check_config(tmp_path, config(material, tmp_path, **free))
     del free["sampler.name"]
-    assert claim(tmp_path, config(material, tmp_path, **{"probe.every": "3"})) is None
+    assert check_config(tmp_path, config(material, tmp_path, **{"probe.every": "3"})) is None
     order = {"train.microbatch_tokens": "64", "train.remat": "layer"}
-    note = claim(tmp_path, config(material, tmp_path, **order))
+    note = check_config(tmp_path, config(material, tmp_path, **order))
     assert "train.microbatch_tokens = 128 there and 64 here; train.remat" in note
     assert "same up to rounding" in note
 
 
 def test_two_programs_do_not_train_in_one_directory(material, tmp_path):
     run_dir = tmp_path / "run"
-    with held(run_dir, Hosts()):
+    with lock(run_dir, Hosts()):
         with pytest.raises(ResumeError, match=r"another program trains in .*/run,"):
             train.train(config(material, run_dir))
         assert not list(run_dir.iterdir())
     assert not run_dir.exists()
-    with held(run_dir, Hosts()):  # the lock does not outlive its program's use
+    with lock(run_dir, Hosts()):  # the lock does not outlive its program's use
         pass
 
 

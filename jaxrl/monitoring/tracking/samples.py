@@ -64,7 +64,7 @@ class Samples:
             file.writelines(lines)
 
 
-class NoSamples:
+class NullSamples:
     """Keeps none."""
 
     def due(self, step: int) -> bool:

@@ -69,7 +69,7 @@ def outcomes(
         weights=weights,
         penalties=penalties,
         turns=_turns(run, rollouts),
-        greedy=lambda: run.hosts.led(lambda: greedy_rewards(run, rollouts)),
+        greedy=lambda: run.hosts.on_leader(lambda: greedy_rewards(run, rollouts)),
     ), numbers
 
 

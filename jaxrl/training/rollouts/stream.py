@@ -59,7 +59,7 @@ def _shared(hosts: Hosts, collect: Collect) -> Collect:
     """What process 0 collects, on all processes."""
 
     def shared(*, seconds: Numbers) -> Answers | None:
-        answers, taken = hosts.led(lambda: (collect(seconds=seconds), seconds))
+        answers, taken = hosts.on_leader(lambda: (collect(seconds=seconds), seconds))
         seconds |= taken
         return answers
 
