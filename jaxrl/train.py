@@ -18,7 +18,6 @@ import numpy as np
 from jaxrl.advantages import estimate, explained_variance
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.config.training import Config
-from jaxrl.core import precision
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.metrics import Metrics, merge, to_floats
@@ -256,7 +255,7 @@ def finish(run: Run, state: State) -> Path:
     """Exports the trained model for Hugging Face, as it was sampled, and draws the curves; adapters
     are merged into it, and kept by themselves besides."""
     model, source, params = run.directory / "model", run.config.model.path, state.policy.params
-    policy = precision.parse(run.config.precision)
+    policy = run.config.policy
     tensors = ParamsSource(lora.merge(params), run.model.specs, dtype=policy.exported)
     adapters = fetch(params.adapters) if isinstance(params, lora.Adapted) else None
 

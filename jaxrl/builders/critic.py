@@ -7,7 +7,6 @@ import jax
 from jaxrl.builders.model import load_scorer
 from jaxrl.builders.optimizer import Optimizer, make_optimizer, state_shardings
 from jaxrl.config.training import Config
-from jaxrl.core import precision
 from jaxrl.learner.actor_critic import ActorCritic, State, shared_trunk, side_by_side
 from jaxrl.learner.critic import make_critic
 from jaxrl.learner.policy import VALUE_HEAD, Learner
@@ -60,7 +59,7 @@ def _own_network(
 ) -> tuple[ActorCritic, Params, Specs]:
     del model
     assert recipe.critic is not None
-    policy = precision.parse(config.precision)
+    policy = config.policy
     scorer, params = load_scorer(
         config.critic.path or config.model.path,
         layout=layout,
@@ -83,7 +82,7 @@ def _shared_trunk(
     config: Config, recipe: Recipe, *, learner: Learner, model: Model, layout: Layout
 ) -> tuple[ActorCritic, Params, Specs]:
     del learner
-    policy = precision.parse(config.precision)
+    policy = config.policy
     scorer = param_specs(dataclasses.replace(model.config, scored=True))
     specs = {VALUE_HEAD: scorer[VALUE_HEAD]}
     both = {**model.specs, **specs}

@@ -49,7 +49,7 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
     Raises:
       ValueError: for a model or a kernel that cannot be used; the message names the key.
     """
-    policy = precision.parse(config.precision)
+    policy = config.policy
     model, params, specs = load_trained(config, layout=layout)
     attention = attention_note(
         config.train.attention,
@@ -119,7 +119,7 @@ def build_learner(
         model,
         objective,
         optimizer=optimizer.transformation,
-        precision=precision.parse(config.precision),
+        precision=config.policy,
         rows_per_microbatch=config.microbatch_rows,
         temperature=config.sampling.temperature,
         param_shardings=layout.tree(specs) if layout.mesh.size > 1 else None,

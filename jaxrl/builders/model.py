@@ -9,7 +9,6 @@ from flax import traverse_util
 
 from jaxrl.config.lora import LoraConfig
 from jaxrl.config.training import Config
-from jaxrl.core import precision
 from jaxrl.core.precision import DType, Precision
 from jaxrl.models import huggingface, kernels, lora, peft, spec
 from jaxrl.models.decoder import Model, decoder
@@ -120,7 +119,7 @@ def load_trained(config: Config, *, layout: Layout) -> tuple[Model, Any, Any]:
     Raises:
       FileNotFoundError, ValueError: as `load_model`, `trained_specs` and `peft.load`.
     """
-    c, policy = config.lora, precision.parse(config.precision)
+    c, policy = config.lora, config.policy
     dtype = policy.wire if c.rank else policy.params
     model, params = load_model(
         config.model.path,

@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxrl.builders.model import load_scorer
 from jaxrl.config.training import Config
-from jaxrl.core import precision
 from jaxrl.core.batch import Rollout
 from jaxrl.core.packing import MinibatchShape, pack_minibatch, plan_rows
 from jaxrl.data.prompts import Tokenizer
@@ -43,7 +42,7 @@ def load_judge(config: Config, path: str, tokenizer: Tokenizer, *, layout: Layou
             f"reward.model = {path!r} is a language model, which scores nothing; make a reward "
             "model of it with jaxrl reward-model"
         )
-    policy = precision.parse(config.precision)
+    policy = config.policy
     model, params = load_scorer(path, layout=layout, dtype=policy.compute)
     check_vocabulary(
         path,

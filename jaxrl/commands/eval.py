@@ -11,7 +11,6 @@ from jaxrl.builders.prompts import load_held_out_prompts, sampling_params
 from jaxrl.commands import options
 from jaxrl.config.tables import SamplerConfig
 from jaxrl.config.training import Config
-from jaxrl.core import precision
 from jaxrl.environments.rewards.scoring import load_rewards
 from jaxrl.environments.tools.schema import load_tools
 
@@ -33,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.sampling.embedded.sampler import EmbeddedSampler
     from jaxrl.training.evaluate import evaluate_greedily
 
-    policy = precision.parse(config.precision)
+    policy = config.policy
     layout = make_layout(config.mesh)
     rewards = load_rewards(config.reward.path, config.reward.weights, timeout=config.reward.timeout)
     tokenizer = huggingface.load_tokenizer(config.model.path)

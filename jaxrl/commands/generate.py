@@ -12,7 +12,6 @@ from jaxrl.builders.prompts import rendering, sampling_params
 from jaxrl.commands import options
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.tables import BaseConfig, ModelConfig, PromptConfig, SamplingConfig
-from jaxrl.core import precision
 from jaxrl.data import prompts as data
 
 DESCRIPTION = """Samples answers to prompts, given as arguments or as lines of the standard input.
@@ -40,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.models import huggingface
     from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 
-    policy = precision.parse(config.precision)
+    policy = config.policy
     tokenizer = huggingface.load_tokenizer(config.model.path)
     render = data.renderer(tokenizer, rendering(config.prompt))
     prompts = [

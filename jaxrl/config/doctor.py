@@ -5,8 +5,16 @@ from typing import Annotated
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from jaxrl.config.mesh import MeshConfig
-from jaxrl.config.tables import ModelConfig, PromptConfig, Remat, SamplerConfig, Section, Texts
-from jaxrl.core import precision
+from jaxrl.config.tables import (
+    ModelConfig,
+    PromptConfig,
+    Remat,
+    SamplerConfig,
+    Section,
+    Texts,
+    parse_policy,
+)
+from jaxrl.core.precision import Precision
 
 
 class DoctorDataConfig(PromptConfig):
@@ -94,8 +102,13 @@ class DoctorConfig(Section):
             changes = "=" in part.partition(",")[0] and found
             found[-1:] = [f"{found[-1]},{part}"] if changes else [*found[-1:], part]
         for policy in found:
-            precision.parse(policy)
+            parse_policy(policy)
         return tuple(dict.fromkeys(found))
+
+    @property
+    def policies(self) -> dict[str, Precision]:
+        """The dtype policies to compare, by their texts."""
+        return {text: parse_policy(text) for text in self.precisions}
 
     @property
     def longest_sequence(self) -> int:

@@ -3,6 +3,7 @@
 A table is frozen and strict. `--help` prints the docstrings below.
 """
 
+import functools
 import typing
 from typing import Annotated, Any, Literal
 
@@ -20,6 +21,7 @@ from pydantic import (
 )
 
 from jaxrl.core import precision
+from jaxrl.core.precision import Precision
 from jaxrl.learner.optimizers import OptimizerName, ScheduleName
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -342,8 +344,12 @@ class EvalConfig(Section):
     """Evaluate after this many steps; 0 evaluates before the first and after the last only."""
 
 
+# Reading a config parses its policies; every later use takes them from here.
+parse_policy = functools.cache(precision.parse)
+
+
 def _parsed(text: str) -> str:
-    precision.parse(text)
+    parse_policy(text)
     return text
 
 
@@ -358,6 +364,11 @@ class BaseConfig(Section):
     """The run is a function of the config, the data and this number."""
 
     _precision = field_validator("precision")(_parsed)
+
+    @property
+    def policy(self) -> Precision:
+        """The dtype policy that `precision` names."""
+        return parse_policy(self.precision)
 
 
 class ProbeConfig(Section):

@@ -3,7 +3,6 @@
 from typing import Literal, NamedTuple
 
 from jaxrl.builders.model import attention_note
-from jaxrl.core import precision
 from jaxrl.monitoring.alarms.causes import CAUSES
 from jaxrl.monitoring.alarms.rules import Alarm, check
 from jaxrl.monitoring.tracking.tracking import read_metrics
@@ -93,7 +92,7 @@ class Guard:
             changed.train.attention,
             config=run.model.config,
             layout=run.layout,
-            policy=precision.parse(changed.precision),
+            policy=changed.policy,
             length=changed.row_length,
         )
         decided = rollbacks.decide(run.directory, alarm, to=to, config=run.config, changes=changes)

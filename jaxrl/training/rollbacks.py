@@ -18,7 +18,7 @@ from flax import traverse_util
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.core import plugins, precision
+from jaxrl.core import plugins
 from jaxrl.core.files import write_whole
 from jaxrl.losses import recipes
 from jaxrl.monitoring.alarms.rules import Alarm
@@ -70,7 +70,7 @@ def remedy(action: str, config: Config) -> dict[str, Any]:
     """
     if action == "rollback_precision":
         assert config.alarms.precision is not None, "the config sees to it"
-        if precision.parse(config.alarms.precision) == precision.parse(config.precision):
+        if config.alarms.policy == config.policy:
             raise ValueError(f"precision = {config.precision!r} is alarms.precision already")
         changes: dict[str, Any] = {"precision": config.alarms.precision}
     elif action == "rollback_learning_rate":

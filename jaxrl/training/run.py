@@ -149,7 +149,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     """
     directory, hosts = Path(config.run_dir), Hosts()
     config = hosts.on_leader(lambda: rollbacks.settle(directory, config))
-    recipe, policy = make_recipe(config), precision.parse(config.precision)
+    recipe, policy = make_recipe(config), config.policy
     layout = make_layout(config.mesh)
     material = _read_material(config, hosts=hosts)
     learning, state = open_learning(config, recipe, layout=layout)
@@ -300,7 +300,7 @@ def _notes(run: Run) -> Iterator[str]:
     config = run.config
     for made in rollbacks.read(run.directory) if run.hosts.leads else ():
         yield f"rolled back after step {made.at} to {made.to}, with {made.in_words}"
-    if (advice := precision.disagreement(precision.parse(config.precision))) is not None:
+    if (advice := precision.disagreement(config.policy)) is not None:
         yield f"learner and sampler compute different policies: {advice}"
     for name, those in (("data.path", run.prompts), ("data.eval_path", run.held_out)):
         if those is not None and those.too_long:

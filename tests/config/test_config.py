@@ -2,6 +2,7 @@ import tomllib
 import typing
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from jaxrl.builders.recipe import make_recipe
 from jaxrl.config.mesh import MeshRules
 from jaxrl.config.toml_file import ConfigError, dumps, keys, load, validate
 from jaxrl.config.training import Config
+from jaxrl.core.precision import parse
 from sharding.rules import PRESETS
 from tests.losses.cases import one_row
 
@@ -172,6 +174,12 @@ def test_precision_errors_name_the_key():
     message = r"precision = 'bf17': there is no preset 'bf17' \(did you mean bf16\?\)"
     with pytest.raises(ConfigError, match=message):
         load(Config, overrides=[("model.path", "m"), ("data.path", "d"), ("precision", "bf17")])
+
+
+def test_the_policy_follows_the_text():
+    config = with_keys()
+    assert config.policy == parse("bf16_master")
+    assert config.model_copy(update={"precision": "fp32,wire=bf16"}).policy.wire == jnp.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Findin
       ServerFailedError, RefusedError: as `open_sampler`.
     """
     material = _material(config)
-    policies = {name: precision.parse(name) for name in config.precisions}
+    policies = config.policies
     if config.sampler.url:
         served = np.dtype(VllmServer(config.sampler.url[0], api_key=api_key()).dtype())
         policies = {

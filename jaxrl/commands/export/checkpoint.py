@@ -43,7 +43,7 @@ def export_checkpoint(
       CheckpointError: if there is no such checkpoint, or it cannot be read.
       ValueError: for another `step`, or an unknown dtype.
     """
-    policy, base = precision.parse(config.precision), config.model.path
+    policy, base = config.policy, config.model.path
     wire = _dtype(dtype, default=policy.exported)
     model, specs = _model(config)
     chosen, params = _trained(config, model, specs, policy, run_dir=run_dir, step=step)
@@ -70,7 +70,7 @@ def export_adapters(
     Raises:
       CheckpointError, ValueError: likewise, and for a run that has no adapters.
     """
-    policy = precision.parse(config.precision)
+    policy = config.policy
     kept = _dtype(dtype, default=policy.params)
     model, specs = _model(config)
     if not isinstance(specs, lora.Adapted):

@@ -14,7 +14,6 @@ from jaxrl.builders.prompts import load_training_prompts, sampling_params
 from jaxrl.commands import options
 from jaxrl.commands.filter import pass_rate
 from jaxrl.config.training import Config
-from jaxrl.core import precision
 from jaxrl.data.prompts import Example, Tokenizer
 from jaxrl.environments.rewards.scoring import load_rewards
 
@@ -103,7 +102,7 @@ def _measure(
     done = len(journal.measured)
     if done == len(examples):
         return
-    policy = precision.parse(config.precision)
+    policy = config.policy
     layout = make_layout(config.mesh)
     reward, *_ = load_rewards(
         config.reward.path, config.reward.weights, timeout=config.reward.timeout

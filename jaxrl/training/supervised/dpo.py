@@ -39,7 +39,7 @@ def train_dpo(config: DPOConfig) -> Result:
       ValueError: for a loss, data, a model or a run directory that cannot be used; the message
         names it.
     """
-    policy = precision.parse(config.precision)
+    policy = config.policy
     goal = objective(preference.pairwise(load_loss(config.loss)), preference.pair_mean)
     layout = make_layout(config.mesh)
     tokenizer = huggingface.load_tokenizer(config.model.path)

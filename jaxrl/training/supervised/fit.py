@@ -15,7 +15,6 @@ import numpy as np
 from jaxrl.builders.model import attention_note
 from jaxrl.builders.optimizer import state_shardings
 from jaxrl.config.supervised import SupervisedConfig
-from jaxrl.core import precision
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.metrics import Metrics, to_floats
@@ -129,7 +128,7 @@ def _fit(config: SupervisedConfig, task: Task, *, layout: Layout, eval_every: in
         config.train.attention,
         config=task.model.config,
         layout=layout,
-        policy=precision.parse(config.precision),
+        policy=config.policy,
         length=config.train.row_length,
     )
     check_config(directory, config)
@@ -208,7 +207,7 @@ def save(
 def export(config: SupervisedConfig, model: Model, params: Params) -> Path:
     """Writes the trained model as a Hugging Face checkpoint; returns its directory."""
     directory = Path(config.run_dir) / "model"
-    dtype = precision.parse(config.precision).params
+    dtype = config.policy.params
     huggingface.save(directory, params, model.config, dtype=dtype, source_dir=config.model.path)
     return directory
 

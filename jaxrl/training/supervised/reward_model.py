@@ -9,7 +9,6 @@ from jaxrl.builders.minibatches import supervised_shape
 from jaxrl.builders.model import load_scorer
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.config.preference import RewardModelConfig
-from jaxrl.core import precision
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import Metrics
 from jaxrl.learner.reward_model import make_ranker, make_scores
@@ -34,7 +33,7 @@ def train_reward_model(config: RewardModelConfig) -> Result:
       ResumeError, CheckpointError: as `supervised.fit`.
       ValueError: for data, a model or a run directory that cannot be used; the message names it.
     """
-    policy = precision.parse(config.precision)
+    policy = config.policy
     layout = make_layout(config.mesh)
     tokenizer = huggingface.load_tokenizer(config.model.path)
     longest = config.train.row_length

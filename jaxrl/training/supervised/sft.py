@@ -14,7 +14,6 @@ from jaxrl.builders.model import load_model
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.builders.prompts import rendering
 from jaxrl.config.sft import SFTConfig, SFTDataConfig
-from jaxrl.core import precision
 from jaxrl.core.batch import Minibatch, Rollout, TokenBatch
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.packing import pack_minibatch
@@ -57,7 +56,7 @@ def finetune(config: SFTConfig) -> Result:
       ResumeError, CheckpointError: as `supervised.fit`.
       ValueError: for data, a model or a run directory that cannot be used; the message names it.
     """
-    policy = precision.parse(config.precision)
+    policy = config.policy
     layout = make_layout(config.mesh)
     tokenizer = huggingface.load_tokenizer(config.model.path)
     texts = load_texts(config.data, tokenizer, max_tokens=config.train.row_length)
