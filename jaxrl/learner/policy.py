@@ -88,7 +88,8 @@ def make_learner(
         )
 
     def published(params: Params) -> Params:
-        served: Any = as_served(as_published(params), precision)
+        weights: Any = as_published(params)
+        served = as_served(weights, precision)
         return constrain(served) if isinstance(served, lora.Adapted) else constrain_merged(served)
 
     def score(params: Params, minibatch: Minibatch) -> jax.Array:

@@ -8,8 +8,9 @@ import numpy as np
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.learner.policy import LearnerState
-from jaxrl.training.rollouts import answers
-from jaxrl.training.run import Progress, Run
+from jaxrl.training.progress import Progress
+from jaxrl.training.rollouts.collect import collect
+from jaxrl.training.run import Run
 
 
 class Scored(NamedTuple):
@@ -21,7 +22,7 @@ class Scored(NamedTuple):
 
 def sampled(run: Run, progress: Progress) -> list[Rollout]:
     """The answers of a rollout, with their rewards."""
-    return answers.collect(run, progress, seconds={}).batch
+    return collect(run.source, run.config.train, progress=progress, seconds={}).batch
 
 
 def minibatch(run: Run, rollouts: Sequence[Rollout]) -> Minibatch:
@@ -40,5 +41,7 @@ def minibatch(run: Run, rollouts: Sequence[Rollout]) -> Minibatch:
 def score(run: Run, state: LearnerState, given: Minibatch) -> Scored:
     """What the learner says of the answers' tokens, and what it says in the sampler's dtypes."""
     mask = np.asarray(given.batch.action_mask)
-    both = (f(state.params, given) for f in (run.learner.score, run.learner.shadow))
+    both = (
+        f(state.params, given) for f in (run.learning.learner.score, run.learning.learner.shadow)
+    )
     return Scored(*(np.where(mask, np.asarray(x, np.float64), np.nan) for x in both))

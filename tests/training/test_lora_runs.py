@@ -68,7 +68,7 @@ def make(optimizer, *, precision=FP32, layout=None):
     )
 
 
-def test_a_step_is_the_one_by_hand():
+def test_adapter_step_equals_the_one_by_hand():
     """The gradient of W + s B A, by the chain rule from the gradient of all parameters."""
     params, (_, state, metrics) = adapted(), on_one_device()
     plain = make(optax.sgd(1.0))
@@ -93,7 +93,7 @@ def test_a_step_is_the_one_by_hand():
     jax.tree.map(np.testing.assert_array_equal, state.params.frozen, params.frozen)
 
 
-def test_what_is_frozen_has_no_master_copy_no_moments_and_no_place_in_a_checkpoint():
+def test_frozen_parameters_have_no_master_copy_moments_or_checkpoint():
     policy = PRECISIONS["bf16_master"]
     shapes = lora.abstract(specs(), trained=policy.params, kept=policy.wire)
     state = jax.eval_shape(make(optax.adam(1e-3), precision=policy).init, shapes)
@@ -106,7 +106,7 @@ def test_what_is_frozen_has_no_master_copy_no_moments_and_no_place_in_a_checkpoi
     assert from_checkpoint(kept, like=state) == state
 
 
-def test_a_mesh_changes_nothing_but_rounding():
+def test_mesh_changes_adapters_by_rounding_only():
     layout = Layout(make_mesh(data=2, fsdp=2, tensor=2), PRESETS["fsdp_tensor"])
     params, batch = adapted(), minibatch()
     alone, one, _ = on_one_device()

@@ -85,7 +85,7 @@ def config(model, material, **overrides):
 
 def read(rows, config, tokenizer, *, max_tokens=ROW_LENGTH):
     numbered = (Row(f"x:{i}", row) for i, row in enumerate(rows, start=1))
-    return tokenize(numbered, config.data, tokenizer, max_tokens=max_tokens)
+    return tokenize(numbered, tokenizer, config=config.data, max_tokens=max_tokens)
 
 
 def packed_pairs(some, config):
@@ -127,9 +127,7 @@ USER = {"role": "user", "content": "cd"}
     ],
     ids=["texts", "messages", "answers as messages", "whole conversations", "no prompt"],
 )
-def test_a_pair_is_prompt_answers_and_end_in_every_form(
-    row, prompt_key, model, tokenizer, material
-):
+def test_every_form_of_a_pair_tokenizes_alike(row, prompt_key, model, tokenizer, material):
     given = config(model, material, **{"data.prompt_key": prompt_key})
     (pair,) = read([row], given, tokenizer).pairs
     for answer, text in ((pair.chosen, "a<end>"), (pair.rejected, "bb<end>")):
@@ -138,7 +136,7 @@ def test_a_pair_is_prompt_answers_and_end_in_every_form(
         assert answer.action_mask.all()
 
 
-def test_the_data_may_be_parquet_and_have_margins(model, tokenizer, material, tmp_path):
+def test_pairs_from_parquet_with_margins(model, tokenizer, material, tmp_path):
     import pyarrow
     import pyarrow.parquet
 
@@ -192,7 +190,7 @@ def test_the_data_may_be_parquet_and_have_margins(model, tokenizer, material, tm
         ({"prompt": "c" * 40, "chosen": "a", "rejected": "b"}, {}, "1 have more than 56 tokens"),
     ],
 )
-def test_rows_that_are_no_pairs_are_named(row, keys, message, model, tokenizer, material):
+def test_malformed_pairs_are_named(row, keys, message, model, tokenizer, material):
     with pytest.raises(ValueError, match=message):
         read([row], config(model, material, **keys), tokenizer)
 
@@ -205,7 +203,7 @@ def reward_model(model, material, tmp_path_factory):
     return run_dir
 
 
-def test_a_reward_model_learns_to_tell_the_answers_apart(reward_model, model, material, tokenizer):
+def test_reward_model_learns_to_rank(reward_model, model, material, tokenizer):
     rows = read_metrics(reward_model / "metrics.jsonl")
     measured = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
     assert measured[0] == 0.0  # a score of zero for all: nothing is ahead of anything
@@ -233,7 +231,7 @@ def test_a_reward_model_learns_to_tell_the_answers_apart(reward_model, model, ma
     assert there.sum() == 8
 
 
-def test_dpo_raises_the_chosen_answers(model, material, tmp_path, capsys):
+def test_dpo_raises_the_chosen_completions(model, material, tmp_path, capsys):
     argv = [f"--{k}={v}" for k, v in arguments(model, material, tmp_path)]
     assert main(["dpo", *argv, "--loss", "sigmoid", "--loss.beta", "0.5"]) == 0
     assert (
@@ -254,7 +252,7 @@ def state(run_dir, step):
         return reader.restore(run_dir / "checkpoints" / str(step) / "state")
 
 
-def test_an_interrupted_run_goes_on_bit_for_bit(
+def test_interrupted_and_resumed_equals_undisturbed(
     reward_model, model, material, tmp_path, monkeypatch, capsys
 ):
     argv = ["reward-model", *(f"--{k}={v}" for k, v in arguments(model, material, tmp_path))]
@@ -340,7 +338,7 @@ def test_losses_by_name():
         given(("eval.every", "5"))
 
 
-def test_a_reward_model_has_no_words(reward_model):
+def test_reward_model_is_not_a_language_model(reward_model):
     layout = make_layout(MeshConfig())
     path = str(reward_model / "model")
     with pytest.raises(ValueError, match="is a reward model, which has no words to say"):

@@ -163,7 +163,7 @@ def _fit(config: SupervisedConfig, task: Task, *, layout: Layout, eval_every: in
                 stopping = last or interrupt.signum is not None
                 log.count(minibatch)
                 if last or is_due(_LOG_EVERY, position.step):
-                    log.training(state, metrics, position)
+                    log.training(state, metrics, position=position)
                 measured: Numbers = {}
                 if last or is_due(eval_every, position.step):
                     measured = log.held_out(state, position)
@@ -223,7 +223,7 @@ class _Log:
         """Counts the tokens of a step."""
         self._tokens += int(np.count_nonzero(fetch(minibatch.batch.segments)))
 
-    def training(self, state: LearnerState, metrics: Metrics, position: _Position) -> None:
+    def training(self, state: LearnerState, metrics: Metrics, *, position: _Position) -> None:
         """Logs the metrics of a step, which it waits for, with the throughput since the last."""
         last, now = position.last | to_floats(metrics), time.perf_counter()
         last["tokens_per_second"] = self._tokens / (now - self._since)

@@ -19,7 +19,7 @@ from jaxrl.training.supervised.fit import batch_indices
 def load_training_pairs(config: PairDataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> Pairs:
     """Reads and tokenizes the pairs of `data.path`; raises as `read_pairs`."""
     rows = prompts.read_rows(config.path, split=config.split, subset=config.subset)
-    return tokenize(rows, config, tokenizer, max_tokens=max_tokens)
+    return tokenize(rows, tokenizer, config=config, max_tokens=max_tokens)
 
 
 def load_held_out_pairs(config: PairDataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> Pairs:
@@ -27,7 +27,7 @@ def load_held_out_pairs(config: PairDataConfig, tokenizer: Tokenizer, *, max_tok
     if config.eval_path is None:
         return Pairs([], 0)
     rows = prompts.read_rows(config.eval_path, split=config.eval_split, subset=config.subset)
-    found = tokenize(rows, config, tokenizer, max_tokens=max_tokens)
+    found = tokenize(rows, tokenizer, config=config, max_tokens=max_tokens)
     return found._replace(pairs=found.pairs[: config.eval_limit])
 
 
@@ -76,7 +76,7 @@ def measure_pairs(
 
 
 def tokenize(
-    rows: Iterator[Row], config: PairDataConfig, tokenizer: Tokenizer, *, max_tokens: int
+    rows: Iterator[Row], tokenizer: Tokenizer, *, config: PairDataConfig, max_tokens: int
 ) -> Pairs:
     """Tokenizes rows with the columns and the rendering of a config; raises as `read_pairs`."""
     columns = Columns(config.prompt_key, config.chosen_key, config.rejected_key)
