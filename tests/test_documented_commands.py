@@ -220,7 +220,7 @@ def test_every_piece_of_toml_is_a_config(place):
             tree[key] = tree.get(key, {}) | value if isinstance(value, dict) else value
         config = toml_file.validate(Config, tree)
         make_recipe(config)
-        load_tools(config.environment.tools, corpus=config.environment.corpus)
+        load_tools(config.environment.tools)
 
 
 def test_every_piece_of_python_runs(place):

@@ -92,7 +92,7 @@ def _shared_trunk(
     pure = shared_trunk(
         model,
         recipe,
-        coefficient=config.critic.coefficient or _COEFFICIENT,
+        coefficient=_COEFFICIENT,
         optimizer=optimizer.transformation,
         head_optimizer=_optimizer(config, specs).transformation,
         precision=policy,

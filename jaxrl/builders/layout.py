@@ -7,9 +7,7 @@ from typing import Any
 import jax
 
 from jaxrl.config.mesh import MeshConfig
-from jaxrl.config.tables import (
-    SamplerConfig,
-)
+from jaxrl.config.sampler import SamplerConfig
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
 from sharding.rules import PRESETS

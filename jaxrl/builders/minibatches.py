@@ -11,7 +11,7 @@ def minibatch_shape(config: Config, *, layout: Layout) -> MinibatchShape:
     return MinibatchShape(
         row_length=config.row_length,
         rows_per_microbatch=config.microbatch_rows,
-        max_rows=config.minibatch_answers,
+        max_rows=config.minibatch_completions,
         packed=config.train.packing,
         sharding=layout.batch(("batch", "length")),
     )

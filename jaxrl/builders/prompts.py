@@ -3,11 +3,8 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jaxrl.config.tables import (
-    DataConfig,
-    PromptConfig,
-    SamplingConfig,
-)
+from jaxrl.config.sampler import SamplingConfig
+from jaxrl.config.tables import DataConfig, PromptConfig
 from jaxrl.data import prompts
 from jaxrl.data.prompts import Prompts, Rendering, Tokenizer
 from jaxrl.environments.tools.schema import Tool
@@ -27,7 +24,7 @@ def load_training_prompts(
 ) -> Prompts:
     """The prompts under `data.path`, rendered with the tools; raises as `data.load_prompts`."""
     return _load_prompts(
-        config, tokenizer, tools=tools, path=config.path, split=config.split, limit=None
+        config, tokenizer, tools=tools, path=config.path, split="train", limit=None
     )
 
 
@@ -42,7 +39,7 @@ def load_held_out_prompts(
         tokenizer,
         tools=tools,
         path=config.eval_path,
-        split=config.eval_split,
+        split="test",
         limit=config.eval_limit,
     )
 
@@ -57,7 +54,7 @@ def _load_prompts(
     limit: int | None,
 ) -> Prompts:
     return prompts.load_prompts(
-        prompts.read_rows(path, split=split, subset=config.subset),
+        prompts.read_rows(path, split=split),
         tokenizer,
         prompt_key=config.prompt_key,
         answer_key=config.answer_key,
@@ -77,9 +74,6 @@ def sampling_params(
     return SamplingParams(
         max_tokens=config.max_tokens,
         temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
         stop=(*((int(end),) for end in ends), *(tuple(text) for text in texts)),
         seed=seed,
     )

@@ -41,10 +41,12 @@ def load_task(config: Config, *, with_prompts: bool) -> TaskData:
         the key.
     """
     tokenizer = huggingface.load_tokenizer(config.model.path)
-    tools = load_tools(config.environment.tools, corpus=config.environment.corpus)
+    tools = load_tools(config.environment.tools)
     prompts, held_out = Prompts((), 0), None
     if with_prompts:
         prompts = load_training_prompts(config.data, tokenizer, tools=tools)
         held_out = load_held_out_prompts(config.data, tokenizer, tools=tools)
-    rewards = load_rewards(config.reward.path, config.reward.weights, timeout=config.reward.timeout)
+    rewards = load_rewards(
+        config.reward.path, config.reward.function_weights, timeout=config.reward.timeout
+    )
     return TaskData(tokenizer, tools, prompts, held_out, rewards)

@@ -10,6 +10,7 @@ from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.training import rollbacks
 from jaxrl.training.storage.records import Records
 
+_MAX_ROLLBACKS = 2  # in a run: a problem that two changes do not solve needs a person
 _SEVERITY = ("log", "pause", "rollback", "stop")  # of several alarms the most severe acts
 
 
@@ -89,9 +90,9 @@ class AlarmActions:
           ValueError: if there is no checkpoint to go back to, or no change that can be made.
         """
         config, records = self._config, self._records
-        before, most = len(rollbacks.read(records.directory)), config.alarms.max_rollbacks
-        if before >= most:
-            raise ValueError(f"alarms.max_rollbacks = {most} is reached")
+        before = len(rollbacks.read(records.directory))
+        if before >= _MAX_ROLLBACKS:
+            raise ValueError(f"the run was rolled back {before} times already")
         records.checkpoints.wait()
         to = rollbacks.target(config, records.checkpoints.directory, healthy=alarm.healthy)
         if to is None:

@@ -11,6 +11,8 @@ import jax
 from jaxrl.config.hosts import HostsConfig
 from jaxrl.core.hosts import ReportedError, report
 
+HEARTBEAT = 30  # seconds without a sign of life: longer than any pause of a healthy process
+
 
 @contextmanager
 def joined(config: HostsConfig) -> Iterator[None]:
@@ -18,7 +20,7 @@ def joined(config: HostsConfig) -> Iterator[None]:
 
     A process that fails or is interrupted prints its number and exits at once, without the shutdown
     barrier, at which the others might wait forever. They exit when they notice: at once in a
-    collective, otherwise after `hosts.heartbeat` seconds.
+    collective, otherwise after HEARTBEAT seconds.
 
     Raises:
       ValueError: if jax finds no cluster, the numbers do not fit, the coordinator is neither
@@ -42,7 +44,7 @@ def joined(config: HostsConfig) -> Iterator[None]:
                 process_id=process,
                 local_device_ids=_all_devices(os.environ),
                 initialization_timeout=2 * config.join,  # jax's own end is a crash
-                heartbeat_timeout_seconds=config.heartbeat,
+                heartbeat_timeout_seconds=HEARTBEAT,
             )
     except ValueError as error:
         raise ValueError(

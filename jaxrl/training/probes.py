@@ -89,7 +89,8 @@ def _split_ratio(
     beta = arrays["learner"] - arrays["shadow"]
     if not tokens.learner.size:
         return {}, beta
-    found = split(tokens, low=c.low, high=c.high)
+    low, high = c.clip_range
+    found = split(tokens, low=low, high=high)
     ids = fetch(batch.tokens) if c.replay else None  # on all processes; one of them asks servers
     if ids is not None and probes.replay is not None:
         replay = replay_batch(probes.replay, tokens=ids, segments=segments)

@@ -17,9 +17,9 @@ from jaxrl.builders.learner import Learning, open_learning
 from jaxrl.builders.prompts import sampling_params
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.reward_model import Judge, load_judge
-from jaxrl.builders.sampler import Serving, open_sampler
-from jaxrl.builders.servers import Adapters, Publish
+from jaxrl.builders.sampler import SamplerNeeds, Serving, open_sampler
 from jaxrl.builders.task import TaskData, load_task
+from jaxrl.builders.weight_sync import Adapters, Publish, Weights
 from jaxrl.config.toml_file import flatten
 from jaxrl.config.training import Config
 from jaxrl.core import precision
@@ -151,7 +151,7 @@ def reward_weights(config: Config, rewards: Sequence[Reward]) -> dict[str, float
     if config.reward.model is not None:
         weights[MODEL] = config.reward.model_weight
     if config.environment.name is not None:
-        weights[ENVIRONMENT] = config.environment.weight
+        weights[ENVIRONMENT] = 1.0
     return weights
 
 
@@ -212,19 +212,19 @@ def _open_serving(
     adapters = None
     if config.lora.publish == "adapters":
         adapters = Adapters(learning.specs, 2 + config.rollouts.max_staleness)
+    model_dir = Path(config.model.path)
     return open_sampler(
         config,
-        learning.model,
-        params=params,
-        version=version,
-        policy=config.policy,
+        Weights(learning.model, params, version, policy=config.policy, model_dir=model_dir),
         layout=learning.layout,
         directory=Path(config.run_dir),
         note=note,
         hosts=hosts,
-        adapters=adapters,
-        record_experts=config.train.replay_routing,
-        answers=config.answers_at_once,
+        needs=SamplerNeeds(
+            adapters=adapters,
+            record_experts=config.train.replay_routing,
+            completions=config.concurrent_completions,
+        ),
     )
 
 

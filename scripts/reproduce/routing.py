@@ -92,4 +92,5 @@ def _split(run: Any, state: Any, given: Minibatch) -> dict[str, float]:
         mask=np.asarray(batch.action_mask),
         segments=np.asarray(batch.segments),
     )
-    return split(tokens, low=run.config.probe.low, high=run.config.probe.high)
+    low, high = run.config.probe.clip_range
+    return split(tokens, low=low, high=high)

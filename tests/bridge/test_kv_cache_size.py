@@ -7,8 +7,8 @@ import pytest
 
 from jaxrl.bridge.servers.kv_cache_size import free_memory, make_room, token_bytes
 from jaxrl.bridge.servers.launch import ServerOptions, _command
-from jaxrl.builders.servers import started_server
-from jaxrl.config.tables import SamplerConfig
+from jaxrl.builders.servers import Workload, started_server
+from jaxrl.config.sampler import SamplerConfig
 from jaxrl.models import families, huggingface
 from tests import tiny
 from tests.documented import ROOT
@@ -68,8 +68,7 @@ def test_it_is_said_before_a_server_starts(tmp_path):
         with started_server(
             config,
             tmp_path,
-            dtype=np.dtype(np.float32),
-            max_model_len=128,
+            work=Workload(np.dtype(np.float32), max_model_len=128),
             log=tmp_path / "log",
             note=print,
         ):

@@ -114,7 +114,7 @@ def test_episodes_stream_while_the_learner_trains(material, tmp_path, capsys):
     changes = {
         "environment.name": f"{material / 'mine.py'}:Twice",
         "environment.fails": "0+1=",
-        "environment.weight": "0.5",
+        "reward.weights": "0.5",
         "sampling.max_tokens": "24",
         "train.microbatch_tokens": "96",
         "rollouts.max_staleness": "1",
@@ -129,7 +129,7 @@ def test_episodes_stream_while_the_learner_trains(material, tmp_path, capsys):
         ended = sum(e[f"episodes/{end}"] for end in ("done", "tokens", "raised"))
         assert ended == 6
         assert e["completion_length/max"] <= 24
-        assert e["reward"] == pytest.approx(e["reward/shorter"] + 0.5 * e["reward/environment"])
+        assert e["reward"] == pytest.approx(0.5 * e["reward/shorter"] + e["reward/environment"])
     answers = tmp_path / "answers.jsonl"
     file = str(tmp_path / "run" / "config.toml")
     held_out = ["--data.eval_path", str(material / "prompts.jsonl"), "--data.eval_limit", "3"]
@@ -151,7 +151,7 @@ def test_episodes_stream_while_the_learner_trains(material, tmp_path, capsys):
     ("changes", "message"),
     [
         ({"environment.tools": "calculator"}, r"set environment\.name = 'agent'"),
-        ({"environment.name": "agent", "environment.corpus": "c.txt"}, "is for the tool search"),
+        ({"environment.name": "agent", "environment.corpus": "c.txt"}, r"\['search:FILE'\]"),
     ],
 )
 def test_contradictions_are_refused(material, tmp_path, changes, message):
@@ -165,7 +165,7 @@ def test_contradictions_are_refused(material, tmp_path, changes, message):
         ({"name": "agents"}, r"environment\.name = 'agents': .* did you mean agent"),
         ({"name": "agent"}, r"environment\.tools is empty"),
         ({"name": "agent", "tools": "calculater"}, "did you mean calculator"),
-        ({"name": "agent", "tools": "search"}, r"environment\.corpus is missing"),
+        ({"name": "agent", "tools": "search"}, "without a file to search"),
         ({"name": "agent", "tools": "calculator,calculator"}, "two tools 'calculator'"),
         ({"name": "agent", "tools": "calculator", "cost": "1"}, r"environment\.cost: agent has no"),
         ({"name": "text_game"}, r"environment\.game is missing"),

@@ -103,7 +103,7 @@ def config(material, run_dir, **overrides):
         "data.max_prompt_tokens": "8",
         "reward.model": f"{material}/reward_model",
         "reward.path": "exact_match",
-        "reward.weights": "0",
+        "reward.weights": "0,1",
         "sampling.max_tokens": "8",
         "train.steps": "12",
         "train.train_batch": "4",
@@ -145,7 +145,7 @@ def test_a_reward_model_that_does_not_fit_is_refused(material, tmp_path):
 
 
 def test_a_reward_must_be_named_and_an_evaluation_needs_a_function(material):
-    with pytest.raises(ConfigError, match=r"reward\.path is missing, and reward\.model too"):
+    with pytest.raises(ConfigError, match=r"reward\.path is missing, and so are reward\.model"):
         config(material, "x", **{"reward.path": "", "reward.model": "none", "reward.weights": ""})
     keys = {"reward.path": "", "reward.weights": "", "data.eval_path": "x.jsonl"}
     with pytest.raises(ConfigError, match=r"data\.eval_path needs a function in reward\.path"):

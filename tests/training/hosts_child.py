@@ -19,6 +19,7 @@ from jaxrl.config.hosts import HostsConfig
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.precision import PRESETS
 from jaxrl.models.decoder import decoder
+from jaxrl.training import cluster
 from jaxrl.training.cluster import joined
 from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.storage.run_directory import lock
@@ -97,5 +98,6 @@ def devices(hosts: Hosts) -> None:
 if __name__ == "__main__":
     name, address, count, index = sys.argv[1:-1]
     numbers = {} if address == "auto" else {"processes": int(count), "process": int(index)}
-    with joined(HostsConfig(coordinator=address, join=600, heartbeat=5, **numbers)):
+    cluster.HEARTBEAT = 5
+    with joined(HostsConfig(coordinator=address, join=600, **numbers)):
         {f.__name__: f for f in (whole, failing, interrupted, apart, devices)}[name](Hosts())

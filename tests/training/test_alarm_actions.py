@@ -11,7 +11,7 @@ import pytest
 from jaxrl import train
 from jaxrl.builders import learner as builder
 from jaxrl.cli import main
-from jaxrl.config import toml_file
+from jaxrl.config import alarms, toml_file
 from jaxrl.config.alarms import Limits
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
@@ -34,6 +34,14 @@ def loophole(completion, example):
 def digits(completion, example):
     return len({c for c in completion if c.isdigit()}) / 10
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_window():
+    """These runs are short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alarms, "LIMITS", Limits(warmup=5, window=5))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +72,6 @@ def keys(material: Path, run_dir: Path, **changes: str) -> dict[str, str]:
         "optimizer.learning_rate": "0.003",
         "checkpoint.every": "5",
         "probe.every": "0",
-        "alarms.window": "5",
-        "alarms.warmup": "5",
     } | {name.replace("__", "."): value for name, value in changes.items()}
 
 
@@ -151,11 +157,12 @@ def nan():
 """
 
 
-def test_run_without_reward_spread_is_stopped(material, tmp_path):
-    """With default limits it would be step 10; the warm-up does not excuse it."""
+def test_run_without_reward_spread_is_stopped(material, tmp_path, monkeypatch):
+    """With the usual limits it would be step 10; the warm-up does not excuse it."""
+    monkeypatch.setattr(alarms, "LIMITS", Limits(warmup=5, window=5, not_finite_steps=3))
     (tmp_path / "nan.py").write_text(NAN)
-    changes = {"loss.name": f"{tmp_path / 'nan.py'}:nan", "alarms.not_finite_steps": "3"}
-    asked = keys(material, tmp_path / "run", **changes, alarms__not_finite="stop")
+    changes = {"loss.name": f"{tmp_path / 'nan.py'}:nan", "alarms.not_finite": "stop"}
+    asked = keys(material, tmp_path / "run", **changes)
     del asked["loss.kl"]
     result = train.train(toml_file.load(Config, overrides=list(asked.items())))
     assert result.step == 3
@@ -195,13 +202,12 @@ def one_learner(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_learner")
-def test_ten_seeds_of_a_healthy_run_raise_no_alarm(material, tmp_path):
-    """With the default limits and windows, in runs that are twice as long."""
+def test_ten_seeds_of_a_healthy_run_raise_no_alarm(material, tmp_path, monkeypatch):
+    """With the usual limits and windows, in runs that are twice as long."""
+    monkeypatch.setattr(alarms, "LIMITS", Limits())
     changes = {
         "train.steps": "50",
         "train.train_batch": "4",
-        "alarms.warmup": str(Limits.warmup),
-        "alarms.window": str(Limits.window),
         "checkpoint.every": "0",
         "samples.every": "0",
     }
@@ -213,14 +219,10 @@ def test_ten_seeds_of_a_healthy_run_raise_no_alarm(material, tmp_path):
         assert events(run_dir) == []
 
 
-def test_paused_and_resumed_equals_undisturbed(material, healthy, tmp_path, capsys):
-    changes = {
-        "train.steps": "30",
-        "alarms.kl_spike": "pause",
-        "alarms.kl_floor": "0",
-        "alarms.kl_factor": "0.001",
-        "alarms.window": "30",
-    }
+def test_paused_and_resumed_equals_undisturbed(material, healthy, tmp_path, capsys, monkeypatch):
+    strict = Limits(warmup=5, window=30, kl_factor=0.001, kl_floor=0.0)
+    monkeypatch.setattr(alarms, "LIMITS", strict)
+    changes = {"train.steps": "30", "alarms.kl_spike": "pause"}
     given = keys(material, tmp_path / "run", **changes)
     arguments = ["train", *(f"--{key}={value}" for key, value in given.items())]
     assert main(arguments) == 3
@@ -250,9 +252,8 @@ def test_alarm_on_the_last_evaluation_pauses_the_run(material, tmp_path, monkeyp
         "data.eval_path": str(material / "prompts.jsonl"),
         "data.eval_limit": "4",
         "alarms.held_out": "pause",
-        "alarms.warmup": "1",
-        "alarms.window": "1",
     }
+    monkeypatch.setattr(alarms, "LIMITS", Limits(warmup=1, window=1))
     asked = config(material, tmp_path / "run", **changes)
     paused = train.train(asked)
     assert (paused.step, paused.model, paused.final_accuracy) == (3, None, 0.2)
@@ -303,16 +304,18 @@ def test_alarms_that_are_off_are_not_logged(material, tmp_path):
     assert said == noted == []
 
 
-def test_checkpoints_reach_back_over_the_window(material, tmp_path):
+def test_checkpoints_reach_back_over_the_window(material, tmp_path, monkeypatch):
+    monkeypatch.setattr(alarms, "LIMITS", Limits())
     plain = config(material, tmp_path)
     assert plain.checkpoints_kept == plain.checkpoint.keep == 2
-    rolls = config(material, tmp_path, alarms__window="20", alarms__diversity="rollback_kl")
+    rolls = config(material, tmp_path, alarms__diversity="rollback_kl")
     # The newest may be of this step; of the 25 steps before, one in 5 has a checkpoint.
     assert rolls.checkpoints_kept == 6
     # Three probes 25 steps apart, and the step before the first: 51 steps.
-    probed = {"alarms.phantom": "rollback_kl", "probe.every": "25", "alarms.window": "20"}
+    probed = {"alarms.phantom": "rollback_kl", "probe.every": "25"}
     assert config(material, tmp_path, **probed).checkpoints_kept == 13
-    long = {"alarms.not_finite": "rollback_kl", "alarms.not_finite_steps": "40"}
+    monkeypatch.setattr(alarms, "LIMITS", Limits(window=5, not_finite_steps=40))
+    long = {"alarms.not_finite": "rollback_kl"}
     assert config(material, tmp_path, **long).checkpoints_kept == 10
 
 
@@ -324,15 +327,11 @@ SWITCHES = {"alarms.phantom": "rollback_precision", "alarms.precision": "fp16_ma
     [
         ({"alarms.kl_spike": "rollback_kl", "checkpoint.every": "0"}, r"checkpoint\.every = 0"),
         ({"alarms.phantom": "rollback_precision"}, r"needs alarms\.precision"),
-        ({"alarms.precision": "bf16"}, r"'bf16' keeps other master weights"),
+        ({"alarms.precision": "bf16"}, r"'bf16' has other dtypes of master weights"),
         ({"alarms.kl_spike": "reboot"}, r"alarms\.kl_spike = 'reboot'"),
         (
             SWITCHES | {"sampler.name": "vllm", "sampler.url": "http://127.0.0.1:1"},
-            r"from f32 to f16, and servers of sampler\.url go on",
-        ),
-        (
-            SWITCHES | {"strict_precision": "true", "alarms.precision": "phantom"},
-            "phantom clipping",
+            r"from f32 to f16, but the servers of sampler\.url keep",
         ),
     ],
 )

@@ -14,7 +14,8 @@ import pytest
 
 from jaxrl import train
 from jaxrl.commands.report.collect import collect
-from jaxrl.config import toml_file
+from jaxrl.config import alarms, toml_file
+from jaxrl.config.alarms import Limits
 from jaxrl.config.training import Config
 from jaxrl.core import precision
 from jaxrl.learner.actor_critic import State
@@ -32,6 +33,12 @@ REWARD = "def digit(completion, example):\n    return float(completion[:1].isdig
 
 class KilledError(Exception):
     """Ends a program before it can save."""
+
+
+@pytest.fixture(autouse=True)
+def short_window(monkeypatch):
+    """These runs are short."""
+    monkeypatch.setattr(alarms, "LIMITS", Limits(warmup=5, window=2))
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +63,7 @@ def asked(tmp_path_factory) -> Config:
         "train.microbatch_tokens": "256",
         "checkpoint.every": "2",
         "probe.every": "1",
-        "probe.low": "0.001",
-        "probe.high": "0.001",
-        "alarms.warmup": "5",
-        "alarms.window": "2",
+        "probe.clip_range": "0.001,0.001",
         "alarms.phantom": "rollback_precision",
         "alarms.precision": NEW,
     }

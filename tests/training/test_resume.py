@@ -78,7 +78,7 @@ def started(material: Path, run_dir: Path) -> Iterator[subprocess.Popen]:
         "train.steps": STEPS,
         "train.train_batch": 3,
         "train.group_size": 4,
-        "train.refill_rounds": 2,
+        "train.dynamic_sampling_rounds": 2,
         "loss.name": "ppo",
         "critic.trunk": "shared",
         "critic.pretrain_steps": 2,

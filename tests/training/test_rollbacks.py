@@ -25,7 +25,6 @@ def config(run_dir: Path, **changes: str) -> Config:
         "reward.path": "rewards.py:digit",
         "optimizer.learning_rate": "0.003",
         "checkpoint.every": "5",
-        "alarms.window": "5",
     } | {name.replace("__", "."): value for name, value in changes.items()}
     return toml_file.load(Config, overrides=list(keys.items()))
 

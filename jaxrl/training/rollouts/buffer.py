@@ -7,7 +7,6 @@ time.
 import dataclasses
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +22,7 @@ class Counts:
     Attributes:
       sampled: completed and scored.
       trained: handed to the learner.
-      stale: dropped because their policy was too old, or they waited too long.
+      stale: dropped because their policy was too old.
       zero_variance: dropped by dynamic sampling, because all rewards of the group were equal.
     """
 
@@ -31,11 +30,6 @@ class Counts:
     trained: int = 0
     stale: int = 0
     zero_variance: int = 0
-
-
-class _Waiting(NamedTuple):
-    rollouts: list[Rollout]
-    since: float  # seconds
 
 
 class Buffer:
@@ -55,7 +49,6 @@ class Buffer:
         batches: int,
         max_staleness: int,
         order: Order = "begun",
-        max_seconds: float = float("inf"),
         zero_variance_per_batch: int = 0,
         counts: Counts | None = None,
     ) -> None:
@@ -66,17 +59,16 @@ class Buffer:
           batches: batches of the whole run.
           max_staleness: most versions between sampling and training.
           order: the order in which groups are trained on.
-          max_seconds: most seconds that a group may wait.
           zero_variance_per_batch: groups with equal rewards that may be dropped per batch.
           counts: counts of the run so far.
         """
         self.counts = counts or Counts()
         self._batch, self._batches, self._max_staleness = batch, batches, max_staleness
-        self._order, self._max_seconds = order, max_seconds
+        self._order = order
         self._zero_variance_per_batch = self._zero_variance_left = zero_variance_per_batch
         self._again: deque[int] = deque()
         self._running: set[int] = set()
-        self._waiting: dict[int, _Waiting] = {}  # in the order in which they finished
+        self._waiting: dict[int, list[Rollout]] = {}  # in the order in which they finished
 
     @property
     def running(self) -> list[int]:
@@ -86,15 +78,14 @@ class Buffer:
     @property
     def waiting(self) -> list[Rollout]:
         """Rollouts that wait for the learner, group by group."""
-        return [r for group in self._waiting.values() for r in group.rollouts]
+        return [r for group in self._waiting.values() for r in group]
 
-    def restore(self, rollouts: Iterable[Rollout], running: Iterable[int], *, now: float) -> None:
+    def restore(self, rollouts: Iterable[Rollout], running: Iterable[int]) -> None:
         """Restores `waiting` and `running` from a checkpoint; the running groups are sampled again,
         before new ones."""
-        groups: dict[int, list[Rollout]] = {}
+        self._waiting = {}
         for rollout in rollouts:
-            groups.setdefault(rollout.group, []).append(rollout)
-        self._waiting = {number: _Waiting(group, now) for number, group in groups.items()}
+            self._waiting.setdefault(rollout.group, []).append(rollout)
         self._again = deque(running)
 
     def begin(self, *, next_number: int, step: int, most: int) -> list[int]:
@@ -119,23 +110,23 @@ class Buffer:
         self._running.update(new)
         return [*again, *new]
 
-    def finish(self, number: int, rollouts: list[Rollout], *, now: float) -> None:
+    def finish(self, number: int, rollouts: list[Rollout]) -> None:
         """Stores a group with its rewards; it waits for the learner from now on."""
         self._running.remove(number)
-        self._waiting[number] = _Waiting(rollouts, now)
+        self._waiting[number] = rollouts
         self.counts.sampled += 1
 
-    def take(self, *, step: int, now: float) -> list[Rollout] | None:
+    def take(self, *, step: int) -> list[Rollout] | None:
         """Takes the rollouts of a batch of groups for training at version `step`; None until there
         are enough. Stale groups are dropped first, even if it returns None.
 
         Raises:
           RuntimeError: for a group that was sampled by a policy newer than the learner's.
         """
-        self._drop_stale(step=step, now=now)
+        self._drop_stale(step=step)
         chosen: list[int] = []
         for number in self._next():
-            group = self._waiting[number].rollouts
+            group = self._waiting[number]
             if self._zero_variance_left and not dynamic_sampling.informative(group):
                 self._zero_variance_left -= 1
                 self.counts.zero_variance += 1
@@ -145,7 +136,7 @@ class Buffer:
             if len(chosen) == self._batch:
                 self._zero_variance_left = self._zero_variance_per_batch
                 self.counts.trained += self._batch
-                return [r for n in chosen for r in self._waiting.pop(n).rollouts]
+                return [r for n in chosen for r in self._waiting.pop(n)]
         return None
 
     def _next(self) -> list[int]:
@@ -155,15 +146,15 @@ class Buffer:
         first = min(self.running, default=float("inf"))
         return sorted(number for number in self._waiting if number < first)
 
-    def _drop_stale(self, *, step: int, now: float) -> None:
-        for number, (rollouts, since) in list(self._waiting.items()):
+    def _drop_stale(self, *, step: int) -> None:
+        for number, rollouts in list(self._waiting.items()):
             oldest, newest = _versions(rollouts, step=step)
             if newest > step:
                 raise RuntimeError(
                     f"the sampler serves policy version {newest} and the learner is at {step}; "
                     "another run publishes to the same servers"
                 )
-            if step - oldest > self._max_staleness or now - since > self._max_seconds:
+            if step - oldest > self._max_staleness:
                 self.counts.stale += 1
                 del self._waiting[number]
 

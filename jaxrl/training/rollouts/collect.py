@@ -52,14 +52,13 @@ def collect(
 ) -> RolloutBatch:
     """Samples and scores one batch of rollouts.
 
-    With dynamic sampling it repeats, up to `refill_rounds` more times, until the batch is full of
-    groups whose rewards differ.
+    With dynamic sampling it repeats, up to `dynamic_sampling_rounds` more times, until the batch is
+    full of groups whose rewards differ.
     """
+    extra_rounds = config.dynamic_sampling_rounds
     found, sampled, rounds = progress.pending, list[Rollout](), 0
     rollouts: list[Rollout] = []
-    while (
-        rounds <= config.refill_rounds and dynamic_sampling.count_groups(found) < config.train_batch
-    ):
+    while rounds <= extra_rounds and dynamic_sampling.count_groups(found) < config.train_batch:
         with clock(seconds, "time/sample"):
             examples = next_prompts(source, progress, count=config.train_batch)
             rollouts = sample(
@@ -71,7 +70,7 @@ def collect(
             )
         with clock(seconds, "time/reward"):
             rollouts = score_rollouts(source.scorer, rollouts, examples=examples)
-        kept = dynamic_sampling.informative(rollouts) if config.refill_rounds else rollouts
+        kept = dynamic_sampling.informative(rollouts) if extra_rounds else rollouts
         found, sampled, rounds = [*found, *kept], [*sampled, *rollouts], rounds + 1
     numbers = reward_metrics(sampled, names=list(source.scorer.weights))
     groups = dynamic_sampling.count_groups(found)
@@ -79,7 +78,7 @@ def collect(
     batch, progress.pending = dynamic_sampling.split_groups(
         found or rollouts, groups=config.train_batch
     )
-    if config.refill_rounds:
+    if extra_rounds:
         numbers |= {
             "groups/rounds": float(rounds),
             "groups/trained": float(min(groups, config.train_batch)),
@@ -91,7 +90,7 @@ def collect(
             source.generator.note(
                 f"dynamic sampling found {groups} groups of train.train_batch = "
                 f"{config.train_batch} in {rounds} rounds; training on these (groups/trained). The "
-                "prompts are too easy or too hard, or train.refill_rounds is too small"
+                "prompts are too easy or too hard, or train.dynamic_sampling_rounds is too small"
             )
     return RolloutBatch(batch, sampled, numbers)
 

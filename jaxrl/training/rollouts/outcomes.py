@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl.advantages import Outcomes
 from jaxrl.config.reward import RewardConfig
 from jaxrl.core.batch import Rollout
-from jaxrl.losses.from_config import kl_estimator
+from jaxrl.losses.regularizers import k1
 from jaxrl.sampling.embedded.buckets import count_bucket
 from jaxrl.training.rollouts.score import ENVIRONMENT
 from jaxrl.training.timing import Numbers
@@ -73,7 +73,6 @@ def shaped_outcomes(
             reference=reference,
             masks=[r.action_mask for r in rollouts],
             coefficient=c.kl,
-            estimator=c.kl_estimator,
         )
         paid = np.array([p.sum() for p in penalties])
         rewards = rewards - paid
@@ -85,21 +84,13 @@ def shaped_outcomes(
         components=named,
         weights=weights,
         penalties=penalties,
-        turns=_turns(rollouts, weight=shaping.weights.get(ENVIRONMENT)),
+        turns=_turns(rollouts) if ENVIRONMENT in shaping.weights else None,
         greedy=lambda: shaping.greedy_rewards(rollouts),
     ), numbers
 
 
-def _turns(
-    rollouts: Sequence[Rollout], *, weight: float | None
-) -> list[list[tuple[int, int, float]]] | None:
-    """Returns the turns of episodes with weighted rewards; None without an environment."""
-    if weight is None:
-        return None
-    return [
-        [(start, end, weight * earned) for start, end, earned in (e.turns if e else ())]
-        for e in (rollout.episode for rollout in rollouts)
-    ]
+def _turns(rollouts: Sequence[Rollout]) -> list[list[tuple[int, int, float]]]:
+    return [list(r.episode.turns) if r.episode else [] for r in rollouts]
 
 
 def overlong_penalty(lengths: np.ndarray, *, longest: int, buffer: int) -> np.ndarray:
@@ -120,7 +111,6 @@ def kl_penalties(
     reference: LogProbs,
     masks: Sequence[np.ndarray],
     coefficient: float,
-    estimator: str,
 ) -> list[np.ndarray]:
     """Computes, for each rollout, f64[C]: coefficient x the estimated divergence of the learner
     from the reference at each token that the policy chose, 0 at the others."""
@@ -130,6 +120,6 @@ def kl_penalties(
     # Padded to a size that recurs: each new size compiles again, and lengths differ every step.
     apart = np.zeros(count_bucket(len(chosen), multiple=1024), np.float32)
     apart[: len(chosen)] = there - here
-    estimates = np.asarray(kl_estimator(estimator)(jnp.asarray(apart)), float)[: len(chosen)]
+    estimates = np.asarray(k1(jnp.asarray(apart)), float)[: len(chosen)]
     ends = np.cumsum([len(mask) for mask in masks])[:-1]
     return np.split(np.where(chosen, coefficient * estimates, 0.0), ends)

@@ -92,11 +92,10 @@ class Stream:
             batches=c.train.steps,
             max_staleness=c.rollouts.max_staleness,
             order=c.rollouts.order,
-            max_seconds=c.rollouts.max_seconds or float("inf"),
-            zero_variance_per_batch=c.train.refill_rounds * c.train.train_batch,
+            zero_variance_per_batch=c.train.dynamic_sampling_rounds * c.train.train_batch,
             counts=Counts(**progress.counts),
         )
-        self._buffer.restore(progress.pending, progress.running, now=time.monotonic())
+        self._buffer.restore(progress.pending, progress.running)
         self._step, self._position = progress.step, progress.position
         self._changed = threading.Condition()
         self._closed = False
@@ -158,7 +157,7 @@ class Stream:
 
     def _wait(self) -> list[Rollout] | None:
         while self._interrupt.signum is None:
-            batch = self._buffer.take(step=self._step, now=time.monotonic())
+            batch = self._buffer.take(step=self._step)
             if batch is not None:
                 return batch
             if self._error is not None:
@@ -223,7 +222,7 @@ class Stream:
         rollouts = score_rollouts(self._source.scorer, ordered, examples={number: example})
         with self._changed:
             self._rewarding.stop()
-            self._buffer.finish(number, rollouts, now=time.monotonic())
+            self._buffer.finish(number, rollouts)
             self._changed.notify_all()
 
 

@@ -18,7 +18,7 @@ from jaxrl.training.supervised.fit import batch_indices
 
 def load_training_pairs(config: PairDataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> Pairs:
     """Reads and tokenizes the pairs of `data.path`; raises as `read_pairs`."""
-    rows = prompts.read_rows(config.path, split=config.split, subset=config.subset)
+    rows = prompts.read_rows(config.path)
     return tokenize(rows, tokenizer, config=config, max_tokens=max_tokens)
 
 
@@ -26,7 +26,7 @@ def load_held_out_pairs(config: PairDataConfig, tokenizer: Tokenizer, *, max_tok
     """Reads and tokenizes the pairs of `data.eval_path`, if any; raises as `read_pairs`."""
     if config.eval_path is None:
         return Pairs([], 0)
-    rows = prompts.read_rows(config.eval_path, split=config.eval_split, subset=config.subset)
+    rows = prompts.read_rows(config.eval_path, split="test")
     found = tokenize(rows, tokenizer, config=config, max_tokens=max_tokens)
     return found._replace(pairs=found.pairs[: config.eval_limit])
 

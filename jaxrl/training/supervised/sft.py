@@ -122,7 +122,7 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
         )
 
     sequences = []
-    for row in prompts.read_rows(config.path, split=config.split, subset=config.subset):
+    for row in prompts.read_rows(config.path):
         prompt, completion = split(row)
         if not prompt:
             raise ValueError(f"{row.where}: no token to predict the text from")

@@ -41,57 +41,50 @@ def filled(**changes: Any) -> Buffer:
     """A buffer with groups 0 to 3 of version 0, finished in the order 3, 1, 0, 2."""
     buffer = Buffer(**{"batch": 2, "batches": 4, "max_staleness": 1, **changes})
     assert buffer.begin(next_number=0, step=0, most=9) == [0, 1, 2, 3]
-    for i, number in enumerate((3, 1, 0, 2)):
-        buffer.finish(number, group(number, version=0), now=float(i))
+    for number in (3, 1, 0, 2):
+        buffer.finish(number, group(number, version=0))
     return buffer
 
 
 def test_groups_are_trained_in_order_of_start_or_of_finish():
-    assert numbers(filled().take(step=0, now=9)) == [0, 1]
-    assert numbers(filled(order="finished").take(step=0, now=9)) == [3, 1]
+    assert numbers(filled().take(step=0)) == [0, 1]
+    assert numbers(filled(order="finished").take(step=0)) == [3, 1]
 
 
 def test_learner_waits_for_groups_started_earlier():
     buffer = Buffer(batch=2, batches=4, max_staleness=1)
     buffer.begin(next_number=0, step=0, most=4)
     for number in (1, 2, 3):
-        buffer.finish(number, group(number, version=0), now=0)
-    assert buffer.take(step=0, now=0) is None
-    buffer.finish(0, group(0, version=0), now=0)
-    assert numbers(buffer.take(step=0, now=0)) == [0, 1]
+        buffer.finish(number, group(number, version=0))
+    assert buffer.take(step=0) is None
+    buffer.finish(0, group(0, version=0))
+    assert numbers(buffer.take(step=0)) == [0, 1]
 
 
 def test_running_groups_are_resumed_even_in_a_shorter_run():
     """Groups 1 to 3 wait, 0 is in flight, and one batch is left to train."""
     buffer = Buffer(batch=2, batches=1, max_staleness=1)
-    buffer.restore([r for n in (1, 2, 3) for r in group(n, version=0)], [0], now=0)
+    buffer.restore([r for n in (1, 2, 3) for r in group(n, version=0)], [0])
     assert buffer.begin(next_number=4, step=0, most=9) == [0]
-    buffer.finish(0, group(0, version=0), now=0)
-    assert numbers(buffer.take(step=0, now=0)) == [0, 1]
+    buffer.finish(0, group(0, version=0))
+    assert numbers(buffer.take(step=0)) == [0, 1]
 
 
 def test_stale_groups_are_dropped_and_make_room():
     buffer = filled(order="finished")
-    assert buffer.take(step=2, now=4) is None
+    assert buffer.take(step=2) is None
     assert dataclasses.astuple(buffer.counts) == (4, 0, 4, 0)
     assert buffer.begin(next_number=4, step=2, most=9) == [4, 5, 6, 7, 8, 9, 10, 11]
-
-
-def test_groups_that_wait_too_long_are_dropped():
-    # They finished at 0, 1, 2 and 3 seconds.
-    buffer = filled(order="finished", max_seconds=2.5)
-    assert numbers(buffer.take(step=0, now=4)) == [0, 2]
-    assert buffer.counts.stale == 2
 
 
 def test_dynamic_sampling_drops_zero_variance_groups_within_bounds():
     buffer = Buffer(batch=2, batches=4, max_staleness=2, zero_variance_per_batch=2)
     buffer.begin(next_number=0, step=0, most=6)
     for number in range(6):
-        buffer.finish(number, group(number, version=0, equal=number != 1), now=0)
+        buffer.finish(number, group(number, version=0, equal=number != 1))
     # 0 and 2 are dropped, which is the bound; 3 is trained on as it is.
-    assert numbers(buffer.take(step=0, now=0)) == [1, 3]
-    assert buffer.take(step=1, now=0) is None  # 4 and 5 are dropped
+    assert numbers(buffer.take(step=0)) == [1, 3]
+    assert buffer.take(step=1) is None  # 4 and 5 are dropped
     assert dataclasses.astuple(buffer.counts) == (6, 2, 0, 4)
     assert buffer.begin(next_number=6, step=1, most=9) == [6, 7, 8, 9, 10, 11]
 
@@ -99,9 +92,9 @@ def test_dynamic_sampling_drops_zero_variance_groups_within_bounds():
 def test_policy_newer_than_the_learner_is_an_error():
     buffer = Buffer(batch=1, batches=1, max_staleness=1)
     buffer.begin(next_number=0, step=0, most=1)
-    buffer.finish(0, group(0, version=0, newest=7), now=0)
+    buffer.finish(0, group(0, version=0, newest=7))
     with pytest.raises(RuntimeError, match="version 7 and the learner is at 0"):
-        buffer.take(step=0, now=0)
+        buffer.take(step=0)
 
 
 def test_staleness_is_that_of_the_oldest_token():
@@ -147,17 +140,17 @@ def test_staleness_is_bounded_and_counts_add_up(eta, order, extra_rounds, seed):
             case "finish" if running:
                 n = rng.choice(sorted(running))
                 equal = rng.random() < 0.3
-                buffer.finish(n, group(n, version=running.pop(n), equal=equal), now=0)
+                buffer.finish(n, group(n, version=running.pop(n), equal=equal))
             case "learner" if training:
                 step, training = step + 1, False
                 if step == restart_at:  # killed after the save, and resumed
                     waiting, again = buffer.waiting, buffer.running
                     assert again == sorted(running)
                     buffer = fresh(buffer.counts)
-                    buffer.restore(waiting, again, now=0)
+                    buffer.restore(waiting, again)
                     running = {}
             case "learner":
-                batch = buffer.take(step=step, now=0)
+                batch = buffer.take(step=step)
                 if batch is not None:
                     assert max(staleness(batch, step=step)) <= eta
                     trained += numbers(batch)

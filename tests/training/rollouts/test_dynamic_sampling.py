@@ -82,7 +82,7 @@ def prompt_of(rollout: Rollout) -> int:
 
 
 def test_every_informative_group_is_trained_once():
-    run, progress = hand_made(refill_rounds=10), Progress()
+    run, progress = hand_made(dynamic_sampling_rounds=10), Progress()
     batches = steps(run, progress, 3)
     trained = [prompt_of(r) for answers in batches for r in answers.batch]
     kept = [prompt_of(r) for r in progress.pending]
@@ -102,7 +102,7 @@ def test_every_informative_group_is_trained_once():
 
 
 def test_zero_variance_and_failures_are_counted_over_all_rounds():
-    (answers,) = steps(hand_made(refill_rounds=10), Progress(), 1)
+    (answers,) = steps(hand_made(dynamic_sampling_rounds=10), Progress(), 1)
     asked = [prompt_of(r) for r in answers.sampled[::2]]
     assert answers.numbers["groups/zero_std"] == sum(p % 4 in (2, 3) for p in asked)
     assert answers.numbers["reward/failed"] == 2 * sum(p % 4 == 1 for p in asked)
@@ -119,7 +119,7 @@ def test_without_dynamic_sampling_every_group_is_trained():
 
 
 def test_short_batches_are_trained_and_reported_once():
-    run, progress = hand_made(refill_rounds=1), Progress()
+    run, progress = hand_made(dynamic_sampling_rounds=1), Progress()
     batches = steps(run, progress, 6)
     short = [a for a in batches if a.numbers["groups/trained"] < 4]
     assert short
@@ -134,7 +134,7 @@ def test_short_batches_are_trained_and_reported_once():
 
 
 def test_kept_groups_survive_json():
-    whole, parts = hand_made(refill_rounds=10), hand_made(refill_rounds=10)
+    whole, parts = hand_made(dynamic_sampling_rounds=10), hand_made(dynamic_sampling_rounds=10)
     undisturbed, progress = steps(whole, Progress(), 6), Progress()
     found = []
     for _ in range(6):
@@ -151,7 +151,7 @@ def test_kept_groups_survive_json():
 
 
 def test_masked_truncated_rollout_counts_in_its_group_only():
-    (answers,) = steps(hand_made(refill_rounds=10, mask_truncated=True), Progress(), 1)
+    (answers,) = steps(hand_made(dynamic_sampling_rounds=10, mask_truncated=True), Progress(), 1)
     for rollout in answers.batch:
         assert rollout.truncated == (rollout.completion[1] == 1)
         assert rollout.action_mask.any() == (not rollout.truncated)
