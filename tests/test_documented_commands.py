@@ -15,7 +15,7 @@ from jaxrl import cli
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.commands import options
 from jaxrl.commands.generate import GenerateConfig
-from jaxrl.commands.losses.command import catalogue
+from jaxrl.commands.losses import catalogue
 from jaxrl.config import toml_file
 from jaxrl.config.doctor import DoctorConfig
 from jaxrl.config.preference import DPOConfig, RewardModelConfig
@@ -68,7 +68,7 @@ ELSEWHERE = {
         "test_server.py::test_a_server_that_others_can_reach_needs_a_key"
     ),
     "jaxrl train FILE --hosts.coordinator HOST0:9911 --hosts.processes 4 --hosts.process I": (
-        "test_hosts.py::test_two_processes_that_are_stopped_and_four_that_go_on_equal_one"
+        "test_hosts.py::test_two_processes_resumed_as_four_equal_one"
     ),
     "jaxrl train FILE --hosts.coordinator auto": "needs a cluster; the page says it was not tried",
     "scripts/reproduce_phantom_clipping.py --quick": QUICK,

@@ -5,7 +5,8 @@ from types import MappingProxyType
 
 from jaxrl.config.sampler import SamplingConfig
 from jaxrl.config.tables import DataConfig, PromptConfig
-from jaxrl.data.prompts import Prompts, Rendering, Tokenizer, prompts
+from jaxrl.data import prompts
+from jaxrl.data.prompts import Prompts, Rendering, Tokenizer
 from jaxrl.environments.tools.schema import Tool
 from jaxrl.models import huggingface
 from jaxrl.sampling.base import SamplingParams

@@ -3,22 +3,21 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.builders.model import load_scorer
 from jaxrl.config.training import Config
-from jaxrl.core.batch import Minibatch, Rollout
-from jaxrl.core.packing import assign_rows, interleave, pack
+from jaxrl.core.batch import Rollout
+from jaxrl.core.packing import MinibatchShape, pack_minibatch, plan_rows
 from jaxrl.data.prompts import Tokenizer
 from jaxrl.learner.reward_model import Scores, make_scores
 from jaxrl.models import huggingface
 from jaxrl.models.spec import Params
 from sharding.partition import Layout
-from sharding.transfer import fetch, place
+from sharding.transfer import fetch
 
 Judge = Callable[[Sequence[Rollout]], np.ndarray]
 """Rollouts -> what each is worth, f64[N]."""
@@ -60,9 +59,11 @@ def load_judge(config: Config, path: str, tokenizer: Tokenizer, *, layout: Layou
     judge = RewardModel(
         params=params,
         scores=jax.jit(scores),
-        sharding=layout.batch(("batch", "length")),
-        row_length=config.row_length,
-        rows_per_microbatch=config.microbatch_rows,
+        shape=MinibatchShape(
+            row_length=config.row_length,
+            rows_per_microbatch=config.microbatch_rows,
+            sharding=layout.batch(("batch", "length")),
+        ),
     )
     return functools.partial(rate, judge)
 
@@ -74,16 +75,12 @@ class RewardModel:
     Attributes:
       params: in `precision.compute`.
       scores: compiled.
-      sharding: of a batch.
-      row_length: tokens in a row.
-      rows_per_microbatch: rows that are computed at once.
+      shape: of its minibatches.
     """
 
     params: Params
     scores: Scores
-    sharding: Any
-    row_length: int
-    rows_per_microbatch: int
+    shape: MinibatchShape
 
 
 class _Seat(NamedTuple):
@@ -93,16 +90,12 @@ class _Seat(NamedTuple):
 
 def rate(model: RewardModel, rollouts: Sequence[Rollout]) -> np.ndarray:
     """The reward of each prompt with its answer, f64[N]; NaN where it is not finite."""
-    rows = assign_rows([r.length for r in rollouts], row_length=model.row_length)
     # Room for the worst case, one sequence to a row, so that it compiles once.
-    most = -(-len(rollouts) // model.rows_per_microbatch)
-    placed, used = interleave(
-        rows, rows_per_microbatch=model.rows_per_microbatch, max_microbatches=most
-    )
-    batch = pack(rollouts, [0.0] * len(rollouts), rows=placed, row_length=model.row_length)
-    minibatch = Minibatch(batch=place(batch, model.sharding), microbatches=jnp.int32(used))
+    shape = dataclasses.replace(model.shape, max_rows=len(rollouts))
+    minibatch = pack_minibatch(rollouts, [0.0] * len(rollouts), shape=shape)
     scores = np.asarray(fetch(model.scores(model.params, minibatch)), np.float64)
-    seats = {i: _Seat(r, s) for r, row in enumerate(placed) for s, i in enumerate(row, start=1)}
+    rows = plan_rows(rollouts, shape).members
+    seats = {i: _Seat(r, s) for r, row in enumerate(rows) for s, i in enumerate(row, start=1)}
     values = np.array([scores[seats[i]] for i in range(len(rollouts))])
     return np.where(np.isfinite(values), values, np.nan)
 

@@ -15,7 +15,7 @@ from jaxrl.commands import options
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplingConfig
 from jaxrl.config.tables import BaseConfig, ModelConfig, PromptConfig
-from jaxrl.data.prompts import prompts as data
+from jaxrl.data import prompts as data
 
 DESCRIPTION = """Samples answers to prompts, given as arguments or as lines of the standard input.
 

@@ -387,3 +387,10 @@ def update_loss_scale(state: LossScale, finite: jax.Array, *, spec: LossScaleSpe
         good_steps=jnp.where(finite & ~grown, state.good_steps + 1, 0),
         skipped=state.skipped + (~finite).astype(jnp.int32),
     )
+
+
+def as_served(params: Tree, precision: Precision) -> Tree:
+    """Rounds parameters as a publish does: to `wire`, then to the `sampler`'s dtype."""
+    # The barrier keeps XLA from leaving out a rounding that the second cast seems to undo.
+    wire = jax.lax.optimization_barrier(cast(params, precision.wire))
+    return cast(wire, precision.sampler)

@@ -13,7 +13,7 @@ from jaxrl.cli import COMMANDS, main
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core import precision
-from jaxrl.learner.policy import policy
+from jaxrl.learner import policy
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective
 from jaxrl.losses.surrogates import reinforce

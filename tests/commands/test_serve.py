@@ -9,7 +9,7 @@ from jaxrl.bridge.servers.launch import ServerFailedError
 from jaxrl.builders import sampler, servers
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.weight_sync import Weights
-from jaxrl.commands.serve.command import command
+from jaxrl.commands.serve import command
 from jaxrl.config import toml_file
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config

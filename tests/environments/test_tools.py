@@ -15,8 +15,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl.data.prompts import Example, Rendering, Row, load_prompts
+from jaxrl.environments.episodes import builtin
 from jaxrl.environments.episodes.chat import Chat
-from jaxrl.environments.episodes.episode import builtin
 from jaxrl.environments.tools.builtin import calculator, python
 from jaxrl.environments.tools.schema import answer, calls_in, load_tools, make_tool
 from jaxrl.environments.tools.search import Index, read_corpus

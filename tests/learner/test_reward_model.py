@@ -14,7 +14,7 @@ from jaxrl.builders.reward_model import RewardModel, rate
 from jaxrl.config.toml_file import ConfigError, load
 from jaxrl.config.training import Config
 from jaxrl.core.precision import PRESETS
-from jaxrl.environments.rewards.builtin import scoring
+from jaxrl.environments.rewards import scoring
 from jaxrl.learner.reward_model import make_scores
 from jaxrl.models import huggingface, spec
 from jaxrl.models.decoder import decoder

@@ -335,8 +335,8 @@ def test_a_run_learns_while_the_server_samples(material, tmp_path):
     rows = [e for e in read_metrics(tmp_path / "run/metrics.jsonl") if "reward" in e]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     for row in rows:
-        kinds = ("learnt", "late", "flat", "waiting")
-        assert row["rollouts/made"] == sum(row[f"rollouts/{kind}"] for kind in kinds)
+        kinds = ("trained", "stale", "zero_variance", "waiting")
+        assert row["rollouts/sampled"] == sum(row[f"rollouts/{kind}"] for kind in kinds)
         assert row["staleness/max"] <= 2
     assert max(row["staleness"] for row in rows) > 0
 

@@ -12,7 +12,7 @@ from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import load_training_prompts, sampling_params
 from jaxrl.commands import options
-from jaxrl.commands.filter.command import pass_rate
+from jaxrl.commands.filter import pass_rate
 from jaxrl.config.training import Config
 from jaxrl.data.prompts import Example, Tokenizer
 from jaxrl.environments.rewards.scoring import load_rewards

@@ -14,7 +14,7 @@ import pydantic
 
 from jaxrl.core import plugins
 from jaxrl.environments.isolation.sandbox import SandboxError
-from jaxrl.environments.tools.schema import builtin
+from jaxrl.environments.tools import builtin
 from jaxrl.environments.tools.search import make_search
 
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
