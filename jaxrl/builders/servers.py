@@ -173,7 +173,7 @@ class _Published:
                 )
         for url in sorted(self._serving - before):
             self._note(f"{url} is back and serves version {version}")
-        self._client.published(version, urls=sorted(self._serving), adapter=adapter)
+        self._client.on_publish(version, urls=sorted(self._serving), adapter=adapter)
         seconds = {f"time/publish/{name}": s for name, s in timings._asdict().items()}
         return seconds | {"sampler/servers": float(len(self._serving))}
 
