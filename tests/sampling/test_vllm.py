@@ -190,7 +190,7 @@ def test_the_turns_of_an_episode_stay_on_one_server(two):
     said = np.array([9, 9], np.int32)
     for i in (15, 10, 12, 14, 13, 11):
         for j in (1, 0):
-            turn = Turn(np.concatenate([prompts[i], said]), 0, j, 4, opening=3)
+            turn = Turn(np.concatenate([prompts[i], said]), 0, j, 4, prompt_length=3)
             (found,) = sampler.sample_turns([turn], PARAMS)
             assert len(found.tokens) == 4
     for server, expected in zip((first, second), begun, strict=True):

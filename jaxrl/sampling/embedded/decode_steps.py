@@ -90,19 +90,20 @@ def draw_first(
     """
     for index in plan.index.T:
         key = jax.vmap(jax.random.fold_in, in_axes=(None if key.ndim == 0 else 0, 0))(key, index)
+    prompt, used = jnp.asarray(plan.prompt), jnp.asarray(plan.used)
     token, logprob, tail, ended = _draw_next(
-        logits[plan.prompt], key, jnp.int32(0), plan.tail, settings=settings
+        logits[prompt], key, jnp.int32(0), plan.tail, settings=settings
     )
     state = DecodeState(
-        cache=_take_cache_rows(cache, plan.prompt, slots=slots),
+        cache=_take_cache_rows(cache, prompt, slots=slots),
         token=token,
         slot=jnp.int32(cache.slots),
         drawn=jnp.int32(1),
-        pad=pad[plan.prompt],
+        pad=pad[prompt],
         key=key,
         tail=tail,
-        length=jnp.asarray(plan.used, jnp.int32),
-        ended=ended | ~plan.used,
+        length=used.astype(jnp.int32),
+        ended=ended | ~used,
     )
     return state, Segment(token[None], logprob[None], jnp.int32(1))
 
