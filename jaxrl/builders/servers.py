@@ -1,5 +1,6 @@
 """The vLLM servers of a run, named by its config or started here, and how weights reach them."""
 
+import dataclasses
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from jaxrl.bridge.base import Server, Timings, WeightPublisher, WeightSource
 from jaxrl.bridge.directory import DirectoryPublisher
 from jaxrl.bridge.in_vllm import auth
 from jaxrl.bridge.servers.control import VllmServer
-from jaxrl.bridge.servers.kv_cache_size import free_memory, make_room
+from jaxrl.bridge.servers.kv_cache_size import free_memory, kv_cache_size
 from jaxrl.bridge.servers.launch import INSTALL, LocalServer, ServerOptions
 from jaxrl.bridge.shared_memory import MEMORY, SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
@@ -257,24 +258,11 @@ def started_server(
     python = Path(config.python)
     if not python.exists():
         raise FileNotFoundError(f"{python} does not exist; {INSTALL[config.device]}")
-    room = make_room(
-        config.kv_cache_bytes,
-        key="sampler." * isinstance(config, SamplerConfig) + "kv_cache_bytes",
-        model=huggingface.load_config(model_dir),
-        dtype=dtype,
-        device=config.device,
-        tokens=max_model_len,
-        answers=answers,
-        arguments=config.arguments,
-        free=free_memory(),
-    )
-    if room.note is not None:
-        note(room.note)
     options = ServerOptions(
         python=python.absolute(),
         dtype=dtype.name,
         max_model_len=max_model_len,
-        kv_cache_bytes=room.size,
+        kv_cache_bytes=config.kv_cache_bytes,
         device=config.device,
         host=host,
         port=config.port,
@@ -282,6 +270,16 @@ def started_server(
         max_lora_rank=config.max_lora_rank,
         arguments=config.arguments,
     )
+    cache = kv_cache_size(
+        options,
+        key="sampler." * isinstance(config, SamplerConfig) + "kv_cache_bytes",
+        model=huggingface.load_config(model_dir),
+        completions=answers,
+        free=free_memory(),
+    )
+    if cache.note is not None:
+        note(cache.note)
+    options = dataclasses.replace(options, kv_cache_bytes=cache.nbytes)
     reported = 0.0
 
     def progress(seconds: float) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import InFlight, TensorSpec, Timings
-from jaxrl.bridge.payload import Mapped
+from jaxrl.bridge.payload import MappedTensor
 from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig, Experts, Rope
@@ -108,7 +108,7 @@ class Recorder:
         return Timings(load=1.0)
 
 
-def read_payload(root: Path, name: str) -> list[Mapped]:
+def read_payload(root: Path, name: str) -> list[MappedTensor]:
     directory = payload.resolve(root, name)
     tensors = payload.open_tensors(directory, manifest.read(directory).entries)
     payload.check_bytes(tensors)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.bridge.adapters import AdapterPublisher
-from jaxrl.bridge.base import LostError, RefusedError
+from jaxrl.bridge.base import RefusedError, UnavailableError
 from jaxrl.models import lora, peft, spec
 from jaxrl.models.decoder import decoder
 from tests.bridge.cases import QWEN3, Recorder, params
@@ -34,9 +34,9 @@ class Server(Recorder):
         self.url, self.label, self.lost, self.refuses = url, "default", False, False
         self.adapters: dict[str, Path] = {}
 
-    def holds(self, label: str) -> bool:
+    def serves(self, label: str) -> bool:
         if self.lost:
-            raise LostError(self.url)
+            raise UnavailableError(self.url)
         return label == self.label
 
     def load_adapter(self, name: str, directory: Path) -> None:
@@ -46,7 +46,7 @@ class Server(Recorder):
         peft.load(directory, SPECS, dtype=BF16)
         self.adapters[name] = directory
 
-    def forget_adapter(self, name: str) -> None:
+    def unload_adapter(self, name: str) -> None:
         self.adapters.pop(name, None)
 
 
@@ -135,5 +135,5 @@ def test_a_server_that_was_lost_is_done_without_and_gets_everything_when_it_retu
     assert list(servers[1].adapters) == [name]
     for server in servers:
         server.lost = True
-    with pytest.raises(LostError):
+    with pytest.raises(UnavailableError):
         publisher.publish(adapted(3), version=3)

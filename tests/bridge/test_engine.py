@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import PoisonedError, RefusedError
-from jaxrl.bridge.directory import export
+from jaxrl.bridge.directory import write_checkpoint
 from jaxrl.bridge.manifest import Manifest
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
@@ -110,10 +110,10 @@ def serving(engine: ChildEngine, model: Path, tmp_path: Path) -> Serving:
         engine.open(model, "float32")
     engine.connect(root=str(root), wire="float32", sampler="float32")
     source = ParamsSource(params(QWEN3, 0), specs, dtype=f32)
-    export(source, root / "now", version=5, model_dir=model)
+    write_checkpoint(source, root / "now", version=5, model_dir=model)
     engine.update("now", version=5, in_flight="keep")
     source = ParamsSource(params(QWEN3, 1), specs, dtype=f32)
-    export(source, root / "next", version=6, model_dir=model)
+    write_checkpoint(source, root / "next", version=6, model_dir=model)
     return Serving(engine, root, source, engine.generate(PROMPTS))
 
 
@@ -156,11 +156,11 @@ SPOILT = {
     "renamed": (edit_entry(NORM, name="model.extra"), f"{NORM}: missing"),
     "surplus": (
         edit(lambda m: m._replace(entries=(*m.entries, m.entries[0]._replace(name="extra")))),
-        "extra: surplus",
+        "extra: unexpected",
     ),
     "twice": (edit(lambda m: m._replace(entries=(*m.entries, m.entries[0]))), "twice"),
     "shape": (edit_entry(NORM, shape=(32,)), f"{NORM}: shape (32,)"),
-    "dtype": (edit_entry(NORM, dtype="float16"), f"{NORM}: float16; float32"),
+    "dtype": (edit_entry(NORM, dtype="float16"), f"{NORM}: dtype float16; expected float32"),
     "checksum": (edit_entry(NORM, checksum="0" * 32), f"{NORM}: checksum"),
     "offset": (edit_entry(NORM, offset=10**9), f"{NORM}: needs 256 bytes"),
     "place": (edit_entry(NORM, file="../../model/model.safetensors"), f"{NORM}: '../../model"),

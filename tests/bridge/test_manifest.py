@@ -69,7 +69,7 @@ def broken(**changes: object) -> str:
         (broken(file="/etc/passwd"), r"a\.weight: '/etc"),
         (broken(file=".."), r"a\.weight: '\.\.'"),
         (broken(offset=-1), r"a\.weight: the offset"),
-        (manifest.dump(Manifest(7, (ENTRY, ENTRY))), r"a\.weight: stands in the manifest twice"),
+        (manifest.dump(Manifest(7, (ENTRY, ENTRY))), r"a\.weight: occurs twice in the manifest"),
     ],
 )
 def test_anything_else_is_refused_by_name(text: str, named: str) -> None:
@@ -81,9 +81,9 @@ def test_anything_else_is_refused_by_name(text: str, named: str) -> None:
     ("entries", "named"),
     [
         ((), r"a\.weight: missing"),
-        ((ENTRY, ENTRY._replace(name="b")), r"b: surplus"),
+        ((ENTRY, ENTRY._replace(name="b")), r"b: unexpected"),
         ((ENTRY._replace(shape=(3, 2)),), r"a\.weight: shape \(3, 2\).*\(2, 3\)"),
-        ((ENTRY._replace(dtype="float16"),), r"a\.weight: float16; bfloat16"),
+        ((ENTRY._replace(dtype="float16"),), r"a\.weight: dtype float16; expected bfloat16"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(

@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 from jaxrl.bridge import manifest, payload, safetensors_file
-from jaxrl.bridge.base import LostError, PoisonedError, RefusedError
-from jaxrl.bridge.directory import DirectoryPublisher, export
+from jaxrl.bridge.base import PoisonedError, RefusedError, UnavailableError
+from jaxrl.bridge.directory import DirectoryPublisher, write_checkpoint
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
@@ -135,7 +135,9 @@ def test_export_in_several_files_and_without_leftovers(tmp_path: Path) -> None:
     tree = params(QWEN3, 0)
     huggingface.save(tmp_path / "model", tree, QWEN3, dtype=F32)
     source = ParamsSource(tree, SPECS, dtype=F32)
-    export(source, tmp_path / "a", version=3, model_dir=tmp_path / "model", max_file_bytes=50_000)
+    write_checkpoint(
+        source, tmp_path / "a", version=3, model_dir=tmp_path / "model", max_file_bytes=50_000
+    )
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 2
     _, loaded = huggingface.load(tmp_path / "a", dtype=F32)
     jax.tree.map(np.testing.assert_array_equal, loaded, tree)
@@ -146,7 +148,7 @@ def test_export_in_several_files_and_without_leftovers(tmp_path: Path) -> None:
             raise OSError("no more")
 
     with pytest.raises(OSError, match="no more"):
-        export(
+        write_checkpoint(
             Broken({"a": np.zeros(3, np.float32)}),
             tmp_path / "b",
             version=4,
@@ -169,14 +171,14 @@ def test_a_source_must_yield_what_it_announced(tmp_path: Path) -> None:
 
 def test_the_worst_failure_is_raised_where_no_server_has_taken_the_version(tmp_path: Path) -> None:
     servers = [Recorder(), Recorder(), Recorder()]
-    failures = [RefusedError("no"), PoisonedError("half"), LostError("nobody there")]
+    failures = [RefusedError("no"), PoisonedError("half"), UnavailableError("nobody there")]
     source = ListSource({"a": np.zeros(3, np.float32)})
     with SharedMemoryPublisher(servers, wire=F32, sampler=F32, memory=tmp_path) as publisher:
         for server, failure in zip(servers, failures, strict=True):
             server.failure = failure
         with pytest.raises(PoisonedError, match="half"):
             publisher.publish(source, version=0)
-        servers[1].failure = LostError("ill")
+        servers[1].failure = UnavailableError("ill")
         with pytest.raises(RefusedError, match="no"):
             publisher.publish(source, version=0)
         for kind in failures:  # but one that goes on is enough
@@ -189,11 +191,11 @@ def test_servers_that_do_not_answer_are_passed_over(tmp_path: Path) -> None:
     servers = [Recorder(), Recorder()]
     source = ListSource({"a": np.zeros(3, np.float32)})
     with SharedMemoryPublisher(servers, wire=F32, sampler=F32, memory=tmp_path) as publisher:
-        servers[0].failure = LostError("nobody there")
+        servers[0].failure = UnavailableError("nobody there")
         assert publisher.publish(source, version=0).load == 1.0
         assert [server.version for server in servers] == [-1, 0]
-        servers[1].failure = LostError("gone, too")
-        with pytest.raises(LostError, match="nobody there"):
+        servers[1].failure = UnavailableError("gone, too")
+        with pytest.raises(UnavailableError, match="nobody there"):
             publisher.publish(source, version=1)
 
 
@@ -203,7 +205,7 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "root").mkdir()
     source = ListSource({"a": np.arange(300, dtype=np.float32), "b": np.ones(2, np.float32)})
-    export(source, tmp_path / "root" / "p", version=1, model_dir=tmp_path / "model")
+    write_checkpoint(source, tmp_path / "root" / "p", version=1, model_dir=tmp_path / "model")
     return tmp_path / "root"
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from jaxrl.bridge.base import LostError, RefusedError
+from jaxrl.bridge.base import RefusedError, UnavailableError
 from jaxrl.bridge.in_vllm import auth
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer, ServerFailedError, ServerOptions
@@ -313,7 +313,7 @@ def test_nobody_there_is_lost(tmp_path: Path) -> None:
     nobody = VllmServer("http://127.0.0.1:9", timeout=1.0)
     nobody.connect(root=str(tmp_path), wire="float32", sampler="float32")  # it may come later
     assert not nobody.connected
-    with pytest.raises(LostError, match=r"127\.0\.0\.1:9/"):
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9/"):
         nobody.update("slot-0", version=1, in_flight="keep")
     with pytest.raises(ValueError, match="not the http"):
         VllmServer("127.0.0.1:8000")

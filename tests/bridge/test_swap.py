@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from jaxrl.bridge.base import POISONED, REFUSED, LostError, PoisonedError, RefusedError
+from jaxrl.bridge.base import POISONED, REFUSED, PoisonedError, RefusedError, UnavailableError
 from jaxrl.bridge.servers.control import ControlError, VllmServer
-from jaxrl.bridge.swap import switch
+from jaxrl.bridge.swap import swap_weights
 
 DEAD = "EngineCore encountered an issue"
 
@@ -74,14 +74,14 @@ def two() -> Iterator[tuple[list[Vllm], list[VllmServer]]]:
 
 
 def publish(servers: list[VllmServer], version: int) -> None:
-    switch(servers, "slot-0", version=version, in_flight="keep")
+    swap_weights(servers, "slot-0", version=version, in_flight="keep")
 
 
 @pytest.mark.parametrize(
     ("path", "failure", "kind"),
     [
-        ("*", (500, DEAD), LostError),  # between the end of its engine and its own
-        ("/pause", (503, "no"), LostError),
+        ("*", (500, DEAD), UnavailableError),  # between the end of its engine and its own
+        ("/pause", (503, "no"), UnavailableError),
         ("/update_weights", (500, f"{POISONED} no memory"), PoisonedError),
         ("/finish_weight_update", (500, DEAD), PoisonedError),
         ("/resume", (500, DEAD), PoisonedError),

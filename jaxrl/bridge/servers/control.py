@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.bridge.base import (
+    NOT_CONNECTED,
     POISONED,
     REFUSED,
-    STRANGER,
     InFlight,
-    LostError,
     PoisonedError,
     RefusedError,
     Timings,
+    UnavailableError,
 )
 from jaxrl.bridge.in_vllm import auth
 
@@ -83,7 +83,7 @@ class VllmServer:
             marks.append(time.perf_counter())
             self._while_paused("/resume")
             marks.append(time.perf_counter())
-            if refusal is not None and STRANGER not in str(refusal):
+            if refusal is not None and NOT_CONNECTED not in str(refusal):
                 raise refusal
         if refusal is not None:  # it was started again meanwhile
             self.connected = False
@@ -91,8 +91,8 @@ class VllmServer:
         pause, load, resume = (after - before for before, after in itertools.pairwise(marks))
         return Timings(pause=pause, load=load, resume=resume)
 
-    def holds(self, label: str) -> bool:
-        """See `AdapterServer.holds`."""
+    def serves(self, label: str) -> bool:
+        """See `AdapterServer.serves`."""
         with self._watched():
             timeout = None if self.connected else _PROBE
             found = self._call("GET", "/weight_info", timeout=timeout)["weight_version"]
@@ -117,8 +117,8 @@ class VllmServer:
                     "serve --max_lora_rank N"
                 ) from None
 
-    def forget_adapter(self, name: str) -> None:
-        """See `AdapterServer.forget_adapter`."""
+    def unload_adapter(self, name: str) -> None:
+        """See `AdapterServer.unload_adapter`."""
         with contextlib.suppress(ControlError):
             if self.connected:
                 self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout=_PROBE)
@@ -146,14 +146,14 @@ class VllmServer:
         """Whoever does not do what it is told is not connected any more.
 
         Raises:
-          LostError: for what else is wrong than a refusal or a load that failed halfway.
+          UnavailableError: for what else is wrong than a refusal or a load that failed halfway.
         """
         try:
             yield
         except (ControlError, RefusedError, PoisonedError) as error:
             self.connected, self.trouble = False, str(error)
             if isinstance(error, ControlError):
-                raise LostError(str(error)) from error
+                raise UnavailableError(str(error)) from error
             raise
 
     def _meet(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from jaxrl.bridge.in_vllm.auth import KEY, Guard
+from jaxrl.bridge.in_vllm.auth import KEY, RequireKey
 from jaxrl.bridge.in_vllm.plugin import BACKEND
 from jaxrl.bridge.servers import watchdog
 from jaxrl.bridge.servers.control import VllmServer
@@ -272,7 +272,11 @@ def _adapters(rank: int) -> list[str]:
 
 def _guard(key: str | None) -> list[str]:
     # By its name only: a command line can be read by every user of the machine.
-    return [] if key is None else ["--middleware", f"{Guard.__module__}.{Guard.__qualname__}"]
+    return (
+        []
+        if key is None
+        else ["--middleware", f"{RequireKey.__module__}.{RequireKey.__qualname__}"]
+    )
 
 
 def _is_loopback(host: str) -> bool:
