@@ -77,6 +77,13 @@ def publish(servers: list[VllmServer], version: int) -> None:
     swap_weights(servers, "slot-0", version=version, in_flight="keep")
 
 
+def test_proxies_of_the_environment_are_ignored(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("all_proxy", "http://127.0.0.1:9")
+    with running() as (_, server):
+        assert server.healthy()
+
+
 @pytest.mark.parametrize(
     ("path", "failure", "kind"),
     [

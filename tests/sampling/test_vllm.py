@@ -128,6 +128,14 @@ def test_an_unreachable_server_is_named_by_address(server):
         VllmSampler(["localhost:8000"], max_positions=64, vocab_size=64)
 
 
+def test_proxies_of_the_environment_are_ignored(server, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("all_proxy", "http://127.0.0.1:9")
+    direct = VllmSampler([server.url], max_positions=64, vocab_size=64)
+    assert len(ask(direct, [2, 3])) == 1
+    direct.close()
+
+
 def test_aborted_completions_continue_where_they_stopped(server, sampler):
     def reply(body):
         if len(server.bodies) == 1:
