@@ -170,11 +170,11 @@ class _Published:
             if server.url in before - self._serving:
                 self._note(
                     f"{server.url} is done without, the other servers go on and it is tried "
-                    f"again: {server.trouble}"
+                    f"again: {server.last_error}"
                 )
         for url in sorted(self._serving - before):
             self._note(f"{url} is back and serves version {version}")
-        self._client.on_publish(version, urls=sorted(self._serving), adapter=adapter)
+        self._client.use_version(version, urls=sorted(self._serving), adapter=adapter)
         seconds = {f"time/publish/{name}": s for name, s in timings._asdict().items()}
         return seconds | {"sampler/servers": float(len(self._serving))}
 

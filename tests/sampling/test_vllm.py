@@ -232,7 +232,7 @@ def test_a_failed_server_gets_no_requests_until_the_next_publish(two, fate):
     assert len(ask(sampler, *[[i] for i in range(2, 22)])) == 20
     assert len(second.bodies) == refused
     second.reply = answer
-    sampler.on_publish(7, urls=[first.url, second.url])
+    sampler.use_version(7, urls=[first.url, second.url])
     assert sampler.version == 7
     assert len(ask(sampler, *[[i] for i in range(2, 22)])) == 20
     assert len(second.bodies) > refused
@@ -259,7 +259,7 @@ def test_dropped_idle_connections_use_up_no_attempts(two, monkeypatch):
 def test_a_server_that_missed_the_last_publish_gets_no_requests(two):
     """It may hold weights of steps that were rolled back, under a version that comes again."""
     first, second, sampler = two
-    sampler.on_publish(7, urls=[first.url])
+    sampler.use_version(7, urls=[first.url])
     first.reply = failing(0, 503)
     assert len(ask(sampler, *[[i] for i in range(2, 22)])) == 20
     assert second.bodies == []
@@ -308,7 +308,7 @@ def scored(body):
 
 def test_given_tokens_are_scored_in_order(server, sampler):
     server.reply = scored
-    sampler.on_publish(4, urls=[server.url])
+    sampler.use_version(4, urls=[server.url])
     found = sampler.score([np.array([2, 8, 4]), np.array([3]), np.arange(64)])
     np.testing.assert_array_equal(found[0], [np.nan, -1, -0.5])
     np.testing.assert_array_equal(found[1], [np.nan])
@@ -322,7 +322,7 @@ def test_given_tokens_are_scored_in_order(server, sampler):
 
 def test_scores_from_another_version_are_an_error(server, sampler):
     server.reply = scored
-    sampler.on_publish(5, urls=[server.url])
+    sampler.use_version(5, urls=[server.url])
     with pytest.raises(SamplerError, match="scores with weights '4', but version 5"):
         sampler.score([np.array([2, 8])])
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.sampling.base import Completion, SamplingParams, Turn, check_turns, group_turns
-from jaxrl.sampling.vllm.router import Router, SamplerError, StrangerError
+from jaxrl.sampling.vllm.router import Router, SamplerError, UnpublishedWeightsError
 
 _PATH = "/inference/v1/generate"
 _ROUNDING = 1e-4  # a log-prob above 0 by less is rounded to 0; by more it is invalid
@@ -91,7 +91,7 @@ class VllmSampler:
         """The policy version that was published last."""
         return self._served.version
 
-    def on_publish(self, version: int, *, urls: Sequence[str], adapter: str | None = None) -> None:
+    def use_version(self, version: int, *, urls: Sequence[str], adapter: str | None = None) -> None:
         """Samples from `version` from now on, at the servers that serve it.
 
         Args:
@@ -99,7 +99,7 @@ class VllmSampler:
           urls: addresses of these servers; failed ones among them get requests again.
           adapter: name of the adapter that is this version; None if the weights are.
         """
-        self._router.restore(urls)
+        self._router.use(urls)
         self._served = _Served(version, adapter)
 
     def sample(
@@ -170,7 +170,7 @@ class VllmSampler:
     def close(self) -> None:
         """See `Sampler.close`. Closes the connections, so that servers abort their requests, and
         ends the threads."""
-        self._router.hang_up()
+        self._router.abort()
         self._pool.shutdown(cancel_futures=True)
         self._router.close()
 
@@ -272,7 +272,7 @@ def _parse_choices(text: str, request: _HttpRequest) -> list[dict[str, Any]]:
     labels = {span["version"] for c in choices for span in c.get("weight_versions") or ()}
     for label in labels:
         if not label.isdigit():
-            raise StrangerError(
+            raise UnpublishedWeightsError(
                 f"the server samples from weights {label!r}, which no learner has published"
             )
     return choices
@@ -284,7 +284,7 @@ def _parse_scores(text: str, tokens: Sequence[int], *, served: _Served) -> list[
     (span,) = reply["choices"][0]["weight_versions"]
     # The name of an adapter is its version; the weights below it have a version of their own.
     if span["version"] != str(served.version) and served.adapter is None:
-        kind = SamplerError if span["version"].isdigit() else StrangerError
+        kind = SamplerError if span["version"].isdigit() else UnpublishedWeightsError
         raise kind(
             f"the server scores with weights {span['version']!r}, but version {served.version} was "
             "published last: the weights changed during the request"
