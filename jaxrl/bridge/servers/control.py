@@ -108,7 +108,7 @@ class VllmServer:
         return self.connected
 
     def load_adapter(self, name: str, directory: Path) -> None:
-        """See `AdapterServer.load_adapter`. vLLM checks a whole adapter before it replaces another."""
+        """See `AdapterServer.load_adapter`. vLLM checks an adapter before it replaces another."""
         with self._tracked():
             try:
                 self._call(
