@@ -71,7 +71,7 @@ with LocalServer(directory / "sft/model", options, log=directory / "vllm.log") a
         def publish(version: int) -> None:
             source = ParamsSource(state.params, policy.model.specs, dtype=precision.wire)
             publisher.publish(source, version=version)
-            sampler.published(version, urls=[server.url])
+            sampler.use_version(version, urls=[server.url])
 
         publish(0)
         ahead = background.submit(sample, 0)

@@ -62,7 +62,7 @@ ELSEWHERE = {
     ),
     "jaxrl doctor MODEL": "test_doctor.py::test_it_finds_the_mismatch_where_it_is",
     "jaxrl serve MODEL_DIR --max_lora_rank 16": (
-        "test_vllm_server.py::test_adapters_are_published_by_themselves"
+        "test_vllm_server.py::test_adapters_are_published_alone"
     ),
     "jaxrl serve MODEL_DIR --host ADDRESS": (
         "test_server.py::test_a_server_that_others_can_reach_needs_a_key"

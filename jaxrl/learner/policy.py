@@ -90,7 +90,8 @@ def make_learner(
 
     def published(params: Params) -> Params:
         served: Any = as_served(as_published(params), precision)
-        return constrain(served) if isinstance(served, lora.Adapted) else constrain_merged(served)
+        place = constrain if isinstance(served, lora.Adapted) else constrain_merged
+        return place(served)
 
     def score(params: Params, minibatch: Minibatch) -> jax.Array:
         weights = constrain(cast(params, precision.compute))
