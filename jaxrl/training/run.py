@@ -11,7 +11,7 @@ from jaxrl.builders.layout import make_layout
 from jaxrl.builders.learner import open_learning
 from jaxrl.builders.prompts import load_held_out_prompts, load_training_prompts, sampling_params
 from jaxrl.builders.recipe import make_recipe
-from jaxrl.builders.reward_model import Judge, load_judge
+from jaxrl.builders.reward_model import RewardModel, load_reward_model
 from jaxrl.builders.sampler import SamplerNeeds, open_sampler
 from jaxrl.builders.weight_sync import Adapters, Publish, Weights
 from jaxrl.config.toml_file import flatten
@@ -104,7 +104,7 @@ class Run:
     prompts: Prompts
     held_out: Prompts | None
     rewards: Sequence[Reward]
-    reward_model: Judge | None
+    reward_model: RewardModel | None
     arena: Arena | None  # None if answers have a single turn
     model: Model
     specs: Any  # of the learner's parameters: the model's, or lora.Adapted
@@ -155,9 +155,10 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     learning, state = open_learning(config, recipe, layout=layout)
     tokenizer, vocab_size = material.tokenizer, learning.model.config.vocab_size
     arena = environment.make_arena(config, tokenizer, material.tools, vocab_size=vocab_size)
-    judge = None
+    reward_model = None
     if config.reward.model is not None:
-        judge = hosts.together(load_judge(config, config.reward.model, tokenizer, layout=layout))
+        loaded = load_reward_model(config, config.reward.model, tokenizer, layout=layout)
+        reward_model = hosts.together(loaded)
 
     otherwise = hosts.led(lambda: claim(directory, config))
     checkpoints = Checkpoints(
@@ -197,7 +198,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             prompts=material.prompts,
             held_out=material.held_out,
             rewards=material.rewards,
-            reward_model=judge,
+            reward_model=reward_model,
             arena=arena,
             model=learning.model,
             specs=learning.specs,
