@@ -88,9 +88,9 @@ def make_learner(
             "the loss balances experts and the model has none; set the coefficient `balance` to 0"
         )
 
-    def published(params: Params) -> Params:
-        served: Any = as_served(as_published(params), precision)
-        place = constrain if isinstance(served, lora.Adapted) else constrain_merged
+    def published(params: Any) -> Any:
+        served = as_served(as_published(params), precision)
+        place: Any = constrain if isinstance(served, lora.Adapted) else constrain_merged
         return place(served)
 
     def score(params: Params, minibatch: Minibatch) -> jax.Array:
