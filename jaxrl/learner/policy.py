@@ -89,8 +89,8 @@ def make_learner(
 
     def published(params: Params) -> Params:
         weights: Any = as_published(params)
-        served = as_served(weights, precision)
-        return constrain(served) if isinstance(served, lora.Adapted) else constrain_merged(served)
+        served: Any = as_served(weights, precision)
+        return constrain(served) if isinstance(weights, lora.Adapted) else constrain_merged(served)
 
     def score(params: Params, minibatch: Minibatch) -> jax.Array:
         weights = constrain(cast(params, precision.compute))
