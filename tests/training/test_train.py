@@ -238,7 +238,7 @@ def test_free_keys_may_change_and_rounding_changes_are_reported(material, tmp_pa
 def test_run_directory_is_locked(material, tmp_path):
     run_dir = tmp_path / "run"
     with lock(run_dir, Hosts()):
-        with pytest.raises(ResumeError, match=r"another program trains in .*/run,"):
+        with pytest.raises(ResumeError, match=r"another program trains in .*/run;"):
             train.train(config(material, run_dir))
         assert not list(run_dir.iterdir())
     assert not run_dir.exists()
