@@ -74,7 +74,7 @@ def two() -> Iterator[tuple[list[Vllm], list[VllmServer]]]:
 
 
 def publish(servers: list[VllmServer], version: int) -> None:
-    swap_weights(servers, "slot-0", version=version, in_flight="keep")
+    swap_weights(servers, lambda s: s.update("slot-0", version=version, in_flight="keep"))
 
 
 def test_proxies_of_the_environment_are_ignored(monkeypatch):
