@@ -85,13 +85,12 @@ class Rendering(NamedTuple):
     tools: tuple[Mapping[str, Any], ...] = ()
 
 
-def read_rows(path: str, *, split: str = "train", subset: str | None = None) -> Iterator[Row]:
+def read_rows(path: str, *, split: str = "train") -> Iterator[Row]:
     """The records of a .jsonl or .parquet file, or of a data set on the Hugging Face hub.
 
     Args:
-      path: a file, or else a hub id, `name` or `owner/name`.
-      split: split of a hub data set.
-      subset: configuration of a hub data set.
+      path: a file, or a data set on the hub: `ID`, `ID:SUBSET` or `ID:SUBSET:SPLIT`.
+      split: of a data set on the hub whose path names none.
 
     Raises:
       ValueError: for a file that is missing or of another kind, or a line that is no JSON object;
@@ -105,7 +104,10 @@ def read_rows(path: str, *, split: str = "train", subset: str | None = None) -> 
         return _read_parquet(_existing(path))
     if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ValueError(f"{path}: data is a .jsonl or .parquet file, or the id of a hub data set")
-    return _read_hub(path, split=split, subset=subset)
+    name, subset, named_split, *more = [*path.split(":"), "", ""]
+    if len(more) > 2:
+        raise ValueError(f"{path}: a hub data set is written ID, ID:SUBSET or ID:SUBSET:SPLIT")
+    return _read_hub(name, split=named_split or split, subset=subset or None)
 
 
 def load_prompts(

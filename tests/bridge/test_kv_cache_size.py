@@ -9,8 +9,8 @@ import pytest
 
 from jaxrl.bridge.servers.kv_cache_size import free_memory, kv_cache_size, token_bytes
 from jaxrl.bridge.servers.launch import ServerOptions, _command
-from jaxrl.builders.servers import started_server
-from jaxrl.config.tables import SamplerConfig
+from jaxrl.builders.servers import Workload, started_server
+from jaxrl.config.sampler import SamplerConfig
 from jaxrl.models import families, huggingface
 from tests import tiny
 from tests.documented import ROOT
@@ -71,8 +71,7 @@ def test_errors_come_before_a_server_starts(tmp_path):
         with started_server(
             config,
             tmp_path,
-            dtype=np.dtype(np.float32),
-            max_model_len=128,
+            work=Workload(np.dtype(np.float32), max_model_len=128),
             log=tmp_path / "log",
             note=print,
         ):

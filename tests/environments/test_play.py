@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from jaxrl.environments.episodes.play import Arena, RequestsDesk, RoundsDesk, pl
 from jaxrl.environments.isolation import calls
 from jaxrl.sampling.base import Completion, SamplingParams, Turn
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-from jaxrl.training.rollouts.draw import as_rollout
+from jaxrl.training.rollouts.generate import as_rollout
 from tests import tiny
 
 PARAMS = SamplingParams(max_tokens=40, stop=((1,),), seed=3)
@@ -366,9 +365,8 @@ def test_a_single_turn_is_the_ordinary_path_bit_for_bit(sampler):
     found, _ = played(Single, sampler=sampler)
     prompts = [e.tokens for e in EXAMPLES.values()]
     plain = sorted(sampler.sample(prompts, PARAMS, group_size=2), key=lambda c: c[:2])
-    run: Any = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(mask_truncated=False)))
     expected = [
-        as_rollout(run, c, EXAMPLES[n], group=n)
+        as_rollout(c, EXAMPLES[n], group=n, mask_truncated=False)
         for c, n in zip(plain, np.repeat(list(EXAMPLES), 2).tolist(), strict=True)
     ]
     assert {c.finish_reason for c in plain} == {"stop", "length"}

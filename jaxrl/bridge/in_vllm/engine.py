@@ -93,7 +93,7 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ValueError(
                 f"{REFUSED} the server reports {mode}, not those of the sampling distribution; "
                 f"start it with --logprobs-mode {_LOGPROBS}, or with jaxrl serve and without "
-                "--logprobs-mode in sampler.arguments"
+                "--logprobs-mode in sampler.vllm_args"
             )
         if init_info.wire not in manifest.ITEM_BYTES:
             raise ValueError(f"{REFUSED} unknown wire dtype {init_info.wire!r}")

@@ -54,15 +54,19 @@ def rollouts(
     return [found[key] for key in sorted(found)]
 
 
-def as_rollout(completion: Completion, prompt: np.ndarray, *, group: int) -> Rollout:
-    """Makes a rollout of a completion, without its reward. The policy chose all of its tokens."""
+def as_rollout(
+    completion: Completion, prompt: np.ndarray, *, group: int, mask_truncated: bool = False
+) -> Rollout:
+    """Makes a rollout of a completion, without its reward. The policy chose all of its tokens; with
+    `mask_truncated` nothing is learned from a completion that ran out of tokens."""
+    truncated = completion.finish_reason == "length"
     return Rollout(
         prompt=prompt,
         completion=completion.tokens,
         logprobs=completion.logprobs,
-        action_mask=np.ones(len(completion.tokens), bool),
+        action_mask=np.full(len(completion.tokens), not (truncated and mask_truncated)),
         version=completion.versions,
         group=group,
-        truncated=completion.finish_reason == "length",
+        truncated=truncated,
         experts=completion.experts,
     )

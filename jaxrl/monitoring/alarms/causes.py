@@ -75,7 +75,7 @@ CAUSES: Mapping[str, Cause] = {
         "no group has any spread",
         "the prompts are too easy (the run is done) or too hard, or the reward says the same of "
         "every answer",
-        ("data.path", "train.refill_rounds", "reward.path", "train.group_size"),
+        ("data.path", "train.dynamic_sampling_rounds", "reward.path", "train.group_size"),
     ),
     "sequence_mismatch": Cause(
         "learner and sampler drift apart",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxrl.core.precision import Precision, cast, sampler_precision
+from jaxrl.core.precision import Precision, as_served, sampler_precision
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.sampling.base import Completion, SamplingParams, Turn, check_turns, group_turns
@@ -68,7 +68,7 @@ class EmbeddedSampler:
         self._layout, self._record_experts = layout, record_experts
         self._closed = threading.Event()
         self._serve = jax.jit(
-            functools.partial(_as_served, policy=precision),
+            functools.partial(as_served, precision=precision),
             out_shardings=None if layout is None else layout.tree(model.specs),
         )
         self.load(params, version=version)
@@ -128,8 +128,3 @@ class EmbeddedSampler:
             for i in range(0, len(turns), self._max_batch)
             for completion in decode_batch(turns[i : i + self._max_batch], request)
         )
-
-
-def _as_served(params: Params, *, policy: Precision) -> Params:
-    # The barrier keeps XLA from dropping a rounding that the second cast seems to undo.
-    return cast(jax.lax.optimization_barrier(cast(params, policy.wire)), policy.sampler)
