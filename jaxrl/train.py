@@ -25,10 +25,10 @@ from jaxrl.core.metrics import Metrics, merge, to_floats
 from jaxrl.learner.actor_critic import State
 from jaxrl.learner.update import saved, taken
 from jaxrl.models import huggingface, lora, peft
+from jaxrl.monitoring.completion_metrics import completion_metrics
 from jaxrl.monitoring.tracking.plots import draw_run
-from jaxrl.monitoring.tracking.profile import Profile, out_of_reach
+from jaxrl.monitoring.tracking.profile import Profile, explain_no_trace
 from jaxrl.monitoring.tracking.tracking import read_metrics
-from jaxrl.monitoring.variety import variety
 from jaxrl.training.alarm_actions import Guard, Verdict
 from jaxrl.training.evaluate import evaluate_greedily
 from jaxrl.training.interrupt import Interrupt
@@ -210,7 +210,7 @@ def _evaluate(run: Run, *, step: int) -> float | None:
         sampling=run.sampling,
         reward=run.rewards[0] if run.rewards else None,
         tokenizer=run.tokenizer,
-        arena=run.arena,
+        episode_runner=run.episode_runner,
     )
     numbers = {f"eval/{name}": value for name, value in found.numbers.items()}
     run.tracker.log(step, {"eval/accuracy": found.accuracy} | numbers)
@@ -231,7 +231,7 @@ def log(run: Run, answers: Answers, *, step: int, numbers: Numbers) -> None:
         # Without a reference model: the divergence from the policy that was sampled.
         "kl": numbers.get("kl/reference", numbers.get("mismatch/k3_kl", float("nan"))),
     }
-    run.tracker.log(step, variety(answers.sampled) | numbers | own)
+    run.tracker.log(step, completion_metrics(answers.sampled) | numbers | own)
 
 
 def keep_safe(
@@ -275,7 +275,7 @@ def finish(run: Run, state: State) -> Path:
 
 def _traced(run: Run, progress: Progress) -> tuple[int, int] | None:
     steps, total = run.config.train.profile_steps, run.config.train.steps
-    if (note := out_of_reach(steps, done=progress.step, total=total)) is not None:
+    if (note := explain_no_trace(steps, done=progress.step, total=total)) is not None:
         run.tracker.note(note)
     return steps if run.hosts.leads else None
 

@@ -11,9 +11,9 @@ from flax import struct
 
 pass
 
-End = Literal["done", "tokens", "turns", "raised", "late", "nonsense"]
-"""How an episode ended: the environment said so, it ran out of tokens or of turns, or the
-environment raised, took too long or returned nonsense."""
+End = Literal["done", "max_tokens", "max_turns", "error", "timeout", "invalid"]
+"""How an episode ended: by the environment, at the limit of tokens or turns, or because the
+environment raised, timed out or returned something invalid."""
 
 
 class Episode(NamedTuple):
@@ -22,17 +22,17 @@ class Episode(NamedTuple):
     Attributes:
       turns: for each turn where it begins and ends in the completion, and its reward.
       end: how it ended.
-      numbers: what the environment counted.
+      metrics: of the environment.
     """
 
     turns: tuple[tuple[int, int, float], ...]
     end: End
-    numbers: Mapping[str, float]
+    metrics: Mapping[str, float]
 
     @property
-    def broken(self) -> bool:
+    def failed(self) -> bool:
         """Whether the environment failed, so that nothing can be learnt from it."""
-        return self.end in ("raised", "late", "nonsense")
+        return self.end in ("error", "timeout", "invalid")
 
 
 class Rollout(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 from jaxrl.builders.model import attention_note
 from jaxrl.core import precision
 from jaxrl.monitoring.alarms.causes import CAUSES
-from jaxrl.monitoring.alarms.rules import Alarm, check
+from jaxrl.monitoring.alarms.rules import Alarm, check_alarms
 from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.training import rollbacks
 from jaxrl.training.run import Run
@@ -37,7 +37,7 @@ class Guard:
         """Judges the newest step, writes every alarm into the metrics and says what to do; None to
         go on."""
         run, config = self._run, self._run.config.alarms
-        alarms = check(run.tracker.history, config.limits, raised=self._raised)
+        alarms = check_alarms(run.tracker.history, config.limits, raised=self._raised)
         alarms = [alarm for alarm in alarms if config.action(alarm.name) != "off"]
         if not alarms:
             return None

@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxrl.core.batch import Rollout
 from jaxrl.data.prompts import Example, Tokenizer
-from jaxrl.environments.episodes.episode import earned, episode_metrics, last_turn
-from jaxrl.environments.episodes.play import Arena, play
+from jaxrl.environments.episodes.episode import environment_reward, episode_metrics, last_turn
+from jaxrl.environments.episodes.runner import EpisodeRunner
 from jaxrl.environments.rewards import scoring
 from jaxrl.environments.rewards.scoring import Reward
 from jaxrl.sampling.base import Sampler, SamplingParams
@@ -40,7 +40,7 @@ def evaluate_greedily(
     sampling: SamplingParams,
     reward: Reward | None,
     tokenizer: Tokenizer,
-    arena: Arena | None = None,
+    episode_runner: EpisodeRunner | None = None,
 ) -> Evaluation:
     """Answers every prompt greedily and scores the answers.
 
@@ -51,14 +51,14 @@ def evaluate_greedily(
       reward: what counts as right, usually 0 or 1; its weight is not applied. None takes what the
         environment gives.
       tokenizer: the model's.
-      arena: where episodes take place, whose last turns are scored; None if answers have a single
+      episode_runner: runs the episodes whose last turns are scored; None if answers have a single
         turn.
 
     Raises:
       RuntimeError: if the reward, or the environment, fails on every answer.
     """
     greedy = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-    if arena is None:
+    if episode_runner is None:
         answers = [np.zeros(0, np.int32)] * len(examples)
         for answer in sampler.sample([e.tokens for e in examples], greedy, group_size=1):
             answers[answer.prompt_index] = answer.tokens
@@ -66,15 +66,17 @@ def evaluate_greedily(
         failure = None
     else:
         numbered = dict(enumerate(examples))
-        episodes, failure = play(arena, numbered, sampler=sampler, params=greedy, group_size=1)
+        episodes, failure = episode_runner.run(
+            numbered, sampler=sampler, params=greedy, group_size=1
+        )
         answers = [last_turn(episode) for episode in episodes]
     texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
     if reward is None:
-        rewards = np.array([earned(episode) for episode in episodes])
+        rewards = np.array([environment_reward(episode) for episode in episodes])
     else:
         scored = scoring.score([reward], texts, [e.record for e in examples])
-        rewards, failure = scored.parts[reward.name], failure or scored.first_failure
-    broken = [e.episode is not None and e.episode.broken for e in episodes]
+        rewards, failure = scored.components[reward.name], failure or scored.first_failure
+    broken = [e.episode is not None and e.episode.failed for e in episodes]
     rewards = np.where(broken, np.nan, rewards) if broken else rewards
     if np.isnan(rewards).all():
         raise RuntimeError(f"no held-out answer could be scored; {failure}")

@@ -7,8 +7,8 @@ import numpy as np
 from jaxrl.advantages import Advantages
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.learner.policy import LearnerState
-from jaxrl.monitoring.ratio.replay import parts, replay_batch, summary
-from jaxrl.monitoring.ratio.split import known_tokens, split
+from jaxrl.monitoring.ratio.replay import log_ratio_parts, replay_batch, summarize_parts
+from jaxrl.monitoring.ratio.split import known_tokens, split_log_ratio
 from jaxrl.training.minibatches import unpacked
 from jaxrl.training.rollouts.answers import Numbers
 from jaxrl.training.run import Run
@@ -64,10 +64,10 @@ def _probe(
     beta = arrays["learner"] - arrays["shadow"]
     if not tokens.learner.size:
         return {}, beta
-    found = split(tokens, low=c.low, high=c.high)
+    found = split_log_ratio(tokens, low=c.low, high=c.high)
     ids = fetch(batch.tokens) if c.replay else None  # by all processes; one of them asks servers
     if ids is not None and run.replay is not None:
         replay = replay_batch(run.replay, tokens=ids, segments=segments)
-        three = parts(replay=replay[mask], **{k: v[mask] for k, v in arrays.items()})
-        found |= summary(three)
+        three = log_ratio_parts(replay=replay[mask], **{k: v[mask] for k, v in arrays.items()})
+        found |= summarize_parts(three)
     return {f"probe/{name}": value for name, value in found.items()}, beta

@@ -21,7 +21,7 @@ from jaxrl.core.batch import Rollout, from_json, to_json
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.precision import Precision
 from jaxrl.data.prompts import Prompts, Tokenizer
-from jaxrl.environments.episodes.play import Arena
+from jaxrl.environments.episodes.runner import EpisodeRunner
 from jaxrl.environments.rewards.scoring import Reward, load_rewards
 from jaxrl.environments.tools.schema import Tool, load_tools
 from jaxrl.learner.actor_critic import ActorCritic, State, with_new_loss_scale
@@ -105,7 +105,7 @@ class Run:
     held_out: Prompts | None
     rewards: Sequence[Reward]
     reward_model: Judge | None
-    arena: Arena | None  # None if answers have a single turn
+    episode_runner: EpisodeRunner | None  # None if answers have a single turn
     model: Model
     specs: Any  # of the learner's parameters: the model's, or lora.Adapted
     layout: Layout
@@ -131,7 +131,7 @@ class Run:
         weights = {term.name: term.weight for term in self.rewards}
         if self.reward_model is not None:
             weights[MODEL] = self.config.reward.model_weight
-        if self.arena is not None:
+        if self.episode_runner is not None:
             weights[ENVIRONMENT] = self.config.environment.weight
         return weights
 
@@ -154,7 +154,9 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     material = _read_material(config, hosts=hosts)
     learning, state = open_learning(config, recipe, layout=layout)
     tokenizer, vocab_size = material.tokenizer, learning.model.config.vocab_size
-    arena = environment.make_arena(config, tokenizer, material.tools, vocab_size=vocab_size)
+    episode_runner = environment.make_episode_runner(
+        config, tokenizer, material.tools, vocab_size=vocab_size
+    )
     judge = None
     if config.reward.model is not None:
         judge = hosts.together(load_judge(config, config.reward.model, tokenizer, layout=layout))
@@ -193,7 +195,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             held_out=material.held_out,
             rewards=material.rewards,
             reward_model=judge,
-            arena=arena,
+            episode_runner=episode_runner,
             model=learning.model,
             specs=learning.specs,
             layout=layout,

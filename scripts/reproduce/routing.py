@@ -15,7 +15,7 @@ from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.precision import cast, parse
-from jaxrl.monitoring.ratio.split import known_tokens, split
+from jaxrl.monitoring.ratio.split import known_tokens, split_log_ratio
 from jaxrl.training.run import open_run
 
 CONFIG = ROOT / "configs" / "phantom_clipping.toml"
@@ -90,4 +90,4 @@ def _split(run: Any, state: Any, given: Minibatch) -> dict[str, float]:
         mask=np.asarray(batch.action_mask),
         segments=np.asarray(batch.segments),
     )
-    return split(tokens, low=run.config.probe.low, high=run.config.probe.high)
+    return split_log_ratio(tokens, low=run.config.probe.low, high=run.config.probe.high)

@@ -164,7 +164,7 @@ def test_the_data_may_be_parquet_and_have_margins(model, tokenizer, material, tm
                 "rejected": "b",
             },
             {},
-            "'chosen' and 'rejected' answer different prompts",
+            "'chosen' and 'rejected' have different prompts",
         ),
         (
             {
@@ -173,12 +173,12 @@ def test_the_data_may_be_parquet_and_have_margins(model, tokenizer, material, tm
                 "rejected": [USER, {"role": "assistant", "content": "b"}],
             },
             {},
-            "the messages before the answer in 'chosen' are not those of 'prompt'",
+            "the messages before the completion in 'chosen' differ from 'prompt'",
         ),
         (
             {"chosen": "a", "rejected": "b"},
             {"data.prompt_key": "none"},
-            "'chosen' holds no message",
+            "'chosen' has no messages",
         ),
         (
             {"prompt": "c", "chosen": "a", "rejected": "b", "m": "much"},

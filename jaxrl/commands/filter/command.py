@@ -98,7 +98,7 @@ def _measure(
 ) -> None:
     """Measures what the journal does not have yet."""
     from jaxrl.builders.sampler import open_sampler
-    from jaxrl.monitoring.tracking.progress import Progress
+    from jaxrl.monitoring.tracking.progress import ProgressDisplay
 
     done = len(journal.measured)
     if done == len(examples):
@@ -110,7 +110,7 @@ def _measure(
     )
     model, params = load_model(config.model.path, layout=layout, dtype=policy.params)
     with (
-        Progress("filter", start_step=done, total_steps=len(examples)) as progress,
+        ProgressDisplay("filter", start_step=done, total_steps=len(examples)) as progress,
         open_sampler(
             config,
             model,

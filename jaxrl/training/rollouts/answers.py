@@ -12,7 +12,7 @@ from jaxrl.advantages import zero_std_groups
 from jaxrl.core.batch import Rollout
 from jaxrl.data import prompts
 from jaxrl.data.prompts import Example
-from jaxrl.environments.episodes.episode import earned, episode_metrics, last_turn
+from jaxrl.environments.episodes.episode import environment_reward, episode_metrics, last_turn
 from jaxrl.environments.rewards import scoring
 from jaxrl.training.rollouts import dynamic_sampling
 from jaxrl.training.rollouts.draw import draw
@@ -82,7 +82,7 @@ def prompts_from(run: Run, numbers: Iterable[int]) -> dict[int, Example]:
     examples = run.prompts.examples
     return {
         number: examples[
-            prompts.take(len(examples), position=number, count=1, seed=run.config.seed)[0]
+            prompts.next_indices(len(examples), position=number, count=1, seed=run.config.seed)[0]
         ]
         for number in numbers
     }
@@ -112,22 +112,24 @@ def sample(
 def reward(run: Run, rollouts: Sequence[Rollout], examples: Mapping[int, Example]) -> list[Rollout]:
     """Rollouts with their rewards. One whose reward failed is masked: it teaches nothing. Reward
     functions see the last turn, and nothing of an episode whose environment failed."""
-    known = [i for i, r in enumerate(rollouts) if r.episode is None or not r.episode.broken]
+    known = [i for i, r in enumerate(rollouts) if r.episode is None or not r.episode.failed]
     texts = [run.tokenizer.decode(last_turn(rollouts[i]), skip_special_tokens=True) for i in known]
     scored = scoring.score(run.rewards, texts, [examples[rollouts[i].group].record for i in known])
     weights = run.reward_weights
     if run.reward_model is not None:
         values = run.reward_model(rollouts)[known]
-        scored = scoring.with_part(scored, MODEL, values=values, weight=weights[MODEL])
-    if run.arena is not None:
-        values = np.array([earned(rollouts[i]) for i in known])
-        scored = scoring.with_part(scored, ENVIRONMENT, values=values, weight=weights[ENVIRONMENT])
+        scored = scoring.with_component(scored, MODEL, values=values, weight=weights[MODEL])
+    if run.episode_runner is not None:
+        values = np.array([environment_reward(rollouts[i]) for i in known])
+        scored = scoring.with_component(
+            scored, ENVIRONMENT, values=values, weight=weights[ENVIRONMENT]
+        )
     if scored.first_failure is not None:
         run.tracker.note(scored.first_failure)
     total = np.full(len(rollouts), np.nan)
     components = np.full((len(rollouts), len(weights)), np.nan)
     total[known] = scored.total
-    components[known] = np.stack(list(scored.parts.values()), axis=1)
+    components[known] = np.stack(list(scored.components.values()), axis=1)
     failed = np.isnan(total)
     return [
         r._replace(

@@ -7,7 +7,6 @@ import numpy as np
 
 from jaxrl.core.batch import Rollout
 from jaxrl.data.prompts import Example
-from jaxrl.environments.episodes.play import play
 from jaxrl.sampling.base import Completion, SamplingParams
 from jaxrl.training.run import Run
 
@@ -25,19 +24,21 @@ def draw(
     """`group_size` rollouts for each example.
 
     Args:
-      run: its sampler, and its arena if it has one.
+      run: its sampler, and its episode runner if it has one.
       examples: by the number of their group.
       params: how answers are drawn.
       group_size: rollouts for each.
     """
-    if run.arena is None:
+    if run.episode_runner is None:
         numbers, prompts = list(examples), [example.tokens for example in examples.values()]
         for completion in run.sampler.sample(prompts, params, group_size=group_size):
             group = numbers[completion.prompt_index]
             rollout = as_rollout(run, completion, examples[group], group=group)
             yield Drawn(completion.sample_index, rollout)
         return
-    played = play(run.arena, examples, sampler=run.sampler, params=params, group_size=group_size)
+    played = run.episode_runner.run(
+        examples, sampler=run.sampler, params=params, group_size=group_size
+    )
     if played.first_failure is not None:
         run.tracker.note(f"an environment failed: {played.first_failure}")
     for i, rollout in enumerate(played.rollouts):

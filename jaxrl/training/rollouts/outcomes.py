@@ -75,7 +75,7 @@ def outcomes(
 
 def _turns(run: Run, rollouts: Sequence[Rollout]) -> list[list[tuple[int, int, float]]] | None:
     """Those of episodes, with the environment's rewards as they count."""
-    if run.arena is None:
+    if run.episode_runner is None:
         return None
     weight, episodes = run.config.environment.weight, [r.episode for r in rollouts]
     return [
@@ -124,7 +124,7 @@ def greedy_rewards(run: Run, rollouts: Sequence[Rollout]) -> np.ndarray:
     numbers = sorted({r.group for r in rollouts})
     every, seed = run.prompts.examples, run.config.seed
     examples = {
-        number: every[prompts.take(len(every), position=number, count=1, seed=seed)[0]]
+        number: every[prompts.next_indices(len(every), position=number, count=1, seed=seed)[0]]
         for number in numbers
     }
     greedy = dataclasses.replace(run.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)

@@ -215,7 +215,7 @@ def place(host: HostBatch, layout: Layout) -> Minibatch:
 def take(size: int, *, step: int, config: SupervisedConfig) -> list[int]:
     """Which of `size` texts or pairs an optimizer step learns from."""
     count = config.train.batch_size
-    chosen = prompts.take(size, position=step * count, count=count, seed=config.seed)
+    chosen = prompts.next_indices(size, position=step * count, count=count, seed=config.seed)
     return [int(i) for i in chosen]
 
 

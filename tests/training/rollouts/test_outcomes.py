@@ -84,7 +84,7 @@ def run(**reward):
         config=toml_file.validate(Config, keys),
         rewards=terms,
         reward_weights={"a": 1.0, "b": 0.5},
-        arena=None,
+        episode_runner=None,
         reference="theirs",
     )
 

@@ -91,7 +91,7 @@ def hand_made(
         rewards=[Reward("earned", reward, 1.0)],
         reward_model=None,
         reward_weights={"earned": 1.0},
-        arena=None,
+        episode_runner=None,
         tracker=SimpleNamespace(note=notes.append),
         notes=notes,
     )
