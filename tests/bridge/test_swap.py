@@ -77,6 +77,13 @@ def publish(servers: list[VllmServer], version: int) -> None:
     switch(servers, "slot-0", version=version, in_flight="keep")
 
 
+def test_a_proxy_of_the_environment_is_not_asked(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("all_proxy", "http://127.0.0.1:9")
+    with running() as (_, server):
+        assert server.healthy()
+
+
 @pytest.mark.parametrize(
     ("path", "failure", "kind"),
     [

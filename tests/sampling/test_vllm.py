@@ -126,6 +126,14 @@ def test_nobody_there_is_an_error_with_the_address(server):
         VllmSampler(["localhost:8000"], max_positions=64, vocab_size=64)
 
 
+def test_a_proxy_of_the_environment_is_not_asked(server, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("all_proxy", "http://127.0.0.1:9")
+    direct = VllmSampler([server.url], max_positions=64, vocab_size=64)
+    assert len(ask(direct, [2, 3])) == 1
+    direct.close()
+
+
 def test_aborted_answers_go_on_where_they_were(server, sampler):
     def reply(body):
         if len(server.bodies) == 1:

@@ -1,14 +1,14 @@
 """The control side of a running vLLM server, over HTTP."""
 
 import contextlib
-import http.client
 import itertools
-import json
 import time
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import httpx2
 
 from jaxrl.bridge.base import (
     POISONED,
@@ -58,8 +58,13 @@ class VllmServer:
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"{url!r} is not the http:// address of a server")
         self.url, self.connected, self.trouble = url, False, ""
-        self._host, self._port = parts.hostname, parts.port or 80
-        self._timeout, self._credentials = timeout, auth.headers(api_key)
+        self._client = httpx2.Client(
+            base_url=f"http://{parts.netloc}",
+            headers=auth.headers(api_key),
+            limits=httpx2.Limits(max_keepalive_connections=0),
+            trust_env=False,  # no proxy stands between a run and its servers
+        )
+        self._timeout = timeout
         self._init_info: dict[str, str] = {}
 
     def connect(self, *, root: str, wire: str, sampler: str) -> None:
@@ -190,25 +195,18 @@ class VllmServer:
     def _call(
         self, method: str, path: str, body: Any = None, *, timeout: float | None = None
     ) -> Any:
-        connection = http.client.HTTPConnection(
-            self._host, self._port, timeout=timeout or self._timeout
-        )
-        where = f"{method} http://{self._host}:{self._port}{path}"
+        where = f"{method} {self.url}{path}"
         try:
-            content = None if body is None else json.dumps(body)
-            headers = {} if body is None else {"Content-Type": "application/json"}
-            connection.request(method, path, content, headers | self._credentials)
-            response = connection.getresponse()
-            text = response.read().decode(errors="replace")
-        except (OSError, http.client.HTTPException) as error:
+            response = self._client.request(
+                method, path, json=body, timeout=timeout or self._timeout
+            )
+        except httpx2.RequestError as error:
             raise _UnreachableError(f"{where}: {error!r}") from None
-        finally:
-            connection.close()
-        if response.status != 200:
-            kind = ControlError if response.status < 500 else _UnwellError
-            raise kind(f"{where}: {response.status} {text}")
-        is_json = response.headers.get_content_type() == "application/json"
-        return json.loads(text) if text and is_json else None
+        if response.status_code != 200:
+            kind = ControlError if response.status_code < 500 else _UnwellError
+            raise kind(f"{where}: {response.status_code} {response.text}")
+        is_json = response.headers.get("Content-Type", "").startswith("application/json")
+        return response.json() if response.content and is_json else None
 
 
 def _reason(error: Exception, marker: str) -> str:

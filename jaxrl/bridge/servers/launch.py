@@ -104,7 +104,8 @@ class LocalServer:
             )
         port = free_port(options.host, options.port)
         self.url = f"http://{options.host}:{port}"
-        self._log, self._key = log, options.api_key
+        self._log = log
+        self._control = VllmServer(self.url, timeout=5.0, api_key=options.api_key)
         environment = os.environ | _ENVIRONMENT
         if options.api_key is not None:
             environment[KEY] = options.api_key
@@ -152,7 +153,7 @@ class LocalServer:
 
     def healthy(self) -> bool:
         """Whether it answers within some seconds that it is well."""
-        return VllmServer(self.url, timeout=5.0, api_key=self._key).healthy()
+        return self._control.healthy()
 
     def check(self) -> None:
         """Nothing while the server runs.

@@ -7,14 +7,17 @@ much more to do.
 """
 
 import contextlib
-import http.client
+import functools
 import itertools
 import socket
 import threading
 import urllib.parse
+import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from http.client import HTTPConnection
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, TypeVar
+
+import httpx2
 
 from jaxrl.sampling.base import ClosedError
 
@@ -29,17 +32,6 @@ class SamplerError(RuntimeError):
 
 class StrangerError(SamplerError):
     """The server is not the one that it was: it holds weights that no learner has published."""
-
-
-class _Address(NamedTuple):
-    host: str
-    port: int
-
-
-class _Answer(NamedTuple):
-    status: int  # 0 if there is none
-    text: str
-    fate: Literal["answered", "gone", "hangs"] = "answered"
 
 
 class Router:
@@ -72,17 +64,14 @@ class Router:
         """
         if not urls:
             raise ValueError("urls is empty; a sampler needs a server")
-        self._headers = {"Content-Type": "application/json", **headers}
-        self._named = self._serving = {_address(url) for url in urls}
+        self._clients = {url: _client(url, timeout=timeout, headers=headers) for url in urls}
+        self._named = self._serving = set(urls)
         self._most, self._margin = max_requests, max(1, max_requests // 8)
-        self._idle = {
-            address: [HTTPConnection(*address, timeout=timeout) for _ in range(max_requests)]
-            for address in map(_address, urls)
-        }
-        self._connections = [*itertools.chain.from_iterable(self._idle.values())]
-        self._places: dict[Hashable, _Address] = {}
+        self._loads: Counter[str] = Counter()
+        self._sockets = {url: weakref.WeakSet[socket.socket]() for url in urls}
+        self._places: dict[Hashable, str] = {}
         self._numbers = itertools.count()
-        self._latest = {address: next(self._numbers) for address in self._idle}
+        self._latest = {url: next(self._numbers) for url in urls}
         self._changed = threading.Condition()  # guards all of these
         self._closed = threading.Event()
 
@@ -110,25 +99,23 @@ class Router:
         """
         failures, failed = 0, None
         while True:
-            with self._connection(keys, failed) as connection:
-                answer = self._exchange(connection, path, body)
-                if answer.status == 200:
+            with self._server(keys, failed) as url:
+                status, text = self._exchange(url, path, body)
+                if status == 200:
                     try:
-                        return read(answer.text)
+                        return read(text)
                     except StrangerError:
-                        if self._give_up(connection):
+                        if self._give_up(url):
                             continue
                         raise
-                connection.close()  # the next request on it opens it again
-                if _is_lost(answer) and self._give_up(connection):
+                # One that does not know the route or the adapter was started again. One whose
+                # engine has died answers 500 until it ends, faster than any other could.
+                if status in (0, 404, 500) and self._give_up(url):
                     continue
-            failures, failed = failures + 1, _of(connection)
-            final = 400 <= answer.status < 500 or failures == _ATTEMPTS
+            failures, failed = failures + 1, url
+            final = 400 <= status < 500 or failures == _ATTEMPTS
             if final or self._closed.wait(0.5 * 2 ** (failures - 1)):
-                raise SamplerError(
-                    f"http://{connection.host}:{connection.port} did not answer {about}: "
-                    f"{answer.status or ''} {answer.text}"
-                )
+                raise SamplerError(f"{url} did not answer {about}: {status or ''} {text}")
 
     def restore(self, urls: Sequence[str]) -> None:
         """Sends requests to these servers and to no others: what the others have is sent again. A
@@ -137,110 +124,106 @@ class Router:
         Who has what in its cache is forgotten, because new weights have made it useless.
         """
         with self._changed:
-            self._named = self._serving = {_address(url) for url in urls}
+            self._named = self._serving = set(urls)
             self._places.clear()
             self._changed.notify_all()
-        _shut(c for c in self._connections if _of(c) not in self._named)
+            self._shut(self._clients.keys() - self._named)
 
     def hang_up(self) -> None:
         """Lets servers drop what is in flight; requests that wait for an answer fail."""
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
-        _shut(self._connections)
+            self._shut(self._clients)
 
     def close(self) -> None:
         """Closes the connections, which nobody may be using."""
-        for connection in self._connections:
-            connection.close()
+        for client in self._clients.values():
+            client.close()
 
-    def _exchange(self, connection: HTTPConnection, path: str, body: str) -> _Answer:
-        """A request on a connection. That a server has dropped one which was kept open says nothing
-        about the server, and how many of them there are must not use up the attempts of a request:
-        only a connection that was just opened tells that nobody is there."""
-        kept = connection.sock is not None
-        answer = _post(connection, path, body, headers=self._headers)
-        wanted = _of(connection) in self._serving and not self._closed.is_set()
-        if kept and answer.fate == "gone" and wanted:
-            connection.close()
-            answer = _post(connection, path, body, headers=self._headers)
-        return answer
+    def _exchange(self, url: str, path: str, body: str) -> tuple[int, str]:
+        """Returns the status and the text of a server's answer; 0 and the error if there is none.
+
+        A request whose connection breaks is sent once more: the server may have been about to close
+        a connection that was idle, which says nothing about the server.
+        """
+        note = functools.partial(self._note, url)
+        send = functools.partial(
+            self._clients[url].post, path, content=body, extensions={"trace": note}
+        )
+        try:
+            try:
+                answer = send()
+            except (httpx2.ReadError, httpx2.RemoteProtocolError):
+                if url not in self._serving or self._closed.is_set():
+                    raise
+                answer = send()
+        except httpx2.RequestError as error:
+            return 0, repr(error)
+        return answer.status_code, answer.text
+
+    def _note(self, url: str, event: str, details: Mapping[str, Any]) -> None:
+        """Keeps the sockets that a client opens: closing a client wakes no thread that waits."""
+        if event == "connection.connect_tcp.complete":
+            with self._changed:
+                self._sockets[url].add(details["return_value"].get_extra_info("socket"))
+                if url not in self._named or self._closed.is_set():
+                    self._shut([url])
+
+    def _shut(self, urls: Iterable[str]) -> None:
+        """Ends the connections to servers; whoever waits for an answer on one gets an error."""
+        for connection in itertools.chain.from_iterable(self._sockets[url] for url in urls):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     @contextlib.contextmanager
-    def _connection(
-        self, keys: Sequence[Hashable], failed: _Address | None
-    ) -> Iterator[HTTPConnection]:
+    def _server(self, keys: Sequence[Hashable], failed: str | None) -> Iterator[str]:
+        """Waits for a server with less than `max_requests` requests and counts one more."""
         with self._changed:
-            while not (free := [address for address in self._serving if self._idle[address]]):
+            while not (free := [url for url in self._serving if self._loads[url] < self._most]):
                 if self._closed.is_set():
                     break
                 self._changed.wait()
             if self._closed.is_set():
                 raise ClosedError("the sampler was closed")
             # A server that has just failed is asked again only if there is no other.
-            chosen = self._choose([a for a in free if a != failed] or free, keys)
+            chosen = self._choose([url for url in free if url != failed] or free, keys)
             self._latest[chosen] = next(self._numbers)
             self._places |= dict.fromkeys(keys, chosen)
-            connection = self._idle[chosen].pop()
+            self._loads[chosen] += 1
         try:
-            yield connection
+            yield chosen
         finally:
             with self._changed:
-                self._idle[chosen].append(connection)
+                self._loads[chosen] -= 1
                 self._changed.notify()
 
-    def _choose(self, free: Sequence[_Address], keys: Sequence[Hashable]) -> _Address:
+    def _choose(self, free: Sequence[str], keys: Sequence[Hashable]) -> str:
         """The one that has what a request goes on from; or the least loaded, in turn."""
-        loads = {address: self._most - len(self._idle[address]) for address in free}
         place = self._places.get(keys[0]) if keys else None
-        limit = min(loads.values()) + self._margin
-        if place is not None and loads.get(place, limit + 1) <= limit:
+        limit = min(self._loads[url] for url in free) + self._margin
+        if place is not None and place in free and self._loads[place] <= limit:
             return place
-        return min(free, key=lambda address: (loads[address], self._latest[address]))
+        return min(free, key=lambda url: (self._loads[url], self._latest[url]))
 
-    def _give_up(self, connection: HTTPConnection) -> bool:
+    def _give_up(self, url: str) -> bool:
         """Whether another server is left to go on with. If none is, all are tried again."""
         with self._changed:
-            others = self._serving - {_of(connection)}
+            others = self._serving - {url}
             left = bool(others) and not self._closed.is_set()
             self._serving = others if left else self._named
             self._changed.notify_all()
         return left
 
 
-def _is_lost(answer: _Answer) -> bool:
-    # One that has never heard of the route or of the adapter was started again; one whose engine
-    # has died answers 500 until it ends, faster than any other could.
-    return answer.fate != "answered" or answer.status in (404, 500)
-
-
-def _shut(connections: Iterable[HTTPConnection]) -> None:
-    """Whoever waits for an answer on one of these finds that there will be none."""
-    for connection in connections:
-        if connection.sock is not None:
-            with contextlib.suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
-
-
-def _post(
-    connection: HTTPConnection, path: str, body: str, *, headers: Mapping[str, str]
-) -> _Answer:
-    try:
-        connection.request("POST", path, body, headers)
-        response = connection.getresponse()
-        return _Answer(response.status, response.read().decode(errors="replace"))
-    except TimeoutError as error:
-        return _Answer(0, repr(error), "hangs")
-    except (OSError, http.client.HTTPException) as error:
-        return _Answer(0, repr(error), "gone")
-
-
-def _of(connection: HTTPConnection) -> _Address:
-    return _Address(connection.host, connection.port)
-
-
-def _address(url: str) -> _Address:
+def _client(url: str, *, timeout: float, headers: Mapping[str, str]) -> httpx2.Client:
     parts = urllib.parse.urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
         raise ValueError(f"{url!r} is not the http:// address of a server")
-    return _Address(parts.hostname, parts.port or 80)
+    return httpx2.Client(
+        base_url=f"http://{parts.netloc}",
+        headers={"Content-Type": "application/json", **headers},
+        timeout=timeout,
+        limits=httpx2.Limits(keepalive_expiry=None),  # connections stay open
+        trust_env=False,  # no proxy stands between a run and its servers
+    )
