@@ -204,7 +204,7 @@ def test_experts_of_a_pending_answer_survive_a_checkpoint(own):
 
 def test_an_episode_keeps_the_experts_that_drew_its_tokens():
     """Prompt 2, turn 2, observation 1, turn 2: the second turn's context was computed again."""
-    builder = EpisodeBuilder(np.array([3, 4], np.int32), prompt_index=0, sample_index=0)
+    builder = EpisodeBuilder(np.array([3, 4], np.int32), (0, 0))
 
     def turn(tokens: int, expert: int) -> Completion:
         ids, zeros = np.full(2, 9, np.int32), np.zeros(2, np.float32)

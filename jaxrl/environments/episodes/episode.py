@@ -15,29 +15,32 @@ from jaxrl.sampling.base import Completion, Turn
 class EpisodeBuilder:
     """An episode in progress: a prompt, then turns of the policy with observations between them."""
 
-    def __init__(self, prompt: np.ndarray, *, prompt_index: int, sample_index: int) -> None:
-        """Begins an episode with its prompt, i32[P]."""
-        self._prompt = prompt
-        self._index = (prompt_index, sample_index)
+    def __init__(self, prompt: np.ndarray, index: tuple[int, int]) -> None:
+        """Begins an episode.
+
+        Args:
+          prompt: i32[P], token ids.
+          index: prompt index and sample index, on which the random numbers depend.
+        """
+        self._prompt, self._index = prompt, index
         self._length, self._truncated = 0, False
-        self._tokens: list[np.ndarray] = []
-        self._logprobs: list[np.ndarray] = []
-        self._action_mask: list[np.ndarray] = []
-        self._versions: list[np.ndarray] = []
+        # Tokens, log-probs, action mask and versions of each turn or observation.
+        self._chunks = [tuple(np.zeros(0, t) for t in (np.int32, np.float32, bool, np.int32))]
         self._turns: list[tuple[int, int, float]] = []
         self._experts: np.ndarray | None = None
         self._metrics: dict[str, float] = {}
 
     def next_turn(self, limits: EpisodeLimits) -> Turn:
         """Returns the request for the policy's next turn."""
-        context = np.concatenate([self._prompt, *self._tokens])
+        context = np.concatenate([self._prompt, *(tokens for tokens, *_ in self._chunks)])
         remaining = limits.max_tokens - self._length
         return Turn(context, *self._index, remaining, len(self._prompt))
 
     def add_completion(self, completion: Completion) -> None:
         """Appends a turn of the policy."""
         actions, start = np.ones(len(completion.tokens), bool), self._length
-        self._append(completion.tokens, completion.logprobs, actions, completion.versions)
+        self._chunks.append((completion.tokens, completion.logprobs, actions, completion.versions))
+        self._length += len(completion.tokens)
         self._turns.append((start, self._length, 0.0))
         self._truncated = completion.finish_reason == "length"
         if self._experts is None or completion.experts is None:
@@ -66,12 +69,10 @@ class EpisodeBuilder:
         size = len(step.observation)
         if self._length + size >= limits.max_tokens:
             return "max_tokens"
-        self._append(
-            np.asarray(step.observation, np.int32),
-            np.zeros(size, np.float32),
-            np.zeros(size, bool),
-            np.full(size, self._versions[-1][-1], np.int32),
-        )
+        tokens, version = np.asarray(step.observation, np.int32), self._chunks[-1][3][-1]
+        logprobs, actions = np.zeros(size, np.float32), np.zeros(size, bool)
+        self._chunks.append((tokens, logprobs, actions, np.full(size, version, np.int32)))
+        self._length += size
         return None
 
     def build(self, end: End, *, group: int) -> Rollout:
@@ -80,25 +81,18 @@ class EpisodeBuilder:
         A failed episode has an empty action mask, so training ignores it.
         """
         episode = Episode(tuple(self._turns), end, self._metrics)
-        actions = np.concatenate([np.zeros(0, bool), *self._action_mask])
+        tokens, logprobs, actions, versions = map(np.concatenate, zip(*self._chunks, strict=True))
         return Rollout(
             prompt=self._prompt,
-            completion=np.concatenate([np.zeros(0, np.int32), *self._tokens]),
-            logprobs=np.concatenate([np.zeros(0, np.float32), *self._logprobs]),
+            completion=tokens,
+            logprobs=logprobs,
             action_mask=actions & (not episode.failed),
-            version=np.concatenate([np.zeros(0, np.int32), *self._versions]),
+            version=versions,
             group=group,
             truncated=end in ("max_tokens", "max_turns"),
             episode=episode,
             experts=self._experts,
         )
-
-    def _append(self, tokens, logprobs, actions, versions) -> None:
-        self._tokens.append(tokens)
-        self._logprobs.append(logprobs)
-        self._action_mask.append(actions)
-        self._versions.append(versions)
-        self._length += len(tokens)
 
 
 def last_turn(rollout: Rollout) -> np.ndarray:

@@ -7,6 +7,7 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -15,12 +16,8 @@ import numpy as np
 
 from jaxrl.core.batch import End, Rollout
 from jaxrl.data.prompts import Example
-from jaxrl.environments.episodes.base import (
-    Environment,
-    EpisodeError,
-    EpisodeLimits,
-    MakeEnvironment,
-)
+from jaxrl.environments.episodes import base
+from jaxrl.environments.episodes.base import EpisodeError
 from jaxrl.environments.episodes.episode import EpisodeBuilder, check_prompt, check_step
 from jaxrl.environments.episodes.open_file_limit import max_open_episodes, reserve_files
 from jaxrl.environments.isolation.calls import Deadline, Worker, wait_for
@@ -48,8 +45,8 @@ class EpisodeRunner(NamedTuple):
       scheduler: decides which turns are sampled together.
     """
 
-    make: MakeEnvironment
-    limits: EpisodeLimits
+    make: base.MakeEnvironment
+    limits: base.EpisodeLimits
     scheduler: type["TurnScheduler"]
 
     def run(
@@ -89,7 +86,7 @@ class EpisodeRunner(NamedTuple):
                     scheduler = self.scheduler(sampler, params, episodes=len(some) * group_size)
                     # In another thread, because a notebook's thread already has an event loop.
                     worker.submit(asyncio.run, _run_groups(groups, scheduler)).result()
-                    finished += [episode for episodes in groups for episode in episodes]
+                    finished += itertools.chain(*groups)
         finally:
             worker.end()
         failures = (e.failure for e in finished if e.failure is not None)
@@ -195,32 +192,36 @@ class _Request(NamedTuple):
 
 
 class _Episode:
-    """One episode: its environment's thread, its tokens and, after a failure, the message."""
+    """One episode: its tokens, and its environment in another thread, which may block."""
 
     def __init__(
         self, runner: EpisodeRunner, example: Example, group: int, index: tuple[int, int]
     ) -> None:
         self.failure: str | None = None
-        self._limits, self._example, self._group, self._index = runner.limits, example, group, index
-        self._thread = _EnvironmentThread(runner.make, timeout=runner.limits.timeout)
-        self._builder = self._make_builder(example.tokens)
+        self._make, self._limits, self._example = runner.make, runner.limits, example
+        self._group, self._index = group, index
+        self._builder = EpisodeBuilder(example.tokens, index)
+        self._worker, self._loop = Worker(), asyncio.Runner()
+        self._environment: base.Environment | None = None
         self._end: End | None = None
 
     async def begin(self) -> None:
         with self._failures():
-            prompt = check_prompt(await self._thread.reset(self._example), self._limits)
-            self._builder = self._make_builder(prompt)
+            prompt = check_prompt(await self._call(self._reset, name="reset"), self._limits)
+            self._builder = EpisodeBuilder(prompt, self._index)
 
     async def play(self, scheduler: TurnScheduler) -> None:
         number = 0
         while self._end is None:
+            assert self._environment is not None
             turn = self._builder.next_turn(self._limits)
             completion = await scheduler.sample(turn, number=number)
             self._builder.add_completion(completion)
             number += 1
+            step = functools.partial(self._environment.step, completion.tokens)
             with self._failures():
-                step = check_step(await self._thread.step(completion.tokens), self._limits)
-                self._end = self._builder.add_step(step, self._limits)
+                checked = check_step(await self._call(step, name="step"), self._limits)
+                self._end = self._builder.add_step(checked, self._limits)
         scheduler.leave()
 
     def rollout(self) -> Rollout:
@@ -228,10 +229,8 @@ class _Episode:
         return self._builder.build(self._end, group=self._group)
 
     def close(self) -> None:
-        self._thread.close()
-
-    def _make_builder(self, prompt: np.ndarray) -> EpisodeBuilder:
-        return EpisodeBuilder(prompt, prompt_index=self._index[0], sample_index=self._index[1])
+        self._worker.submit(self._loop.close)
+        self._worker.end()
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
@@ -241,46 +240,9 @@ class _Episode:
         except EpisodeError as error:
             self.failure, self._end = str(error), error.end
 
-
-async def _run_groups(groups: Sequence[Sequence[_Episode]], scheduler: TurnScheduler) -> None:
-    try:
-        await asyncio.gather(*(_run_group(episodes, scheduler) for episodes in groups))
-    finally:
-        scheduler.close()
-        for episodes in groups:
-            for episode in episodes:
-                episode.close()
-
-
-async def _run_group(episodes: Sequence[_Episode], scheduler: TurnScheduler) -> None:
-    # Together, so that the first turns of the group are one request.
-    await asyncio.gather(*(episode.begin() for episode in episodes))
-    await asyncio.gather(*(episode.play(scheduler) for episode in episodes))
-
-
-class _EnvironmentThread:
-    """An environment in a thread of its own, which may block or never return."""
-
-    def __init__(self, make: MakeEnvironment, *, timeout: float) -> None:
-        self._make, self._timeout = make, timeout
-        self._worker, self._runner = Worker(), asyncio.Runner()
-        self._environment: Environment | None = None
-
-    async def reset(self, example: Example) -> Any:
-        def begin() -> Any:
-            self._environment = self._make()
-            return self._environment.reset(example)
-
-        return await self._call(begin, name="reset")
-
-    async def step(self, completion: np.ndarray) -> Any:
-        environment = self._environment
-        assert environment is not None
-        return await self._call(lambda: environment.step(completion), name="step")
-
-    def close(self) -> None:
-        self._worker.submit(self._runner.close)
-        self._worker.end()
+    def _reset(self) -> Any:
+        self._environment = self._make()
+        return self._environment.reset(self._example)
 
     async def _call(self, function: Callable[[], Any], *, name: str) -> Any:
         loop = asyncio.get_running_loop()
@@ -290,22 +252,37 @@ class _EnvironmentThread:
             result = function()
             if not inspect.isawaitable(result):
                 return result
-            # The context of this call, not of the runner's first: it holds the deadline.
+            # The context of this call, not of the event loop's first: it holds the deadline.
             context = contextvars.copy_context()
-            return self._runner.run(_awaited(result), context=context)
+            return self._loop.run(_awaited(result), context=context)
 
-        deadline = Deadline(self._timeout)
+        deadline = Deadline(self._limits.timeout)
         future = self._worker.submit(work, deadline=deadline)
         future.add_done_callback(lambda done: _call_in(loop, returned.set_result, done))
         try:
             done = await wait_for(returned, deadline)
         except TimeoutError:
-            message = f"{name} took longer than {self._timeout:g} s"
+            message = f"{name} took longer than {self._limits.timeout:g} s"
             raise EpisodeError("timeout", message) from None
         error = done.exception()
         if error is not None:
             raise EpisodeError("error", f"{name} raised {error!r}") from error
         return done.result()
+
+
+async def _run_groups(groups: Sequence[Sequence[_Episode]], scheduler: TurnScheduler) -> None:
+    try:
+        await asyncio.gather(*(_run_group(episodes, scheduler) for episodes in groups))
+    finally:
+        scheduler.close()
+        for episode in itertools.chain(*groups):
+            episode.close()
+
+
+async def _run_group(episodes: Sequence[_Episode], scheduler: TurnScheduler) -> None:
+    # Together, so that the first turns of the group are one request.
+    await asyncio.gather(*(episode.begin() for episode in episodes))
+    await asyncio.gather(*(episode.play(scheduler) for episode in episodes))
 
 
 def _fail(future: "asyncio.Future[Completion]", error: BaseException) -> None:

@@ -15,21 +15,6 @@ class Series(NamedTuple):
     values: list[float]
 
 
-class Ends(NamedTuple):
-    """The two ends of a series.
-
-    Attributes:
-      count: number of values in the whole series.
-      first, last: f64[N], its first and last values.
-      before: newest step that none of `last` measured.
-    """
-
-    count: int
-    first: np.ndarray
-    last: np.ndarray
-    before: int
-
-
 class History:
     """Time series of all metrics, which grow at the end.
 
@@ -84,19 +69,12 @@ class History:
         end = bisect.bisect_right(steps, step)
         return values[end - 1] if end and steps[end - 1] == step else math.nan
 
-    def ends(self, name: str, count: int) -> Ends:
-        """Returns the first and last `count` values in the present precision.
-
-        The result is empty if the newest step has no value.
-        """
+    def present(self, name: str) -> Series:
+        """Returns a metric in the present precision; empty if the newest step has no value."""
         steps, values = self.series(name)
-        if not steps or steps[-1] != self.step:
-            return Ends(0, np.array([]), np.array([]), self.step)
         start = bisect.bisect_right(steps, self.since)
-        size = len(values) - start
-        some = min(count, size)
-        first, last = values[start : start + some], values[len(values) - some :]
-        return Ends(size, np.array(first), np.array(last), steps[-max(some, 1)] - 1)
+        known = steps and steps[-1] == self.step
+        return Series(steps[start:], values[start:]) if known else Series([], [])
 
     def before(self, name: str, count: int) -> np.ndarray:
         """Returns up to `count` values before the newest step's, f64[N]."""

@@ -8,6 +8,7 @@ and a finished run's metrics.jsonl (`replay_alarms`). Later steps are compared w
 import bisect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -203,11 +204,11 @@ def sequence_mismatch(history: History, limits: Limits) -> Finding | None:
 def phantom(history: History, limits: Limits) -> Finding | None:
     """Share of tokens clipped because of arithmetic alone: above `phantom_share`, or doubled and
     above a fifth of it."""
-    probes = history.ends("probe/phantom", _PROBES)
+    steps, values = history.present("probe/phantom")
     noun = "of all tokens are phantom clips"
-    if probes.count >= _PROBES and (mean := float(probes.last.mean())) > limits.phantom_share:
+    if len(steps) >= _PROBES and (mean := fmean(values[-_PROBES:])) > limits.phantom_share:
         text = f"{mean:.3g} {noun}, over {_PROBES} probes"
-        return Finding(mean, limits.phantom_share, text, probes.before)
+        return Finding(mean, limits.phantom_share, text, steps[-_PROBES] - 1)
     return _grown(history, "probe/phantom", floor=limits.phantom_share / 5, noun=noun)
 
 
@@ -341,10 +342,10 @@ def _fallen(
 
 def _grown(history: History, name: str, *, floor: float, noun: str) -> Finding | None:
     """Compares the last three probes in the present precision with the first three."""
-    probes = history.ends(name, _PROBES)
-    if probes.count < 2 * _PROBES:
+    steps, values = history.present(name)
+    if len(steps) < 2 * _PROBES:
         return None
-    value, first = float(probes.last.mean()), float(probes.first.mean())
+    value, first = fmean(values[-_PROBES:]), fmean(values[:_PROBES])
     limit = max(2 * first, floor)
     text = f"{value:.3g} {noun}, {first:.3g} in the first probes"
-    return Finding(value, limit, text, probes.before) if value > limit else None
+    return Finding(value, limit, text, steps[-_PROBES] - 1) if value > limit else None

@@ -1,7 +1,6 @@
 """Profiler traces of some steps, for Perfetto and XProf."""
 
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import jax
@@ -50,12 +49,7 @@ class Profile:
         elif step > last:
             self._end()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end()
 
     def _end(self) -> None:

@@ -24,11 +24,9 @@ class Writer(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends the metrics after a step."""
-        ...
 
     def close(self, ending: Ending) -> None:
         """Ends the run; nothing is written afterwards."""
-        ...
 
 
 class Service:
@@ -41,28 +39,22 @@ class Service:
     def __init__(self, name: str, make: Callable[[], Writer], *, note: Note) -> None:
         self._name, self._note, self._failed = name, note, False
         self._paused_until = -float("inf")
-        self._writer: Writer | None = None
-        self._attempt(lambda: self._open(make))
+        self._writer: Writer | None = self._attempt(make)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends the metrics after a step, unless paused."""
         if self._writer is not None and time.monotonic() >= self._paused_until:
-            writer = self._writer
-            self._attempt(lambda: writer.write(step, metrics))
+            self._attempt(self._writer.write, step, metrics)
 
     def close(self, ending: Ending) -> None:
         """Sends how the run ended."""
         if self._writer is not None:
-            writer = self._writer
-            self._attempt(lambda: writer.close(ending))
+            self._attempt(self._writer.close, ending)
 
-    def _open(self, make: Callable[[], Writer]) -> None:
-        self._writer = make()
-
-    def _attempt(self, act: Callable[[], None]) -> None:
+    def _attempt(self, function: Callable[..., Any], *arguments: Any) -> Any:
         begun = time.monotonic()
         try:
-            act()
+            return function(*arguments)
         except Exception as error:  # the package may raise anything
             now = time.monotonic()
             self._paused_until = now + _PAUSE * (now - begun)
