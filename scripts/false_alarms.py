@@ -15,7 +15,7 @@ from benchmarks.quickstart import material
 from jaxrl.config import toml_file
 from jaxrl.config.alarms import Limits
 from jaxrl.config.training import Config
-from jaxrl.monitoring.alarms.rules import replay
+from jaxrl.monitoring.alarms.rules import replay_alarms
 from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.train import train
 
@@ -45,7 +45,7 @@ def main() -> None:
             return
         entries = read_metrics(run_dir / "metrics.jsonl")
         for window in options.windows:
-            found = replay(entries, Limits(warmup=window, window=window))
+            found = replay_alarms(entries, Limits(warmup=window, window=window))
             said = "; ".join(f"step {a.step} {a.name}: {a.text}" for a in found)
             print(
                 f"seed {seed}: {result.initial_accuracy:.3f} -> {result.final_accuracy:.3f}, "

@@ -51,14 +51,16 @@ def main(argv: Sequence[str]) -> int:
     )
     # Whatever the config samples from: this command samples here.
     here = config.model_copy(update={"sampler": SamplerConfig()})
-    arena = environment.make_arena(here, tokenizer, tools, vocab_size=model.config.vocab_size)
+    episode_runner = environment.make_episode_runner(
+        here, tokenizer, tools, vocab_size=model.config.vocab_size
+    )
     result = evaluate_greedily(
         sampler,
         prompts.examples,
         sampling=sampling_params(config.sampling, config.model.path, tokenizer, seed=config.seed),
         reward=rewards[0] if rewards else None,
         tokenizer=tokenizer,
-        arena=arena,
+        episode_runner=episode_runner,
     )
     if arguments.answers is not None:
         name = rewards[0].name if rewards else "reward"
@@ -67,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
                 zip(prompts.examples, result.completions, result.rewards.tolist(), strict=True)
             ):
                 row = {**example.record, "completion": text, name: value}
-                if arena is not None:
+                if episode_runner is not None:
                     whole = result.episodes[i].completion
                     row["episode"] = tokenizer.decode(whole, skip_special_tokens=False)
                 file.write(json.dumps(row, default=str) + "\n")

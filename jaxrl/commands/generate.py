@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
     policy = config.policy
     tokenizer = huggingface.load_tokenizer(config.model.path)
-    render = data.renderer(tokenizer, rendering(config.prompt))
+    render = data.make_renderer(tokenizer, rendering(config.prompt))
     prompts = [
         np.asarray(
             tokenizer.encode(render(text, where=f"prompt {i}"), add_special_tokens=False), np.int32

@@ -15,7 +15,7 @@ from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.precision import cast, parse
-from jaxrl.monitoring.ratio.split import known_tokens, split
+from jaxrl.monitoring.ratio.split import known_tokens, split_log_ratio
 from jaxrl.training.run import open_run
 
 CONFIG = ROOT / "configs" / "phantom_clipping.toml"
@@ -93,4 +93,4 @@ def _split(run: Any, state: Any, given: Minibatch) -> dict[str, float]:
         segments=np.asarray(batch.segments),
     )
     low, high = run.config.probe.clip_range
-    return split(tokens, low=low, high=high)
+    return split_log_ratio(tokens, low=low, high=high)

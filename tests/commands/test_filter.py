@@ -74,7 +74,7 @@ def test_rows_come_out_as_they_are_with_their_accuracy(argv, tmp_path, capsys):
     assert 0.05 <= accuracies[0] <= 0.95
     assert (accuracies[0] * 16).is_integer()
     printed, progress = capsys.readouterr()
-    assert "reward early failed on the answer" in progress
+    assert "reward early failed on completion" in progress
     assert "4 prompts, 0 more are too long; 16 answers to each: base accuracy" in printed
     assert "the reward failed on 16\n" in printed
     assert "kept 1; left out 1 below 0.05, 1 above 0.95, 1 without a reward\n" in printed

@@ -166,7 +166,7 @@ def test_pairs_from_parquet_with_margins(model, tokenizer, material, tmp_path):
                 "rejected": "b",
             },
             {},
-            "'chosen' and 'rejected' answer different prompts",
+            "'chosen' and 'rejected' have different prompts",
         ),
         (
             {
@@ -175,12 +175,12 @@ def test_pairs_from_parquet_with_margins(model, tokenizer, material, tmp_path):
                 "rejected": [USER, {"role": "assistant", "content": "b"}],
             },
             {},
-            "the messages before the answer in 'chosen' are not those of 'prompt'",
+            "the messages before the completion in 'chosen' differ from 'prompt'",
         ),
         (
             {"chosen": "a", "rejected": "b"},
             {"data.prompt_key": "none"},
-            "'chosen' holds no message",
+            "'chosen' has no messages",
         ),
         (
             {"prompt": "c", "chosen": "a", "rejected": "b", "m": "much"},

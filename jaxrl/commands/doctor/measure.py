@@ -31,7 +31,7 @@ from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.monitoring.ratio import replay
-from jaxrl.monitoring.ratio.agreement import Pairs, agreement
+from jaxrl.monitoring.ratio.agreement import LogprobPairs, agreement_metrics
 from jaxrl.sampling.base import SamplingParams
 from sharding.partition import Layout
 
@@ -187,19 +187,19 @@ def _measure(
     scored = np.asarray(jax.jit(learner.score)(params, drawn.minibatch))[chosen]
     shadow = np.asarray(jax.jit(learner.shadow)(params, drawn.minibatch))[chosen]
     again = drawn_logprobs if drawn.replay is None else drawn.replay[chosen]
-    three = replay.summary(
-        replay.parts(learner=scored, shadow=shadow, replay=again, sampler=drawn_logprobs)
+    three = replay.summarize_parts(
+        replay.log_ratio_parts(learner=scored, shadow=shadow, replay=again, sampler=drawn_logprobs)
     )
     # Nothing has moved: what the third part measures is decoding. Without a server there is none.
     decoding = {k.replace("policy", "decoding"): three.pop(k) for k in [*three] if "policy" in k}
     if drawn.replay is not None:
         three |= decoding
-    pairs = Pairs(
+    pairs = LogprobPairs(
         learner=scored.astype(np.float64),
         sampler=drawn_logprobs.astype(np.float64),
         sequences=np.unique(_sequences(batch)[chosen], return_inverse=True)[1],
     )
-    numbers = agreement(pairs, low=low, high=high) | three
+    numbers = agreement_metrics(pairs, low=low, high=high) | three
     numbers |= {"tokens": len(scored), "sequences": int(pairs.sequences.max()) + 1}
     if config.timed_steps:
         numbers["seconds_per_step"] = min(_steps(learner, params, drawn, count=config.timed_steps))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxrl.monitoring.ratio.agreement import Pairs
+from jaxrl.monitoring.ratio.agreement import LogprobPairs
 
 _TOKEN_ERROR, _PHANTOM = 1.01, 1e-3
 
@@ -23,7 +23,7 @@ class Finding(NamedTuple):
     policy: str
     sampler: str
     numbers: dict[str, float]
-    pairs: Pairs
+    pairs: LogprobPairs
 
     def spreads(self) -> dict[int, float]:
         """Standard deviation of the summed log-ratio by the number of tokens summed."""

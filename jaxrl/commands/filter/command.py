@@ -98,7 +98,7 @@ def _measure(
     """Measures what the journal does not have yet."""
     from jaxrl.builders.sampler import SamplerNeeds, open_sampler
     from jaxrl.builders.weight_sync import Weights
-    from jaxrl.monitoring.tracking.progress import Progress
+    from jaxrl.monitoring.tracking.progress import ProgressDisplay
 
     done = len(journal.measured)
     if done == len(examples):
@@ -110,7 +110,7 @@ def _measure(
     )
     model, params = load_model(config.model.path, layout=layout, dtype=policy.params)
     with (
-        Progress("filter", start_step=done, total_steps=len(examples)) as progress,
+        ProgressDisplay("filter", start_step=done, total_steps=len(examples)) as progress,
         open_sampler(
             config,
             Weights(model, params, 0, policy, Path(config.model.path)),

@@ -156,7 +156,7 @@ def measure(
             owners.append(answer.prompt_index)
             truncated[answer.prompt_index] += answer.finish_reason == "length"
         scored = scoring.score([reward], texts, records)
-        values, owner = scored.parts[reward.name], np.array(owners)
+        values, owner = scored.components[reward.name], np.array(owners)
         if start == done and np.isnan(values).all():
             raise RuntimeError(f"no answer could be scored; {scored.first_failure}")
         yield Lot(

@@ -12,7 +12,7 @@ from jaxrl.commands.report.undone import Undone, read_undone
 from jaxrl.config.alarms import LIMITS
 from jaxrl.monitoring.alarms.causes import CAUSES, Cause
 from jaxrl.monitoring.alarms.history import History
-from jaxrl.monitoring.alarms.rules import replay
+from jaxrl.monitoring.alarms.rules import replay_alarms
 from jaxrl.monitoring.tracking.tracking import read_metrics
 
 _MOST_SAMPLED_STEPS = 40
@@ -73,7 +73,7 @@ def alarms(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if not found and not any("diversity/distinct" in entry for entry in entries):
         found = [
             {**alarm._asdict(), "alarm": alarm.name, "at": alarm.step, "action": "replayed"}
-            for alarm in replay(entries, LIMITS)
+            for alarm in replay_alarms(entries, LIMITS)
         ]
     return [_explained(event) for event in found]
 
@@ -92,7 +92,7 @@ def _series(
     history = History()
     for entry in entries:
         history.add(entry)
-    columns = {name: history.column(name) for name in sorted(drawn(history.names))}
+    columns = {name: history.series(name) for name in sorted(drawn(history.names))}
     times = {name: column for name, column in columns.items() if name.startswith("time/")}
     compiled = {start["step"] + 1 for start in starts} or {1}
     curves = {name: extremes(column) for name, column in columns.items() if name not in times}

@@ -2,14 +2,14 @@
 
 from collections.abc import Collection, Mapping
 
-from jaxrl.monitoring.alarms.history import Column
+from jaxrl.monitoring.alarms.history import Series
 
 _MOST_POINTS = 2000  # of a curve
 
 Points = list[list[float]]  # [steps, values]
 
 
-def extremes(column: Column) -> Points:
+def extremes(column: Series) -> Points:
     """At most 2,000 points of a curve: of every stretch its lowest and highest."""
     steps, values = column
     if len(values) > _MOST_POINTS:
@@ -23,7 +23,7 @@ def extremes(column: Column) -> Points:
     return [[float(s) for s in steps], [_short(value) for value in values]]
 
 
-def means(columns: Mapping[str, Column], *, without: Collection[int] = ()) -> dict[str, Points]:
+def means(columns: Mapping[str, Series], *, without: Collection[int] = ()) -> dict[str, Points]:
     """At most 2,000 points of curves that are added up: the means of the same stretches of steps
     for all, at the middle step of each. A curve that misses a step adds nothing there.
 

@@ -9,8 +9,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.monitoring.tracking.progress import SHOWN
-from jaxrl.monitoring.tracking.time_left import RECENT, clock, seconds_left
+from jaxrl.monitoring.tracking.progress import DISPLAYED
+from jaxrl.monitoring.tracking.time_left import RECENT_STEPS, format_duration, seconds_left
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40  # steps in a line of blocks
@@ -40,7 +40,7 @@ def view(
     state = _state(entries, steps, total=total, now=now)
     line.add_row(ProgressBar(total=total, completed=done, width=_WIDTH), f"{done}/{total}", state)
     table = Table.grid(padding=(0, 2))
-    for label, name, form in SHOWN:
+    for label, name, form in DISPLAYED:
         # What was not finite is null.
         values = [math.nan if e[name] is None else e[name] for e in entries if name in e]
         if values:
@@ -77,14 +77,14 @@ def _state(
         return _ENDED[action]
     if last["step"] >= total:
         return "done"
-    left = seconds_left([(e["step"], e["time"]) for e in steps[-RECENT - 1 :]], total=total)
+    left = seconds_left([(e["step"], e["time"]) for e in steps[-RECENT_STEPS - 1 :]], total=total)
     silent = now - last["time"]
     if left is None:
-        return f"no step yet; last news {clock(silent)} ago"
+        return f"no step yet; last news {format_duration(silent)} ago"
     usual = left / (total - last["step"])
     if silent > max(60.0, 5 * usual):
-        return f"no news for {clock(silent)}"
-    return f"{clock(left)} left"
+        return f"no news for {format_duration(silent)}"
+    return f"{format_duration(left)} left"
 
 
 def _said(alarm: Mapping[str, Any]) -> str:
