@@ -1,4 +1,4 @@
-"""The critic of a run, as its config says: a network of its own, or a head on the policy's."""
+"""Builds the critic of a run: a separate network, or a value head on the policy's."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ from jaxrl.models.spec import Params, Specs
 from sharding.partition import Layout
 from sharding.transfer import place
 
-_COEFFICIENT = 0.1  # TRL's; OpenAI's is 0.5 and of a loss that is twice ours
+_COEFFICIENT = 0.1  # as in TRL; OpenAI has 0.5, for a loss twice as large as ours
 
 
 def open_critic(
@@ -30,12 +30,12 @@ def open_critic(
     shardings: LearnerState,
     layout: Layout,
 ) -> tuple[ActorCritic, LearnerState]:
-    """Policy and critic, compiled, and the critic's state before the first step.
+    """Compiles policy and critic together; returns them with the critic's initial state.
 
     Args:
       config: of the run.
       recipe: one with a critic.
-      learner: of the policy, not compiled.
+      learner: the policy's, not compiled.
       model: the policy's.
       shardings: of the policy's state.
       layout: the learner's devices.
@@ -100,12 +100,12 @@ def _shared_trunk(
         temperature=config.sampling.temperature,
         param_shardings=layout.tree(both) if layout.mesh.size > 1 else None,
     )
-    head = spec.init(specs, jax.random.key(0), dtype=policy.params)  # zeros, as its spec says
+    head = spec.init(specs, jax.random.key(0), dtype=policy.params)  # zeros: its spec says so
     return pure, place(head, layout.tree(specs)), specs
 
 
 def _optimizer(config: Config, specs: Specs) -> Optimizer:
-    """As the policy's, with the critic's learning rate."""
+    """Makes the policy's optimizer with the critic's learning rate."""
     return make_optimizer(
         config.optimizer.model_copy(update={"learning_rate": config.critic.learning_rate}),
         total_steps=config.optimizer_steps,

@@ -1,4 +1,4 @@
-"""What learns in a run, as its config says: the policy, its reference and its critic, compiled."""
+"""Builds what a run trains: the policy, its reference and its critic, compiled."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from sharding.partition import Layout
 
 
 class Learning(NamedTuple):
-    """What learns in a run.
+    """The compiled policy and critic of a run.
 
     Attributes:
       recipe: the loss and the advantages.
@@ -33,10 +33,10 @@ class Learning(NamedTuple):
       specs: of the learner's parameters: the model's, or lora.Adapted.
       learner: compiled; `step` donates the state.
       learning_rate: optimizer step -> learning rate.
-      critic: compiled likewise; None unless the recipe has one.
-      reference: the trainable part before the first step, in precision.compute; None unless the
-        loss or the reward needs it.
-      attention: the kernel, in words.
+      critic: compiled in the same way; None unless the recipe has one.
+      reference: the initial trainable parameters, in precision.compute; None unless the loss or the
+        reward needs them.
+      attention: the kernel in use, for the log.
     """
 
     recipe: Recipe
@@ -52,7 +52,7 @@ class Learning(NamedTuple):
 
 
 def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Learning, State]:
-    """Loads the model and builds what learns, and its state before the first step.
+    """Loads the model and compiles policy and critic; returns them with their initial state.
 
     Raises:
       ValueError: for a model or a kernel that cannot be used; the message names the key.
@@ -121,22 +121,22 @@ def _attention(config: Config, model: Model, *, layout: Layout) -> str:
 
 
 def as_published(config: LoraConfig) -> Callable[[Any], Any]:
-    """The function from a run's parameters to those that samplers compute with."""
+    """Returns the function from the learner's parameters to those that samplers compute with."""
     return lora.merge if config.publish == "merged" else lambda params: params
 
 
 def build_learner(
     config: Config, model: Model, *, objective: Objective, optimizer: Optimizer, layout: Layout
 ) -> Learner:
-    """The learner of a training run, not compiled.
+    """Builds the learner of a training run, not compiled.
 
     Raises:
-      ValueError: if a dense model is to replay the routing of experts.
+      ValueError: for routing replay of a dense model.
     """
     if config.train.replay_routing and model.config.experts is None:
         raise ValueError(
-            f"train.replay_routing = true: {config.model.path} ({model.config.model_type}) is "
-            "dense, there is no routing to replay; leave it out"
+            f"train.replay_routing = true, but {config.model.path} ({model.config.model_type}) is "
+            "a dense model without routing; leave it out"
         )
     specs = trained_specs(config.lora, model.specs)
     return make_learner(

@@ -15,14 +15,14 @@ NO_TOOLS: Mapping[str, Tool] = MappingProxyType({})
 
 
 def rendering(config: PromptConfig) -> Rendering:
-    """How the config wants prompts to become text."""
+    """Returns how prompts are rendered as text."""
     return Rendering(config.template, config.system_prompt, config.prompt_format)
 
 
 def load_training_prompts(
     config: DataConfig, tokenizer: Tokenizer, *, tools: Mapping[str, Tool] = NO_TOOLS
 ) -> Prompts:
-    """The prompts under `data.path`, rendered with the tools; raises as `data.load_prompts`."""
+    """Loads the prompts of `data.path`, with the tools; raises as `prompts.load_prompts`."""
     return _load_prompts(
         config, tokenizer, tools=tools, path=config.path, split="train", limit=None
     )
@@ -31,7 +31,7 @@ def load_training_prompts(
 def load_held_out_prompts(
     config: DataConfig, tokenizer: Tokenizer, *, tools: Mapping[str, Tool] = NO_TOOLS
 ) -> Prompts | None:
-    """Likewise those under `data.eval_path`, None if there is none."""
+    """Loads the prompts of `data.eval_path` in the same way; None without one."""
     if config.eval_path is None:
         return None
     return _load_prompts(
@@ -67,8 +67,8 @@ def _load_prompts(
 def sampling_params(
     config: SamplingConfig, model_path: str, tokenizer: Tokenizer, *, seed: int
 ) -> SamplingParams:
-    """How answers are drawn; they end at the end-of-sequence tokens of the model and of the
-    tokenizer, and at the texts of `sampling.stop`."""
+    """Builds sampling parameters. Completions end at the end-of-sequence tokens of the model and
+    of the tokenizer, and at the texts of `sampling.stop`."""
     ends = sorted({*huggingface.load_end_ids(model_path), tokenizer.eos_token_id} - {None})
     texts = [tokenizer.encode(text, add_special_tokens=False) for text in config.stop]
     return SamplingParams(

@@ -194,7 +194,7 @@ def _embedded(
     )
     numbers: dict[str, float] = {}
     if several:
-        moved = collectives(sampler.transfer(merged), trips=lambda _: 1)
+        moved = collectives(sampler.transfer_hlo(merged), trips=lambda _: 1)
         numbers["publish/bytes_sent"] = sum(traffic.sent for traffic in moved.values())
 
     def publish(params: Params, *, version: int) -> dict[str, float]:

@@ -16,7 +16,7 @@ from jaxrl.core.batch import Minibatch, TokenBatch
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.precision import Precision, cast
 from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update
-from jaxrl.losses.algebra import Scores
+from jaxrl.losses.scores import Scores
 from jaxrl.losses.value import Critic
 from jaxrl.models.decoder import Model
 from jaxrl.models.scorer import token_values

@@ -16,8 +16,9 @@ from jaxrl.core.batch import Minibatch, TokenBatch
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.precision import Precision, as_served, cast, sampler_precision
 from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update
-from jaxrl.losses.algebra import Need, Objective, Scores
+from jaxrl.losses.algebra import Objective
 from jaxrl.losses.mismatch import mismatch
+from jaxrl.losses.scores import Need, Scores
 from jaxrl.models import lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.logprobs import token_logprobs, token_logprobs_and_entropy

@@ -16,7 +16,7 @@ from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
 from jaxrl.learner.actor_critic import State
 from jaxrl.learner.policy import LearnerState
-from jaxrl.losses.algebra import Need
+from jaxrl.losses.scores import Need
 from jaxrl.models import lora
 from jaxrl.training.rollouts.outcomes import LogProbs, Shaping, shaped_outcomes
 from jaxrl.training.timing import Numbers

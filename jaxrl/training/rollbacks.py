@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flax import traverse_util
-
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
@@ -97,7 +95,7 @@ def decide(
     directory: Path, alarm: Alarm, *, to: int, config: Config, changes: Mapping[str, Any]
 ) -> Rollback:
     """Records the decision to return to the step `to` with the changes."""
-    old = traverse_util.flatten_dict(config.model_dump(), sep=".")
+    old = toml_file.flatten(config)
     pairs = {key: [old.get(key), new] for key, new in changes.items()}
     decided = Rollback(
         alarm.name, alarm.step, to, alarm.text, pairs, value=alarm.value, limit=alarm.limit
@@ -182,7 +180,7 @@ def _number(entry: Mapping[str, Any]) -> int | None:
 
 
 def _check_known(config: Config, found: Sequence[Rollback]) -> None:
-    asked = traverse_util.flatten_dict(config.model_dump(), sep=".")
+    asked = toml_file.flatten(config)
     for key in sorted({key for rollback in found for key in rollback.changes}):
         known = [value for rollback in found for value in rollback.changes.get(key, ())]
         if asked.get(key) not in known:

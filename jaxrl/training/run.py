@@ -16,7 +16,7 @@ from jaxrl.builders.layout import make_layout
 from jaxrl.builders.learner import Learning, open_learning
 from jaxrl.builders.prompts import sampling_params
 from jaxrl.builders.recipe import make_recipe
-from jaxrl.builders.reward_model import Judge, load_judge
+from jaxrl.builders.reward_model import RewardModel, load_reward_model
 from jaxrl.builders.sampler import SamplerNeeds, Serving, open_sampler
 from jaxrl.builders.task import TaskData, load_task
 from jaxrl.builders.weight_sync import Adapters, Publish, Weights
@@ -96,7 +96,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     )
     reward_model = None
     if config.reward.model is not None:
-        load = load_judge(config, config.reward.model, task.tokenizer, layout=layout)
+        load = load_reward_model(config, config.reward.model, task.tokenizer, layout=layout)
         reward_model = hosts.on_all(load)
 
     change = hosts.on_leader(lambda: check_config(directory, config))
@@ -168,7 +168,9 @@ def _make_generator(
     )
 
 
-def _make_scorer(config: Config, task: TaskData, *, model: Judge | None, note: Note) -> Scorer:
+def _make_scorer(
+    config: Config, task: TaskData, *, model: RewardModel | None, note: Note
+) -> Scorer:
     return Scorer(
         functions=task.rewards,
         model=model,

@@ -120,7 +120,7 @@ def test_turns_of_a_round_are_one_request_and_a_group_that_begins_too():
     # By which a server that has it in its cache is found.
     prompts = [example.tokens.tolist() for example in EXAMPLES.values()]
     for turn in itertools.chain(*rounds.requests, *requests.requests):
-        assert turn.context[: turn.opening].tolist() == prompts[turn.prompt_index]
+        assert turn.context[: turn.prompt_length].tolist() == prompts[turn.prompt_index]
 
 
 def test_a_slow_environment_holds_up_no_other_where_servers_sample():

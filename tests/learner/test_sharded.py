@@ -156,5 +156,5 @@ def test_devices_that_cannot_reach_the_hosts_memory_are_named():
     )
     mesh = SimpleNamespace(devices=np.array([device]))
     layout: Any = SimpleNamespace(mesh=mesh, state=lambda state, specs: state)
-    with pytest.raises(ValueError, match="Abacus has the memories hbm, and pinned_host is wanted"):
+    with pytest.raises(ValueError, match="needs the memory pinned_host, but Abacus has only hbm"):
         state_shardings(OptimizerConfig(offload=True), dict, {}, layout=layout, specs={})

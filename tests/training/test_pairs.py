@@ -341,5 +341,5 @@ def test_losses_by_name():
 def test_reward_model_is_not_a_language_model(reward_model):
     layout = make_layout(MeshConfig())
     path = str(reward_model / "model")
-    with pytest.raises(ValueError, match="is a reward model, which has no words to say"):
+    with pytest.raises(ValueError, match="is a reward model; a causal language model is required"):
         load_model(path, layout=layout, dtype=np.dtype("float32"))

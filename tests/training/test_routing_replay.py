@@ -228,7 +228,9 @@ def test_unavailable_replay_is_refused():
     with pytest.raises(ValueError, match=r"replay_routing and critic\.trunk = 'shared'"):
         config(**{"critic.trunk": "shared", "loss.name": "ppo"})
     unused: Any = None
-    with pytest.raises(ValueError, match=r"replay_routing = true: m \(qwen3\) is dense"):
+    with pytest.raises(
+        ValueError, match=r"replay_routing = true, but m \(qwen3\) is a dense model"
+    ):
         build_learner(config(), tiny.model(), objective=unused, optimizer=unused, layout=unused)
     with pytest.raises(ValueError, match="the model is dense"):
         EmbeddedSampler(tiny.model(), tiny.params(), precision=F32, record_experts=True)

@@ -8,7 +8,8 @@ import numpy as np
 from jaxrl.core.batch import Rollout
 from jaxrl.data.prompts import Example
 from jaxrl.environments.episodes.play import Arena, play
-from jaxrl.sampling.base import Completion, Sampler, SamplingParams
+from jaxrl.environments.episodes.single_turn import as_rollout
+from jaxrl.sampling.base import Sampler, SamplingParams
 
 
 class Generator(NamedTuple):
@@ -57,7 +58,10 @@ def generate(
         for completion in sampler.sample(prompts, params, group_size=group_size):
             group = numbers[completion.prompt_index]
             rollout = as_rollout(
-                completion, examples[group], group=group, mask_truncated=generator.mask_truncated
+                completion,
+                examples[group].tokens,
+                group=group,
+                mask_truncated=generator.mask_truncated,
             )
             yield Generated(completion.sample_index, rollout)
         return
@@ -68,20 +72,3 @@ def generate(
         if rollout.truncated and generator.mask_truncated:
             rollout = rollout._replace(action_mask=np.zeros(len(rollout.completion), bool))
         yield Generated(i % group_size, rollout)
-
-
-def as_rollout(
-    completion: Completion, example: Example, *, group: int, mask_truncated: bool
-) -> Rollout:
-    """Returns the completion of a prompt as a rollout without its reward."""
-    truncated = completion.finish_reason == "length"
-    return Rollout(
-        prompt=example.tokens,
-        completion=completion.tokens,
-        logprobs=completion.logprobs,
-        action_mask=np.full(len(completion.tokens), not (truncated and mask_truncated)),
-        version=completion.versions,
-        group=group,
-        truncated=truncated,
-        experts=completion.experts,
-    )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.advantages import zero_std_groups
-from jaxrl.builders.reward_model import Judge
+from jaxrl.builders.reward_model import RewardModel
 from jaxrl.core.batch import Rollout
 from jaxrl.data.prompts import Example, Tokenizer
 from jaxrl.environments.episodes.episode import earned, episode_metrics, last_turn
@@ -29,7 +29,7 @@ class Scorer(NamedTuple):
     """
 
     functions: Sequence[Reward]
-    model: Judge | None
+    model: RewardModel | None
     weights: Mapping[str, float]
     tokenizer: Tokenizer
     note: Callable[[str], None]

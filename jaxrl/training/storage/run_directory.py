@@ -12,8 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from flax import traverse_util
-
 from jaxrl.config import toml_file
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
@@ -139,8 +137,8 @@ def check_config(directory: Path, config: Config | SupervisedConfig) -> str | No
     path, saved, note = directory / "config.toml", directory / "checkpoints", None
     # Without checkpoints there is nothing to resume.
     if path.exists() and saved.exists() and any(saved.iterdir()):
-        there = _flat(toml_file.load(type(config), file=path))
-        here = _flat(config)
+        there = toml_file.flatten(toml_file.load(type(config), file=path))
+        here = toml_file.flatten(config)
         free = _FREE if config.optimizer.schedule != "constant" else (*_FREE, "train.steps")
         order = _ORDER if isinstance(config, Config) else ()
         changed = {
@@ -185,7 +183,3 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:  # jaxrl itself, where it is not installed
         return "source tree"
-
-
-def _flat(config: Config | SupervisedConfig) -> dict[str, Any]:
-    return {str(k): v for k, v in traverse_util.flatten_dict(config.model_dump(), sep=".").items()}

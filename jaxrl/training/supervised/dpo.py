@@ -18,8 +18,9 @@ from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import Metrics
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import from_config, preference
-from jaxrl.losses.algebra import Scores, objective
+from jaxrl.losses.algebra import objective
 from jaxrl.losses.preference import PairLoss
+from jaxrl.losses.scores import Scores
 from jaxrl.models import huggingface
 from jaxrl.models.spec import Params
 from jaxrl.training.supervised.fit import Result, Task, fit, too_long_note

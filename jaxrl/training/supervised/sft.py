@@ -22,7 +22,8 @@ from jaxrl.data.prompts import Row, Tokenizer
 from jaxrl.data.texts import answered, end_of
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
-from jaxrl.losses.algebra import Scores, TokenLoss, objective, token_loss
+from jaxrl.losses.algebra import TokenLoss, objective, token_loss
+from jaxrl.losses.scores import Scores
 from jaxrl.models import huggingface
 from jaxrl.training.supervised.fit import Result, Task, batch_indices, fit, too_long_note
 
