@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from jaxrl.commands.compile_cache import use_compile_cache
+
 # Modules of jaxrl.commands, imported when they are called: --help answers at once.
 COMMANDS = {
     "sft": "fine-tune a model on texts",
@@ -45,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"jaxrl: there is no command {name!r}\n\n{HELP}" if name else HELP, file=sys.stderr)
         return 2
+    use_compile_cache()
     try:
         return load(name).main(arguments[1:])
     except KeyboardInterrupt:
