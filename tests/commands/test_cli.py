@@ -63,10 +63,10 @@ def test_printed_config_loads_again(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "status", "message"),
     [
-        (["trian"], 2, "there is no command 'trian'"),
+        (["trian"], 2, "unknown command 'trian'"),
         ([], 2, "usage: jaxrl"),
         (["train", "--train.stepz", "3"], 1, "did you mean train.steps?"),
-        (["config", *REQUIRED, "--loss.kl"], 1, "loss.kl: a value must follow"),
+        (["config", *REQUIRED, "--loss.kl"], 1, "loss.kl: the value is missing"),
         (["train", "none.toml"], 1, "none.toml: cannot be read"),
         (["config", *REQUIRED, "--train.group_size", "1"], 1, "set train.group_size to 2 or more"),
         (["config", *REQUIRED, "--loss.name", "gppo"], 1, "did you mean"),

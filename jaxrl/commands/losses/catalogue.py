@@ -1,4 +1,4 @@
-"""What there is to choose from, read from the code: recipes, terms, estimators, parts.
+"""The available recipes, terms, estimators and parts, read from the code.
 
 A recipe's docstring is a summary that names its paper, a section "Formula:" and a section "Args:".
 """
@@ -17,7 +17,7 @@ from jaxrl.losses.recipe import with_terms
 
 
 class Parameter(NamedTuple):
-    """A key of the [loss] table; `default` is as a config would spell it, None if it is needed."""
+    """A key of the [loss] table; `default` is spelled as in a config, None if it is required."""
 
     name: str
     default: str | None
@@ -34,27 +34,27 @@ class Entry(NamedTuple):
 
     @property
     def papers(self) -> tuple[str, ...]:
-        """ArXiv ids in the summary, the algorithm's own first."""
+        """Lists the arXiv ids in the summary, the algorithm's own first."""
         return tuple(dict.fromkeys(re.findall(r"arXiv:(\d{4}\.\d{5})", self.summary)))
 
 
 def list_recipes() -> list[Entry]:
-    """Every recipe that a config can name, by name."""
+    """Describes every named recipe, sorted by name."""
     return [describe(getattr(recipes, name)) for name in sorted(recipes.__all__)]
 
 
 def list_estimators() -> list[Entry]:
-    """Every advantage estimator that a config can name, by name."""
+    """Describes every named advantage estimator, sorted by name."""
     return [describe(getattr(estimators, name)) for name in sorted(estimators.__all__)]
 
 
 def list_terms() -> tuple[Parameter, ...]:
-    """The keys that every recipe takes besides its own."""
+    """Describes the keys shared by every recipe."""
     return describe(with_terms).parameters
 
 
 def list_parts() -> dict[str, list[Entry]]:
-    """For each kind of part (ratios, levels, corrections, ...) those that a config can name."""
+    """Describes the named parts of each kind: ratios, levels, corrections, ..."""
     texts = [text for module in (aggregation, presets, ratios) for text in _texts_of(module)]
     return {
         kind.__name__: [
@@ -68,7 +68,7 @@ def list_parts() -> dict[str, list[Entry]]:
 
 
 def _texts_of(module: ModuleType) -> list[tuple[Any, str]]:
-    """The variables of a module and the text below each, which Python does not keep."""
+    """Pairs a module's variables with the strings below them, which Python discards."""
     body = ast.parse(inspect.getsource(module)).body
     return [
         (getattr(module, target.id), _one_line(value))
@@ -82,7 +82,7 @@ def _texts_of(module: ModuleType) -> list[tuple[Any, str]]:
 
 
 def describe(function: Callable[..., Any]) -> Entry:
-    """What the docstring and the signature of a function say."""
+    """Describes a function from its docstring and signature."""
     sections = re.split(r"^(Formula|Args|Raises):\n", inspect.getdoc(function) or "", flags=re.M)
     text = dict(zip(sections[1::2], sections[2::2], strict=True))
     meanings = dict(re.findall(r"^  (\w+): ((?:.|\n {4})*)", text.get("Args", ""), flags=re.M))
