@@ -50,8 +50,8 @@ ELSEWHERE = {
     "jaxrl report runs/mine runs/first --out compared.html": (
         "test_report.py::test_two_runs_on_one_page_at_another_place"
     ),
-    "jaxrl eval mine.toml --answers before.jsonl": ANSWERS,
-    "jaxrl eval mine.toml --model.path runs/mine/model --answers after.jsonl": ANSWERS,
+    "jaxrl eval mine.toml --completions before.jsonl": ANSWERS,
+    "jaxrl eval mine.toml --model.path runs/mine/model --completions after.jsonl": ANSWERS,
     "jaxrl generate --model.path runs/mine/model --greedy 347+585=?": ANSWERS,
     'jaxrl train FILE --lora.rank 16 --lora.alpha 32 --lora.targets ["q_proj", "v_proj"]': ADAPTERS,
     "jaxrl export RUN OUT": ADAPTERS,

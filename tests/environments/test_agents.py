@@ -127,7 +127,7 @@ def test_episodes_stream_while_the_learner_trains(material, tmp_path, capsys):
     answers = tmp_path / "answers.jsonl"
     file = str(tmp_path / "run" / "config.toml")
     held_out = ["--data.eval_path", str(material / "prompts.jsonl"), "--data.eval_limit", "3"]
-    own = ["--model.path", str(result.model), "--reward.path", "", "--answers", str(answers)]
+    own = ["--model.path", str(result.model), "--reward.path", "", "--completions", str(answers)]
     assert main(["eval", file, *held_out, *own]) == 0
     said = capsys.readouterr().out
     assert "episodes/raised: 1" in said
