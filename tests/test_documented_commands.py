@@ -29,9 +29,9 @@ COMMANDS = list(commands())
 STANDS_FOR = {"FILE": "configs/quickstart.toml", "I": "0"}
 
 # Commands that no comment marks: the test that runs them with a tiny model, or what they need.
-LIVE = "test_live.py::test_the_command_looks_again_until_it_is_interrupted"
-PAGE = "test_report.py::test_the_page_holds_the_data_and_loads_nothing"
-ANSWERS = "test_cli.py::test_eval_and_generate_answer_alike"
+LIVE = "test_live.py::test_command_updates_until_interrupted"
+PAGE = "test_report.py::test_page_holds_the_data_and_loads_nothing"
+ANSWERS = "test_cli.py::test_eval_and_generate_agree"
 ADAPTERS = "test_train.py::test_adapters_are_trained_resumed_and_exported"
 INDEX = "needs a package index"
 QUICK = "test_reproductions.py::test_quick_mode"
@@ -48,7 +48,7 @@ ELSEWHERE = {
     "jaxrl report runs/mine": PAGE,
     "jaxrl report runs/quickstart/grpo": PAGE,
     "jaxrl report runs/mine runs/first --out compared.html": (
-        "test_report.py::test_two_runs_on_one_page_at_another_place"
+        "test_report.py::test_two_runs_on_one_page_in_another_directory"
     ),
     "jaxrl eval mine.toml --completions before.jsonl": ANSWERS,
     "jaxrl eval mine.toml --model.path runs/mine/model --completions after.jsonl": ANSWERS,
@@ -57,9 +57,9 @@ ELSEWHERE = {
     "jaxrl export RUN OUT": ADAPTERS,
     "jaxrl export RUN OUT --adapter": ADAPTERS,
     "jaxrl export runs/mine OUT --dtype bf16": (
-        "test_cli.py::test_export_writes_the_checkpoint_that_is_asked_for"
+        "test_cli.py::test_export_writes_the_requested_checkpoint"
     ),
-    "jaxrl doctor MODEL": "test_doctor.py::test_it_finds_the_mismatch_where_it_is",
+    "jaxrl doctor MODEL": "test_doctor.py::test_mismatch_is_attributed_to_its_source",
     "jaxrl serve MODEL_DIR --max_lora_rank 16": (
         "test_vllm_server.py::test_adapters_are_published_by_themselves"
     ),

@@ -81,8 +81,8 @@ def build(
     Raises:
       ValueError: for an unknown name (the nearest one is shown), an unknown, missing or mistyped
         parameter (those that exist are listed), a function that returns something else, parts
-        that do not go together, or a loss that cannot be traced (see `shape_check.check_shapes`); what a
-        user's function raises is chained to it.
+        that do not go together, or a loss that cannot be traced (see `check_shapes`); what a user's
+        function raises is chained to it.
     """
     function = plugins.load_function(name, builtin=recipes, key="loss.name")
     declared = inspect.signature(function).parameters
