@@ -1,34 +1,42 @@
 """Compiled programs kept on disk, so that the second start of a command compiles nothing.
 
-Everything is said in JAX's own environment variables. One that is set already wins:
+All settings are JAX's own environment variables, and a variable that is set wins:
 JAX_ENABLE_COMPILATION_CACHE=0 turns the cache off, JAX_COMPILATION_CACHE_DIR moves it.
 """
 
 import hashlib
 import os
 import platform
+import sys
 from pathlib import Path
 
-_LARGEST = 4 * 2**30  # bytes; JAX removes the programs that were not used for longest
+_LARGEST = 4 * 2**30  # bytes; beyond it JAX removes the programs unused for longest
 
 
 def use_compile_cache() -> None:
-    """Points JAX at a cache below the user's cache directory; must run before JAX is imported."""
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    """Points JAX at a cache in the user's cache directory; must run before anything compiles."""
+    _set("jax_persistent_cache_min_compile_time_secs", 0.0)
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     directory = caches / "jaxrl" / "compiled" / _processor()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a home that is missing or read-only
+    except OSError:  # a missing or read-only home
         return
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(directory)
-    os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(_LARGEST))
+    _set("jax_compilation_cache_dir", str(directory))
+    _set("jax_compilation_cache_max_size", _LARGEST)
+
+
+def _set(name: str, value: str | float) -> None:
+    if name.upper() not in os.environ:
+        os.environ[name.upper()] = str(value)
+        if "jax" in sys.modules:  # JAX has read its variables already
+            sys.modules["jax"].config.update(name, value)
 
 
 def _processor() -> str:
-    """A digest of the processor: XLA compiles for its instructions, and JAX's keys omit them."""
+    """Digests the processor's model and features, because XLA's CPU programs run only there."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     named = ("model name", "flags", "Features", "CPU part")

@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,6 +91,8 @@ def test_cache_is_turned_off_by_the_variable_of_jax(material, tmp_path):
 
 def settings(monkeypatch, **environment: str) -> dict[str, str]:
     monkeypatch.setattr(compile_cache.os, "environ", environment)
+    jax = SimpleNamespace(config=SimpleNamespace(update=lambda name, value: None))
+    monkeypatch.setitem(sys.modules, "jax", jax)
     compile_cache.use_compile_cache()
     return environment
 
