@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrl.builders.critic import open_critic
+from jaxrl.builders.minibatches import minibatch_shape
 from jaxrl.builders.model import attention_note, load_trained, trained_specs
 from jaxrl.builders.optimizer import Optimizer, make_optimizer, state_shardings
 from jaxrl.config.lora import LoraConfig
 from jaxrl.config.training import Config
 from jaxrl.core import precision
+from jaxrl.core.packing import MinibatchShape
 from jaxrl.learner.actor_critic import ActorCritic, State
 from jaxrl.learner.policy import Learner, make_learner
 from jaxrl.losses import Need, Objective, Recipe
@@ -24,6 +26,9 @@ class Learning(NamedTuple):
     """The compiled policy and critic of a run.
 
     Attributes:
+      recipe: the loss and the advantages.
+      layout: the learner's devices.
+      shape: of the minibatches.
       model: the decoder.
       specs: of the learner's parameters: the model's, or lora.Adapted.
       learner: compiled; `step` donates the state.
@@ -34,6 +39,9 @@ class Learning(NamedTuple):
       attention: the kernel in use, for the log.
     """
 
+    recipe: Recipe
+    layout: Layout
+    shape: MinibatchShape
     model: Model
     specs: Any
     learner: Learner
@@ -51,13 +59,7 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
     """
     policy = config.policy
     model, params, specs = load_trained(config, layout=layout)
-    attention = attention_note(
-        config.train.attention,
-        config=model.config,
-        layout=layout,
-        policy=policy,
-        length=config.row_length,
-    )
+    attention = _attention(config, model, layout=layout)
     optimizer = make_optimizer(
         config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
     )
@@ -85,6 +87,9 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
         step=jax.jit(pure.step, donate_argnums=0, out_shardings=(shardings, None)),
     )
     learning = Learning(
+        recipe=recipe,
+        layout=layout,
+        shape=minibatch_shape(config, layout=layout),
         model=model,
         specs=specs,
         learner=learner,
@@ -94,6 +99,25 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
         attention=attention,
     )
     return learning, state
+
+
+def check_attention(learning: Learning, config: Config) -> None:
+    """Checks that the devices of a run can compute the attention that another config asks for.
+
+    Raises:
+      ValueError: for a kernel that cannot be used; the message names the key.
+    """
+    _attention(config, learning.model, layout=learning.layout)
+
+
+def _attention(config: Config, model: Model, *, layout: Layout) -> str:
+    return attention_note(
+        config.train.attention,
+        config=model.config,
+        layout=layout,
+        policy=config.policy,
+        length=config.row_length,
+    )
 
 
 def as_published(config: LoraConfig) -> Callable[[Any], Any]:

@@ -3,22 +3,21 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.builders.model import load_scorer
 from jaxrl.config.training import Config
-from jaxrl.core.batch import Minibatch, Rollout
-from jaxrl.core.packing import assign_rows, interleave, pack
+from jaxrl.core.batch import Rollout
+from jaxrl.core.packing import MinibatchShape, pack_minibatch, plan_rows
 from jaxrl.data.prompts import Tokenizer
 from jaxrl.learner.reward_model import Scores, make_scores
 from jaxrl.models import huggingface
 from jaxrl.models.spec import Params
 from sharding.partition import Layout
-from sharding.transfer import fetch, place
+from sharding.transfer import fetch
 
 RewardModel = Callable[[Sequence[Rollout]], np.ndarray]
 """Rollouts -> the reward of each, f64[N]."""
@@ -57,33 +56,31 @@ def load_reward_model(
         rows_per_microbatch=config.microbatch_rows,
         param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
     )
-    scorer = Scorer(
+    compiled = CompiledRewardModel(
         params=params,
         scores=jax.jit(scores),
-        sharding=layout.batch(("batch", "length")),
-        row_length=config.row_length,
-        rows_per_microbatch=config.microbatch_rows,
+        shape=MinibatchShape(
+            row_length=config.row_length,
+            rows_per_microbatch=config.microbatch_rows,
+            sharding=layout.batch(("batch", "length")),
+        ),
     )
-    return functools.partial(score_rollouts, scorer)
+    return functools.partial(score_rollouts, compiled)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scorer:
+class CompiledRewardModel:
     """A compiled reward model.
 
     Attributes:
       params: in `precision.compute`.
       scores: compiled.
-      sharding: of a batch.
-      row_length: tokens in a row.
-      rows_per_microbatch: rows that are computed at once.
+      shape: of its minibatches.
     """
 
     params: Params
     scores: Scores
-    sharding: Any
-    row_length: int
-    rows_per_microbatch: int
+    shape: MinibatchShape
 
 
 class _Place(NamedTuple):
@@ -91,18 +88,14 @@ class _Place(NamedTuple):
     segment: int
 
 
-def score_rollouts(model: Scorer, rollouts: Sequence[Rollout]) -> np.ndarray:
+def score_rollouts(model: CompiledRewardModel, rollouts: Sequence[Rollout]) -> np.ndarray:
     """Returns the reward of each rollout, f64[N]; NaN where it is not finite."""
-    rows = assign_rows([r.length for r in rollouts], row_length=model.row_length)
     # Sized for the worst case, one sequence per row, so that it compiles once.
-    most = -(-len(rollouts) // model.rows_per_microbatch)
-    placed, used = interleave(
-        rows, rows_per_microbatch=model.rows_per_microbatch, max_microbatches=most
-    )
-    batch = pack(rollouts, [0.0] * len(rollouts), rows=placed, row_length=model.row_length)
-    minibatch = Minibatch(batch=place(batch, model.sharding), microbatches=jnp.int32(used))
+    shape = dataclasses.replace(model.shape, max_rows=len(rollouts))
+    minibatch = pack_minibatch(rollouts, [0.0] * len(rollouts), shape=shape)
     scores = np.asarray(fetch(model.scores(model.params, minibatch)), np.float64)
-    places = {i: _Place(r, s) for r, row in enumerate(placed) for s, i in enumerate(row, start=1)}
+    rows = plan_rows(rollouts, shape).members
+    places = {i: _Place(r, s) for r, row in enumerate(rows) for s, i in enumerate(row, start=1)}
     values = np.array([scores[places[i]] for i in range(len(rollouts))])
     return np.where(np.isfinite(values), values, np.nan)
 

@@ -21,7 +21,7 @@ from jaxrl.models.spec import Params
 from jaxrl.monitoring.ratio.replay import Score
 from jaxrl.sampling.base import Sampler
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-from jaxrl.sampling.multihost import Absent, Mirrored
+from jaxrl.sampling.multihost import MultihostSampler, NullSampler
 from jaxrl.sampling.vllm.sampler import VllmSampler
 from sharding.collectives import collectives
 from sharding.partition import Layout
@@ -111,8 +111,9 @@ def open_sampler(
     hosts = hosts or Hosts()
     if config.sampler.name == "embedded":
         serving = _embedded(config, weights, layout=layout, record_experts=needs.record_experts)
-        several = hosts.count > 1
-        yield serving._replace(sampler=Mirrored(serving.sampler, hosts)) if several else serving
+        if hosts.count > 1:
+            serving = serving._replace(sampler=MultihostSampler(serving.sampler, hosts))
+        yield serving
         return
     if hosts.count > 1 and needs.adapters is not None:
         raise ValueError(
@@ -122,7 +123,7 @@ def open_sampler(
     if not hosts.leads:
         follow = _follow(weights)
         follow(weights.params, version=weights.version)
-        yield Serving(Absent(), follow)
+        yield Serving(NullSampler(), follow)
         return
     with _open_client(config, weights, directory=directory, note=note, needs=needs) as serving:
         serving.publish(weights.params, version=weights.version)
@@ -193,7 +194,7 @@ def _embedded(
     )
     numbers: dict[str, float] = {}
     if several:
-        moved = collectives(sampler.transfer(merged), trips=lambda _: 1)
+        moved = collectives(sampler.transfer_hlo(merged), trips=lambda _: 1)
         numbers["publish/bytes_sent"] = sum(traffic.sent for traffic in moved.values())
 
     def publish(params: Params, *, version: int) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Starts vLLM servers on this machine as a config describes them."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.bridge.in_vllm import auth
-from jaxrl.bridge.servers.kv_cache_size import free_memory, make_room
+from jaxrl.bridge.servers.kv_cache_size import free_memory, kv_cache_size
 from jaxrl.bridge.servers.launch import INSTALL, LocalServer, ServerOptions
 from jaxrl.config.sampler import SamplerConfig, ServerConfig
 from jaxrl.models import huggingface
@@ -86,24 +87,11 @@ def started_server(
     python = Path(config.python)
     if not python.exists():
         raise FileNotFoundError(f"{python} does not exist; {INSTALL[config.device]}")
-    room = make_room(
-        config.kv_cache_bytes,
-        key="sampler." * isinstance(config, SamplerConfig) + "kv_cache_bytes",
-        model=huggingface.load_config(model_dir),
-        dtype=work.dtype,
-        device=config.device,
-        tokens=work.max_model_len,
-        answers=work.completions,
-        arguments=config.vllm_args,
-        free=free_memory(),
-    )
-    if room.note is not None:
-        note(room.note)
     options = ServerOptions(
         python=python.absolute(),
         dtype=work.dtype.name,
         max_model_len=work.max_model_len,
-        kv_cache_bytes=room.size,
+        kv_cache_bytes=config.kv_cache_bytes,
         device=config.device,
         host=address.host,
         port=address.port,
@@ -111,6 +99,16 @@ def started_server(
         max_lora_rank=work.max_lora_rank,
         arguments=config.vllm_args,
     )
+    cache = kv_cache_size(
+        options,
+        key="sampler." * isinstance(config, SamplerConfig) + "kv_cache_bytes",
+        model=huggingface.load_config(model_dir),
+        completions=work.completions,
+        free=free_memory(),
+    )
+    if cache.note is not None:
+        note(cache.note)
+    options = dataclasses.replace(options, kv_cache_bytes=cache.nbytes)
     reported = 0.0
 
     def progress(seconds: float) -> None:

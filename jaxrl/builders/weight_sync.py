@@ -115,11 +115,11 @@ class PublishToServers:
             if server.url in before - self._serving:
                 self._note(
                     f"{server.url} failed; continuing with the other servers, retrying at the next "
-                    f"publish: {server.trouble}"
+                    f"publish: {server.last_error}"
                 )
         for url in sorted(self._serving - before):
             self._note(f"{url} is back and serves version {version}")
-        self._client.published(version, urls=sorted(self._serving), adapter=adapter)
+        self._client.use_version(version, urls=sorted(self._serving), adapter=adapter)
         seconds = {f"time/publish/{name}": s for name, s in timings._asdict().items()}
         return seconds | {"sampler/servers": float(len(self._serving))}
 

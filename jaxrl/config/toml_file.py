@@ -3,14 +3,13 @@ its key."""
 
 import difflib
 import json
-import math
-import re
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
@@ -123,11 +122,11 @@ def flatten(config: Section) -> dict[str, Any]:
 
 def dumps(config: Section) -> str:
     """Writes a config as TOML, which `load` reads back as an equal one; None becomes "none"."""
-    tables = {k: v for k, v in config if isinstance(v, Section)}
-    lines = [*_lines({k: v for k, v in config if k not in tables})]
-    for name, table in tables.items():
-        lines += ["", f"[{name}]", *_lines(dict(table))]
-    return "\n".join(lines).strip() + "\n"
+    tree = config.model_dump()
+    for table in (tree, *tree.values()):
+        if isinstance(table, dict):
+            table |= {key: "none" for key, value in table.items() if value is None}
+    return tomli_w.dumps(tree)
 
 
 def _read(file: str | Path) -> dict[str, Any]:
@@ -214,7 +213,8 @@ def _explain(schema: type[Section], error: dict[str, Any]) -> list[str]:
         named = not name or f"{name}." in cause
         return [line if named else f"[{name}] {line}" for line in cause.splitlines()]
     if error["type"] == "tuple_type":
-        return [f"{name} = {error['input']!r}: write a list, {name} = {_literal([error['input']])}"]
+        written = json.dumps([error["input"]], default=str, ensure_ascii=False)
+        return [f"{name} = {error['input']!r}: write a list, {name} = {written}"]
     if error["type"].endswith("_type") and error["type"].startswith("model"):
         return [f"[{name}] must be a table of keys, got {error['input']!r}"]
     declared = {key.name: key.field for key in keys(schema)}.get(name)
@@ -228,28 +228,3 @@ def _one_line(text: str | None) -> str:
 
 def _lower_first(text: str) -> str:
     return text[:1].lower() + text[1:]
-
-
-def _lines(table: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in table.items():
-        name = key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _text(key)
-        yield f"{name} = {_literal(value)}"
-
-
-def _literal(value: Any) -> str:
-    if value is None:
-        return '"none"'
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return _text(value)
-    if isinstance(value, float):
-        return repr(value) if math.isfinite(value) else str(value)
-    if isinstance(value, int):
-        return str(value)
-    return f"[{', '.join(_literal(item) for item in value)}]"
-
-
-def _text(value: str) -> str:
-    # JSON's escapes are TOML's; TOML also wants DEL escaped.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

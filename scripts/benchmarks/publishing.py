@@ -1,11 +1,10 @@
 """A publish in its parts, beside a copy of the same bytes and vLLM's own reload of a checkpoint."""
 
-import json
 import time
-import urllib.request
 from collections.abc import Callable
 from typing import Any
 
+import httpx2
 import numpy as np
 from benchmarks import serving
 from benchmarks.shapes import SHAPES
@@ -72,8 +71,5 @@ def _seconds(function: Callable[[], Any]) -> float:
 
 
 def _reload(url: str) -> None:
-    body = json.dumps({"method": "reload_weights"}).encode()
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/collective_rpc", body, headers)
-    with urllib.request.urlopen(request, timeout=300) as response:
-        response.read()
+    call = {"method": "reload_weights"}
+    httpx2.post(f"{url}/collective_rpc", json=call, timeout=300, trust_env=False).raise_for_status()

@@ -32,8 +32,8 @@ from jaxrl.config.training import Config
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.precision import parse
 from jaxrl.losses import ratios
-from jaxrl.losses.algebra import Scores
 from jaxrl.losses.ratios import Ratio
+from jaxrl.losses.scores import Scores
 from jaxrl.training.run import open_run
 
 CONFIG = ROOT / "configs" / "phantom_clipping.toml"

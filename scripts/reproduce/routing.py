@@ -73,7 +73,9 @@ def _forgotten(rollout: Rollout) -> Rollout:
 def _moved(run: Any, weights: Any, given: Minibatch) -> float:
     batch, policy = given.batch, parse(run.config.precision)
     inputs = (weights, batch.tokens, batch.positions, batch.segments)
-    own = jax.jit(run.model.hidden_routed, static_argnames="precision")(*inputs, precision=policy)
+    own = jax.jit(run.learning.model.hidden_routed, static_argnames="precision")(
+        *inputs, precision=policy
+    )
     recorded = np.asarray(batch.experts)
     other = np.any(np.sort(own.experts, axis=-1) != np.sort(recorded, axis=-1), axis=-1)
     return float(np.mean(other[(recorded >= 0).all(axis=(2, 3))]))

@@ -20,7 +20,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build is 
 
 
 class ChildEngine:
-    """Holds one model at a time; `open` exchanges it."""
+    """An engine with one model; `open` replaces it."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -56,7 +56,7 @@ class ChildEngine:
 
 @contextmanager
 def child_engine() -> Iterator[ChildEngine]:
-    """Starts the process and ends it; what vLLM printed is shown if the tests fail in between."""
+    """Runs the process for the block and prints the end of vLLM's output."""
     command = [VLLM_PYTHON, Path(__file__).with_name("vllm_child.py")]
     with (
         tempfile.TemporaryFile("w+") as log,

@@ -12,8 +12,8 @@ from jaxrl.config.mesh import MeshRules
 from jaxrl.config.toml_file import ConfigError, dumps, keys, load, validate
 from jaxrl.config.training import Config
 from jaxrl.core.precision import parse
+from jaxrl.losses import one_sequence
 from sharding.rules import PRESETS
-from tests.losses.cases import one_row
 
 REQUIRED = {
     "model": {"path": "m"},
@@ -158,7 +158,7 @@ def test_a_policys_loss_that_reads_values_is_refused():
 
 def test_a_recipe_knows_the_longest_answer():
     recipe = make_recipe(with_keys(loss__name="dr_grpo", sampling__max_tokens=100))
-    _, batch = one_row(advantages=[1.0], logprobs=[-1.0])
+    _, batch = one_sequence(advantages=[1.0], logprobs=[-1.0])
     assert recipe.objective.denominator(batch) == 100
 
 

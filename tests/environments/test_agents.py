@@ -1,6 +1,5 @@
 """Whole small runs with environments: config, loop, stream, evaluation."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -14,8 +13,9 @@ from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
 from jaxrl.core.batch import to_json
 from jaxrl.monitoring.tracking.tracking import read_metrics
-from jaxrl.training.rollouts.answers import collect
-from jaxrl.training.run import Progress, open_run
+from jaxrl.training.progress import Progress
+from jaxrl.training.rollouts.collect import collect
+from jaxrl.training.run import open_run
 from tests import tiny
 from tests.documented import undocumented
 
@@ -92,8 +92,14 @@ def config(*arguments: Path, **changes: str) -> Config:
 def test_a_single_turn_environment_changes_no_bit_of_what_is_learnt_from(material, tmp_path):
     single = {"environment.name": f"{material / 'mine.py'}:Single", "train.mask_truncated": "true"}
     with open_run(config(material, tmp_path / "run", **single)) as (run, _, _):
-        found = collect(run, Progress(), seconds={})
-        plain = collect(dataclasses.replace(run, arena=None), Progress(), seconds={})
+        source, train_config = run.source, run.config.train
+        found = collect(source, train_config, progress=Progress(), seconds={})
+        weights = {"shorter": source.scorer.weights["shorter"]}
+        single_turn = source._replace(
+            generator=source.generator._replace(arena=None),
+            scorer=source.scorer._replace(weights=weights),
+        )
+        plain = collect(single_turn, train_config, progress=Progress(), seconds={})
     for one, other in zip(found.batch, plain.batch, strict=True):
         assert one.components == (other.reward, 0.0)
         assert to_json(one._replace(episode=None, components=other.components)) == to_json(other)

@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from jaxrl.environments.episodes.play import Arena, RequestsDesk, RoundsDesk, pl
 from jaxrl.environments.isolation import calls
 from jaxrl.sampling.base import Completion, SamplingParams, Turn
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-from jaxrl.training.rollouts.draw import as_rollout
+from jaxrl.training.rollouts.generate import as_rollout
 from tests import tiny
 
 PARAMS = SamplingParams(max_tokens=40, stop=((1,),), seed=3)
@@ -121,7 +120,7 @@ def test_turns_of_a_round_are_one_request_and_a_group_that_begins_too():
     # By which a server that has it in its cache is found.
     prompts = [example.tokens.tolist() for example in EXAMPLES.values()]
     for turn in itertools.chain(*rounds.requests, *requests.requests):
-        assert turn.context[: turn.opening].tolist() == prompts[turn.prompt_index]
+        assert turn.context[: turn.prompt_length].tolist() == prompts[turn.prompt_index]
 
 
 def test_a_slow_environment_holds_up_no_other_where_servers_sample():
@@ -366,9 +365,8 @@ def test_a_single_turn_is_the_ordinary_path_bit_for_bit(sampler):
     found, _ = played(Single, sampler=sampler)
     prompts = [e.tokens for e in EXAMPLES.values()]
     plain = sorted(sampler.sample(prompts, PARAMS, group_size=2), key=lambda c: c[:2])
-    run: Any = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(mask_truncated=False)))
     expected = [
-        as_rollout(run, c, EXAMPLES[n], group=n)
+        as_rollout(c, EXAMPLES[n], group=n, mask_truncated=False)
         for c, n in zip(plain, np.repeat(list(EXAMPLES), 2).tolist(), strict=True)
     ]
     assert {c.finish_reason for c in plain} == {"stop", "length"}

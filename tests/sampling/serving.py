@@ -1,4 +1,4 @@
-"""Real vLLM servers of a tiny model, and samplers that ask them."""
+"""Real vLLM servers of a tiny model, and samplers that use them."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""A program that plays a vLLM server's part."""
+"""A stand-in for a vLLM server."""
 
 import json
 import threading
@@ -10,7 +10,7 @@ Reply = Callable[[dict[str, Any]], tuple[int, str]]
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with what `reply` makes of a request's body; a status of 0 hangs up."""
+    """Answers with `reply(body)`; a status of 0 closes the connection."""
 
     daemon_threads = True
     block_on_close = False

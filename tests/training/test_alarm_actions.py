@@ -19,8 +19,8 @@ from jaxrl.monitoring.alarms.history import History
 from jaxrl.monitoring.alarms.rules import replay
 from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
 from jaxrl.training import rollbacks
-from jaxrl.training.alarm_actions import Guard
-from jaxrl.training.run import Run
+from jaxrl.training.alarm_actions import AlarmActions
+from jaxrl.training.storage.records import Records
 from tests import tiny
 
 # What is wanted is a digit in front; what also pays, and more, is a row of a's.
@@ -87,7 +87,7 @@ def events(run_dir: Path) -> list[dict]:
     return [e["event"] for e in read_metrics(run_dir / "metrics.jsonl") if "event" in e]
 
 
-def test_a_hacked_run_is_rolled_back_and_recovers(material, tmp_path, capsys):
+def test_hacked_run_is_rolled_back_and_recovers(material, tmp_path, capsys):
     rewards = material / "rewards.py"
     changes = {
         "reward.path": f'["{rewards}:digit", "{rewards}:loophole"]',
@@ -130,7 +130,7 @@ def test_a_hacked_run_is_rolled_back_and_recovers(material, tmp_path, capsys):
     assert f"back to step {made.to} with loss.kl 0.1 -> 0.2" in capsys.readouterr().err
 
 
-def test_a_learning_rate_that_is_too_high_is_seen_before_the_reward_falls(material, tmp_path):
+def test_too_high_learning_rate_is_detected_before_the_reward_falls(material, tmp_path):
     changes = {
         "train.steps": "20",
         "reward.path": f"{material / 'rewards.py'}:digits",
@@ -157,7 +157,7 @@ def nan():
 """
 
 
-def test_a_run_that_learns_nothing_is_ended(material, tmp_path, monkeypatch):
+def test_run_without_reward_spread_is_stopped(material, tmp_path, monkeypatch):
     """With the usual limits it would be step 10; the warm-up does not excuse it."""
     monkeypatch.setattr(alarms, "LIMITS", Limits(warmup=5, window=5, not_finite_steps=3))
     (tmp_path / "nan.py").write_text(NAN)
@@ -181,7 +181,7 @@ def healthy(material, tmp_path_factory):
     return run_dir
 
 
-def test_a_healthy_run_raises_none(healthy):
+def test_healthy_run_raises_no_alarm(healthy):
     rewards = column(read_metrics(healthy / "metrics.jsonl"), "reward")
     assert rewards[-1] > 1.5 * rewards[0]
     assert events(healthy) == []
@@ -198,11 +198,11 @@ def one_learner(monkeypatch):
         return made[0]
 
     monkeypatch.setattr(builder, "build_learner", make_once)
-    monkeypatch.setattr(train, "finish", lambda run, state: run.directory)
+    monkeypatch.setattr(train, "export", lambda config, *_, **__: Path(config.run_dir))
 
 
 @pytest.mark.usefixtures("one_learner")
-def test_ten_seeds_of_a_healthy_run_raise_none(material, tmp_path, monkeypatch):
+def test_ten_seeds_of_a_healthy_run_raise_no_alarm(material, tmp_path, monkeypatch):
     """With the usual limits and windows, in runs that are twice as long."""
     monkeypatch.setattr(alarms, "LIMITS", Limits())
     changes = {
@@ -219,9 +219,7 @@ def test_ten_seeds_of_a_healthy_run_raise_none(material, tmp_path, monkeypatch):
         assert events(run_dir) == []
 
 
-def test_a_paused_run_goes_on_as_if_it_had_not_been(
-    material, healthy, tmp_path, capsys, monkeypatch
-):
+def test_paused_and_resumed_equals_undisturbed(material, healthy, tmp_path, capsys, monkeypatch):
     strict = Limits(warmup=5, window=30, kl_factor=0.001, kl_floor=0.0)
     monkeypatch.setattr(alarms, "LIMITS", strict)
     changes = {"train.steps": "30", "alarms.kl_spike": "pause"}
@@ -231,7 +229,7 @@ def test_a_paused_run_goes_on_as_if_it_had_not_been(
     said = capsys.readouterr().out
     assert "paused: step 6: KL spike" in said
     assert "loss.kl" in said
-    assert "the same command goes on" in said
+    assert "run the same command to resume" in said
     assert (tmp_path / "run/checkpoints/6").is_dir()
     assert main(arguments) == 0
     models = [run / "model/model.safetensors" for run in (tmp_path / "run", healthy)]
@@ -239,11 +237,11 @@ def test_a_paused_run_goes_on_as_if_it_had_not_been(
     assert [event["action"] for event in events(tmp_path / "run")] == ["pause"]
 
 
-def test_the_last_evaluation_is_judged_before_the_run_is_done(material, tmp_path, monkeypatch):
+def test_alarm_on_the_last_evaluation_pauses_the_run(material, tmp_path, monkeypatch):
     """The held-out score falls behind the last step: paused, and the same command ends the run."""
     scores = iter([0.9, 0.2])
     found = (SimpleNamespace(accuracy=score, numbers={}) for score in scores)
-    monkeypatch.setattr(train, "evaluate_greedily", lambda *_, **__: next(found))
+    monkeypatch.setattr(train, "evaluate_held_out", lambda *_, **__: next(found))
     (tmp_path / "rising.py").write_text(
         "calls = 0\ndef rising(completion, example):\n    global calls\n"
         "    calls += 1\n    return calls\n"
@@ -268,7 +266,7 @@ def test_the_last_evaluation_is_judged_before_the_run_is_done(material, tmp_path
 
 
 def watched(material, directory, **changes):
-    """What a guard needs of a run: its last step has a KL spike, a gradient spike and no spread."""
+    """The alarm actions of a run whose last step has a KL spike, a gradient spike and no spread."""
     config_ = config(material, directory, **changes)
     usual = {"reward": 0.1, "kl": 0.02, "grad_norm": 1.0, "groups/sampled": 8, "groups/zero_std": 8}
     entries = [{"step": s, **usual} for s in range(1, 10)]
@@ -280,15 +278,15 @@ def watched(material, directory, **changes):
     tracker = SimpleNamespace(
         history=history, note=said.append, event=lambda step, event: noted.append(event)
     )
-    run = SimpleNamespace(config=config_, directory=directory, tracker=tracker)
-    return Guard(cast(Run, run)), said, noted
+    records = Records(directory, cast(Any, None), cast(Any, tracker))
+    return AlarmActions(config_, records, check_changed=pytest.fail), said, noted
 
 
-def test_the_strongest_action_is_taken_and_everything_is_said(material, tmp_path):
-    guard, said, noted = watched(
+def test_most_severe_action_wins_and_all_alarms_are_logged(material, tmp_path):
+    actions, said, noted = watched(
         material, tmp_path, alarms__gradient_spike="stop", alarms__kl_spike="pause"
     )
-    verdict = guard.check()
+    verdict = actions.check()
     assert verdict is not None
     assert verdict.action == "stop"
     assert verdict.message.startswith("stopped: step 10: gradient-norm spike: gradient norm 99")
@@ -296,13 +294,13 @@ def test_the_strongest_action_is_taken_and_everything_is_said(material, tmp_path
     assert raised == {"gradient_spike": "stop", "kl_spike": "log", "zero_spread": "log"}
     assert len(said) == 3
     assert all("Likely: " in line and "Keys: " in line for line in said)
-    assert guard.check() is None  # silent for a window
+    assert actions.check() is None  # silent for a window
 
 
-def test_what_is_off_is_not_said(material, tmp_path):
+def test_alarms_that_are_off_are_not_logged(material, tmp_path):
     off = {"alarms.kl_spike": "off", "alarms.gradient_spike": "off", "alarms.zero_spread": "off"}
-    guard, said, noted = watched(material, tmp_path, **off)
-    assert guard.check() is None
+    actions, said, noted = watched(material, tmp_path, **off)
+    assert actions.check() is None
     assert said == noted == []
 
 

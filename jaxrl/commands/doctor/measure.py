@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -23,7 +22,7 @@ from jaxrl.config.doctor import DoctorConfig
 from jaxrl.config.sampler import SamplingConfig
 from jaxrl.core import precision
 from jaxrl.core.batch import Minibatch, Rollout, TokenBatch
-from jaxrl.core.packing import assign_rows, interleave, pack
+from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.core.precision import Precision
 from jaxrl.data import prompts as data
 from jaxrl.learner.policy import Learner, make_learner
@@ -148,21 +147,23 @@ def _draw(material: _Material, policy: Precision, *, note: Callable[[str], None]
             )
             for c in ordered
         ]
-        lengths = [r.length for r in rollouts]
-        shards = config.mesh.batch_shards
-        per_microbatch = max(1, config.microbatch_tokens // max(lengths)) * shards
-        rows = assign_rows(lengths, row_length=max(lengths))
-        most = -(-len(rows) // per_microbatch)
-        placed, used = interleave(rows, rows_per_microbatch=per_microbatch, max_microbatches=most)
+        longest = max(r.length for r in rollouts)
+        per_microbatch = max(1, config.microbatch_tokens // longest) * config.mesh.batch_shards
         signs = [1.0, -1.0] * len(rollouts)  # only the timed step looks at them
-        batch = pack(rollouts, signs[: len(rollouts)], rows=placed, row_length=max(lengths))
+        minibatch = pack_minibatch(
+            rollouts,
+            signs[: len(rollouts)],
+            shape=MinibatchShape(
+                row_length=longest,
+                rows_per_microbatch=per_microbatch,
+                sharding=layout.batch(("batch", "length")),
+            ),
+        )
         replayed = None
         if serving.score is not None:
-            replayed = replay.replay_batch(
-                serving.score, tokens=np.asarray(batch.tokens), segments=np.asarray(batch.segments)
-            )
-    put = jax.device_put(batch, layout.batch(("batch", "length")))
-    return _Drawn(Minibatch(batch=put, microbatches=jnp.int32(used)), per_microbatch, replayed)
+            tokens, segments = jax.device_get((minibatch.batch.tokens, minibatch.batch.segments))
+            replayed = replay.replay_batch(serving.score, tokens=tokens, segments=segments)
+    return _Drawn(minibatch, per_microbatch, replayed)
 
 
 def _measure(

@@ -13,7 +13,7 @@ from jaxrl.config.training import Config
 from jaxrl.core import precision
 from jaxrl.core.precision import DType, Precision
 from jaxrl.learner.policy import LearnerState, make_learner
-from jaxrl.learner.update import saved
+from jaxrl.learner.update import checkpoint_view
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective
 from jaxrl.losses.surrogates import reinforce
@@ -95,7 +95,7 @@ def _trained(
     """The step of the checkpoint, and what was trained there."""
     checkpoints = Checkpoints.reading(run_dir / "checkpoints")
     chosen = _choose(checkpoints, step)
-    like = saved(_like(config, model, specs, policy))
+    like = checkpoint_view(_like(config, model, specs, policy))
     return chosen, checkpoints.restore(chosen, like).state.params
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.config.training import Config
+from jaxrl.core.files import write_whole
 from jaxrl.data.prompts import Example, Tokenizer
 from jaxrl.environments.rewards import scoring
 from jaxrl.environments.rewards.scoring import Reward
@@ -79,7 +80,7 @@ class Journal:
         whole = len(lines) if len(lines) == total else len(lines) // lot * lot
         self.measured = [Measured(**json.loads(line)) for line in lines[:whole]]
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, "".join(f"{line}\n" for line in [header, *lines[:whole]]))
+        write_whole(path, "".join(f"{line}\n" for line in [header, *lines[:whole]]))
 
     def add(self, lot: Sequence[Measured]) -> None:
         """Writes the measures of a further lot."""
@@ -179,7 +180,9 @@ def write_kept(
         for example, one in zip(examples, measured, strict=False)
         if one.within(low, high)
     ]
-    _replace(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in kept))
+    write_whole(
+        path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in kept)
+    )
     return len(kept)
 
 
@@ -187,9 +190,3 @@ def _measured(values: np.ndarray, truncated: int) -> Measured:
     scored = values[~np.isnan(values)]
     accuracy = float(scored.mean()) if scored.size else None
     return Measured(accuracy, int(values.size - scored.size), truncated)
-
-
-def _replace(path: Path, text: str) -> None:
-    draft = path.with_name(path.name + ".draft")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)

@@ -66,7 +66,7 @@ class Samples:
             file.writelines(lines)
 
 
-class NoSamples:
+class NullSamples:
     """Keeps none."""
 
     def due(self, step: int) -> bool:

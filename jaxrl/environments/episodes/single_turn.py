@@ -1,0 +1,72 @@
+"""Single-turn rollouts: a prompt, a sampled completion, a reward."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl.core.batch import Rollout
+from jaxrl.data.prompts import Rendering, Tokenizer, renderer
+from jaxrl.sampling.base import Completion, Sampler, SamplingParams
+
+_RENDERING = Rendering()
+
+
+def rollouts(
+    sampler: Sampler,
+    examples: Sequence[Mapping[str, Any]],
+    *,
+    tokenizer: Tokenizer,
+    reward: Callable[[str, Mapping[str, Any]], float],
+    params: SamplingParams,
+    group_size: int,
+    rendering: Rendering = _RENDERING,
+) -> list[Rollout]:
+    """Samples `group_size` completions of every prompt and rewards each of them.
+
+    Args:
+      sampler: draws the completions.
+      examples: rows with a "prompt", a text or a list of {role, content} messages.
+      tokenizer: the model's; its chat template renders the prompts where it has one.
+      reward: (text of a completion, its example) -> a number.
+      params: how completions are drawn.
+      group_size: completions per prompt.
+      rendering: how a prompt becomes text.
+
+    Returns:
+      The rollouts of each example in turn; `group` is the index of the example.
+
+    Raises:
+      ValueError: for a prompt that cannot be rendered, or as `Sampler.sample`.
+    """
+    render = renderer(tokenizer, rendering)
+    prompts = []
+    for i, example in enumerate(examples):
+        text = render(example["prompt"], where=f"example {i}")
+        prompts.append(np.array(tokenizer.encode(text, add_special_tokens=False), np.int32))
+    found: dict[tuple[int, int], Rollout] = {}
+    for completion in sampler.sample(prompts, params, group_size=group_size):
+        i = completion.prompt_index
+        text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        rollout = as_rollout(completion, prompts[i], group=i)
+        rewarded = rollout._replace(reward=float(reward(text, examples[i])))
+        found[i, completion.sample_index] = rewarded
+    return [found[key] for key in sorted(found)]
+
+
+def as_rollout(
+    completion: Completion, prompt: np.ndarray, *, group: int, mask_truncated: bool = False
+) -> Rollout:
+    """Makes a rollout of a completion, without its reward. The policy chose all of its tokens; with
+    `mask_truncated` nothing is learned from a completion that ran out of tokens."""
+    truncated = completion.finish_reason == "length"
+    return Rollout(
+        prompt=prompt,
+        completion=completion.tokens,
+        logprobs=completion.logprobs,
+        action_mask=np.full(len(completion.tokens), not (truncated and mask_truncated)),
+        version=completion.versions,
+        group=group,
+        truncated=truncated,
+        experts=completion.experts,
+    )

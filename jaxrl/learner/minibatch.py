@@ -1,0 +1,41 @@
+"""Makes mini-batches from rewarded rollouts."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl.advantages import AdvantageEstimator, Outcomes, estimate
+from jaxrl.core.batch import Minibatch, Rollout
+from jaxrl.core.packing import MinibatchShape, pack_minibatch
+
+
+def minibatch(
+    rollouts: Sequence[Rollout],
+    advantages: AdvantageEstimator,
+    *,
+    row_length: int,
+    rows_per_microbatch: int,
+) -> Minibatch:
+    """Estimates advantages and packs rollouts into rows.
+
+    The mini-batch has room for one rollout to a row, so that the learner's step compiles once for
+    every mini-batch of as many rollouts.
+
+    Args:
+      rollouts: N rollouts with their rewards.
+      advantages: rewards and groups -> advantages, such as `recipe.advantages`.
+      row_length: tokens in a row; at least those of the longest rollout.
+      rows_per_microbatch: rows that the learner computes at once.
+
+    Raises:
+      ValueError: for a rollout that is longer than a row; the message names it.
+    """
+    outcomes = Outcomes(
+        rewards=np.array([r.reward for r in rollouts]),
+        groups=np.array([r.group for r in rollouts]),
+        action_masks=[r.action_mask for r in rollouts],
+    )
+    shape = MinibatchShape(
+        row_length=row_length, rows_per_microbatch=rows_per_microbatch, max_rows=len(rollouts)
+    )
+    return pack_minibatch(rollouts, list(estimate(advantages, outcomes)), shape=shape)

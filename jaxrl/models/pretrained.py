@@ -1,0 +1,46 @@
+"""Loads everything that a checkpoint directory holds: the model, its parameters, its tokenizer."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxrl.core.precision import PRESETS, Precision
+from jaxrl.models import huggingface
+from jaxrl.models.decoder import Model, decoder
+from jaxrl.models.spec import Params
+
+
+class Pretrained(NamedTuple):
+    """A language model on one device.
+
+    Attributes:
+      model: pure functions from tokens to hidden states and logits.
+      params: its parameters, in `precision.params`.
+      tokenizer: a `transformers.PreTrainedTokenizerBase`.
+      stop: token sequences that end a completion, for `SamplingParams`.
+    """
+
+    model: Model
+    params: Params
+    tokenizer: Any
+    stop: tuple[tuple[int, ...], ...]
+
+
+def load(directory: str | Path, *, precision: Precision = PRESETS["fp32"]) -> Pretrained:
+    """Loads a language model from a Hugging Face checkpoint directory.
+
+    Args:
+      directory: holds config.json, model.safetensors (or shards) and the tokenizer's files.
+      precision: the dtype policy; parameters are cast to `precision.params`.
+
+    Raises:
+      FileNotFoundError: if a file is missing.
+      ValueError: if there is no such directory, or its files do not fit together; the message names
+        the file or tensor. Also for a reward model.
+    """
+    tokenizer = huggingface.load_tokenizer(directory)
+    config, params = huggingface.load(directory, dtype=precision.params)
+    if config.scored:
+        raise ValueError(f"{directory} is a reward model; a causal language model is required")
+    ends = {*huggingface.load_end_ids(directory), tokenizer.eos_token_id} - {None}
+    stop = tuple((int(end),) for end in sorted(ends))
+    return Pretrained(decoder(config), params, tokenizer, stop)
