@@ -194,7 +194,7 @@ def test_finished_run_is_not_trained_again(finished, material, capsys):
     resolved = toml_file.load(Config, file=run_dir / "config.toml")
     again = train.train(resolved)
     assert again.step == result.step
-    assert "nothing is traced now, as the run has done 2 of 2 steps" in capsys.readouterr().err
+    assert "nothing to trace, the run has done 2 of 2 steps" in capsys.readouterr().err
     assert again.final_accuracy == result.final_accuracy
     steps = [e["step"] for e in read_metrics(run_dir / "metrics.jsonl") if "reward" in e]
     assert steps == [1, 2]
