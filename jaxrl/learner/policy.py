@@ -88,10 +88,10 @@ def make_learner(
             "the loss balances experts and the model has none; set the coefficient `balance` to 0"
         )
 
-    def published(params: Any) -> Any:
-        served = as_served(as_published(params), precision)
-        place: Any = constrain if isinstance(served, lora.Adapted) else constrain_merged
-        return place(served)
+    def published(params: Params) -> Params:
+        weights: Any = as_published(params)
+        served: Any = as_served(weights, precision)
+        return constrain(served) if isinstance(weights, lora.Adapted) else constrain_merged(served)
 
     def score(params: Params, minibatch: Minibatch) -> jax.Array:
         weights = constrain(cast(params, precision.compute))

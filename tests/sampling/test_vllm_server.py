@@ -19,8 +19,8 @@ from jaxrl.cli import main
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import pack
 from jaxrl.data.prompts import Example
-from jaxrl.environments.episodes.base import Limits, Step
-from jaxrl.environments.episodes.play import Arena, RequestsDesk, play
+from jaxrl.environments.episodes.base import EpisodeLimits, Step
+from jaxrl.environments.episodes.runner import ContinuousScheduler, EpisodeRunner
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective
@@ -171,12 +171,13 @@ class Speaks:
 
 def test_a_turn_is_sampled_given_the_whole_episode(serving):
     """Each token has the log-prob that one forward pass over the whole episode gives."""
-    limits = Limits(turns=3, tokens=60, prompt_tokens=16, seconds=60.0, vocab_size=64)
+    limits = EpisodeLimits(
+        max_turns=3, max_tokens=60, max_prompt_tokens=16, timeout=60.0, vocab_size=64
+    )
     params = SamplingParams(max_tokens=60, stop=tuple((i,) for i in range(32)), seed=5)
     examples = {7 + i: Example(prompt, {}, {}) for i, prompt in enumerate(PROMPTS)}
     serving.publish(tiny.params(3, config=SERVED), version=3)
-    found = play(
-        Arena(Speaks, limits, RequestsDesk),
+    found = EpisodeRunner(Speaks, limits, ContinuousScheduler).run(
         examples,
         sampler=serving.sampler,
         params=params,
