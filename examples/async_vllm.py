@@ -1,7 +1,7 @@
 """Samples from a vLLM server while the learner trains: completions are one version old at most.
 
-./scripts/quickstart.sh && ./scripts/install_vllm.sh   # makes the model, the data and vLLM's environment, once
-python examples/async_vllm.py                          # eight steps: about a minute on 2 CPU cores
+./scripts/quickstart.sh && ./scripts/install_vllm.sh    # once
+python examples/async_vllm.py    # eight steps: about a minute on 2 CPU cores
 """
 
 import json
@@ -22,7 +22,7 @@ from jaxrl.sampling.vllm.sampler import VllmSampler
 
 STEPS = 8
 directory = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/quickstart")
-examples = [json.loads(line) for line in (directory / "train.jsonl").open()]
+examples = [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()]
 policy = jaxrl.load(directory / "sft/model")
 precision, recipe = jaxrl.Precision.parse("fp32"), grpo()
 learner = jaxrl.make_learner(
@@ -71,7 +71,7 @@ with LocalServer(directory / "sft/model", options, log=directory / "vllm.log") a
         def publish(version: int) -> None:
             source = ParamsSource(state.params, policy.model.specs, dtype=precision.wire)
             publisher.publish(source, version=version)
-            sampler.published(version, urls=[server.url])
+            sampler.use_version(version, urls=[server.url])
 
         publish(0)
         ahead = background.submit(sample, 0)

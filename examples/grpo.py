@@ -11,7 +11,7 @@ import jaxrl
 from jaxrl.losses import grpo
 
 directory = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/quickstart")
-examples = [json.loads(line) for line in (directory / "train.jsonl").open()]
+examples = [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()]
 policy = jaxrl.load(directory / "sft/model")
 precision = jaxrl.Precision.parse("fp32")  # or bf16_master, fp16_master, "fp32,sampler=bf16", ...
 recipe, rows = grpo(), {"rows_per_microbatch": 64}

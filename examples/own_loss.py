@@ -28,7 +28,7 @@ loss = surrogate(soft_gate, over_sampler) + 0.001 * kl_penalty()
 print("minimises", loss)
 
 directory = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/quickstart")
-examples = [json.loads(line) for line in (directory / "train.jsonl").open()]
+examples = [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()]
 policy = jaxrl.load(directory / "sft/model")
 precision = jaxrl.Precision.parse("fp32")
 learner = jaxrl.make_learner(

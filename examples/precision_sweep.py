@@ -1,4 +1,4 @@
-"""The same run under four dtype policies, and how far learner and sampler disagree in each: precision_sweep.png.
+"""The same run under four dtype policies; plots how far learner and sampler disagree in each.
 
 ./scripts/quickstart.sh               # makes the model and the data, once
 python examples/precision_sweep.py    # a minute and a half on 2 CPU cores
@@ -19,7 +19,7 @@ POLICIES = ("fp32", "bf16_master", "fp16_master", "phantom")
 STEPS = 6
 directory = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/quickstart")
 out = Path(sys.argv[2] if len(sys.argv) > 2 else "precision_sweep.png")
-examples = [json.loads(line) for line in (directory / "train.jsonl").open()]
+examples = [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()]
 
 
 def reward(completion: str, example: dict) -> float:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes a virtual environment with exactly the packages of the given lock files, and jaxrl itself:
 #   scripts/make_venv.sh DIR LOCK...
+# torch has several builds, so install_torch.sh installs requirements-torch.txt.
 # Does nothing where DIR is up to date. PYTHON names the interpreter (python3); it needs venv and
 # pip, whose own configuration decides where packages come from.
 set -euo pipefail
@@ -10,8 +11,11 @@ venv=$1
 shift
 python=${PYTHON:-python3}
 
-if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-    echo "jaxrl needs Python 3.11 or newer and $python is $("$python" -V 2>&1); set PYTHON" >&2
+if ! command -v "$python" >/dev/null; then
+    echo "$python is not installed; install Python 3.11 or newer, or name one with PYTHON=..." >&2
+    exit 1
+elif ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "$python is $("$python" -V 2>&1) and jaxrl needs 3.11 or newer; name one with PYTHON=..." >&2
     exit 1
 fi
 
@@ -24,13 +28,19 @@ if ! same "$venv/.locked" "$locked"; then
     echo "installing $* into $venv"
     "$python" -m venv --clear "$venv"
     locks=()
+    torch=
     for lock in "$@"; do
-        locks+=(-r "$lock")
+        if [ "$lock" = requirements-torch.txt ]; then
+            torch=$lock
+        else
+            locks+=(-r "$lock")
+        fi
     done
     # The locks are complete, so nothing has to be resolved. Byte code is left to the first import:
     # compiling all of it here takes as long as the rest.
     "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-compile --no-deps \
         "${locks[@]}"
+    [ -z "$torch" ] || scripts/install_torch.sh "$venv"
     echo "$locked" >"$venv/.locked"
 fi
 

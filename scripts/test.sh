@@ -6,6 +6,10 @@
 set -euo pipefail
 
 cd "$(dirname "$0")/.."
+if ! command -v git >/dev/null; then
+    echo "git is not installed; a test asks it for the files of the repository" >&2
+    exit 1
+fi
 unset PYTHONDONTWRITEBYTECODE  # without byte code every start takes many seconds more
 scripts/make_venv.sh .venv-test requirements-dev.txt requirements-torch.txt
 bin=.venv-test/bin
@@ -27,7 +31,10 @@ fi
 "$bin/ruff" format --check .
 "$bin/lint-imports" --no-logo --no-cache
 "$bin/pyright" --pythonpath "$bin/python"
-[ -z "$server" ] || wait "$server"
+if [ -n "$server" ] && ! wait "$server"; then
+    echo "scripts/install_vllm.sh failed; its error is above" >&2
+    exit 1
+fi
 
 # A part of the tests may have none of one kind; none of both is an error.
 found=0

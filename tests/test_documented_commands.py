@@ -23,6 +23,7 @@ from jaxrl.config.sft import SFTConfig
 from jaxrl.config.training import Config
 from jaxrl.environments.tools.schema import load_tools
 from jaxrl.losses import preference
+from tests import arithmetic
 from tests.documented import INLINE, PAGES, ROOT, Command, commands, prose, snippets
 
 COMMANDS = list(commands())
@@ -61,25 +62,25 @@ ELSEWHERE = {
     ),
     "jaxrl doctor MODEL": "test_doctor.py::test_it_finds_the_mismatch_where_it_is",
     "jaxrl serve MODEL_DIR --max_lora_rank 16": (
-        "test_vllm_server.py::test_adapters_are_published_by_themselves"
+        "test_vllm_server.py::test_adapters_are_published_alone"
     ),
     "jaxrl serve MODEL_DIR --host ADDRESS": (
         "test_server.py::test_a_server_that_others_can_reach_needs_a_key"
     ),
     "jaxrl train FILE --hosts.coordinator HOST0:9911 --hosts.processes 4 --hosts.process I": (
-        "test_hosts.py::test_two_processes_that_are_stopped_and_four_that_go_on_equal_one"
+        "test_hosts.py::test_two_processes_resumed_as_four_equal_one"
     ),
     "jaxrl train FILE --hosts.coordinator auto": "needs a cluster; the page says it was not tried",
     "scripts/reproduce_phantom_clipping.py --quick": QUICK,
     "scripts/reproduce_fp16.py --quick": QUICK,
-    "pip install .[cuda]": INDEX,
-    "pip install .[tpu]": INDEX,
-    "pip install .[hub,math]": INDEX,
+    "pip install -e .[cuda]": INDEX,
+    "pip install -e .[tpu]": INDEX,
+    "pip install -e .[hub,math]": INDEX,
     "pip install jax[tpu]": INDEX,
     "pip install wandb": INDEX,
     "pip install mlflow": INDEX,
     "pip install vllm==0.32.0": INDEX,
-    "pip install --no-deps .": "what scripts/make_venv.sh does in every fresh environment",
+    "pip install --no-deps -e .": "what scripts/make_venv.sh does in every fresh environment",
     "hf download Qwen/Qwen3-0.6B --local-dir MODEL": "needs the Hugging Face hub",
     "tensorboard --logdir profile": "needs its profile plugin, and somebody who looks",
     "scripts/false_alarms.py --steps 24 --windows 5 8 10": "needs the quickstart's model, minutes",
@@ -89,6 +90,7 @@ HERE = {
     "jaxrl config mine.toml": 'path = "prompts.jsonl"',
     "jaxrl config FILE": "[train]",
     "jaxrl plan mine.toml --estimate": "GRPO",
+    "jaxrl plan gsm8k.toml --estimate": "Publishing 1.2 GB",
     "jaxrl plan configs/qwen3_8b.toml --estimate --rollout-seconds 60 --train-seconds 40": "8.19 b",
     "jaxrl losses": "grpo",
     "jaxrl losses gspo rloo": "rloo",
@@ -109,6 +111,11 @@ def place(tmp_path, monkeypatch) -> Path:
                     file.write(snippet.text)
     (tmp_path / "corpus.jsonl").write_text('{"title": "a", "text": "b"}\n')
     (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for name in ("MODEL", "Qwen3-0.6B"):  # a plan reads no weights
+        (tmp_path / name).symlink_to(ROOT / "configs/models/qwen3_0_6b")
+    arithmetic.write(tmp_path)
+    (tmp_path / "runs/quickstart/sft").mkdir(parents=True)
+    (tmp_path / "untrained").rename(tmp_path / "runs/quickstart/sft/model")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -203,7 +210,6 @@ def test_the_tests_that_are_named_are_there():
 
 @pytest.mark.parametrize("text", HERE)
 def test_cheap_commands_do_what_they_say(text: str, place, capsys):
-    (place / "MODEL").symlink_to(ROOT / "configs/models/qwen3_0_6b")  # a plan reads no weights
     _, *arguments = next(command.words for command in COMMANDS if command.text == text)
     assert cli.main([STANDS_FOR.get(word, word) for word in arguments]) == 0
     assert HERE[text] in capsys.readouterr().out
@@ -220,7 +226,7 @@ def test_every_piece_of_toml_is_a_config(place):
             tree[key] = tree.get(key, {}) | value if isinstance(value, dict) else value
         config = toml_file.validate(Config, tree)
         make_recipe(config)
-        load_tools(config.environment.tools, corpus=config.environment.corpus)
+        load_tools(config.environment.tools)
 
 
 def test_every_piece_of_python_runs(place):

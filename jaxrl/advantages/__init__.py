@@ -1,4 +1,4 @@
-"""What an answer was worth beyond expectation, from its rewards (host, numpy)."""
+"""Advantages: the worth of a completion beyond expectation, from its rewards (host, numpy)."""
 
 from jaxrl.advantages.baselines import gdpo, opo, reinforce_pp, reinforce_pp_baseline, remax
 from jaxrl.advantages.critic import explained_variance, generalized, lambda_returns

@@ -1,4 +1,4 @@
-"""Advantages of whole answers from their rewards (host, numpy).
+"""Advantages of whole completions from their rewards (host, numpy).
 
 All take the reward of each rollout, f[N], and the index of its group, i[N], and return f32[N]. A
 reward that is NaN could not be computed: it is left out of every statistic and its advantage is 0.
@@ -15,6 +15,10 @@ def group_relative(rewards: np.ndarray, groups: np.ndarray, *, eps: float = 1e-6
 
     GRPO, arXiv:2402.03300.
 
+    Example:
+      >>> group_relative(np.array([1.0, 0.0, 9.0]), np.array([7, 7, 8])).round(3)
+      array([ 0.707, -0.707,  9.   ], dtype=float32)
+
     Raises:
       ValueError: if the two arrays do not have one shape [N], or a reward is infinite.
     """
@@ -30,6 +34,10 @@ def centred(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Reward - mean of the group; alone in its group: 0.
 
     Dr. GRPO, arXiv:2503.20783. Raises as `group_relative`.
+
+    Example:
+      >>> centred(np.array([1.0, 0.0, 9.0]), np.array([7, 7, 8]))
+      array([ 0.5, -0.5,  0. ], dtype=float32)
     """
     rewards, index, count = _grouped(rewards, groups)
     return _finished(rewards - _group_mean(rewards, index, count))
@@ -40,6 +48,10 @@ def leave_one_out(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Reward - mean of the others in the group; alone in its group: the reward.
 
     RLOO, arXiv:2402.14740. Raises as `group_relative`.
+
+    Example:
+      >>> leave_one_out(np.array([1.0, 0.0, 0.0, 9.0]), np.array([7, 7, 7, 8]))
+      array([ 1. , -0.5, -0.5,  9. ], dtype=float32)
     """
     rewards, index, count = _grouped(rewards, groups)
     n = count[index]
@@ -50,10 +62,15 @@ def leave_one_out(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 @within_group
 def pass_at_k(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """The best answer of a group gets its reward - that of the second best, the others 0, as do all
-    where two share the first place; alone in its group: the reward.
+    """The best completion of a group gets its reward - that of the second best, the others get 0;
+    with a tie for the first place all get 0; alone in its group: the reward.
 
-    The gradient of the expected best of k answers, arXiv:2503.19595. Raises as `group_relative`.
+    The gradient of the expected best of k completions, arXiv:2503.19595.
+    Raises as `group_relative`.
+
+    Example:
+      >>> pass_at_k(np.array([1.0, 0.75, 0.0, 9.0]), np.array([7, 7, 7, 8]))
+      array([0.25, 0.  , 0.  , 9.  ], dtype=float32)
     """
     rewards, index, _ = _grouped(rewards, groups)
     order = np.lexsort((rewards, index))  # by group, then by reward; NaN comes last
@@ -69,9 +86,13 @@ def pass_at_k(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 @within_group
 def max_rl(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """(reward - mean) / mean of the group, 0 where nothing was earned: hard prompts weigh more.
+    """(reward - mean) / mean of the group, 0 where all rewards are 0: hard prompts weigh more.
 
     Maximum likelihood RL, arXiv:2602.02710. Raises as `group_relative`.
+
+    Example:
+      >>> max_rl(np.array([1.0, 0.0, 0.0, 0.0]), np.array([7, 7, 7, 7]))
+      array([ 3., -1., -1., -1.], dtype=float32)
 
     Raises:
       ValueError: for a negative reward, too.
@@ -80,15 +101,20 @@ def max_rl(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     negative = np.flatnonzero(rewards < 0)
     if negative.size:
         raise ValueError(
-            f"max_rl divides by the mean reward and rollout {negative[0]} earned "
-            f"{rewards[negative[0]]}; it needs rewards >= 0, so no penalty may be added to them"
+            f"max_rl: the reward of rollout {negative[0]} is {rewards[negative[0]]}, and max_rl "
+            "divides by the mean reward; give rewards >= 0, without penalties"
         )
     mean = _group_mean(rewards, index, count)
     return _finished(np.where(mean > 0, rewards / np.where(mean > 0, mean, 1.0) - 1, 0.0))
 
 
 def zero_std_groups(rewards: np.ndarray, groups: np.ndarray) -> int:
-    """Number of groups of two or more known rewards that are all equal: they teach nothing."""
+    """Counts groups of two or more known rewards that are all equal: they have no gradient.
+
+    Example:
+      >>> zero_std_groups(np.array([1.0, 1.0, 1.0, 0.0]), np.array([7, 7, 8, 8]))
+      1
+    """
     rewards, index, count = _grouped(rewards, groups)
     highest, lowest = np.full(len(count), -np.inf), np.full(len(count), np.inf)
     np.fmax.at(highest, index, rewards)
@@ -97,7 +123,7 @@ def zero_std_groups(rewards: np.ndarray, groups: np.ndarray) -> int:
 
 
 def _grouped(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rewards in f64, the index of each one's group from 0, and the known rewards per group."""
+    """Returns rewards in f64, the index of each one's group, and the known rewards per group."""
     rewards, groups = np.asarray(rewards, np.float64), np.asarray(groups)
     if rewards.ndim != 1 or rewards.shape != groups.shape:
         raise ValueError(
@@ -106,7 +132,7 @@ def _grouped(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.nd
     infinite = np.flatnonzero(np.isinf(rewards))
     if infinite.size:
         raise ValueError(
-            f"the reward of rollout {infinite[0]} is {rewards[infinite[0]]}; a reward is finite, "
+            f"the reward of rollout {infinite[0]} is {rewards[infinite[0]]}; give a finite reward, "
             "or NaN if it could not be computed"
         )
     _, index = np.unique(groups, return_inverse=True)

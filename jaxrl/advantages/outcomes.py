@@ -1,4 +1,4 @@
-"""What an advantage estimator may see of the answers of a rollout."""
+"""Outcomes: the input of an advantage estimator, the completions of a rollout and their rewards."""
 
 import functools
 import inspect
@@ -9,31 +9,40 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 Advantages = np.ndarray | Sequence[np.ndarray]
-"""f32[N], one number for each answer, or for each answer f32[C], one for each of its tokens."""
+"""f32[N], one number per completion, or for each completion f32[C], one per token."""
 
 
 def _no_greedy() -> np.ndarray:
-    raise ValueError("the estimator asks for greedy answers and none can be sampled here")
+    raise ValueError(
+        "the estimator asks for greedy completions, and outcomes.greedy is not set: give Outcomes "
+        "a function greedy() that returns their rewards"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcomes:
-    """N answers and what they earned.
+    """N completions and their rewards.
 
     Attributes:
-      rewards: f64[N], the whole reward of each answer; NaN where it could not be computed.
+      rewards: f64[N], the whole reward of each completion; NaN where it could not be computed.
       groups: i[N], index of the prompt.
-      action_masks: for each answer bool[C], which of its tokens the policy chose.
+      action_masks: for each completion bool[C], True at tokens that the policy chose.
       components: for each reward function its own values, f64[N], before the weight.
       weights: for each reward function its weight.
-      penalties: for each answer f64[C], what was taken from the reward at each of its tokens for
-        distance from the reference (`rewards` has their sum); None if there is no such penalty.
-      values: for each answer f32[C], what a critic expected before each of its tokens; None without
-        a critic.
-      turns: for each answer where each turn begins and ends, and what the environment gave for it
-        (`rewards` has their sum); None if answers have a single turn.
-      greedy: () -> f64[N], the reward of the greedy answer to each answer's prompt. It is sampled
-        only if it is asked for.
+      penalties: for each completion f64[C], the penalty at each token for distance from the
+        reference (`rewards` has their sum); None if there is no such penalty.
+      values: for each completion f32[C], a critic's expectation before each token; None without a
+        critic.
+      turns: for each completion the begin and end of each turn, and the environment's reward for it
+        (`rewards` has their sum); None if completions have a single turn.
+      greedy: () -> f64[N], the reward of the greedy completion of each prompt. It is sampled only
+        if it is asked for.
+
+    Example:
+      >>> masks = [np.array([True, True, False, True])]
+      >>> outcomes = Outcomes(rewards=np.array([2.0]), groups=np.array([7]), action_masks=masks)
+      >>> outcomes.lengths.tolist(), outcomes.token_rewards()[0].tolist()
+      ([3], [0.0, 0.0, 0.0, 2.0])
     """
 
     rewards: np.ndarray
@@ -48,13 +57,15 @@ class Outcomes:
 
     @property
     def lengths(self) -> np.ndarray:
-        """i[N], tokens that the policy chose."""
+        """The number of tokens that the policy chose, i[N]."""
         return np.array([int(np.sum(mask)) for mask in self.action_masks], int)
 
     def token_rewards(self) -> list[np.ndarray]:
-        """For each answer f64[C]: minus the penalty at each token that the policy chose, what the
-        environment gave for a turn at its last token, and at the last token of all the rest of the
-        reward; NaN rewards give 0."""
+        """Divides each reward over its tokens, f64[C] for each completion.
+
+        A token that the policy chose gets minus its penalty, the last token of a turn the
+        environment's reward for the turn, the very last token the rest. NaN rewards give 0.
+        """
         found = []
         for i, mask in enumerate(self.action_masks):
             rewards = np.zeros(len(mask))
@@ -73,15 +84,15 @@ class FromRewards(Protocol):
     """(rewards f[N], groups i[N]) -> advantages f32[N]."""
 
     def __call__(self, rewards: np.ndarray, groups: np.ndarray, /) -> np.ndarray:
-        """Of the reward of each answer and the index of its group."""
+        """Of the reward of each completion and the index of its group."""
         ...
 
 
 class FromOutcomes(Protocol):
-    """Everything that is known of the answers -> advantages."""
+    """(outcomes) -> advantages."""
 
     def __call__(self, outcomes: Outcomes, /) -> Advantages:
-        """f32[N], or f32[C] for each answer."""
+        """f32[N], or f32[C] for each completion."""
         ...
 
 
@@ -92,27 +103,54 @@ E = TypeVar("E", bound=Callable[..., Advantages])
 
 
 def within_group(estimator: E) -> E:
-    """Marks an estimator that compares an answer with the others to its prompt, so that a run with
-    one answer to each prompt is refused."""
+    """Marks an estimator that compares the completions of a prompt. A run with one completion per
+    prompt is then refused.
+
+    Example:
+      >>> @within_group
+      ... def above_mean(rewards, groups):
+      ...     return rewards - rewards.mean()
+      >>> compares_group(above_mean)
+      True
+    """
     estimator.within_group = True  # pyright: ignore[reportFunctionMemberAccess]
     return estimator
 
 
 def by_component(estimator: E) -> E:
-    """Marks an estimator that reads the components of the reward and not their sum, so that a run
-    that takes something from the sum alone is refused."""
+    """Marks an estimator that reads the components of the reward and not their sum. A run with a
+    penalty on the sum alone is then refused.
+
+    Example:
+      >>> @by_component
+      ... def only_the_first(outcomes):
+      ...     return next(iter(outcomes.components.values()))
+      >>> reads_components(only_the_first)
+      True
+    """
     estimator.by_component = True  # pyright: ignore[reportFunctionMemberAccess]
     return estimator
 
 
 def compares_group(estimator: AdvantageEstimator) -> bool:
-    """Whether `within_group` marked the estimator, or what a `functools.partial` of it is made
-    of."""
+    """Returns True if `within_group` marked the estimator, or the function of a partial one.
+
+    Example:
+      >>> from jaxrl.advantages import group_relative, remax
+      >>> compares_group(functools.partial(group_relative, eps=1e-4)), compares_group(remax)
+      (True, False)
+    """
     return _marked(estimator, "within_group")
 
 
 def reads_components(estimator: AdvantageEstimator) -> bool:
-    """Likewise for `by_component`."""
+    """Returns True if `by_component` marked the estimator, or the function of a partial one.
+
+    Example:
+      >>> from jaxrl.advantages import gdpo, remax
+      >>> reads_components(gdpo), reads_components(remax)
+      (True, False)
+    """
     return _marked(estimator, "by_component")
 
 
@@ -126,9 +164,18 @@ def estimate(estimator: AdvantageEstimator, outcomes: Outcomes) -> Advantages:
     """Applies an estimator: one with two parameters is given rewards and groups, one with a single
     parameter everything. Parameters with a default do not count.
 
+    Example:
+      >>> from jaxrl.advantages import centred
+      >>> masks = [np.ones(1, bool)] * 2
+      >>> outcomes = Outcomes(
+      ...     rewards=np.array([1.0, 0.0]), groups=np.array([7, 7]), action_masks=masks
+      ... )
+      >>> estimate(centred, outcomes), estimate(lambda outcomes: outcomes.rewards, outcomes)
+      (array([ 0.5, -0.5], dtype=float32), array([1., 0.]))
+
     Raises:
       ValueError: if it takes another number of parameters, or does not return one advantage for
-        each answer.
+        each completion.
     """
     required = [
         p
@@ -141,13 +188,13 @@ def estimate(estimator: AdvantageEstimator, outcomes: Outcomes) -> Advantages:
         found = estimator(outcomes.rewards, outcomes.groups)  # pyright: ignore[reportCallIssue, reportArgumentType]
     else:
         raise ValueError(
-            f"the advantage estimator {_name(estimator)} needs {len(required)} arguments; it is "
-            "given (rewards, groups), or (outcomes) if it takes one"
+            f"the advantage estimator {_name(estimator)} needs {len(required)} arguments; write "
+            "one that takes (rewards, groups), or (outcomes)"
         )
     if len(found) != len(outcomes.rewards):
         raise ValueError(
             f"the advantage estimator {_name(estimator)} returned {len(found)} advantages for "
-            f"{len(outcomes.rewards)} answers"
+            f"{len(outcomes.rewards)} completions; return one for each"
         )
     return found
 

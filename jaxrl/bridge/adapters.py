@@ -1,8 +1,8 @@
-"""Publishing low-rank adapters by themselves, through vLLM's own interface for them.
+"""Publishing of LoRA adapters alone, through vLLM's own interface.
 
-Every version is a directory in PEFT's format and an adapter with a name of its own: vLLM keys its
-cache of prompts by name and path, and requests in flight go on with the adapter that they began
-with. What the adapters belong to reaches a server once, through a `WeightPublisher`.
+Every version is a directory in PEFT's format and an adapter with a new name: vLLM keys its prefix
+cache by name and path, and requests in flight finish with the adapter they started with. The frozen
+base weights reach each server once, through a `WeightPublisher`.
 """
 
 import contextlib
@@ -11,76 +11,60 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from jaxrl.bridge.base import (
-    InFlight,
-    LostError,
     PoisonedError,
     RefusedError,
     Server,
     Timings,
+    UnavailableError,
     WeightSource,
 )
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.bridge.swap import switch
+from jaxrl.bridge.swap import swap_weights
 from jaxrl.core.precision import DType
 from jaxrl.models import peft
 from jaxrl.models.lora import Adapted
 
 
 class AdapterServer(Server, Protocol):
-    """The control side of a server that takes adapters."""
+    """Control interface of a server that takes adapters."""
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """Address of the server."""
         ...
 
-    def holds(self, label: str) -> bool:
-        """Whether the server samples from the weights that were published as `label`.
+    def serves(self, label: str) -> bool:
+        """Tells whether the server samples from the weights that were published as `label`.
 
         Raises:
-          LostError: it does not answer.
+          UnavailableError: the server does not answer.
         """
         ...
 
     def load_adapter(self, name: str, directory: Path) -> None:
-        """Makes the adapter known.
+        """Loads an adapter in PEFT's format under a name.
 
         Raises:
-          RefusedError: the server goes on without it.
-          LostError: it does not answer.
+          RefusedError: the server continues without the adapter.
+          UnavailableError: the server does not answer.
         """
         ...
 
-    def forget_adapter(self, name: str) -> None:
-        """Lets no new request name the adapter; nothing if none could, or if nobody answers."""
+    def unload_adapter(self, name: str) -> None:
+        """Unloads the adapter; new requests cannot name it. Does nothing if the server does not
+        know it or does not answer."""
         ...
 
 
 PublishBase = Callable[[Sequence[AdapterServer], WeightSource, int], None]
-"""Brings whole weights to some servers as a version; otherwise as `WeightPublisher.publish`."""
-
-
-class _Loading(NamedTuple):
-    """A `Server` whose payloads are adapters."""
-
-    server: AdapterServer
-    root: Path
-
-    def connect(self, *, root: str, wire: str, sampler: str) -> None:
-        del root, wire, sampler
-
-    def update(self, payload: str, *, version: int, in_flight: InFlight) -> Timings:
-        del version, in_flight
-        start = time.perf_counter()
-        self.server.load_adapter(payload, self.root / payload)
-        return Timings(load=time.perf_counter() - start)
+"""Publishes the base weights to some servers as a version; raises as `WeightPublisher.publish`."""
 
 
 class AdapterPublisher:
-    """Brings adapters to every server that answers."""
+    """Publishes adapters to every server that answers."""
 
     def __init__(
         self,
@@ -93,32 +77,34 @@ class AdapterPublisher:
         publish_base: PublishBase,
         keep: int = 2,
     ) -> None:
-        """Does not connect yet.
+        """Makes the publisher without connecting.
 
         Args:
           servers: they must see `root` under the same path.
-          root: an existing directory, below which each version gets one.
-          specs: of the adapters and of what they belong to.
-          base: path of the model that they belong to, for the files.
-          wire: dtype of adapters and weights on their way.
-          publish_base: see `PublishBase`; called for servers that do not hold the weights yet, as
-            after a restart, with the version of the adapters that come next.
-          keep: versions that stay, because requests may still name them.
+          root: an existing directory; each version gets a directory below it.
+          specs: of the adapters and of the base weights.
+          base: path of the base model, recorded in the adapter's files.
+          wire: dtype in which adapters and weights are sent.
+          publish_base: called with the servers that do not hold the base weights, for instance
+            after a restart, and the version of the next adapters.
+          keep: versions to keep, because requests may still name them.
         """
         self._servers, self._root = servers, root.resolve()
         self._specs, self._base, self._wire = specs, base, wire
         self._publish_base, self._keep = publish_base, keep
-        self._run = secrets.token_hex(4)  # a server may have adapters of an earlier learner
+        self._run = secrets.token_hex(4)  # a server may hold adapters of an earlier learner
         self._labels: dict[str, str] = {}
         self._names: list[str] = []
 
     def publish(self, params: Adapted, *, version: int) -> tuple[str, Timings]:
-        """Returns once every server that answers knows the adapter of `version`: the name that
-        requests give as their model, and seconds.
+        """Returns once every server that answers has loaded the adapter of `version`.
+
+        Returns:
+          The adapter's name, which requests give as their model, and the timings.
 
         Raises:
-          RefusedError: every server refused. All go on serving the adapters that they have.
-          LostError: no server answers.
+          RefusedError: every server refused. All continue to serve the adapters they have.
+          UnavailableError: no server answers.
           PoisonedError: as `publish_base`.
         """
         start = time.perf_counter()
@@ -127,58 +113,56 @@ class AdapterPublisher:
         peft.save(draft, params.adapters, specs=self._specs, base=self._base, dtype=self._wire)
         draft.rename(directory)
         written = time.perf_counter() - start
-        present = self._with_base(params, version)
         try:
-            timings = switch(
-                [_Loading(server, self._root) for server in present],
-                name,
-                version=version,
-                in_flight="keep",
+            timings = swap_weights(
+                self._with_base(params, version), lambda server: _load(server, name, directory)
             )
         except RefusedError:
-            self._forget(name)
+            self._remove(name)
             raise
         self._names.append(name)
         while len(self._names) > self._keep:
-            self._forget(self._names.pop(0))
+            self._remove(self._names.pop(0))
         return name, timings._replace(write=written)
 
     def _with_base(self, params: Adapted, version: int) -> list[AdapterServer]:
-        """The servers that hold what the adapters belong to, at least one; raises as `publish`."""
+        """Returns the servers, at least one, that hold the base weights after publishing them to
+        those that do not; raises as `publish`."""
         ready: list[AdapterServer] = []
         without: list[AdapterServer] = []
         failures: list[Exception] = []
         for server in self._servers:
             label = self._labels.get(server.url)
             try:
-                (ready if label is not None and server.holds(label) else without).append(server)
-            except LostError as error:
+                (ready if label is not None and server.serves(label) else without).append(server)
+            except UnavailableError as error:
                 failures.append(error)
         if without:
+            source = ParamsSource(params.frozen, self._specs.frozen, dtype=self._wire)
             try:
-                ready += self._bring_base(without, params, version)
-            except (RefusedError, PoisonedError, LostError) as error:
+                self._publish_base(without, source, version)
+            except (RefusedError, PoisonedError, UnavailableError) as error:
                 failures.append(error)
+            else:
+                ready += [server for server in without if self._took_base(server, version)]
         if not ready:
-            raise failures[0]
+            raise failures[0] if failures else UnavailableError("no server has the base weights")
         return ready
 
-    def _bring_base(
-        self, servers: Sequence[AdapterServer], params: Adapted, version: int
-    ) -> list[AdapterServer]:
-        """Those of the servers that have taken what the adapters belong to, at least one."""
-        source = ParamsSource(params.frozen, self._specs.frozen, dtype=self._wire)
-        self._publish_base(servers, source, version)
-        for server in servers:
-            with contextlib.suppress(LostError):
-                if server.holds(str(version)):  # else it was passed over
-                    self._labels[server.url] = str(version)
-        taken = [server for server in servers if self._labels.get(server.url) == str(version)]
-        if not taken:
-            raise LostError("no server has what the adapters belong to")
-        return taken
+    def _took_base(self, server: AdapterServer, version: int) -> bool:
+        with contextlib.suppress(UnavailableError):
+            if server.serves(str(version)):
+                self._labels[server.url] = str(version)
+                return True
+        return False
 
-    def _forget(self, name: str) -> None:
+    def _remove(self, name: str) -> None:
         for server in self._servers:
-            server.forget_adapter(name)
+            server.unload_adapter(name)
         shutil.rmtree(self._root / name, ignore_errors=True)
+
+
+def _load(server: AdapterServer, name: str, directory: Path) -> Timings:
+    start = time.perf_counter()
+    server.load_adapter(name, directory)
+    return Timings(load=time.perf_counter() - start)

@@ -1,6 +1,7 @@
-"""What a bridge is made of: a source of weights, servers that hold them, a publisher between.
+"""Interfaces of the bridge: a source of weights, servers, and a publisher between them.
 
-Nothing here or in `manifest`, `layout` and `payload` imports jax: vLLM's processes import them too.
+Neither this module nor `manifest`, `safetensors_file` and `payload` import jax: vLLM's processes
+import them too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,13 +10,13 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 InFlight = Literal["keep", "wait", "abort"]
-"""What becomes of requests in flight when the weights change: `keep` goes on with the new weights
-and a recomputed cache, `wait` lets them end first, `abort` ends them where they are, and the client
-continues them with new ones."""
+"""What a weight sync does with requests in flight: `keep` continues them with the new weights and a
+recomputed KV cache, `wait` finishes them first, `abort` ends them and the client continues their
+completions in new requests."""
 
 
 class TensorSpec(NamedTuple):
-    """One tensor as Hugging Face names and shapes it.
+    """Name, shape and dtype of one tensor in Hugging Face's convention.
 
     Attributes:
       name: Hugging Face's name.
@@ -32,16 +33,17 @@ class WeightSource(Protocol):
     """One version of all weights, in the wire dtype."""
 
     def specs(self) -> Sequence[TensorSpec]:
-        """What iteration yields, in that order, without computing it."""
+        """Returns the specs of all tensors in iteration order, without computing them."""
         ...
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Name and full host array of every tensor; an array is valid until the next is taken."""
+        """Yields name and full host array of every tensor; an array is valid until the next one is
+        taken."""
         ...
 
 
 class Timings(NamedTuple):
-    """Seconds that the parts of a publish took; where there are several servers, of the slowest."""
+    """Seconds spent in each part of a publish; of several servers the slowest counts."""
 
     write: float = 0.0
     pause: float = 0.0
@@ -49,57 +51,58 @@ class Timings(NamedTuple):
     resume: float = 0.0
 
 
-# How the engine's error messages begin, so that both ends of an HTTP connection tell them apart.
+# Prefixes of the engine's error messages, by which the client of the server recognises them.
 REFUSED, POISONED = "bridge refused:", "bridge poisoned:"
-# What the engine says, after `REFUSED`, of a learner that it has not met since its start.
-STRANGER = "no learner has connected"
+# Follows `REFUSED` if no learner has connected since the engine started.
+NOT_CONNECTED = "no learner has connected"
 
 
 class RefusedError(RuntimeError):
-    """The server refused the weights before it touched any; it still serves its old version."""
+    """The server refused the weights before changing any; it still serves its old version."""
 
 
 class PoisonedError(RuntimeError):
-    """A load failed halfway, or nobody knows how it ended: the server stays paused until a complete
+    """A load failed halfway or its outcome is unknown; the server stays paused until a complete
     publish succeeds."""
 
 
-class LostError(RuntimeError):
-    """The server does not answer, or is ill; other servers may go on without it."""
+class UnavailableError(RuntimeError):
+    """The server does not answer or fails; other servers may continue without it."""
 
 
 class Server(Protocol):
-    """The control side of one sampling server."""
+    """Control interface of one sampling server."""
 
     def connect(self, *, root: str, wire: str, sampler: str) -> None:
-        """Tells the server where payloads will lie and in which dtype; one that does not answer is
-        told at the next update.
+        """Announces the directory of the payloads and the dtypes. A server that does not answer is
+        connected at the next update.
 
         Raises:
-          RefusedError: if the server computes in another dtype than `sampler`, or has no such root.
+          RefusedError: if the server computes in another dtype than `sampler`, or does not find
+            `root`.
         """
         ...
 
     def update(self, payload: str, *, version: int, in_flight: InFlight) -> Timings:
-        """Pauses, loads `payload`, a directory below the root, names the version and resumes.
+        """Pauses, loads the directory `payload` below the root, sets the version and resumes.
 
         Raises:
           RefusedError: the old weights keep serving.
           PoisonedError: the server stays paused.
-          LostError: it does not answer.
+          UnavailableError: the server does not answer.
         """
         ...
 
 
 class WeightPublisher(Protocol):
-    """Brings weights to every server."""
+    """Publishes weights to every server."""
 
     def publish(self, source: WeightSource, *, version: int) -> Timings:
-        """Returns once every server that is well serves `version`, at least one.
+        """Returns once every healthy server, at least one, serves `version`.
 
         Raises:
           RefusedError: every server refused and serves its old version.
-          PoisonedError: none serves `version`, and one stays paused; publish again.
-          LostError: no server answers.
+          PoisonedError: no server serves `version`, and one stays paused; publish again.
+          UnavailableError: no server answers.
         """
         ...

@@ -1,4 +1,4 @@
-"""Publishing through a directory that learner and servers share: each version a HF checkpoint."""
+"""Publishing through a shared directory; each version is a Hugging Face checkpoint."""
 
 import os
 import shutil
@@ -11,14 +11,14 @@ import numpy as np
 
 from jaxrl.bridge import payload, safetensors_file
 from jaxrl.bridge.base import InFlight, Server, Timings, WeightSource
-from jaxrl.bridge.swap import switch
+from jaxrl.bridge.swap import swap_weights
 
-# Beside the weights a checkpoint has its configuration and its tokenizer.
+# Weights of the model's checkpoint; all its other files are copied.
 _NOT_COPIED = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
 _MAX_FILE_BYTES = 5 * 10**9
 
 
-def export(
+def write_checkpoint(
     source: WeightSource,
     directory: Path,
     *,
@@ -30,10 +30,10 @@ def export(
 
     Args:
       source: the weights.
-      directory: what to make; its parent must exist.
-      version: for the manifest.
-      model_dir: the checkpoint that configuration and tokenizer are copied from.
-      max_file_bytes: a safetensors file is not larger, unless one tensor is.
+      directory: the new directory; its parent must exist.
+      version: recorded in the manifest.
+      model_dir: the checkpoint to copy configuration and tokenizer from.
+      max_file_bytes: limit for a safetensors file, exceeded only by a single larger tensor.
 
     Raises:
       FileExistsError: if `directory` exists.
@@ -43,9 +43,9 @@ def export(
     draft = directory.with_name(f".{directory.name}.{os.getpid()}")
     draft.mkdir()
     try:
-        files = safetensors_file.plan(source.specs(), max_file_bytes=max_file_bytes)
+        files = safetensors_file.plan_files(source.specs(), max_file_bytes=max_file_bytes)
         if len(files) > 1:
-            (draft / "model.safetensors.index.json").write_text(safetensors_file.index(files))
+            (draft / "model.safetensors.index.json").write_text(safetensors_file.index_json(files))
         for item in sorted(model_dir.iterdir()):
             if item.is_file() and not item.name.endswith((*_NOT_COPIED, "manifest.json")):
                 shutil.copyfile(item, draft / item.name)
@@ -54,10 +54,10 @@ def export(
                 file.name: stack.enter_context((draft / file.name).open("wb")) for file in files
             }
 
-            def put(file: str, offset: int, data: np.ndarray) -> None:
+            def write_bytes(file: str, offset: int, data: np.ndarray) -> None:
                 os.pwrite(handles[file].fileno(), data.data, offset)
 
-            written = payload.write(source, files, put, version=version)
+            written = payload.write_tensors(source, files, write_bytes, version=version)
             for handle in handles.values():
                 os.fsync(handle.fileno())
         payload.write_manifest(draft, written)
@@ -70,9 +70,8 @@ def export(
 class DirectoryPublisher:
     """A `WeightPublisher` through a shared file system.
 
-    Version n becomes the checkpoint `root/version-n`, which any program can load; the last `keep`
-    versions that were published stay. A run that goes on publishes some versions again: what lies
-    there of them is replaced.
+    Version n becomes the checkpoint `root/version-n`, which any program can load. The last `keep`
+    published versions are kept. A resumed run publishes some versions again and replaces them.
     """
 
     def __init__(
@@ -86,22 +85,25 @@ class DirectoryPublisher:
         in_flight: InFlight = "keep",
         keep: int = 2,
     ) -> None:
-        """Connects; servers must see the directory under the same path.
+        """Connects the servers, which must see the directory under the same path.
 
         Args:
-          servers: who is told.
-          root: made if it is missing.
-          model_dir: the checkpoint that configuration and tokenizer are copied from.
-          wire: the precision policy's role.
-          sampler: likewise.
-          in_flight: what becomes of requests in flight.
-          keep: at least 2, so that no version vanishes under a server that still reads it.
+          servers: the servers to update.
+          root: created if missing.
+          model_dir: the checkpoint to copy configuration and tokenizer from.
+          wire: dtype of the published tensors.
+          sampler: dtype that the servers compute in.
+          in_flight: what happens to requests in flight.
+          keep: versions to keep, at least 2, so that none is deleted while a server reads it.
 
         Raises:
           RefusedError: if a server computes in another dtype than `sampler`.
+          ValueError: if `keep` is below 2.
         """
         if keep < 2:
-            raise ValueError(f"keep={keep}: two versions must stay, one may still be read")
+            raise ValueError(
+                f"keep={keep}: it must be at least 2, as a server may still read the last"
+            )
         root.mkdir(parents=True, exist_ok=True)
         self._root, self._model_dir = root, model_dir
         self._servers = servers
@@ -119,10 +121,13 @@ class DirectoryPublisher:
         if directory in self._published:
             self._published.remove(directory)
             shutil.rmtree(directory)
-        export(source, directory, version=version, model_dir=self._model_dir)
+        write_checkpoint(source, directory, version=version, model_dir=self._model_dir)
         self._published.append(directory)
         written = time.perf_counter() - start
-        timings = switch(self._servers, directory.name, version=version, in_flight=self._in_flight)
+        name, in_flight = directory.name, self._in_flight
+        timings = swap_weights(
+            self._servers, lambda s: s.update(name, version=version, in_flight=in_flight)
+        )
         while len(self._published) > self._keep:
             shutil.rmtree(self._published.pop(0))
         return timings._replace(write=written)

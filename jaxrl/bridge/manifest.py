@@ -1,9 +1,10 @@
-"""What a payload says of itself: a version, and every tensor's name, shape, place and checksum."""
+"""Manifest of a payload: its version, and name, shape, location and checksum of every tensor."""
 
 import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,15 +18,15 @@ FORMAT = 1
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-# The checksum adds 64-bit words in columns, 256 rows to a chunk, and hashes the sums: as fast as
-# the memory, and any changed, moved or torn word shows. A prime number of columns keeps rows of a
-# matrix from coinciding with rows of the chunk.
+# The checksum adds 64-bit words in columns, 256 rows per chunk, and hashes the sums. It runs at
+# memory speed and detects any changed, moved or torn word. The number of columns is prime, so that
+# rows of a matrix do not coincide with rows of the chunk.
 _COLUMNS = 1021
 CHUNK_BYTES = 256 * _COLUMNS * 8
 
 
 class ManifestError(ValueError):
-    """A payload that must not be loaded; the message names the tensor or the field."""
+    """The payload must not be loaded; the message names the tensor or the field."""
 
 
 class Entry(NamedTuple):
@@ -34,8 +35,8 @@ class Entry(NamedTuple):
     Attributes:
       name, shape, dtype: as in `TensorSpec`.
       file: name of the file that holds it, beside the manifest.
-      offset: where its bytes begin in the file; they are little-endian, in C order, without gaps.
-      checksum: of its bytes, see `checksum`.
+      offset: of the first byte in the file; bytes are little-endian, in C order, without gaps.
+      checksum: of these bytes, see `checksum`.
     """
 
     name: str
@@ -47,12 +48,12 @@ class Entry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class Manifest(NamedTuple):
-    """What a payload holds.
+    """Contents of a payload.
 
     Attributes:
       version: the learner's policy version, 0 or more.
@@ -64,7 +65,7 @@ class Manifest(NamedTuple):
 
 
 def chunk_sums(chunk: np.ndarray) -> bytes:
-    """The part of a checksum that comes from u8[N] bytes, at most CHUNK_BYTES of them."""
+    """Returns the partial sums of one chunk, u8[N] with N at most CHUNK_BYTES."""
     if chunk.nbytes <= 8 * _COLUMNS:
         return chunk.tobytes()
     words = chunk[: chunk.nbytes // 8 * 8].view(np.uint64)
@@ -84,17 +85,17 @@ def combine_sums(sums: Sequence[bytes], *, nbytes: int) -> str:
 
 
 def chunks(data: np.ndarray) -> list[np.ndarray]:
-    """u8[N] in consecutive views of CHUNK_BYTES."""
+    """Splits u8[N] into consecutive views of CHUNK_BYTES."""
     return [data[i : i + CHUNK_BYTES] for i in range(0, data.nbytes, CHUNK_BYTES)]
 
 
 def checksum(data: np.ndarray) -> str:
-    """128 bits over u8[N], as hexadecimal digits."""
+    """Returns a 128-bit checksum of u8[N] as hexadecimal digits."""
     return combine_sums([chunk_sums(chunk) for chunk in chunks(data)], nbytes=data.nbytes)
 
 
 def dump(manifest: Manifest) -> str:
-    """The text of a manifest file."""
+    """Returns the text of a manifest file."""
     entries = [entry._asdict() for entry in manifest.entries]
     return json.dumps({"format": FORMAT, "version": manifest.version, "tensors": entries})
 
@@ -103,8 +104,8 @@ def parse(text: str) -> Manifest:
     """Reads the text of a manifest file.
 
     Raises:
-      ManifestError: for anything that `dump` does not write, an unknown dtype, a file name that
-        leaves the directory, or a name that occurs twice.
+      ManifestError: if `dump` could not have written the text, a dtype is unknown, a file name
+        leaves the directory, or a tensor occurs twice.
     """
     try:
         raw = json.loads(text)
@@ -113,14 +114,15 @@ def parse(text: str) -> Manifest:
     if not isinstance(raw, dict) or raw.keys() != {"format", "version", "tensors"}:
         raise ManifestError("the manifest must have exactly the keys format, version and tensors")
     if raw["format"] != FORMAT:
-        raise ManifestError(f"manifest format {raw['format']!r}; this side reads {FORMAT}")
+        raise ManifestError(f"manifest format {raw['format']!r} is unknown; expected {FORMAT}")
     if not _count(raw["version"]) or not isinstance(raw["tensors"], list):
-        raise ManifestError("the manifest's version must be a count and its tensors a list")
+        raise ManifestError(
+            "the manifest's version must be an integer of at least 0 and its tensors a list"
+        )
     entries = tuple(_entry(item) for item in raw["tensors"])
-    names = [entry.name for entry in entries]
-    twice = sorted({name for name in names if names.count(name) > 1}) if _repeats(names) else []
-    if twice:
-        raise ManifestError(f"{twice[0]}: stands in the manifest twice")
+    repeated = [name for name, n in Counter(entry.name for entry in entries).items() if n > 1]
+    if repeated:
+        raise ManifestError(f"{repeated[0]}: occurs twice in the manifest")
     return Manifest(raw["version"], entries)
 
 
@@ -128,7 +130,7 @@ def read(directory: Path) -> Manifest:
     """Reads the manifest of a payload.
 
     Raises:
-      ManifestError: if there is none or it is not valid.
+      ManifestError: if it is missing or invalid.
     """
     try:
         return parse((directory / FILE).read_text())
@@ -137,10 +139,10 @@ def read(directory: Path) -> Manifest:
 
 
 def check_tensors(entries: Sequence[Entry], expected: Sequence[TensorSpec]) -> None:
-    """Compares a manifest's tensors with what a model needs.
+    """Checks that a manifest has exactly the tensors that a model needs.
 
     Raises:
-      ManifestError: for the first tensor that is missing, surplus, misshapen or of another dtype.
+      ManifestError: if a tensor is missing, unexpected, or of another shape or dtype.
     """
     needed, held = {spec.name: spec for spec in expected}, {entry.name for entry in entries}
     for name in needed:
@@ -148,12 +150,12 @@ def check_tensors(entries: Sequence[Entry], expected: Sequence[TensorSpec]) -> N
             raise ManifestError(f"{name}: missing; the model needs it")
     for entry in entries:
         if entry.name not in needed:
-            raise ManifestError(f"{entry.name}: surplus; the model has no such tensor")
+            raise ManifestError(f"{entry.name}: unexpected; the model has no such tensor")
         spec = needed[entry.name]
         if entry.shape != spec.shape:
             raise ManifestError(f"{entry.name}: shape {entry.shape}; the model needs {spec.shape}")
         if entry.dtype != spec.dtype:
-            raise ManifestError(f"{entry.name}: {entry.dtype}; {spec.dtype} was agreed")
+            raise ManifestError(f"{entry.name}: dtype {entry.dtype}; expected {spec.dtype}")
 
 
 def _entry(item: Any) -> Entry:
@@ -163,7 +165,7 @@ def _entry(item: Any) -> Entry:
     if not isinstance(name, str) or not name:
         raise ManifestError(f"a tensor of the manifest has the name {name!r}")
     if not isinstance(item["shape"], list) or not all(_count(n) for n in item["shape"]):
-        raise ManifestError(f"{name}: the shape {item['shape']!r} is not a list of counts")
+        raise ManifestError(f"{name}: the shape {item['shape']!r} is not a list of sizes")
     if item["dtype"] not in ITEM_BYTES:
         raise ManifestError(f"{name}: dtype {item['dtype']!r}; known are {', '.join(ITEM_BYTES)}")
     if not isinstance(item["file"], str) or not _FILE_NAME.fullmatch(item["file"]):
@@ -171,13 +173,11 @@ def _entry(item: Any) -> Entry:
             f"{name}: {item['file']!r} is not the name of a file beside the manifest"
         )
     if not _count(item["offset"]) or not isinstance(item["checksum"], str):
-        raise ManifestError(f"{name}: the offset must be a count and the checksum a text")
+        raise ManifestError(
+            f"{name}: the offset must be an integer of at least 0 and the checksum a string"
+        )
     return Entry(**{**item, "shape": tuple(item["shape"])})
 
 
 def _count(value: Any) -> bool:
     return type(value) is int and value >= 0
-
-
-def _repeats(names: Sequence[str]) -> bool:
-    return len(set(names)) < len(names)

@@ -1,4 +1,4 @@
-"""Writing the tensors of a source into the files of a payload, and reading them back, checked."""
+"""Writes the tensors of a source to the files of a payload, and maps and checks them."""
 
 import mmap
 import os
@@ -12,13 +12,13 @@ import numpy as np
 from jaxrl.bridge import manifest
 from jaxrl.bridge.base import WeightSource
 from jaxrl.bridge.manifest import Entry, Manifest, ManifestError
-from jaxrl.bridge.safetensors_file import File
+from jaxrl.bridge.safetensors_file import SafetensorsFile
 
-# Copying and adding release the interpreter's lock; two threads fill the memory's bandwidth.
+# Copying and summing release the GIL; two threads saturate the memory's bandwidth.
 _THREADS = 2
 
 
-class Put(Protocol):
+class WriteBytes(Protocol):
     """Writes u8[N] to a file of the payload at an offset; called from several threads."""
 
     def __call__(self, file: str, offset: int, data: np.ndarray) -> None:
@@ -26,18 +26,20 @@ class Put(Protocol):
         ...
 
 
-def write(source: WeightSource, files: Sequence[File], put: Put, *, version: int) -> Manifest:
-    """Writes every tensor once and returns the manifest.
+def write_tensors(
+    source: WeightSource, files: Sequence[SafetensorsFile], write_bytes: WriteBytes, *, version: int
+) -> Manifest:
+    """Writes every tensor and returns the manifest.
 
     Raises:
-      ValueError: if the source yields another tensor than its specs announced.
+      ValueError: if the source yields a tensor that differs from its spec.
     """
-    places = [(file.name, spec, offset) for file in files for spec, offset in file.places]
+    locations = [(file.name, spec, offset) for file in files for spec, offset in file.tensors]
     entries = []
     for file in files:
-        put(file.name, 0, np.frombuffer(file.head, np.uint8))
+        write_bytes(file.name, 0, np.frombuffer(file.header, np.uint8))
     with ThreadPoolExecutor(_THREADS) as pool:
-        for (file, spec, offset), (name, array) in zip(places, source, strict=True):
+        for (file, spec, offset), (name, array) in zip(locations, source, strict=True):
             if (name, array.shape, array.dtype.name) != spec:
                 raise ValueError(
                     f"the source announced {spec} and yielded {name} {array.dtype} {array.shape}"
@@ -45,7 +47,7 @@ def write(source: WeightSource, files: Sequence[File], put: Put, *, version: int
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
             def copy(chunk: np.ndarray, at: int, file: str = file) -> bytes:
-                put(file, at, chunk)
+                write_bytes(file, at, chunk)
                 return manifest.chunk_sums(chunk)
 
             parts = manifest.chunks(data)
@@ -57,18 +59,18 @@ def write(source: WeightSource, files: Sequence[File], put: Put, *, version: int
 
 
 def write_manifest(directory: Path, content: Manifest) -> None:
-    """Makes a payload valid: its manifest appears whole or not at all."""
+    """Completes a payload: its manifest appears whole or not at all."""
     draft = directory / f".{manifest.FILE}"
     draft.write_text(manifest.dump(content))
     draft.replace(directory / manifest.FILE)
 
 
-class Mapped(NamedTuple):
-    """A tensor of a payload in memory.
+class MappedTensor(NamedTuple):
+    """A tensor of a payload, mapped into memory.
 
     Attributes:
-      entry: what the manifest says.
-      data: u8[N], its bytes, mapped and not copied.
+      entry: entry of the manifest.
+      data: u8[N] bytes, not copied.
     """
 
     entry: Entry
@@ -76,10 +78,10 @@ class Mapped(NamedTuple):
 
 
 def resolve(root: Path, payload: str) -> Path:
-    """The directory of a payload.
+    """Returns the directory of a payload.
 
     Raises:
-      ManifestError: if it is not an existing directory below the root, links followed.
+      ManifestError: if it is not an existing directory below the root after following links.
     """
     directory = (root / payload).resolve()
     if directory == root or not directory.is_relative_to(root):
@@ -89,11 +91,11 @@ def resolve(root: Path, payload: str) -> Path:
     return directory
 
 
-def open_tensors(directory: Path, entries: Sequence[Entry]) -> list[Mapped]:
-    """Maps the files and finds every tensor; reads no tensor.
+def open_tensors(directory: Path, entries: Sequence[Entry]) -> list[MappedTensor]:
+    """Maps the files and locates every tensor without reading it.
 
     Raises:
-      ManifestError: if a file is a link, cannot be opened or is too short for a tensor.
+      ManifestError: if a file is a link, cannot be opened or is too short.
     """
     files = {name: _map(directory / name) for name in dict.fromkeys(e.file for e in entries)}
     mapped = []
@@ -104,15 +106,15 @@ def open_tensors(directory: Path, entries: Sequence[Entry]) -> list[Mapped]:
                 f"{entry.name}: needs {entry.nbytes} bytes at {entry.offset} of {entry.file}, "
                 f"which has {files[entry.file].nbytes}"
             )
-        mapped.append(Mapped(entry, data))
+        mapped.append(MappedTensor(entry, data))
     return mapped
 
 
-def check_bytes(tensors: Sequence[Mapped]) -> None:
+def check_bytes(tensors: Sequence[MappedTensor]) -> None:
     """Compares every tensor's bytes with its checksum.
 
     Raises:
-      ManifestError: for the first that differs.
+      ManifestError: if one differs.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
         for tensor, found in zip(tensors, _checksums(pool, tensors), strict=True):
@@ -123,7 +125,7 @@ def check_bytes(tensors: Sequence[Mapped]) -> None:
                 )
 
 
-def _checksums(pool: ThreadPoolExecutor, tensors: Sequence[Mapped]) -> Iterator[str]:
+def _checksums(pool: ThreadPoolExecutor, tensors: Sequence[MappedTensor]) -> Iterator[str]:
     parts = [manifest.chunks(tensor.data) for tensor in tensors]
     sums = pool.map(manifest.chunk_sums, (chunk for chunks in parts for chunk in chunks))
     for tensor, chunks in zip(tensors, parts, strict=True):
@@ -134,13 +136,12 @@ def _map(path: Path) -> np.ndarray:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
-            # Private, so that consumers which ask for writable memory can be given it.
-            content = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=_READ_WRITE)
+            # Private, so that consumers that need writable memory get it.
+            content = mmap.mmap(
+                descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
         finally:
             os.close(descriptor)
     except (OSError, ValueError) as error:
         raise ManifestError(f"{path} cannot be mapped: {error}") from None
     return np.frombuffer(content, np.uint8)
-
-
-_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE

@@ -1,8 +1,8 @@
-"""Where tensors lie in a payload's files, which are safetensors files.
+"""Layout of a payload's safetensors files.
 
-The format (huggingface/safetensors): eight bytes with the length of a JSON header, the header, and
-the tensors' bytes without gaps. Written here tensor by tensor, because the library's writer wants
-all of them at once.
+The format (huggingface/safetensors) is eight bytes with the length of a JSON header, the header,
+and the tensors' bytes without gaps. Files are written here tensor by tensor: the library's writer
+needs all tensors in memory at once.
 """
 
 import json
@@ -19,37 +19,38 @@ _FROM_FORMAT = {code: dtype for dtype, code in _TO_FORMAT.items()}
 _ALIGNMENT = 64
 
 
-class File(NamedTuple):
-    """A file to be written.
+class SafetensorsFile(NamedTuple):
+    """Contents of a file to be written.
 
     Attributes:
-      name: in the payload's directory.
-      head: the bytes before the first tensor.
-      places: (tensor, offset of its first byte in the file), in order.
-      nbytes: size of the file.
+      name: file name in the payload's directory.
+      header: the bytes before the first tensor.
+      tensors: (tensor, offset of its first byte in the file), in order.
+      nbytes: size of the file in bytes.
     """
 
     name: str
-    head: bytes
-    places: tuple[tuple[TensorSpec, int], ...]
+    header: bytes
+    tensors: tuple[tuple[TensorSpec, int], ...]
     nbytes: int
 
 
-def size(spec: TensorSpec) -> int:
-    """Bytes of a tensor."""
+def tensor_bytes(spec: TensorSpec) -> int:
+    """Returns the size of a tensor in bytes."""
     return math.prod(spec.shape) * ITEM_BYTES[spec.dtype]
 
 
-def plan(specs: Sequence[TensorSpec], *, max_file_bytes: int | None = None) -> list[File]:
-    """Distributes tensors over files, in order; one file where no limit is given.
+def plan_files(
+    specs: Sequence[TensorSpec], *, max_file_bytes: float = math.inf
+) -> list[SafetensorsFile]:
+    """Distributes tensors over files, in order; without a limit there is one file.
 
-    A tensor larger than the limit gets a file of its own. Names are Hugging Face's:
-    model.safetensors, or model-00001-of-00002.safetensors and so on.
+    A tensor larger than the limit gets its own file. Names are Hugging Face's: model.safetensors,
+    or model-00001-of-00002.safetensors and so on.
     """
     groups: list[list[TensorSpec]] = [[]]
-    room = math.inf if max_file_bytes is None else max_file_bytes
     for spec in specs:
-        if groups[-1] and sum(map(size, groups[-1])) + size(spec) > room:
+        if groups[-1] and sum(map(tensor_bytes, groups[-1])) + tensor_bytes(spec) > max_file_bytes:
             groups.append([])
         groups[-1].append(spec)
     if len(groups) == 1:
@@ -60,23 +61,25 @@ def plan(specs: Sequence[TensorSpec], *, max_file_bytes: int | None = None) -> l
     ]
 
 
-def index(files: Sequence[File]) -> str:
-    """The text of model.safetensors.index.json, which a checkpoint of several files needs."""
-    total = sum(size(spec) for file in files for spec, _ in file.places)
-    where = {spec.name: file.name for file in files for spec, _ in file.places}
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
+def index_json(files: Sequence[SafetensorsFile]) -> str:
+    """Returns the text of model.safetensors.index.json for a checkpoint of several files."""
+    total = sum(tensor_bytes(spec) for file in files for spec, _ in file.tensors)
+    weight_map = {spec.name: file.name for file in files for spec, _ in file.tensors}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
 
 
 def read_specs(directory: Path) -> list[TensorSpec]:
-    """Names, shapes and dtypes of all tensors in a checkpoint directory's safetensors files, except
-    buffers of old exports that follow from the config; `models.huggingface` ignores them, too.
+    """Reads names, shapes and dtypes of all tensors of a safetensors checkpoint.
+
+    Skips the rotary buffers of old exports, as `models.huggingface` does.
 
     Raises:
-      ValueError: if there is no such file, one is not valid or holds another dtype.
+      ValueError: if there is no safetensors file, or one is invalid or holds another dtype.
     """
     listing = directory / "model.safetensors.index.json"
     if listing.exists():
-        files = [directory / n for n in sorted(set(_json(listing)["weight_map"].values()))]
+        weight_map = json.loads(listing.read_text())["weight_map"]
+        files = [directory / name for name in sorted(set(weight_map.values()))]
     else:
         files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -85,22 +88,22 @@ def read_specs(directory: Path) -> list[TensorSpec]:
     return [spec for spec in specs if not spec.name.endswith("rotary_emb.inv_freq")]
 
 
-def _file(name: str, specs: Sequence[TensorSpec]) -> File:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _file(name: str, specs: Sequence[TensorSpec]) -> SafetensorsFile:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, end = [], 0
     for spec in specs:
         starts.append(end)
-        end += size(spec)
-        header[spec.name] = {
+        end += tensor_bytes(spec)
+        entries[spec.name] = {
             "dtype": _TO_FORMAT[spec.dtype],
             "shape": list(spec.shape),
             "data_offsets": [starts[-1], end],
         }
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
-    head = len(text).to_bytes(8, "little") + text
-    places = tuple((spec, len(head) + start) for spec, start in zip(specs, starts, strict=True))
-    return File(name, head, places, len(head) + end)
+    header = len(text).to_bytes(8, "little") + text
+    tensors = tuple((spec, len(header) + start) for spec, start in zip(specs, starts, strict=True))
+    return SafetensorsFile(name, header, tensors, len(header) + end)
 
 
 def _read_header(file: Path) -> list[TensorSpec]:
@@ -114,7 +117,3 @@ def _read_header(file: Path) -> list[TensorSpec]:
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
         raise ValueError(f"{file} is not a safetensors file of known dtypes: {error!r}") from None
-
-
-def _json(path: Path) -> Any:
-    return json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Publishing to servers on the same host through two reused files in memory."""
+"""Publishing to servers on the same host through two reused files in shared memory."""
 
 import contextlib
 import mmap
@@ -9,35 +9,34 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
 
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import InFlight, Server, TensorSpec, Timings, WeightSource
-from jaxrl.bridge.safetensors_file import File, plan
-from jaxrl.bridge.swap import switch
+from jaxrl.bridge.safetensors_file import SafetensorsFile, plan_files
+from jaxrl.bridge.swap import swap_weights
 
 MEMORY = Path("/dev/shm")
 _PREFIX = "jaxrl-"
 
 
 class _Slot:
-    """A payload whose one file stays mapped, because fresh pages cost more than copying."""
+    """A payload whose file stays mapped: allocating new pages costs more than copying."""
 
-    def __init__(self, directory: Path, file: File) -> None:
+    def __init__(self, directory: Path, file: SafetensorsFile) -> None:
         directory.mkdir()
         self.directory = directory
         self._files = [file]
         with (directory / file.name).open("x+b") as stream:
-            os.posix_fallocate(stream.fileno(), 0, file.nbytes)  # a full memory fails here
+            os.posix_fallocate(stream.fileno(), 0, file.nbytes)  # fails here if memory is full
             self._map = mmap.mmap(stream.fileno(), file.nbytes)
         self._bytes = np.frombuffer(self._map, np.uint8)
 
     def fill(self, source: WeightSource, *, version: int) -> None:
         (self.directory / manifest.FILE).unlink(missing_ok=True)
-        written = payload.write(source, self._files, self._put, version=version)
+        written = payload.write_tensors(source, self._files, self._put, version=version)
         payload.write_manifest(self.directory, written)
 
     def _put(self, file: str, offset: int, data: np.ndarray) -> None:
@@ -45,11 +44,11 @@ class _Slot:
 
 
 class SharedMemoryPublisher:
-    """A `WeightPublisher` for servers that see this host's memory.
+    """A `WeightPublisher` for servers on the same host.
 
-    Two slots take turns, each a safetensors file with its manifest, so that a slot is never written
-    while a server may still read it. They hold twice the weights' size in the wire dtype until
-    `close`. What a killed process of the same user left behind is removed by the next.
+    Two slots, each a safetensors file with its manifest, are written in turn, so that none is
+    written while a server may read it. They occupy twice the weights' size in the wire dtype until
+    `close`. Slots that a killed process of the same user left behind are removed.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class SharedMemoryPublisher:
         in_flight: InFlight = "keep",
         memory: Path = MEMORY,
     ) -> None:
-        """Connects.
+        """Connects the servers.
 
         Raises:
           RefusedError: if a server computes in another dtype than `sampler`.
@@ -80,7 +79,7 @@ class SharedMemoryPublisher:
             raise
 
     def publish(self, source: WeightSource, *, version: int) -> Timings:
-        """See `WeightPublisher.publish`. Servers go on sampling while the slot is written."""
+        """See `WeightPublisher.publish`. Servers keep sampling while the slot is written."""
         start = time.perf_counter()
         specs = list(source.specs())
         if specs != self._specs:
@@ -89,32 +88,28 @@ class SharedMemoryPublisher:
         self._slots.append(slot)
         slot.fill(source, version=version)
         written = time.perf_counter() - start
-        timings = switch(
-            self._servers, slot.directory.name, version=version, in_flight=self._in_flight
+        name, in_flight = slot.directory.name, self._in_flight
+        timings = swap_weights(
+            self._servers, lambda s: s.update(name, version=version, in_flight=in_flight)
         )
         return timings._replace(write=written)
 
     def close(self) -> None:
-        """Frees the memory; servers keep what they have loaded."""
+        """Frees the memory; servers keep the weights they have loaded."""
         self._slots.clear()
         shutil.rmtree(self._root, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _make_slots(self, specs: list[TensorSpec]) -> None:
         self._slots.clear()
         for directory in self._root.iterdir():
             shutil.rmtree(directory)
-        (file,) = plan(specs)
+        (file,) = plan_files(specs)
         self._slots = [_Slot(self._root / f"slot-{i}", file) for i in range(2)]
         self._specs = specs
 
@@ -122,7 +117,7 @@ class SharedMemoryPublisher:
 def _remove_leftovers(memory: Path) -> None:
     for directory in memory.glob(f"{_PREFIX}*"):
         owner = re.fullmatch(rf"{_PREFIX}(\d+)-.*", directory.name)
-        # Another user's directory cannot be looked into, and another's process stays untouched.
+        # Directories of other users and of running processes stay.
         with contextlib.suppress(OSError):
             if owner and directory.stat().st_uid == os.getuid() and not _alive(int(owner[1])):
                 shutil.rmtree(directory)

@@ -1,4 +1,4 @@
-"""The learner's parameters as Hugging Face tensors."""
+"""Weight source over the learner's parameters, as Hugging Face tensors."""
 
 import functools
 from collections import deque
@@ -16,17 +16,20 @@ from jaxrl.core.precision import DType
 from jaxrl.models import spec
 from jaxrl.models.spec import Params, ParamSpec, Specs
 
-# Tensors that are being converted and gathered while the one before is written.
+# Tensors that are converted and gathered while an earlier one is written.
 _AHEAD = 1
 
 
 class ParamsSource:
     """A `WeightSource` over the learner's parameters.
 
-    Tensors are unstacked from the layers, cast on the device and gathered from the mesh one at a
-    time, so that at most two of them exist besides the parameters; where nothing has to be cast or
-    gathered, none does. The experts of a layer count as one. The parameters must not be donated
-    before iteration ends. Over several processes all must iterate, in the same order.
+    Tensors are unstacked from the layers, cast on the device and gathered from the mesh one by one,
+    so at most two copies exist besides the parameters (the experts of a layer count as one), and
+    none where nothing must be cast or gathered. Do not donate the parameters before iteration ends.
+    With several processes all must iterate, in the same order.
+
+    Raises:
+      ValueError: if the parameters are not those of the specs.
     """
 
     def __init__(self, params: Params, specs: Specs, *, dtype: DType) -> None:
@@ -39,7 +42,7 @@ class ParamsSource:
         self._dtype = dtype
 
     def specs(self) -> list[TensorSpec]:
-        """What iteration yields."""
+        """See `WeightSource.specs`."""
         return [
             TensorSpec(name, part.tensor_shape, self._dtype.name)
             for _, part in self._parts
@@ -56,7 +59,7 @@ class ParamsSource:
             yield from _fetch(*ahead.popleft())
 
     def _tasks(self) -> Iterator[tuple[ParamSpec, list[str], Callable[[], Any]]]:
-        """What is fetched at once: a layer of a parameter, and the names of its tensors."""
+        """Yields what is fetched at once: one layer of a parameter, and its tensors' names."""
         for array, part in self._parts:
             prepare = _prepare(array, part, self._dtype)
             names = part.hf_names()
@@ -70,10 +73,10 @@ def _fetch(part: ParamSpec, names: list[str], array: Any) -> Iterator[tuple[str,
 
 
 def _prepare(array: Any, part: ParamSpec, dtype: DType) -> Callable[[int], Any]:
-    """The function from a layer's index to its tensors, on the device or as a view on the host."""
+    """Returns a function from a layer's index to its tensors, on the device or a host view."""
     on_host = len(array.sharding.device_set) == 1 and next(iter(array.devices())).platform == "cpu"
     if on_host and array.dtype == dtype:
-        host = np.asarray(array)  # the parameters' own memory
+        host = np.asarray(array)  # a view, not a copy
         return host.__getitem__ if part.stacked else lambda _: host
     mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
     whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())

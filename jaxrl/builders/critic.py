@@ -1,4 +1,4 @@
-"""The critic of a run, as its config says: a network of its own, or a head on the policy's."""
+"""Builds the critic of a run: a separate network, or a value head on the policy's."""
 
 import dataclasses
 
@@ -7,7 +7,6 @@ import jax
 from jaxrl.builders.model import load_scorer
 from jaxrl.builders.optimizer import Optimizer, make_optimizer, state_shardings
 from jaxrl.config.training import Config
-from jaxrl.core import precision
 from jaxrl.learner.actor_critic import ActorCritic, State, shared_trunk, side_by_side
 from jaxrl.learner.critic import make_critic
 from jaxrl.learner.policy import VALUE_HEAD, Learner
@@ -19,7 +18,7 @@ from jaxrl.models.spec import Params, Specs
 from sharding.partition import Layout
 from sharding.transfer import place
 
-_COEFFICIENT = 0.1  # TRL's; OpenAI's is 0.5 and of a loss that is twice ours
+_COEFFICIENT = 0.1  # as in TRL; OpenAI has 0.5, for a loss twice as large as ours
 
 
 def open_critic(
@@ -31,12 +30,12 @@ def open_critic(
     shardings: LearnerState,
     layout: Layout,
 ) -> tuple[ActorCritic, LearnerState]:
-    """Policy and critic, compiled, and the critic's state before the first step.
+    """Compiles policy and critic together; returns them with the critic's initial state.
 
     Args:
       config: of the run.
       recipe: one with a critic.
-      learner: of the policy, not compiled.
+      learner: the policy's, not compiled.
       model: the policy's.
       shardings: of the policy's state.
       layout: the learner's devices.
@@ -60,7 +59,7 @@ def _own_network(
 ) -> tuple[ActorCritic, Params, Specs]:
     del model
     assert recipe.critic is not None
-    policy = precision.parse(config.precision)
+    policy = config.policy
     scorer, params = load_scorer(
         config.critic.path or config.model.path,
         layout=layout,
@@ -83,7 +82,7 @@ def _shared_trunk(
     config: Config, recipe: Recipe, *, learner: Learner, model: Model, layout: Layout
 ) -> tuple[ActorCritic, Params, Specs]:
     del learner
-    policy = precision.parse(config.precision)
+    policy = config.policy
     scorer = param_specs(dataclasses.replace(model.config, scored=True))
     specs = {VALUE_HEAD: scorer[VALUE_HEAD]}
     both = {**model.specs, **specs}
@@ -93,7 +92,7 @@ def _shared_trunk(
     pure = shared_trunk(
         model,
         recipe,
-        coefficient=config.critic.coefficient or _COEFFICIENT,
+        coefficient=_COEFFICIENT,
         optimizer=optimizer.transformation,
         head_optimizer=_optimizer(config, specs).transformation,
         precision=policy,
@@ -101,12 +100,12 @@ def _shared_trunk(
         temperature=config.sampling.temperature,
         param_shardings=layout.tree(both) if layout.mesh.size > 1 else None,
     )
-    head = spec.init(specs, jax.random.key(0), dtype=policy.params)  # zeros, as its spec says
+    head = spec.init(specs, jax.random.key(0), dtype=policy.params)  # zeros: its spec says so
     return pure, place(head, layout.tree(specs)), specs
 
 
 def _optimizer(config: Config, specs: Specs) -> Optimizer:
-    """As the policy's, with the critic's learning rate."""
+    """Makes the policy's optimizer with the critic's learning rate."""
     return make_optimizer(
         config.optimizer.model_copy(update={"learning_rate": config.critic.learning_rate}),
         total_steps=config.optimizer_steps,

@@ -1,4 +1,4 @@
-"""Who answers the policy in a run, as its config says."""
+"""Builds the environment of a run from its config."""
 
 import functools
 import inspect
@@ -20,9 +20,9 @@ from jaxrl.environments.tools.schema import Tool
 def make_episode_runner(
     config: Config, tokenizer: Tokenizer, tools: Mapping[str, Tool], *, vocab_size: int
 ) -> EpisodeRunner | None:
-    """Where the episodes of a run take place; None if answers have a single turn.
+    """Builds what plays the episodes of a run; None if rollouts have a single turn.
 
-    An environment is made once here, so that one that cannot be made ends the run at its start.
+    One environment is made at once, so that a wrong parameter ends the run at its start.
 
     Args:
       config: of the run.
@@ -32,7 +32,7 @@ def make_episode_runner(
 
     Raises:
       ValueError: for an environment that cannot be loaded or made, or a parameter that it does not
-        take.
+        accept.
     """
     c = config.environment
     if c.name is None:
@@ -42,7 +42,7 @@ def make_episode_runner(
     first = next(iter(inspect.signature(function).parameters), None)
     if first is None:
         raise ValueError(
-            f"environment.name = {c.name!r} takes nothing; it is given an EnvironmentContext"
+            f"environment.name = {c.name!r} takes no argument; its first one must be a Kit"
         )
     plugins.check_parameters(function, {first: context, **c.parameters}, key="environment")
     make = functools.partial(function, context, **c.parameters)

@@ -7,23 +7,21 @@ from typing import Any
 import jax
 
 from jaxrl.config.mesh import MeshConfig
-from jaxrl.config.tables import (
-    SamplerConfig,
-)
+from jaxrl.config.sampler import SamplerConfig
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
 from sharding.rules import PRESETS
 
 
 def make_layout(mesh: MeshConfig, *, devices: Sequence[Any] | None = None) -> Layout:
-    """Devices, arranged.
+    """Arranges devices in a mesh, with its sharding rules.
 
     Args:
       mesh: sizes and rules.
-      devices: all of them are used; by default all there are, or one if the sizes are 1.
+      devices: to use, all of them; by default all that jax finds, or one if all sizes are 1.
 
     Raises:
-      ValueError: if the sizes do not multiply to the number of devices, or a rule does not fit.
+      ValueError: if the product of the sizes is not the number of devices, or a rule does not fit.
     """
     if devices is None:
         alone = math.prod(mesh.sizes.values()) == 1 and jax.process_count() == 1
@@ -32,5 +30,5 @@ def make_layout(mesh: MeshConfig, *, devices: Sequence[Any] | None = None) -> La
 
 
 def sampler_layout(config: SamplerConfig, layout: Layout) -> Layout:
-    """How the embedded sampler's weights and answers lie on the learner's devices."""
+    """Returns the layout of the embedded sampler on the learner's devices."""
     return layout if config.rules is None else Layout(layout.mesh, PRESETS[config.rules])

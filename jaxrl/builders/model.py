@@ -1,4 +1,4 @@
-"""Builds models from the checkpoint that a config names."""
+"""Loads models from the checkpoint that a config names."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,7 +9,6 @@ from flax import traverse_util
 
 from jaxrl.config.lora import LoraConfig
 from jaxrl.config.training import Config
-from jaxrl.core import precision
 from jaxrl.core.precision import DType, Precision
 from jaxrl.models import huggingface, kernels, lora, peft, spec
 from jaxrl.models.decoder import Model, decoder
@@ -23,7 +22,7 @@ from sharding.transfer import place
 def make_decoder(
     config: DecoderConfig, *, layout: Layout, remat: str, attention: Wanted = "auto"
 ) -> Model:
-    """A decoder that computes on the layout's devices."""
+    """Builds a decoder for the layout's devices."""
     return decoder(
         config,
         remat=remat,
@@ -36,7 +35,7 @@ def make_decoder(
 def attention_note(
     wanted: Wanted, *, config: DecoderConfig, layout: Layout, policy: Precision, length: int
 ) -> str:
-    """What a run says of its attention in rows of `length` tokens.
+    """Describes the attention kernel for rows of `length` tokens, for the log.
 
     Raises:
       ValueError: as `kernels.choose`.
@@ -54,16 +53,14 @@ def load_model(
     remat: str = "none",
     attention: Wanted = "auto",
 ) -> tuple[Model, Params]:
-    """A language model's checkpoint, its parameters cut over the devices as the layout says.
+    """Loads a language model's checkpoint, its parameters sharded by the layout.
 
     Raises:
       FileNotFoundError, ValueError: as `huggingface.load`; also for a reward model.
     """
     config = huggingface.load_config(path)
     if config.scored:
-        raise ValueError(
-            f"{path} is a reward model, which has no words to say; a language model is needed here"
-        )
+        raise ValueError(f"{path} is a reward model; a causal language model is required")
     model = make_decoder(config, layout=layout, remat=remat, attention=attention)
     return model, _load(model, path, load=huggingface.load, layout=layout, dtype=dtype)
 
@@ -76,7 +73,7 @@ def load_scorer(
     remat: str = "none",
     attention: Wanted = "auto",
 ) -> tuple[Model, Params]:
-    """As `load_model`, a reward model, or the beginning of one from a language model.
+    """Loads a reward model, or starts one from a language model; otherwise as `load_model`.
 
     Raises:
       FileNotFoundError, ValueError: as `huggingface.load_scorer`.
@@ -102,10 +99,10 @@ def _load(
 
 
 def trained_specs(config: LoraConfig, specs: Specs) -> Any:
-    """Of what a run holds: the model's, or `lora.Adapted`.
+    """Returns the specs of the learner's parameters: the model's, or `lora.Adapted`.
 
     Raises:
-      ValueError: if a target of the adapters matches nothing.
+      ValueError: if one of lora.targets matches nothing.
     """
     if not config.rank:
         return specs
@@ -114,13 +111,15 @@ def trained_specs(config: LoraConfig, specs: Specs) -> Any:
 
 
 def load_trained(config: Config, *, layout: Layout) -> tuple[Model, Any, Any]:
-    """The model of a run, what is trained and its specs: all parameters in `precision.params`, or
-    adapters beside parameters that stay in `precision.wire`.
+    """Loads the model of a run; returns it with the learner's parameters and their specs.
+
+    Without lora, all parameters are in `precision.params`; with it, adapters are, and the frozen
+    parameters are in `precision.wire`.
 
     Raises:
       FileNotFoundError, ValueError: as `load_model`, `trained_specs` and `peft.load`.
     """
-    c, policy = config.lora, precision.parse(config.precision)
+    c, policy = config.lora, config.policy
     dtype = policy.wire if c.rank else policy.params
     model, params = load_model(
         config.model.path,

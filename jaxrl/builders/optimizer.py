@@ -7,25 +7,23 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jaxrl.config.tables import (
-    OptimizerConfig,
-)
+from jaxrl.config.tables import OptimizerConfig
 from jaxrl.learner import optimizers
 from jaxrl.models.spec import Specs
 from sharding.partition import Layout
 
-_HOST = "pinned_host"  # jax's name of memory that devices copy from by themselves
+_HOST = "pinned_host"  # jax's name for host memory that devices can copy from
 
 
 class Optimizer(NamedTuple):
-    """An optimizer and the learning rate that it uses at each of its steps."""
+    """An optimizer, and its learning rate as a function of the step."""
 
     transformation: optax.GradientTransformation
     learning_rate: optax.Schedule
 
 
 def make_optimizer(config: OptimizerConfig, *, total_steps: int, specs: Specs) -> Optimizer:
-    """The optimizer of a run of `total_steps` optimizer steps."""
+    """Makes the optimizer of a run of `total_steps` optimizer steps."""
     schedule = optimizers.make_schedule(
         config.schedule,
         learning_rate=config.learning_rate,
@@ -52,17 +50,17 @@ def state_shardings(
     layout: Layout,
     specs: Specs,
 ) -> Any:
-    """Where the state that `init(params)` returns lies between steps, in the same tree.
+    """Returns the shardings of the state that `init(params)` makes, as the same tree.
 
     Args:
-      config: whether moments are in the host's memory.
-      init: of a learner.
+      config: `offload` places the moments in host memory.
+      init: a learner's.
       params: arrays, or their shapes.
       layout: of the parameters.
-      specs: theirs.
+      specs: of the parameters.
 
     Raises:
-      ValueError: if devices that cannot reach the host's memory are to keep moments there.
+      ValueError: for `offload` on devices without access to host memory.
     """
     state = jax.eval_shape(init, params)
     shardings = layout.state(state, specs)
@@ -70,12 +68,12 @@ def state_shardings(
         return shardings
     devices = list(layout.mesh.devices.flat)
     own = [d for d in devices if d.process_index == jax.process_index()]
-    device = [*own, *devices][0]  # of another process it is not known
+    device = [*own, *devices][0]  # another process's device does not tell its memories
     kinds = [memory.kind for memory in device.addressable_memories()]
     if _HOST not in kinds:
         raise ValueError(
-            f"optimizer.offload = true: {device.device_kind} has the memories {', '.join(kinds)}, "
-            f"and {_HOST} is wanted"
+            f"optimizer.offload = true needs the memory {_HOST}, but {device.device_kind} has only "
+            f"{', '.join(kinds)}; leave it out"
         )
     moments = jax.tree.map(
         lambda x, sharding: sharding.with_memory_kind(_HOST) if x.ndim else sharding,

@@ -3,11 +3,8 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jaxrl.config.tables import (
-    DataConfig,
-    PromptConfig,
-    SamplingConfig,
-)
+from jaxrl.config.sampler import SamplingConfig
+from jaxrl.config.tables import DataConfig, PromptConfig
 from jaxrl.data import prompts
 from jaxrl.data.prompts import Prompts, Rendering, Tokenizer
 from jaxrl.environments.tools.schema import Tool
@@ -18,23 +15,23 @@ NO_TOOLS: Mapping[str, Tool] = MappingProxyType({})
 
 
 def rendering(config: PromptConfig) -> Rendering:
-    """How the config wants prompts to become text."""
+    """Returns how prompts are rendered as text."""
     return Rendering(config.template, config.system_prompt, config.prompt_format)
 
 
 def load_training_prompts(
     config: DataConfig, tokenizer: Tokenizer, *, tools: Mapping[str, Tool] = NO_TOOLS
 ) -> Prompts:
-    """The prompts under `data.path`, rendered with the tools; raises as `data.load_prompts`."""
+    """Loads the prompts of `data.path`, with the tools; raises as `prompts.load_prompts`."""
     return _load_prompts(
-        config, tokenizer, tools=tools, path=config.path, split=config.split, limit=None
+        config, tokenizer, tools=tools, path=config.path, split="train", limit=None
     )
 
 
 def load_held_out_prompts(
     config: DataConfig, tokenizer: Tokenizer, *, tools: Mapping[str, Tool] = NO_TOOLS
 ) -> Prompts | None:
-    """Likewise those under `data.eval_path`, None if there is none."""
+    """Loads the prompts of `data.eval_path` in the same way; None without one."""
     if config.eval_path is None:
         return None
     return _load_prompts(
@@ -42,7 +39,7 @@ def load_held_out_prompts(
         tokenizer,
         tools=tools,
         path=config.eval_path,
-        split=config.eval_split,
+        split="test",
         limit=config.eval_limit,
     )
 
@@ -57,7 +54,7 @@ def _load_prompts(
     limit: int | None,
 ) -> Prompts:
     return prompts.load_prompts(
-        prompts.read_rows(path, split=split, subset=config.subset),
+        prompts.read_rows(path, split=split),
         tokenizer,
         prompt_key=config.prompt_key,
         answer_key=config.answer_key,
@@ -70,16 +67,13 @@ def _load_prompts(
 def sampling_params(
     config: SamplingConfig, model_path: str, tokenizer: Tokenizer, *, seed: int
 ) -> SamplingParams:
-    """How answers are drawn; they end at the end-of-sequence tokens of the model and of the
-    tokenizer, and at the texts of `sampling.stop`."""
+    """Builds sampling parameters. Completions end at the end-of-sequence tokens of the model and
+    of the tokenizer, and at the texts of `sampling.stop`."""
     ends = sorted({*huggingface.load_end_ids(model_path), tokenizer.eos_token_id} - {None})
     texts = [tokenizer.encode(text, add_special_tokens=False) for text in config.stop]
     return SamplingParams(
         max_tokens=config.max_tokens,
         temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
         stop=(*((int(end),) for end in ends), *(tuple(text) for text in texts)),
         seed=seed,
     )

@@ -1,4 +1,4 @@
-"""Builds the recipe that a config names: the loss and the advantages."""
+"""Builds the recipe that a config names: its loss and its advantage estimator."""
 
 from jaxrl import losses
 from jaxrl.advantages import compares_group, reads_components
@@ -7,12 +7,12 @@ from jaxrl.losses import Need, Recipe
 
 
 def make_recipe(config: Config) -> Recipe:
-    """The algorithm of a training run.
+    """Builds the recipe of a training run.
 
     Raises:
-      ValueError: as `losses.build`, for one answer to each prompt where the advantage compares
-        answers to one prompt, for a penalty that the advantage would not see, and for a policy's
-        loss that reads values.
+      ValueError: as `losses.build`; also for groups of one where the advantage compares the
+        completions of a group, for a KL penalty that the advantage ignores, and for a policy loss
+        that reads a critic's values.
     """
     recipe = losses.build(
         config.loss.name,
@@ -22,17 +22,17 @@ def make_recipe(config: Config) -> Recipe:
     )
     if config.train.group_size == 1 and compares_group(recipe.advantages):
         raise ValueError(
-            "train.group_size = 1: the advantage compares the answers of a group, and there is "
-            "only one; set train.group_size to 2 or more, or choose another loss.advantage"
+            "train.group_size = 1, but the advantage compares the completions of a group; set "
+            "train.group_size to 2 or more, or choose another loss.advantage"
         )
     if config.reward.kl and reads_components(recipe.advantages):
         raise ValueError(
-            f"reward.kl = {config.reward.kl:g}: the advantage reads the components of the reward, "
-            "and this is none of them, so it would change nothing; use loss.kl"
+            f"reward.kl = {config.reward.kl:g} would change nothing: the advantage reads the "
+            "components of the reward, and the KL penalty is not one; use loss.kl"
         )
     if Need.VALUES in recipe.objective.needs:
         raise ValueError(
             f"loss.name = {config.loss.name!r}: the policy's loss reads a critic's values, which "
-            "are there for the critic's own loss; return a Recipe with critic=Critic(...)"
+            "only the critic's own loss may; return a Recipe with critic=Critic(...)"
         )
     return recipe

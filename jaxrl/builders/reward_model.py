@@ -1,50 +1,48 @@
-"""The reward model of a run, as its config says."""
+"""Loads the reward model that a config names."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.builders.model import load_scorer
 from jaxrl.config.training import Config
-from jaxrl.core import precision
-from jaxrl.core.batch import Minibatch, Rollout
-from jaxrl.core.packing import assign_rows, interleave, pack
+from jaxrl.core.batch import Rollout
+from jaxrl.core.packing import MinibatchShape, pack_minibatch, plan_rows
 from jaxrl.data.prompts import Tokenizer
 from jaxrl.learner.reward_model import Scores, make_scores
 from jaxrl.models import huggingface
 from jaxrl.models.spec import Params
 from sharding.partition import Layout
-from sharding.transfer import fetch, place
+from sharding.transfer import fetch
 
-Judge = Callable[[Sequence[Rollout]], np.ndarray]
-"""Rollouts -> what each is worth, f64[N]."""
+RewardModel = Callable[[Sequence[Rollout]], np.ndarray]
+"""Rollouts -> the reward of each, f64[N]."""
 
 
-def load_judge(config: Config, path: str, tokenizer: Tokenizer, *, layout: Layout) -> Judge:
-    """What the reward model of a run thinks of rollouts, computed on the learner's devices in
-    `precision.compute`.
+def load_reward_model(
+    config: Config, path: str, tokenizer: Tokenizer, *, layout: Layout
+) -> RewardModel:
+    """Loads the reward model of a run; it runs on the learner's devices in `precision.compute`.
 
     Args:
-      config: of the run; rows and microbatches are those of its learner.
+      config: of the run; rows and microbatches are the learner's.
       path: the reward model's directory.
       tokenizer: the policy's.
-      layout: of the learner.
+      layout: the learner's devices.
 
     Raises:
-      ValueError: if it is no reward model, or its token ids mean something else; the message says
-        what differs.
+      ValueError: if it is not a reward model, or its tokenizer is not the policy's.
     """
     if not huggingface.load_config(path).scored:
         raise ValueError(
-            f"reward.model = {path!r} is a language model, which scores nothing; make a reward "
-            "model of it with jaxrl reward-model"
+            f"reward.model = {path!r} is a language model, which has no scores; train a reward "
+            "model from it with `jaxrl reward-model`"
         )
-    policy = precision.parse(config.precision)
+    policy = config.policy
     model, params = load_scorer(path, layout=layout, dtype=policy.compute)
     check_vocabulary(
         path,
@@ -58,58 +56,52 @@ def load_judge(config: Config, path: str, tokenizer: Tokenizer, *, layout: Layou
         rows_per_microbatch=config.microbatch_rows,
         param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
     )
-    judge = RewardModel(
+    scorer = Scorer(
         params=params,
         scores=jax.jit(scores),
-        sharding=layout.batch(("batch", "length")),
-        row_length=config.row_length,
-        rows_per_microbatch=config.microbatch_rows,
+        shape=MinibatchShape(
+            row_length=config.row_length,
+            rows_per_microbatch=config.microbatch_rows,
+            sharding=layout.batch(("batch", "length")),
+        ),
     )
-    return functools.partial(rate, judge)
+    return functools.partial(score_rollouts, scorer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardModel:
-    """A reward model on the learner's devices.
+class Scorer:
+    """A compiled reward model.
 
     Attributes:
       params: in `precision.compute`.
       scores: compiled.
-      sharding: of a batch.
-      row_length: tokens in a row.
-      rows_per_microbatch: rows that are computed at once.
+      shape: of its minibatches.
     """
 
     params: Params
     scores: Scores
-    sharding: Any
-    row_length: int
-    rows_per_microbatch: int
+    shape: MinibatchShape
 
 
-class _Seat(NamedTuple):
+class _Place(NamedTuple):
     row: int
     segment: int
 
 
-def rate(model: RewardModel, rollouts: Sequence[Rollout]) -> np.ndarray:
-    """The reward of each prompt with its answer, f64[N]; NaN where it is not finite."""
-    rows = assign_rows([r.length for r in rollouts], row_length=model.row_length)
-    # Room for the worst case, one sequence to a row, so that it compiles once.
-    most = -(-len(rollouts) // model.rows_per_microbatch)
-    placed, used = interleave(
-        rows, rows_per_microbatch=model.rows_per_microbatch, max_microbatches=most
-    )
-    batch = pack(rollouts, [0.0] * len(rollouts), rows=placed, row_length=model.row_length)
-    minibatch = Minibatch(batch=place(batch, model.sharding), microbatches=jnp.int32(used))
+def score_rollouts(model: Scorer, rollouts: Sequence[Rollout]) -> np.ndarray:
+    """Returns the reward of each rollout, f64[N]; NaN where it is not finite."""
+    # Sized for the worst case, one sequence per row, so that it compiles once.
+    shape = dataclasses.replace(model.shape, max_rows=len(rollouts))
+    minibatch = pack_minibatch(rollouts, [0.0] * len(rollouts), shape=shape)
     scores = np.asarray(fetch(model.scores(model.params, minibatch)), np.float64)
-    seats = {i: _Seat(r, s) for r, row in enumerate(placed) for s, i in enumerate(row, start=1)}
-    values = np.array([scores[seats[i]] for i in range(len(rollouts))])
+    rows = plan_rows(rollouts, shape).members
+    places = {i: _Place(r, s) for r, row in enumerate(rows) for s, i in enumerate(row, start=1)}
+    values = np.array([scores[places[i]] for i in range(len(rollouts))])
     return np.where(np.isfinite(values), values, np.nan)
 
 
 def check_vocabulary(path: str, *, own: Tokenizer, policy: Tokenizer, vocab_size: int) -> None:
-    """Checks that token ids mean the same to the reward model as to the policy.
+    """Checks that the reward model has the policy's tokenizer.
 
     Args:
       path: of the reward model, for the message.
@@ -118,19 +110,20 @@ def check_vocabulary(path: str, *, own: Tokenizer, policy: Tokenizer, vocab_size
       vocab_size: rows of the reward model's embedding.
 
     Raises:
-      ValueError: if they do not; the message names the first difference.
+      ValueError: if it has not; the message names the first difference.
     """
     ours, theirs = policy.get_vocab(), own.get_vocab()
     differing = sorted(t for t in {**ours, **theirs} if ours.get(t) != theirs.get(t))
     if differing:
         token = differing[0]
         raise ValueError(
-            f"reward.model = {path!r}: its tokenizer is not the policy's, and it is given the "
-            f"sampled token ids as they are; {len(differing)} tokens differ, such as {token!r}: "
-            f"{theirs.get(token)} there and {ours.get(token)} here. Train one from this model"
+            f"reward.model = {path!r} reads the policy's token ids, but its tokenizer is not the "
+            f"policy's: {len(differing)} tokens differ, such as {token!r} with the id "
+            f"{theirs.get(token)} there and {ours.get(token)} here; train a reward model from this "
+            "policy"
         )
     if (highest := max(ours.values())) >= vocab_size:
         raise ValueError(
-            f"reward.model = {path!r}: its embedding has {vocab_size} entries, and the policy's "
-            f"tokenizer has the token id {highest}"
+            f"reward.model = {path!r} has {vocab_size} embeddings, but the policy's tokenizer has "
+            f"the token id {highest}; train a reward model from this policy"
         )

@@ -1,66 +1,107 @@
-"""The sampler of a run, and how the learner's weights reach it."""
+"""Builds the sampler that a config names, with the weight sync from the learner to it."""
 
+import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from jaxrl.bridge.in_vllm import auth
+from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.source import ParamsSource
+from jaxrl.builders import servers
 from jaxrl.builders.layout import sampler_layout
-from jaxrl.builders.servers import Adapters, Publish, ServingConfig, open_servers
+from jaxrl.builders.servers import Address, Workload, api_key
+from jaxrl.builders.weight_sync import Adapters, Publish, PublishToServers, Weights, open_send
+from jaxrl.config.sampler import SamplerConfig
 from jaxrl.core.hosts import Hosts
-from jaxrl.core.precision import Precision
 from jaxrl.models import lora
-from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.monitoring.ratio.replay import Score
 from jaxrl.sampling.base import Sampler
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-from jaxrl.sampling.multihost import Absent, Mirrored
+from jaxrl.sampling.multihost import MultihostSampler, NullSampler
+from jaxrl.sampling.vllm.sampler import VllmSampler
 from sharding.collectives import collectives
 from sharding.partition import Layout
 
 
+class Batching(Protocol):
+    """The keys of `[sampling]` that a sampler is built from."""
+
+    @property
+    def max_batch(self) -> int:
+        """Completions that the embedded sampler decodes at once."""
+        ...
+
+
+class ServingConfig(Protocol):
+    """The parts of a config that a sampler is built from."""
+
+    @property
+    def sampling(self) -> Batching:
+        """The sampling table."""
+        ...
+
+    @property
+    def sampler(self) -> SamplerConfig:
+        """The sampler's table."""
+        ...
+
+    @property
+    def longest_sequence(self) -> int:
+        """Maximum length of a prompt with its completion, in tokens."""
+        ...
+
+
+class SamplerNeeds(NamedTuple):
+    """What a run needs of its sampler.
+
+    Attributes:
+      adapters: given if servers receive adapters instead of whole weights.
+      record_experts: the embedded sampler's completions name the experts of each token.
+      completions: number that is requested at the same time.
+    """
+
+    adapters: Adapters | None = None
+    record_experts: bool = False
+    completions: int = 1
+
+
 class Serving(NamedTuple):
-    """A sampler, the way to it, and its log-probs of given tokens if it is another program."""
+    """A sampler, the function that publishes weights to it, and, if it is another program, the one
+    that returns its log-probs of given tokens."""
 
     sampler: Sampler
     publish: Publish
     score: Score | None = None
 
 
+_NO_NEEDS = SamplerNeeds()
+
+
 @contextmanager
 def open_sampler(
     config: ServingConfig,
-    model: Model,
+    weights: Weights,
     *,
-    params: Params,
-    version: int,
-    policy: Precision,
     layout: Layout,
     directory: Path,
     note: Callable[[str], None],
     hosts: Hosts | None = None,
-    adapters: Adapters | None = None,
-    record_experts: bool = False,
-    answers: int = 1,
+    needs: SamplerNeeds = _NO_NEEDS,
 ) -> Iterator[Serving]:
-    """The sampler of the config, which serves `params` as `version`.
+    """Opens the sampler of the config, which serves `weights` from the start.
 
     Args:
       config: of the run.
-      model: the decoder.
-      params: the learner's weights.
-      version: theirs.
-      policy: the run's.
+      weights: the learner's.
       layout: the learner's devices.
-      directory: the run's; a server that is started here logs there.
+      directory: the run's; the log of a server that is started goes there.
       note: shows a line to the user.
       hosts: the processes of the run, the first of which talks to servers; None for one.
-      adapters: if servers shall get adapters by themselves and not whole weights.
-      record_experts: whether the embedded sampler's answers say which experts drew them.
-      answers: that are asked for at a time; a server that is started here gets room for them.
+      needs: what the run needs of the sampler.
 
     Raises:
       ValueError, FileNotFoundError: as `started_server`.
@@ -69,79 +110,108 @@ def open_sampler(
     """
     hosts = hosts or Hosts()
     if config.sampler.name == "embedded":
-        sampler, load = _embedded(
-            config,
-            model,
-            lora.merge(params),
-            version=version,
-            policy=policy,
-            layout=layout,
-            record_experts=record_experts,
-        )
-        yield Serving(sampler if hosts.count == 1 else Mirrored(sampler, hosts), load)
+        serving = _embedded(config, weights, layout=layout, record_experts=needs.record_experts)
+        if hosts.count > 1:
+            serving = serving._replace(sampler=MultihostSampler(serving.sampler, hosts))
+        yield serving
         return
-    if hosts.count > 1 and adapters is not None:
+    if hosts.count > 1 and needs.adapters is not None:
         raise ValueError(
-            "lora.publish = 'adapters' works in one process only; set lora.publish = 'merged'"
+            f"lora.publish = 'adapters' with {hosts.count} processes: it needs a single one; set "
+            "lora.publish = 'merged'"
         )
     if not hosts.leads:
-        follow = _follow(model, policy)
-        follow(params, version=version)
-        yield Serving(Absent(), follow)
+        follow = _follow(weights)
+        follow(weights.params, version=weights.version)
+        yield Serving(NullSampler(), follow)
         return
-    with open_servers(
-        config,
-        model,
-        policy=policy,
-        directory=directory,
-        note=note,
-        adapters=adapters,
-        answers=answers,
-    ) as (client, publish):
-        publish(params, version=version)
-        yield Serving(client, publish, client.score)
+    with _open_client(config, weights, directory=directory, note=note, needs=needs) as serving:
+        serving.publish(weights.params, version=weights.version)
+        yield serving
+
+
+@contextmanager
+def _open_client(
+    config: ServingConfig,
+    weights: Weights,
+    *,
+    directory: Path,
+    note: Callable[[str], None],
+    needs: SamplerNeeds,
+) -> Iterator[Serving]:
+    """Opens a client of the config's servers, or of one that is started here."""
+    c, limit = config.sampler, weights.model.config.max_positions
+    # Anybody with an account on this machine could use a server without a key.
+    key = api_key() if c.url else api_key() or secrets.token_hex(16)
+    work = Workload(
+        weights.policy.sampler,
+        # A sequence that is only scored needs one more: vLLM always draws a token.
+        max_model_len=min(config.longest_sequence + 1, limit),
+        completions=needs.completions,
+        max_lora_rank=0 if needs.adapters is None else needs.adapters.specs.rank,
+    )
+    with ExitStack() as stack:
+        urls = c.url or (
+            stack.enter_context(
+                servers.started_server(
+                    c,
+                    weights.model_dir,
+                    work=work,
+                    log=directory / "vllm.log",
+                    note=note,
+                    address=Address(api_key=key),
+                )
+            ).url,
+        )
+        client = VllmSampler(
+            urls,
+            max_positions=limit,
+            vocab_size=weights.model.config.vocab_size,
+            max_requests=c.max_requests,
+            timeout=c.timeout,
+            headers=auth.headers(key),
+        )
+        stack.callback(client.close)
+        named = [VllmServer(url, timeout=c.timeout, api_key=key) for url in urls]
+        send = stack.enter_context(open_send(c, weights, servers=named, adapters=needs.adapters))
+        yield Serving(client, PublishToServers(send, named, client=client, note=note), client.score)
 
 
 def _embedded(
-    config: ServingConfig,
-    model: Model,
-    merged: Params,
-    *,
-    version: int,
-    policy: Precision,
-    layout: Layout,
-    record_experts: bool,
-) -> tuple[EmbeddedSampler, Publish]:
-    """The sampler on the learner's devices, and the way to it."""
-    own = sampler_layout(config.sampler, layout)
-    several = layout.mesh.size > 1
+    config: ServingConfig, weights: Weights, *, layout: Layout, record_experts: bool
+) -> Serving:
+    """Builds the sampler on the learner's devices."""
+    own, several = sampler_layout(config.sampler, layout), layout.mesh.size > 1
+    merged = lora.merge(weights.params)
     sampler = EmbeddedSampler(
-        model._replace(local=own.local) if several else model,
+        weights.model._replace(local=own.local) if several else weights.model,
         merged,
-        precision=policy,
-        version=version,
+        precision=weights.policy,
+        version=weights.version,
         max_batch=config.sampling.max_batch,
         layout=own if several else None,
         record_experts=record_experts,
     )
     numbers: dict[str, float] = {}
     if several:
-        moved = collectives(sampler.transfer(merged), trips=lambda _: 1)
+        moved = collectives(sampler.transfer_hlo(merged), trips=lambda _: 1)
         numbers["publish/bytes_sent"] = sum(traffic.sent for traffic in moved.values())
 
-    def load(params: Params, *, version: int) -> dict[str, float]:
+    def publish(params: Params, *, version: int) -> dict[str, float]:
         sampler.load(lora.merge(params), version=version)
         return numbers
 
-    return sampler, load
+    return Serving(sampler, publish)
 
 
-def _follow(model: Model, policy: Precision) -> Publish:
-    """The part of the other processes in a publish: they gather the tensors, too."""
+def _follow(weights: Weights) -> Publish:
+    """Builds the publish function of the other processes, which only take part in gathering the
+    tensors."""
 
     def follow(params: Params, *, version: int) -> dict[str, float]:
         del version
-        deque(ParamsSource(lora.merge(params), model.specs, dtype=policy.wire), maxlen=0)
+        specs, dtype = weights.model.specs, weights.policy.wire
+        deque(ParamsSource(lora.merge(params), specs, dtype=dtype), maxlen=0)
         return {}
 
     return follow

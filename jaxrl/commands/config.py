@@ -32,8 +32,8 @@ def _check_functions(config: Config) -> None:
     environment, reward, found = config.environment, config.reward, list[str]()
     for check in (
         lambda: make_recipe(config),
-        lambda: load_rewards(reward.path, reward.weights, timeout=reward.timeout),
-        lambda: load_tools(environment.tools, corpus=environment.corpus),
+        lambda: load_rewards(reward.path, reward.function_weights, timeout=reward.timeout),
+        lambda: load_tools(environment.tools),
     ):
         try:
             check()

@@ -9,9 +9,8 @@ from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import load_held_out_prompts, sampling_params
 from jaxrl.commands import options
-from jaxrl.config.tables import SamplerConfig
+from jaxrl.config.sampler import SamplerConfig
 from jaxrl.config.training import Config
-from jaxrl.core import precision
 from jaxrl.environments.rewards.scoring import load_rewards
 from jaxrl.environments.tools.schema import load_tools
 
@@ -33,11 +32,13 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.sampling.embedded.sampler import EmbeddedSampler
     from jaxrl.training.evaluate import evaluate_greedily
 
-    policy = precision.parse(config.precision)
+    policy = config.policy
     layout = make_layout(config.mesh)
-    rewards = load_rewards(config.reward.path, config.reward.weights, timeout=config.reward.timeout)
+    rewards = load_rewards(
+        config.reward.path, config.reward.function_weights, timeout=config.reward.timeout
+    )
     tokenizer = huggingface.load_tokenizer(config.model.path)
-    tools = load_tools(config.environment.tools, corpus=config.environment.corpus)
+    tools = load_tools(config.environment.tools)
     prompts = load_held_out_prompts(config.data, tokenizer, tools=tools)
     assert prompts is not None
     model, params = load_model(config.model.path, layout=layout, dtype=policy.params)

@@ -3,16 +3,18 @@
 import dataclasses
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field, NonNegativeInt
 
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import rendering, sampling_params
 from jaxrl.commands import options
 from jaxrl.config.mesh import MeshConfig
-from jaxrl.config.tables import BaseConfig, ModelConfig, PromptConfig, SamplingConfig
-from jaxrl.core import precision
+from jaxrl.config.sampler import SamplingConfig
+from jaxrl.config.tables import BaseConfig, ModelConfig, PromptConfig
 from jaxrl.data import prompts as data
 
 DESCRIPTION = """Samples answers to prompts, given as arguments or as lines of the standard input.
@@ -20,12 +22,25 @@ DESCRIPTION = """Samples answers to prompts, given as arguments or as lines of t
   jaxrl generate --model.path runs/latest/model --greedy "347+585=?" """
 
 
+class GenerateSamplingConfig(SamplingConfig):
+    """How completions are sampled, and where they end."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Keep the smallest set of tokens whose probability reaches this; 1 keeps all."""
+
+    top_k: NonNegativeInt = 0
+    """Keep this many most probable tokens; 0 keeps all."""
+
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Drop tokens less probable than this times the largest probability; 0 drops none."""
+
+
 class GenerateConfig(BaseConfig):
     """Sampling from a checkpoint."""
 
     model: ModelConfig
     prompt: PromptConfig = PromptConfig()
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: GenerateSamplingConfig = GenerateSamplingConfig()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.models import huggingface
     from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 
-    policy = precision.parse(config.precision)
+    policy = config.policy
     tokenizer = huggingface.load_tokenizer(config.model.path)
     render = data.make_renderer(tokenizer, rendering(config.prompt))
     prompts = [
@@ -52,9 +67,14 @@ def main(argv: Sequence[str]) -> int:
     layout = make_layout(MeshConfig())
     model, params = load_model(config.model.path, layout=layout, dtype=policy.params)
     sampler = EmbeddedSampler(model, params, precision=policy, max_batch=config.sampling.max_batch)
-    sampling = sampling_params(config.sampling, config.model.path, tokenizer, seed=config.seed)
-    if arguments.greedy:
-        sampling = dataclasses.replace(sampling, temperature=0.0)
+    c = config.sampling
+    sampling = dataclasses.replace(
+        sampling_params(c, config.model.path, tokenizer, seed=config.seed),
+        temperature=0.0 if arguments.greedy else c.temperature,
+        top_p=c.top_p,
+        top_k=c.top_k,
+        min_p=c.min_p,
+    )
     for answer in sampler.sample(prompts, sampling, group_size=arguments.samples):
         text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
         cut = "" if answer.finish_reason == "stop" else " [cut at sampling.max_tokens]"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic.fields import FieldInfo
 
 from jaxrl.config import toml_file
-from jaxrl.config.tables import Section
+from jaxrl.config.section import Section
 
 C = TypeVar("C", bound=Section)
 

@@ -1,13 +1,14 @@
-"""The table of a config that says what a run does about its alarms."""
+"""The `[alarms]` table of a config, and the limits that its rules compare with."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import field_validator
 
-from jaxrl.config.tables import Fraction, Section
-from jaxrl.core import precision
+from jaxrl.config.section import Section
+from jaxrl.config.tables import parse_policy
+from jaxrl.core.precision import Precision
 
 Action = Literal[
     "off", "log", "pause", "stop", "rollback_kl", "rollback_learning_rate", "rollback_precision"
@@ -16,7 +17,24 @@ Action = Literal[
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Where the rules draw their lines; `config.alarms.AlarmsConfig` says what each means."""
+    """The thresholds of the alarm rules, as `scripts/false_alarms.py` found them: runs that go well
+    raise no alarm.
+
+    Attributes:
+      warmup: the first steps, which later ones are compared with; only not_finite judges them.
+      window: steps that a step is compared with, and for which an alarm stays silent after it was
+        raised. Noisy metrics are averaged over a quarter of it.
+      kl_factor, gradient_factor: times the window's median.
+      kl_floor: nats per token; a smaller KL never raises an alarm.
+      gradient_floor: a smaller gradient norm never raises an alarm.
+      distinct_factor, length_factor, entropy_factor: times the value of the first steps.
+      identical_rise, repetition_rise: fraction of the way from the first steps' share to 1.
+      truncated_share, phantom_share: shares of completions, and of tokens.
+      held_out_drop: below the best accuracy.
+      mismatch_nats: spread of the log-ratios of whole completions.
+      not_finite_steps: consecutive steps with a skipped update. A dynamic loss scale that starts
+        too high skips a few and settles: ten take it from 65536 to 64.
+    """
 
     warmup: int = 20
     window: int = 20
@@ -37,183 +55,89 @@ class Limits:
 
     @property
     def short(self) -> int:
-        """Steps whose mean is compared where single steps are noisy."""
+        """Steps to average over where single steps are noisy."""
         return max(1, self.window // 4)
 
 
-class AlarmsConfig(Section):
-    """Signs that a run goes wrong (docs/operating.md), and what is done about each.
+LIMITS = Limits()
 
-    `off` nothing; `log` says so and writes it into the metrics; `pause` also saves a checkpoint and
-    ends the run with exit status 3, and the same command goes on; `stop` ends it with exit status 4
-    and saves nothing more. `rollback_...` goes back to the newest checkpoint from before
-    what the alarm looked at, at least a window, and on from there with one thing changed: the KL
-    coefficient doubled (.001 if it was 0), the learning rate halved, or the precision of
-    alarms.precision."""
+
+class AlarmsConfig(Section):
+    """Signs of a run going wrong (docs/operating.md), and what to do about each.
+
+    `off` ignores it. `log` prints it and writes it to the metrics. `pause` also saves a checkpoint
+    and exits with status 3; the same command resumes. `stop` exits with status 4 and saves nothing
+    more. `rollback_...` returns to the newest checkpoint from before the steps that raised the
+    alarm, at least a window, and resumes with one change: the KL coefficient doubled (0.001 if it
+    was 0), the learning rate halved, or the precision set to alarms.precision."""
 
     kl_spike: Action = "log"
-    """KL above kl_factor x the median of the window, and above kl_floor."""
+    """KL above 5 x the median of the last 20 steps, and above 0.1 nats per token."""
 
     kl_with_reward: Action = "log"
-    """KL above twice its mean over the window, and above kl_floor, while the reward rises."""
+    """KL above twice its mean over the last 20 steps, and above 0.1, while the reward rises."""
 
     gradient_spike: Action = "log"
-    """Gradient norm above gradient_factor x the median of the window's steps in which some group
-    had spread, and above gradient_floor."""
+    """Gradient norm above 5 x its median over those of the last 20 steps in which some group had
+    different rewards, and above 0.1."""
 
     diversity: Action = "log"
-    """Distinct 3-grams across prompts below distinct_factor x those of the first steps."""
+    """Share of distinct 3-grams across prompts below 0.3 x that of the first 20 steps."""
 
     identical: Action = "log"
-    """Answers that equal another answer to their prompt, over a window: identical_rise of the way
-    from the first steps' share to all, and the task is not solved."""
+    """Over 20 steps, completions identical to another completion of their prompt: 0.9 of the way
+    from the first steps' share to all of them, while the task is not solved."""
 
     repetition: Action = "log"
-    """Repeated 3-grams within answers: repetition_rise of the way from the first steps to all."""
+    """Repeated 3-grams within completions: half of the way from the first steps' share to all."""
 
     length_limit: Action = "log"
-    """At least truncated_share of the answers are cut, .3 more than in the first steps."""
+    """At least half of the completions are truncated, 0.3 more than in the first steps."""
 
     length_zero: Action = "log"
-    """Answers shorter than length_factor x those of the first steps."""
+    """Completions shorter than 0.1 x the length of the first steps."""
 
     entropy: Action = "log"
-    """Entropy of the sampled tokens below entropy_factor x that of the first steps, and the task is
-    not solved."""
+    """Entropy of the sampled tokens below 0.1 x that of the first steps, while the task is not
+    solved."""
 
     held_out: Action = "log"
-    """Held-out accuracy held_out_drop below its best while the reward is higher than then."""
+    """Held-out accuracy 0.1 below its best, while the reward is higher than it was then."""
 
     zero_spread: Action = "log"
-    """For a window no group has answers of different reward."""
+    """For 20 steps, no group has completions with different rewards."""
 
     sequence_mismatch: Action = "log"
-    """The spread of whole answers' log-ratios has doubled and is above mismatch_nats."""
+    """The spread of whole completions' log-ratios has doubled and is above 0.5 nats."""
 
     phantom: Action = "log"
-    """Tokens clipped for arithmetic alone: above phantom_share, or doubled and above a fifth."""
+    """Share of tokens that are clipped because of arithmetic alone: above 0.05, or doubled and
+    above 0.01."""
 
     not_finite: Action = "log"
-    """In each of the last not_finite_steps steps an update was skipped, because its gradient was
-    not finite. Judged from the first step on."""
-
-    max_rollbacks: NonNegativeInt = 2
-    """In the whole run; an alarm that would roll back once more pauses."""
+    """In each of the last 10 steps an update was skipped because its gradient was not finite. This
+    rule also judges the first steps."""
 
     precision: str | None = None
-    """The dtype policy that rollback_precision changes to; master weights and moments must be those
-    of the run's."""
+    """Dtype policy that rollback_precision changes to; master weights and moments must keep the
+    run's dtypes."""
 
-    warmup: PositiveInt = Limits.warmup
-    """Steps that later ones are compared with; only not_finite judges them."""
+    @field_validator("precision")
+    @classmethod
+    def _parses(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_policy(value)
+        return value
 
-    window: PositiveInt = Limits.window
-    """Steps that a step is compared with, and for which an alarm is silent after it was raised;
-    means of noisy metrics are over a quarter of it."""
-
-    kl_factor: PositiveFloat = Limits.kl_factor
-    """See kl_spike."""
-
-    kl_floor: NonNegativeFloat = Limits.kl_floor
-    """Nats a token; a smaller KL is never an alarm."""
-
-    gradient_factor: PositiveFloat = Limits.gradient_factor
-    """See gradient_spike."""
-
-    gradient_floor: NonNegativeFloat = Limits.gradient_floor
-    """A smaller gradient norm is never an alarm."""
-
-    distinct_factor: Fraction = Limits.distinct_factor
-    """See diversity."""
-
-    identical_rise: Fraction = Limits.identical_rise
-    """See identical."""
-
-    repetition_rise: Fraction = Limits.repetition_rise
-    """See repetition."""
-
-    truncated_share: Fraction = Limits.truncated_share
-    """See length_limit."""
-
-    length_factor: Fraction = Limits.length_factor
-    """See length_zero."""
-
-    entropy_factor: Fraction = Limits.entropy_factor
-    """See entropy."""
-
-    held_out_drop: Annotated[float, Field(ge=0, le=1)] = Limits.held_out_drop
-    """See held_out."""
-
-    mismatch_nats: NonNegativeFloat = Limits.mismatch_nats
-    """See sequence_mismatch."""
-
-    phantom_share: Fraction = Limits.phantom_share
-    """See phantom."""
-
-    not_finite_steps: PositiveInt = Limits.not_finite_steps
-    """See not_finite. A dynamic loss scale that begins too high skips a few steps and settles: ten
-    bring it from 65536 to 64."""
+    @property
+    def policy(self) -> Precision | None:
+        """The dtype policy that `precision` names; None without one."""
+        return None if self.precision is None else parse_policy(self.precision)
 
     @property
     def limits(self) -> Limits:
-        """What the rules compare with."""
-        return Limits(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Limits)})
-
-    @property
-    def rolls_back(self) -> bool:
-        """Whether any alarm does."""
-        return any(self.action(name).startswith("rollback") for name in self.rules)
-
-    def reach(self, *, probe_every: int) -> int:
-        """Steps that a rollback may have to go back over. held_out goes back to the best
-        checkpoint, which is kept anyhow."""
-        back = {"not_finite": self.not_finite_steps}
-        # Three probes, and the step before the first of them.
-        back |= dict.fromkeys(("sequence_mismatch", "phantom"), 2 * probe_every + 1)
-        due = (steps for name, steps in back.items() if self.action(name).startswith("rollback"))
-        return max([self.window, *due])
-
-    def action(self, name: str) -> Action:
-        """What is done about an alarm."""
-        return getattr(self, name)
-
-    def contradiction(
-        self, *, own: str, strict: bool, urls: Sequence[str], checkpoint_every: int
-    ) -> str | None:
-        """What of this table cannot hold in a run; None if all can.
-
-        Args:
-          own: `precision` of the run.
-          strict: its `strict_precision`.
-          urls: of servers that the run does not start.
-          checkpoint_every: its `checkpoint.every`.
-        """
-        if self.rolls_back and not checkpoint_every:
-            return (
-                "checkpoint.every = 0 leaves an alarm that rolls back nothing to go back to; set "
-                "it, or let the alarm pause"
-            )
-        switching = [name for name in self.rules if self.action(name) == "rollback_precision"]
-        if switching and self.precision is None:
-            return f"alarms.{switching[0]} = 'rollback_precision' needs alarms.precision"
-        if self.precision is None:
-            return None
-        new, old = precision.parse(self.precision), precision.parse(own)
-        if (new.params, new.moments) != (old.params, old.moments):
-            return (
-                f"alarms.precision = {self.precision!r} keeps other master weights or moments than "
-                f"precision = {own!r}, so that its checkpoints do not fit; change other roles"
-            )
-        if switching and urls and new.sampler != old.sampler:
-            return (
-                f"alarms.{switching[0]} = 'rollback_precision' would change the sampler from "
-                f"{precision.short_name(old.sampler)} to {precision.short_name(new.sampler)}, and "
-                "servers of sampler.url go on in the dtype that they were started in: let the "
-                "alarm pause, or let the run start its server (without sampler.url)"
-            )
-        if switching and strict and (advice := precision.disagreement(new)) is not None:
-            return f"strict_precision = true and alarms.precision = {self.precision!r}: {advice}"
-        return None
+        """The thresholds of the rules."""
+        return LIMITS
 
     @property
     def rules(self) -> list[str]:
@@ -221,3 +145,34 @@ class AlarmsConfig(Section):
         return [
             name for name, field in type(self).model_fields.items() if field.annotation is Action
         ]
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether any alarm rolls back."""
+        return any(self.action(name).startswith("rollback") for name in self.rules)
+
+    @property
+    def changes_precision(self) -> str | None:
+        """The first rule whose action is rollback_precision."""
+        due = (name for name in self.rules if self.action(name) == "rollback_precision")
+        return next(due, None)
+
+    def action(self, name: str) -> Action:
+        """Returns the action of a rule."""
+        return getattr(self, name)
+
+    def reach(self, *, probe_every: int) -> int:
+        """Returns how many steps back a rollback may have to go. held_out is not counted: it
+        returns to the best checkpoint, which is always kept."""
+        back = {"not_finite": self.limits.not_finite_steps}
+        # Three probes, and the step before the first of them.
+        back |= dict.fromkeys(("sequence_mismatch", "phantom"), 2 * probe_every + 1)
+        due = (steps for name, steps in back.items() if self.action(name).startswith("rollback"))
+        return max([self.limits.window, *due])
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.changes_precision and self.precision is None:
+            yield (
+                f"alarms.{self.changes_precision} = 'rollback_precision' needs alarms.precision, "
+                "the dtype policy to change to"
+            )

@@ -2,45 +2,41 @@
 
 from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from jaxrl.config.mesh import MeshConfig
-from jaxrl.config.tables import ModelConfig, PromptConfig, Remat, SamplerConfig, Section, Texts
-from jaxrl.core import precision
+from jaxrl.config.sampler import SamplerConfig
+from jaxrl.config.section import ClipRange, Remat, Section, Texts
+from jaxrl.config.tables import ModelConfig, PromptConfig, parse_policy
+from jaxrl.core.precision import Precision
 
 
 class DoctorDataConfig(PromptConfig):
-    """Prompts, which decide what is written and so how large beta is."""
+    """Prompts; the completions that they lead to decide how large beta is."""
 
     path: str | None = None
-    """A .jsonl or .parquet file, or the id of a hub data set. Without it every prompt is one token,
-    drawn from the vocabulary, behind which the model writes what it likes."""
-
-    subset: str | None = None
-    """Name of the data set's configuration on the hub."""
-
-    split: str = "train"
-    """Split of a hub data set."""
+    """A .jsonl or .parquet file, or a data set on the Hugging Face hub, written `ID`, `ID:SUBSET`
+    or `ID:SUBSET:SPLIT`. Without it, every prompt is one random token."""
 
     prompt_key: str = "prompt"
     """Column with the prompt: a text, or a list of {role, content} messages."""
 
     max_prompt_tokens: PositiveInt = 512
-    """Longer prompts are left out."""
+    """Longer prompts are dropped."""
 
 
 class DoctorSamplingConfig(Section):
-    """How answers are drawn: always at a temperature of 1, from the whole vocabulary."""
+    """How completions are sampled: always at a temperature of 1, from the whole vocabulary."""
 
     max_tokens: PositiveInt = 128
-    """Longest answer, in tokens; the disagreement of sequences grows with it."""
+    """Maximum completion length, in tokens; the mismatch of sequences grows with it."""
 
     max_batch: PositiveInt = 64
-    """Answers that the embedded sampler decodes at once."""
+    """Completions that the embedded sampler decodes at once."""
 
 
 class DoctorConfig(Section):
-    """What is measured."""
+    """What to measure."""
 
     model: ModelConfig
     data: DoctorDataConfig = DoctorDataConfig()
@@ -54,51 +50,54 @@ class DoctorConfig(Section):
         "bf16_master",
         "fp16_master",
     )
-    """Policies to compare: presets, each with changes behind it if need be, as in
-    fp32,bf16_master,logits=bf16. With a running server, whose dtype is given, only the learner's
-    side of a policy counts."""
+    """Dtype policies to compare: presets, each followed by its changes, if any, as in
+    fp32,bf16_master,logits=bf16. A running server keeps its own dtype, so only the learner's side
+    of a policy counts with one."""
 
     prompts: PositiveInt = 16
-    """Prompts, the first of the data."""
+    """Number of prompts: the first of the data."""
 
-    answers: PositiveInt = 4
-    """Answers to each."""
+    completions: PositiveInt = 4
+    """Completions per prompt."""
 
-    low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Clipping is counted below a ratio of 1 - low."""
+    clip_range: ClipRange = (0.2, 0.2)
+    """[low, high]: tokens count as clipped below a ratio of 1 - low and above 1 + high."""
 
-    high: PositiveFloat = 0.2
-    """Clipping is counted above a ratio of 1 + high."""
-
-    repeat: NonNegativeInt = 2
-    """Training steps that are timed, of which the fastest counts; 0 does not time."""
+    timed_steps: NonNegativeInt = 2
+    """Training steps to time; the fastest counts. 0 times none."""
 
     microbatch_tokens: PositiveInt = 4096
     """Tokens of one forward and backward pass on a data-parallel shard, as in training."""
 
     remat: Remat = "matmuls"
-    """What the backward pass computes again, as in training."""
+    """What the backward pass recomputes, as in training."""
 
     out: str = "doctor"
     """Directory for doctor.json and doctor.png."""
 
     seed: int = 0
-    """The answers are a function of the model, the data and this number."""
+    """Random seed; the completions are a function of the model, the data and this number."""
 
     @field_validator("precisions")
     @classmethod
     def _policies(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """A list's commas are a policy's commas, too: what has an = belongs to the one before."""
+        """Joins what commas separated within a policy: a part with an = belongs to the policy
+        before it."""
         found: list[str] = []
         for part in value:
             changes = "=" in part.partition(",")[0] and found
             found[-1:] = [f"{found[-1]},{part}"] if changes else [*found[-1:], part]
         for policy in found:
-            precision.parse(policy)
+            parse_policy(policy)
         return tuple(dict.fromkeys(found))
 
     @property
+    def policies(self) -> dict[str, Precision]:
+        """The dtype policies to compare, by their texts."""
+        return {text: parse_policy(text) for text in self.precisions}
+
+    @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest prompt and answer together."""
+        """Maximum length of a prompt with its completion, in tokens."""
         longest_prompt = 1 if self.data.path is None else self.data.max_prompt_tokens
         return longest_prompt + self.sampling.max_tokens

@@ -1,36 +1,33 @@
-"""The `[hosts]` table of a config: which of several processes this is."""
+"""The `[hosts]` table of a config."""
 
-from typing import Self
+from collections.abc import Iterator
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from jaxrl.config.tables import Section
+from jaxrl.config.section import Section
 
 
 class HostsConfig(Section):
-    """Several processes that train one model, on the devices of all of them."""
+    """Several processes that train one model on all of their devices."""
 
     coordinator: str | None = None
-    """HOST:PORT of process 0; `auto` where jax knows the cluster (Slurm, Open MPI, Kubernetes,
-    Cloud TPU). Default: the environment's JAX_COORDINATOR_ADDRESS, else one process."""
+    """HOST:PORT of process 0, or `auto` where jax detects the cluster (Slurm, Open MPI, Kubernetes,
+    Cloud TPU). Default: the environment variable JAX_COORDINATOR_ADDRESS, else a single process."""
 
     processes: PositiveInt | None = None
-    """How many. Default: the environment's JAX_NUM_PROCESSES, else what jax finds."""
+    """Number of processes. Default: the environment variable JAX_NUM_PROCESSES, else what jax
+    detects."""
 
     process: NonNegativeInt | None = None
-    """Which this is, from 0. Default: the environment's JAX_PROCESS_ID, else what jax finds."""
+    """Index of this process, from 0. Default: the environment variable JAX_PROCESS_ID, else what
+    jax detects."""
 
     join: int = Field(default=60, ge=1)
-    """Seconds that a process waits for the others at the beginning."""
+    """Seconds that a process waits for the others at the start."""
 
-    heartbeat: int = Field(default=30, ge=5, le=60)
-    """Seconds after which a silent process counts as dead and the run ends."""
-
-    @model_validator(mode="after")
-    def _place_fits(self) -> Self:
+    def _contradictions(self) -> Iterator[str]:
         if self.process is not None and self.process >= (self.processes or self.process + 1):
-            raise ValueError(
+            yield (
                 f"hosts.process = {self.process} and hosts.processes = {self.processes}: processes "
                 f"are numbered from 0 to {(self.processes or 1) - 1}"
             )
-        return self

@@ -1,11 +1,11 @@
-"""The `[mesh]` table of a config: how many devices along which axis, and what they cut."""
+"""The `[mesh]` table of a config: devices along each axis, and what is sharded over it."""
 
 import math
 from typing import Literal, Self
 
 from pydantic import PositiveInt, model_validator
 
-from jaxrl.config.tables import Section, Texts
+from jaxrl.config.section import Section, Texts
 from sharding.mesh import AXES
 from sharding.rules import PRESETS, Rules, change
 
@@ -13,32 +13,32 @@ MeshRules = Literal["data", "fsdp", "tensor", "fsdp_tensor", "expert", "context"
 
 
 class MeshConfig(Section):
-    """Devices; the product must be their number."""
+    """Devices along each axis; the product must be the number of devices."""
 
     data: PositiveInt = 1
-    """Copies of the model, each with its part of a batch."""
+    """Replicas of the model; the batch is sharded over them."""
 
     fsdp: PositiveInt = 1
-    """Shards of parameters and optimizer state, each with its part of a batch."""
+    """Shards of parameters and optimizer state; the batch is sharded over them, too."""
 
     expert: PositiveInt = 1
-    """Shards of the experts, each with its part of a batch."""
+    """Shards of the experts; the batch is sharded over them, too."""
 
     context: PositiveInt = 1
-    """Shards of the tokens of a row."""
+    """Shards of the tokens of a row (context parallelism)."""
 
     tensor: PositiveInt = 1
-    """Shards of every matrix product."""
+    """Shards of every matrix product (tensor parallelism)."""
 
     rules: MeshRules = "all"
-    """What is cut over which axis: a preset of sharding/rules.py. `all` cuts over every axis."""
+    """What is sharded over which axis: a preset of sharding/rules.py. `all` uses every axis."""
 
     parameters: Texts = ()
-    """Changes to the rules for parameters, such as `embed=fsdp+context`, or `vocab=` to leave an
-    axis whole."""
+    """Changes to the rules of parameters, such as `embed=fsdp+context`, or `vocab=` not to shard a
+    dimension."""
 
     activations: Texts = ()
-    """Changes to the rules for batches and activations, such as `length=context`."""
+    """Changes to the rules of batches and activations, such as `length=context`."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -47,12 +47,12 @@ class MeshConfig(Section):
 
     @property
     def batch_shards(self) -> int:
-        """Parts that a batch's rows are cut into."""
+        """Shards of the rows of a batch."""
         return self._parts("batch")
 
     @property
     def row_shards(self) -> int:
-        """Parts that the tokens of a row are cut into."""
+        """Shards of the tokens of a row."""
         return self._parts("length")
 
     def _parts(self, logical: str) -> int:
@@ -60,7 +60,7 @@ class MeshConfig(Section):
 
     @property
     def layout_rules(self) -> Rules:
-        """The preset with the changes."""
+        """The preset with its changes."""
         return change(PRESETS[self.rules], parameters=self.parameters, activations=self.activations)
 
     @model_validator(mode="after")
@@ -74,7 +74,7 @@ class MeshConfig(Section):
         ]
         if idle:
             raise ValueError(
-                f"{', '.join(idle)}: the rules {self.rules!r} cut nothing over it, so its devices "
-                "would repeat one another's work; choose other mesh.rules or set it to 1"
+                f"{', '.join(idle)}: mesh.rules = {self.rules!r} shards nothing over it, so its "
+                "devices would repeat each other's work; choose other mesh.rules or set it to 1"
             )
         return self

@@ -1,42 +1,56 @@
-"""The table of a config that says what an answer is worth."""
+"""The `[reward]` table of a config."""
 
-from typing import Literal
+from collections.abc import Iterator
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from jaxrl.config.tables import Numbers, Section, Texts
+from jaxrl.config.section import Numbers, Section, Texts
 
 
 class RewardConfig(Section):
-    """What an answer is worth."""
+    """The reward of a completion."""
 
     path: Texts = ()
-    """Reward functions, added up: a name in jaxrl.environments.rewards.builtin (`exact_match`,
-    `numeric_match`, ...), `file.py:function` or `package.module:function`. The first one says what
-    counts as right in evaluations."""
+    """Reward functions, summed: a name in jaxrl.environments.rewards.builtin (`exact_match`,
+    `numeric_match`, ...), `file.py:function` or `package.module:function`. The first one decides
+    what counts as correct in evaluations."""
 
     weights: Numbers = ()
-    """Factor of each function, in the same order; all 1 when empty. A function with the factor 0 is
-    measured and not learnt."""
+    """One weight for each function, in the same order, then one for the reward model if there is
+    one; all 1 if empty. A part with weight 0 is logged but not trained on."""
 
     model: str | None = None
-    """Directory of a reward model (`jaxrl reward-model`), whose score of prompt and answer is added
-    too. It reads the sampled token ids, so its tokenizer must be the policy's."""
-
-    model_weight: float = 1.0
-    """Factor of the reward model's score."""
+    """Directory of a reward model (`jaxrl reward-model`), whose score is added. It reads the
+    sampled token ids, so its tokenizer must be the policy's."""
 
     timeout: PositiveFloat = 60.0
-    """Seconds that a reward function may take for an answer, or for all of them if it takes them at
-    once. An answer whose reward fails or takes longer is not learnt from, and is counted."""
+    """Seconds that a reward function may take for one completion, or for all of them if it takes a
+    batch. A completion whose reward fails or takes longer is counted and excluded from training."""
 
     kl: NonNegativeFloat = 0.0
-    """What a nat of distance from the initial model takes from the reward, token by token; 0 needs
-    no reference. The other place for it is loss.kl, and gdpo's only one."""
-
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """How that distance is estimated."""
+    """Coefficient of the per-token KL penalty in the reward, against the initial model (estimator
+    k1); 0 needs no reference model. The alternative is loss.kl, the only one that works with
+    gdpo."""
 
     overlong_buffer: NonNegativeInt = 0
-    """The reward of an answer falls by up to 1 over the last so many of sampling.max_tokens; 0
-    takes nothing."""
+    """DAPO's soft overlong punishment: over the last N tokens before sampling.max_tokens the reward
+    falls linearly by up to 1; 0 disables it."""
+
+    @property
+    def function_weights(self) -> tuple[float, ...]:
+        """One weight for each function of `path`."""
+        return self.weights[: len(self.path)]
+
+    @property
+    def model_weight(self) -> float:
+        """Weight of the reward model."""
+        return self.weights[-1] if self.weights else 1.0
+
+    def _contradictions(self) -> Iterator[str]:
+        parts = len(self.path) + (self.model is not None)
+        if self.weights and len(self.weights) != parts:
+            model = " and reward.model" if self.model is not None else ""
+            yield (
+                f"reward.weights has {len(self.weights)} numbers for {len(self.path)} functions in "
+                f"reward.path{model}; give one for each, or leave reward.weights out"
+            )

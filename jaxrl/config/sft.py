@@ -5,26 +5,21 @@ from jaxrl.config.tables import PromptConfig
 
 
 class SFTDataConfig(PromptConfig):
-    """Texts to learn."""
+    """Texts to train on."""
 
     path: str
-    """A .jsonl or .parquet file, or the id of a data set on the Hugging Face hub (needs the `hub`
-    extra)."""
-
-    subset: str | None = None
-    """Name of the data set's configuration on the hub."""
-
-    split: str = "train"
-    """Split of a hub data set."""
+    """A .jsonl or .parquet file, or a data set on the Hugging Face hub, written `ID`, `ID:SUBSET`
+    or `ID:SUBSET:SPLIT` (split `train` if not given; needs the `hub` extra)."""
 
     prompt_key: str = "prompt"
-    """Column with the prompt: a text, or a list of {role, content} messages. It is not learnt."""
+    """Column with the prompt: a text, or a list of {role, content} messages. It is not trained
+    on."""
 
     completion_key: str = "completion"
-    """Column with the text that answers the prompt; it is learnt, and that the text ends there."""
+    """Column with the completion to train on; the end of the text is trained on, too."""
 
     text_key: str | None = None
-    """Column with a whole text, learnt from its second token on; replaces prompt_key and
+    """Column with a whole text to train on, from its second token; replaces prompt_key and
     completion_key."""
 
 
@@ -33,6 +28,6 @@ class SFTConfig(SupervisedConfig):
 
     run_dir: str = "runs/sft"
     """Directory of the tuned model (in `model`), checkpoints and metrics; a run found there is
-    continued."""
+    resumed."""
 
     data: SFTDataConfig

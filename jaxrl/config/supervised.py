@@ -1,54 +1,46 @@
-"""What the configs of all runs that learn from given texts have in common."""
+"""The keys that SFT, DPO and reward-model runs share."""
 
 from collections.abc import Iterator
-from typing import Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveInt
 
 from jaxrl.config.mesh import MeshConfig
-from jaxrl.config.tables import (
-    Attention,
-    CheckpointConfig,
-    ModelConfig,
-    OptimizerConfig,
-    Remat,
-    RunConfig,
-    Section,
-)
+from jaxrl.config.section import Attention, Remat, Section
+from jaxrl.config.tables import CheckpointConfig, ModelConfig, OptimizerConfig, RunConfig
 
 
 class SupervisedTrainConfig(Section):
-    """The loop's sizes."""
+    """Batch sizes and the training loop."""
 
     steps: PositiveInt = 1000
     """Number of optimizer steps."""
 
     batch_size: PositiveInt = 64
-    """Rows of the data per optimizer step: texts, or pairs of answers."""
+    """Rows of the data per optimizer step: texts, or pairs of completions."""
 
     microbatch_tokens: PositiveInt = 4096
     """Tokens, padding included, of one forward and backward pass on a data-parallel shard; rounded
-    down to whole rows. It changes speed and memory and never the result."""
+    down to whole rows. It changes speed and memory, never the result."""
 
     row_length: PositiveInt = 1024
-    """Tokens in a row of the learner's batch; a text, or both texts of a pair, that does not fit
-    into one is left out and counted."""
+    """Tokens in a row of the learner's batch. A text, or a pair of texts, that does not fit into a
+    row is dropped and counted."""
 
     packing: bool = True
-    """Put several short texts or pairs into a row; otherwise one to a row."""
+    """Pack several short texts or pairs into a row instead of one per row."""
 
     remat: Remat = "matmuls"
-    """What the backward pass computes again instead of keeping it: `none`; `matmuls` all but matrix
-    products and attention, which costs next to nothing; `attention` all but attention; `layer` all
-    of a layer, the least memory."""
+    """What the backward pass recomputes: `none` nothing; `matmuls` everything except matrix
+    products and attention, at almost no cost; `attention` everything except attention; `layer`
+    whole layers, which takes the least memory."""
 
     attention: Attention = "auto"
-    """Its kernel: `xla` runs everywhere, `splash` on TPUs, `cudnn` on NVIDIA GPUs; `auto` takes the
-    one of the devices where the model and the dtypes allow it, and the run says which."""
+    """Attention kernel: `xla` runs everywhere, `splash` on TPUs, `cudnn` on NVIDIA GPUs. `auto`
+    takes the device's own kernel if it supports the model and the dtypes; the log names it."""
 
 
 class SupervisedConfig(RunConfig):
-    """Keys of every run that learns from given texts."""
+    """Keys of every run that trains on given texts."""
 
     model: ModelConfig
     train: SupervisedTrainConfig = SupervisedTrainConfig()
@@ -62,22 +54,15 @@ class SupervisedConfig(RunConfig):
         per_shard = self.train.microbatch_tokens // self.train.row_length
         return per_shard * self.mesh.batch_shards
 
-    @model_validator(mode="after")
-    def _sizes_agree(self) -> Self:
-        found = list(_contradictions(self))
-        if found:
-            raise ValueError("\n".join(found))
-        return self
-
-
-def _contradictions(c: SupervisedConfig) -> Iterator[str]:
-    if c.train.microbatch_tokens < c.train.row_length:
-        yield (
-            f"train.microbatch_tokens = {c.train.microbatch_tokens} does not hold one row of "
-            f"train.row_length = {c.train.row_length} tokens; raise it to a multiple of that"
-        )
-    if c.optimizer.warmup_steps >= c.train.steps:
-        yield (
-            f"optimizer.warmup_steps = {c.optimizer.warmup_steps} leaves nothing of the run's "
-            f"{c.train.steps} optimizer steps (train.steps)"
-        )
+    def _contradictions(self) -> Iterator[str]:
+        if self.train.microbatch_tokens < self.train.row_length:
+            yield (
+                f"train.microbatch_tokens = {self.train.microbatch_tokens} does not hold one row "
+                f"of train.row_length = {self.train.row_length} tokens; raise it to a multiple of "
+                "that"
+            )
+        if self.optimizer.warmup_steps >= self.train.steps:
+            yield (
+                f"optimizer.warmup_steps = {self.optimizer.warmup_steps} covers all of the run's "
+                f"{self.train.steps} optimizer steps (train.steps); lower it"
+            )

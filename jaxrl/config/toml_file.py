@@ -1,4 +1,5 @@
-"""Configs from TOML files and the command line, errors that name the key, and back to TOML."""
+"""Reads configs from TOML files and the command line, and writes them as TOML; every error names
+its key."""
 
 import difflib
 import json
@@ -12,24 +13,25 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from jaxrl.config.tables import Section
+from jaxrl.config.replaced import replacement
+from jaxrl.config.section import Section
 
 C = TypeVar("C", bound=Section)
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used; the message names every key and what to do."""
+    """A config that cannot be used; the message names each wrong key and the fix."""
 
 
 class Key(NamedTuple):
-    """A leaf of a config: its dotted name and what is declared about it."""
+    """A key of a config: its dotted name and its declaration."""
 
     name: str  # "train.steps"
     field: FieldInfo
 
 
 def keys(schema: type[Section], *, prefix: str = "") -> Iterator[Key]:
-    """Every leaf of a config class, in the order of declaration."""
+    """Yields every key of a config class, in the order of declaration."""
     for name, field in schema.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, Section):
@@ -39,7 +41,7 @@ def keys(schema: type[Section], *, prefix: str = "") -> Iterator[Key]:
 
 
 def open_tables(schema: type[Section]) -> list[str]:
-    """Names of the sections that take further keys."""
+    """Returns the names of the tables that accept further keys."""
     return [
         name
         for name, field in schema.model_fields.items()
@@ -57,11 +59,11 @@ def load(
     Args:
       schema: the config class.
       file: a TOML file; only defaults and overrides when absent.
-      overrides: (dotted key, text) in order, as they stand on the command line.
+      overrides: (dotted key, text) in the order of the command line.
 
     Raises:
-      ConfigError: for a file that is missing or no TOML, an unknown key (the nearest known one is
-        named), a missing key, a wrong type or a contradiction.
+      ConfigError: for a file that is missing or not TOML, an unknown key (the message names the
+        nearest one, or the key that replaced it), a missing key, a wrong type or a contradiction.
     """
     tree = _read(file) if file is not None else {}
     for name, text in overrides:
@@ -70,7 +72,7 @@ def load(
 
 
 def validate(schema: type[C], tree: Mapping[str, Any]) -> C:
-    """A config from nested dicts.
+    """Makes a config from nested dicts.
 
     Raises:
       ConfigError: as `load`.
@@ -83,12 +85,12 @@ def validate(schema: type[C], tree: Mapping[str, Any]) -> C:
 
 
 def parse_value(schema: type[Section], name: str, text: str) -> Any:
-    """The value that `text` on the command line means for a key.
+    """Parses the value of a key on the command line.
 
-    A text stays as it is, a list is a TOML array or separated by commas, everything else is TOML.
+    Strings need no quotes, lists are TOML arrays or separated by commas, anything else is TOML.
 
     Raises:
-      ConfigError: for an unknown key, or a text that is no value of TOML.
+      ConfigError: for an unknown key, or a text that is not a TOML value.
     """
     known = {key.name: key.field.annotation for key in keys(schema)}
     if name not in known:
@@ -110,7 +112,7 @@ def parse_value(schema: type[Section], name: str, text: str) -> Any:
 
 
 def flatten(config: Section) -> dict[str, Any]:
-    """{"train.steps": 100, ...}, in the order of declaration."""
+    """Returns {"train.steps": 100, ...}, in the order of declaration."""
     return {
         f"{name}.{key}" if key else name: value
         for name, table in config
@@ -119,7 +121,7 @@ def flatten(config: Section) -> dict[str, Any]:
 
 
 def dumps(config: Section) -> str:
-    """The config as TOML that `load` reads back to an equal one; None is written as "none"."""
+    """Writes a config as TOML, which `load` reads back as an equal one; None becomes "none"."""
     tree = config.model_dump()
     for table in (tree, *tree.values()):
         if isinstance(table, dict):
@@ -146,8 +148,8 @@ def _set(tree: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """The plain types in an annotation: `int | None` gives {int, NoneType}; of a tuple also its
-    members' types."""
+    """Returns the plain types in an annotation: `int | None` gives {int, NoneType}; a tuple also
+    gives the types of its members."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return {type(value) for value in arguments}
@@ -173,7 +175,9 @@ def _number(name: str, text: str) -> Any:
 
 
 def unknown_key(schema: type[Section], name: str) -> str:
-    """What to say of a key that does not exist; it names the nearest one."""
+    """Returns the error for an unknown key; it names the nearest one, or what replaced it."""
+    if (advice := replacement(name)) is not None:
+        return advice
     names = [key.name for key in keys(schema)]
     section, _, leaf = name.rpartition(".")
     same_leaf = [n for n in names if n.rpartition(".")[2] == leaf]
@@ -187,7 +191,7 @@ def unknown_key(schema: type[Section], name: str) -> str:
 
 
 def _explain(schema: type[Section], error: dict[str, Any]) -> list[str]:
-    """What one of pydantic's errors means to somebody who writes a config."""
+    """Translates one of pydantic's errors for the author of a config."""
     name = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         inner = error["input"] if isinstance(error["input"], dict) else {}
@@ -202,9 +206,12 @@ def _explain(schema: type[Section], error: dict[str, Any]) -> list[str]:
         return [f"{n} is missing: {_one_line(fields[n].description)}" for n in names]
     if error["type"] == "value_error":
         cause = str(error["ctx"]["error"])
-        tables = {key.name.rpartition(".")[0] for key in keys(schema)}  # they name their keys
-        whole = not name or name in tables
-        return cause.splitlines() if whole else [f"{name} = {error['input']!r}: {cause}"]
+        tables = {key.name.rpartition(".")[0] for key in keys(schema)}
+        if name and name not in tables:
+            return [f"{name} = {error['input']!r}: {cause}"]
+        # A table that appears under several names cannot say its own.
+        named = not name or f"{name}." in cause
+        return [line if named else f"[{name}] {line}" for line in cause.splitlines()]
     if error["type"] == "tuple_type":
         written = json.dumps([error["input"]], default=str, ensure_ascii=False)
         return [f"{name} = {error['input']!r}: write a list, {name} = {written}"]

@@ -1,4 +1,4 @@
-"""The two forms in which samples travel: ragged on the host, rectangular on the device."""
+"""Samples: ragged on the host (`Rollout`), rectangular on the device (`TokenBatch`)."""
 
 import base64
 from collections.abc import Mapping
@@ -9,19 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-pass
-
 End = Literal["done", "max_tokens", "max_turns", "error", "timeout", "invalid"]
-"""How an episode ended: by the environment, at the limit of tokens or turns, or because the
-environment raised, timed out or returned something invalid."""
+"""The end of an episode: by the environment, at the limit of tokens or of turns, or because the
+environment raised, timed out or returned an invalid step."""
 
 
 class Episode(NamedTuple):
-    """How an answer of several turns came about.
+    """The course of a multi-turn rollout.
 
     Attributes:
-      turns: for each turn where it begins and ends in the completion, and its reward.
-      end: how it ended.
+      turns: (start, end, reward) of each turn, as positions in the completion.
+      end: the reason of its end.
       metrics: of the environment.
     """
 
@@ -31,28 +29,28 @@ class Episode(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether the environment failed, so that nothing can be learnt from it."""
+        """True if the environment failed, so that the rollout cannot be trained on."""
         return self.end in ("error", "timeout", "invalid")
 
 
 class Rollout(NamedTuple):
-    """One sampled answer, as the sampler and the environment left it (host, ragged).
+    """One sampled completion with its prompt and reward (host, ragged).
 
     Attributes:
-      prompt: i32[P] token ids that the policy was given.
-      completion: i32[C] token ids that followed; EOS stays.
+      prompt: i32[P] token ids of the prompt.
+      completion: i32[C] token ids after the prompt; EOS included.
       logprobs: f32[C] log-probability of each completion token under the distribution it was
         sampled from; NaN where the sampler reported none.
-      action_mask: bool[C], whether the policy chose the token (tool output is False).
+      action_mask: bool[C], true at tokens that the policy chose (false at tool output).
       version: i32[C] policy version that sampled each token; at a token that the policy did not
-        choose that of the token before.
-      group: number of the prompt; answers to one prompt share it and others have another.
+        choose, that of the token before.
+      group: number of the prompt, shared by all completions of it.
       reward: scalar reward; NaN if it could not be computed.
-      components: what each reward function gave, before its weight; NaN where it failed.
-      truncated: whether the answer ended because it ran out of tokens, or of turns.
-      episode: how it came about; None for an answer of one turn without an environment.
-      experts: [N, L, k], where the sampler's layers sent the first N tokens of prompt and
-        completion, all but the last one as a rule; None where it did not say.
+      components: the value of each part of the reward, before its weight; NaN where it failed.
+      truncated: true if the completion ended at the limit of tokens or of turns.
+      episode: its turns; None for a single turn without an environment.
+      experts: [N, L, k], the experts that the sampler's layers routed the first N tokens of prompt
+        and completion to, usually all but the last token; None if they were not recorded.
     """
 
     prompt: np.ndarray
@@ -88,47 +86,47 @@ class TokenBatch:
     action_mask: jax.Array  # bool[B, T], tokens that the policy chose
     sampler_logprobs: jax.Array  # f32[B, T], NaN where the sampler reported none
     advantages: jax.Array  # f32[B, T]
-    rewards: jax.Array | None = None  # f32[B, T], of the answer; 0 where it is not known
-    values: jax.Array | None = None  # f32[B, T], of the critic before it learns from the batch
-    returns: jax.Array | None = None  # f32[B, T], what the critic should have expected
+    rewards: jax.Array | None = None  # f32[B, T], of the whole completion; 0 where unknown
+    values: jax.Array | None = None  # f32[B, T], of the critic before its update
+    returns: jax.Array | None = None  # f32[B, T], the critic's targets
     entropy_weights: jax.Array | None = None  # f32[B, T], of an adaptive entropy bonus
-    # i16[B, T, L, k], where the sampler's layers sent the token itself; -1 where that is not known.
+    # i16[B, T, L, k], the experts that the sampler's layers routed the token to; -1 if unknown.
     experts: jax.Array | None = None
 
 
 def segment_sum(values: jax.Array, segments: jax.Array) -> jax.Array:
-    """Sum over each token's own sequence, at each token: [B, T] -> [B, T]; 0 at padding."""
+    """Sums over each token's own sequence, at each token: [B, T] -> [B, T]; 0 at padding."""
     totals = segment_totals(jnp.where(segments > 0, values, 0), segments)
     return jnp.where(segments > 0, jnp.take_along_axis(totals, segments, axis=1), 0)
 
 
 def action_tokens(batch: TokenBatch) -> jax.Array:
-    """Number of tokens that the policy chose in the whole batch, f32[]."""
+    """Counts the tokens that the policy chose in the whole batch, f32[]."""
     return jnp.sum(batch.action_mask, dtype=jnp.float32)
 
 
 def sequence_weights(batch: TokenBatch) -> jax.Array:
-    """1 / (action tokens of the sequence) at each action token, 0 elsewhere: f32[B, T]; sums to the
-    number of sequences that have an action token."""
+    """Computes 1 / (action tokens of the sequence) at each action token, 0 elsewhere: f32[B, T].
+    They sum to the number of sequences that have an action token."""
     mask = batch.action_mask.astype(jnp.float32)
     lengths = segment_sum(mask, batch.segments)
     return mask / jnp.maximum(lengths, 1.0)
 
 
 def action_sequences(batch: TokenBatch) -> jax.Array:
-    """Number of sequences with at least one action token in the whole batch, f32[]."""
+    """Counts the sequences with at least one action token in the whole batch, f32[]."""
     counts = segment_totals(batch.action_mask.astype(jnp.float32), batch.segments)
     return jnp.sum(counts > 0, dtype=jnp.float32)
 
 
 def segment_totals(values: jax.Array, segments: jax.Array) -> jax.Array:
-    """Sum over each sequence: [B, T] -> [B, T + 1]; entry s of a row is that of its segment s."""
+    """Sums over each sequence: [B, T] -> [B, T + 1]; entry s of a row is that of its segment s."""
     empty = jnp.zeros((segments.shape[0], segments.shape[1] + 1), values.dtype)
     return jax.vmap(lambda zeros, s, v: zeros.at[s].add(v))(empty, segments, values)
 
 
 def to_json(rollout: Rollout) -> dict[str, Any]:
-    """An answer for a checkpoint, bit for bit."""
+    """Encodes a rollout as JSON for a checkpoint, bit for bit."""
     return {
         name: [value.dtype.name, base64.b64encode(value.tobytes()).decode(), *value.shape[1:]]
         if isinstance(value, np.ndarray)
@@ -138,7 +136,7 @@ def to_json(rollout: Rollout) -> dict[str, Any]:
 
 
 def from_json(content: Mapping[str, Any]) -> Rollout:
-    """The inverse of `to_json`."""
+    """Inverts `to_json`."""
     fields: dict[str, Any] = dict(content)
     for name in ("prompt", "completion", "logprobs", "action_mask", "version", "experts"):
         if fields.get(name) is not None:
@@ -153,14 +151,15 @@ def from_json(content: Mapping[str, Any]) -> Rollout:
 
 @struct.dataclass(kw_only=True)
 class Minibatch:
-    """What one optimizer step learns from.
+    """The input of one optimizer step; see `packing.pack_minibatch`.
 
-    The rows of `batch` are those of `max_microbatches` microbatches, interleaved as
-    `interleave` leaves them; only the first `microbatches` of them are computed, so one compiled
-    step serves every number of rows. A score that no loss needs is None.
+    The rows of `batch` are those of its microbatches, interleaved; only the first `microbatches`
+    of these are computed, so one compiled step serves every number of rows. A score that no loss
+    needs is None.
     """
 
     batch: TokenBatch  # [N, T]
-    microbatches: jax.Array  # i32[]
+    # i32[], those in use; None in a single microbatch, where a loss sees only its own rows.
+    microbatches: jax.Array | None
     anchor: jax.Array | None = None  # f32[N, T]
     reference: jax.Array | None = None  # f32[N, T]

@@ -1,8 +1,8 @@
-"""Several processes that run one program: process 0 leads, the others follow.
+"""Coordination of the processes of one run: process 0 leads, the others follow.
 
-All run the same Python and start the same programs on the same mesh in the same order. What only
-one of them may do, such as reading data, asking servers and writing files, process 0 does in
-`Hosts.led`; what comes of it reaches all.
+All processes run the same Python code and start the same compiled programs in the same order. Work
+for one process only, such as reading data, querying servers and writing files, runs in
+`Hosts.on_leader`, which broadcasts its result.
 """
 
 import os
@@ -25,7 +25,7 @@ _SMALLEST = 4096  # bytes; a program is compiled for every size
 
 
 class ReportedError(RuntimeError):
-    """An error that the user has been told of."""
+    """An error that was already printed."""
 
 
 class _Call(NamedTuple):
@@ -43,24 +43,24 @@ class _Outcome(NamedTuple):
 
 
 def report(error: Exception) -> None:
-    """Says on the error output which process ends, and why."""
+    """Prints to stderr that this process ends, and why."""
     if os.environ.get("JAXRL_TRACEBACK"):
         traceback.print_exc()
     print(
-        f"jaxrl: process {jax.process_index()} of {jax.process_count()} ends: {error}\nAll "
-        "processes of the run end with it. If the error is that of a connection, another process "
-        "ended before; see its output. The same commands go on from the last checkpoint",
+        f"jaxrl: process {jax.process_index()} of {jax.process_count()} failed: {error}\nAll "
+        "processes of the run end with it. If this is a connection error, another process failed "
+        "first; see its output. Run the same commands to resume from the last checkpoint",
         file=sys.stderr,
         flush=True,
     )
 
 
 class Hosts:
-    """The processes of this program; on a single one every method is as if it were not there.
+    """The processes of a run; with one process every method is a no-op.
 
     Attributes:
-      index: of this process.
-      count: of all.
+      index: number of this process.
+      count: number of processes.
     """
 
     def __init__(self) -> None:
@@ -70,15 +70,15 @@ class Hosts:
 
     @property
     def leads(self) -> bool:
-        """Whether this is process 0."""
+        """True on process 0."""
         return self.index == 0
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Says what fails in the block before anything is closed: that may wait for the others.
+        """Prints an error of the block before any cleanup, which may wait for other processes.
 
         Raises:
-          ReportedError: in the place of any error, over several processes.
+          ReportedError: instead of any other error, with several processes.
         """
         try:
             yield
@@ -89,7 +89,7 @@ class Hosts:
             raise ReportedError(str(error)) from error
 
     def share(self, value: T) -> T:
-        """What process 0 gives, on all of them; all must call it."""
+        """Returns the value of process 0 on every process; all must call it."""
         if self.count == 1:
             return value
         data = pickle.dumps(value) if self.leads else b""
@@ -102,16 +102,16 @@ class Hosts:
         return value if self.leads else pickle.loads(np.asarray(found)[:size].tobytes())
 
     def largest(self, number: int) -> int:
-        """Over all processes; all must call it."""
+        """Returns the largest number over all processes; all must call it."""
         if self.count == 1:
             return number
         return int(multihost_utils.process_allgather(np.int32(number)).max())
 
-    def together(self, function: Callable[..., R]) -> Callable[..., R]:
-        """The function, run by all processes whenever process 0 calls it while it leads.
+    def on_all(self, function: Callable[..., R]) -> Callable[..., R]:
+        """Wraps a function so that all processes run it when process 0 calls it in `on_leader`.
 
-        For programs on the devices of all. All processes must make the same functions in the same
-        order. Arguments travel pickled; what it returns on the others is dropped.
+        For programs on the devices of all processes, which must wrap the same functions in the
+        same order. Arguments are pickled; results on the other processes are dropped.
         """
         if self.count == 1:
             return function
@@ -125,12 +125,12 @@ class Hosts:
 
         return call
 
-    def led(self, function: Callable[[], R]) -> R:
-        """What the function returns on process 0, which alone runs it, on all of them; all must
-        call it. The others run what of `together` it calls.
+    def on_leader(self, function: Callable[[], R]) -> R:
+        """Runs a function on process 0 and returns its result on every process; all must call it.
+        Meanwhile the others run the `on_all` functions that it calls.
 
         Raises:
-          RuntimeError: on the others, if it fails on process 0.
+          RuntimeError: on the other processes, if the function fails on process 0.
         """
         if self.count == 1 or self._leading:
             return function()
@@ -150,7 +150,7 @@ class Hosts:
         try:
             found = function()
         except Exception as error:
-            with suppress(Exception):  # the error may be that nobody can be reached
+            with suppress(Exception):  # the error may be that no process can be reached
                 self.share(_Failure(str(error)))
             raise
         finally:
@@ -158,9 +158,12 @@ class Hosts:
         self.share(_Outcome(found))
         return found
 
-    def consumed(self, source: Iterable[T], function: Callable[[Iterable[T]], R]) -> R | None:
-        """`function(source)` on process 0; None on the others, which iterate over the source, too:
-        for one whose items all processes make together. It must be iterated over once."""
+    def consume_on_leader(
+        self, source: Iterable[T], function: Callable[[Iterable[T]], R]
+    ) -> R | None:
+        """Returns `function(source)` on process 0 and None on the others, which iterate over the
+        source as well: for items that all processes compute together. `function` must iterate over
+        it exactly once."""
         if self.leads:
             return function(source)
         deque(source, maxlen=0)

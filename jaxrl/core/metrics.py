@@ -10,7 +10,7 @@ from flax import struct
 
 @struct.dataclass
 class Mean:
-    """A mean that has not been divided yet: `total / weight`.
+    """An undivided mean: `total / weight`.
 
     Adding two of them gives the mean over both populations, so a metric computed in microbatches
     equals the metric of the whole batch.
@@ -30,7 +30,7 @@ class Mean:
 
 @struct.dataclass
 class Latest(Mean):
-    """A number that counts from the start, or that steps hand on: of two, the later one stands."""
+    """A running count or a state: merging two keeps the later one."""
 
     def __add__(self, other: Mean) -> Mean:
         return other
@@ -40,21 +40,21 @@ Metrics = dict[str, Mean]
 
 
 def masked_mean(values: jax.Array, mask: jax.Array) -> Mean:
-    """Mean of the entries of `values` where `mask` holds; both of one shape. Entries outside the
-    mask may hold anything, NaN too."""
+    """Averages the entries of `values` where `mask` holds; both have one shape. Entries outside the
+    mask may be anything, including NaN."""
     mask = mask.astype(bool)
     total = jnp.sum(jnp.where(mask, values, 0).astype(jnp.float32))
     return Mean(total, jnp.sum(mask, dtype=jnp.float32))
 
 
 def merge(first: Mapping[str, Mean], second: Mapping[str, Mean]) -> Metrics:
-    """The metrics over both populations, of which `second` is the later one; a name that only one
-    of them has is kept as it is."""
+    """Merges the metrics of two populations, `second` being the later one. A name in only one of
+    them is kept unchanged."""
     both = first.keys() & second.keys()
     return dict(first) | dict(second) | {name: first[name] + second[name] for name in both}
 
 
 def to_floats(metrics: Mapping[str, Mean]) -> dict[str, float]:
-    """The values on the host, for logging; a mean over an empty population is left out."""
+    """Fetches the values to the host for logging; omits means over empty populations."""
     host = jax.device_get(dict(metrics))
     return {k: float(np.float64(m.total) / m.weight) for k, m in host.items() if m.weight != 0}

@@ -1,10 +1,112 @@
-"""Packs ragged rollouts into rows of a fixed length, and rows into microbatches."""
+"""Packs ragged rollouts into rows of a fixed length, and rows into the microbatches of a step.
 
+`pack_minibatch` is the whole way from rollouts to what an optimizer step takes; `unpack` is the way
+back for per-token results. The other functions are its parts.
+"""
+
+import dataclasses
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.core.batch import Rollout, TokenBatch
+from jaxrl.core.batch import Minibatch, Rollout, TokenBatch
+from sharding.transfer import place
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MinibatchShape:
+    """Shape of the minibatches of one compiled step.
+
+    Attributes:
+      row_length: tokens in a row.
+      rows_per_microbatch: rows that are computed at once.
+      max_rows: rows that a minibatch has room for, rounded up to whole microbatches. With one for
+        each sequence the step compiles once; None makes room for the rows in use only.
+      packed: several sequences share a row where they fit; otherwise each has its own.
+      together: consecutive rollouts that always share a row: 2 for pairs.
+      sharding: of arrays [rows, tokens]; None for the default device.
+    """
+
+    row_length: int
+    rows_per_microbatch: int
+    max_rows: int | None = None
+    packed: bool = True
+    together: int = 1
+    sharding: Any = None
+
+
+class Rows(NamedTuple):
+    """Rollouts by row.
+
+    Attributes:
+      members: for each row the indices of its rollouts; empty rows are padding.
+      microbatches: number of microbatches in use.
+    """
+
+    members: list[Sequence[int]]
+    microbatches: int
+
+
+def pack_minibatch(
+    rollouts: Sequence[Rollout],
+    advantages: Sequence[np.ndarray | float],
+    *,
+    shape: MinibatchShape,
+    values: Sequence[np.ndarray] | None = None,
+    returns: Sequence[np.ndarray] | None = None,
+) -> Minibatch:
+    """Packs rollouts into a minibatch on the devices.
+
+    Args:
+      rollouts: the samples.
+      advantages: for each rollout one number, or f32[C] for its completion tokens.
+      shape: of the minibatch.
+      values: for each rollout f32[C], of a critic; None without one.
+      returns: f32[C] for each rollout, the critic's targets; None without one.
+
+    Raises:
+      ValueError: as `plan_rows` and `pack`.
+    """
+    rows = plan_rows(rollouts, shape)
+    batch = pack(
+        rollouts,
+        advantages,
+        values=values,
+        returns=returns,
+        rows=rows.members,
+        row_length=shape.row_length,
+    )
+    return Minibatch(batch=place(batch, shape.sharding), microbatches=jnp.int32(rows.microbatches))
+
+
+def unpack(
+    array: np.ndarray, rollouts: Sequence[Rollout], *, shape: MinibatchShape
+) -> list[np.ndarray]:
+    """Inverts `pack_minibatch`: returns the entries of an array [N, T] for the completion of each
+    rollout, [C]."""
+    return gather(array, rollouts, rows=plan_rows(rollouts, shape).members)
+
+
+def plan_rows(rollouts: Sequence[Rollout], shape: MinibatchShape) -> Rows:
+    """Assigns rollouts to the rows of a minibatch. Deterministic.
+
+    Raises:
+      ValueError: if a sequence is longer than a row, or there are more rows than room.
+    """
+    size, per = shape.together, shape.rows_per_microbatch
+    units = [range(i, i + size) for i in range(0, len(rollouts), size)]
+    if shape.packed:
+        lengths = [sum(rollouts[i].length for i in unit) for unit in units]
+        assigned = assign_rows(lengths, row_length=shape.row_length)
+    else:
+        assigned = [[u] for u in range(len(units))]
+    rows = [[i for u in row for i in units[u]] for row in assigned]
+    room = len(rows) if shape.max_rows is None else shape.max_rows
+    return Rows(
+        *interleave(rows, rows_per_microbatch=per, max_microbatches=max(1, -(-room // per)))
+    )
 
 
 def assign_rows(lengths: Sequence[int], *, row_length: int) -> list[list[int]]:
@@ -38,6 +140,38 @@ def assign_rows(lengths: Sequence[int], *, row_length: int) -> list[list[int]]:
     return rows
 
 
+def interleave(
+    rows: Sequence[Sequence[int]], *, rows_per_microbatch: int, max_microbatches: int
+) -> tuple[list[Sequence[int]], int]:
+    """Orders rows so that the compiled step can stop after the last microbatch in use.
+
+    The step splits its batch with a stride (row i belongs to microbatch i mod n), which keeps each
+    microbatch spread evenly over the devices that hold the rows.
+
+    Args:
+      rows: the sequences of each row, as `assign_rows` returns them.
+      rows_per_microbatch: rows that are computed at once.
+      max_microbatches: microbatches that the batch has room for.
+
+    Returns:
+      (rows with empty ones added, for `pack`; number of microbatches in use).
+
+    Raises:
+      ValueError: if there are more rows than room.
+    """
+    used = max(1, -(-len(rows) // rows_per_microbatch))
+    if used > max_microbatches:
+        raise ValueError(
+            f"{len(rows)} rows fill {used} microbatches of {rows_per_microbatch} rows, and the "
+            f"batch has room for {max_microbatches}"
+        )
+    # Deal row by row over the microbatches in use, so that all are about equally full.
+    placed: list[Sequence[int]] = [()] * (rows_per_microbatch * max_microbatches)
+    for i, row in enumerate(rows):
+        placed[(i % used) + (i // used) * max_microbatches] = row
+    return placed, used
+
+
 def pack(
     rollouts: Sequence[Rollout],
     advantages: Sequence[np.ndarray | float],
@@ -53,7 +187,7 @@ def pack(
       rollouts: the samples.
       advantages: for each rollout one number, or f32[C] for its completion tokens.
       values: for each rollout f32[C], of a critic; None without one.
-      returns: likewise, the critic's targets.
+      returns: f32[C] for each rollout, the critic's targets; None without one.
       rows: for each row of the result the indices of its rollouts, in order; an empty row is all
         padding. See `assign_rows`; one rollout to a row is the unpacked layout.
       row_length: tokens in a row.
@@ -75,7 +209,7 @@ def pack(
     tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
     action_mask = np.zeros(shape, bool)
     logprobs, token_advantages, rewards = (np.zeros(shape, np.float32) for _ in range(3))
-    judged = {
+    of_critic = {
         name: (np.zeros(shape, np.float32), given)
         for name, given in (("values", values), ("returns", returns))
         if given is not None
@@ -87,17 +221,17 @@ def pack(
         for segment, i in enumerate(members, start=1):
             rollout = rollouts[i]
             whole = slice(start, start + rollout.length)
-            answer = slice(start + len(rollout.prompt), start + rollout.length)
+            completion = slice(start + len(rollout.prompt), start + rollout.length)
             tokens[r, whole] = np.concatenate([rollout.prompt, rollout.completion])
             segments[r, whole] = segment
             positions[r, whole] = np.arange(rollout.length)
-            action_mask[r, answer] = rollout.action_mask
+            action_mask[r, completion] = rollout.action_mask
             # 0 where the policy did not choose: 0 x NaN must not reach a gradient.
-            logprobs[r, answer] = np.where(rollout.action_mask, rollout.logprobs, 0)
-            token_advantages[r, answer] = np.where(rollout.action_mask, advantages[i], 0)
-            for array, given in judged.values():
-                array[r, answer] = np.where(rollout.action_mask, given[i], 0)
-            rewards[r, answer] = np.where(rollout.action_mask, np.nan_to_num(rollout.reward), 0)
+            logprobs[r, completion] = np.where(rollout.action_mask, rollout.logprobs, 0)
+            token_advantages[r, completion] = np.where(rollout.action_mask, advantages[i], 0)
+            for array, given in of_critic.values():
+                array[r, completion] = np.where(rollout.action_mask, given[i], 0)
+            rewards[r, completion] = np.where(rollout.action_mask, np.nan_to_num(rollout.reward), 0)
             if experts is not None and rollout.experts is not None:
                 experts[r, start : start + len(rollout.experts)] = rollout.experts
             start += rollout.length
@@ -109,7 +243,7 @@ def pack(
         sampler_logprobs=logprobs,  # pyright: ignore[reportArgumentType]
         advantages=token_advantages,  # pyright: ignore[reportArgumentType]
         rewards=rewards,  # pyright: ignore[reportArgumentType]
-        **{name: array for name, (array, _) in judged.items()},  # pyright: ignore[reportArgumentType]
+        **{name: array for name, (array, _) in of_critic.items()},  # pyright: ignore[reportArgumentType]
         experts=experts,  # pyright: ignore[reportArgumentType]
     )
 
@@ -117,8 +251,8 @@ def pack(
 def gather(
     array: np.ndarray, rollouts: Sequence[Rollout], *, rows: Sequence[Sequence[int]]
 ) -> list[np.ndarray]:
-    """What an array [B, T] holds for the completion of each rollout, [C], where `pack` placed it in
-    these rows."""
+    """Returns the entries of an array [B, T] for the completion of each rollout, [C], where `pack`
+    placed it in these rows."""
     found: dict[int, np.ndarray] = {}
     for r, members in enumerate(rows):
         end = 0
@@ -142,35 +276,3 @@ def _check_rollout(rollout: Rollout, *, index: int) -> None:
             f"rollout {index}: experts has {len(rollout.experts)} entries for {rollout.length} "
             "tokens of prompt and completion"
         )
-
-
-def interleave(
-    rows: Sequence[Sequence[int]], *, rows_per_microbatch: int, max_microbatches: int
-) -> tuple[list[Sequence[int]], int]:
-    """Places rows such that the compiled step can stop after the last microbatch in use.
-
-    The step splits its batch with a stride (row i belongs to microbatch i mod n), which keeps each
-    microbatch spread evenly over the devices that hold the rows.
-
-    Args:
-      rows: the sequences of each row, as `batch.assign_rows` returns them.
-      rows_per_microbatch: rows that are computed at once.
-      max_microbatches: how many the batch has room for.
-
-    Returns:
-      (rows with empty ones added, for `batch.pack`; number of microbatches in use).
-
-    Raises:
-      ValueError: if there are more rows than room.
-    """
-    used = max(1, -(-len(rows) // rows_per_microbatch))
-    if used > max_microbatches:
-        raise ValueError(
-            f"{len(rows)} rows fill {used} microbatches of {rows_per_microbatch} rows, and the "
-            f"batch has room for {max_microbatches}"
-        )
-    # Deal row by row over the microbatches in use, so that all are about equally full.
-    placed: list[Sequence[int]] = [()] * (rows_per_microbatch * max_microbatches)
-    for i, row in enumerate(rows):
-        placed[(i % used) + (i // used) * max_microbatches] = row
-    return placed, used

@@ -7,6 +7,8 @@ reads from and prints to one line, which is what a config file and a run directo
     'params=f32,compute=bf16,activations=bf16,logits=f32,grads=f32,moments=f32,wire=bf16,...'
     >>> parse("bf16_master,wire=f32").wire
     dtype('float32')
+    >>> dataclasses.replace(parse("fp32"), logits=jnp.bfloat16) == parse("fp32,logits=bf16")
+    True
 """
 
 import dataclasses
@@ -33,10 +35,14 @@ _SHORT = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScaleSpec:
-    """How the loss is scaled before the backward pass (Micikevicius et al. 2018, arXiv:1710.03740).
+    """The scale of the loss before the backward pass (Micikevicius et al. 2018, arXiv:1710.03740).
+
+    Example:
+      >>> str(LossScaleSpec()), str(LossScaleSpec(initial=1024)), str(dynamic_loss_scale())
+      ('none', 'static:1024', 'dynamic:65536:400')
 
     Attributes:
-      initial: the first scale; 1 means that nothing is scaled.
+      initial: the first scale; 1 leaves the loss as it is.
       growth: factor applied after `interval` consecutive finite steps; 1 keeps the scale fixed.
       backoff: factor applied when a gradient is not finite; 1 keeps the scale fixed.
       interval: number of finite steps between two growths.
@@ -77,13 +83,23 @@ def _number(value: float) -> str:
 
 
 def dynamic_loss_scale(initial: float = 2.0**16, interval: int = 400) -> LossScaleSpec:
-    """x2 after `interval` finite steps, x0.5 and a skipped step on a non-finite gradient."""
+    """Makes a scale that doubles after `interval` finite steps, and halves and skips a step on a
+    non-finite gradient.
+
+    Example:
+      >>> dynamic_loss_scale(1024.0, 100)
+      LossScaleSpec(initial=1024.0, growth=2.0, backoff=0.5, interval=100, floor=1.0)
+    """
     return LossScaleSpec(initial=initial, growth=2.0, backoff=0.5, interval=interval)
 
 
 def parse_loss_scale(text: str) -> LossScaleSpec:
     """Reads `none`, `static:SCALE`, `dynamic[:SCALE[:INTERVAL]]` or
     `dynamic:SCALE:INTERVAL:GROWTH:BACKOFF:FLOOR`.
+
+    Example:
+      >>> parse_loss_scale("dynamic:1024") == dynamic_loss_scale(1024.0, 400)
+      True
 
     Raises:
       ValueError: for any other text; the message names it.
@@ -120,22 +136,31 @@ def parse_loss_scale(text: str) -> LossScaleSpec:
 class Precision:
     """The dtype policy of one run.
 
+    Each role takes a dtype, a scalar type such as jnp.bfloat16, or a short name; `loss_scale` takes
+    a spec or its text.
+
+    Example:
+      >>> roles = dict.fromkeys(ROLES, jnp.float32) | {"wire": "bf16"}
+      >>> Precision(**roles, loss_scale="static:8") == parse("fp32,wire=bf16,loss_scale=static:8")
+      True
+
     Attributes:
       params: master weights and the optimizer's update.
       compute: weights and operands of every matrix product of the forward and backward pass. All
         products accumulate in f32 (f64 if `compute` is f64).
-      activations: the residual stream and what lies between two matrix products.
-      logits: what the head's output is rounded to, and the log-probs made of it. The sums of the
-        softmax, ratios and reductions of a loss have at least f32 whatever is here.
+      activations: the residual stream and the values between two matrix products.
+      logits: the head's output and the log-probs made of it. The sums of the softmax, ratios and
+        reductions of a loss always have at least f32.
       grads: gradient accumulation over microbatches and reduction over devices.
       moments: optimizer moments.
       wire: the weights that are published to the sampler. f8_e4m3 is for this role alone, and for
         the embedded sampler: weights rounded to 8 bits, as engines with quantised weights have.
-      sampler: what the sampler computes in.
-      loss_scale: how the loss is scaled before the backward pass.
+      sampler: operands and activations of the sampler.
+      loss_scale: the scale of the loss before the backward pass.
 
     Raises:
-      ValueError: for a role that cannot have its dtype.
+      ValueError: for a role that cannot have its dtype; the message names the role, the value and
+        the names of dtypes.
     """
 
     params: DType
@@ -150,15 +175,24 @@ class Precision:
 
     def __post_init__(self) -> None:
         for role in ROLES:
-            if role != "wire" and getattr(self, role).itemsize == 1:
+            dtype = _as_dtype(getattr(self, role), role=role)
+            object.__setattr__(self, role, dtype)
+            if role != "wire" and dtype.itemsize == 1:
                 raise ValueError(
-                    f"{role}={_SHORT[getattr(self, role)]}: nothing is computed in 8 bits; only "
-                    "wire may have them"
+                    f"{role}={_SHORT[dtype]}: nothing is computed in 8 bits; use another dtype, or "
+                    "give 8 bits to wire alone"
                 )
+        if isinstance(self.loss_scale, str):
+            object.__setattr__(self, "loss_scale", parse_loss_scale(self.loss_scale))
+
+    @classmethod
+    def parse(cls, text: str) -> "Precision":
+        """Reads a policy from one line; see `parse`."""
+        return parse(text)
 
     @property
     def exported(self) -> DType:
-        """What a trained model is written in: `wire`, or `sampler` where that has 8 bits."""
+        """Dtype of a trained model's files: `wire`, or `sampler` where `wire` has 8 bits."""
         return self.wire if self.wire.itemsize > 1 else self.sampler
 
     def __str__(self) -> str:
@@ -171,8 +205,28 @@ class Precision:
         return jnp.promote_types(self.compute, jnp.float32)
 
 
+def _as_dtype(value: Any, *, role: str) -> DType:
+    if isinstance(value, str):
+        dtype = _DTYPES.get(value)
+    elif isinstance(value, type) and value is not float:  # numpy's float is f64, jax's f32
+        dtype = np.dtype(value)
+    else:
+        dtype = value
+    if not (isinstance(dtype, np.dtype) and dtype in _SHORT):
+        raise ValueError(
+            f"{role}={value!r} is not a dtype; dtypes are {', '.join(_DTYPES)}, or types such as "
+            "jnp.bfloat16"
+        )
+    return dtype
+
+
 def short_name(dtype: DType) -> str:
-    """f32, bf16, f16, f64 or f8_e4m3."""
+    """Returns f32, bf16, f16, f64 or f8_e4m3.
+
+    Example:
+      >>> short_name(jnp.dtype(jnp.bfloat16))
+      'bf16'
+    """
     return _SHORT[dtype]
 
 
@@ -180,9 +234,8 @@ ROLES = tuple(f.name for f in dataclasses.fields(Precision) if f.name != "loss_s
 
 
 def _preset(*, loss_scale: LossScaleSpec | None = None, **roles: str) -> Precision:
-    names = dict.fromkeys(ROLES, "f32") | roles
-    dtypes: dict[str, Any] = {role: _DTYPES[name] for role, name in names.items()}
-    return Precision(**dtypes, loss_scale=loss_scale or LossScaleSpec())
+    names: dict[str, Any] = dict.fromkeys(ROLES, "f32") | roles
+    return Precision(**names, loss_scale=loss_scale or LossScaleSpec())
 
 
 _HALF_ROLES = ("compute", "activations", "wire", "sampler")
@@ -202,6 +255,13 @@ PRESETS: dict[str, Precision] = {
 
 def parse(text: str) -> Precision:
     """Reads a preset's name, a preset with changes, or a full policy.
+
+    Example:
+      >>> policy = parse("fp16_master,logits=bf16,loss_scale=dynamic:1024")
+      >>> policy.compute, policy.logits, str(policy.loss_scale)
+      (dtype('float16'), dtype(bfloat16), 'dynamic:1024:400')
+      >>> parse(str(policy)) == policy
+      True
 
     Args:
       text: for example `"fp16_master"`, `"bf16_master,logits=bf16"`, or the string form of a
@@ -224,19 +284,11 @@ def parse(text: str) -> Precision:
     for part in assignments:
         role, _, value = part.partition("=")
         if role in changes:
-            raise ValueError(f"precision={text!r}: {role} is given twice")
-        if role == "loss_scale":
-            changes[role] = parse_loss_scale(value)
-        elif role not in ROLES:
+            raise ValueError(f"precision={text!r}: {role} is given twice; give it once")
+        if role not in (*ROLES, "loss_scale"):
             known = ", ".join((*ROLES, "loss_scale"))
             raise ValueError(f"precision={text!r}: there is no role {role!r}; roles are {known}")
-        elif value not in _DTYPES:
-            raise ValueError(
-                f"precision={text!r}: {role}={value!r} is not a dtype; dtypes are "
-                f"{', '.join(_DTYPES)}"
-            )
-        else:
-            changes[role] = _DTYPES[value]
+        changes[role] = value
     if first in PRESETS:
         return dataclasses.replace(PRESETS[first], **changes)
     missing = [role for role in ROLES if role not in changes]
@@ -249,8 +301,14 @@ def parse(text: str) -> Precision:
 
 
 def sampler_precision(precision: Precision) -> Precision:
-    """The policy of a forward pass that computes as the sampler does: operands and activations in
-    `sampler`, log-probs in `logits`."""
+    """Returns the policy of a forward pass that computes as the sampler does: operands and
+    activations in `sampler`, log-probs in `logits`.
+
+    Example:
+      >>> phantom = parse("phantom")
+      >>> phantom.compute, sampler_precision(phantom).compute
+      (dtype('float32'), dtype(bfloat16))
+    """
     return dataclasses.replace(
         precision,
         params=precision.exported,
@@ -261,8 +319,16 @@ def sampler_precision(precision: Precision) -> Precision:
 
 
 def disagreement(precision: Precision) -> str | None:
-    """How the learner's forward pass differs from the sampler's, and what to do; None if both
-    compute with the same weights in the same dtypes."""
+    """Describes the difference of the learner's forward pass from the sampler's, and the remedy;
+    None if both compute with the same weights in the same dtypes.
+
+    Example:
+      >>> disagreement(parse("bf16_master")) is None
+      True
+      >>> print(disagreement(parse("bf16_master,activations=f32")))
+      activations = f32 and sampler = bf16, so that ratios measure arithmetic (phantom clipping).
+      Use precision = 'bf16' or 'bf16_master', or the ratio shadowed
+    """
     differing = _differing(precision)
     if not differing:
         return None
@@ -285,7 +351,12 @@ def _differing(precision: Precision) -> list[str]:
 
 
 def cast(tree: Tree, dtype: DType) -> Tree:
-    """Casts the floating-point leaves of a tree; leaves others as they are."""
+    """Casts the floating-point leaves of a tree; leaves others as they are.
+
+    Example:
+      >>> cast({"ids": jnp.zeros(1, int), "w": jnp.zeros(1)}, jnp.dtype(jnp.bfloat16))
+      {'ids': Array([0], dtype=int32), 'w': Array([0], dtype=bfloat16)}
+    """
     return jax.tree.map(
         lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
     )
@@ -301,12 +372,12 @@ class LossScale:
 
 
 def init_loss_scale(spec: LossScaleSpec) -> LossScale:
-    """The state before the first step."""
+    """Makes the state before the first step."""
     return LossScale(scale=jnp.float32(spec.initial), good_steps=jnp.int32(0), skipped=jnp.int32(0))
 
 
 def update_loss_scale(state: LossScale, finite: jax.Array, *, spec: LossScaleSpec) -> LossScale:
-    """The state after a step whose gradients were all finite, or not (`finite`, bool[])."""
+    """Returns the state after a step; `finite`, bool[], is True if its gradients were finite."""
     grown = finite & (state.good_steps + 1 >= spec.interval)
     factor = jnp.where(finite, jnp.where(grown, spec.growth, 1.0), spec.backoff)
     # Growth stops below f32's largest power of two: an infinite scale could never come back.
@@ -316,3 +387,10 @@ def update_loss_scale(state: LossScale, finite: jax.Array, *, spec: LossScaleSpe
         good_steps=jnp.where(finite & ~grown, state.good_steps + 1, 0),
         skipped=state.skipped + (~finite).astype(jnp.int32),
     )
+
+
+def as_served(params: Tree, precision: Precision) -> Tree:
+    """Rounds parameters as a publish does: to `wire`, then to the `sampler`'s dtype."""
+    # The barrier keeps XLA from leaving out a rounding that the second cast seems to undo.
+    wire = jax.lax.optimization_barrier(cast(params, precision.wire))
+    return cast(wire, precision.sampler)

@@ -90,13 +90,12 @@ class Rendering(NamedTuple):
     tools: tuple[Mapping[str, Any], ...] = ()
 
 
-def read_rows(path: str, *, split: str = "train", subset: str | None = None) -> Iterator[Row]:
+def read_rows(path: str, *, split: str = "train") -> Iterator[Row]:
     """Reads a .jsonl or .parquet file, or a data set of the Hugging Face hub.
 
     Args:
-      path: a file, or a hub id: `name` or `owner/name`.
-      split: of a hub data set.
-      subset: configuration of a hub data set.
+      path: a file, or a hub data set: `ID`, `ID:SUBSET` or `ID:SUBSET:SPLIT`.
+      split: of a hub data set whose path names none.
 
     Raises:
       ValueError: for a missing file, an unknown format, or a line that is not a JSON object; the
@@ -109,8 +108,11 @@ def read_rows(path: str, *, split: str = "train", subset: str | None = None) -> 
     if suffix == ".parquet":
         return _read_parquet(_existing(path))
     if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ValueError(f"{path}: expected a .jsonl or .parquet file, or a hub id")
-    return _read_hub(path, split=split, subset=subset)
+        raise ValueError(f"{path}: expected a .jsonl or .parquet file, or a hub data set")
+    name, subset, named_split, *more = [*path.split(":"), "", ""]
+    if len(more) > 2:
+        raise ValueError(f"{path}: write a hub data set as ID, ID:SUBSET or ID:SUBSET:SPLIT")
+    return _read_hub(name, split=named_split or split, subset=subset or None)
 
 
 def load_prompts(

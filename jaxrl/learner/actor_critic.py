@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jaxrl.core.batch import Minibatch, TokenBatch
+from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.precision import Precision, cast, init_loss_scale
-from jaxrl.learner.critic import CriticLearner, judged, named, value_total
+from jaxrl.learner.critic import CriticLearner, critic_values, named, value_total
 from jaxrl.learner.policy import VALUE_HEAD, Learner, make_learner
 from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update
 from jaxrl.losses import Recipe, objective
@@ -31,8 +31,8 @@ class State(NamedTuple):
     critic: LearnerState | None = None
 
     @property
-    def judge(self) -> LearnerState:
-        """The critic, where there is one."""
+    def critic_state(self) -> LearnerState:
+        """The critic of a recipe that has one."""
         assert self.critic is not None, "a run without a critic has no values"
         return self.critic
 
@@ -72,14 +72,14 @@ def side_by_side(learner: Learner, critic: CriticLearner) -> ActorCritic:
     """Two networks, each with its own loss, gradient and optimizer."""
 
     def values(states: State, minibatch: Minibatch) -> jax.Array:
-        return critic.values(states.judge.params, minibatch)
+        return critic.values(states.critic_state.params, minibatch)
 
     def pretrain(states: State, minibatch: Minibatch) -> tuple[State, Metrics]:
-        state, metrics = critic.step(states.judge, minibatch)
+        state, metrics = critic.step(states.critic_state, minibatch)
         return states._replace(critic=state), metrics
 
     def step(states: State, minibatch: Minibatch) -> tuple[State, Metrics]:
-        state, metrics = critic.step(states.judge, minibatch)
+        state, metrics = critic.step(states.critic_state, minibatch)
         policy, more = learner.step(states.policy, minibatch)
         return State(policy, state), metrics | more
 
@@ -136,34 +136,33 @@ def shared_trunk(
         **shapes,
     )
     constrain = constrainer(param_shardings)
-    judge = functools.partial(judged, scorer, precision=precision)
+    values_of = functools.partial(critic_values, scorer, precision=precision)
 
-    def total(head: Params, batch: TokenBatch, trunk: Params) -> tuple[jax.Array, Metrics]:
-        return value_total(critic, judge(trunk | head, batch), batch=batch)
+    def total(head: Params, minibatch: Minibatch, trunk: Params) -> tuple[jax.Array, Metrics]:
+        batch = minibatch.batch
+        return value_total(critic, values_of(trunk | head, batch), batch=batch)
 
     alone = make_update(total, optimizer=head_optimizer, **shapes)
 
     def whole(states: State) -> Params:
-        return constrain(cast(states.policy.params | states.judge.params, precision.compute))
+        return constrain(cast(states.policy.params | states.critic_state.params, precision.compute))
 
     def values(states: State, minibatch: Minibatch) -> jax.Array:
-        return by_microbatch(
-            judge, rows_per_microbatch=rows_per_microbatch, microbatches=minibatch.microbatches
-        )(whole(states), minibatch.batch)
+        score_rows = by_microbatch(values_of, rows_per_microbatch=rows_per_microbatch)
+        return score_rows(whole(states), minibatch)
 
     def pretrain(states: State, minibatch: Minibatch) -> tuple[State, Metrics]:
         head, metrics = alone.step(
-            states.judge,
-            minibatch.batch,
+            states.critic_state,
+            minibatch,
             fixed=whole(states),
             denominator=critic.objective.denominator(minibatch.batch),
-            microbatches=minibatch.microbatches,
         )
         return states._replace(critic=head), named(metrics)
 
     def step(states: State, minibatch: Minibatch) -> tuple[State, Metrics]:
         state, metrics = joint.step(_joined(states), minibatch)
-        return _divided(state, critic=states.judge), metrics
+        return _divided(state, critic=states.critic_state), metrics
 
     return ActorCritic(alone.init, values, pretrain, step)
 
@@ -196,7 +195,7 @@ def _split(params: Params) -> tuple[Params, Params]:
 
 def _joined(states: State) -> LearnerState:
     """Both as one state; steps and the loss scale are the policy's."""
-    policy, critic = states.policy, states.judge
+    policy, critic = states.policy, states.critic_state
     return dataclasses.replace(
         policy, params=policy.params | critic.params, opt_state=(policy.opt_state, critic.opt_state)
     )

@@ -1,4 +1,4 @@
-"""The critic of PPO: a decoder whose head says what an answer will earn, learnt beside the policy.
+"""PPO's critic: a decoder whose head predicts the reward of a completion, trained with the policy.
 
 It has parameters and an optimizer of its own; like the learner it is pure functions over one state.
 `jaxrl.learner.actor_critic` puts the two together.
@@ -16,7 +16,7 @@ from jaxrl.core.batch import Minibatch, TokenBatch
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.precision import Precision, cast
 from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update
-from jaxrl.losses.algebra import Scores
+from jaxrl.losses.scores import Scores
 from jaxrl.losses.value import Critic
 from jaxrl.models.decoder import Model
 from jaxrl.models.scorer import token_values
@@ -59,17 +59,16 @@ def make_critic(
       param_shardings: as in `make_learner`.
     """
     constrain = constrainer(param_shardings)
-    judge = functools.partial(judged, model, precision=precision)
+    values_of = functools.partial(critic_values, model, precision=precision)
 
     def values(params: Params, minibatch: Minibatch) -> jax.Array:
         weights = constrain(cast(params, precision.compute))
-        return by_microbatch(
-            judge, rows_per_microbatch=rows_per_microbatch, microbatches=minibatch.microbatches
-        )(weights, minibatch.batch)
+        return by_microbatch(values_of, rows_per_microbatch=rows_per_microbatch)(weights, minibatch)
 
-    def total(weights: Params, batch: TokenBatch, fixed: None) -> tuple[jax.Array, Metrics]:
+    def total(weights: Params, minibatch: Minibatch, fixed: None) -> tuple[jax.Array, Metrics]:
         del fixed
-        return value_total(recipe, judge(weights, batch), batch=batch)
+        batch = minibatch.batch
+        return value_total(recipe, values_of(weights, batch), batch=batch)
 
     update = make_update(
         total,
@@ -82,18 +81,19 @@ def make_critic(
     def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
         state, metrics = update.step(
             state,
-            minibatch.batch,
+            minibatch,
             fixed=None,
             denominator=recipe.objective.denominator(minibatch.batch),
-            microbatches=minibatch.microbatches,
         )
         return state, named(metrics)
 
     return CriticLearner(update.init, values, step)
 
 
-def judged(model: Model, weights: Params, batch: TokenBatch, *, precision: Precision) -> jax.Array:
-    """The values of a batch, differentiable; f32[B, T].
+def critic_values(
+    model: Model, weights: Params, batch: TokenBatch, *, precision: Precision
+) -> jax.Array:
+    """Computes the critic's values of a batch, differentiable; f32[B, T].
 
     Args:
       model: a scorer.

@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.advantages import AdvantageEstimator, Outcomes, estimate
 from jaxrl.core.batch import Minibatch, Rollout
-from jaxrl.core.packing import assign_rows, interleave, pack
+from jaxrl.core.packing import MinibatchShape, pack_minibatch
 
 
 def minibatch(
@@ -37,11 +35,7 @@ def minibatch(
         groups=np.array([r.group for r in rollouts]),
         action_masks=[r.action_mask for r in rollouts],
     )
-    rows, used = interleave(
-        assign_rows([r.length for r in rollouts], row_length=row_length),
-        rows_per_microbatch=rows_per_microbatch,
-        max_microbatches=-(-len(rollouts) // rows_per_microbatch),
+    shape = MinibatchShape(
+        row_length=row_length, rows_per_microbatch=rows_per_microbatch, max_rows=len(rollouts)
     )
-    found = list(estimate(advantages, outcomes))
-    batch = pack(rollouts, found, rows=rows, row_length=row_length)
-    return Minibatch(batch=jax.tree.map(jnp.asarray, batch), microbatches=jnp.int32(used))
+    return pack_minibatch(rollouts, list(estimate(advantages, outcomes)), shape=shape)

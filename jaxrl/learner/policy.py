@@ -14,10 +14,11 @@ import optax
 
 from jaxrl.core.batch import Minibatch, TokenBatch
 from jaxrl.core.metrics import Metrics
-from jaxrl.core.precision import Precision, cast, sampler_precision
+from jaxrl.core.precision import Precision, as_served, cast, sampler_precision
 from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update
-from jaxrl.losses.algebra import Need, Objective, Scores
+from jaxrl.losses.algebra import Objective
 from jaxrl.losses.mismatch import mismatch
+from jaxrl.losses.scores import Need, Scores
 from jaxrl.models import lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.logprobs import token_logprobs, token_logprobs_and_entropy
@@ -87,26 +88,21 @@ def make_learner(
             "the loss balances experts and the model has none; set the coefficient `balance` to 0"
         )
 
-    def concatenated(fn: Callable, minibatch: Minibatch) -> Callable:
-        return by_microbatch(
-            fn, rows_per_microbatch=rows_per_microbatch, microbatches=minibatch.microbatches
-        )
-
     def published(params: Params) -> Params:
-        # The barrier keeps XLA from leaving out a rounding that the second cast seems to undo.
-        wire = jax.lax.optimization_barrier(cast(as_published(params), precision.wire))
-        rounded: Any = cast(wire, precision.sampler)
-        return constrain(rounded) if isinstance(wire, lora.Adapted) else constrain_merged(rounded)
+        weights: Any = as_published(params)
+        served: Any = as_served(weights, precision)
+        return constrain(served) if isinstance(weights, lora.Adapted) else constrain_merged(served)
 
     def score(params: Params, minibatch: Minibatch) -> jax.Array:
         weights = constrain(cast(params, precision.compute))
-        return concatenated(logprobs, minibatch)(weights, minibatch.batch)
+        return by_microbatch(logprobs, rows_per_microbatch=rows_per_microbatch)(weights, minibatch)
 
     def shadow(params: Params, minibatch: Minibatch) -> jax.Array:
-        return concatenated(as_sampled, minibatch)(published(params), minibatch.batch)
+        score_rows = by_microbatch(as_sampled, rows_per_microbatch=rows_per_microbatch)
+        return score_rows(published(params), minibatch)
 
-    def scores(weights: Params, served: Params | None, inputs: dict[str, Any]) -> Scores:
-        batch: TokenBatch = inputs["batch"]
+    def scores(weights: Params, served: Params | None, minibatch: Minibatch) -> Scores:
+        batch, anchor = minibatch.batch, minibatch.anchor
         hidden, imbalance = _hidden(model, weights, batch, precision=precision)
         tokens = (hidden, model.unembedding(weights), batch.tokens, batch.action_mask)
         numerics = {"precision": precision, "temperature": temperature}
@@ -114,7 +110,6 @@ def make_learner(
             pi, entropy = token_logprobs_and_entropy(*tokens, **numerics)
         else:
             pi, entropy = token_logprobs(*tokens, **numerics), None
-        anchor = inputs["anchor"]
         if Need.ANCHOR in objective.needs and anchor is None:
             # One update per rollout: the anchor is the learner itself, at no cost.
             anchor = jax.lax.stop_gradient(pi)
@@ -127,17 +122,17 @@ def make_learner(
             entropy=entropy,
             anchor=anchor,
             shadow=replay,
-            reference=inputs["reference"],
+            reference=minibatch.reference,
             values=values,
             imbalance=imbalance if Need.IMBALANCE in objective.needs else None,
         )
 
     def total(
-        weights: Params, inputs: dict[str, Any], served: Params | None
+        weights: Params, minibatch: Minibatch, served: Params | None
     ) -> tuple[jax.Array, Metrics]:
-        found = scores(weights, served, inputs)
-        value, metrics = objective.total(found, inputs["batch"])
-        return value, metrics | mismatch(found.logprobs, inputs["batch"])
+        found = scores(weights, served, minibatch)
+        value, metrics = objective.total(found, minibatch.batch)
+        return value, metrics | mismatch(found.logprobs, minibatch.batch)
 
     update = make_update(
         total,
@@ -156,14 +151,9 @@ def make_learner(
             )
         return update.step(
             state,
-            {
-                "batch": minibatch.batch,
-                "anchor": minibatch.anchor,
-                "reference": minibatch.reference,
-            },
+            minibatch,
             fixed=published(state.params) if Need.SHADOW in objective.needs else None,
             denominator=objective.denominator(minibatch.batch),
-            microbatches=minibatch.microbatches,
         )
 
     return Learner(update.init, score, shadow, step)

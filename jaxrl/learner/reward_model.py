@@ -33,15 +33,12 @@ def make_scores(
     """
     constrain = constrainer(param_shardings)
 
-    def one(weights: Params, batch: Any) -> jax.Array:
+    def one(weights: Params, batch: TokenBatch) -> jax.Array:
         return sequence_scores(model, weights, batch, precision=precision)
 
     def scores(params: Params, minibatch: Minibatch) -> jax.Array:
         weights = constrain(cast(params, precision.compute))
-        every = by_microbatch(
-            one, rows_per_microbatch=rows_per_microbatch, microbatches=minibatch.microbatches
-        )
-        return every(weights, minibatch.batch)
+        return by_microbatch(one, rows_per_microbatch=rows_per_microbatch)(weights, minibatch)
 
     return scores
 
@@ -73,8 +70,9 @@ def make_ranker(
       param_shardings: tree of shardings of the parameters; None on a single device.
     """
 
-    def total(weights: Params, batch: TokenBatch, fixed: None) -> tuple[jax.Array, Metrics]:
+    def total(weights: Params, minibatch: Minibatch, fixed: None) -> tuple[jax.Array, Metrics]:
         del fixed
+        batch = minibatch.batch
         scores = sequence_scores(model, weights, batch, precision=precision)
         return ranked(scores, batch, centring=centring)
 
@@ -89,10 +87,9 @@ def make_ranker(
     def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
         return update.step(
             state,
-            minibatch.batch,
+            minibatch,
             fixed=None,
             denominator=pair_count(minibatch.batch),
-            microbatches=minibatch.microbatches,
         )
 
     return Ranker(update.init, step)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from jaxrl.core.batch import Minibatch, TokenBatch
 from jaxrl.core.metrics import Latest, Mean, Metrics
 from jaxrl.core.precision import LossScale, Precision, cast, init_loss_scale, update_loss_scale
 from jaxrl.models import lora
@@ -30,19 +31,19 @@ class LearnerState:
     loss_scale: LossScale
 
 
-def saved(state: LearnerState) -> LearnerState:
-    """What a checkpoint holds of a state: frozen parameters lie in the model that the run began
-    with."""
+def checkpoint_view(state: LearnerState) -> LearnerState:
+    """Returns the part of a state that a checkpoint holds: all but frozen parameters, which lie in
+    the model that the run began with."""
     return dataclasses.replace(state, params=lora.trainable(state.params))
 
 
-def with_saved(state: LearnerState, found: LearnerState) -> LearnerState:
-    """The state that `found` was saved from, with the frozen parameters of `state`."""
-    return dataclasses.replace(found, params=lora.with_trainable(state.params, found.params))
+def from_checkpoint(view: LearnerState, *, like: LearnerState) -> LearnerState:
+    """Inverts `checkpoint_view`; the frozen parameters are those of `like`."""
+    return dataclasses.replace(view, params=lora.with_trainable(like.params, view.params))
 
 
-def taken(state: LearnerState) -> int:
-    """Optimizer steps that were not skipped: as many as the optimizer and its schedule count."""
+def applied_steps(state: LearnerState) -> int:
+    """Returns the number of optimizer steps applied; skipped steps are not counted."""
     return int(state.step) - int(state.loss_scale.skipped)
 
 
@@ -51,18 +52,17 @@ class Update(NamedTuple):
 
     Attributes:
       init: params -> state before the first step.
-      step: (state, inputs, fixed=..., denominator=f32[], microbatches=i32[]) -> (state, metrics).
-        `inputs` are arrays with the rows of the microbatches in front, as `learner.interleave`
-        leaves them; `fixed` is what all microbatches share. The metrics are the loss's own and
-        "loss", "grad_norm" (before clipping), "loss_scale", "skipped_steps" (since the start).
+      step: (state, minibatch, fixed=..., denominator=f32[]) -> (state, metrics). `fixed` is what
+        all microbatches share. The metrics are the loss's own and "loss", "grad_norm" (before
+        clipping), "loss_scale", "skipped_steps" (since the start).
     """
 
     init: Callable[[Any], LearnerState]
     step: Callable[..., tuple[LearnerState, Metrics]]
 
 
-# (weights in precision.compute, a microbatch of the inputs, fixed) -> (sum of losses, metrics).
-Total = Callable[[Params, Any, Any], tuple[jax.Array, Metrics]]
+# (weights in precision.compute, a microbatch, fixed) -> (sum of losses, metrics).
+Total = Callable[[Params, Minibatch, Any], tuple[jax.Array, Metrics]]
 
 
 def make_update(
@@ -79,7 +79,7 @@ def make_update(
       total: the sum over a microbatch, before its division by the denominator of the whole batch.
       optimizer: any optax transformation; it sees unscaled f32 gradients and f32 parameters.
       precision: the dtype policy.
-      rows_per_microbatch: rows that are computed at once; divides the rows of the inputs.
+      rows_per_microbatch: rows that are computed at once; divides the rows of a minibatch.
       param_shardings: tree of shardings that parameters, their compute copies and gradients keep;
         None on a single device.
     """
@@ -88,21 +88,20 @@ def make_update(
 
     def step(
         state: LearnerState,
-        inputs: Any,
+        minibatch: Minibatch,
         *,
         fixed: Any,
         denominator: jax.Array,
-        microbatches: jax.Array,
     ) -> tuple[LearnerState, Metrics]:
         denominator = jnp.where(denominator > 0, denominator, 1.0)
         weights = constrain(cast(state.params, precision.compute))
 
-        def scaled_loss(trained: Params, inputs: Any) -> tuple[jax.Array, Any]:
-            value, metrics = total(lora.with_trainable(weights, trained), inputs, fixed)
+        def scaled_loss(trained: Params, rows: Minibatch) -> tuple[jax.Array, Any]:
+            value, metrics = total(lora.with_trainable(weights, trained), rows, fixed)
             return value * (state.loss_scale.scale / denominator), (value, metrics)
 
-        def one(trained: Params, inputs: Any) -> Any:
-            grads, aux = jax.grad(scaled_loss, has_aux=True)(trained, inputs)
+        def one(trained: Params, rows: Minibatch) -> Any:
+            grads, aux = jax.grad(scaled_loss, has_aux=True)(trained, rows)
             return constrain_trained(cast(grads, precision.grads)), aux
 
         summed = optax.microbatching.microbatch(
@@ -110,9 +109,10 @@ def make_update(
             argnums=1,
             microbatch_size=rows_per_microbatch,
             accumulator=optax.microbatching.AccumulationType.SUM,
-            num_real_microbatches=microbatches,
+            num_real_microbatches=minibatch.microbatches,
         )
-        grads, (value, metrics) = summed(lora.trainable(weights), inputs)
+        rows = dataclasses.replace(minibatch, microbatches=None)
+        grads, (value, metrics) = summed(lora.trainable(weights), rows)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale.scale, grads)
         grad_norm = optax.tree.norm(grads)
         new_state = _apply(state, grads, jnp.isfinite(grad_norm), optimizer, precision)
@@ -140,17 +140,25 @@ def make_update(
 
 
 def by_microbatch(
-    fn: Callable[[Params, Any], Any], *, rows_per_microbatch: int, microbatches: jax.Array
-) -> Callable[[Params, Any], Any]:
-    """(weights, inputs) -> the results of `fn` for each microbatch, in the rows of the inputs:
-    arrays [B, ...]. `microbatches` is i32[], how many of them hold anything."""
-    return optax.microbatching.microbatch(
-        fn,
-        argnums=1,
-        microbatch_size=rows_per_microbatch,
-        accumulator=optax.microbatching.AccumulationType.CONCAT,
-        num_real_microbatches=microbatches,
-    )
+    fn: Callable[[Params, TokenBatch], jax.Array], *, rows_per_microbatch: int
+) -> Callable[[Params, Minibatch], jax.Array]:
+    """Applies `fn` to the microbatches of a minibatch one after the other.
+
+    Returns:
+      (weights, minibatch) -> the results [N, ...] in the minibatch's rows; unused rows are 0.
+    """
+
+    def apply(weights: Params, minibatch: Minibatch) -> jax.Array:
+        concatenated = optax.microbatching.microbatch(
+            fn,
+            argnums=1,
+            microbatch_size=rows_per_microbatch,
+            accumulator=optax.microbatching.AccumulationType.CONCAT,
+            num_real_microbatches=minibatch.microbatches,
+        )
+        return concatenated(weights, minibatch.batch)
+
+    return apply
 
 
 def constrainer(shardings: Any) -> Callable[[Params], Params]:

@@ -1,7 +1,14 @@
 """Losses composed like numbers: `clipped(over_sampler) + 0.001 * kl_penalty()`.
 
-A ratio says which policies are compared, a surrogate turns ratio and advantage into a loss per
-token, corrections reweight it, regularizers are added, and one aggregation reduces it.
+A ratio names the policies that are compared, a surrogate turns ratio and advantage into a loss per
+token, corrections reweight it, regularizers are added, and one aggregation reduces it. Every part
+prints as the expression that makes it.
+
+Example:
+  >>> weights = truncated(anchor_over_sampler, high=2)
+  >>> weights * clipped(over_anchor) + 0.001 * kl_penalty()
+  truncated(anchor_over_sampler, low=0.0, high=2) * clipped(over_anchor, low=0.2, high=0.2)
+  + 0.001 * kl_penalty(k3)
 """
 
 from jaxrl.losses.aggregation import (
@@ -13,9 +20,7 @@ from jaxrl.losses.aggregation import (
 )
 from jaxrl.losses.algebra import (
     Aggregation,
-    Need,
     Objective,
-    Scores,
     Shift,
     TokenLoss,
     Weights,
@@ -23,7 +28,6 @@ from jaxrl.losses.algebra import (
     both,
     objective,
     prefix,
-    require,
     reweight,
     scale,
     token_loss,
@@ -93,6 +97,7 @@ from jaxrl.losses.rejections import (
     within,
     within_variation,
 )
+from jaxrl.losses.scores import Need, Scores, one_sequence, require
 from jaxrl.losses.surrogates import (
     clipped,
     geometric_clipped,
@@ -156,6 +161,7 @@ __all__ = [
     "objective",
     "off_policy_negatives",
     "on_policy",
+    "one_sequence",
     "opo",
     "opsm",
     "over_anchor",

@@ -1,66 +1,24 @@
 """Losses as values: pure functions of scores, added and scaled like numbers.
 
-A `TokenLoss` maps log-probabilities to one loss per token. It never sees a model, never reduces,
-and says which scores it needs, so that the learner computes these and no others. `objective` pairs
-it with the one aggregation of the run.
+A `TokenLoss` maps log-probabilities to one loss per token. It never sees a model and never reduces.
+It declares the scores that it needs, and the learner computes no others. `objective` pairs it with
+the one aggregation of the run.
 """
 
 import dataclasses
 import enum
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.metrics import Metrics
-
-
-class Need(enum.StrEnum):
-    """A score that costs something and is computed only when a loss needs it."""
-
-    ENTROPY = "entropy"  # of the learner's distribution at each token
-    ANCHOR = "anchor"  # log-probs of the learner at the start of the update
-    SHADOW = "shadow"  # log-probs of the same weights in the sampler's dtypes
-    REFERENCE = "reference"  # log-probs of the frozen reference model
-    VALUES = "values"  # what a critic expects before each token
-    IMBALANCE = "imbalance"  # how unevenly the learner's routers use their experts
-
-
-@struct.dataclass(kw_only=True)
-class Scores:
-    """What a loss may look at; entry t scores tokens[:, t] given the tokens before it.
-
-    Only `logprobs`, `entropy`, `values` and `imbalance` carry a gradient. A score that no loss
-    needs is None.
-    """
-
-    logprobs: jax.Array  # f32[B, T], the learner
-    entropy: jax.Array | None = None  # f32[B, T], nats
-    anchor: jax.Array | None = None  # f32[B, T]
-    shadow: jax.Array | None = None  # f32[B, T]
-    reference: jax.Array | None = None  # f32[B, T]
-    values: jax.Array | None = None  # f32[B, T], of a critic, differentiable
-    imbalance: jax.Array | None = None  # f32[B, T], see `models.experts.imbalance`
-
-
-def require(scores: Scores, need: Need) -> jax.Array:
-    """The score that a loss declared to need, f32[B, T].
-
-    Raises:
-      ValueError: if it was not computed; the message names it.
-    """
-    value = getattr(scores, need.value)
-    if value is None:
-        raise ValueError(
-            f"the loss reads scores.{need.value}, which was not computed: declare Need.{need.name} "
-            "where the loss is made, and see that the learner was built with this objective"
-        )
-    return value
+from jaxrl.losses import operands
+from jaxrl.losses.formulas import Formula, grouped, shown
+from jaxrl.losses.scores import Need, Scores
 
 
 class Shift(enum.StrEnum):
@@ -80,49 +38,75 @@ class TokenLossFn(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class TokenLoss:
-    """A loss before its reduction.
+@dataclass(frozen=True, repr=False)
+class TokenLoss(Formula):
+    """A loss before its reduction. It prints as its formula.
 
     Attributes:
       needs: the scores, beyond the learner's log-probs, that `apply` reads.
       apply: the per-token loss and its metrics.
       weighted: the shifts that the loss already carries an importance weight for.
+
+    Example:
+      >>> from jaxrl.losses import clipped, entropy_bonus, kl_penalty, over_sampler
+      >>> clipped(over_sampler) + 0.001 * (kl_penalty() - entropy_bonus())
+      clipped(over_sampler, low=0.2, high=0.2) + 0.001 * (kl_penalty(k3) - entropy_bonus())
     """
 
     needs: frozenset[Need]
     apply: TokenLossFn
     weighted: frozenset[Shift] = frozenset()
 
+    __array_ufunc__ = None  # numpy leaves its products with a loss to the loss
+
     def __add__(self, other: "TokenLoss") -> "TokenLoss":
         return add(self, other)
 
     def __radd__(self, other: int) -> "TokenLoss":
-        return self if other == 0 else add(_loss(other), self)  # sum() begins with 0
+        if isinstance(other, int) and other == 0:  # sum() begins with 0
+            return self
+        return add(_loss(other), self)
 
     def __sub__(self, other: "TokenLoss") -> "TokenLoss":
-        return add(self, scale(other, -1))
+        difference = add(self, -_loss(other))
+        return dataclasses.replace(difference, formula=f"{self!r} - {grouped(other, signs='+-')}")
+
+    def __rsub__(self, other: Any) -> "TokenLoss":
+        return add(_loss(other), -self)
 
     def __neg__(self) -> "TokenLoss":
-        return scale(self, -1)
+        return dataclasses.replace(scale(self, -1), formula=f"-{grouped(self)}")
 
-    def __mul__(self, factor: float) -> "TokenLoss":
-        return scale(self, factor)
+    def __mul__(self, factor: "float | Weights") -> "TokenLoss":
+        return reweight(self, factor) if isinstance(factor, Weights) else scale(self, factor)
 
     def __rmul__(self, factor: float) -> "TokenLoss":
         return scale(self, factor)
 
     def __truediv__(self, divisor: float) -> "TokenLoss":
-        return scale(self, 1 / _number(divisor))
+        quotient = scale(self, 1 / operands.number(divisor))
+        return dataclasses.replace(quotient, formula=f"{grouped(self)} / {shown(divisor)}")
 
 
 def token_loss(apply: TokenLossFn, *needs: Need) -> TokenLoss:
-    """Makes a loss from a function and the scores that it reads."""
-    return TokenLoss(frozenset(needs), apply)
+    """Makes a loss from a function and the scores that it reads. It prints as the function's name.
+
+    Example:
+      >>> def likely(scores, batch):
+      ...     return -scores.logprobs, {}
+      >>> 0.1 * token_loss(likely)
+      0.1 * likely
+    """
+    return TokenLoss(frozenset(needs), apply, formula=shown(apply))
 
 
 def add(*losses: TokenLoss) -> TokenLoss:
-    """The sum of losses.
+    """Adds losses: `a + b`, `sum([a, b])`.
+
+    Example:
+      >>> from jaxrl.losses import kl_penalty, load_balance, reinforce
+      >>> sum([reinforce(), 0.001 * kl_penalty(), 0.01 * load_balance()])
+      reinforce() + 0.001 * kl_penalty(k3) + 0.01 * load_balance()
 
     Raises:
       TypeError: for anything else, such as a number or `Weights`.
@@ -142,77 +126,106 @@ def add(*losses: TokenLoss) -> TokenLoss:
         frozenset().union(*(loss.needs for loss in losses)),
         apply,
         frozenset().union(*(loss.weighted for loss in losses)),
+        formula=" + ".join(map(repr, losses)),
     )
 
 
 def scale(loss: TokenLoss, factor: float) -> TokenLoss:
-    """The loss times a constant; its metrics stay as they are.
+    """Multiplies a loss by a constant: `0.1 * loss`. Its metrics stay as they are.
+
+    Example:
+      >>> from jaxrl.losses import kl_penalty
+      >>> 0.5 * kl_penalty(), -kl_penalty(), kl_penalty() / 8
+      (0.5 * kl_penalty(k3), -kl_penalty(k3), kl_penalty(k3) / 8)
 
     Raises:
       TypeError: for a factor that is not one number.
     """
-    loss, factor = _loss(loss), _number(factor)
+    loss, factor = _loss(loss, operation="multiply"), operands.number(factor)
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         value, metrics = loss.apply(scores, batch)
         return factor * value, metrics
 
-    return TokenLoss(loss.needs, apply, loss.weighted)
+    formula = f"{shown(factor)} * {grouped(loss)}"
+    return TokenLoss(loss.needs, apply, loss.weighted, formula=formula)
 
 
-def _loss(operand: Any) -> TokenLoss:
-    if not isinstance(operand, TokenLoss):
-        raise TypeError(f"a loss is added to a loss, or subtracted from one; got {operand!r}")
-    return operand
+@dataclass(frozen=True, repr=False)
+class Weights(Formula):
+    """Factors of a policy term, one per token, such as the corrections of `losses.corrections`.
 
-
-def _number(operand: Any) -> Any:
-    on_device = isinstance(operand, jax.Array) and operand.ndim == 0
-    if not on_device and not isinstance(operand, numbers.Real):
-        raise TypeError(
-            f"a loss is multiplied or divided by a number, got {operand!r}; "
-            "reweight(loss, weights) multiplies by Weights"
-        )
-    return operand
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Factors for a policy term, such as the corrections of `losses.corrections`.
+    `weights * loss` is `reweight`, `weights * weights` is `both`.
 
     Attributes:
       needs: the scores, beyond the learner's log-probs, that `apply` reads.
       apply: (scores, batch) -> f32[B, T] factors and metrics; `reweight` lets no gradient through.
-      weighted: the shifts that the factors account for; none for a mask of zeros and ones.
+      weighted: the shifts that the factors account for; empty for a mask of zeros and ones.
+
+    Example:
+      >>> from jaxrl.losses import anchor_over_sampler, clipped, over_anchor, truncated, vetoed
+      >>> w = anchor_over_sampler
+      >>> vetoed(w) * truncated(w, high=2) * clipped(over_anchor)
+      vetoed(anchor_over_sampler, below=0.0001) * truncated(anchor_over_sampler, low=0.0, high=2)
+      * clipped(over_anchor, low=0.2, high=0.2)
     """
 
     needs: frozenset[Need]
     apply: TokenLossFn
     weighted: frozenset[Shift] = frozenset()
 
+    __array_ufunc__ = None
+
+    def __mul__(self, other: Any) -> Any:
+        return both(self, other) if isinstance(other, Weights) else reweight(other, self)
+
+    def __rmul__(self, other: Any) -> Any:
+        return reweight(other, self)
+
+    def __add__(self, other: Any) -> Any:
+        raise TypeError(operands.mistake("add", other, to=self))
+
+    __radd__ = __sub__ = __rsub__ = __add__
+
 
 Term = TypeVar("Term", TokenLoss, Weights)
 
 
 def prefix(term: Term, text: str) -> Term:
-    """The same loss, or the same weights, with `text` in front of the names of its metrics."""
+    """Puts `text` in front of the names of the metrics of a loss, or of weights.
+
+    Example:
+      >>> from jaxrl.losses import over_sampler, prefix, reinforce, unclipped
+      >>> reinforce() + 0.5 * prefix(unclipped(over_sampler), "second/")
+      reinforce() + 0.5 * prefix(unclipped(over_sampler), 'second/')
+    """
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         value, metrics = term.apply(scores, batch)
         return value, {text + name: metric for name, metric in metrics.items()}
 
-    return dataclasses.replace(term, apply=apply)
+    return dataclasses.replace(term, apply=apply, formula=f"prefix({term!r}, {text!r})")
 
 
 def reweight(loss: TokenLoss, weights: Weights) -> TokenLoss:
-    """The loss times `weights`, token by token. A KL term is added afterwards, never reweighted.
+    """Multiplies a loss by `weights`, token by token: `weights * loss`. A KL term is added
+    afterwards, never reweighted.
 
     A weight of 0 removes the token from the sum and leaves the denominator as it is.
 
+    Example:
+      >>> from jaxrl.losses import anchor_over_sampler, kl_penalty, over_anchor, unclipped, within
+      >>> within(anchor_over_sampler, high=2) * unclipped(over_anchor) + 0.1 * kl_penalty()
+      within(anchor_over_sampler, low=0.0, high=2) * unclipped(over_anchor) + 0.1 * kl_penalty(k3)
+
     Raises:
+      TypeError: for anything but a loss and weights.
       ValueError: if both account for the same change of policy, which would count it twice; also,
         when the loss is applied, if both report a metric of one name.
     """
+    if not (isinstance(loss, TokenLoss) and isinstance(weights, Weights)):
+        other = loss if isinstance(weights, Weights) else weights
+        raise TypeError(operands.mistake("multiply", other, to=weights if other is loss else loss))
     _refuse_double_counting(loss.weighted, weights.weighted)
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
@@ -222,15 +235,29 @@ def reweight(loss: TokenLoss, weights: Weights) -> TokenLoss:
         # Select first: a removed token must not bring its infinity or its NaN along.
         return jnp.where(factors != 0, value, 0) * factors, _merged(metrics, more)
 
-    return TokenLoss(loss.needs | weights.needs, apply, loss.weighted | weights.weighted)
+    return TokenLoss(
+        loss.needs | weights.needs,
+        apply,
+        loss.weighted | weights.weighted,
+        formula=f"{weights!r} * {grouped(loss)}",
+    )
 
 
 def both(first: Weights, second: Weights) -> Weights:
-    """The product of two factors, such as a correction and a rejection.
+    """Multiplies two weights, such as a correction and a rejection: `first * second`.
+
+    Example:
+      >>> from jaxrl.losses import masked, over_sampler, vetoed
+      >>> masked(over_sampler, high=2) * vetoed(over_sampler, below=0.01)
+      masked(over_sampler, low=0.0, high=2) * vetoed(over_sampler, below=0.01)
 
     Raises:
+      TypeError: for anything but weights.
       ValueError: as `reweight`.
     """
+    for weights, other in ((first, second), (second, first)):
+        if not isinstance(weights, Weights):
+            raise TypeError(operands.mistake("multiply", weights, to=other))
     _refuse_double_counting(first.weighted, second.weighted)
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
@@ -238,7 +265,18 @@ def both(first: Weights, second: Weights) -> Weights:
         others, more = _applied(second, scores, batch)
         return factors * others, _merged(metrics, more)
 
-    return Weights(first.needs | second.needs, apply, first.weighted | second.weighted)
+    return Weights(
+        first.needs | second.needs,
+        apply,
+        first.weighted | second.weighted,
+        formula=f"{first!r} * {grouped(second)}",
+    )
+
+
+def _loss(operand: Any, *, operation: str = "add") -> TokenLoss:
+    if not isinstance(operand, TokenLoss):
+        raise TypeError(operands.mistake(operation, operand, to="a loss"))
+    return operand
 
 
 def _applied(
@@ -282,8 +320,9 @@ def _merged(metrics: Metrics, more: Metrics) -> Metrics:
     return metrics | more
 
 
-class Aggregation(NamedTuple):
-    """How per-token losses become one number: sum(weights * loss) / denominator.
+@dataclass(frozen=True, repr=False)
+class Aggregation(Formula):
+    """The reduction of per-token losses to one number: sum(weights * loss) / denominator.
 
     Both depend on the batch alone, never on scores, so the denominator is known before the first
     microbatch and is that of the whole batch over all devices.
@@ -293,20 +332,29 @@ class Aggregation(NamedTuple):
     denominator: Callable[[TokenBatch], jax.Array]  # f32[]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Objective:
-    """What a learner minimises: a loss and its one reduction; made by `objective`."""
+    """The quantity that a learner minimises: a loss and its one reduction; made by `objective`."""
 
     loss: TokenLoss
     aggregation: Aggregation
 
+    def __repr__(self) -> str:
+        return f"objective({self.loss!r}, {self.aggregation!r})"
+
+    def __add__(self, term: TokenLoss) -> "Objective":
+        return objective(self.loss + term, self.aggregation)
+
+    def __sub__(self, term: TokenLoss) -> "Objective":
+        return objective(self.loss - term, self.aggregation)
+
     @property
     def needs(self) -> frozenset[Need]:
-        """As in `TokenLoss`."""
+        """The scores that the loss reads."""
         return self.loss.needs
 
     def total(self, scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        """(f32[], the weighted sum over this microbatch; metrics).
+        """Returns f32[], the weighted sum over this microbatch, and metrics.
 
         Raises:
           ValueError: if the loss, or a part of it, is not one number for each token.
@@ -317,19 +365,31 @@ class Objective:
         return jnp.sum(jnp.where(weights != 0, value, 0) * weights), metrics
 
     def denominator(self, batch: TokenBatch) -> jax.Array:
-        """f32[], of the whole batch; 0 for one without action tokens, whose total is 0 too."""
+        """Returns f32[], of the whole batch; 0 for one without action tokens, as its total."""
         return self.aggregation.denominator(batch)
 
 
 def objective(loss: TokenLoss, aggregation: Aggregation) -> Objective:
-    """Reduces a loss, once.
+    """Reduces a loss, once. Terms may still be added to the result.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence, reinforce, token_mean
+      >>> goal = objective(reinforce(), token_mean)
+      >>> scores, batch = one_sequence(advantages=[1, 2], logprobs=-1)
+      >>> goal.total(scores, batch)[0] / goal.denominator(batch)
+      Array(-1.5, dtype=float32)
 
     Raises:
-      TypeError: if `loss` is reduced already.
+      TypeError: if `loss` is not a loss, or reduced already, or `aggregation` is not one.
     """
     if not isinstance(loss, TokenLoss):
         raise TypeError(
-            f"objective() takes a TokenLoss, got {type(loss).__name__}; aggregation happens once, "
-            "on the sum of all terms"
+            f"objective: {shown(loss)} is not a TokenLoss; write a loss such as "
+            "clipped(over_sampler); aggregation happens once, on the sum of all terms"
+        )
+    if not isinstance(aggregation, Aggregation):
+        raise TypeError(
+            f"objective: {shown(aggregation)} is not an Aggregation; write one such as token_mean "
+            "or fixed_length(1024)"
         )
     return Objective(loss, aggregation)

@@ -1,4 +1,4 @@
-"""What numbers a loss takes: an error names the parameter, its value and what it may be.
+"""Bounds of the numbers that a loss takes: an error names the parameter, its value and the bounds.
 
 Each raises a ValueError; NaN is within no bounds.
 """
@@ -7,17 +7,17 @@ import math
 
 
 def positive(name: str, value: float) -> None:
-    """Greater than 0, and finite."""
+    """Checks a number that is greater than 0, and finite."""
     _expect(0 < value < math.inf, name, value, "> 0 and finite")
 
 
 def not_negative(name: str, value: float) -> None:
-    """0 or more, and finite, such as a coefficient."""
+    """Checks a number that is 0 or more, and finite, such as a coefficient."""
     _expect(0 <= value < math.inf, name, value, ">= 0 and finite")
 
 
 def fraction(name: str, value: float) -> None:
-    """From 0 to 1, such as a discount."""
+    """Checks a number from 0 to 1, such as a discount."""
     _expect(0 <= value <= 1, name, value, "in [0, 1]")
 
 

@@ -1,8 +1,8 @@
-"""Weights that correct a policy term for the policy that really sampled the tokens.
+"""Corrections: weights that make up for the tokens being sampled by another policy.
 
-Made of any ratio at any level: `truncated(anchor_over_sampler, high=2)` is token-level truncated
-importance sampling, `masked(product(anchor_over_sampler), high=10)` masks whole sequences. They go
-into `algebra.reweight`, which lets no gradient through them and refuses to count the same change of
+They are made of any ratio at any level: `truncated(anchor_over_sampler, high=2)` is token-level
+truncated importance sampling, `masked(product(anchor_over_sampler), high=10)` masks whole
+sequences. `weights * loss` lets no gradient through them and refuses to count the same change of
 policy twice. Bounds are on the learner's side over the sampler's.
 """
 
@@ -11,15 +11,24 @@ import jax.numpy as jnp
 
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.metrics import Metrics, masked_mean
-from jaxrl.losses.algebra import Scores, Weights
+from jaxrl.losses.algebra import Weights
+from jaxrl.losses.formulas import with_formula
 from jaxrl.losses.ratios import Ratio, missing
+from jaxrl.losses.scores import Scores
 
 
+@with_formula
 def truncated(ratio: Ratio, *, low: float = 0.0, high: float) -> Weights:
     """Weights clip(w, low, high): truncated importance sampling.
 
     "correction/mean" reports the mean weight, "correction/outside" the share of action tokens whose
     ratio was out of bounds, "correction/missing" those without a sampler log-prob (weight 1).
+
+    Example:
+      >>> from jaxrl.losses import one_sequence, over_sampler
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, sampler=[-1, -2])
+      >>> print(truncated(over_sampler, high=2).apply(scores, batch)[0])
+      [[1. 2.]]
 
     Raises:
       ValueError: unless 0 <= low < 1 < high.
@@ -33,11 +42,18 @@ def truncated(ratio: Ratio, *, low: float = 0.0, high: float) -> Weights:
     return Weights(ratio.needs, apply, ratio.weighted)
 
 
+@with_formula
 def masked(ratio: Ratio, *, low: float = 0.0, high: float) -> Weights:
     """Weights w where low <= w <= high and 0 elsewhere: masked importance sampling (with the bounds
     .5 and 5 per token: IcePop). A masked token stays in the denominator.
 
     Reports as `truncated` does.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence, over_sampler
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, sampler=[-1, -2])
+      >>> print(masked(over_sampler, high=2).apply(scores, batch)[0])
+      [[1. 0.]]
 
     Raises:
       ValueError: unless 0 <= low < 1 < high.
@@ -52,6 +68,7 @@ def masked(ratio: Ratio, *, low: float = 0.0, high: float) -> Weights:
     return Weights(ratio.needs, apply, ratio.weighted)
 
 
+@with_formula
 def gamma_shaped(
     ratio: Ratio,
     *,
@@ -62,6 +79,15 @@ def gamma_shaped(
     on both sides; (k, lam) is `positive` where A >= 0 and `negative` elsewhere.
 
     Reports "correction/mean" and "correction/missing" as `truncated` does.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence, over_sampler
+      >>> for sampler in (-1, -2, 1):  # w = 1, e, e^-2
+      ...     scores, batch = one_sequence(advantages=[1], logprobs=-1, sampler=sampler)
+      ...     print(f"{gamma_shaped(over_sampler).apply(scores, batch)[0].item():.3f}")
+      1.000
+      0.043
+      0.245
 
     Raises:
       ValueError: for a k or a lam that is not positive.

@@ -1,5 +1,6 @@
-"""Losses named in a config: a recipe of ours or a function of the user's, with its parameters."""
+"""Losses named in a config: a built-in recipe or a user's function, with its parameters."""
 
+import dataclasses
 import functools
 import inspect
 import types
@@ -46,7 +47,7 @@ PARTS: Mapping[Any, Mapping[str, Any]] = {
         "sequence_mean_token_mean": aggregation.sequence_mean_token_mean,
         "sequence_mean_token_sum": aggregation.sequence_mean_token_sum,
         "token_sum": aggregation.token_sum,
-        "fixed_length": aggregation.fixed_length,  # of the longest answer: see `build`
+        "fixed_length": aggregation.fixed_length,  # of the longest completion: see `build`
     },
     KLEstimator: {
         "k1": regularizers.k1,
@@ -65,7 +66,12 @@ def build(
     advantage: str | None = None,
     known: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Recipe:
-    """The recipe that a config describes.
+    """Builds the recipe that a config describes.
+
+    Example:
+      >>> build("gspo", {"level": "geometric", "kl": 0.001}, advantage="leave_one_out")
+      Recipe(objective(clipped(geometric(over_sampler), low=0.0003, high=0.0004)
+                       + 0.001 * kl_penalty(k3), sequence_mean_token_mean), leave_one_out)
 
     Args:
       name: a function of `losses.recipes`, `path/to/file.py:function` or `package.module:function`.
@@ -75,14 +81,14 @@ def build(
         itself. Ratios, levels, corrections, aggregations and KL estimators are given by name.
       advantage: a function of `jaxrl.advantages.estimators`, or one of the user's named as above,
         that replaces the recipe's own.
-      known: what the run says anyway, such as max_length, for parameters of these names that the
+      known: values of the run, such as max_length, for parameters of these names that the
         function, or the aggregation fixed_length, needs and `parameters` leaves out.
 
     Raises:
       ValueError: for an unknown name (the nearest one is shown), an unknown, missing or mistyped
         parameter (those that exist are listed), a function that returns something else, parts
-        that do not go together, or a loss that cannot be traced (see `trial.try_out`); what a
-        user's function raises is chained to it.
+        that do not go together, or a loss that cannot be traced (see `shape_check.try_out`). An
+        error of a user's function is chained to it.
     """
     function = plugins.load_function(name, builtin=recipes, key="loss.name")
     declared = inspect.signature(function).parameters
@@ -95,7 +101,7 @@ def build(
     recipe = _as_recipe(made, name=name)
     if advantage is not None:
         estimator = plugins.load_function(advantage, builtin=estimators, key="loss.advantage")
-        recipe = recipe._replace(advantages=estimator)
+        recipe = dataclasses.replace(recipe, advantages=estimator)
     recipe = with_terms(recipe, **_terms(more, known={**known, **parameters}))
     with blaming(function, name=name):
         try_out(recipe)
@@ -103,26 +109,26 @@ def build(
 
 
 def _terms(values: Mapping[str, Any], *, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `with_terms`."""
+    """Returns the arguments of `with_terms`."""
     terms = arguments(with_terms, values)
     if terms.get("aggregation") is aggregation.fixed_length:
         if "max_length" not in known:
             raise ValueError(
-                "loss.aggregation = 'fixed_length' needs max_length, the longest answer, which a "
-                "run knows; without one give with_terms the aggregation fixed_length(max_length)"
+                "loss.aggregation = 'fixed_length' needs max_length, the longest completion, which "
+                "a run knows; outside a run write with_terms(recipe, aggregation=fixed_length(8))"
             )
         terms["aggregation"] = aggregation.fixed_length(known["max_length"])
     return terms
 
 
 def kl_estimator(name: str) -> KLEstimator:
-    """The KL estimator of a config's name."""
+    """Returns the KL estimator that a config names."""
     return _part(name, KLEstimator, key="kl_estimator")
 
 
 def arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of the table [loss] as the function's annotations want them: parts for
-    their names, None for "none" where it may be None, and numbers, texts and booleans as they are.
+    """Converts keyword arguments of the table [loss] to the function's annotations: names become
+    parts, "none" becomes None where that is allowed; numbers, texts and booleans stay.
 
     Raises:
       ValueError: for an unknown name or a value of another type; the message names the key.

@@ -1,7 +1,24 @@
-"""Corrections by the names under which they are known, with the bounds that are usual for them.
+"""Corrections under their usual names, with their usual bounds.
 
 All compare the anchor with the sampler and go with a loss whose ratio is `over_anchor`; those that
-only reject go with any. Joined by `algebra.both`, or by " + " in a config.
+only reject go with any. They are multiplied, or joined by " + " in a config.
+
+Example:
+  >>> from jaxrl.losses import clipped, over_anchor
+  >>> icepop * clipped(over_anchor)
+  masked(anchor_over_sampler, low=0.5, high=5.0) * clipped(over_anchor, low=0.2, high=0.2)
+  >>> from jaxrl.losses import one_sequence
+  >>> names = (token_tis, sequence_tis, sequence_mis, sequence_mis_3)
+  >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=0, anchor=-1, sampler=[-1.5, -2])
+  >>> for weights in (*names, geometric_mask, k3_mask, veto):
+  ...     print(weights.apply(scores, batch)[0].round(2), weights)
+  [[1.65 2.  ]] truncated(anchor_over_sampler, low=0.0, high=2.0)
+  [[2. 2.]] truncated(product(anchor_over_sampler), low=0.0, high=2.0)
+  [[4.48 4.48]] masked(product(anchor_over_sampler), low=0.0, high=10.0)
+  [[0. 0.]] masked(product(anchor_over_sampler), low=0.0, high=3.0)
+  [[0. 0.]] within(geometric(anchor_over_sampler), low=0.999, high=1.001)
+  [[0. 0.]] k3_within(anchor_over_sampler, high=0.01)
+  [[1. 1.]] vetoed(anchor_over_sampler, below=0.0001)
 """
 
 from jaxrl.losses.corrections import masked, truncated

@@ -1,22 +1,38 @@
-"""Which policies an importance ratio compares, and at which level.
+"""Importance ratios: the policies that are compared, and the level.
 
 Three policies have names: the learner (being differentiated), the anchor (the learner at the start
-of the update) and the sampler (what produced the tokens and reported their log-probs). A ratio
+of the update) and the sampler (it produced the tokens and reported their log-probs). A ratio
 over the sampler ("bypass") sees both the update and the mismatch between the two programs; a ratio
 over the anchor ("decoupled") sees the update alone.
 
 A token whose sampler log-prob is NaN has the log-ratio 0, with the learner's gradient; the share of
 such tokens is the metric "ratio/missing".
+
+Example:
+  >>> from jaxrl.losses import one_sequence
+  >>> scores, batch = one_sequence(advantages=[1], logprobs=-1, anchor=-1.5, sampler=-1.75)
+  >>> for ratio in (on_policy, over_anchor, over_sampler, anchor_over_sampler):
+  ...     print(f"{ratio.value(scores, batch).item():.3f} {ratio}")
+  1.000 on_policy
+  1.649 over_anchor
+  2.117 over_sampler
+  1.284 anchor_over_sampler
+  >>> scores = scores.replace(shadow=scores.logprobs - 0.25)  # as the sampler's dtypes have it
+  >>> f"{shadowed.value(scores, batch).item():.3f} {shadowed}"
+  '1.649 shadowed'
 """
 
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.core.batch import TokenBatch, segment_sum
 from jaxrl.core.metrics import Metrics, masked_mean
-from jaxrl.losses.algebra import Need, Scores, Shift, require
+from jaxrl.losses.algebra import Shift
+from jaxrl.losses.formulas import Formula, with_formula
+from jaxrl.losses.scores import Need, Scores, require
 
 LOG_RATIO_LIMIT = 20.0
 """Bound of a log-ratio before exp: e^20 is far beyond any clip, and its square is finite."""
@@ -32,14 +48,19 @@ class LogRatioFn(Protocol):
         ...
 
 
-class Ratio(NamedTuple):
-    """An importance ratio.
+@dataclass(frozen=True, repr=False)
+class Ratio(Formula):
+    """An importance ratio. It prints as its formula.
 
     Attributes:
       log: (scores, batch) -> f32[B, T], the log-ratio, not clamped.
       weighted: the shifts of policy that it accounts for.
       needs: the scores, beyond the learner's log-probs, that `log` reads.
-      whole: whether it is one number for the whole sequence, found at each of its tokens.
+      whole: True if it is one number for the whole sequence, found at each of its tokens.
+
+    Example:
+      >>> product(over_sampler)
+      product(over_sampler)
     """
 
     log: LogRatioFn
@@ -48,7 +69,7 @@ class Ratio(NamedTuple):
     whole: bool = False
 
     def value(self, scores: Scores, batch: TokenBatch) -> jax.Array:
-        """exp(log-ratio clamped to +-20): f32[B, T]; the gradient is 0 where it was clamped."""
+        """Returns exp(log-ratio clamped to +-20), f32[B, T]; the gradient is 0 where clamped."""
         return jnp.exp(jnp.clip(self.log(scores, batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
@@ -87,23 +108,28 @@ def _wide(logprobs: jax.Array) -> jax.Array:
 
 _BOTH = frozenset({Shift.UPDATE, Shift.MISMATCH})
 
-on_policy = Ratio(_on_policy, frozenset())
-"""1, with the gradient of the learner's log-prob: whatever moved or mismatches is ignored."""
+on_policy = Ratio(_on_policy, frozenset(), formula="on_policy")
+"""1, with the gradient of the learner's log-prob: update and mismatch are both ignored."""
 
-over_anchor = Ratio(_over_anchor, frozenset({Shift.UPDATE}), frozenset({Need.ANCHOR}))
-"""learner / anchor: how far this update has moved the policy (PPO's ratio, arXiv:1707.06347)."""
+over_anchor = Ratio(
+    _over_anchor, frozenset({Shift.UPDATE}), frozenset({Need.ANCHOR}), formula="over_anchor"
+)
+"""learner / anchor: the change of the policy by this update (PPO's ratio, arXiv:1707.06347)."""
 
-over_sampler = Ratio(_over_sampler, _BOTH)
+over_sampler = Ratio(_over_sampler, _BOTH, formula="over_sampler")
 """learner / sampler: the true importance ratio, mismatch of the two programs included."""
 
 anchor_over_sampler = Ratio(
-    _anchor_over_sampler, frozenset({Shift.MISMATCH}), frozenset({Need.ANCHOR})
+    _anchor_over_sampler,
+    frozenset({Shift.MISMATCH}),
+    frozenset({Need.ANCHOR}),
+    formula="anchor_over_sampler",
 )
-"""anchor / sampler: the mismatch alone, without gradient; what corrections are made of."""
+"""anchor / sampler: the mismatch alone, without gradient; the ratio of corrections."""
 
-shadowed = Ratio(_shadowed, _BOTH, frozenset({Need.SHADOW}))
+shadowed = Ratio(_shadowed, _BOTH, frozenset({Need.SHADOW}), formula="shadowed")
 """The value of (learner in the sampler's dtypes) / sampler, with the gradient of the training
-forward pass: clips only what really moved."""
+forward pass: a clip then acts on real updates only, not on rounding."""
 
 
 class Level(Protocol):
@@ -116,13 +142,25 @@ class Level(Protocol):
 
 
 def token(ratio: Ratio) -> Ratio:
-    """The ratio of each token, as it is."""
+    """The ratio of each token, unchanged.
+
+    Example:
+      >>> token(over_sampler)
+      over_sampler
+    """
     return ratio
 
 
+@with_formula
 def product(ratio: Ratio) -> Ratio:
     """The ratio of whole sequences, at each of their tokens: the product over action tokens; the
     gradient goes through the product to every token.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, sampler=[-1.5, -1.25])
+      >>> product(over_sampler).log(scores, batch)
+      Array([[0.75, 0.75]], dtype=float32)
 
     Raises:
       ValueError: as do the other levels, if the ratio is of whole sequences already.
@@ -135,9 +173,17 @@ def product(ratio: Ratio) -> Ratio:
     return Ratio(log, ratio.weighted, ratio.needs, whole=True)
 
 
+@with_formula
 def geometric(ratio: Ratio) -> Ratio:
     """The geometric mean of the ratio over the action tokens of a sequence, at each of them; the
-    gradient goes through the mean to every token (the form of GSPO in TRL, OpenRLHF and NeMo)."""
+    gradient goes through the mean to every token (the form of GSPO in TRL, OpenRLHF and NeMo).
+
+    Example:
+      >>> from jaxrl.losses import one_sequence
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, sampler=[-1.5, -1.25])
+      >>> geometric(over_sampler).log(scores, batch)
+      Array([[0.375, 0.375]], dtype=float32)
+    """
     per_token(ratio, reader="geometric")
 
     def log(scores: Scores, batch: TokenBatch) -> jax.Array:
@@ -146,10 +192,21 @@ def geometric(ratio: Ratio) -> Ratio:
     return Ratio(log, ratio.weighted, ratio.needs, whole=True)
 
 
+@with_formula
 def sequence(ratio: Ratio) -> Ratio:
     """GSPO's ratio (arXiv:2507.18071): the value of `geometric`, its logarithm at most 10, and at
     each token the gradient of that token's own log-prob (the form of veRL and SkyRL). Where a
-    sequence has one advantage and one weight, its gradient is that of `geometric`."""
+    sequence has one advantage and one weight, its gradient is that of `geometric`.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, sampler=[-1.5, -1.25])
+      >>> first_token = lambda logprobs: log.log(scores.replace(logprobs=logprobs), batch)[0, 0]
+      >>> for log in (sequence(over_sampler), geometric(over_sampler)):
+      ...     print(log, jax.grad(first_token)(scores.logprobs))
+      sequence(over_sampler) [[1. 0.]]
+      geometric(over_sampler) [[0.5 0.5]]
+    """
     per_token(ratio, reader="sequence")
 
     def log(scores: Scores, batch: TokenBatch) -> jax.Array:
@@ -168,13 +225,13 @@ def per_token(ratio: Ratio, *, reader: str) -> None:
     """
     if ratio.whole:
         raise ValueError(
-            f"{reader} reads the ratio of each token, and this one is of whole sequences already "
-            "(product, geometric or sequence); give it the ratio of tokens"
+            f"{reader}: {ratio} is of whole sequences already; {reader} reads the ratio of each "
+            "token, such as over_sampler"
         )
 
 
 def sequence_mean(values: jax.Array, batch: TokenBatch) -> jax.Array:
-    """Mean over the action tokens of each sequence, at each of its tokens: f32[B, T]."""
+    """Computes the mean over the action tokens of each sequence, at each token: f32[B, T]."""
     count = segment_sum(batch.action_mask.astype(values.dtype), batch.segments)
     return _sequence_sum(values, batch) / jnp.maximum(count, 1)
 
@@ -184,7 +241,7 @@ def _sequence_sum(values: jax.Array, batch: TokenBatch) -> jax.Array:
 
 
 def missing(ratio: Ratio, batch: TokenBatch, *, name: str) -> Metrics:
-    """{name: share of action tokens without a sampler log-prob} for a ratio that reads it."""
+    """Reports the share of action tokens without a sampler log-prob, for a ratio that reads it."""
     if Shift.MISMATCH not in ratio.weighted:
         return {}
     return {name: masked_mean(jnp.isnan(batch.sampler_logprobs), batch.action_mask)}

@@ -1,12 +1,15 @@
-"""An algorithm: what the learner minimises and how rewards become advantages."""
+"""Recipes: algorithms as an objective of the learner and an estimator of advantages."""
 
+import dataclasses
 import functools
 import inspect
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from jaxrl.advantages import AdvantageEstimator
-from jaxrl.losses import bounds
-from jaxrl.losses.algebra import Aggregation, Objective, Weights, objective, reweight
+from jaxrl.losses import bounds, operands
+from jaxrl.losses.algebra import Aggregation, Objective, TokenLoss, Weights, objective, reweight
+from jaxrl.losses.formulas import shown
 from jaxrl.losses.ratios import Ratio
 from jaxrl.losses.regularizers import (
     EntropyController,
@@ -21,20 +24,59 @@ from jaxrl.losses.regularizers import (
 from jaxrl.losses.value import Critic
 
 
-class Recipe(NamedTuple):
-    """An algorithm.
+@dataclass(frozen=True, repr=False)
+class Recipe:
+    """An algorithm. It prints as its formula, and terms are added to it like to a loss.
 
     Attributes:
-      objective: what the learner minimises.
-      advantages: rewards -> advantages; `recipe._replace(advantages=...)` exchanges it.
-      entropy: what sets the coefficient of an adaptive entropy bonus; None without one.
-      critic: what a critic is asked for; None without one.
+      objective: the quantity that the learner minimises.
+      advantages: rewards -> advantages; `dataclasses.replace(recipe, advantages=...)` exchanges it.
+      entropy: sets the coefficient of an adaptive entropy bonus; None without one.
+      critic: the critic that the advantages read; None without one.
+
+    Example:
+      >>> from jaxrl.losses import kl_penalty, max_rl
+      >>> max_rl() + 0.001 * kl_penalty()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.2) + 0.001 * kl_penalty(k3),
+                       token_mean), max_rl)
+
+    Raises:
+      TypeError: for an objective that is not one.
     """
 
     objective: Objective
     advantages: AdvantageEstimator
     entropy: EntropyController | None = None
     critic: Critic | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.objective, Objective):
+            raise TypeError(
+                f"Recipe: {shown(self.objective)} is not an Objective; write "
+                "objective(loss, token_mean)"
+            )
+
+    def __repr__(self) -> str:
+        fields = [repr(self.objective), shown(self.advantages)]
+        more = {"entropy": self.entropy, "critic": self.critic}
+        fields += [f"{name}={value!r}" for name, value in more.items() if value is not None]
+        return f"Recipe({', '.join(fields)})"
+
+    def __add__(self, term: TokenLoss) -> "Recipe":
+        return dataclasses.replace(self, objective=self.objective + term)
+
+    def __radd__(self, other: int) -> "Recipe":
+        if not (isinstance(other, int) and other == 0):  # sum() begins with 0
+            raise TypeError(operands.mistake("add", self, to=other))
+        return self
+
+    def __sub__(self, term: TokenLoss) -> "Recipe":
+        return dataclasses.replace(self, objective=self.objective - term)
+
+    def __mul__(self, other: Any) -> NoReturn:
+        raise TypeError(operands.mistake("multiply", self, to=other))
+
+    __rmul__ = __mul__
 
 
 def with_terms(
@@ -52,8 +94,14 @@ def with_terms(
     aggregation: Aggregation | None = None,
     advantage_eps: float | None = None,
 ) -> Recipe:
-    """The recipe with more terms. A term whose coefficient is 0 is left out, and so are the scores
+    """Adds terms to a recipe. A term whose coefficient is 0 is left out, and so are the scores
     that it needs.
+
+    Example:
+      >>> from jaxrl.losses import opo
+      >>> with_terms(opo(), kl=0.001, entropy=0.01)
+      Recipe(objective(unclipped(on_policy) + 0.001 * kl_penalty(k3) + 0.01 * entropy_bonus(),
+                       token_mean), opo)
 
     Args:
       recipe: any algorithm.
@@ -61,23 +109,28 @@ def with_terms(
       kl: coefficient of the divergence from the reference model (.04 in GRPO's paper). Long runs
         without it are reported to have slowly growing gradient norms, and .001 to prevent them;
         10,000 steps of a small task did not show it (docs/operating.md).
-      kl_estimator: how it is estimated.
+      kl_estimator: the estimator of the divergence.
       kl_ratio: importance ratio that the estimate is multiplied by; none by default.
       entropy: coefficient of the entropy bonus.
       entropy_target: entropy per token, in nats, towards which the coefficient is moved after each
         rollout, starting from `entropy`; none keeps it fixed (.2 in Skywork-OR1).
-      entropy_step: how far it is moved.
-      positive_nll: coefficient of the likelihood of answers whose reward is positive.
+      entropy_step: change of that coefficient after each rollout.
+      positive_nll: coefficient of the likelihood of completions whose reward is positive.
       balance: coefficient of the imbalance of a mixture of experts.
-      aggregation: how tokens become one number; the recipe's own by default. `fixed_length` divides
-        by sequences times the longest answer, as dr_grpo does.
-      advantage_eps: what the advantage adds to a standard deviation before it divides by it; the
+      aggregation: reduction of tokens to one number; the recipe's own by default. `fixed_length`
+        divides by sequences times the longest completion, as dr_grpo does.
+      advantage_eps: added to a standard deviation before the advantage is divided by it; the
         estimator's own by default (1e-6 within a group; TRL 1e-4, oat 1e-8).
 
     Raises:
-      ValueError: for a negative coefficient, a correction for what the recipe's ratio accounts for
-        already, or an eps for an advantage that takes none.
+      ValueError: for a negative coefficient, a correction for a change of policy that the recipe's
+        ratio accounts for already, or an eps for an advantage that takes none.
     """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"with_terms: {shown(recipe)} is not a Recipe; write a recipe such as grpo(), or "
+            "Recipe(objective(loss, token_mean), group_relative)"
+        )
     terms = {"kl": kl, "entropy": entropy, "positive_nll": positive_nll, "balance": balance}
     for name, value in terms.items():
         bounds.not_negative(name, value)
@@ -99,12 +152,13 @@ def with_terms(
     estimator = recipe.advantages
     if advantage_eps is not None:
         estimator = _with_eps(estimator, advantage_eps)
-    return recipe._replace(objective=reduced, advantages=estimator, entropy=controller)
+    return dataclasses.replace(recipe, objective=reduced, advantages=estimator, entropy=controller)
 
 
 def _with_eps(estimator: AdvantageEstimator, eps: float) -> AdvantageEstimator:
     bounds.positive("advantage_eps", eps)
     if "eps" not in inspect.signature(estimator).parameters:
-        name = getattr(estimator, "__name__", repr(estimator))
-        raise ValueError(f"advantage_eps={eps}: the advantage {name} takes no eps; leave it out")
+        raise ValueError(
+            f"advantage_eps={eps}: the advantage {shown(estimator)} takes no eps; leave it out"
+        )
     return functools.partial(estimator, eps=eps)

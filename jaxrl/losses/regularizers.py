@@ -1,4 +1,4 @@
-"""Terms that hold the policy in place: KL to a frozen reference, entropy.
+"""Regularizers: terms that keep the policy near a reference, or its entropy up.
 
 KL estimators (Schulman, "Approximating KL divergence") are functions of d = reference - learner,
 the log-ratio at a sampled token. `k1` and `k3` estimate the divergence; the gradient of `k2` is
@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.metrics import Metrics, masked_mean
 from jaxrl.losses import bounds
-from jaxrl.losses.algebra import Need, Scores, TokenLoss, require, token_loss
+from jaxrl.losses.algebra import TokenLoss, token_loss
+from jaxrl.losses.formulas import with_formula
 from jaxrl.losses.ratios import LOG_RATIO_LIMIT, Ratio
+from jaxrl.losses.scores import Need, Scores, require
 
 
 class KLEstimator(Protocol):
@@ -28,28 +30,53 @@ class KLEstimator(Protocol):
 
 
 def k1(d: jax.Array) -> jax.Array:
-    """-d, f32[B, T]: unbiased, of either sign. As a loss its gradient is zero in expectation."""
+    """-d, f32[B, T]: unbiased, of either sign. As a loss its gradient is zero in expectation.
+
+    Example:
+      >>> print(k1(jnp.array([-0.5, 0.5])))
+      [ 0.5 -0.5]
+    """
     return -d
 
 
 def k2(d: jax.Array) -> jax.Array:
-    """d^2 / 2, f32[B, T]: biased, never negative."""
+    """d^2 / 2, f32[B, T]: biased, never negative.
+
+    Example:
+      >>> print(k2(jnp.array([-0.5, 0.5])))
+      [0.125 0.125]
+    """
     return d**2 / 2
 
 
 def k3(d: jax.Array) -> jax.Array:
-    """e^d - d - 1, f32[B, T]: unbiased, never negative; d clamped to +-20 and the result to 10."""
+    """e^d - d - 1, f32[B, T]: unbiased, never negative; d clamped to +-20 and the result to 10.
+
+    Example:
+      >>> print(f"{k3(-0.5):.3f} {k3(0.5):.3f}")
+      0.107 0.149
+    """
     d = jnp.clip(d, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return jnp.minimum(jnp.expm1(d) - d, 10.0)
 
 
 def k1_plus(d: jax.Array) -> jax.Array:
-    """The value of k1 with the gradient of k2, f32[B, T]."""
+    """The value of k1 with the gradient of k2, f32[B, T].
+
+    Example:
+      >>> print(k1_plus(0.5), jax.grad(k1_plus)(0.5), jax.grad(k1)(0.5))
+      -0.5 0.5 -1.0
+    """
     return _value_and_gradient(k1(d), k2(d))
 
 
 def k3_plus(d: jax.Array) -> jax.Array:
-    """The value of k3 with the gradient of k2, f32[B, T]."""
+    """The value of k3 with the gradient of k2, f32[B, T].
+
+    Example:
+      >>> print(f"{k3_plus(0.5):.3f} {jax.grad(k3_plus)(0.5):.3f} {jax.grad(k3)(0.5):.3f}")
+      0.149 0.500 0.649
+    """
     return _value_and_gradient(k3(d), k2(d))
 
 
@@ -57,12 +84,19 @@ def _value_and_gradient(value: jax.Array, gradient: jax.Array) -> jax.Array:
     return jax.lax.stop_gradient(value) + (gradient - jax.lax.stop_gradient(gradient))
 
 
+@with_formula
 def kl_penalty(estimator: KLEstimator = k3, *, ratio: Ratio | None = None) -> TokenLoss:
     """Divergence of the learner from the reference, per token; "kl/reference" reports its
     mean.
 
     With a `ratio` the estimate is multiplied by it, gradient included, which makes it unbiased for
     tokens that another policy sampled (DeepSeek-V3.2, arXiv:2512.02556).
+
+    Example:
+      >>> from jaxrl.losses import one_sequence
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=[-1, -0.5], reference=-1)
+      >>> (0.5 * kl_penalty(k2)).apply(scores, batch)[0]
+      Array([[0.    , 0.0625]], dtype=float32)
     """
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
@@ -76,9 +110,17 @@ def kl_penalty(estimator: KLEstimator = k3, *, ratio: Ratio | None = None) -> To
     return TokenLoss(needs if ratio is None else needs | ratio.needs, apply)
 
 
+@with_formula
 def drift_penalty(ratio: Ratio) -> TokenLoss:
     """(log ratio)^2: holds the learner near the ratio's other policy (prime-rl); "drift" reports
-    its mean."""
+    its mean.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence, over_sampler
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=[-1, -0.5], sampler=-1)
+      >>> drift_penalty(over_sampler).apply(scores, batch)[0]
+      Array([[0.  , 0.25]], dtype=float32)
+    """
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         value = jnp.clip(ratio.log(scores, batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) ** 2
@@ -87,9 +129,18 @@ def drift_penalty(ratio: Ratio) -> TokenLoss:
     return TokenLoss(ratio.needs, apply)
 
 
+@with_formula
 def positive_likelihood(threshold: float = 0.0) -> TokenLoss:
-    """-log pi on answers whose reward exceeds `threshold`, 0 on others: imitation of what was right
-    (VAPO, arXiv:2504.05118). "nll/positive" reports its mean over the tokens of these answers.
+    """-log pi on completions whose reward exceeds `threshold`, 0 on others: imitation of successes
+    (VAPO, arXiv:2504.05118). "nll/positive" reports its mean over the tokens of these completions.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence
+      >>> for reward in (1, 0):
+      ...     scores, batch = one_sequence(advantages=[1, 1], logprobs=[-1, -0.5], rewards=reward)
+      ...     print(positive_likelihood().apply(scores, batch)[0])
+      [[1.  0.5]]
+      [[0. 0.]]
 
     Raises:
       ValueError: when the loss is applied, if the batch holds no rewards.
@@ -97,7 +148,9 @@ def positive_likelihood(threshold: float = 0.0) -> TokenLoss:
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         if batch.rewards is None:
-            raise ValueError("positive_likelihood reads batch.rewards; make the batch with pack()")
+            raise ValueError(
+                "positive_likelihood: batch.rewards is None; make the batch with pack()"
+            )
         right = batch.action_mask & (batch.rewards > threshold)
         value = jnp.where(right, -scores.logprobs, 0)
         return value, {"nll/positive": masked_mean(jax.lax.stop_gradient(value), right)}
@@ -105,9 +158,17 @@ def positive_likelihood(threshold: float = 0.0) -> TokenLoss:
     return token_loss(apply)
 
 
+@with_formula
 def entropy_bonus() -> TokenLoss:
     """Minus the entropy of the learner's distribution at each token, in nats; "entropy" reports the
-    mean entropy."""
+    mean entropy.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, entropy=[0.5, 2])
+      >>> entropy_bonus().apply(scores, batch)[0]
+      Array([[-0.5, -2. ]], dtype=float32)
+    """
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         entropy = require(scores, Need.ENTROPY)
@@ -116,8 +177,16 @@ def entropy_bonus() -> TokenLoss:
     return token_loss(apply, Need.ENTROPY)
 
 
+@with_formula
 def adaptive_entropy_bonus() -> TokenLoss:
     """`entropy_bonus` times a coefficient that an `EntropyController` sets for each rollout.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, entropy=[0.5, 2])
+      >>> batch = batch.replace(entropy_weights=jnp.full((1, 2), 0.1))
+      >>> adaptive_entropy_bonus().apply(scores, batch)[0]
+      Array([[-0.05, -0.2 ]], dtype=float32)
 
     Raises:
       ValueError: when the loss is applied, if the batch does not hold the coefficient.
@@ -127,8 +196,8 @@ def adaptive_entropy_bonus() -> TokenLoss:
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         if batch.entropy_weights is None:
             raise ValueError(
-                "the adaptive entropy bonus reads batch.entropy_weights, and nothing has set them; "
-                "the loop does so from Recipe.entropy"
+                "adaptive_entropy_bonus: batch.entropy_weights is None; write "
+                "with_terms(recipe, entropy_target=0.2), which has the loop set them"
             )
         value, metrics = bonus.apply(scores, batch)
         return batch.entropy_weights * value, metrics
@@ -136,10 +205,17 @@ def adaptive_entropy_bonus() -> TokenLoss:
     return token_loss(apply, Need.ENTROPY)
 
 
+@with_formula
 def load_balance() -> TokenLoss:
-    """What a mixture of experts pays for using them unevenly, per token (arXiv:2101.03961, within
-    sequences); "imbalance" reports its mean, which is the number of experts per token when all are
-    used alike."""
+    """The price of an uneven use of experts, per token (arXiv:2101.03961, within sequences);
+    "imbalance" reports its mean, which is the number of experts per token when all are used alike.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, imbalance=[2, 3])
+      >>> (0.25 * load_balance()).apply(scores, batch)[0]
+      Array([[0.5 , 0.75]], dtype=float32)
+    """
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         value = require(scores, Need.IMBALANCE)
@@ -157,7 +233,12 @@ class EntropyController:
     Attributes:
       initial: the first coefficient.
       target: entropy, nats per token.
-      step: how far the coefficient moves after each rollout; it stays in [0, 1].
+      step: change of the coefficient after each rollout; it stays in [0, 1].
+
+    Example:
+      >>> controller = EntropyController(target=0.5, step=0.25)
+      >>> controller.next(0.5, entropy=0.3), controller.next(0.5, entropy=0.7)
+      (0.75, 0.25)
 
     Raises:
       ValueError: for a number out of range.
@@ -173,6 +254,6 @@ class EntropyController:
         bounds.positive("entropy_step", self.step)
 
     def next(self, coefficient: float, *, entropy: float) -> float:
-        """The coefficient after a rollout whose mean entropy was `entropy`."""
+        """Returns the coefficient after a rollout whose mean entropy was `entropy`."""
         move = self.step if entropy < self.target else -self.step
         return min(max(coefficient + move, 0.0), 1.0)

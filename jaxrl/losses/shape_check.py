@@ -1,9 +1,10 @@
-"""A loss tried on shapes alone, so that what is wrong with it is said before anything is sampled.
+"""Checks a loss on shapes alone, so that its mistakes are reported before anything is sampled.
 
 Nothing is computed or compiled: it takes milliseconds.
 """
 
 import contextlib
+import inspect
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,18 +14,19 @@ import jax.numpy as jnp
 
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.metrics import Mean
-from jaxrl.losses.algebra import Need, Objective, Scores
+from jaxrl.losses.algebra import Objective
 from jaxrl.losses.recipe import Recipe
+from jaxrl.losses.scores import Need, Scores
 
 _SHAPE = (2, 4)  # rows and tokens differ, so that an array of the one is not taken for the other
 
 
 def try_out(recipe: Recipe) -> None:
-    """Traces what a recipe minimises, with the scores that it declares and no others.
+    """Traces the objective of a recipe, with the scores that it declares and no others.
 
     Raises:
-      ValueError: for a loss that is not one number per token, or a metric that is no Mean; and
-        whatever the loss itself raises.
+      ValueError: for a loss that is not one number per token, or a metric that is not a Mean.
+        Errors of the loss itself pass through.
     """
     batch = _batch(recipe)
     _try(recipe.objective, batch)
@@ -45,7 +47,7 @@ def _try(goal: Objective, batch: TokenBatch) -> None:
 
 
 def _batch(recipe: Recipe) -> TokenBatch:
-    # What a policy's loss may not read is refused where it is known to be one (`parts`).
+    # Scores that only a critic's loss may read are refused by `builders.recipe`.
     judged = recipe.critic is not None or Need.VALUES in recipe.objective.needs
     critic = _array() if judged else None
     return TokenBatch(
@@ -68,10 +70,11 @@ def _array(dtype: Any = jnp.float32) -> Any:
 
 @contextlib.contextmanager
 def blaming(function: Callable[..., Any], *, name: str) -> Iterator[None]:
-    """Turns whatever is raised inside into a ValueError that says whose fault it is.
+    """Turns any error inside into a ValueError that names the function and the line.
 
     Args:
-      function: what the config names; where its file is in the traceback, the line is given.
+      function: the function that the config names; the last line of its file in the traceback is
+        given.
       name: `loss.name`, for the message.
     """
     try:
@@ -83,7 +86,7 @@ def blaming(function: Callable[..., Any], *, name: str) -> Iterator[None]:
                 "; a score that the loss does not declare is None: token_loss(apply, "
                 "Need.REFERENCE) declares scores.reference"
             )
-        file = getattr(getattr(function, "__code__", None), "co_filename", None)
+        file = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
         line = f" ({file}, line {frames[-1].lineno})" if frames else ""
         raise ValueError(f"loss.name = {name!r}: {what}{line}") from error

@@ -1,5 +1,9 @@
-"""Policy terms: what a ratio and an advantage become, per token, to be minimised."""
+"""Surrogates: policy terms made of a ratio and an advantage, one loss per token.
 
+The examples compare the learner with the sampler on a token or two.
+"""
+
+import dataclasses
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -9,8 +13,10 @@ import jax.numpy as jnp
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.metrics import Metrics, masked_mean
 from jaxrl.losses import bounds
-from jaxrl.losses.algebra import Scores, TokenLoss, token_loss
+from jaxrl.losses.algebra import TokenLoss, token_loss
+from jaxrl.losses.formulas import with_formula
 from jaxrl.losses.ratios import Ratio, geometric, missing, on_policy, per_token
+from jaxrl.losses.scores import Scores
 
 
 class SurrogateFn(Protocol):
@@ -29,16 +35,22 @@ class MarksFn(Protocol):
         ...
 
 
-def _no_marks(ratio: jax.Array, advantages: jax.Array) -> Mapping[str, jax.Array]:
-    return {}
-
-
-def surrogate(fn: SurrogateFn, ratio: Ratio, *, marks: MarksFn = _no_marks) -> TokenLoss:
+@with_formula
+def surrogate(fn: SurrogateFn, ratio: Ratio, *, marks: MarksFn | None = None) -> TokenLoss:
     """Makes a policy term from a function of ratio and advantage.
 
     Reports, over action tokens, "ratio/mean", "ratio/kl" (the estimate E[r - 1 - log r] of the
     divergence of the learner from the ratio's other policy), "ratio/missing" where the ratio reads
     the sampler's log-probs, and `marks`.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence, over_sampler
+      >>> def saturating(r, advantages):
+      ...     return -advantages * r / (1 + r)
+      >>> loss = surrogate(saturating, over_sampler)
+      >>> scores, batch = one_sequence(advantages=[1, -3], logprobs=-1, sampler=-1)
+      >>> print(loss, loss.apply(scores, batch)[0])
+      surrogate(saturating, over_sampler) [[-0.5  1.5]]
     """
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
@@ -48,7 +60,7 @@ def surrogate(fn: SurrogateFn, ratio: Ratio, *, marks: MarksFn = _no_marks) -> T
         reports = {
             "ratio/mean": fixed,
             "ratio/kl": fixed - 1 - jnp.log(fixed),
-            **marks(fixed, batch.advantages),
+            **(marks(fixed, batch.advantages) if marks else {}),
         }
         metrics = {name: masked_mean(x, batch.action_mask) for name, x in reports.items()}
         return loss, metrics | missing(ratio, batch, name="ratio/missing")
@@ -56,22 +68,47 @@ def surrogate(fn: SurrogateFn, ratio: Ratio, *, marks: MarksFn = _no_marks) -> T
     return TokenLoss(ratio.needs, apply, ratio.weighted)
 
 
+@with_formula
 def unclipped(ratio: Ratio) -> TokenLoss:
-    """-r A: the importance-weighted policy gradient, with nothing to bound it."""
+    """-r A: the importance-weighted policy gradient, unbounded.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence, over_sampler
+      >>> scores, batch = one_sequence(advantages=[2], logprobs=-0.5, sampler=-1)
+      >>> f"{unclipped(over_sampler).apply(scores, batch)[0].item():.3f}"  # -2 e^0.5
+      '-3.297'
+    """
     return surrogate(lambda r, advantages: -r * advantages, ratio)
 
 
+@with_formula
 def reinforce() -> TokenLoss:
-    """-A exp(lp - sg(lp)): its value is -A and its gradient that of -A log pi (Williams 1992)."""
+    """-A exp(lp - sg(lp)): its value is -A and its gradient that of -A log pi (Williams 1992).
+
+    Example:
+      >>> from jaxrl.losses import one_sequence
+      >>> scores, batch = one_sequence(advantages=[1, -2], logprobs=[-1, -0.5], sampler=-1)
+      >>> print(reinforce().apply(scores, batch)[0])
+      [[-1.  2.]]
+    """
     return unclipped(on_policy)
 
 
+@with_formula
 def likelihood() -> TokenLoss:
     """-A log pi: the gradient of `reinforce`, with the value that policy gradients with fixed
-    weights are usually given (CISPO, VESPO, PG-Seq-IS); the weights come from `reweight`."""
+    weights usually report (CISPO, VESPO, PG-Seq-IS): `weights * likelihood()`.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence
+      >>> scores, batch = one_sequence(advantages=[1, -2], logprobs=[-1, -0.5])
+      >>> print(likelihood().apply(scores, batch)[0])
+      [[ 1. -1.]]
+    """
     return token_loss(lambda scores, batch: (-batch.advantages * scores.logprobs, {}))
 
 
+@with_formula
 def clipped(
     ratio: Ratio,
     *,
@@ -86,12 +123,19 @@ def clipped(
     gradient), "clip/high" (A > 0 and r > 1 + high) and, if switched on, "clip/dual" and "clip/cap".
 
     Args:
-      ratio: which policies are compared.
-      low: how far below 1 the ratio still pays, in [0, 1].
-      high: how far above 1; larger than `low` in clip-higher (DAPO, arXiv:2503.14476).
+      ratio: the policies that are compared.
+      low: the ratio pays down to 1 - low; in [0, 1].
+      high: the ratio pays up to 1 + high; larger than `low` in clip-higher (DAPO,
+        arXiv:2503.14476).
       dual: where A < 0 the loss is at most -dual A (dual clip, arXiv:1912.09729); usually 3.
-      cap: the ratio is replaced by min(r, cap) first, which bounds what A < 0 can do but stops its
-        gradient (INTELLECT-2, arXiv:2505.07291); usually 4.
+      cap: the ratio is replaced by min(r, cap) first, which bounds the loss where A < 0 but stops
+        its gradient there (INTELLECT-2, arXiv:2505.07291); usually 4.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence, over_sampler
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=[-1, -0.5], sampler=-1)
+      >>> print(clipped(over_sampler, high=0.28).apply(scores, batch)[0])
+      [[-1.   -1.28]]
 
     Raises:
       ValueError: for a range that does not hold 1, or a `dual` or `cap` inside it.
@@ -124,9 +168,19 @@ def clipped(
     return surrogate(fn, ratio, marks=marks)
 
 
+@with_formula
 def soft_gated(ratio: Ratio, *, positive: float = 1.0, negative: float = 1.05) -> TokenLoss:
     """SAPO's surrogate (arXiv:2511.20347): -sigmoid(tau (r - 1)) 4 / tau A, which fades where a
     clip cuts; tau is `positive` where A > 0 and `negative` elsewhere.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence, over_sampler
+      >>> for logprob in (-1, -0.5, 9):  # the gate saturates at 4
+      ...     scores, batch = one_sequence(advantages=[1], logprobs=logprob, sampler=-1)
+      ...     print(f"{soft_gated(over_sampler).apply(scores, batch)[0].item():.3f}")
+      -2.000
+      -2.627
+      -4.000
 
     Raises:
       ValueError: for a temperature that is not positive.
@@ -141,12 +195,20 @@ def soft_gated(ratio: Ratio, *, positive: float = 1.0, negative: float = 1.05) -
     return surrogate(fn, ratio)
 
 
+@with_formula
 def geometric_clipped(ratio: Ratio, *, low: float = 0.4, high: float = 0.4) -> TokenLoss:
     """GMPO's surrogate (arXiv:2507.20673): -R A, where R is the geometric mean over the sequence of
     the tokens' ratios, each first bounded on the side on which it would pay: by e^high where A > 0,
     by e^-low where A < 0.
 
     Reports also "clip/low" and "clip/high", the shares of tokens so bounded.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence, over_sampler
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=[-1, -0.5], sampler=-1)
+      >>> loss = geometric_clipped(over_sampler, high=0.4)
+      >>> f"{loss.apply(scores, batch)[0][0, 0]:.3f}"  # -exp((0 + 0.4) / 2)
+      '-1.221'
 
     Raises:
       ValueError: for a negative bound, or the ratio of whole sequences.
@@ -159,7 +221,7 @@ def geometric_clipped(ratio: Ratio, *, low: float = 0.4, high: float = 0.4) -> T
         d = ratio.log(scores, batch)
         return jnp.where(batch.advantages < 0, jnp.maximum(d, -low), jnp.minimum(d, high))
 
-    mean = unclipped(geometric(ratio._replace(log=log)))
+    mean = unclipped(geometric(dataclasses.replace(ratio, log=log)))
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         loss, metrics = mean.apply(scores, batch)

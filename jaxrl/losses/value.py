@@ -1,4 +1,4 @@
-"""The loss of a critic: how far its values are from what was received."""
+"""The loss of a critic: the distance of its values from the returns."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,20 +11,25 @@ from jaxrl.advantages import Outcomes
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.metrics import Metrics, masked_mean
 from jaxrl.losses import bounds
-from jaxrl.losses.algebra import Need, Objective, Scores, TokenLoss, require, token_loss
+from jaxrl.losses.algebra import Objective, TokenLoss, token_loss
+from jaxrl.losses.formulas import shown, with_formula
+from jaxrl.losses.scores import Need, Scores, require
 
 
 class Critic(NamedTuple):
-    """What a recipe asks of a critic.
+    """The critic of a recipe.
 
     Attributes:
-      objective: what the critic minimises; it reads `Scores.values`.
-      returns: outcomes with the critic's values -> for each answer f32[C], what it should have
-        expected before each token.
+      objective: the quantity that the critic minimises; it reads `Scores.values`.
+      returns: outcomes with the critic's values -> for each completion f32[C], the target before
+        each token.
     """
 
     objective: Objective
     returns: Callable[[Outcomes], Sequence[np.ndarray]]
+
+    def __repr__(self) -> str:
+        return f"Critic({self.objective!r}, {shown(self.returns)})"
 
 
 def clipped_value_loss(
@@ -32,22 +37,35 @@ def clipped_value_loss(
 ) -> jax.Array:
     """max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2 per token (arXiv:2005.12729).
 
-    Beyond the clip the loss cannot fall further, so a value moves no further than that towards its
-    target before the values are computed anew; away from it nothing is bounded.
+    Beyond the clip the loss cannot fall further, so a value moves at most that far towards its
+    target before the values are computed anew. Movement away from the target is not bounded.
+
+    Example:
+      >>> values, returns = jnp.array([0.5, 0.75]), jnp.ones(2)
+      >>> print(clipped_value_loss(values, jnp.zeros(2), returns, clip=0.5))  # 0.75 counts as 0.5
+      [0.125 0.125]
 
     Args:
       values: f32[B, T], differentiated.
       old: f32[B, T], the critic's values when the advantages were computed.
-      returns: f32[B, T], what was received.
+      returns: f32[B, T], the targets.
       clip: largest change of a value that still pays.
     """
     bounded = old + jnp.clip(values - old, -clip, clip)
     return 0.5 * jnp.maximum((values - returns) ** 2, (bounded - returns) ** 2)
 
 
+@with_formula
 def value_loss(*, clip: float = 0.2) -> TokenLoss:
     """`clipped_value_loss` as a term. Reports "value/loss", "value/mean" and "value/clipped", the
     share of action tokens whose loss is that of the clipped value.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence
+      >>> scores, batch = one_sequence(advantages=[0, 0], logprobs=-1, values=[0.25, 0.75])
+      >>> batch = batch.replace(values=jnp.zeros((1, 2)), returns=jnp.ones((1, 2)))
+      >>> print(value_loss(clip=0.5).apply(scores, batch)[0])
+      [[0.28125 0.125  ]]
 
     Raises:
       ValueError: for a clip that is not positive; when the loss is applied, if the batch holds no
@@ -58,7 +76,9 @@ def value_loss(*, clip: float = 0.2) -> TokenLoss:
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         values = require(scores, Need.VALUES)
         if batch.values is None or batch.returns is None:
-            raise ValueError("value_loss reads batch.values and batch.returns; pack() them")
+            raise ValueError(
+                "value_loss: batch.values or batch.returns is None; give both to pack()"
+            )
         loss = clipped_value_loss(values, batch.values, batch.returns, clip=clip)
         fixed = jax.lax.stop_gradient(values)
         free = 0.5 * (fixed - batch.returns) ** 2

@@ -1,4 +1,4 @@
-"""What every sampler offers: token ids in, token ids and their log-probs out."""
+"""The interface of every sampler: token ids in, token ids and their log-probs out."""
 
 import dataclasses
 import math
@@ -10,23 +10,23 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How answers are drawn.
+    """Sampling settings of a request.
 
-    The logits are divided by the temperature, then truncated by min_p, top_k and top_p, in this
-    order, each of which sees what the one before left, renormalised.
+    The logits are divided by the temperature. Then min_p, top_k and top_p truncate them in this
+    order; each sees the renormalised result of the one before.
 
     Attributes:
-      max_tokens: the longest completion, in tokens.
-      temperature: divides the logits; 0 is greedy, whatever the truncation.
-      top_p: smallest set of tokens whose probability reaches this is kept; 1 keeps all.
-      top_k: this many most probable tokens are kept; 0 keeps all.
-      min_p: tokens less probable than this times the largest probability are dropped.
-      stop: token sequences that end an answer; a single-token sequence is an EOS token. The
-        sequence stays in the completion.
-      seed: answers are a function of weights, prompts, params and this number.
+      max_tokens: maximum length of a completion.
+      temperature: divides the logits; 0 is greedy and ignores truncation.
+      top_p: keeps the smallest set of tokens with at least this probability; 1 keeps all.
+      top_k: keeps this many of the most probable tokens; 0 keeps all.
+      min_p: drops tokens less probable than this times the largest probability.
+      stop: token sequences that end a completion, kept at its end. A sequence of one token is an
+        EOS token.
+      seed: completions are a function of weights, prompts, params and seed.
 
     Raises:
-      ValueError: for a value out of range; the message names it and the range.
+      ValueError: if a value is out of range; the message names the value and the range.
     """
 
     max_tokens: int
@@ -47,8 +47,8 @@ class SamplingParams:
             "stop": (all(map(len, self.stop)), "made of sequences of at least one token id"),
             "seed": (0 <= self.seed < 2**63, "at least 0 and below 2**63"),
         }
-        for name, (fits, expected) in ranges.items():
-            if not fits:
+        for name, (valid, expected) in ranges.items():
+            if not valid:
                 raise ValueError(f"{name}={getattr(self, name)!r}: it must be {expected}")
 
 
@@ -57,19 +57,20 @@ class ClosedError(RuntimeError):
 
 
 class Completion(NamedTuple):
-    """One answer.
+    """One completion of a prompt.
 
     Attributes:
-      prompt_index: which of the prompts it answers.
-      sample_index: which of the prompt's group it is.
-      tokens: i32[C] token ids; the stop sequence stays.
-      logprobs: f32[C] log-probability of each token under the distribution that it was drawn from,
-        after temperature, truncation and renormalisation. A greedy token was drawn from nothing:
-        its log-prob is that of temperature 1, as vLLM reports it.
+      prompt_index: index of the prompt in the request.
+      sample_index: index within the prompt's group.
+      tokens: i32[C] token ids, the stop sequence included.
+      logprobs: f32[C] log-probability of each token under the distribution it was drawn from: after
+        temperature, truncation and renormalisation. For greedy tokens the log-probability at
+        temperature 1, as vLLM reports it.
       versions: i32[C] policy version that sampled each token.
-      finish_reason: "stop" after a stop sequence, "length" when max_tokens ran out.
-      experts: [P + C - 1, L, k], unsigned: where each layer sent the tokens of prompt and answer.
-        The last one was drawn and never sent anywhere. None from a sampler that does not record it.
+      finish_reason: "stop" after a stop sequence, "length" when max_tokens was reached.
+      experts: [P + C - 1, L, k] unsigned, the experts that each layer chose for the tokens of
+        prompt and completion. The last token was never run through the model. None if the sampler
+        does not record experts.
     """
 
     prompt_index: int
@@ -82,25 +83,25 @@ class Completion(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A sequence that is to go on.
+    """A request to continue one sequence.
 
     Attributes:
       context: i32[P] token ids so far.
-      prompt_index, sample_index: which answer to which prompt it is; its random numbers depend on
-        them, on the seed, and on nothing else.
-      max_tokens: the longest continuation.
-      opening: tokens of the context with which its whole group began; None for all.
+      prompt_index, sample_index: identify the sequence. Its random numbers depend on them and on
+        the seed, and on nothing else.
+      max_tokens: maximum length of the continuation.
+      prompt_length: leading tokens of the context that the whole group shares; None for all.
     """
 
     context: np.ndarray
     prompt_index: int
     sample_index: int
     max_tokens: int
-    opening: int | None = None
+    prompt_length: int | None = None
 
 
 class Sampler(Protocol):
-    """Samples from the policy version that it serves."""
+    """Samples completions from the policy version that it serves."""
 
     @property
     def version(self) -> int:
@@ -110,51 +111,59 @@ class Sampler(Protocol):
     def sample(
         self, prompts: Sequence[np.ndarray], params: SamplingParams, *, group_size: int
     ) -> Iterator[Completion]:
-        """Draws `group_size` answers to every prompt, in the order in which they finish. A prompt
-        is its token ids, i[P].
+        """Samples `group_size` completions per prompt and yields each as it finishes.
+
+        Args:
+          prompts: i[P] token ids each.
+          params: the sampling settings.
+          group_size: completions per prompt.
 
         Raises:
-          ValueError: for an empty prompt or one too long for the model.
+          ValueError: at the call, if a prompt is empty, too long for the model or outside its
+            vocabulary, or if `group_size` is below 1.
+          ClosedError: while iterating, after `close`.
         """
         ...
 
     def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
-        """Draws one continuation of each sequence, in the order in which they finish. Those of
-        whole groups are what `sample` draws; `params.max_tokens` does not count.
+        """Samples one continuation per sequence and yields each as it finishes.
 
-        Raises:
-          ValueError: as `sample`.
+        Turns of whole groups give what `sample` gives. `params.max_tokens` is ignored; each turn
+        has its own. Raises as `sample`.
         """
         ...
 
     def close(self) -> None:
-        """Drops what is being sampled: whoever iterates over it, in another thread, gets an error.
-        Nothing can be sampled afterwards."""
+        """Aborts sampling: a thread that iterates over completions gets an error. The sampler
+        cannot be used afterwards."""
         ...
 
 
-def check_request(
-    prompts: Sequence[np.ndarray],
-    params: SamplingParams,
-    *,
-    group_size: int,
-    max_positions: int,
-    vocab_size: int,
-) -> None:
-    """Refuses what no sampler can answer; a prompt is its token ids, i[P].
+def group_turns(
+    prompts: Sequence[np.ndarray], params: SamplingParams, *, group_size: int
+) -> list[Turn]:
+    """Expands prompts, i[P] each, to the turns of their groups.
 
     Raises:
-      ValueError: for a prompt that is empty, too long or not of the vocabulary, or a group without
-        answers; the message says which and what to do.
+      ValueError: if `group_size` is below 1.
     """
     if group_size < 1:
-        raise ValueError(f"group_size={group_size}: a prompt needs at least 1 answer")
-    turns = [Turn(prompt, i, 0, params.max_tokens) for i, prompt in enumerate(prompts)]
-    check_turns(turns, max_positions=max_positions, vocab_size=vocab_size)
+        raise ValueError(f"group_size={group_size}: a prompt needs at least 1 completion")
+    return [
+        Turn(np.asarray(prompt), i, j, params.max_tokens)
+        for i, prompt in enumerate(prompts)
+        for j in range(group_size)
+    ]
 
 
-def check_turns(turns: Sequence[Turn], *, max_positions: int, vocab_size: int) -> None:
-    """As `check_request`, of sequences that are to go on."""
+def check_turns(turns: Sequence[Turn], *, max_positions: int, vocab_size: int) -> list[Turn]:
+    """Checks that a model can continue the sequences; returns them with arrays as contexts.
+
+    Raises:
+      ValueError: if a context is empty, too long or outside the vocabulary; the message names the
+        prompt and the fix.
+    """
+    turns = [turn._replace(context=np.asarray(turn.context)) for turn in turns]
     for prompt, i, _, max_tokens, _ in turns:
         if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer) or not len(prompt):
             raise ValueError(
@@ -162,15 +171,15 @@ def check_turns(turns: Sequence[Turn], *, max_positions: int, vocab_size: int) -
                 "expected one dimension of at least one token id"
             )
         if max_tokens < 1:
-            raise ValueError(f"prompt {i}: max_tokens={max_tokens}, it must be at least 1")
+            raise ValueError(f"prompt {i}: max_tokens={max_tokens}; it must be at least 1")
         if len(prompt) + max_tokens > max_positions:
             raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens, which with max_tokens={max_tokens} "
-                f"is more than the model's {max_positions} positions; shorten the prompt or lower "
-                "max_tokens"
+                f"prompt {i} has {len(prompt)} tokens, with max_tokens={max_tokens} more than the "
+                f"model's {max_positions} positions; shorten the prompt or lower max_tokens"
             )
         if prompt.min() < 0 or prompt.max() >= vocab_size:
             raise ValueError(
                 f"prompt {i} has token ids from {prompt.min()} to {prompt.max()}; the model's are "
-                f"0 to {vocab_size - 1}: was it made with another tokenizer?"
+                f"0 to {vocab_size - 1}: use the model's own tokenizer"
             )
+    return turns

@@ -1,47 +1,57 @@
-"""What a run does about its alarms: it says so, pauses, goes back, or ends."""
+"""Actions of a run on its alarms: log, pause, roll back, stop."""
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from jaxrl.builders.model import attention_note
-from jaxrl.core import precision
+from jaxrl.config.training import Config
 from jaxrl.monitoring.alarms.causes import CAUSES
 from jaxrl.monitoring.alarms.rules import Alarm, check_alarms
 from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.training import rollbacks
-from jaxrl.training.run import Run
+from jaxrl.training.storage.records import Records
 
-_WEIGHT = ("log", "pause", "rollback", "stop")  # the last of those that are due is done
+_MAX_ROLLBACKS = 2  # in a run: a problem that two changes do not solve needs a person
+_SEVERITY = ("log", "pause", "rollback", "stop")  # of several alarms the most severe acts
 
 
 class Verdict(NamedTuple):
-    """Why a run does not go on.
+    """The end of a run by an alarm.
 
     Attributes:
-      action: what happens.
-      message: why, and how to go on.
+      action: what the run does.
+      message: the reason, and how to resume.
     """
 
     action: Literal["pause", "rollback", "stop"]
     message: str
 
 
-class Guard:
-    """Looks at the metrics of a run after each of its steps."""
+class AlarmActions:
+    """Checks the metrics of a run after each step and acts on alarms."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        events = (e["event"] for e in read_metrics(run.directory / "metrics.jsonl") if "event" in e)
+    def __init__(
+        self, config: Config, records: Records, *, check_changed: Callable[[Config], object]
+    ) -> None:
+        """Reads the alarms that the run has raised so far.
+
+        Args:
+          config: of the run.
+          records: its metrics and checkpoints.
+          check_changed: raises ValueError for a config that the run's devices cannot compute.
+        """
+        self._config, self._records, self._check_changed = config, records, check_changed
+        entries = read_metrics(records.directory / "metrics.jsonl")
+        events = (e["event"] for e in entries if "event" in e)
         self._raised = {e["alarm"]: e["at"] for e in events if e["action"] != "rollback"}
 
     def check(self) -> Verdict | None:
-        """Judges the newest step, writes every alarm into the metrics and says what to do; None to
-        go on."""
-        run, config = self._run, self._run.config.alarms
-        alarms = check_alarms(run.tracker.history, config.limits, raised=self._raised)
+        """Checks the newest step and logs every alarm; returns None if the run continues."""
+        config = self._config.alarms
+        alarms = check_alarms(self._records.tracker.history, config.limits, raised=self._raised)
         alarms = [alarm for alarm in alarms if config.action(alarm.name) != "off"]
         if not alarms:
             return None
-        worst = max(alarms, key=lambda alarm: _WEIGHT.index(self._kind(alarm)))
+        worst = max(alarms, key=lambda alarm: _SEVERITY.index(self._kind(alarm)))
         for alarm in alarms:
             self._raised[alarm.name] = alarm.step
             if alarm is not worst:
@@ -49,7 +59,7 @@ class Guard:
         return self._act(worst)
 
     def _kind(self, alarm: Alarm) -> str:
-        return self._run.config.alarms.action(alarm.name).split("_")[0]
+        return self._config.alarms.action(alarm.name).split("_")[0]
 
     def _act(self, alarm: Alarm) -> Verdict | None:
         kind, more = self._kind(alarm), ""
@@ -57,53 +67,47 @@ class Guard:
             try:
                 return self._roll_back(alarm)
             except ValueError as error:
-                kind, more = "pause", f"it cannot be rolled back: {error}"
+                kind, more = "pause", f"no rollback: {error}"
         self._log(alarm, action=kind, more=more)
-        message = f"{_said(alarm)}{'; ' * bool(more)}{more}\n"
-        directory = self._run.directory
+        message = f"{_described(alarm)}{'; ' * bool(more)}{more}\n"
+        directory = self._records.directory
         if kind == "pause":
             return Verdict(
                 "pause",
-                f"paused: {message}saved in {directory}; the same command goes on. [alarms] and "
-                f"[checkpoint] may be changed before, alarms.{alarm.name} = 'log' is not asked "
-                f"again. `jaxrl report {directory}` shows what happened; to change other keys, "
-                "begin another run with what `jaxrl export` makes of this one",
+                f"paused: {message}saved in {directory}; run the same command to resume. You may "
+                f"change [alarms] and [checkpoint] first; alarms.{alarm.name} = 'log' does not "
+                f"pause again. `jaxrl report {directory}` shows the metrics. To change other keys, "
+                "export the model with `jaxrl export` and start another run from it",
             )
         if kind == "stop":
-            return Verdict("stop", f"stopped: {message}the checkpoints in {directory} are left")
+            return Verdict("stop", f"stopped: {message}checkpoints are kept in {directory}")
         return None
 
     def _roll_back(self, alarm: Alarm) -> Verdict:
-        """Decides where to go back to and what to change.
+        """Decides on a checkpoint and a change of the config.
 
         Raises:
-          ValueError: if there is no place to go back to, or no change that can be made.
+          ValueError: if there is no checkpoint to go back to, or no change that can be made.
         """
-        run = self._run
-        before, most = len(rollbacks.read(run.directory)), run.config.alarms.max_rollbacks
-        if before >= most:
-            raise ValueError(f"alarms.max_rollbacks = {most} have been made")
-        run.checkpoints.wait()
-        to = rollbacks.target(run.config, run.checkpoints.directory, healthy=alarm.healthy)
+        config, records = self._config, self._records
+        before = len(rollbacks.read(records.directory))
+        if before >= _MAX_ROLLBACKS:
+            raise ValueError(f"the run was rolled back {before} times already")
+        records.checkpoints.wait()
+        to = rollbacks.target(config, records.checkpoints.directory, healthy=alarm.healthy)
         if to is None:
             raise ValueError(f"no checkpoint from before step {alarm.healthy + 1} is left")
-        changes = rollbacks.remedy(run.config.alarms.action(alarm.name), run.config)
-        changed = rollbacks.changed(run.config, changes)
-        attention_note(
-            changed.train.attention,
-            config=run.model.config,
-            layout=run.layout,
-            policy=precision.parse(changed.precision),
-            length=changed.row_length,
-        )
-        decided = rollbacks.decide(run.directory, alarm, to=to, config=run.config, changes=changes)
+        changes = rollbacks.remedy(config.alarms.action(alarm.name), config)
+        self._check_changed(rollbacks.changed(config, changes))
+        decided = rollbacks.decide(records.directory, alarm, to=to, config=config, changes=changes)
         more = f"back to step {to} with {decided.in_words}"
         self._log(alarm, action="rollback", more=more)
-        return Verdict("rollback", f"{_said(alarm)}; {more} (rollback {before + 1})")
+        return Verdict("rollback", f"{_described(alarm)}; {more} (rollback {before + 1})")
 
     def _log(self, alarm: Alarm, *, action: str, more: str) -> None:
-        tracker = self._run.tracker
-        tracker.note(f"{_said(alarm)}{f'; {action}' * (action != 'log')}{'; ' * bool(more)}{more}")
+        tracker = self._records.tracker
+        acted = f"; {action}" * (action != "log")
+        tracker.note(f"{_described(alarm)}{acted}{'; ' * bool(more)}{more}")
         tracker.event(
             alarm.step,
             {
@@ -118,7 +122,7 @@ class Guard:
         )
 
 
-def _said(alarm: Alarm) -> str:
+def _described(alarm: Alarm) -> str:
     known = CAUSES[alarm.name]
     return (
         f"step {alarm.step}: {known.title}: {alarm.text} (limit {alarm.limit:.3g}). Likely: "

@@ -1,4 +1,4 @@
-"""How a process finds the others of its run, and what it does when it leaves them."""
+"""Joins the processes of a run, and ends them together."""
 
 import os
 import sys
@@ -11,14 +11,16 @@ import jax
 from jaxrl.config.hosts import HostsConfig
 from jaxrl.core.hosts import ReportedError, report
 
+HEARTBEAT = 30  # seconds without a sign of life: longer than any pause of a healthy process
+
 
 @contextmanager
 def joined(config: HostsConfig) -> Iterator[None]:
-    """Makes this process one of several for the block; without a coordinator it is alone.
+    """Joins the other processes of the run for the block; a no-op without a coordinator.
 
-    A process that fails or is interrupted says which it is and ends without taking leave of the
-    others, which might wait for ever. They end when they miss it: at once where a collective
-    notices, after `hosts.heartbeat` seconds otherwise, whatever they are doing.
+    A process that fails or is interrupted prints its number and exits at once, without the shutdown
+    barrier, at which the others might wait forever. They exit when they notice: at once in a
+    collective, otherwise after HEARTBEAT seconds.
 
     Raises:
       ValueError: if jax finds no cluster, the numbers do not fit, the coordinator is neither
@@ -42,19 +44,19 @@ def joined(config: HostsConfig) -> Iterator[None]:
                 process_id=process,
                 local_device_ids=_all_devices(os.environ),
                 initialization_timeout=2 * config.join,  # jax's own end is a crash
-                heartbeat_timeout_seconds=config.heartbeat,
+                heartbeat_timeout_seconds=HEARTBEAT,
             )
     except ValueError as error:
         raise ValueError(
             f"hosts.coordinator = {address!r}, hosts.processes = {config.processes}, hosts.process "
-            f"= {config.process}: {error} Give all three, or 'auto' where jax knows the cluster"
+            f"= {config.process}: {error} Give all three, or 'auto' where jax detects the cluster"
         ) from error
     try:
         yield
     except ReportedError:
         os._exit(1)
     except KeyboardInterrupt:
-        _say(f"process {jax.process_index()} of {jax.process_count()} ends: interrupted")
+        _say(f"process {jax.process_index()} of {jax.process_count()} failed: interrupted")
         os._exit(130)
     except Exception as error:
         report(error)
@@ -75,35 +77,35 @@ def _check_alone(processes: int | None, process: int | None) -> None:
     if processes != 1 and (processes, process) != (None, None):
         raise ValueError(
             f"hosts.processes = {processes} and hosts.process = {process} (or JAX_NUM_PROCESSES "
-            "and JAX_PROCESS_ID) without hosts.coordinator: each process would be a run of its "
-            "own; give the HOST:PORT of process 0 or 'auto', or leave them out"
+            "and JAX_PROCESS_ID) without hosts.coordinator would start separate runs; give the "
+            "HOST:PORT of process 0 or 'auto', or leave them out"
         )
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1":
         _say(
-            f"this is one of {tasks} tasks that Slurm started, and a run of its own; for one run "
-            "of all of them give --hosts.coordinator auto"
+            f"this is one of {tasks} Slurm tasks and trains alone; for one run of all tasks give "
+            "--hosts.coordinator auto"
         )
 
 
 @contextmanager
 def _waiting(who: str, address: str, *, at_most: int) -> Iterator[None]:
-    """Ends the process if the block takes too long: while jax waits in it, nobody else can.
+    """Exits the process if the block takes too long; jax cannot be interrupted in it.
 
     Args:
-      who: waits, for a message.
-      address: where.
+      who: name of this process, for messages.
+      address: of the coordinator.
       at_most: seconds.
     """
 
     def end() -> None:
         _say(
-            f"{who} ends: not all others came to {address} within hosts.join = {at_most} s. See "
-            "what they print; do all have the same address, and can they reach it?"
+            f"{who} failed: not all processes joined at {address} within hosts.join = {at_most} s. "
+            "See their output; check that all have this address and can reach it"
         )
         os._exit(1)
 
-    _say(f"{who} waits for the others at {address}, at most {at_most} s")
+    _say(f"{who} is waiting for the others at {address}, at most {at_most} s")
     timer = threading.Timer(at_most, end)
     timer.start()
     try:
@@ -122,10 +124,10 @@ def _known(value: int | None, variable: str) -> int | None:
 
 
 def _all_devices(environment: Mapping[str, str]) -> list[int] | None:
-    """An empty list, which is all of them, for the only process that Slurm or Open MPI started on
-    its node: there jax takes the GPU with the process's number on the node, and no other. None
-    leaves it to jax, and to its JAX_LOCAL_DEVICE_IDS."""
-    # Every node of a step has a task, so with equal numbers none has two.
+    """Returns an empty list, meaning all devices, for the only process that Slurm or Open MPI
+    started on its node: jax would take only the GPU with the process's number on the node. None
+    leaves the choice to jax and its JAX_LOCAL_DEVICE_IDS."""
+    # Every node of a step has a task, so equal numbers mean one task to a node.
     tasks, nodes = environment.get("SLURM_NTASKS"), environment.get("SLURM_STEP_NUM_NODES")
     alone = tasks is not None and tasks == nodes
     alone = alone or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"

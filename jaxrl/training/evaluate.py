@@ -1,4 +1,4 @@
-"""Held-out evaluation: greedy answers, and the share of them that the reward calls right."""
+"""Held-out evaluation: greedy completions and their mean reward."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,17 +13,19 @@ from jaxrl.environments.episodes.runner import EpisodeRunner
 from jaxrl.environments.rewards import scoring
 from jaxrl.environments.rewards.scoring import Reward
 from jaxrl.sampling.base import Sampler, SamplingParams
+from jaxrl.training.rollouts.generate import Generator
+from jaxrl.training.rollouts.score import Scorer
 
 
 class Evaluation(NamedTuple):
-    """Greedy answers to N prompts, in their order.
+    """Greedy completions of N prompts, in their order.
 
     Attributes:
-      accuracy: mean of the first reward over the answers that it could score.
-      completions: the answers' texts.
-      rewards: f64[N], the first reward of each; NaN where it failed, or the environment.
-      numbers: how the episodes went; nothing without an environment.
-      episodes: likewise, all of their tokens.
+      accuracy: mean of the first reward over the completions that it could score.
+      completions: their texts.
+      rewards: f64[N], the first reward of each; NaN where it or the environment failed.
+      numbers: metrics of the episodes; empty without an environment.
+      episodes: the episodes with all of their tokens; empty without an environment.
     """
 
     accuracy: float
@@ -42,26 +44,26 @@ def evaluate_greedily(
     tokenizer: Tokenizer,
     episode_runner: EpisodeRunner | None = None,
 ) -> Evaluation:
-    """Answers every prompt greedily and scores the answers.
+    """Completes every prompt greedily and scores the completions.
 
     Args:
       sampler: serves the policy.
       examples: the held-out prompts.
       sampling: length and stop sequences; its temperature and truncation are not used.
-      reward: what counts as right, usually 0 or 1; its weight is not applied. None takes what the
-        environment gives.
+      reward: measures correctness, usually 0 or 1; its weight is not applied. None takes the
+        rewards of the environment.
       tokenizer: the model's.
-      episode_runner: runs the episodes whose last turns are scored; None if answers have a single
-        turn.
+      episode_runner: runs the episodes, whose last turns are scored; None for completions of a
+        single turn.
 
     Raises:
-      RuntimeError: if the reward, or the environment, fails on every answer.
+      RuntimeError: if the reward or the environment fails on every completion.
     """
     greedy = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
     if episode_runner is None:
-        answers = [np.zeros(0, np.int32)] * len(examples)
-        for answer in sampler.sample([e.tokens for e in examples], greedy, group_size=1):
-            answers[answer.prompt_index] = answer.tokens
+        completions = [np.zeros(0, np.int32)] * len(examples)
+        for one in sampler.sample([e.tokens for e in examples], greedy, group_size=1):
+            completions[one.prompt_index] = one.tokens
         episodes: list[Rollout] = []
         failure = None
     else:
@@ -69,8 +71,8 @@ def evaluate_greedily(
         episodes, failure = episode_runner.run(
             numbered, sampler=sampler, params=greedy, group_size=1
         )
-        answers = [last_turn(episode) for episode in episodes]
-    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
+        completions = [last_turn(episode) for episode in episodes]
+    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in completions]
     if reward is None:
         rewards = np.array([environment_reward(episode) for episode in episodes])
     else:
@@ -79,7 +81,21 @@ def evaluate_greedily(
     broken = [e.episode is not None and e.episode.failed for e in episodes]
     rewards = np.where(broken, np.nan, rewards) if broken else rewards
     if np.isnan(rewards).all():
-        raise RuntimeError(f"no held-out answer could be scored; {failure}")
+        raise RuntimeError(f"every held-out completion failed to be scored; {failure}")
     return Evaluation(
         float(np.nanmean(rewards)), texts, rewards, episode_metrics(episodes), episodes
+    )
+
+
+def evaluate_held_out(
+    examples: Sequence[Example], *, generator: Generator, scorer: Scorer
+) -> Evaluation:
+    """Evaluates the policy of a run on its held-out prompts, by the first reward function."""
+    return evaluate_greedily(
+        generator.sampler,
+        examples,
+        sampling=generator.params,
+        reward=scorer.functions[0] if scorer.functions else None,
+        tokenizer=scorer.tokenizer,
+        episode_runner=generator.episode_runner,
     )

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a flag that a loop looks at where it can stop cleanly."""
+"""SIGTERM and Ctrl-C as a flag that a loop checks where it can stop cleanly."""
 
 import signal
 from types import FrameType, TracebackType
@@ -6,10 +6,10 @@ from typing import Self
 
 
 class Interrupt:
-    """While this is open, the first SIGTERM or SIGINT is noted and the second ends the process.
+    """Records the first SIGTERM or SIGINT of the block; a second one ends the process.
 
     Attributes:
-      signum: the signal that came, or None.
+      signum: the received signal, or None.
     """
 
     signum: int | None = None

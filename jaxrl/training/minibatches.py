@@ -1,6 +1,8 @@
-"""Mini-batches: answers and what is learnt from each, packed, with the scores that a loss needs."""
+"""Minibatches of a step: rollouts with their training targets, packed, with the scores that the
+loss needs."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -8,110 +10,149 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.advantages import Advantages
+from jaxrl.advantages import Advantages, estimate, explained_variance
+from jaxrl.builders.learner import Learning
 from jaxrl.core.batch import Minibatch, Rollout
-from jaxrl.core.packing import assign_rows, gather, interleave, pack
+from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
+from jaxrl.learner.actor_critic import State
 from jaxrl.learner.policy import LearnerState
-from jaxrl.losses.algebra import Need
+from jaxrl.losses.scores import Need
 from jaxrl.models import lora
-from jaxrl.training.run import Run
-from sharding.transfer import fetch, place
+from jaxrl.training.rollouts.outcomes import LogProbs, Shaping, shaped_outcomes
+from jaxrl.training.timing import Numbers
+from sharding.transfer import fetch
 
 
 class Targets(NamedTuple):
-    """What is learnt from each answer: f32[C] of its tokens, or one advantage for all of them.
+    """Training targets of rollouts: f32[C] for their tokens, or one advantage for all of them.
 
     Attributes:
       advantages: for the policy.
-      values: what the critic expected; None without one.
-      returns: what it should have expected; None without one.
+      values: the critic's predictions; None without one.
+      returns: the critic's targets; None without one.
     """
 
     advantages: Advantages
-    values: Sequence[np.ndarray] | None
-    returns: Sequence[np.ndarray] | None
+    values: Sequence[np.ndarray] | None = None
+    returns: Sequence[np.ndarray] | None = None
 
     def of(self, part: slice) -> "Targets":
-        """Those of some answers."""
+        """Returns the targets of some rollouts."""
         values = None if self.values is None else self.values[part]
         returns = None if self.returns is None else self.returns[part]
         return Targets(self.advantages[part], values, returns)
 
 
-def divide(run: Run, rollouts: Sequence[Rollout]) -> list[slice]:
-    """The answers of each mini-batch: equal parts; where dynamic sampling found too few groups they
-    are smaller, or fewer."""
-    size = -(-len(rollouts) // run.config.train.updates_per_rollout)
-    return [slice(i, i + size) for i in range(0, len(rollouts), size)]
+def split_minibatches(count: int, *, updates: int) -> list[slice]:
+    """Splits `count` rollouts evenly over the updates of a step; with fewer rollouts than planned,
+    minibatches are smaller or fewer."""
+    size = -(-count // updates)
+    return [slice(i, i + size) for i in range(0, count, size)]
 
 
-def prepare(
-    run: Run, state: LearnerState, rollouts: Sequence[Rollout], targets: Targets
+def compute_advantages(
+    learning: Learning,
+    shaping: Shaping,
+    *,
+    state: State,
+    rollouts: Sequence[Rollout],
+    parts: Sequence[slice],
+) -> tuple[Targets, Numbers]:
+    """Computes the advantages and, with a critic, its values and targets.
+
+    Args:
+      learning: the learner, its recipe and its critic.
+      shaping: penalties on the rewards.
+      state: before any update of this step.
+      rollouts: with their rewards.
+      parts: the rollouts of each minibatch.
+    """
+    recipe = learning.recipe
+
+    def logprobs() -> tuple[LogProbs, LogProbs]:
+        params = state.policy.params
+        assert learning.reference is not None, "the config needs one for reward.kl"
+        reference = lora.with_trainable(params, learning.reference)
+        mine, theirs = (
+            score_tokens(
+                functools.partial(learning.learner.score, weights),
+                rollouts,
+                parts=parts,
+                shape=learning.shape,
+            )
+            for weights in (params, reference)
+        )
+        return mine, theirs
+
+    outcomes, numbers = shaped_outcomes(shaping, rollouts, logprobs=logprobs)
+    if learning.critic is None or recipe.critic is None:
+        return Targets(estimate(recipe.advantages, outcomes)), numbers
+    values = score_tokens(
+        functools.partial(learning.critic.values, state),
+        rollouts,
+        parts=parts,
+        shape=learning.shape,
+    )
+    outcomes = dataclasses.replace(outcomes, values=values)
+    returns = recipe.critic.returns(outcomes)
+    numbers["value/explained_variance"] = explained_variance(returns, outcomes)
+    return Targets(estimate(recipe.advantages, outcomes), values, returns), numbers
+
+
+def prepare_minibatch(
+    learning: Learning,
+    policy: LearnerState,
+    *,
+    rollouts: Sequence[Rollout],
+    targets: Targets,
+    updates: int,
 ) -> Minibatch:
-    """A mini-batch with the scores that the loss needs and that are known before its update."""
-    minibatch = _packed(run, rollouts, targets)
-    needs = run.recipe.objective.needs
+    """Packs a minibatch and adds the scores that the loss needs and that its update does not
+    change.
+
+    Args:
+      learning: the learner and its recipe.
+      policy: before any update of this step.
+      rollouts: those of the minibatch.
+      targets: theirs.
+      updates: updates per rollout batch; with one, the anchor is the learner itself.
+    """
+    minibatch = pack_minibatch(
+        rollouts,
+        list(targets.advantages),
+        shape=learning.shape,
+        values=targets.values,
+        returns=targets.returns,
+    )
+    needs, score = learning.recipe.objective.needs, learning.learner.score
     if Need.REFERENCE in needs:
-        assert run.reference is not None
-        reference = lora.with_trainable(state.params, run.reference)
-        scores = run.learner.score(reference, minibatch)
-        minibatch = dataclasses.replace(minibatch, reference=scores)
-    if Need.ANCHOR in needs and run.config.train.updates_per_rollout > 1:
-        scores = run.learner.score(state.params, minibatch)
-        minibatch = dataclasses.replace(minibatch, anchor=scores)
+        assert learning.reference is not None
+        reference = lora.with_trainable(policy.params, learning.reference)
+        minibatch = dataclasses.replace(minibatch, reference=score(reference, minibatch))
+    if Need.ANCHOR in needs and updates > 1:
+        minibatch = dataclasses.replace(minibatch, anchor=score(policy.params, minibatch))
     return minibatch
 
 
 def with_entropy_weights(minibatch: Minibatch, coefficient: float) -> Minibatch:
-    """The mini-batch with the coefficient of an adaptive entropy bonus."""
+    """Returns the minibatch with the coefficient of an adaptive entropy bonus."""
     weights = jnp.full_like(minibatch.batch.advantages, coefficient)
     batch = dataclasses.replace(minibatch.batch, entropy_weights=weights)
     return dataclasses.replace(minibatch, batch=batch)
 
 
-def per_token(
-    run: Run,
-    rollouts: Sequence[Rollout],
+def score_tokens(
     score: Callable[[Minibatch], jax.Array],
+    rollouts: Sequence[Rollout],
     *,
     parts: Sequence[slice],
+    shape: MinibatchShape,
 ) -> list[np.ndarray]:
-    """What `score` finds for the tokens of each answer, f32[C]; 0 where the policy did not
-    choose."""
+    """Returns `score` of the completion tokens of each rollout, f32[C]; 0 where the policy did not
+    choose the token."""
     found: list[np.ndarray] = []
     for part in parts:
         some = rollouts[part]
-        minibatch = _packed(run, some, Targets(np.zeros(len(some)), None, None))
-        found += unpacked(run, some, fetch(score(minibatch)))
+        minibatch = pack_minibatch(some, [0.0] * len(some), shape=shape)
+        found += unpack(fetch(score(minibatch)), some, shape=shape)
     return found
-
-
-def unpacked(run: Run, rollouts: Sequence[Rollout], values: np.ndarray) -> list[np.ndarray]:
-    """Values of a mini-batch [N, T], by answer: [C] each."""
-    return gather(values, rollouts, rows=_rows(run, rollouts)[0])
-
-
-def _rows(run: Run, rollouts: Sequence[Rollout]) -> tuple[list[Sequence[int]], int]:
-    """Which answers lie in which row of a mini-batch, and the microbatches in use."""
-    c = run.config
-    if c.train.packing:
-        rows = assign_rows([r.length for r in rollouts], row_length=c.row_length)
-    else:
-        rows = [[i] for i in range(len(rollouts))]
-    # Room for the worst case, one sequence to a row, so that the step compiles once.
-    most = -(-c.minibatch_answers // c.microbatch_rows)
-    return interleave(rows, rows_per_microbatch=c.microbatch_rows, max_microbatches=most)
-
-
-def _packed(run: Run, rollouts: Sequence[Rollout], targets: Targets) -> Minibatch:
-    rows, used = _rows(run, rollouts)
-    batch = pack(
-        rollouts,
-        list(targets.advantages),
-        values=targets.values,
-        returns=targets.returns,
-        rows=rows,
-        row_length=run.config.row_length,
-    )
-    sharding = run.layout.batch(("batch", "length"))
-    return Minibatch(batch=place(batch, sharding), microbatches=jnp.int32(used))

@@ -1,9 +1,9 @@
-"""Rollbacks of a run: back to an old checkpoint, and on from there with a changed config.
+"""Rollbacks of a run: a return to an old checkpoint with a changed config.
 
-`rollbacks.json` in the run directory holds all of them. A rollback is decided by writing it there
-(`decide`) and carried out when the run is opened again (`settle`), so that a program that is killed
-in between carries it out when it is started again. The directory's config.toml is then the changed
-one; who goes on with the run may give the keys as they were or as they are.
+`rollbacks.json` in the run directory lists them. `decide` writes a rollback there and `settle`
+carries it out when the run is opened again, so a program killed in between carries it out on its
+next start. config.toml then holds the changed config; a resumed run may give the changed keys with
+their old or their new values.
 """
 
 import inspect
@@ -16,28 +16,27 @@ from typing import Any, NamedTuple
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.core import plugins, precision
+from jaxrl.core import plugins
 from jaxrl.core.files import write_whole
 from jaxrl.losses import recipes
 from jaxrl.monitoring.alarms.rules import Alarm
 from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
 from jaxrl.training.storage.run_directory import ResumeError
 
-_FIRST_KL = 0.001  # where there was none: enough for long runs (docs/losses.md)
+_FIRST_KL = 0.001  # for a loss without a KL term: enough for long runs (docs/losses.md)
 
 
 class Rollback(NamedTuple):
     """One rollback.
 
     Attributes:
-      alarm: its name.
+      alarm: name of the alarm.
       at: step after which it was raised.
-      to: step of the checkpoint that is gone back to, 0 for the beginning.
-      text: what the alarm said.
-      changes: {key of the config: [value before, value from now on]}.
-      done: whether it was carried out.
-      value, limit: what the alarm saw and the line that this crossed; None if a run that was begun
-        before they were kept wrote it.
+      to: step of the checkpoint to return to, 0 for the beginning.
+      text: message of the alarm.
+      changes: {key of the config: [old value, new value]}.
+      done: true once it is carried out.
+      value, limit: the measured value and the limit that it crossed; None in old files.
     """
 
     alarm: str
@@ -51,24 +50,24 @@ class Rollback(NamedTuple):
 
     @property
     def new(self) -> dict[str, Any]:
-        """{key: its value from now on}."""
+        """{key: new value}."""
         return {key: value for key, (_, value) in self.changes.items()}
 
     @property
     def in_words(self) -> str:
-        """Such as "loss.kl 0.1 -> 0.2"."""
+        """The changes in words, such as "loss.kl 0.1 -> 0.2"."""
         return ", ".join(f"{k} {old!r} -> {new!r}" for k, (old, new) in self.changes.items())
 
 
 def remedy(action: str, config: Config) -> dict[str, Any]:
-    """The keys that an action of `jaxrl.config.alarms.Action` changes, and their new values.
+    """Returns the keys that an action of `jaxrl.config.alarms.Action` changes, with new values.
 
     Raises:
-      ValueError: if the config cannot have them, or has them already.
+      ValueError: if the config cannot have these values, or has them already.
     """
     if action == "rollback_precision":
         assert config.alarms.precision is not None, "the config sees to it"
-        if precision.parse(config.alarms.precision) == precision.parse(config.precision):
+        if config.alarms.policy == config.policy:
             raise ValueError(f"precision = {config.precision!r} is alarms.precision already")
         changes: dict[str, Any] = {"precision": config.alarms.precision}
     elif action == "rollback_learning_rate":
@@ -82,8 +81,8 @@ def remedy(action: str, config: Config) -> dict[str, Any]:
 
 
 def target(config: Config, checkpoints: Path, *, healthy: int) -> int | None:
-    """The step to go back to: of the newest checkpoint up to the step `healthy`; 0 if none was due
-    by then; None if it is gone."""
+    """Returns the step of the newest checkpoint up to the step `healthy`; 0 if none was due by
+    then; None if it was deleted."""
     steps = [int(p.name) for p in checkpoints.iterdir() if p.name.isdigit()]
     before = [step for step in steps if step <= healthy]
     due = [every for every in (config.checkpoint.every, config.eval.every) if every]
@@ -95,7 +94,7 @@ def target(config: Config, checkpoints: Path, *, healthy: int) -> int | None:
 def decide(
     directory: Path, alarm: Alarm, *, to: int, config: Config, changes: Mapping[str, Any]
 ) -> Rollback:
-    """Writes down that the run goes back to the step `to`, and on from there with the changes."""
+    """Records the decision to return to the step `to` with the changes."""
     old = toml_file.flatten(config)
     pairs = {key: [old.get(key), new] for key, new in changes.items()}
     decided = Rollback(
@@ -106,7 +105,7 @@ def decide(
 
 
 def read(directory: Path) -> list[Rollback]:
-    """The rollbacks of the run in a directory, the oldest first."""
+    """Reads the rollbacks of the run in a directory, the oldest first."""
     path = directory / "rollbacks.json"
     if not path.exists():
         return []
@@ -114,14 +113,14 @@ def read(directory: Path) -> list[Rollback]:
 
 
 def settle(directory: Path, config: Config) -> Config:
-    """Carries out what was decided and is not done; returns the config with all changes.
+    """Carries out a decided rollback; returns the config with the changes of all rollbacks.
 
-    What the run had logged after the checkpoint is moved to `rolled_back_N.jsonl`, and the answers
-    of those steps to `rolled_back_N_samples.jsonl`. A directory without checkpoints holds no run:
-    what is left of rollbacks there is removed.
+    Metrics logged after the checkpoint move to `rolled_back_N.jsonl`, samples of these steps to
+    `rolled_back_N_samples.jsonl`. In a directory without checkpoints, files of old rollbacks are
+    removed.
 
     Raises:
-      ResumeError: if the config has a changed key with a value that the run never had.
+      ResumeError: if the config gives a changed key a value that the run never had.
     """
     if not (directory / "checkpoints").exists():
         for path in (directory / "rollbacks.json", *directory.glob("rolled_back_*.jsonl")):
@@ -129,7 +128,7 @@ def settle(directory: Path, config: Config) -> Config:
     found = read(directory)
     if found and not found[-1].done:
         last = found[-1]
-        _forget_steps(directory, last, number=len(found))
+        _remove_steps(directory, last, number=len(found))
         path = directory / "config.toml"
         if path.exists():
             there = changed(toml_file.load(Config, file=path), last.new)
@@ -142,20 +141,19 @@ def settle(directory: Path, config: Config) -> Config:
     return config
 
 
-def _forget_steps(directory: Path, last: Rollback, *, number: int) -> None:
-    """Takes what the run did after the step `last.to` out of its metrics, answers and
-    checkpoints."""
+def _remove_steps(directory: Path, last: Rollback, *, number: int) -> None:
+    """Removes the steps after `last.to` from metrics, samples and checkpoints."""
     samples = directory / "samples.jsonl"
-    kept = _set_aside(samples, directory / f"rolled_back_{number}_samples.jsonl", after=last.to)
+    kept = _move_steps(samples, directory / f"rolled_back_{number}_samples.jsonl", after=last.to)
     if samples.exists():
         write_lines(samples, kept)
     entries = read_metrics(directory / "metrics.jsonl")
-    kept = _set_aside(
+    kept = _move_steps(
         directory / "metrics.jsonl", directory / f"rolled_back_{number}.jsonl", after=last.to
     )
     event = {"action": "rollback", "number": number, **last._replace(done=True)._asdict()}
     kept = [e for e in kept if _number(e) != number]
-    # What earlier rollbacks changed stays so, also if this one goes back further.
+    # The changes of earlier rollbacks stay, even if this one goes back further.
     kept += [e | {"step": last.to} for e in entries if e["step"] > last.to and _number(e)]
     time = entries[-1]["time"] if entries else 0.0
     write_lines(
@@ -166,18 +164,18 @@ def _forget_steps(directory: Path, last: Rollback, *, number: int) -> None:
             shutil.rmtree(path)
 
 
-def _set_aside(path: Path, undone: Path, *, after: int) -> list[dict[str, Any]]:
-    """Copies the entries of later steps to the file `undone`, if it is not there yet; returns the
-    others."""
+def _move_steps(path: Path, rolled_back: Path, *, after: int) -> list[dict[str, Any]]:
+    """Copies the entries of rolled-back steps to the file `rolled_back` unless it exists; returns
+    the others."""
     entries = read_metrics(path)
     later = [entry for entry in entries if entry["step"] > after]
-    if later and not undone.exists():
-        write_lines(undone, later)
+    if later and not rolled_back.exists():
+        write_lines(rolled_back, later)
     return [entry for entry in entries if entry["step"] <= after]
 
 
 def _number(entry: Mapping[str, Any]) -> int | None:
-    """Of the rollback that an entry of the metrics tells of; None for any other entry."""
+    """Returns the number of the rollback in an entry of the metrics; None for other entries."""
     return entry.get("event", {}).get("number")
 
 
@@ -187,16 +185,16 @@ def _check_known(config: Config, found: Sequence[Rollback]) -> None:
         known = [value for rollback in found for value in rollback.changes.get(key, ())]
         if asked.get(key) not in known:
             raise ResumeError(
-                f"{key} = {asked.get(key)!r} here, and rollbacks of the run changed it from "
-                f"{known[0]!r} to {known[-1]!r}; give either, or choose another run_dir"
+                f"{key} = {asked.get(key)!r}, but rollbacks of the run changed it from "
+                f"{known[0]!r} to {known[-1]!r}; give one of these, or choose another run_dir"
             )
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """The config with other values of some keys.
+    """Returns the config with new values of some keys.
 
     Raises:
-      ConfigError: if it cannot have them.
+      ConfigError: for values that the config cannot have.
     """
     tree = config.model_dump()
     for key, value in changes.items():
@@ -206,7 +204,7 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def _kl(config: Config) -> float:
-    """The KL coefficient of the loss, by the recipe's default if the config does not say it."""
+    """Returns the KL coefficient of the loss: the config's, or the default of the recipe."""
     if "kl" in config.loss.parameters:
         return float(config.loss.parameters["kl"])
     recipe = plugins.load_function(config.loss.name, builtin=recipes, key="loss.name")

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from benchmarks.quickstart import material
 
 from jaxrl import train
-from jaxrl.builders.servers import started_server
+from jaxrl.builders.servers import Workload, started_server
 from jaxrl.config import toml_file
-from jaxrl.config.tables import ServerConfig
+from jaxrl.config.sampler import ServerConfig
 from jaxrl.config.training import Config
 from jaxrl.core.precision import parse
 from jaxrl.monitoring.tracking.tracking import read_metrics
@@ -66,8 +66,7 @@ def server(base: Path, *, log: Path) -> Iterator[str]:
     with started_server(
         ServerConfig(),
         base / "sft" / "model",
-        dtype=parse("fp32").sampler,
-        max_model_len=64,
+        work=Workload(parse("fp32").sampler, max_model_len=64),
         log=log,
         note=print,
     ) as started:

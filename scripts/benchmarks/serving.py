@@ -18,8 +18,8 @@ from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.builders.servers import started_server
-from jaxrl.config.tables import ServerConfig
+from jaxrl.builders.servers import Workload, started_server
+from jaxrl.config.sampler import ServerConfig
 from jaxrl.core.precision import DType
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
@@ -37,10 +37,9 @@ def server(config: DecoderConfig, *, dtype: DType) -> Iterator[tuple[LocalServer
         directory = Path(folder)
         huggingface.save(directory / "model", params, config, dtype=dtype)
         with started_server(
-            ServerConfig(arguments=("--skip-tokenizer-init",), kv_cache_bytes=512 << 20),
+            ServerConfig(vllm_args=("--skip-tokenizer-init",), kv_cache_bytes=512 << 20),
             directory / "model",
-            dtype=dtype,
-            max_model_len=PROMPT + ANSWER,
+            work=Workload(dtype, max_model_len=PROMPT + ANSWER),
             log=directory / "log",
             note=lambda text: None,
         ) as started:

@@ -124,9 +124,9 @@ def soak(
         killed=killed,
         reward=sum(e["reward"] for e in made[-10:]) / len(made[-10:]),
         accuracy=[e["eval/accuracy"] for e in entries if "eval/accuracy" in e][-1],
-        made=int(made[-1]["rollouts/made"]),
-        learnt=int(made[-1]["rollouts/learnt"]),
-        late=int(made[-1]["rollouts/late"]),
+        made=int(made[-1]["rollouts/sampled"]),
+        learnt=int(made[-1]["rollouts/trained"]),
+        late=int(made[-1]["rollouts/stale"]),
     )
 
 
@@ -148,8 +148,8 @@ def _check(entries: Sequence[dict[str, float]], *, steps: int) -> None:
     if [e["step"] for e in trained] != list(range(1, steps + 1)):
         raise RuntimeError(f"steps are missing or double: {[e['step'] for e in trained]}")
     for e in trained:
-        parts = {k: e[f"rollouts/{k}"] for k in ("learnt", "late", "flat", "waiting")}
-        if e["rollouts/made"] != sum(parts.values()):
-            raise RuntimeError(f"step {e['step']}: {e['rollouts/made']} made, and {parts}")
-        if parts["learnt"] != e["step"] * trained[0]["rollouts/learnt"]:
+        parts = {k: e[f"rollouts/{k}"] for k in ("trained", "stale", "zero_variance", "waiting")}
+        if e["rollouts/sampled"] != sum(parts.values()):
+            raise RuntimeError(f"step {e['step']}: {e['rollouts/sampled']} made, and {parts}")
+        if parts["trained"] != e["step"] * trained[0]["rollouts/trained"]:
             raise RuntimeError(f"step {e['step']}: {parts['learnt']} groups learnt from")

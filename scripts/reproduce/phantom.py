@@ -25,15 +25,15 @@ from reproduce.grid import (
     trained,
 )
 
-from jaxrl.builders.servers import started_server
+from jaxrl.builders.servers import Workload, started_server
 from jaxrl.config import toml_file
-from jaxrl.config.tables import ServerConfig
+from jaxrl.config.sampler import ServerConfig
 from jaxrl.config.training import Config
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.precision import parse
 from jaxrl.losses import ratios
-from jaxrl.losses.algebra import Scores
 from jaxrl.losses.ratios import Ratio
+from jaxrl.losses.scores import Scores
 from jaxrl.training.run import open_run
 
 CONFIG = ROOT / "configs" / "phantom_clipping.toml"
@@ -55,13 +55,11 @@ ROWS = (
     Row("r = 1", {"loss.ratio": "on_policy"}),
     Row(
         "clip off",
-        {"loss.clip_low": "1.0", "loss.clip_high": "1e6"}
-        | {"probe.low": "0.999999", "probe.high": "1e6"},
+        {"loss.clip_low": "1.0", "loss.clip_high": "1e6"} | {"probe.clip_range": "0.999999,1e6"},
     ),
     Row(
         "wide clip: .4 to 2.5",
-        {"loss.clip_low": "0.6", "loss.clip_high": "1.5"}
-        | {"probe.low": "0.6", "probe.high": "1.5"},
+        {"loss.clip_low": "0.6", "loss.clip_high": "1.5"} | {"probe.clip_range": "0.6,1.5"},
     ),
     SHADOWED,
     Row("bf16_master, clipped", {"precision": "bf16_master"}),
@@ -118,8 +116,7 @@ def servers(directory: Path) -> Iterator[Callable[[Row], dict[str, str]]]:
                 started = started_server(
                     ServerConfig(kv_cache_bytes=64 << 20),
                     directory / "model-0",
-                    dtype=dtype,
-                    max_model_len=64,
+                    work=Workload(dtype, max_model_len=64),
                     log=directory / f"vllm-{dtype.name}.log",
                     note=print,
                 )

@@ -73,7 +73,9 @@ def _forgotten(rollout: Rollout) -> Rollout:
 def _moved(run: Any, weights: Any, given: Minibatch) -> float:
     batch, policy = given.batch, parse(run.config.precision)
     inputs = (weights, batch.tokens, batch.positions, batch.segments)
-    own = jax.jit(run.model.hidden_routed, static_argnames="precision")(*inputs, precision=policy)
+    own = jax.jit(run.learning.model.hidden_routed, static_argnames="precision")(
+        *inputs, precision=policy
+    )
     recorded = np.asarray(batch.experts)
     other = np.any(np.sort(own.experts, axis=-1) != np.sort(recorded, axis=-1), axis=-1)
     return float(np.mean(other[(recorded >= 0).all(axis=(2, 3))]))
@@ -90,4 +92,5 @@ def _split(run: Any, state: Any, given: Minibatch) -> dict[str, float]:
         mask=np.asarray(batch.action_mask),
         segments=np.asarray(batch.segments),
     )
-    return split_log_ratio(tokens, low=run.config.probe.low, high=run.config.probe.high)
+    low, high = run.config.probe.clip_range
+    return split_log_ratio(tokens, low=low, high=high)

@@ -3,15 +3,14 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.core.batch import Minibatch, Rollout
-from jaxrl.core.packing import pack
+from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.learner.policy import LearnerState
-from jaxrl.training.rollouts import answers
-from jaxrl.training.run import Progress, Run
+from jaxrl.training.progress import Progress
+from jaxrl.training.rollouts.collect import collect
+from jaxrl.training.run import Run
 
 
 class Scored(NamedTuple):
@@ -23,7 +22,7 @@ class Scored(NamedTuple):
 
 def sampled(run: Run, progress: Progress) -> list[Rollout]:
     """The answers of a rollout, with their rewards."""
-    return answers.collect(run, progress, seconds={}).batch
+    return collect(run.source, run.config.train, progress=progress, seconds={}).batch
 
 
 def minibatch(run: Run, rollouts: Sequence[Rollout]) -> Minibatch:
@@ -31,20 +30,18 @@ def minibatch(run: Run, rollouts: Sequence[Rollout]) -> Minibatch:
     rewards = np.array([r.reward for r in rollouts])
     groups = np.unique([r.group for r in rollouts], return_inverse=True)[1]
     means = np.bincount(groups, rewards) / np.bincount(groups)
-    rows = [[i] for i in range(len(rollouts))]
     per_microbatch = run.config.microbatch_rows
-    assert len(rows) % per_microbatch == 0, "else the rows would have to be padded"
-    batch = pack(
-        rollouts, list(rewards - means[groups]), rows=rows, row_length=run.config.row_length
+    assert len(rollouts) % per_microbatch == 0, "else the rows would have to be padded"
+    shape = MinibatchShape(
+        row_length=run.config.row_length, rows_per_microbatch=per_microbatch, packed=False
     )
-    return Minibatch(
-        batch=jax.tree.map(jnp.asarray, batch),
-        microbatches=jnp.int32(len(rows) // per_microbatch),
-    )
+    return pack_minibatch(rollouts, list(rewards - means[groups]), shape=shape)
 
 
 def score(run: Run, state: LearnerState, given: Minibatch) -> Scored:
     """What the learner says of the answers' tokens, and what it says in the sampler's dtypes."""
     mask = np.asarray(given.batch.action_mask)
-    both = (f(state.params, given) for f in (run.learner.score, run.learner.shadow))
+    both = (
+        f(state.params, given) for f in (run.learning.learner.score, run.learning.learner.shadow)
+    )
     return Scored(*(np.where(mask, np.asarray(x, np.float64), np.nan) for x in both))

@@ -83,7 +83,7 @@ def test_max_rl_weighs_hard_prompts():
     rewards, groups = np.array([1.0, 0, 0, 0, 1, 1, 1, 0]), np.repeat([0, 1], 4)
     expected = [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1]
     np.testing.assert_allclose(max_rl(rewards, groups), expected, rtol=1e-6)
-    with pytest.raises(ValueError, match=r"rollout 1 earned -0\.5"):
+    with pytest.raises(ValueError, match=r"reward of rollout 1 is -0\.5"):
         max_rl(np.array([1.0, -0.5]), np.array([0, 0]))
 
 

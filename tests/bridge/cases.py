@@ -1,4 +1,4 @@
-"""Tiny models and servers that only remember, for the bridge's tests."""
+"""Tiny models and recording servers for the bridge's tests."""
 
 import dataclasses
 from pathlib import Path
@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import InFlight, TensorSpec, Timings
-from jaxrl.bridge.payload import Mapped
+from jaxrl.bridge.payload import MappedTensor
 from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig, Experts, Rope
@@ -31,7 +31,7 @@ QWEN3 = DecoderConfig(
     qk_norm=True,
     tied=True,
     max_positions=512,
-    initializer_range=0.2,  # far from uniform, so that other weights give other tokens
+    initializer_range=0.2,  # large, so that other weights give other tokens
     eos_ids=(1,),
     pad_id=0,
 )
@@ -62,7 +62,7 @@ EXPERTS = dataclasses.replace(
 
 
 def params(config: DecoderConfig, seed: int) -> Params:
-    """Random f32 parameters whose norms and biases are not trivial."""
+    """Makes random f32 parameters with norms other than 1 and biases other than 0."""
     rng = np.random.default_rng(seed)
 
     def draw(part: ParamSpec) -> jax.Array:
@@ -86,7 +86,7 @@ class ListSource:
 
 
 class Recorder:
-    """A `Server` that reads and checks every payload, and keeps a copy of its tensors."""
+    """A `Server` that reads and checks every payload and copies its tensors."""
 
     def __init__(self) -> None:
         self.root = Path()
@@ -108,7 +108,7 @@ class Recorder:
         return Timings(load=1.0)
 
 
-def read_payload(root: Path, name: str) -> list[Mapped]:
+def read_payload(root: Path, name: str) -> list[MappedTensor]:
     directory = payload.resolve(root, name)
     tensors = payload.open_tensors(directory, manifest.read(directory).entries)
     payload.check_bytes(tensors)

@@ -20,7 +20,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build is 
 
 
 class ChildEngine:
-    """Holds one model at a time; `open` exchanges it."""
+    """An engine with one model; `open` replaces it."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -31,10 +31,10 @@ class ChildEngine:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"call": name, **arguments}) + "\n")
         self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline() or '{"error": "vLLM died"}')
-        if "ok" in answer:
-            return answer["ok"]
-        text = answer["error"]
+        response = json.loads(self._process.stdout.readline() or '{"error": "vLLM died"}')
+        if "ok" in response:
+            return response["ok"]
+        text = response["error"]
         kind = {REFUSED: RefusedError, POISONED: PoisonedError}
         raise next((kind[m] for m in kind if m in text), RuntimeError)(text)
 
@@ -56,7 +56,7 @@ class ChildEngine:
 
 @contextmanager
 def child_engine() -> Iterator[ChildEngine]:
-    """Starts the process and ends it; what vLLM printed is shown if the tests fail in between."""
+    """Runs the process for the block and prints the end of vLLM's output."""
     command = [VLLM_PYTHON, Path(__file__).with_name("vllm_child.py")]
     with (
         tempfile.TemporaryFile("w+") as log,

@@ -1,4 +1,4 @@
-"""Adapters by themselves: what servers are told, and that they have what adapters belong to."""
+"""Publishing adapters alone: versions, refusals, and servers without the base weights."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.bridge.adapters import AdapterPublisher
-from jaxrl.bridge.base import LostError, RefusedError
+from jaxrl.bridge.base import RefusedError, UnavailableError
 from jaxrl.models import lora, peft, spec
 from jaxrl.models.decoder import decoder
 from tests.bridge.cases import QWEN3, Recorder, params
@@ -27,16 +27,16 @@ def adapted(seed: int) -> lora.Adapted:
 
 
 class Server(Recorder):
-    """One that keeps what it was told."""
+    """A server that records its adapters."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
         self.url, self.label, self.lost, self.refuses = url, "default", False, False
         self.adapters: dict[str, Path] = {}
 
-    def holds(self, label: str) -> bool:
+    def serves(self, label: str) -> bool:
         if self.lost:
-            raise LostError(self.url)
+            raise UnavailableError(self.url)
         return label == self.label
 
     def load_adapter(self, name: str, directory: Path) -> None:
@@ -46,7 +46,7 @@ class Server(Recorder):
         peft.load(directory, SPECS, dtype=BF16)
         self.adapters[name] = directory
 
-    def forget_adapter(self, name: str) -> None:
+    def unload_adapter(self, name: str) -> None:
         self.adapters.pop(name, None)
 
 
@@ -69,18 +69,18 @@ def publisher(servers: list[Server], tmp_path: Path) -> AdapterPublisher:
     )
 
 
-def test_each_version_is_an_adapter_and_the_last_two_stay(publisher, servers, tmp_path):
+def test_each_version_is_an_adapter_and_the_last_two_are_kept(publisher, servers, tmp_path):
     names = [publisher.publish(adapted(version), version=version)[0] for version in range(3)]
     assert len({*names}) == 3
     for server in servers:
-        assert server.label == "0"  # what they belong to was brought once
+        assert server.label == "0"  # the base was published once
         assert list(server.adapters) == names[1:]
         kept = peft.load(server.adapters[names[2]], SPECS, dtype=BF16)
         jax.tree.map(np.testing.assert_array_equal, kept, adapted(2).adapters)
     assert {path.name for path in tmp_path.iterdir()} == {*names[1:]}
 
 
-def test_where_all_refuse_all_keep_what_they_have(publisher, servers, tmp_path):
+def test_servers_keep_their_adapters_when_all_refuse(publisher, servers, tmp_path):
     name, _ = publisher.publish(adapted(0), version=0)
     for server in servers:
         server.refuses = True
@@ -88,13 +88,13 @@ def test_where_all_refuse_all_keep_what_they_have(publisher, servers, tmp_path):
         publisher.publish(adapted(1), version=1)
     assert [list(server.adapters) for server in servers] == [[name], [name]]
     assert [path.name for path in tmp_path.iterdir()] == [name]
-    servers[0].refuses = False  # one of them is enough
+    servers[0].refuses = False  # one server is enough
     publisher.publish(adapted(1), version=1)
     assert [len(server.adapters) for server in servers] == [2, 1]
 
 
-def test_where_one_cannot_take_the_base_the_others_go_on(servers, tmp_path):
-    """It may have been started again with another dtype."""
+def test_a_server_that_refuses_the_base_is_skipped(servers, tmp_path):
+    """It may have restarted with another dtype."""
     refusing: list[str] = []
 
     def publish_base(those, source, version):
@@ -122,9 +122,7 @@ def test_where_one_cannot_take_the_base_the_others_go_on(servers, tmp_path):
         publisher.publish(adapted(3), version=3)
 
 
-def test_a_server_that_was_lost_is_done_without_and_gets_everything_when_it_returns(
-    publisher, servers
-):
+def test_a_returning_server_gets_base_and_adapter(publisher, servers):
     publisher.publish(adapted(0), version=0)
     servers[1].lost = True
     publisher.publish(adapted(1), version=1)
@@ -135,5 +133,5 @@ def test_a_server_that_was_lost_is_done_without_and_gets_everything_when_it_retu
     assert list(servers[1].adapters) == [name]
     for server in servers:
         server.lost = True
-    with pytest.raises(LostError):
+    with pytest.raises(UnavailableError):
         publisher.publish(adapted(3), version=3)

@@ -1,6 +1,6 @@
-"""vLLM serves exactly what was published, and refuses the rest with the old weights in service.
+"""vLLM serves exactly the published weights, and keeps the old ones after a refusal.
 
-Here the engine runs without its server, which starts faster; `test_server` has the server.
+The engine runs here without its server, because it starts faster; `test_server` has the server.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import PoisonedError, RefusedError
-from jaxrl.bridge.directory import export
+from jaxrl.bridge.directory import write_checkpoint
 from jaxrl.bridge.manifest import Manifest
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
@@ -42,7 +42,7 @@ def checkpoint(config: DecoderConfig, seed: int, directory: Path, dtype: np.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_answers_equal_those_of_a_fresh_start(
+def test_outputs_equal_those_of_a_fresh_start(
     engine: ChildEngine, tmp_path: Path, family: str, dtype: str
 ) -> None:
     config, wire = FAMILIES[family], np.dtype(DTYPES[dtype])
@@ -53,10 +53,10 @@ def test_answers_equal_those_of_a_fresh_start(
     assert old != expected
     specs = decoder(config).specs
     with SharedMemoryPublisher([engine], wire=wire, sampler=wire) as publisher:
-        for version, (seed, answers) in enumerate([(1, expected), (0, old), (1, expected)]):
+        for version, (seed, outputs) in enumerate([(1, expected), (0, old), (1, expected)]):
             source = ParamsSource(params(config, seed), specs, dtype=wire)
             publisher.publish(source, version=version)
-            assert engine.generate(PROMPTS) == answers
+            assert engine.generate(PROMPTS) == outputs
             assert engine.call("version") == str(version)
     assert engine.call("loaded_modules") == []
 
@@ -77,12 +77,12 @@ def test_experts_are_exact(engine: ChildEngine, tmp_path: Path, dtype: str) -> N
 
 @dataclasses.dataclass
 class Serving:
-    """An engine with version 5 in service, and the next payload ready to be spoilt."""
+    """An engine that serves version 5, and the next payload, ready to be corrupted."""
 
     engine: ChildEngine
     root: Path
     source: ParamsSource
-    answers: list
+    outputs: list
 
     def update(self, version: int = 6) -> None:
         self.engine.update("next", version=version, in_flight="keep")
@@ -90,7 +90,7 @@ class Serving:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As an old export: with a buffer that follows from the config, which nobody publishes."""
+    """Makes a checkpoint like an old export: with a rotary buffer that is never published."""
     f32 = np.dtype(np.float32)
     found = checkpoint(QWEN3, 0, tmp_path_factory.mktemp("model"), f32)
     file = found / "model.safetensors"
@@ -110,18 +110,18 @@ def serving(engine: ChildEngine, model: Path, tmp_path: Path) -> Serving:
         engine.open(model, "float32")
     engine.connect(root=str(root), wire="float32", sampler="float32")
     source = ParamsSource(params(QWEN3, 0), specs, dtype=f32)
-    export(source, root / "now", version=5, model_dir=model)
+    write_checkpoint(source, root / "now", version=5, model_dir=model)
     engine.update("now", version=5, in_flight="keep")
     source = ParamsSource(params(QWEN3, 1), specs, dtype=f32)
-    export(source, root / "next", version=6, model_dir=model)
+    write_checkpoint(source, root / "next", version=6, model_dir=model)
     return Serving(engine, root, source, engine.generate(PROMPTS))
 
 
 def edit(change: Callable[[Manifest], Manifest]) -> Callable[[Path], None]:
-    def spoil(directory: Path) -> None:
+    def corrupt(directory: Path) -> None:
         payload.write_manifest(directory, change(manifest.read(directory)))
 
-    return spoil
+    return corrupt
 
 
 def edit_entry(which: str, **changes) -> Callable[[Path], None]:
@@ -151,16 +151,16 @@ def link_file(directory: Path) -> None:
 
 
 NORM, LAST = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
-SPOILT = {
+CORRUPT = {
     "missing": (edit(lambda m: m._replace(entries=m.entries[1:])), "embed_tokens.weight: missing"),
     "renamed": (edit_entry(NORM, name="model.extra"), f"{NORM}: missing"),
     "surplus": (
         edit(lambda m: m._replace(entries=(*m.entries, m.entries[0]._replace(name="extra")))),
-        "extra: surplus",
+        "extra: unexpected",
     ),
     "twice": (edit(lambda m: m._replace(entries=(*m.entries, m.entries[0]))), "twice"),
     "shape": (edit_entry(NORM, shape=(32,)), f"{NORM}: shape (32,)"),
-    "dtype": (edit_entry(NORM, dtype="float16"), f"{NORM}: float16; float32"),
+    "dtype": (edit_entry(NORM, dtype="float16"), f"{NORM}: dtype float16; expected float32"),
     "checksum": (edit_entry(NORM, checksum="0" * 32), f"{NORM}: checksum"),
     "offset": (edit_entry(NORM, offset=10**9), f"{NORM}: needs 256 bytes"),
     "place": (edit_entry(NORM, file="../../model/model.safetensors"), f"{NORM}: '../../model"),
@@ -172,28 +172,28 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize("case", SPOILT)
-def test_a_spoilt_payload_is_refused_by_name(serving: Serving, case: str) -> None:
-    spoil, named = SPOILT[case]
-    spoil(serving.root / "next")
+@pytest.mark.parametrize("case", CORRUPT)
+def test_a_corrupt_payload_is_refused_by_name(serving: Serving, case: str) -> None:
+    corrupt, named = CORRUPT[case]
+    corrupt(serving.root / "next")
     with pytest.raises(RefusedError) as refusal:
         serving.update()
     assert named in str(refusal.value)
     assert serving.engine.call("version") == "5"
-    assert serving.engine.generate(PROMPTS) == serving.answers
+    assert serving.engine.generate(PROMPTS) == serving.outputs
 
 
-def test_an_older_version_and_a_place_outside_are_refused(serving: Serving) -> None:
+def test_an_older_version_and_a_path_outside_the_root_are_refused(serving: Serving) -> None:
     edit(lambda m: m._replace(version=4))(serving.root / "next")
     with pytest.raises(RefusedError, match="older than version 5"):
         serving.update(version=4)
     with pytest.raises(RefusedError, match="leads out of the root"):
         serving.engine.update("../model", version=6, in_flight="keep")
-    assert serving.engine.generate(PROMPTS) == serving.answers
-    # A learner that connects anew may have gone back to an older checkpoint.
+    assert serving.engine.generate(PROMPTS) == serving.outputs
+    # A learner that reconnects may have resumed from an older checkpoint.
     serving.engine.connect(root=str(serving.root), wire="float32", sampler="float32")
     serving.update(version=4)
-    assert serving.engine.generate(PROMPTS) != serving.answers
+    assert serving.engine.generate(PROMPTS) != serving.outputs
 
 
 def test_a_load_that_fails_halfway_poisons_until_a_complete_one(serving: Serving) -> None:
@@ -202,12 +202,12 @@ def test_a_load_that_fails_halfway_poisons_until_a_complete_one(serving: Serving
         with pytest.raises(PoisonedError, match="the memory went away"):
             serving.update()
         assert serving.engine.call("version") == "5"
-        serving.engine.generate(PROMPTS)  # mixed weights, but every layer is whole
+        serving.engine.generate(PROMPTS)  # weights are mixed, but every layer is whole
     serving.engine.update("now", version=5, in_flight="keep")
-    assert serving.engine.generate(PROMPTS) == serving.answers
+    assert serving.engine.generate(PROMPTS) == serving.outputs
 
 
-def test_a_connection_states_what_the_server_computes_in(serving: Serving) -> None:
+def test_connecting_checks_dtype_and_root(serving: Serving) -> None:
     root = str(serving.root)
     with pytest.raises(RefusedError, match="computes in float32 and the learner expects bfloat16"):
         serving.engine.connect(root=root, wire="float32", sampler="bfloat16")
@@ -217,7 +217,7 @@ def test_a_connection_states_what_the_server_computes_in(serving: Serving) -> No
     assert serving.engine.call("version") == "6"
 
 
-def test_the_wire_may_be_narrower_than_the_server(serving: Serving) -> None:
+def test_the_wire_dtype_may_be_narrower_than_the_servers(serving: Serving) -> None:
     bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
     source = ParamsSource(params(QWEN3, 1), decoder(QWEN3).specs, dtype=bf16)
     rounded = {name: array.astype(f32) for name, array in source}
@@ -229,11 +229,11 @@ def test_the_wire_may_be_narrower_than_the_server(serving: Serving) -> None:
     assert serving.engine.generate(PROMPTS) == narrow
 
 
-def test_a_server_that_reports_other_log_probs_is_refused(
+def test_a_server_with_raw_logprobs_is_refused(
     engine: ChildEngine, model: Path, tmp_path: Path
 ) -> None:
-    """vLLM's default is before the temperature, and every ratio would carry the difference."""
+    """vLLM's default is before the temperature; every ratio would be off by the difference."""
     engine.open(model, "float32", logprobs="raw_logprobs")
-    engine.model = None  # not one that other tests could go on with
+    engine.model = None  # other tests must open their own
     with pytest.raises(RefusedError, match="start it with --logprobs-mode processed_logprobs"):
         engine.connect(root=str(tmp_path), wire="float32", sampler="float32")

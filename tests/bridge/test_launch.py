@@ -1,4 +1,4 @@
-"""Servers that end with whoever started them; programs that only sleep play vLLM's part."""
+"""Servers end with the process that started them; sleeping programs stand in for vLLM."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ time.sleep(300)
 
 
 def program(path: Path, text: str) -> Path:
-    """An executable shell script."""
+    """Writes an executable shell script."""
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
@@ -46,7 +46,7 @@ def wait_for(condition) -> None:
     raise AssertionError("it never happened")
 
 
-def test_a_server_and_its_workers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
+def test_a_server_and_its_workers_end_with_a_killed_process(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     serves = program(
         tmp_path / "serves",
@@ -57,19 +57,19 @@ def test_a_server_and_its_workers_end_with_a_process_that_is_killed(tmp_path: Pa
     with subprocess.Popen(command, stdout=subprocess.PIPE) as learner:
         try:
             assert learner.stdout is not None
-            tether = int(learner.stdout.readline())
+            watchdog = int(learner.stdout.readline())
             wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2)
-            processes = [tether, *map(int, pids.read_text().split())]
+            processes = [watchdog, *map(int, pids.read_text().split())]
             assert all(map(alive, processes))
         finally:
             learner.kill()
     wait_for(lambda: not any(map(alive, processes)))
 
 
-def test_a_server_ends_with_its_block_and_tells_its_status(tmp_path: Path) -> None:
+def test_a_server_ends_with_its_block_and_reports_its_status(tmp_path: Path) -> None:
     sleeps = ServerOptions(python=program(tmp_path / "sleeps", "exec sleep 300"), dtype="float32")
     with LocalServer(Path("model"), sleeps, log=tmp_path / "log") as server:
-        wait_for(lambda: len(server.process_ids) == 2)  # what ties it, and itself
+        wait_for(lambda: len(server.process_ids) == 2)  # the watchdog and the server
         server.check()
         found = server.process_ids
     wait_for(lambda: not any(map(alive, found)))
@@ -83,7 +83,7 @@ def test_a_server_ends_with_its_block_and_tells_its_status(tmp_path: Path) -> No
 
 
 def test_a_stopped_server_ends(tmp_path: Path) -> None:
-    """As one that hangs in the kernel; nothing in it hears that it is asked to."""
+    """Like a server that hangs in the kernel, it does not react to SIGTERM."""
     sleeps = ServerOptions(python=program(tmp_path / "sleeps", "exec sleep 300"), dtype="float32")
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -97,7 +97,7 @@ def test_a_stopped_server_ends(tmp_path: Path) -> None:
     wait_for(lambda: not any(map(alive, found)))
 
 
-def test_what_listens_at_the_port_already_is_not_taken_for_the_server(tmp_path: Path) -> None:
+def test_a_program_on_the_port_is_not_mistaken_for_the_server(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         options = ServerOptions(python=tmp_path / "none", dtype="float32", port=port)

@@ -1,4 +1,4 @@
-"""Checksums see every change; manifests read back what was written and refuse everything else."""
+"""Checksums detect every change; manifests round-trip and refuse everything else."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_checksum_is_a_function_of_the_bytes(size: int) -> None:
 @given(
     size=st.sampled_from(SIZES[1:]), where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7)
 )
-def test_checksum_sees_every_flipped_bit(size: int, where: float, bit: int) -> None:
+def test_checksum_detects_every_flipped_bit(size: int, where: float, bit: int) -> None:
     data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     before = manifest.checksum(data)
     data[int(where * size)] ^= 1 << bit
@@ -34,7 +34,7 @@ def test_checksum_sees_every_flipped_bit(size: int, where: float, bit: int) -> N
 
 
 @pytest.mark.parametrize("row", [8, 128, 4096, 8192])
-def test_checksum_sees_swapped_rows(row: int) -> None:
+def test_checksum_detects_swapped_rows(row: int) -> None:
     data = np.random.default_rng(0).integers(0, 256, 64 * row, np.uint8)
     swapped = data.reshape(64, row)[np.r_[1, 0, 2:64]].reshape(-1)
     assert manifest.checksum(data) != manifest.checksum(np.ascontiguousarray(swapped))
@@ -69,10 +69,10 @@ def broken(**changes: object) -> str:
         (broken(file="/etc/passwd"), r"a\.weight: '/etc"),
         (broken(file=".."), r"a\.weight: '\.\.'"),
         (broken(offset=-1), r"a\.weight: the offset"),
-        (manifest.dump(Manifest(7, (ENTRY, ENTRY))), r"a\.weight: stands in the manifest twice"),
+        (manifest.dump(Manifest(7, (ENTRY, ENTRY))), r"a\.weight: occurs twice in the manifest"),
     ],
 )
-def test_anything_else_is_refused_by_name(text: str, named: str) -> None:
+def test_invalid_manifests_are_refused_by_name(text: str, named: str) -> None:
     with pytest.raises(ManifestError, match=named):
         manifest.parse(text)
 
@@ -81,14 +81,12 @@ def test_anything_else_is_refused_by_name(text: str, named: str) -> None:
     ("entries", "named"),
     [
         ((), r"a\.weight: missing"),
-        ((ENTRY, ENTRY._replace(name="b")), r"b: surplus"),
+        ((ENTRY, ENTRY._replace(name="b")), r"b: unexpected"),
         ((ENTRY._replace(shape=(3, 2)),), r"a\.weight: shape \(3, 2\).*\(2, 3\)"),
-        ((ENTRY._replace(dtype="float16"),), r"a\.weight: float16; bfloat16"),
+        ((ENTRY._replace(dtype="float16"),), r"a\.weight: dtype float16; expected bfloat16"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(
-    entries: tuple[Entry, ...], named: str
-) -> None:
+def test_mismatched_tensors_are_refused_by_name(entries: tuple[Entry, ...], named: str) -> None:
     expected = [TensorSpec("a.weight", (2, 3), "bfloat16")]
     manifest.check_tensors((ENTRY,), expected)
     with pytest.raises(ManifestError, match=named):

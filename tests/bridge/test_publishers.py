@@ -1,4 +1,4 @@
-"""What a server reads from a publisher is what the learner held, bit for bit."""
+"""Servers read exactly the learner's tensors from a publisher, bit for bit."""
 
 import os
 import subprocess
@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 from jaxrl.bridge import manifest, payload, safetensors_file
-from jaxrl.bridge.base import LostError, PoisonedError, RefusedError
-from jaxrl.bridge.directory import DirectoryPublisher, export
+from jaxrl.bridge.base import PoisonedError, RefusedError, UnavailableError
+from jaxrl.bridge.directory import DirectoryPublisher, write_checkpoint
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
@@ -29,7 +29,7 @@ SPECS = decoder(QWEN3).specs
 
 
 def exported(config, tree, directory: Path, dtype: np.dtype) -> dict[str, bytes]:
-    """The same tensors on another way: through the checkpoint exporter and the format's library."""
+    """Returns the same tensors by another path: checkpoint export and the safetensors library."""
     huggingface.save(directory, tree, config, dtype=dtype)
     return {k: v.tobytes() for k, v in load_file(directory / "model.safetensors").items()}
 
@@ -61,14 +61,14 @@ def test_source_gathers_from_a_mesh(config: DecoderConfig) -> None:
     assert whole == gathered
 
 
-def test_source_refuses_other_parameters() -> None:
+def test_source_refuses_parameters_that_differ_from_the_specs() -> None:
     tree = params(QWEN3, 0)
     del tree["final_norm"]
     with pytest.raises(ValueError, match="final_norm"):
         ParamsSource(tree, SPECS, dtype=F32)
 
 
-def test_shared_memory_brings_every_version(tmp_path: Path) -> None:
+def test_shared_memory_publishes_every_version(tmp_path: Path) -> None:
     server = Recorder()
     with SharedMemoryPublisher([server], wire=BF16, sampler=BF16, memory=tmp_path) as publisher:
         assert server.dtypes == ("bfloat16", "bfloat16")
@@ -82,11 +82,11 @@ def test_shared_memory_brings_every_version(tmp_path: Path) -> None:
             assert timings.load == 1.0
             files = [path for path in server.root.rglob("*.safetensors")]
             used.update((path, path.stat().st_ino) for path in files)
-        assert len(used) == 2  # two files, written again and again
+        assert len(used) == 2  # two files, reused
     assert not list(tmp_path.iterdir())
 
 
-def test_shared_memory_removes_what_a_killed_process_left(tmp_path: Path) -> None:
+def test_shared_memory_of_a_killed_process_is_removed(tmp_path: Path) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     dead = ended.pid
@@ -115,7 +115,7 @@ def test_directory_publishes_checkpoints(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, loaded, tree)
 
 
-def test_a_run_that_goes_on_publishes_a_version_again(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_a_published_version(tmp_path: Path) -> None:
     model_dir, root = tmp_path / "model", tmp_path / "root"
     exported(QWEN3, params(QWEN3, 0), model_dir, F32)
     roles: Any = {"model_dir": model_dir, "wire": F32, "sampler": F32}
@@ -131,11 +131,13 @@ def test_a_run_that_goes_on_publishes_a_version_again(tmp_path: Path) -> None:
     assert {path.name for path in root.iterdir()} == {"version-2", "version-3"}
 
 
-def test_export_in_several_files_and_without_leftovers(tmp_path: Path) -> None:
+def test_checkpoints_have_several_files_and_leave_no_draft(tmp_path: Path) -> None:
     tree = params(QWEN3, 0)
     huggingface.save(tmp_path / "model", tree, QWEN3, dtype=F32)
     source = ParamsSource(tree, SPECS, dtype=F32)
-    export(source, tmp_path / "a", version=3, model_dir=tmp_path / "model", max_file_bytes=50_000)
+    write_checkpoint(
+        source, tmp_path / "a", version=3, model_dir=tmp_path / "model", max_file_bytes=50_000
+    )
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 2
     _, loaded = huggingface.load(tmp_path / "a", dtype=F32)
     jax.tree.map(np.testing.assert_array_equal, loaded, tree)
@@ -146,7 +148,7 @@ def test_export_in_several_files_and_without_leftovers(tmp_path: Path) -> None:
             raise OSError("no more")
 
     with pytest.raises(OSError, match="no more"):
-        export(
+        write_checkpoint(
             Broken({"a": np.zeros(3, np.float32)}),
             tmp_path / "b",
             version=4,
@@ -155,7 +157,7 @@ def test_export_in_several_files_and_without_leftovers(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"a", "model"}
 
 
-def test_a_source_must_yield_what_it_announced(tmp_path: Path) -> None:
+def test_a_source_must_follow_its_specs(tmp_path: Path) -> None:
     class Liar(ListSource):
         def __iter__(self):
             yield "a", np.zeros(4, np.float32)
@@ -167,43 +169,43 @@ def test_a_source_must_yield_what_it_announced(tmp_path: Path) -> None:
         publisher.publish(Liar({"a": np.zeros(3, np.float32)}), version=0)
 
 
-def test_the_worst_failure_is_raised_where_no_server_has_taken_the_version(tmp_path: Path) -> None:
+def test_the_worst_failure_is_raised_if_no_server_takes_the_version(tmp_path: Path) -> None:
     servers = [Recorder(), Recorder(), Recorder()]
-    failures = [RefusedError("no"), PoisonedError("half"), LostError("nobody there")]
+    failures = [RefusedError("no"), PoisonedError("half"), UnavailableError("nobody there")]
     source = ListSource({"a": np.zeros(3, np.float32)})
     with SharedMemoryPublisher(servers, wire=F32, sampler=F32, memory=tmp_path) as publisher:
         for server, failure in zip(servers, failures, strict=True):
             server.failure = failure
         with pytest.raises(PoisonedError, match="half"):
             publisher.publish(source, version=0)
-        servers[1].failure = LostError("ill")
+        servers[1].failure = UnavailableError("ill")
         with pytest.raises(RefusedError, match="no"):
             publisher.publish(source, version=0)
-        for kind in failures:  # but one that goes on is enough
+        for kind in failures:  # one successful server is enough
             servers[1].failure, servers[2].failure = kind, None
             publisher.publish(source, version=1)
             assert [server.version for server in servers] == [-1, -1, 1]
 
 
-def test_servers_that_do_not_answer_are_passed_over(tmp_path: Path) -> None:
+def test_unavailable_servers_are_skipped(tmp_path: Path) -> None:
     servers = [Recorder(), Recorder()]
     source = ListSource({"a": np.zeros(3, np.float32)})
     with SharedMemoryPublisher(servers, wire=F32, sampler=F32, memory=tmp_path) as publisher:
-        servers[0].failure = LostError("nobody there")
+        servers[0].failure = UnavailableError("nobody there")
         assert publisher.publish(source, version=0).load == 1.0
         assert [server.version for server in servers] == [-1, 0]
-        servers[1].failure = LostError("gone, too")
-        with pytest.raises(LostError, match="nobody there"):
+        servers[1].failure = UnavailableError("gone, too")
+        with pytest.raises(UnavailableError, match="nobody there"):
             publisher.publish(source, version=1)
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A root with the payload `p`."""
+    """Makes a root with the payload `p`."""
     (tmp_path / "model").mkdir()
     (tmp_path / "root").mkdir()
     source = ListSource({"a": np.arange(300, dtype=np.float32), "b": np.ones(2, np.float32)})
-    export(source, tmp_path / "root" / "p", version=1, model_dir=tmp_path / "model")
+    write_checkpoint(source, tmp_path / "root" / "p", version=1, model_dir=tmp_path / "model")
     return tmp_path / "root"
 
 
@@ -215,7 +217,7 @@ def test_payloads_stay_below_the_root(root: Path, name: str) -> None:
         payload.resolve(root, name)
 
 
-def test_a_changed_byte_is_found(root: Path) -> None:
+def test_a_changed_byte_is_detected(root: Path) -> None:
     file = root / "p" / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -224,7 +226,7 @@ def test_a_changed_byte_is_found(root: Path) -> None:
         read_payload(root, "p")
 
 
-def test_a_short_file_is_found(root: Path) -> None:
+def test_a_short_file_is_detected(root: Path) -> None:
     file = root / "p" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ManifestError, match=r"b: needs 8 bytes"):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from jaxrl.bridge.base import LostError, RefusedError
+from jaxrl.bridge.base import RefusedError, UnavailableError
 from jaxrl.bridge.in_vllm import auth
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer, ServerFailedError, ServerOptions
@@ -47,8 +47,8 @@ OPTIONS = ServerOptions(
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     directory = tmp_path_factory.mktemp("server")
     huggingface.save(directory / "model", params(QWEN3, 0), QWEN3, dtype=F32)
-    # oneDNN keeps the code of its last 1024 matrix products, some 150 MB here; with fewer the test
-    # for leaks sees a level memory early.
+    # oneDNN caches the code of its last 1024 matrix products, some 150 MB here. With a smaller
+    # cache, memory levels off early in the leak test.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
         running = LocalServer(directory / "model", OPTIONS, log=directory / "log")
@@ -69,20 +69,20 @@ def control(server: LocalServer) -> VllmServer:
     return VllmServer(server.url, api_key=KEY)
 
 
-@functools.cache  # a publish that has to make its weights first comes too late
+@functools.cache  # a publish that first makes its weights would come too late
 def weights(seed: int) -> ParamsSource:
     return ParamsSource(params(QWEN3, seed), SPECS, dtype=F32)
 
 
-class Answer(NamedTuple):
+class Output(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]  # of each token
     finish_reason: str
 
 
-def ask(server: LocalServer, prompt: list[int], max_tokens: int) -> Answer:
-    """Greedy, and past any EOS."""
+def ask(server: LocalServer, prompt: list[int], max_tokens: int) -> Output:
+    """Asks for a greedy completion that ignores EOS."""
     body = {
         "token_ids": prompt,
         "sampling_params": {
@@ -107,21 +107,21 @@ def ask(server: LocalServer, prompt: list[int], max_tokens: int) -> Answer:
         for _ in range(span["start"], span["end"])
     ]
     logprobs = [item["logprob"] for item in choice["logprobs"]["content"]]
-    return Answer(choice["token_ids"], logprobs, versions, choice["finish_reason"])
+    return Output(choice["token_ids"], logprobs, versions, choice["finish_reason"])
 
 
 LENGTH = 480
 
 
-def ask_through(server: LocalServer, publish: Callable[[], None]) -> list[Answer]:
-    """Answers to one request after the other, from before the publish to after it.
+def ask_through(server: LocalServer, publish: Callable[[], None]) -> list[Output]:
+    """Sends one request after the other, from before the publish until after it.
 
-    However late a thread of a busy machine wakes, the publish meets the server at work."""
-    answers, first, done = [], threading.Event(), threading.Event()
+    However late a thread wakes on a busy machine, the publish finds the server at work."""
+    outputs, first, done = [], threading.Event(), threading.Event()
 
     def client() -> None:
         while not done.is_set():
-            answers.append(ask(server, PROMPT, LENGTH))
+            outputs.append(ask(server, PROMPT, LENGTH))
             first.set()
 
     with ThreadPoolExecutor() as pool:
@@ -132,52 +132,52 @@ def ask_through(server: LocalServer, publish: Callable[[], None]) -> list[Answer
         finally:
             done.set()
         asking.result()
-    return answers
+    return outputs
 
 
-def test_versions_in_flight(server: LocalServer) -> None:
-    """A request that spans a publish has the old weights' tokens before and the new ones' after."""
+def test_a_request_in_flight_continues_with_the_new_weights(server: LocalServer) -> None:
+    """Its tokens come from the old weights before the publish and from the new ones after it."""
     with SharedMemoryPublisher([control(server)], wire=F32, sampler=F32) as publisher:
-        for attempt in range(5):  # in case a publish falls between two requests
+        for attempt in range(5):  # a publish may fall between two requests
             old, new = 2 * attempt, 2 * attempt + 1
             publisher.publish(weights(0), version=old)
             publish = functools.partial(publisher.publish, weights(1), version=new)
-            answers = ask_through(server, publish)
-            spanning = [answer for answer in answers if len(set(answer.versions)) == 2]
+            outputs = ask_through(server, publish)
+            spanning = [output for output in outputs if len(set(output.versions)) == 2]
             if spanning:
                 break
         else:
             raise AssertionError("no publish met a request in flight")
-    (answer,) = spanning
-    before = answer.versions.count(old)
-    assert answer.versions == [old] * before + [new] * (LENGTH - before)
-    assert set(answers[0].versions) == {old}
-    assert answer.tokens[:before] == answers[0].tokens[:before]
-    assert answer.logprobs[:before] == answers[0].logprobs[:before]
-    rest = ask(server, PROMPT + answer.tokens[:before], LENGTH - before)
-    assert answer.tokens[before:] == rest.tokens
-    assert answer.logprobs[before:] == rest.logprobs
+    (output,) = spanning
+    before = output.versions.count(old)
+    assert output.versions == [old] * before + [new] * (LENGTH - before)
+    assert set(outputs[0].versions) == {old}
+    assert output.tokens[:before] == outputs[0].tokens[:before]
+    assert output.logprobs[:before] == outputs[0].logprobs[:before]
+    rest = ask(server, PROMPT + output.tokens[:before], LENGTH - before)
+    assert output.tokens[before:] == rest.tokens
+    assert output.logprobs[before:] == rest.logprobs
     assert set(rest.versions) == {new}
 
 
 @pytest.mark.parametrize(("in_flight", "attempts"), [("wait", 1), ("abort", 5)])
-def test_requests_in_flight_may_end_first(
+def test_requests_in_flight_finish_or_abort_before_the_update(
     server: LocalServer, in_flight: Any, attempts: int
 ) -> None:
     with SharedMemoryPublisher(
         [control(server)], wire=F32, sampler=F32, in_flight=in_flight
     ) as publisher:
         aborted = False
-        for attempt in range(attempts):  # in case a publish falls between two requests
+        for attempt in range(attempts):  # a publish may fall between two requests
             publisher.publish(weights(0), version=2 * attempt)
             publish = functools.partial(publisher.publish, weights(1), version=2 * attempt + 1)
-            answers = ask_through(server, publish)
-            assert all(len(set(answer.versions)) <= 1 for answer in answers)
-            for answer in answers:
-                assert answer.finish_reason == (
-                    "length" if len(answer.tokens) == LENGTH else "abort"
+            outputs = ask_through(server, publish)
+            assert all(len(set(output.versions)) <= 1 for output in outputs)
+            for output in outputs:
+                assert output.finish_reason == (
+                    "length" if len(output.tokens) == LENGTH else "abort"
                 )
-            aborted |= any(answer.finish_reason == "abort" for answer in answers)
+            aborted |= any(output.finish_reason == "abort" for output in outputs)
             if aborted:
                 break
     assert aborted == (in_flight == "abort")
@@ -186,18 +186,18 @@ def test_requests_in_flight_may_end_first(
 def test_a_refusal_leaves_the_server_serving(
     server: LocalServer, publisher: SharedMemoryPublisher
 ) -> None:
-    answers = ask(server, PROMPT, 24)
+    outputs = ask(server, PROMPT, 24)
     tensors = dict(weights(1))
     del tensors["model.norm.weight"]
     with pytest.raises(RefusedError, match=r"^bridge refused: .*model\.norm\.weight: missing"):
         publisher.publish(ListSource(tensors), version=1)
-    assert ask(server, PROMPT, 24) == answers
+    assert ask(server, PROMPT, 24) == outputs
     with pytest.raises(RefusedError, match="computes in float32"):
         SharedMemoryPublisher([control(server)], wire=F32, sampler=np.dtype(np.float16))
 
 
-def test_an_update_without_a_pause_is_whole(server: LocalServer, tmp_path: Path) -> None:
-    """Stock vLLM's own update dies here, because a step meets a half-open model."""
+def test_an_update_without_a_pause_is_atomic(server: LocalServer, tmp_path: Path) -> None:
+    """Stock vLLM's own update crashes here, because a step runs on a half-loaded model."""
     unpaused = control(server)
     call = unpaused._call
     unpaused._call = lambda method, path, body=None: (
@@ -210,12 +210,12 @@ def test_an_update_without_a_pause_is_whole(server: LocalServer, tmp_path: Path)
         flying = [pool.submit(ask, server, PROMPT, LENGTH) for _ in range(4)]
         for version in range(4):
             publisher.publish(weights(version), version=version)
-        assert all(len(answer.result().tokens) == LENGTH for answer in flying)
+        assert all(len(output.result().tokens) == LENGTH for output in flying)
     assert unpaused.healthy()
 
 
 def resident(server: LocalServer) -> int:
-    """Bytes of private memory of all the server's processes."""
+    """Returns the private memory of the server's processes, in bytes."""
     total = 0
     for pid in server.process_ids:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
@@ -232,11 +232,11 @@ def test_fifty_publishes_under_load(server: LocalServer, publisher: SharedMemory
         expected.append(ask(server, PROMPT, 24))
     done = threading.Event()
 
-    def client(seed: int) -> list[Answer]:
-        rng, answers = np.random.default_rng(seed), []
+    def client(seed: int) -> list[Output]:
+        rng, outputs = np.random.default_rng(seed), []
         while not done.is_set():
-            answers.append(ask(server, rng.integers(2, 128, 8).tolist(), 48))
-        return answers
+            outputs.append(ask(server, rng.integers(2, 128, 8).tolist(), 48))
+        return outputs
 
     with ThreadPoolExecutor(4) as pool:
         running = [pool.submit(client, seed) for seed in range(4)]
@@ -244,21 +244,21 @@ def test_fifty_publishes_under_load(server: LocalServer, publisher: SharedMemory
             publisher.publish(sources[version % 2], version=version)
         done.set()
         streams = [client.result() for client in running]
-    for answers in streams:
-        assert all(len(a.tokens) == len(a.versions) == 48 for a in answers)
-        assert all(a.finish_reason == "length" for a in answers)
-        versions = list(itertools.chain.from_iterable(a.versions for a in answers))
+    for outputs in streams:
+        assert all(len(a.tokens) == len(a.versions) == 48 for a in outputs)
+        assert all(a.finish_reason == "length" for a in outputs)
+        versions = list(itertools.chain.from_iterable(a.versions for a in outputs))
         assert versions == sorted(versions)
         assert len(set(versions)) > 10
-        assert np.isfinite([a.logprobs for a in answers]).all()
+        assert np.isfinite([a.logprobs for a in outputs]).all()
     final = ask(server, PROMPT, 24)
     assert final._replace(versions=[]) == expected[52 % 2]._replace(versions=[])
     assert set(final.versions) == {52}
 
 
-def test_memory_stays_level(server: LocalServer, publisher: SharedMemoryPublisher) -> None:
-    """One request at a time, so that a server's many caches for batches of a size stay out of it;
-    a lost copy of the weights at each publish would be 11 MB."""
+def test_publishing_leaks_no_memory(server: LocalServer, publisher: SharedMemoryPublisher) -> None:
+    """Leaking a copy of the weights would add 11 MB per publish. Requests run one by one, so that
+    vLLM's caches per batch size do not grow."""
     sources, memory = [weights(0), weights(1)], []
     for version in range(1, 51):
         publisher.publish(sources[version % 2], version=version)
@@ -281,7 +281,7 @@ def test_memory_stays_level(server: LocalServer, publisher: SharedMemoryPublishe
         ("GET", "/none"),
     ],
 )
-def test_without_the_key_nothing_happens(
+def test_requests_without_the_key_are_rejected(
     server: LocalServer, method: str, path: str, key: str | None
 ) -> None:
     before = control(server).weight_version()
@@ -309,12 +309,12 @@ def test_a_server_that_others_can_reach_needs_a_key(tmp_path: Path) -> None:
     assert not (tmp_path / "log").exists()
 
 
-def test_nobody_there_is_lost(tmp_path: Path) -> None:
-    nobody = VllmServer("http://127.0.0.1:9", timeout=1.0)
-    nobody.connect(root=str(tmp_path), wire="float32", sampler="float32")  # it may come later
-    assert not nobody.connected
-    with pytest.raises(LostError, match=r"127\.0\.0\.1:9/"):
-        nobody.update("slot-0", version=1, in_flight="keep")
+def test_an_unreachable_server_is_unavailable(tmp_path: Path) -> None:
+    absent = VllmServer("http://127.0.0.1:9", timeout=1.0)
+    absent.connect(root=str(tmp_path), wire="float32", sampler="float32")  # it may start later
+    assert not absent.connected
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9/"):
+        absent.update("slot-0", version=1, in_flight="keep")
     with pytest.raises(ValueError, match="not the http"):
         VllmServer("127.0.0.1:8000")
 

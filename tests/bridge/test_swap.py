@@ -1,4 +1,4 @@
-"""Publishing to several servers of which one is ill; programs of a few lines play vLLM's part."""
+"""Weight sync to several servers when one fails, with stand-ins for vLLM."""
 
 import json
 import threading
@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from jaxrl.bridge.base import POISONED, REFUSED, LostError, PoisonedError, RefusedError
+from jaxrl.bridge.base import POISONED, REFUSED, PoisonedError, RefusedError, UnavailableError
 from jaxrl.bridge.servers.control import ControlError, VllmServer
-from jaxrl.bridge.swap import switch
+from jaxrl.bridge.swap import swap_weights
 
 DEAD = "EngineCore encountered an issue"
 
 
 class Vllm(ThreadingHTTPServer):
-    """Holds a version and is paused or not; `fails` says what a path answers instead."""
+    """Keeps a version and a paused state; `fails` overrides the response of a path."""
 
     daemon_threads = True
     block_on_close = False
@@ -26,7 +26,7 @@ class Vllm(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.version, self.paused, self.fails = "default", False, dict[str, tuple[int, str]]()
 
-    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+    def respond(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
         failure = self.fails.get(path, self.fails.get("*"))
         if failure is not None:
             return failure
@@ -43,7 +43,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
-        status, text = self.server.answer(self.path.partition("?")[0], body)
+        status, text = self.server.respond(self.path.partition("?")[0], body)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
@@ -74,10 +74,10 @@ def two() -> Iterator[tuple[list[Vllm], list[VllmServer]]]:
 
 
 def publish(servers: list[VllmServer], version: int) -> None:
-    switch(servers, "slot-0", version=version, in_flight="keep")
+    swap_weights(servers, lambda s: s.update("slot-0", version=version, in_flight="keep"))
 
 
-def test_a_proxy_of_the_environment_is_not_asked(monkeypatch):
+def test_proxies_of_the_environment_are_ignored(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("all_proxy", "http://127.0.0.1:9")
     with running() as (_, server):
@@ -87,32 +87,32 @@ def test_a_proxy_of_the_environment_is_not_asked(monkeypatch):
 @pytest.mark.parametrize(
     ("path", "failure", "kind"),
     [
-        ("*", (500, DEAD), LostError),  # between the end of its engine and its own
-        ("/pause", (503, "no"), LostError),
+        ("*", (500, DEAD), UnavailableError),  # the engine is dead, the server not yet
+        ("/pause", (503, "no"), UnavailableError),
         ("/update_weights", (500, f"{POISONED} no memory"), PoisonedError),
         ("/finish_weight_update", (500, DEAD), PoisonedError),
         ("/resume", (500, DEAD), PoisonedError),
         ("/update_weights", (500, f"{REFUSED} b: checksum"), RefusedError),
     ],
 )
-def test_one_that_fails_is_done_without_and_taken_back(two, path, failure, kind):
-    (healthy, ill), servers = two
+def test_a_failed_server_is_skipped_and_recovers(two, path, failure, kind):
+    (healthy, failing), servers = two
     publish(servers, 6)
-    ill.fails[path] = failure
+    failing.fails[path] = failure
     publish(servers, 7)
     assert (healthy.version, healthy.paused) == ("7", False)
     assert [server.connected for server in servers] == [True, False]
-    assert failure[1] in servers[1].trouble
+    assert failure[1] in servers[1].last_error
     with pytest.raises(kind):
-        publish(servers[1:], 8)  # where nobody goes on it is an error
+        publish(servers[1:], 8)  # an error if no server succeeds
     publish(servers, 8)
-    ill.fails.clear()
+    failing.fails.clear()
     publish(servers, 9)
-    assert [(v.version, v.paused) for v in (healthy, ill)] == [("9", False)] * 2
+    assert [(v.version, v.paused) for v in (healthy, failing)] == [("9", False)] * 2
     assert all(server.connected for server in servers)
 
 
-def test_one_that_comes_back_with_another_dtype_is_done_without(two):
+def test_a_server_that_returns_with_another_dtype_is_skipped(two):
     (healthy, changed), servers = two
     changed.fails["*"] = (503, "starting")
     publish(servers, 1)
@@ -120,10 +120,10 @@ def test_one_that_comes_back_with_another_dtype_is_done_without(two):
     changed.fails = {"/init_weight_transfer_engine": (500, dtype)}
     publish(servers, 2)
     assert (healthy.version, changed.version) == ("2", "default")
-    assert (servers[1].connected, servers[1].trouble) == (False, dtype)
+    assert (servers[1].connected, servers[1].last_error) == (False, dtype)
 
 
-def test_a_run_may_begin_while_a_server_is_ill_but_not_with_a_wrong_one():
+def test_connecting_tolerates_a_failed_server_but_not_a_wrong_one():
     with running() as (vllm, server):
         vllm.fails["*"] = (500, DEAD)
         server.connect(root="/x", wire="float32", sampler="float32")

@@ -1,7 +1,7 @@
-"""vLLM in this process, told what to do by JSON lines; runs in .venv-vllm, without jax.
+"""Runs vLLM in this process, controlled by JSON lines; runs in .venv-vllm, without jax.
 
-One request a line on the standard input, {"call": name, ...arguments}; one answer a line on the
-standard output: {"ok": result} or {"error": message}.
+Each line of standard input is a request, {"call": name, ...arguments}. Each line of standard output
+is a response, {"ok": result} or {"error": message}.
 """
 
 import gc
@@ -11,12 +11,12 @@ import sys
 
 
 class Engine:
-    """One model at a time."""
+    """A vLLM engine with one model."""
 
     def open(self, model: str, dtype: str, logprobs_mode: str) -> None:
         from vllm import LLM
 
-        self.llm = None  # first the old one goes
+        self.llm = None  # free the old one first
         self.llm = LLM(
             model,
             dtype=dtype,
@@ -43,7 +43,7 @@ class Engine:
         return self.llm.get_weight_version()
 
     def generate(self, prompts: list[list[int]]) -> list:
-        """Greedy tokens and their log-probs."""
+        """Returns greedy tokens and their log-probs."""
         from vllm import SamplingParams
 
         outputs = self.llm.generate(
@@ -61,7 +61,7 @@ class Engine:
         ]
 
     def fail_after(self, tensors: int) -> None:
-        """The next load raises when the model has taken this many tensors."""
+        """Makes the next load raise after this many tensors."""
         network = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
         whole = network.load_weights
 
@@ -83,24 +83,24 @@ class Engine:
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints to the standard output
+    responses = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints to standard output
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_NO_USAGE_STATS="1",
         TORCH_COMPILE_DISABLE="1",
         HF_HUB_OFFLINE="1",
     )
-    # vLLM collects garbage eight times a start, a third of a second each, for nothing here.
+    # vLLM collects garbage eight times per start, a third of a second each, to no effect here.
     gc.collect = lambda generation=2: 0
     engine = Engine()
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            answer = {"ok": getattr(engine, request.pop("call"))(**request)}
+            response = {"ok": getattr(engine, request.pop("call"))(**request)}
         except Exception as error:
-            answer = {"error": str(error)}
-        print(json.dumps(answer), file=answers, flush=True)
+            response = {"error": str(error)}
+        print(json.dumps(response), file=responses, flush=True)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def test_help_of_train_shows_every_key_with_its_default(capsys, monkeypatch):
         assert f"--{key.name} " in shown
         assert " ".join((key.field.description or "").split()) in shown
     assert "(default: 0.9,0.95)" in shown
-    assert "Three batch sizes follow one from the other" in shown
+    assert "Each step samples a *rollout batch*" in shown
 
 
 def test_printed_config_loads_again(tmp_path, capsys):

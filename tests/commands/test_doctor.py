@@ -76,7 +76,7 @@ def model(tmp_path_factory):
 
 
 def examined(model, out, **changes) -> list[dict]:
-    keys = {"prompts": 4, "sampling.max_tokens": 12, "repeat": 0} | changes
+    keys = {"prompts": 4, "sampling.max_tokens": 12, "timed_steps": 0} | changes
     given = [f"--{key}={value}" for key, value in keys.items()]
     assert main(["doctor", str(model), *given, f"--out={out}"]) == 0
     assert (out / "doctor.png").stat().st_size > 1000
@@ -97,6 +97,6 @@ def test_it_finds_the_mismatch_where_it_is(model, tmp_path, capsys):
 
 
 def test_steps_are_timed_where_that_is_asked_for(model, tmp_path, capsys):
-    (only,) = examined(model, tmp_path, precisions="fp32", repeat=1)
+    (only,) = examined(model, tmp_path, precisions="fp32", timed_steps=1)
     assert only["seconds_per_step"] > 0
     assert capsys.readouterr().out.splitlines()[2].endswith("step")

@@ -1,12 +1,14 @@
 """`jaxrl serve`, and servers that a run starts."""
 
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from jaxrl.bridge.servers.launch import ServerFailedError
 from jaxrl.builders import sampler, servers
 from jaxrl.builders.layout import make_layout
+from jaxrl.builders.weight_sync import Weights
 from jaxrl.commands.serve import command
 from jaxrl.config import toml_file
 from jaxrl.config.toml_file import ConfigError
@@ -30,8 +32,8 @@ def test_one_server_is_looked_after_and_stays_where_it_is(monkeypatch, capsys):
             raise KeyboardInterrupt if len(ports) == 2 else ServerFailedError("killed")
 
     @contextmanager
-    def start(config, *_, **__):
-        ports.append(config.port)
+    def start(*_, address: servers.Address, **__):
+        ports.append(address.port)
         yield Server()
 
     monkeypatch.setattr(servers, "started_server", start)
@@ -51,8 +53,8 @@ def test_a_server_of_a_runs_own_has_a_key_that_nobody_knows(monkeypatch, tmp_pat
     """Others with an account on the machine can reach loopback, too."""
     keys: list[str | None] = []
 
-    def start(*_, key: str | None = None, **__):
-        keys.append(key)
+    def start(*_, address: servers.Address, **__):
+        keys.append(address.api_key)
         raise StartedError
 
     monkeypatch.setattr(servers, "started_server", start)
@@ -69,10 +71,7 @@ def test_a_server_of_a_runs_own_has_a_key_that_nobody_knows(monkeypatch, tmp_pat
             pytest.raises(StartedError),
             sampler.open_sampler(
                 config,
-                tiny.model(),
-                params={},
-                version=0,
-                policy=PRESETS["fp32"],
+                Weights(tiny.model(), {}, 0, PRESETS["fp32"], Path("m")),
                 layout=make_layout(config.mesh),
                 directory=tmp_path,
                 note=print,

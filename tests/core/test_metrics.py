@@ -18,7 +18,7 @@ SHAPE = (3, 4)
     mask=hnp.arrays(bool, SHAPE),
     cut=st.integers(0, 3),
 )
-def test_parts_add_up_to_the_whole(values, mask, cut):
+def test_means_of_parts_merge_to_the_mean_of_the_whole(values, mask, cut):
     whole = masked_mean(jnp.asarray(values), jnp.asarray(mask))
     # Padded parts, not slices: one shape compiles once.
     first, second = ((np.arange(3) < cut)[:, None] & mask, (np.arange(3) >= cut)[:, None] & mask)
@@ -33,7 +33,7 @@ def test_parts_add_up_to_the_whole(values, mask, cut):
     )
 
 
-def test_of_what_counts_from_the_start_the_later_number_stands():
+def test_latest_keeps_the_later_number():
     """Four updates with one skipped: one was skipped, not a half."""
     found = {}
     for skipped in (0.0, 0.0, 1.0, 1.0):
@@ -45,12 +45,12 @@ def test_of_what_counts_from_the_start_the_later_number_stands():
     assert to_floats(found) == {"skipped": 1.0, "loss": 0.5}
 
 
-def test_nothing_outside_the_mask_is_read():
+def test_masked_entries_are_never_read():
     values = jnp.array([1.0, jnp.nan, jnp.inf, 3.0])
     assert masked_mean(values, jnp.array([1, 0, 0, 1])).value == 2.0
 
 
-def test_shares_of_booleans_and_sums_of_sixteen_bits():
+def test_masked_mean_of_booleans_and_half_precision_is_f32():
     assert masked_mean(jnp.array([True, False, True]), jnp.ones(3, bool)).total == 2.0
     many = jnp.ones(4096, jnp.bfloat16)  # a bf16 sum would stop at 256
     assert masked_mean(many, jnp.ones(4096, bool)).total == 4096.0

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.core.batch import Rollout, action_sequences, action_tokens, segment_sum, sequence_weights
-from jaxrl.core.packing import assign_rows, pack
+from jaxrl.core.packing import MinibatchShape, assign_rows, pack, pack_minibatch, plan_rows, unpack
 
 ROW = 12
 quick = settings(max_examples=40, derandomize=True, deadline=None, database=None)
@@ -75,7 +75,7 @@ def test_pack_writes_every_token_once(samples, spare):
         assert not leaf[~read].any()  # padding is blank
 
 
-def test_pack_takes_one_advantage_for_a_whole_answer():
+def test_pack_broadcasts_one_advantage_over_a_completion():
     sample = rollout(2, 3, action_mask=np.array([True, False, True]))
     batch = pack([sample], [2.5], rows=[[0]], row_length=6)
     np.testing.assert_array_equal(batch.advantages, [[0, 0, 2.5, 0, 2.5, 0]])
@@ -91,12 +91,12 @@ def test_pack_takes_one_advantage_for_a_whole_answer():
         (rollout(2, 9), "row 0 is given 11 tokens and holds 10"),
     ],
 )
-def test_pack_refuses_what_it_would_garble(sample, message):
+def test_pack_refuses_malformed_rollouts(sample, message):
     with pytest.raises(ValueError, match=message):
         pack([sample], [1.0], rows=[[0]], row_length=10)
 
 
-def test_pack_wants_an_advantage_for_each():
+def test_pack_needs_one_advantage_per_rollout():
     with pytest.raises(ValueError, match="2 advantages for 1 rollouts"):
         pack([rollout(1, 1)], [1.0, 1.0], rows=[[0]], row_length=4)
 
@@ -113,7 +113,7 @@ counts = jax.jit(
 
 @quick
 @given(samples=rollouts)
-def test_counts_are_those_of_the_sequences(samples):
+def test_counts_do_not_depend_on_packing(samples):
     rows = assign_rows([s.length for s in samples], row_length=ROW)
     rows = [*rows, *[[]] * (9 - len(rows))]
     batch = pack(samples, [i + 1.0 for i in range(len(samples))], rows=rows, row_length=ROW)
@@ -131,3 +131,35 @@ def test_counts_are_those_of_the_sequences(samples):
                 weights[r, at & batch.action_mask[r]] * chosen[i], 1, rtol=1e-6
             )
     assert not sums[batch.segments == 0].any()
+
+
+@quick
+@given(samples=rollouts, packed=st.booleans(), per=st.integers(1, 3), spare=st.integers(0, 2))
+def test_unpack_inverts_pack_minibatch(samples, packed, per, spare):
+    shape = MinibatchShape(
+        row_length=ROW,
+        rows_per_microbatch=per,
+        max_rows=len(samples) + spare if spare else None,
+        packed=packed,
+    )
+    minibatch = pack_minibatch(samples, [i + 1.0 for i in range(len(samples))], shape=shape)
+    assert len(minibatch.batch.tokens) % per == 0
+    found = unpack(np.asarray(minibatch.batch.advantages), samples, shape=shape)
+    for i, (sample, advantages) in enumerate(zip(samples, found, strict=True)):
+        np.testing.assert_array_equal(advantages, np.where(sample.action_mask, i + 1.0, 0))
+
+
+@quick
+@given(st.lists(st.integers(1, 3), min_size=2, max_size=8), st.booleans())
+def test_sequences_kept_together_share_a_row(lengths, packed):
+    samples = [rollout(n, n) for n in lengths[: len(lengths) // 2 * 2]]
+    shape = MinibatchShape(row_length=ROW, rows_per_microbatch=2, packed=packed, together=2)
+    rows = plan_rows(samples, shape).members
+    pairs = [list(row[i : i + 2]) for row in rows for i in range(0, len(row), 2)]
+    assert sorted(pairs) == [[i, i + 1] for i in range(0, len(samples), 2)]
+
+
+def test_more_rows_than_room_is_an_error():
+    shape = MinibatchShape(row_length=ROW, rows_per_microbatch=2, max_rows=2, packed=False)
+    with pytest.raises(ValueError, match="3 rows fill 2 microbatches of 2 rows"):
+        plan_rows([rollout(1, 1)] * 3, shape)

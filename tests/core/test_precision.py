@@ -91,6 +91,38 @@ def test_impossible_loss_scales(text):
         parse_loss_scale(text)
 
 
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_takes_a_dtype_a_type_or_a_short_name(role):
+    policy = PRESETS["fp32"]
+    expected = parse(f"fp32,{role}=bf16")
+    for value in ("bf16", jnp.bfloat16, jnp.dtype(jnp.bfloat16), np.dtype("bfloat16").type):
+        changed = dataclasses.replace(policy, **{role: value})
+        assert changed == expected
+        assert hash(changed) == hash(expected)
+        assert str(changed) == str(expected)
+        assert isinstance(getattr(changed, role), np.dtype)
+    assert dataclasses.replace(expected, **{role: np.float32}) == policy
+    roles = dict.fromkeys(ROLES, "f32") | {role: "bf16"}
+    assert Precision(**roles, loss_scale="none") == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("bfloat16", "'bfloat16'"),
+        (jnp.int32, "int32"),
+        (float, "float"),
+        (None, "None"),
+        (16, "16"),
+        (np.dtype("int8"), "int8"),
+    ],
+)
+def test_other_values_of_a_role_are_refused(value, said):
+    names = "f64, f32, bf16, f16, f8_e4m3"
+    with pytest.raises(ValueError, match=rf"logits=.*{said}.* is not a dtype; .*{names}, .*jnp\."):
+        dataclasses.replace(PRESETS["fp32"], logits=value)
+
+
 def test_products_accumulate_in_at_least_f32():
     assert parse("bf16").accumulate == parse("fp16_master").accumulate == jnp.float32
     assert parse("fp32,compute=f64").accumulate == jnp.float64

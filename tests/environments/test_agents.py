@@ -1,6 +1,5 @@
 """Small runs with environments: config, training loop, stream, evaluation."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -14,8 +13,9 @@ from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
 from jaxrl.core.batch import to_json
 from jaxrl.monitoring.tracking.tracking import read_metrics
-from jaxrl.training.rollouts.answers import collect
-from jaxrl.training.run import Progress, open_run
+from jaxrl.training.progress import Progress
+from jaxrl.training.rollouts.collect import collect
+from jaxrl.training.run import open_run
 from tests import tiny
 from tests.documented import undocumented
 
@@ -92,8 +92,14 @@ def config(*arguments: Path, **changes: str) -> Config:
 def test_a_single_turn_environment_changes_no_bit_of_the_training_data(material, tmp_path):
     single = {"environment.name": f"{material / 'mine.py'}:Single", "train.mask_truncated": "true"}
     with open_run(config(material, tmp_path / "run", **single)) as (run, _, _):
-        found = collect(run, Progress(), seconds={})
-        plain = collect(dataclasses.replace(run, episode_runner=None), Progress(), seconds={})
+        source, train_config = run.source, run.config.train
+        found = collect(source, train_config, progress=Progress(), seconds={})
+        weights = {"shorter": source.scorer.weights["shorter"]}
+        single_turn = source._replace(
+            generator=source.generator._replace(episode_runner=None),
+            scorer=source.scorer._replace(weights=weights),
+        )
+        plain = collect(single_turn, train_config, progress=Progress(), seconds={})
     for one, other in zip(found.batch, plain.batch, strict=True):
         assert one.components == (other.reward, 0.0)
         assert to_json(one._replace(episode=None, components=other.components)) == to_json(other)
@@ -108,7 +114,7 @@ def test_episodes_are_sampled_while_the_learner_trains(material, tmp_path, capsy
     changes = {
         "environment.name": f"{material / 'mine.py'}:Twice",
         "environment.fails": "0+1=",
-        "environment.weight": "0.5",
+        "reward.weights": "0.5",
         "sampling.max_tokens": "24",
         "train.microbatch_tokens": "96",
         "rollouts.max_staleness": "1",
@@ -123,12 +129,12 @@ def test_episodes_are_sampled_while_the_learner_trains(material, tmp_path, capsy
         ended = sum(e[f"episodes/{end}"] for end in ("done", "max_tokens", "error"))
         assert ended == 6
         assert e["completion_length/max"] <= 24
-        assert e["reward"] == pytest.approx(e["reward/shorter"] + 0.5 * e["reward/environment"])
+        assert e["reward"] == pytest.approx(0.5 * e["reward/shorter"] + e["reward/environment"])
     answers = tmp_path / "answers.jsonl"
     file = str(tmp_path / "run" / "config.toml")
     held_out = ["--data.eval_path", str(material / "prompts.jsonl"), "--data.eval_limit", "3"]
-    own = ["--model.path", str(result.model), "--reward.path", "", "--answers", str(answers)]
-    assert main(["eval", file, *held_out, *own]) == 0
+    own = ["--model.path", str(result.model), "--reward.path", "", "--reward.weights", ""]
+    assert main(["eval", file, *held_out, *own, "--answers", str(answers)]) == 0
     said = capsys.readouterr().out
     assert "episodes/error: 1" in said
     rows = [json.loads(line) for line in answers.read_text().splitlines()]
@@ -145,7 +151,7 @@ def test_episodes_are_sampled_while_the_learner_trains(material, tmp_path, capsy
     ("changes", "message"),
     [
         ({"environment.tools": "calculator"}, r"set environment\.name = 'agent'"),
-        ({"environment.name": "agent", "environment.corpus": "c.txt"}, "is for the tool search"),
+        ({"environment.name": "agent", "environment.corpus": "c.txt"}, r"\['search:FILE'\]"),
     ],
 )
 def test_keys_for_an_agent_without_an_agent_are_refused(material, tmp_path, changes, message):
@@ -159,7 +165,7 @@ def test_keys_for_an_agent_without_an_agent_are_refused(material, tmp_path, chan
         ({"name": "agents"}, r"environment\.name = 'agents': .* did you mean agent"),
         ({"name": "agent"}, r"environment\.tools is empty"),
         ({"name": "agent", "tools": "calculater"}, "did you mean calculator"),
-        ({"name": "agent", "tools": "search"}, r"environment\.corpus is missing"),
+        ({"name": "agent", "tools": "search"}, "without a file to search"),
         ({"name": "agent", "tools": "calculator,calculator"}, "two tools 'calculator'"),
         ({"name": "agent", "tools": "calculator", "cost": "1"}, r"environment\.cost: agent has no"),
         ({"name": "text_game"}, r"environment\.game is missing"),

@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,10 +23,10 @@ from jaxrl.environments.episodes.runner import (
     EpisodeRunner,
     LockstepScheduler,
 )
+from jaxrl.environments.episodes.single_turn import as_rollout
 from jaxrl.environments.isolation import calls
 from jaxrl.sampling.base import Completion, SamplingParams, Turn
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-from jaxrl.training.rollouts.draw import as_rollout
 from tests import tiny
 
 PARAMS = SamplingParams(max_tokens=40, stop=((1,),), seed=3)
@@ -125,7 +124,7 @@ def test_a_lockstep_round_and_the_first_turns_of_a_group_are_one_request():
     # The router finds the server that has it in its cache.
     prompts = [example.tokens.tolist() for example in EXAMPLES.values()]
     for turn in itertools.chain(*rounds.requests, *requests.requests):
-        assert turn.context[: turn.opening].tolist() == prompts[turn.prompt_index]
+        assert turn.context[: turn.prompt_length].tolist() == prompts[turn.prompt_index]
 
 
 def test_a_slow_environment_delays_no_other_under_continuous_scheduling():
@@ -369,10 +368,8 @@ def test_a_single_turn_episode_equals_a_plain_rollout_bit_for_bit(sampler):
     found, _ = run(Single, sampler=sampler)
     prompts = [e.tokens for e in EXAMPLES.values()]
     plain = sorted(sampler.sample(prompts, PARAMS, group_size=2), key=lambda c: c[:2])
-    train = SimpleNamespace(mask_truncated=False)
-    plain_run: Any = SimpleNamespace(config=SimpleNamespace(train=train))
     expected = [
-        as_rollout(plain_run, c, EXAMPLES[n], group=n)
+        as_rollout(c, EXAMPLES[n].tokens, group=n)
         for c, n in zip(plain, np.repeat(list(EXAMPLES), 2).tolist(), strict=True)
     ]
     assert {c.finish_reason for c in plain} == {"stop", "length"}

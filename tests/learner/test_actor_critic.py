@@ -1,7 +1,6 @@
 """A critic on the policy's trunk: one loss, one trunk, and the policy stays a language model."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import to_floats
-from jaxrl.core.packing import interleave, pack
+from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.core.precision import PRESETS
 from jaxrl.learner.actor_critic import ActorCritic, State, shared_trunk
 from jaxrl.learner.critic import make_critic
@@ -50,17 +49,19 @@ def states(one: ActorCritic, *, at: dict | None = None) -> State:
 
 @pytest.fixture(scope="module")
 def minibatch() -> Minibatch:
-    rows, used = interleave([[i] for i in range(8)], rows_per_microbatch=4, max_microbatches=2)
     rng = np.random.default_rng(0)
     values = [0.1 * rng.normal(size=len(t)).astype(np.float32) for t in TARGETS]
-    batch = pack(
-        ROLLOUTS, rng.normal(size=8), values=values, returns=TARGETS, rows=rows, row_length=ROW
+    return pack_minibatch(
+        ROLLOUTS,
+        list(rng.normal(size=8)),
+        shape=MinibatchShape(row_length=ROW, rows_per_microbatch=4, packed=False),
+        values=values,
+        returns=TARGETS,
     )
-    return Minibatch(batch=jax.tree.map(jnp.asarray, batch), microbatches=jnp.int32(used))
 
 
 def whole(state: State) -> dict:
-    return state.policy.params | state.judge.params
+    return state.policy.params | state.critic_state.params
 
 
 def moved(before: dict, after: dict) -> dict:

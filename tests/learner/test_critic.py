@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import to_floats
-from jaxrl.core.packing import assign_rows, gather, interleave, pack
+from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
 from jaxrl.core.precision import PRESETS
 from jaxrl.learner.critic import CriticLearner, make_critic
 from jaxrl.losses import ppo
@@ -41,23 +41,24 @@ def critic() -> CriticLearner:
     return pure._replace(values=jax.jit(pure.values), step=jax.jit(pure.step))
 
 
-def minibatch(rows, *, values=None) -> tuple[Minibatch, list]:
-    placed, used = interleave(rows, rows_per_microbatch=2, max_microbatches=4)
-    batch = pack(
-        ROLLOUTS, [0.0] * 8, values=values, returns=values and TARGETS, rows=placed, row_length=ROW
-    )
-    return Minibatch(batch=jax.tree.map(jnp.asarray, batch), microbatches=jnp.int32(used)), placed
+PACKED = MinibatchShape(row_length=ROW, rows_per_microbatch=2, max_rows=8)
+SINGLE = dataclasses.replace(PACKED, packed=False)
 
 
-def judged(critic, rows) -> list[np.ndarray]:
-    batch, placed = minibatch(rows)
-    return gather(np.asarray(critic.values(params(), batch)), ROLLOUTS, rows=placed)
+def minibatch(shape, *, values=None) -> Minibatch:
+    given = {} if values is None else {"values": values, "returns": TARGETS}
+    return pack_minibatch(ROLLOUTS, [0.0] * 8, shape=shape, **given)
+
+
+def values_by_rollout(critic, shape) -> list[np.ndarray]:
+    values = critic.values(params(), minibatch(shape))
+    return unpack(np.asarray(values), ROLLOUTS, shape=shape)
 
 
 def test_a_value_is_the_heads_output_at_the_token_before(critic):
     """Packed equals unpacked equals one sequence alone."""
-    packed = judged(critic, assign_rows([r.length for r in ROLLOUTS], row_length=ROW))
-    single = judged(critic, [[i] for i in range(8)])
+    packed = values_by_rollout(critic, PACKED)
+    single = values_by_rollout(critic, SINGLE)
     weights = params()
     rollout = ROLLOUTS[0]
     tokens = np.concatenate([rollout.prompt, rollout.completion])[None]
@@ -73,9 +74,9 @@ def test_a_value_is_the_heads_output_at_the_token_before(critic):
 
 
 def test_it_learns_what_was_received(critic):
-    state, rows = critic.init(params()), [[i] for i in range(8)]
-    values = judged(critic, rows)
-    batch, _ = minibatch(rows, values=values)
+    state = critic.init(params())
+    values = values_by_rollout(critic, SINGLE)
+    batch = minibatch(SINGLE, values=values)
     losses = []
     for _ in range(40):
         state, metrics = critic.step(state, batch)

@@ -11,10 +11,10 @@ import pytest
 
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import to_floats
-from jaxrl.core.packing import assign_rows, interleave, pack
+from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.core.precision import PRESETS, LossScale, LossScaleSpec, Precision, dynamic_loss_scale
 from jaxrl.learner.policy import Learner, LearnerState, make_learner
-from jaxrl.learner.update import taken
+from jaxrl.learner.update import applied_steps
 from jaxrl.losses import (
     clipped,
     grpo,
@@ -59,13 +59,13 @@ def learner(
 def minibatch(count=8, *, rows_per_microbatch, microbatches=4, packed=True, seed=0) -> Minibatch:
     samples = tiny.rollouts(count, seed=seed)
     advantages = list(np.random.default_rng(seed).normal(size=count))
-    lengths = [r.length for r in samples]
-    rows = assign_rows(lengths, row_length=ROW) if packed else [[i] for i in range(count)]
-    placed, used = interleave(
-        rows, rows_per_microbatch=rows_per_microbatch, max_microbatches=microbatches
+    shape = MinibatchShape(
+        row_length=ROW,
+        rows_per_microbatch=rows_per_microbatch,
+        max_rows=rows_per_microbatch * microbatches,
+        packed=packed,
     )
-    batch = pack(samples, advantages, rows=placed, row_length=ROW)
-    return Minibatch(batch=jax.tree.map(jnp.asarray, batch), microbatches=jnp.int32(used))
+    return pack_minibatch(samples, advantages, shape=shape)
 
 
 def gradient(one: Learner, batch: Minibatch, *, config=tiny.CONFIG) -> dict:
@@ -224,7 +224,7 @@ def test_into_overflow_and_back():
         assert numbers["loss_scale"] == scale
         finite.append(int(after.loss_scale.skipped) == int(state.loss_scale.skipped))
         assert numbers["skipped_steps"] == finite.count(False)
-        assert taken(after) == optax.tree.get(after.opt_state, "count")
+        assert applied_steps(after) == optax.tree.get(after.opt_state, "count")
         if finite[-1]:
             assert np.isfinite(numbers["grad_norm"])
             moved = jax.tree.map(lambda a, b: (a != b).any(), after.params, state.params)

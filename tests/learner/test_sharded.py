@@ -13,7 +13,7 @@ from jaxrl.builders.optimizer import state_shardings
 from jaxrl.config.tables import OptimizerConfig
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.metrics import to_floats
-from jaxrl.core.packing import interleave, pack
+from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.core.precision import PRESETS as PRECISIONS
 from jaxrl.learner.optimizers import make_optimizer, make_schedule
 from jaxrl.learner.policy import LearnerState, make_learner
@@ -36,9 +36,8 @@ def minibatch(config: DecoderConfig) -> Minibatch:
     if config.experts is not None:
         samples[::2] = [sent_somewhere(one, config) for one in samples[::2]]
     advantages = list(np.random.default_rng(0).normal(size=16))
-    rows, used = interleave([[i] for i in range(16)], rows_per_microbatch=ROWS, max_microbatches=2)
-    batch = pack(samples, advantages, rows=rows, row_length=LENGTH)
-    return Minibatch(batch=batch, microbatches=jnp.int32(used))  # pyright: ignore
+    shape = MinibatchShape(row_length=LENGTH, rows_per_microbatch=ROWS, packed=False)
+    return pack_minibatch(samples, advantages, shape=shape)
 
 
 def sent_somewhere(rollout: Rollout, config: DecoderConfig) -> Rollout:
@@ -157,5 +156,5 @@ def test_devices_that_cannot_reach_the_hosts_memory_are_named():
     )
     mesh = SimpleNamespace(devices=np.array([device]))
     layout: Any = SimpleNamespace(mesh=mesh, state=lambda state, specs: state)
-    with pytest.raises(ValueError, match="Abacus has the memories hbm, and pinned_host is wanted"):
+    with pytest.raises(ValueError, match="needs the memory pinned_host, but Abacus has only hbm"):
         state_shardings(OptimizerConfig(offload=True), dict, {}, layout=layout, specs={})

@@ -171,28 +171,3 @@ def places(sequences: Sequence[Answer], rows: Sequence[Sequence[int]]) -> list[t
             found.append((i, (r, slice(start + len(rollout.prompt), end))))
             start = end
     return found
-
-
-def one_row(
-    *, advantages: Any, action_mask: Any = None, **scores: Any
-) -> tuple[Scores, TokenBatch]:
-    """One sequence that fills one row, for cases computed by hand; `sampler` and `rewards` too."""
-    advantages = jnp.asarray(advantages, jnp.result_type(float))[None]
-    length = advantages.shape[1]
-    arrays = {
-        k: jnp.broadcast_to(jnp.asarray(v, advantages.dtype), (1, length))
-        for k, v in scores.items()
-    }
-    sampler = arrays.pop("sampler", jnp.zeros_like(advantages))
-    rewards = arrays.pop("rewards", jnp.zeros_like(advantages))
-    mask = jnp.ones(length, bool) if action_mask is None else jnp.asarray(action_mask, bool)
-    batch = TokenBatch(
-        tokens=jnp.zeros((1, length), jnp.int32),
-        segments=jnp.ones((1, length), jnp.int32),
-        positions=jnp.arange(length, dtype=jnp.int32)[None],
-        action_mask=mask[None],
-        sampler_logprobs=sampler,
-        advantages=advantages,
-        rewards=rewards,
-    )
-    return Scores(**arrays), batch

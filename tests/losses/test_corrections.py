@@ -11,6 +11,7 @@ from jaxrl.losses import (
     gamma_shaped,
     kl_penalty,
     masked,
+    one_sequence,
     over_anchor,
     over_sampler,
     product,
@@ -21,14 +22,14 @@ from jaxrl.losses import (
     truncated,
     unclipped,
 )
-from tests.losses.cases import TERMS, one_row
+from tests.losses.cases import TERMS
 
 RATIOS = np.array([0.4, 0.9, 1.5, 4.0, np.nan])  # anchor / sampler; the last one is unknown
 
 
 def case(**changes):
     scores = {"logprobs": -2.0, "anchor": -2.0, "sampler": -2.0 - np.log(RATIOS)}
-    return one_row(advantages=[1.0] * 5, **scores | changes)
+    return one_sequence(advantages=[1.0] * 5, **scores | changes)
 
 
 @pytest.mark.parametrize(

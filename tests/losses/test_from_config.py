@@ -7,8 +7,8 @@ import pytest
 
 from jaxrl import advantages
 from jaxrl.advantages import compares_group, estimators
-from jaxrl.losses import Objective, Recipe, build, recipes
-from tests.losses.cases import RECIPES, one_row
+from jaxrl.losses import Objective, Recipe, build, one_sequence, recipes
+from tests.losses.cases import RECIPES
 
 NAN = float("nan")
 
@@ -20,6 +20,7 @@ def user_file(tmp_path):
         textwrap.dedent(
             """
             from __future__ import annotations
+            from dataclasses import replace
             from jaxrl.losses import Ratio, clipped, grpo, objective, over_anchor
             from jaxrl.losses import reinforce, token_sum, with_terms
 
@@ -28,7 +29,7 @@ def user_file(tmp_path):
             def reduced():
                 return objective(reinforce(), token_sum)
             def recipe():
-                return with_terms(grpo(), kl=0.5)._replace(advantages=mine)
+                return replace(with_terms(grpo(), kl=0.5), advantages=mine)
             def mine(rewards, groups):
                 return rewards
             def nothing():
@@ -116,7 +117,7 @@ def test_errors_name_the_key_and_the_fix(name, parameters, message):
 
 
 def test_the_run_gives_what_a_recipe_needs_and_the_config_leaves_out():
-    _, batch = one_row(advantages=[1.0, 2.0], logprobs=[-1.0, -1.0])
+    _, batch = one_sequence(advantages=[1.0, 2.0], logprobs=[-1.0, -1.0])
     for parameters, length in (({}, 8), ({"max_length": 5}, 5)):
         recipe = build("dr_grpo", parameters, known={"max_length": 8, "clip_low": 0.5})
         assert recipe.objective.denominator(batch) == length
@@ -124,7 +125,7 @@ def test_the_run_gives_what_a_recipe_needs_and_the_config_leaves_out():
 
 
 def test_the_length_of_an_aggregation_is_the_runs():
-    _, batch = one_row(advantages=[1.0, 2.0], logprobs=[-1.0, -1.0])
+    _, batch = one_sequence(advantages=[1.0, 2.0], logprobs=[-1.0, -1.0])
     recipe = build("gspo", {"aggregation": "fixed_length"}, known={"max_length": 8})
     assert recipe.objective.denominator(batch) == 8
     assert recipe.objective.aggregation.weights(batch).sum() == 2

@@ -22,6 +22,7 @@ from jaxrl.losses import (
     kl_penalty,
     likelihood,
     off_policy_negatives,
+    one_sequence,
     over_anchor,
     over_sampler,
     pg_seq_is,
@@ -36,7 +37,6 @@ from jaxrl.losses import (
     vespo,
     with_terms,
 )
-from tests.losses.cases import one_row
 
 # Log-ratios inside and outside [log .8, log 1.2], beyond a cap of 1.4, a dual clip of 1.5, and
 # k3's bound of 10, with both signs of the advantage; none on a kink.
@@ -71,7 +71,7 @@ DIFFERENTIABLE = {
 def test_gradient_is_the_numerical_one(name, sign):
     with jax.enable_x64(True):
         old = np.linspace(-3.0, -4.0, len(LOG_RATIOS))
-        scores, batch = one_row(
+        scores, batch = one_sequence(
             advantages=sign * np.linspace(0.5, 1.5, len(LOG_RATIOS)),
             logprobs=old + LOG_RATIOS,
             sampler=old,
@@ -139,7 +139,7 @@ def test_fixed_weights_by_hand(name):
 
         for sign in (1.0, -1.0):
             advantages = sign * np.linspace(0.5, 1.5, len(LOG_RATIOS))
-            case = one_row(advantages=advantages, logprobs=old + LOG_RATIOS, sampler=old)
+            case = one_sequence(advantages=advantages, logprobs=old + LOG_RATIOS, sampler=old)
             expected = -weight(np.exp(LOG_RATIOS), advantages) * advantages
             np.testing.assert_allclose(gradient(*case)[0], expected, rtol=1e-9, atol=1e-12)
 
@@ -147,7 +147,7 @@ def test_fixed_weights_by_hand(name):
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_clipped_branches_have_no_gradient(sign):
     """PPO's four cases: the gradient stops only where the ratio has paid enough."""
-    scores, batch = one_row(
+    scores, batch = one_sequence(
         advantages=[sign] * 4, logprobs=[-0.5, -0.1, 0.1, 0.5], sampler=[0.0] * 4
     )
     term = clipped(over_sampler)
@@ -160,7 +160,7 @@ def test_clipped_branches_have_no_gradient(sign):
 
 def test_a_recipe_differentiates_through_its_aggregation():
     with jax.enable_x64(True):
-        scores, batch = one_row(
+        scores, batch = one_sequence(
             advantages=[1.0, -1.0, 0.5, 2.0],
             logprobs=[-1.0, -2.0, -0.5, -3.0],
             sampler=[-1.1, -1.9, -0.9, -2.9],

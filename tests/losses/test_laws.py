@@ -18,6 +18,7 @@ from jaxrl.losses import (
     fixed_length,
     geometric,
     objective,
+    one_sequence,
     over_anchor,
     over_sampler,
     prefix,
@@ -40,7 +41,6 @@ from tests.losses.cases import (
     TERMS,
     Answer,
     lay_out,
-    one_row,
     places,
     random_sequences,
 )
@@ -195,7 +195,7 @@ def test_needs_are_those_of_all_terms():
 
 
 def test_two_metrics_of_one_name_are_refused():
-    scores, batch = one_row(advantages=[1.0], logprobs=-1.0)
+    scores, batch = one_sequence(advantages=[1.0], logprobs=-1.0)
     with pytest.raises(ValueError, match=r"'ratio/kl'.*prefix"):
         jax.eval_shape((reinforce() + clipped(over_sampler)).apply, scores, batch)
 
@@ -233,7 +233,7 @@ def test_gradient_at_ratio_one_is_that_of_reinforce():
 
 @pytest.mark.parametrize("level", [lambda ratio: ratio, sequence, geometric])
 def test_levels_agree_on_sequences_of_one_token(level):
-    scores, batch = one_row(advantages=[2.0], logprobs=[-1.0], sampler=[-1.1])
+    scores, batch = one_sequence(advantages=[2.0], logprobs=[-1.0], sampler=[-1.1])
     total = objective(clipped(level(over_sampler)), token_mean).total
     gradient = jax.jit(jax.grad(lambda lp: total(scores.replace(logprobs=lp), batch)[0]))
     np.testing.assert_allclose(gradient(scores.logprobs), [[-2 * np.exp(0.1)]], rtol=1e-6)
@@ -253,7 +253,7 @@ def test_tokens_without_weight_may_lose_infinitely():
     """Such as a term of the user's that divides by zero where the policy did not choose."""
     infinite = token_loss(lambda scores, batch: (-scores.logprobs / batch.advantages, {}))
     keep = Weights(frozenset(), lambda scores, batch: (batch.sampler_logprobs, {}))
-    scores, batch = one_row(
+    scores, batch = one_sequence(
         advantages=[1.0, 2.0, 0.0],
         logprobs=-1.0,
         sampler=[1.0, 1.0, 0.0],

@@ -10,6 +10,7 @@ from jaxrl.losses import (
     anchor_over_sampler,
     geometric,
     on_policy,
+    one_sequence,
     over_anchor,
     over_sampler,
     product,
@@ -18,7 +19,6 @@ from jaxrl.losses import (
     shadowed,
     unclipped,
 )
-from tests.losses.cases import one_row
 
 SCORES = {
     "logprobs": [-1.0, -2.0, -3.0],
@@ -42,7 +42,7 @@ SCORES = {
     ],
 )
 def test_log_ratio_and_value(ratio, expected):
-    scores, batch = one_row(advantages=[1.0] * 3, **SCORES)
+    scores, batch = one_sequence(advantages=[1.0] * 3, **SCORES)
     log, value = jax.jit(lambda s: (ratio.log(s, batch), ratio.value(s, batch)))(scores)
     np.testing.assert_allclose(log[0], expected, atol=1e-6)
     np.testing.assert_allclose(value[0], np.exp(expected), rtol=1e-6)
@@ -62,13 +62,13 @@ def test_log_ratio_and_value(ratio, expected):
     ],
 )
 def test_gradient_of_the_log_ratio(ratio, expected):
-    scores, batch = one_row(advantages=[1.0] * 3, **SCORES)
+    scores, batch = one_sequence(advantages=[1.0] * 3, **SCORES)
     jacobian = jax.jit(jax.jacobian(lambda lp: ratio.log(scores.replace(logprobs=lp), batch)))
     np.testing.assert_allclose(jacobian(scores.logprobs)[0, :, 0], expected, rtol=1e-6)
 
 
 def test_sequence_levels_skip_what_the_policy_did_not_choose():
-    scores, batch = one_row(advantages=[1.0] * 3, action_mask=[True, False, True], **SCORES)
+    scores, batch = one_sequence(advantages=[1.0] * 3, action_mask=[True, False, True], **SCORES)
     for ratio, expected in ((product(over_anchor), 0.1), (geometric(over_anchor), 0.05)):
         np.testing.assert_allclose(jax.jit(ratio.log)(scores, batch), [[expected] * 3], atol=1e-6)
 
@@ -83,13 +83,13 @@ def test_sequence_levels_skip_what_the_policy_did_not_choose():
     ],
 )
 def test_log_ratios_are_clamped_before_exp(ratio, logprobs, bound):
-    scores, batch = one_row(advantages=[1.0] * len(logprobs), logprobs=logprobs)
+    scores, batch = one_sequence(advantages=[1.0] * len(logprobs), logprobs=logprobs, sampler=0.0)
     value = jax.jit(ratio.value)(scores, batch)
     np.testing.assert_allclose(value, np.exp(np.full((1, len(logprobs)), bound)), rtol=1e-6)
 
 
 def test_sixteen_bit_log_probs_are_subtracted_in_f32():
-    scores, batch = one_row(advantages=[1.0], logprobs=[-1.0], sampler=[-1.001])
+    scores, batch = one_sequence(advantages=[1.0], logprobs=[-1.0], sampler=[-1.001])
     scores = scores.replace(logprobs=scores.logprobs.astype(jnp.bfloat16))
     log = jax.jit(over_sampler.log)(scores, batch)
     assert log.dtype == jnp.float32
@@ -97,13 +97,13 @@ def test_sixteen_bit_log_probs_are_subtracted_in_f32():
 
 
 def test_missing_sampler_log_probs_are_counted_where_they_are_read():
-    case = one_row(advantages=[1.0] * 3, **SCORES)
+    case = one_sequence(advantages=[1.0] * 3, **SCORES)
     counted = to_floats(jax.jit(unclipped(over_sampler).apply)(*case)[1])
     assert counted["ratio/missing"] == pytest.approx(1 / 3)
     assert "ratio/missing" not in jax.eval_shape(reinforce().apply, *case)[1]
 
 
 def test_a_score_that_was_not_computed_is_named():
-    scores, batch = one_row(advantages=[1.0], logprobs=[-1.0])
+    scores, batch = one_sequence(advantages=[1.0], logprobs=[-1.0])
     with pytest.raises(ValueError, match=r"scores\.anchor.*Need\.ANCHOR"):
         over_anchor.log(scores, batch)

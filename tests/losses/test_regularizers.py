@@ -18,11 +18,11 @@ from jaxrl.losses import (
     k3,
     k3_plus,
     kl_penalty,
+    one_sequence,
     over_sampler,
     positive_likelihood,
     with_terms,
 )
-from tests.losses.cases import one_row
 
 ESTIMATORS = (k1, k2, k3, k1_plus, k3_plus)
 D = np.array([-50.0, -1.0, 0.0, 0.5, 50.0])  # reference - learner
@@ -43,7 +43,7 @@ D = np.array([-50.0, -1.0, 0.0, 0.5, 50.0])  # reference - learner
     ],
 )
 def test_value_and_gradient(estimator, value, gradient):
-    scores, batch = one_row(advantages=[0.0] * 5, logprobs=[-60.0] * 5, reference=-60.0 + D)
+    scores, batch = one_sequence(advantages=[0.0] * 5, logprobs=[-60.0] * 5, reference=-60.0 + D)
 
     def total(logprobs):
         loss, metrics = kl_penalty(estimator).apply(scores.replace(logprobs=logprobs), batch)
@@ -84,7 +84,7 @@ def test_expectations_over_a_distribution():
 
 
 def test_entropy_bonus_raises_entropy():
-    scores, batch = one_row(advantages=[0.0] * 2, logprobs=-1.0, entropy=[0.5, 1.5])
+    scores, batch = one_sequence(advantages=[0.0] * 2, logprobs=-1.0, entropy=[0.5, 1.5])
     loss, metrics = jax.jit(entropy_bonus().apply)(scores, batch)
     np.testing.assert_array_equal(loss, [[-0.5, -1.5]])
     assert to_floats(metrics) == {"entropy": 1.0}
@@ -107,7 +107,7 @@ def test_weighted_divergence_has_the_gradient_of_the_divergence():
 
         def sampled(logits):
             p = jax.nn.log_softmax(logits)
-            scores, batch = one_row(
+            scores, batch = one_sequence(
                 advantages=[0.0] * 4, logprobs=p, sampler=sampler, reference=reference
             )
             return jnp.sum(jnp.exp(sampler) * term.apply(scores, batch)[0][0])
@@ -125,7 +125,7 @@ def test_weighted_divergence_has_the_gradient_of_the_divergence():
 
 
 def test_drift_is_the_squared_log_ratio():
-    scores, batch = one_row(advantages=[1.0] * 3, logprobs=-1.0, sampler=[-1.5, -1.0, np.nan])
+    scores, batch = one_sequence(advantages=[1.0] * 3, logprobs=-1.0, sampler=[-1.5, -1.0, np.nan])
     loss, metrics = jax.jit(drift_penalty(over_sampler).apply)(scores, batch)
     np.testing.assert_allclose(loss[0], [0.25, 0, 0], atol=1e-7)
     assert to_floats(metrics) == {"drift": pytest.approx(0.25 / 3)}
@@ -133,7 +133,7 @@ def test_drift_is_the_squared_log_ratio():
 
 
 def test_likelihood_of_answers_that_earned_something():
-    scores, batch = one_row(
+    scores, batch = one_sequence(
         advantages=[-1.0] * 3, logprobs=[-1.0, -2.0, -3.0], rewards=[1.0, 0.0, -1.0]
     )
     loss, metrics = jax.jit(positive_likelihood().apply)(scores, batch)
@@ -144,7 +144,7 @@ def test_likelihood_of_answers_that_earned_something():
 
 
 def test_adaptive_entropy_bonus():
-    scores, batch = one_row(advantages=[0.0] * 2, logprobs=-1.0, entropy=[0.5, 1.5])
+    scores, batch = one_sequence(advantages=[0.0] * 2, logprobs=-1.0, entropy=[0.5, 1.5])
     term = adaptive_entropy_bonus()
     loss, _ = jax.jit(term.apply)(scores, batch.replace(entropy_weights=jnp.full((1, 2), 0.1)))
     np.testing.assert_allclose(loss, [[-0.05, -0.15]], rtol=1e-6)

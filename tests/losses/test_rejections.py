@@ -13,6 +13,7 @@ from jaxrl.losses import (
     k3_within,
     masked,
     off_policy_negatives,
+    one_sequence,
     over_anchor,
     over_sampler,
     prefix,
@@ -28,7 +29,6 @@ from jaxrl.losses import (
 )
 from jaxrl.losses.algebra import Weights
 from jaxrl.losses.from_config import PARTS
-from tests.losses.cases import one_row
 
 RATIOS = np.array([0.4, 0.9, 1.5, 4.0, np.nan])  # learner / sampler; the last one is unknown
 
@@ -37,7 +37,7 @@ def applied(weights, *, ratios=RATIOS, advantages=None, **scores):
     ratios = np.asarray(ratios, float)
     advantages = np.ones(len(ratios)) if advantages is None else advantages
     given = {"logprobs": -2.0, "anchor": -2.0, "sampler": -2.0 - np.log(ratios), **scores}
-    factors, metrics = jax.jit(weights.apply)(*one_row(advantages=advantages, **given))
+    factors, metrics = jax.jit(weights.apply)(*one_sequence(advantages=advantages, **given))
     return np.asarray(factors[0]), to_floats(metrics)
 
 
@@ -70,7 +70,9 @@ def test_by_hand(weights, expected):
 
 
 def test_only_the_sequence_at_fault_is_rejected():
-    scores, batch = one_row(advantages=[1.0] * 4, logprobs=-2.0, sampler=[-2.0, -2.0, -2.0, 9.0])
+    scores, batch = one_sequence(
+        advantages=[1.0] * 4, logprobs=-2.0, sampler=[-2.0, -2.0, -2.0, 9.0]
+    )
     batch = batch.replace(segments=np.array([[1, 1, 2, 2]]))
     for weights in (
         vetoed(over_sampler),
@@ -138,7 +140,7 @@ def test_a_rejection_accounts_for_no_change_of_policy():
 
 
 def test_metrics_of_two_rejections_are_told_apart():
-    case = one_row(advantages=[1.0], logprobs=-1.0)
+    case = one_sequence(advantages=[1.0], logprobs=-1.0)
     token, whole = within(over_sampler, high=2), within(product(over_sampler), high=2)
     with pytest.raises(ValueError, match=r"'rejected/outside'.*prefix"):
         jax.eval_shape(both(token, whole).apply, *case)

@@ -6,6 +6,7 @@ from jaxrl.cli import main
 from jaxrl.losses import build
 
 OWN = """
+from dataclasses import replace
 import jax.numpy as jnp
 from jaxrl.losses import Critic, Need, grpo, kl_penalty, objective, reinforce, require
 from jaxrl.losses import token_loss, token_mean
@@ -28,7 +29,7 @@ def wide():
     return token_loss(lambda s, b: (s.logprobs, {"mine": Mean(s.logprobs, b.advantages)}))
 def critic():
     goal = objective(token_loss(lambda s, b: (s.values.sum(), {}), Need.VALUES), token_mean)
-    return grpo()._replace(critic=Critic(goal, lambda outcomes: []))
+    return replace(grpo(), critic=Critic(goal, lambda outcomes: []))
 def construction():
     return kl_penalty() + 0.1
 def right():
@@ -51,12 +52,12 @@ def own(tmp_path):
     [
         ("reduced", r"the loss has shape \(2,\), expected one number per token \(2, 4\)"),
         ("alone", "`apply` returned an array, expected a pair"),
-        ("undeclared", r"NoneType.*Need\.REFERENCE.*own\.py, line 13\)"),
+        ("undeclared", r"NoneType.*Need\.REFERENCE.*own\.py, line 14\)"),
         ("required", r"the loss reads scores.entropy.*declare Need.ENTROPY"),
         ("array", "the metric 'mine' is .*expected a Mean of two scalars: .*masked_mean"),
         ("wide", "the metric 'mine' is Mean.*expected a Mean of two scalars"),
         ("critic", r"the loss has shape \(\), expected"),
-        ("construction", r"TypeError: a loss is added to a loss.*got 0\.1 .*own\.py, line 26\)"),
+        ("construction", r"TypeError: cannot add 0\.1 to a loss: .*own\.py, line 27\)"),
     ],
 )
 def test_mistakes_name_the_loss(own, function, message):

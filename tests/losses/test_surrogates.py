@@ -11,13 +11,13 @@ from jaxrl.losses import (
     clipped,
     geometric_clipped,
     likelihood,
+    one_sequence,
     over_sampler,
     product,
     reinforce,
     soft_gated,
     unclipped,
 )
-from tests.losses.cases import one_row
 
 RATIOS = np.array([0.5, 0.9, 1.1, 1.5, 4.0])
 
@@ -25,9 +25,12 @@ RATIOS = np.array([0.5, 0.9, 1.1, 1.5, 4.0])
 BOUNDED = geometric_clipped(over_sampler, low=math.log(1.1), high=math.log(1.1) + 1e-9)
 
 
-def applied(term, advantage, *, action_mask=None):
-    scores, batch = one_row(
-        advantages=[advantage] * 5, logprobs=np.log(RATIOS), action_mask=action_mask
+def applied(term, advantage, *, action_mask=True):
+    scores, batch = one_sequence(
+        advantages=[advantage] * 5,
+        logprobs=np.log(RATIOS),
+        sampler=0.0,
+        action_mask=action_mask,
     )
     value, metrics = jax.jit(term.apply)(scores, batch)
     return value[0], to_floats(metrics)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from jaxrl.losses import clipped_value_loss, objective, ppo, token_mean, value_loss
-from tests.losses.cases import one_row
+from jaxrl.losses import clipped_value_loss, objective, one_sequence, ppo, token_mean, value_loss
 
 # Old value 1, clip .2: values inside and on both sides of [.8, 1.2], targets above and below.
 VALUES = np.array([1.1, 1.5, 1.5, 0.5, 0.5, 1.3])
@@ -33,7 +32,7 @@ def test_gradient_is_the_numerical_one_and_stops_where_the_value_has_moved_enoug
 
 def judged(**arrays):
     """The six tokens in a row, the last of them not an action."""
-    scores, batch = one_row(
+    scores, batch = one_sequence(
         advantages=np.zeros(6), action_mask=[True] * 5 + [False], logprobs=np.zeros(6)
     )
     old, returns = (jnp.asarray(x, jnp.float32)[None] for x in (np.ones(6), RETURNS))
@@ -52,7 +51,7 @@ def test_as_a_term_it_counts_action_tokens_and_reports():
 
 
 def test_what_is_missing_is_named():
-    scores, batch = one_row(advantages=[0.0], logprobs=[0.0])
+    scores, batch = one_sequence(advantages=[0.0], logprobs=[0.0])
     with pytest.raises(ValueError, match=r"scores\.values"):
         value_loss().apply(scores, batch)
     with pytest.raises(ValueError, match=r"batch\.values"):
@@ -64,6 +63,6 @@ def test_what_is_missing_is_named():
 def test_ppo_worked_example():
     """log-probs -2 -> -1.5, advantage .8: ratio 1.6487 is clipped to 1.2, loss -.96."""
     recipe = ppo()
-    scores, batch = one_row(advantages=[0.8], logprobs=[-1.5], sampler=[-2.0])
+    scores, batch = one_sequence(advantages=[0.8], logprobs=[-1.5], sampler=[-2.0])
     total, _ = jax.jit(lambda s: recipe.objective.total(s, batch))(scores)
     assert float(total) == pytest.approx(-0.96)

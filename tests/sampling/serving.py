@@ -1,4 +1,4 @@
-"""Real vLLM servers of a tiny model, and samplers that ask them."""
+"""Real vLLM servers of a tiny model, and samplers that use them."""
 
 import dataclasses
 import json
@@ -11,8 +11,9 @@ from typing import NamedTuple
 from jaxrl.bridge.servers.launch import LocalServer
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_trained
-from jaxrl.builders.sampler import Serving, open_sampler
-from jaxrl.builders.servers import Adapters, started_server
+from jaxrl.builders.sampler import SamplerNeeds, Serving, open_sampler
+from jaxrl.builders.servers import Address, Workload, started_server
+from jaxrl.builders.weight_sync import Adapters, Weights
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core import precision
@@ -30,12 +31,12 @@ class Material(NamedTuple):
 @contextmanager
 def started(directory: Path, *, port: int = 0, rank: int = 0) -> Iterator[LocalServer]:
     with started_server(
-        config(directory, sampler__port=str(port), sampler__max_lora_rank=str(rank)).sampler,
+        config(directory).sampler,
         directory / "model",
-        dtype=FP32.sampler,
-        max_model_len=None,
+        work=Workload(FP32.sampler, max_lora_rank=rank),
         log=directory / f"vllm-{port}-{rank}.log",
         note=print,
+        address=Address(port=port),
     ) as server:
         yield server
 
@@ -71,14 +72,11 @@ def opened(
     model, params, specs = load_trained(made, layout=layout)
     with open_sampler(
         made,
-        model,
-        params=params,
-        version=0,
-        policy=FP32,
+        Weights(model, params, 0, FP32, material.directory / "model"),
         layout=layout,
         directory=material.directory,
         note=note,
-        adapters=Adapters(specs, 2) if made.lora.publish == "adapters" else None,
+        needs=SamplerNeeds(Adapters(specs, 2) if made.lora.publish == "adapters" else None),
     ) as serving:
         yield serving
 

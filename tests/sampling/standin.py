@@ -1,4 +1,4 @@
-"""A program that plays a vLLM server's part."""
+"""A stand-in for a vLLM server."""
 
 import json
 import threading
@@ -10,14 +10,14 @@ Reply = Callable[[dict[str, Any]], tuple[int, str]]
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with what `reply` makes of a request's body; a status of 0 hangs up."""
+    """Answers with `reply(body)`; a status of 0 closes the connection."""
 
     daemon_threads = True
     block_on_close = False
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.reply: Reply = answer
+        self.reply: Reply = respond
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
         self.clients: set[int] = set()
@@ -65,7 +65,7 @@ def choice(index: int, tokens: list[int], **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def answer(body: dict[str, Any]) -> tuple[int, str]:
+def respond(body: dict[str, Any]) -> tuple[int, str]:
     settings = body["sampling_params"]
     made = [choice(i, [7 + i] * settings["max_tokens"]) for i in range(settings["n"])]
     return 200, json.dumps({"choices": made[::-1]})

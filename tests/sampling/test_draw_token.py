@@ -1,4 +1,4 @@
-"""The distribution that tokens are drawn from, and the tokens."""
+"""Drawn tokens and their log-probs follow the truncated distribution."""
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.sampling.base import SamplingParams
-from jaxrl.sampling.embedded.draw_token import categorical, choose, draw
+from jaxrl.sampling.embedded.draw_token import categorical, draw_settings, draw_tokens
 from jaxrl.sampling.embedded.truncation import truncate, truncation
 
-_choose = jax.jit(lambda logits, keys, settings: choose(logits, keys, settings=settings))
+_draw_tokens = jax.jit(lambda logits, keys, settings: draw_tokens(logits, keys, settings=settings))
 _truncate = jax.jit(truncate)
 
 
 def _by_sorting(logits, *, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0):
-    """One row's distribution in f64, by the settings' definitions; no two tokens may be tied."""
+    """Truncates one row in f64 by the settings' definitions; tokens must not be tied."""
     probs = np.exp((logits - logits.max()).astype(np.float64) / temperature)
     probs[probs < min_p * probs.max()] = 0
     order = np.argsort(-probs, kind="stable")
@@ -41,15 +41,15 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_tokens_follow_the_truncated_distribution_and_logprobs_are_its_own(case):
+def test_tokens_and_logprobs_follow_the_truncated_distribution(case):
     rng = np.random.default_rng(0)
     draws, vocab = 20000, 37
     logits = rng.normal(0, 2, vocab).astype(np.float32)
     expected = _by_sorting(logits, **case)
-    tokens, logprobs = _choose(
+    tokens, logprobs = _draw_tokens(
         jnp.broadcast_to(logits, (draws, vocab)),
         jax.random.split(jax.random.key(1), draws),
-        draw(SamplingParams(max_tokens=1, **case)),
+        draw_settings(SamplingParams(max_tokens=1, **case)),
     )
     counts = np.bincount(tokens, minlength=vocab)
     assert not counts[expected == 0].any()
@@ -65,14 +65,14 @@ def test_tokens_follow_the_truncated_distribution_and_logprobs_are_its_own(case)
     top_p=st.floats(0.01, 1.0),
     min_p=st.floats(0, 0.3),
 )
-def test_truncation_keeps_what_sorting_keeps(seed, top_k, top_p, min_p):
+def test_truncation_equals_sorting(seed, top_k, top_p, min_p):
     logits = np.random.default_rng(seed).normal(0, 3, (4, 61)).astype(np.float32)
     params = SamplingParams(max_tokens=1, top_k=top_k, top_p=top_p, min_p=min_p)
     weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
     kept = np.asarray(_truncate(weights, truncation(params))) > 0
     for row, row_kept in zip(logits, kept, strict=True):
         expected = _by_sorting(row, top_k=top_k, top_p=top_p, min_p=min_p) > 0
-        # f32 sums may put the token at the very edge on the other side.
+        # An f32 sum may round the token at the threshold to the other side.
         assert (row_kept != expected).sum() <= (top_p < 1)
         assert row_kept[row.argmax()]
 
@@ -87,10 +87,12 @@ def test_tied_tokens_are_kept_together():
         np.testing.assert_array_equal(_truncate(weights, truncation(params)), [[0.5, 1.0, 0.5, 0]])
 
 
-def test_greedy_takes_the_first_best_token_with_its_untempered_logprob():
+def test_greedy_draws_the_first_best_token_with_its_logprob_at_temperature_one():
     logits = jnp.array([[0.0, 3.0, 3.0, -1.0], [5.0, 1.0, 2.0, 3.0]])
     params = SamplingParams(max_tokens=1, temperature=0, top_k=1, top_p=0.1)
-    tokens, logprobs = _choose(logits, jax.random.split(jax.random.key(0), 2), draw(params))
+    tokens, logprobs = _draw_tokens(
+        logits, jax.random.split(jax.random.key(0), 2), draw_settings(params)
+    )
     np.testing.assert_array_equal(tokens, [1, 0])
     expected = jax.nn.log_softmax(logits)[jnp.arange(2), tokens]
     np.testing.assert_allclose(logprobs, expected, rtol=1e-6)
@@ -123,6 +125,6 @@ def test_a_token_of_weight_zero_is_never_drawn(weights, uniforms):
     ],
     ids=str,
 )
-def test_params_out_of_range_are_refused_by_name(wrong):
+def test_params_out_of_range_are_named(wrong):
     with pytest.raises(ValueError, match=f"^{next(iter(wrong))}="):
         SamplingParams(**{"max_tokens": 4, **wrong})

@@ -1,4 +1,4 @@
-"""The embedded sampler against the learner's forward pass and against its own promises."""
+"""The embedded sampler against the learner's forward pass and its own guarantees."""
 
 import dataclasses
 import math
@@ -32,11 +32,11 @@ def sampler():
     return EmbeddedSampler(MODEL, PARAMS, precision=F32, version=4)
 
 
-def _answers(sampler, params=SAMPLED, prompts=PROMPTS, group_size=4):
+def _sample(sampler, params=SAMPLED, prompts=PROMPTS, group_size=4):
     completions = list(sampler.sample(prompts, params, group_size=group_size))
-    answers = {(c.prompt_index, c.sample_index): c for c in completions}
-    assert len(answers) == len(completions) == len(prompts) * group_size
-    return answers
+    by_index = {(c.prompt_index, c.sample_index): c for c in completions}
+    assert len(by_index) == len(completions) == len(prompts) * group_size
+    return by_index
 
 
 def _same_tokens(one, other):
@@ -44,7 +44,7 @@ def _same_tokens(one, other):
 
 
 def _learner_logprobs(completion, *, precision, temperature, params=PARAMS):
-    """The learner's, of a whole sequence in a row with padding."""
+    """Scores the whole sequence in one padded row with the learner."""
     prompt = PROMPTS[completion.prompt_index]
     ids = np.concatenate([prompt, completion.tokens])
     tokens, segments = np.zeros((2, 1, 128), np.int32)
@@ -67,44 +67,44 @@ def _score(params, tokens, segments, precision, temperature):
 
 
 def test_logprobs_are_the_learners(sampler):
-    answers = _answers(sampler)
-    assert {c.finish_reason for c in answers.values()} == {"stop", "length"}
+    completions = _sample(sampler)
+    assert {c.finish_reason for c in completions.values()} == {"stop", "length"}
     for key in [(0, 0), (1, 2), (2, 3)]:
-        one = answers[key]
+        one = completions[key]
         expected = _learner_logprobs(one, precision=F32, temperature=0.8)
         np.testing.assert_allclose(one.logprobs, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["bf16_master", "fp16_master"])
-def test_half_precision_answers_have_the_shadow_forwards_logprobs(policy):
+def test_half_precision_logprobs_are_those_of_the_shadow_forward(policy):
     precision = parse(policy)
     sampler = EmbeddedSampler(MODEL, PARAMS, precision=precision)
-    one = _answers(sampler)[2, 3]
+    one = _sample(sampler)[2, 3]
     expected = _learner_logprobs(one, precision=sampler_precision(precision), temperature=0.8)
     # Softmax and sums associate differently, which can flip the rounding of an activation.
     tolerance = 16 * float(jnp.finfo(precision.sampler).eps)
     np.testing.assert_allclose(one.logprobs, expected, atol=tolerance)
 
 
-def test_weights_of_eight_bits_are_computed_with_in_the_samplers_dtype():
+def test_eight_bit_wire_weights_are_computed_in_the_samplers_dtype():
     policy = parse("bf16_master,wire=f8_e4m3")
     rounded = cast(cast(PARAMS, policy.wire), policy.sampler)
-    coarse = _answers(EmbeddedSampler(MODEL, PARAMS, precision=policy))
+    coarse = _sample(EmbeddedSampler(MODEL, PARAMS, precision=policy))
     assert _same_tokens(
-        coarse, _answers(EmbeddedSampler(MODEL, rounded, precision=parse("bf16_master")))
+        coarse, _sample(EmbeddedSampler(MODEL, rounded, precision=parse("bf16_master")))
     )
-    fine = _answers(EmbeddedSampler(MODEL, PARAMS, precision=parse("bf16_master")))
+    fine = _sample(EmbeddedSampler(MODEL, PARAMS, precision=parse("bf16_master")))
     assert not _same_tokens(coarse, fine)
 
 
-def test_an_answer_is_a_function_of_its_own_prompt_index_and_seed(sampler):
-    answers = _answers(sampler)
+def test_a_completion_depends_on_its_own_prompt_index_and_seed_only(sampler):
+    completions = _sample(sampler)
     small = EmbeddedSampler(MODEL, PARAMS, precision=F32, max_batch=8)
-    assert _same_tokens(answers, _answers(small))
-    fewer = _answers(sampler, prompts=PROMPTS[:2])
-    assert _same_tokens(fewer, {k: answers[k] for k in fewer})
-    other = _answers(sampler, params=dataclasses.replace(SAMPLED, seed=4))
-    assert not _same_tokens(answers, other)
+    assert _same_tokens(completions, _sample(small))
+    fewer = _sample(sampler, prompts=PROMPTS[:2])
+    assert _same_tokens(fewer, {k: completions[k] for k in fewer})
+    other = _sample(sampler, params=dataclasses.replace(SAMPLED, seed=4))
+    assert not _same_tokens(completions, other)
 
 
 def test_repetition_is_exact_in_values_and_order(sampler):
@@ -115,12 +115,12 @@ def test_repetition_is_exact_in_values_and_order(sampler):
         np.testing.assert_array_equal(a.logprobs, b.logprobs)
 
 
-def test_answers_end_where_they_should_and_come_in_finishing_order(sampler):
-    """Through growing caches and a batch that shrinks."""
+def test_completions_end_correctly_and_arrive_in_finishing_order(sampler):
+    """With growing caches and a shrinking batch."""
     completions = list(sampler.sample(PROMPTS, SAMPLED, group_size=11))
-    answers = {(c.prompt_index, c.sample_index): c for c in completions}
-    fewer = _answers(sampler)
-    assert _same_tokens(fewer, {k: answers[k] for k in fewer})
+    by_index = {(c.prompt_index, c.sample_index): c for c in completions}
+    fewer = _sample(sampler)
+    assert _same_tokens(fewer, {k: by_index[k] for k in fewer})
     lengths = [len(c.tokens) for c in completions]
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[-1] == 100
@@ -136,36 +136,36 @@ def test_answers_end_where_they_should_and_come_in_finishing_order(sampler):
 
 @pytest.fixture(scope="module")
 def greedy(sampler):
-    return _answers(sampler, GREEDY)
+    return _sample(sampler, GREEDY)
 
 
-def test_greedy_answers_carry_the_untempered_logprobs(greedy):
+def test_greedy_completions_have_logprobs_at_temperature_one(greedy):
     for key in [(0, 0), (2, 1)]:
         expected = _learner_logprobs(greedy[key], precision=F32, temperature=1.0)
         np.testing.assert_allclose(greedy[key].logprobs, expected, atol=1e-5)
 
 
-def test_load_serves_other_weights_from_the_next_request_on():
+def test_loaded_weights_serve_from_the_next_request_on():
     sampler = EmbeddedSampler(MODEL, PARAMS, precision=F32)
-    before = _answers(sampler)
+    before = _sample(sampler)
     running = sampler.sample(PROMPTS, SAMPLED, group_size=4)
     other = tiny.params(1)
     sampler.load(other, version=7)
-    jax.tree.map(lambda x: x.delete(), other)  # as a learner's donated state
+    jax.tree.map(lambda x: x.delete(), other)  # as a learner that donates its state
     assert sampler.version == 7
     during = {(c.prompt_index, c.sample_index): c for c in running}
     assert _same_tokens(before, during)
     assert {int(v) for c in during.values() for v in c.versions} == {0}
-    after = _answers(sampler)
+    after = _sample(sampler)
     assert not _same_tokens(before, after)
     assert {int(v) for c in after.values() for v in c.versions} == {7}
 
 
-def test_weights_are_rounded_to_the_wire():
+def test_weights_are_rounded_to_the_wire_dtype():
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), PARAMS)
     one = EmbeddedSampler(MODEL, PARAMS, precision=parse("fp32,wire=bf16"))
     other = EmbeddedSampler(MODEL, rounded, precision=F32)
-    for a, b in zip(_answers(one).values(), _answers(other).values(), strict=True):
+    for a, b in zip(_sample(one).values(), _sample(other).values(), strict=True):
         np.testing.assert_array_equal(a.logprobs, b.logprobs)
 
 
@@ -173,16 +173,16 @@ def test_weights_are_rounded_to_the_wire():
     ("rules", "axes"),
     [("data", {"data": 8}), ("fsdp_tensor", {"data": 2, "fsdp": 2, "tensor": 2})],
 )
-def test_a_mesh_gives_the_answers_of_one_device(greedy, rules, axes):
+def test_a_mesh_gives_the_completions_of_one_device(greedy, rules, axes):
     layout = Layout(make_mesh(**axes), RULES[rules])
     params = jax.device_put(PARAMS, layout.tree(MODEL.specs))
-    sharded = _answers(EmbeddedSampler(MODEL, params, precision=F32, layout=layout), GREEDY)
+    sharded = _sample(EmbeddedSampler(MODEL, params, precision=F32, layout=layout), GREEDY)
     assert _same_tokens(greedy, sharded)
     for key in greedy:
         np.testing.assert_allclose(greedy[key].logprobs, sharded[key].logprobs, atol=1e-5)
 
 
-def test_a_batch_on_a_mesh_is_moved_without_room_for_all_of_it_on_one_device():
+def test_moving_a_sharded_batch_needs_no_whole_copy_on_one_device():
     layout = Layout(make_mesh(fsdp=8), RULES["fsdp"])
     layers, batch, slots = 16, 16, 64
 
@@ -196,7 +196,7 @@ def test_a_batch_on_a_mesh_is_moved_without_room_for_all_of_it_on_one_device():
         values=part((*heads, slots, 8), jnp.uint16, None, "fsdp"),
     )
     each = part((batch,), jnp.int32, "fsdp")
-    rows = decode_steps.Rows(
+    state = decode_steps.DecodeState(
         cache=cache,
         token=each,
         slot=part((), jnp.int32),
@@ -207,32 +207,32 @@ def test_a_batch_on_a_mesh_is_moved_without_room_for_all_of_it_on_one_device():
         length=each,
         ended=part((batch,), jnp.bool_, "fsdp"),
     )
-    found = decode_steps.move.lower(rows, each, rows.ended, slots=2 * slots).compile()
+    found = decode_steps.take_rows.lower(state, each, state.ended, slots=2 * slots).compile()
     moved = 2 * 2 * math.prod(heads) * 8 * 2 * slots  # bytes of the new cache
     assert found.memory_analysis().temp_size_in_bytes < moved / 4
-    grown = decode_steps.grow.lower(rows, slots=2 * slots).compile()
+    grown = decode_steps.grow_cache.lower(state, slots=2 * slots).compile()
     assert collectives(grown.as_text() or "", trips=pytest.fail) == {}
 
 
-def test_weights_reach_the_samplers_own_layout_in_one_program_of_known_traffic():
+def test_weights_reach_the_samplers_layout_with_known_traffic():
     mesh = make_mesh(fsdp=4, tensor=2)
     params = jax.device_put(PARAMS, Layout(mesh, RULES["fsdp_tensor"]).tree(MODEL.specs))
     own = Layout(mesh, RULES["data"])
     sampler = EmbeddedSampler(MODEL, params, precision=F32, layout=own)
-    moved = collectives(sampler.transfer(params), trips=pytest.fail)
+    moved = collectives(sampler.transfer_hlo(params), trips=pytest.fail)
     # A device has an eighth of each matrix and gets the rest; norms are whole everywhere.
     cut = [x for x in jax.tree.leaves(params) if not x.is_fully_replicated]
     assert moved.keys() == {"all-gather"}
     assert sum(x.nbytes for x in cut) * 7 / 8 == moved["all-gather"].sent
     same = EmbeddedSampler(MODEL, params, precision=F32, layout=Layout(mesh, RULES["fsdp_tensor"]))
-    assert collectives(same.transfer(params), trips=pytest.fail) == {}
+    assert collectives(same.transfer_hlo(params), trips=pytest.fail) == {}
 
 
-def test_weights_that_overflow_are_reported():
+def test_weights_that_are_not_finite_are_reported():
     broken = {**PARAMS, "final_norm": PARAMS["final_norm"] * np.nan}
     sampler = EmbeddedSampler(MODEL, broken, precision=F32, version=3)
     with pytest.raises(FloatingPointError, match="version 3"):
-        _answers(sampler)
+        _sample(sampler)
 
 
 @pytest.mark.parametrize(
@@ -245,25 +245,23 @@ def test_weights_that_overflow_are_reported():
         (PROMPTS, 0, "group_size=0"),
     ],
 )
-def test_requests_that_cannot_be_answered_are_refused_at_once(
-    sampler, prompts, group_size, message
-):
+def test_invalid_requests_are_refused_at_the_call(sampler, prompts, group_size, message):
     with pytest.raises(ValueError, match=message):
         sampler.sample(prompts, SAMPLED, group_size=group_size)
 
 
-def test_a_turn_has_its_own_room_and_its_own_place(sampler):
-    """Places decide what is drawn, whoever else is there; less room cuts the same answer."""
-    whole = _answers(sampler)
-    rooms = {(0, 1): 100, (1, 0): 7, (1, 3): len(whole[1, 3].tokens), (2, 2): 1}
-    turns = [Turn(PROMPTS[i], i, j, room) for (i, j), room in rooms.items()]
+def test_a_turn_depends_on_its_own_index_and_limit_only(sampler):
+    """A lower limit truncates the same completion, whatever else is sampled with it."""
+    whole = _sample(sampler)
+    limits = {(0, 1): 100, (1, 0): 7, (1, 3): len(whole[1, 3].tokens), (2, 2): 1}
+    turns = [Turn(PROMPTS[i], i, j, limit) for (i, j), limit in limits.items()]
     found = {(c.prompt_index, c.sample_index): c for c in sampler.sample_turns(turns, SAMPLED)}
-    assert found.keys() == rooms.keys()
-    for place, room in rooms.items():
-        one, other = found[place], whole[place]
-        np.testing.assert_array_equal(one.tokens, other.tokens[:room])
-        np.testing.assert_allclose(one.logprobs, other.logprobs[:room], atol=1e-5)
-        cut = len(other.tokens) > room
-        assert one.finish_reason == ("length" if cut else other.finish_reason)
+    assert found.keys() == limits.keys()
+    for index, limit in limits.items():
+        one, other = found[index], whole[index]
+        np.testing.assert_array_equal(one.tokens, other.tokens[:limit])
+        np.testing.assert_allclose(one.logprobs, other.logprobs[:limit], atol=1e-5)
+        truncated = len(other.tokens) > limit
+        assert one.finish_reason == ("length" if truncated else other.finish_reason)
     with pytest.raises(ValueError, match="max_tokens=0"):
         sampler.sample_turns([Turn(PROMPTS[0], 0, 0, 0)], SAMPLED)

@@ -6,23 +6,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl.sampling.embedded.buckets import count_bucket, length_bucket
-from jaxrl.sampling.embedded.stopping import empty_tail, ends, push, stop_table
+from jaxrl.sampling.embedded.stopping import empty_tail, ends_in_stop, push, stop_table
 
 
-def test_an_answer_ends_where_a_stop_sequence_ends():
+def test_a_completion_ends_at_a_stop_sequence():
     stops = ((2,), (0, 1), (1, 1, 0))
     table = stop_table(stops)
-    answers = np.random.default_rng(0).integers(0, 3, (64, 8))
+    completions = np.random.default_rng(0).integers(0, 3, (64, 8))
 
     @jax.jit
     def step(tail, tokens):
         tail = push(tail, tokens)
-        return tail, ends(tail, table)
+        return tail, ends_in_stop(tail, table)
 
     tail = empty_tail(64, table)
     for t in range(1, 9):
-        tail, ended = step(tail, answers[:, t - 1])
-        beginnings = [tuple(answer[:t]) for answer in answers]
+        tail, ended = step(tail, completions[:, t - 1])
+        beginnings = [tuple(completion[:t]) for completion in completions]
         expected = [any(b[-len(s) :] == s for s in stops) for b in beginnings]
         np.testing.assert_array_equal(ended, expected)
 

@@ -1,4 +1,4 @@
-"""Which of several servers takes a request; programs of a few lines play the servers' part."""
+"""Load balancing and failover, with stand-ins for the servers."""
 
 import threading
 from collections import Counter
@@ -12,11 +12,11 @@ import pytest
 
 from jaxrl.sampling.vllm.router import Router, SamplerError
 
-MOST = 16  # requests at a server; 2 more than at another are none too many for its cache
+MOST = 16  # requests per server; affinity allows 2 more than the least-loaded server has
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with its name when it is `open`; requests that it has got are counted."""
+    """Answers with its name while `open` is set, and counts requests."""
 
     daemon_threads = True
     block_on_close = False
@@ -58,7 +58,7 @@ def running(name: str) -> Iterator[Server]:
 
 
 class Asking:
-    """Requests to two servers, from as many threads as it takes."""
+    """Sends requests to two servers from many threads."""
 
     def __init__(self, servers: list[Server], pool: ThreadPoolExecutor) -> None:
         self.servers, self._pool = servers, pool
@@ -68,7 +68,7 @@ class Asking:
         return self.router.post("/", "{}", read=str, about="it", keys=keys)
 
     def begin(self, *keys: int) -> Future[str]:
-        """Returns once a server has the request."""
+        """Starts a request and returns once a server has it."""
         before = sum(server.got for server in self.servers)
         future = self._pool.submit(self.one, *keys)
         wait_for(lambda: sum(server.got for server in self.servers) > before)
@@ -91,7 +91,7 @@ def asking() -> Iterator[Asking]:
         pool = stack.enter_context(ThreadPoolExecutor(2 * MOST))
         made = Asking(servers, pool)
         yield made
-        made.router.hang_up()
+        made.router.abort()
         for server in servers:
             server.open.set()
         pool.shutdown()
@@ -112,19 +112,19 @@ def test_equally_busy_servers_take_turns(asking):
     assert Counter(asking.one() for _ in range(20)) == {"A": 10, "B": 10}
 
 
-def test_what_goes_on_stays_where_it_was_begun(asking):
+def test_requests_with_a_known_prefix_stay_on_its_server(asking):
     begun = {key: asking.one(key, 100 + key) for key in range(7)}
     assert {*begun.values()} == {"A", "B"}
     for key in (3, 0, 6, 6, 1, 2, 5, 4, 3, 3):  # by each of its keys, in any order
         assert asking.one(key) == begun[key]
         assert asking.one(100 + key, key) == begun[key]
-    asking.router.restore([server.url for server in asking.servers])  # nothing is in caches now
+    asking.router.use([server.url for server in asking.servers])  # the caches are empty now
     found = {key: {asking.one(key) for _ in range(2)} for key in range(7)}
     assert found.keys() == begun.keys()
     assert all(len(where) == 1 for where in found.values())
 
 
-def test_a_cache_is_worth_a_few_requests_and_no_more(asking):
+def test_affinity_ends_when_its_server_is_too_loaded(asking):
     here = asking.one(7)
     for server in asking.servers:
         server.open.clear()
@@ -135,46 +135,46 @@ def test_a_cache_is_worth_a_few_requests_and_no_more(asking):
         server.open.set()
     assert [future.result() for future in asked] == [here] * 3
     assert gone.result() != here
-    assert asking.one(7) != here  # it stays where it has gone to
+    assert asking.one(7) != here  # the affinity has moved
 
 
-def test_a_server_that_fails_fast_does_not_draw_the_requests(asking):
-    """It always has the fewest in flight. An engine that has died answers 500."""
-    ill, _ = asking.servers
+def test_a_server_that_fails_fast_does_not_attract_requests(asking):
+    """It always has the fewest requests in flight. A dead engine answers 500."""
+    failing, _ = asking.servers
     for status in (500, 503):
-        ill.status, ill.got = status, 0
+        failing.status, failing.got = status, 0
         assert [asking.one(key) for key in range(4)] == ["B"] * 4
-        assert 1 <= ill.got <= 4
-        asking.router.restore([server.url for server in asking.servers])
+        assert 1 <= failing.got <= 4
+        asking.router.use([server.url for server in asking.servers])
     for server in asking.servers:
         server.status = 400
     with pytest.raises(SamplerError, match="did not answer it: 400"):
         asking.one()
 
 
-def test_what_a_server_has_that_missed_a_publish_is_sent_to_the_others(asking):
-    """It may stay paused, and would keep the requests until their time is over."""
+def test_requests_at_a_server_that_missed_a_publish_are_retried_on_others(asking):
+    """It may stay paused and would hold the requests until their timeout."""
     paused, well = asking.servers
-    assert asking.one() == "A"  # on a connection that stays open
+    assert asking.one() == "A"  # over a connection that stays open
     assert asking.one() == "B"
     paused.open.clear()
     flying = [asking.begin(key) for key in (1, 1, 1)]
     assert paused.got == 1 + 3
-    asking.router.restore([well.url])
+    asking.router.use([well.url])
     assert [future.result(60) for future in flying] == ["B"] * 3
     assert [asking.one() for _ in range(4)] == ["B"] * 4
     assert paused.got == 1 + 3
     paused.open.set()
-    asking.router.restore([server.url for server in asking.servers])
+    asking.router.use([server.url for server in asking.servers])
     assert {asking.one() for _ in range(4)} == {"A", "B"}
 
 
-def test_closing_wakes_who_waits_for_a_connection(asking):
+def test_aborting_wakes_waiting_requests(asking):
     for server in asking.servers:
         server.open.clear()
     flying = [asking.begin() for _ in range(2 * MOST)]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(asking.one)
-        asking.router.hang_up()
+        asking.router.abort()
         for future in [waiting, *flying]:
             assert future.exception(60) is not None

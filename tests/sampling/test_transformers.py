@@ -1,4 +1,4 @@
-"""Greedy answers equal those of transformers' generate, token for token."""
+"""Greedy completions equal those of transformers' generate, token for token."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_answers_are_those_of_generate(family, tmp_path):
+def test_greedy_completions_equal_those_of_generate(family, tmp_path):
     make, settings = FAMILIES[family]
     torch.manual_seed(0)
     reference = transformers.AutoModelForCausalLM.from_config(

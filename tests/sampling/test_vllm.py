@@ -1,4 +1,4 @@
-"""The vLLM client against a server that plays its part: retries, faults, aborts and stops."""
+"""The vLLM client against a stand-in server: retries, faults, aborts and stop sequences."""
 
 import json
 import math
@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl.sampling.base import Completion, SamplingParams, Turn
 from jaxrl.sampling.vllm.sampler import SamplerError, VllmSampler
-from tests.sampling.standin import Reply, Server, answer, choice
+from tests.sampling.standin import Reply, Server, choice, respond
 
 PARAMS = SamplingParams(max_tokens=8, seed=3, stop=((1,), (5, 6)))
 
@@ -23,7 +23,7 @@ def failing(*statuses: int) -> Reply:
 
     def reply(body: dict[str, Any]) -> tuple[int, str]:
         status = next(fates, 200)
-        return answer(body) if status == 200 else (status, "try again")
+        return respond(body) if status == 200 else (status, "try again")
 
     return reply
 
@@ -55,7 +55,7 @@ def ask(sampler: VllmSampler, *prompts: list[int], group_size: int = 1) -> list[
     return list(sampler.sample(arrays, PARAMS, group_size=group_size))
 
 
-def test_a_group_is_one_request_with_ids_alone(server, sampler):
+def test_a_group_is_one_request_of_token_ids(server, sampler):
     found = ask(sampler, [2, 3], [4], group_size=3)
     assert {(c.prompt_index, c.sample_index) for c in found} == {
         (i, j) for i in range(2) for j in range(3)
@@ -72,13 +72,13 @@ def test_a_group_is_one_request_with_ids_alone(server, sampler):
     assert settings["logprobs"] == 0
     assert server.keys == {"a key"}
     seeds = [body["sampling_params"]["seed"] for body in server.bodies]
-    assert abs(seeds[0] - seeds[1]) > 1000  # a server counts up from it within a group
+    assert abs(seeds[0] - seeds[1]) > 1000  # within a group a server counts up from it
 
 
-def test_back_pressure_and_reuse_of_connections(server, sampler):
+def test_requests_are_limited_and_connections_reused(server, sampler):
     def slow(body):
         time.sleep(0.02)
-        return answer(body)
+        return respond(body)
 
     server.reply = slow
     assert len(ask(sampler, *[[2]] * 12)) == 12
@@ -86,7 +86,7 @@ def test_back_pressure_and_reuse_of_connections(server, sampler):
     assert len(server.clients) == 2
 
 
-def test_lost_requests_are_sent_again_with_the_same_ids(server, sampler):
+def test_failed_requests_are_retried_with_the_same_body(server, sampler):
     server.reply = failing(0, 503, 500)
     (one,) = ask(sampler, [2, 3])
     assert len(one.tokens) == 8
@@ -94,19 +94,19 @@ def test_lost_requests_are_sent_again_with_the_same_ids(server, sampler):
     assert all(body == server.bodies[0] for body in server.bodies)
 
 
-def test_a_refusal_is_final_and_in_the_servers_words(server, sampler):
+def test_a_refusal_is_final_and_quotes_the_server(server, sampler):
     server.reply = lambda body: (400, "max_model_len is 16")
     with pytest.raises(SamplerError, match=r"prompt 0: 400 max_model_len is 16"):
         ask(sampler, [2, 3])
     assert len(server.bodies) == 1
 
 
-def test_completions_before_a_failure_stay_good(server, sampler):
+def test_completions_before_a_failure_stay_valid(server, sampler):
     def reply(body):
         if body["token_ids"] == [3]:
             time.sleep(0.2)
             return 400, "no"
-        return answer(body)
+        return respond(body)
 
     server.reply = reply
     stream = sampler.sample([np.array([2]), np.array([3])], PARAMS, group_size=1)
@@ -115,18 +115,20 @@ def test_completions_before_a_failure_stay_good(server, sampler):
         next(stream)
 
 
-def test_nobody_there_is_an_error_with_the_address(server):
+def test_an_unreachable_server_is_named_by_address(server):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxrl.sampling.vllm.router._ATTEMPTS", 1)
-        nobody = VllmSampler(["http://127.0.0.1:9"], max_positions=64, vocab_size=64, timeout=1.0)
+        unreachable = VllmSampler(
+            ["http://127.0.0.1:9"], max_positions=64, vocab_size=64, timeout=1.0
+        )
         with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9 .*refused"):
-            ask(nobody, [2])
-    nobody.close()
+            ask(unreachable, [2])
+    unreachable.close()
     with pytest.raises(ValueError, match="not the http"):
         VllmSampler(["localhost:8000"], max_positions=64, vocab_size=64)
 
 
-def test_a_proxy_of_the_environment_is_not_asked(server, monkeypatch):
+def test_proxies_of_the_environment_are_ignored(server, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("all_proxy", "http://127.0.0.1:9")
     direct = VllmSampler([server.url], max_positions=64, vocab_size=64)
@@ -134,7 +136,7 @@ def test_a_proxy_of_the_environment_is_not_asked(server, monkeypatch):
     direct.close()
 
 
-def test_aborted_answers_go_on_where_they_were(server, sampler):
+def test_aborted_completions_continue_where_they_stopped(server, sampler):
     def reply(body):
         if len(server.bodies) == 1:
             made = [
@@ -173,7 +175,7 @@ def two(server: Server) -> Iterator[tuple[Server, Server, VllmSampler]]:
 
 def test_two_servers_share_the_requests(two):
     first, second, sampler = two
-    first.reply = second.reply = lambda body: (time.sleep(0.02), answer(body))[1]
+    first.reply = second.reply = lambda body: (time.sleep(0.02), respond(body))[1]
     found = ask(sampler, *[[i] for i in range(2, 22)], group_size=3)
     assert len({(c.prompt_index, c.sample_index) for c in found}) == len(found) == 60
     assert len(first.bodies) + len(second.bodies) == 20  # a group stays together
@@ -181,8 +183,8 @@ def test_two_servers_share_the_requests(two):
     assert max(first.busiest, second.busiest) == 2
 
 
-def test_the_turns_of_an_episode_go_to_the_server_that_drew_the_first(two):
-    """As do answers that go on after an abort: the server has in its cache what was said before."""
+def test_the_turns_of_an_episode_stay_on_one_server(two):
+    """Continuations after an abort stay too: the server has the prefix in its cache."""
     first, second, sampler = two
     prompts = {i: np.array([2, 3, i], np.int32) for i in range(10, 16)}
     for i, prompt in prompts.items():
@@ -196,7 +198,7 @@ def test_the_turns_of_an_episode_go_to_the_server_that_drew_the_first(two):
     said = np.array([9, 9], np.int32)
     for i in (15, 10, 12, 14, 13, 11):
         for j in (1, 0):
-            turn = Turn(np.concatenate([prompts[i], said]), 0, j, 4, opening=3)
+            turn = Turn(np.concatenate([prompts[i], said]), 0, j, 4, prompt_length=3)
             (found,) = sampler.sample_turns([turn], PARAMS)
             assert len(found.tokens) == 4
     for server, expected in zip((first, second), begun, strict=True):
@@ -205,65 +207,65 @@ def test_the_turns_of_an_episode_go_to_the_server_that_drew_the_first(two):
 
 
 def aborts_once(server: Server) -> Reply:
-    """Every second request goes on where the one before was aborted."""
+    """Aborts every other request; the next one continues it."""
 
     def reply(body: dict[str, Any]) -> tuple[int, str]:
         if len(server.bodies) % 2 == 0:
-            return answer(body)
+            return respond(body)
         return 200, json.dumps({"choices": [choice(0, [9], finish_reason="abort")]})
 
     return reply
 
 
-STRANGER = json.dumps(
+UNPUBLISHED = json.dumps(
     {"choices": [choice(0, [7], weight_versions=[{"version": "default", "start": 0, "end": 1}])]}
 )
 
 
-@pytest.mark.parametrize("fate", [(0, ""), (200, STRANGER)])
-def test_a_lost_server_gets_nothing_until_it_serves_again(two, fate):
+@pytest.mark.parametrize("fate", [(0, ""), (200, UNPUBLISHED)])
+def test_a_failed_server_gets_no_requests_until_the_next_publish(two, fate):
     first, second, sampler = two
     second.reply = lambda body: fate
     assert len(ask(sampler, *[[i] for i in range(2, 22)])) == 20
     refused = len(second.bodies)
-    assert 1 <= refused <= 4  # at most a try on each of its connections, and one again
+    assert 1 <= refused <= 4  # at most one try per connection, and one retry
     assert len(ask(sampler, *[[i] for i in range(2, 22)])) == 20
     assert len(second.bodies) == refused
-    second.reply = answer
-    sampler.published(7, urls=[first.url, second.url])
+    second.reply = respond
+    sampler.use_version(7, urls=[first.url, second.url])
     assert sampler.version == 7
     assert len(ask(sampler, *[[i] for i in range(2, 22)])) == 20
     assert len(second.bodies) > refused
 
 
-def test_when_all_are_lost_all_are_tried_again(two):
+def test_all_servers_are_retried_when_all_have_failed(two):
     first, second, sampler = two
     second.reply = lambda body: (0, "")
     first.reply = failing(0, 503)
     assert len(ask(sampler, [2], [3], [4])) == 3
 
 
-def test_connections_that_a_lost_server_dropped_use_up_no_attempts(two, monkeypatch):
-    """There may be more of them than a request has attempts, and the other server is busy."""
+def test_dropped_idle_connections_use_up_no_attempts(two, monkeypatch):
+    """There may be more of them than a request has attempts while the other server is busy."""
     first, second, sampler = two
     monkeypatch.setattr("jaxrl.sampling.vllm.router._ATTEMPTS", 1)
-    first.reply = second.reply = lambda body: (time.sleep(0.02), answer(body))[1]
+    first.reply = second.reply = lambda body: (time.sleep(0.02), respond(body))[1]
     ask(sampler, *[[i] for i in range(2, 22)])
     assert (len(first.clients), len(second.clients)) == (2, 2)  # connections, which stay open
     second.reply = lambda body: (0, "")
     assert len(ask(sampler, *[[i] for i in range(2, 22)])) == 20
 
 
-def test_a_server_that_missed_the_last_publish_is_not_asked(two):
-    """It may hold weights that the run has gone back behind, under a version that comes again."""
+def test_a_server_that_missed_the_last_publish_gets_no_requests(two):
+    """It may hold weights of steps that were rolled back, under a version that comes again."""
     first, second, sampler = two
-    sampler.published(7, urls=[first.url])
+    sampler.use_version(7, urls=[first.url])
     first.reply = failing(0, 503)
     assert len(ask(sampler, *[[i] for i in range(2, 22)])) == 20
     assert second.bodies == []
 
 
-def test_log_probs_that_are_none_are_nan(server, sampler):
+def test_invalid_logprobs_are_nan(server, sampler):
     values = [-1.0, None, math.nan, 0.5, 1e-6, -math.inf]
     content = [{"logprob": v} for v in values]
     server.reply = lambda body: (
@@ -275,7 +277,7 @@ def test_log_probs_that_are_none_are_nan(server, sampler):
     np.testing.assert_array_equal(one.logprobs, np.array(expected, np.float32))
 
 
-def test_stop_sequences_of_several_tokens_end_an_answer_and_stay(server, sampler):
+def test_stop_sequences_of_several_tokens_end_a_completion_and_are_kept(server, sampler):
     server.reply = lambda body: (200, json.dumps({"choices": [choice(0, [5, 5, 6, 7, 5, 6])]}))
     (one,) = ask(sampler, [2])
     assert one.tokens.tolist() == [5, 5, 6]
@@ -287,7 +289,7 @@ def test_stop_sequences_of_several_tokens_end_an_answer_and_stay(server, sampler
     assert (one.tokens.tolist(), one.finish_reason) == ([7, 1], "stop")
 
 
-def test_weights_that_no_learner_published_are_an_error(server, sampler):
+def test_unpublished_weights_are_an_error(server, sampler):
     span = [{"version": "default", "start": 0, "end": 1}]
     server.reply = lambda body: (
         200,
@@ -298,7 +300,7 @@ def test_weights_that_no_learner_published_are_an_error(server, sampler):
 
 
 def scored(body):
-    """Scores token t of the prompt as -t / 8."""
+    """Scores token id t of the prompt as -t / 8."""
     tokens = body["token_ids"]
     entries = [None, *({str(t): {"logprob": -t / 8}} for t in tokens[1:])]
     return 200, json.dumps({"choices": [choice(0, [9])], "prompt_logprobs": entries})
@@ -306,11 +308,11 @@ def scored(body):
 
 def test_given_tokens_are_scored_in_order(server, sampler):
     server.reply = scored
-    sampler.published(4, urls=[server.url])
+    sampler.use_version(4, urls=[server.url])
     found = sampler.score([np.array([2, 8, 4]), np.array([3]), np.arange(64)])
     np.testing.assert_array_equal(found[0], [np.nan, -1, -0.5])
     np.testing.assert_array_equal(found[1], [np.nan])
-    # One token is drawn, for which a sequence of all 64 positions leaves no room.
+    # The server samples one token, so only 63 of 64 tokens can be scored.
     np.testing.assert_array_equal(found[2], [np.nan, *(-np.arange(1, 63) / 8), np.nan])
     assert sorted(len(body["token_ids"]) for body in server.bodies) == [1, 3, 63]
     assert all(body["sampling_params"]["prompt_logprobs"] == 0 for body in server.bodies)
@@ -318,19 +320,19 @@ def test_given_tokens_are_scored_in_order(server, sampler):
         sampler.score([np.arange(64), np.zeros(65, int)])
 
 
-def test_scores_of_other_weights_are_an_error(server, sampler):
+def test_scores_from_another_version_are_an_error(server, sampler):
     server.reply = scored
-    sampler.published(5, urls=[server.url])
-    with pytest.raises(SamplerError, match="scores with weights '4' and 5 were published"):
+    sampler.use_version(5, urls=[server.url])
+    with pytest.raises(SamplerError, match="scores with weights '4', but version 5"):
         sampler.score([np.array([2, 8])])
 
 
-def test_closing_does_not_wait_for_what_is_in_flight(server, sampler):
+def test_closing_does_not_wait_for_requests_in_flight(server, sampler):
     release = threading.Event()
 
     def hang(body):
         release.wait(20)
-        return answer(body)
+        return respond(body)
 
     server.reply = hang
     stream = sampler.sample([np.array([2])] * 5, PARAMS, group_size=1)
@@ -347,7 +349,7 @@ def test_closing_does_not_wait_for_what_is_in_flight(server, sampler):
     assert len(server.bodies) == 2
 
 
-def test_turns_of_one_context_are_one_request_with_the_groups_seed(server, sampler):
+def test_turns_with_one_context_are_one_request_with_the_groups_seed(server, sampler):
     one, two = np.array([2, 3], np.int32), np.array([2, 4], np.int32)
     turns = [
         Turn(one, 1, 0, 5),

@@ -1,4 +1,4 @@
-"""The vLLM client, and a run that samples through it, against a real server."""
+"""The vLLM client and whole runs against a real server."""
 
 import dataclasses
 import json
@@ -55,29 +55,29 @@ def serving(material: Material) -> Iterator[Serving]:
         yield made
 
 
-def answers(sampler, params: SamplingParams, *, group_size: int = 1) -> list:
+def sample(sampler, params: SamplingParams, *, group_size: int = 1) -> list:
     found = sampler.sample(PROMPTS, params, group_size=group_size)
     return sorted(found, key=lambda c: (c.prompt_index, c.sample_index))
 
 
-def test_greedy_answers_are_those_of_the_embedded_sampler(serving):
+def test_greedy_completions_equal_those_of_the_embedded_sampler(serving):
     embedded = EmbeddedSampler(MODEL, tiny.params(config=SERVED), precision=FP32)
     plain = SamplingParams(max_tokens=24, temperature=0)
-    longest = answers(embedded, plain)
+    longest = sample(embedded, plain)
     common = longest[0].tokens[3:5].tolist()
     ends = dataclasses.replace(plain, stop=((int(longest[1].tokens[6]),), tuple(common)))
     for params in (plain, ends):
-        both = answers(embedded, params), answers(serving.sampler, params)
+        both = sample(embedded, params), sample(serving.sampler, params)
         for ours, theirs in zip(*both, strict=True):
             assert theirs.tokens.tolist() == ours.tokens.tolist()
             np.testing.assert_allclose(theirs.logprobs, ours.logprobs, atol=2e-5)
             assert theirs.finish_reason == ours.finish_reason
             assert set(theirs.versions) == {0}
-    assert answers(serving.sampler, ends)[1].finish_reason == "stop"
+    assert sample(serving.sampler, ends)[1].finish_reason == "stop"
 
 
 def learner_logprobs(completions, params, *, temperature: float) -> list[np.ndarray]:
-    """What the learner says of the tokens that were drawn."""
+    """Scores sampled tokens with the learner."""
     rollouts = [
         Rollout(
             prompt=PROMPTS[c.prompt_index],
@@ -97,7 +97,7 @@ def learner_logprobs(completions, params, *, temperature: float) -> list[np.ndar
 
 
 def batch_logprobs(rollouts, params, *, temperature: float, row_length: int) -> np.ndarray:
-    """f32[N, row_length], a sequence to a row."""
+    """Scores one sequence per row: f32[N, row_length]."""
     learner = make_learner(
         MODEL,
         objective(reinforce(), token_mean),
@@ -112,35 +112,35 @@ def batch_logprobs(rollouts, params, *, temperature: float, row_length: int) -> 
     return np.asarray(scored)
 
 
-def test_after_a_publish_the_server_computes_what_the_learner_computes(serving):
-    """The canary: drawn tokens at another temperature, scored by the learner's own forward pass."""
+def test_after_a_publish_server_and_learner_compute_the_same(serving):
+    """The canary: tokens sampled at another temperature, scored by the learner's forward pass."""
     drawn = SamplingParams(max_tokens=16, temperature=0.7, seed=5)
     seen = []
     for version, seed in ((1, 1), (2, 2)):
         params = tiny.params(seed, config=SERVED)
         seconds = serving.publish(params, version=version)
         assert min(seconds.values()) > 0
-        found = answers(serving.sampler, drawn, group_size=2)
+        found = sample(serving.sampler, drawn, group_size=2)
         assert {int(v) for c in found for v in c.versions} == {version} == {serving.sampler.version}
         expected = learner_logprobs(found, params, temperature=0.7)
         for completion, logprobs in zip(found, expected, strict=True):
             np.testing.assert_allclose(completion.logprobs, logprobs, atol=5e-5)
-        again = answers(serving.sampler, drawn, group_size=2)
+        again = sample(serving.sampler, drawn, group_size=2)
         assert [c.tokens.tolist() for c in again] == [c.tokens.tolist() for c in found]
         seen.append([c.tokens.tolist() for c in found])
     assert seen[0] != seen[1]
     assert len({tuple(tokens) for tokens in seen[0]}) == len(seen[0])
 
 
-def test_the_server_scores_given_tokens_as_the_learner_does(serving):
-    """Long sequences and short ones, a prefix that the server has in its cache, new weights."""
+def test_server_and_learner_score_given_tokens_alike(serving):
+    """Covers long and short sequences, cached prefixes and new weights."""
     rng = np.random.default_rng(0)
     longest = rng.integers(2, 64, tiny.CONFIG.max_positions).astype(np.int32)
     sequences = [longest[:n] for n in (2, 7, 40, 128)] + [longest[::-1][:90], np.array([9])]
     for version in (1, 2):
         params = tiny.params(version, config=SERVED)
         serving.publish(params, version=version)
-        for _ in range(2):  # the second time everything is cached
+        for _ in range(2):  # the second time from the prefix cache
             found = serving.score(sequences)
             logits = all_logprobs(params, longest)
             for sequence, scores in zip(sequences[:4], found[:4], strict=True):
@@ -149,14 +149,14 @@ def test_the_server_scores_given_tokens_as_the_learner_does(serving):
                 assert np.isnan(scores[0])
                 assert np.isnan(scores[known:]).all()
             assert [len(scores) for scores in found] == [2, 7, 40, 128, 90, 1]
-        drawn = answers(serving.sampler, SamplingParams(max_tokens=9, seed=version))
+        drawn = sample(serving.sampler, SamplingParams(max_tokens=9, seed=version))
         again = serving.score([np.append(PROMPTS[c.prompt_index], c.tokens) for c in drawn])
         for completion, scores in zip(drawn, again, strict=True):
             np.testing.assert_allclose(completion.logprobs, scores[-9:], atol=5e-5)
 
 
 class Speaks:
-    """Says the same after each of three turns."""
+    """Replies with the same tokens after each of three turns."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -169,8 +169,8 @@ class Speaks:
         return Step([40, 3], done=self.turns == 3)
 
 
-def test_a_turn_is_drawn_after_all_that_was_said_before(serving):
-    """Each token of an episode has the log-prob that one forward pass over all of it gives."""
+def test_a_turn_is_sampled_given_the_whole_episode(serving):
+    """Each token has the log-prob that one forward pass over the whole episode gives."""
     limits = EpisodeLimits(
         max_turns=3, max_tokens=60, max_prompt_tokens=16, timeout=60.0, vocab_size=64
     )
@@ -194,7 +194,7 @@ def test_a_turn_is_drawn_after_all_that_was_said_before(serving):
 
 
 def all_logprobs(params, tokens) -> np.ndarray:
-    """What a learner says of a whole sequence, i32[T] -> f32[T]; 0 for the first token."""
+    """Scores a sequence, i32[T], with the learner: f32[T], 0 for the first token."""
     rollout = Rollout(
         prompt=tokens[:1],
         completion=tokens[1:],
@@ -206,36 +206,36 @@ def all_logprobs(params, tokens) -> np.ndarray:
     return batch_logprobs([rollout], params, temperature=1.0, row_length=len(tokens))[0]
 
 
-def test_log_probs_are_those_of_the_truncated_distribution(serving):
+def test_logprobs_are_those_of_the_truncated_distribution(serving):
     truncated = SamplingParams(max_tokens=8, top_k=3, seed=1)
-    found = answers(serving.sampler, truncated, group_size=4)
+    found = sample(serving.sampler, truncated, group_size=4)
     expected = learner_logprobs(found, tiny.params(config=SERVED), temperature=1.0)
     for completion, whole in zip(found, expected, strict=True):
         assert (completion.logprobs > whole - 1e-5).all()
         assert completion.logprobs.min() > np.log(1e-6)
     (only,) = {
         float(c.logprobs.max())
-        for c in answers(serving.sampler, dataclasses.replace(truncated, top_k=1))
+        for c in sample(serving.sampler, dataclasses.replace(truncated, top_k=1))
     }
     assert only == 0.0
 
 
 def test_many_long_prompts_with_seeds(serving):
-    """Stock vLLM on a CPU dies here, because it computes some of the prompts in chunks."""
+    """Stock vLLM on a CPU crashes here, because it prefills some prompts in chunks."""
     prompts = [np.full(100, 2 + i, np.int32) for i in range(40)]
     found = serving.sampler.sample(prompts, SamplingParams(max_tokens=4, seed=1), group_size=2)
     assert len(list(found)) == 80
 
 
-def test_a_prompt_the_server_cannot_take_is_an_error(serving):
+def test_a_prompt_too_long_for_the_server_is_an_error(serving):
     with pytest.raises(ValueError, match="positions"):
         serving.sampler.sample([np.arange(2, 60)] * 2, SamplingParams(max_tokens=100), group_size=1)
 
 
 @pytest.mark.timeout(900)  # two servers start
-def test_a_server_that_fails_is_done_without_and_taken_back(material, monkeypatch):
-    """It is killed in the middle of its requests, hangs, and is killed in the middle of a publish.
-    The other one answers what it owes, and nothing is answered twice."""
+def test_a_failed_server_is_skipped_and_recovers(material, monkeypatch):
+    """It is killed during requests, hangs, and is killed during a publish. The other server takes
+    over its requests, and each completion comes once."""
     notes: list[str] = []
     plain = SamplingParams(max_tokens=32, temperature=0)
     drawn = dataclasses.replace(plain, temperature=1.0)
@@ -249,7 +249,7 @@ def test_a_server_that_fails_is_done_without_and_taken_back(material, monkeypatc
         return serving.publish(params, version=version)["sampler/servers"]
 
     def versions() -> set[int]:
-        found = answers(serving.sampler, drawn, group_size=8)
+        found = sample(serving.sampler, drawn, group_size=8)
         assert len(found) == 8 * len(PROMPTS)
         return {int(v) for c in found for v in c.versions}
 
@@ -264,10 +264,10 @@ def test_a_server_that_fails_is_done_without_and_taken_back(material, monkeypatc
         signal_all(second, signal.SIGKILL)
         found += requests
         assert len({(c.prompt_index, c.sample_index) for c in found}) == len(found) == 96
-        expected = [c.tokens.tolist() for c in answers(serving.sampler, plain)]
+        expected = [c.tokens.tolist() for c in sample(serving.sampler, plain)]
         assert all(c.tokens.tolist() == expected[c.prompt_index % 4] for c in found)
         assert publish(1) == 1
-        assert f"{mortal} is done without" in notes[-1]
+        assert f"{mortal} failed; continuing with the other servers" in notes[-1]
         assert versions() == {1}
         with started(material.directory, port=port) as third:
             assert publish(2) == 2
@@ -292,15 +292,15 @@ def test_a_server_that_fails_is_done_without_and_taken_back(material, monkeypatc
 
             monkeypatch.setattr(VllmServer, "_load", killed_meanwhile)
             assert publish(5) == 1
-            assert f"{mortal} is done without" in notes[-1]
+            assert f"{mortal} failed; continuing with the other servers" in notes[-1]
             assert versions() == {5}
-    # A run that begins while a server is away begins with the others.
+    # A run that starts while a server is down starts with the others.
     with opened(material, [mortal, material.url], note=notes.append) as serving:
-        assert f"{mortal} is done without" in notes[-1]
+        assert f"{mortal} failed; continuing with the other servers" in notes[-1]
         assert versions() == {0}
 
 
-def test_a_run_trains_through_the_server_and_goes_on(material, tmp_path):
+def test_a_run_trains_through_the_server_and_resumes(material, tmp_path):
     changes = {
         "sampler__url": material.url,
         "run_dir": str(tmp_path / "run"),
@@ -312,7 +312,7 @@ def test_a_run_trains_through_the_server_and_goes_on(material, tmp_path):
     rows = [e for e in read_metrics(tmp_path / "run/metrics.jsonl") if "reward" in e]
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
-        assert abs(row["kl"]) < 1e-6  # what was sampled is what is learnt from
+        assert abs(row["kl"]) < 1e-6  # learner and sampler agree
         assert row["time/publish/load"] > 0
         whole = row["probe/dtype"] + row["probe/engine"] + row["probe/policy"]
         assert whole == pytest.approx(row["probe/alpha"] + row["probe/beta"], abs=1e-9)
@@ -325,7 +325,7 @@ def test_a_run_trains_through_the_server_and_goes_on(material, tmp_path):
     assert all(jax.tree.leaves(changed))
 
 
-def test_a_run_learns_while_the_server_samples(material, tmp_path):
+def test_a_run_trains_while_the_server_samples(material, tmp_path):
     changes = {
         "sampler__url": material.url,
         "run_dir": str(tmp_path / "run"),
@@ -336,42 +336,42 @@ def test_a_run_learns_while_the_server_samples(material, tmp_path):
     rows = [e for e in read_metrics(tmp_path / "run/metrics.jsonl") if "reward" in e]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     for row in rows:
-        kinds = ("learnt", "late", "flat", "waiting")
-        assert row["rollouts/made"] == sum(row[f"rollouts/{kind}"] for kind in kinds)
+        kinds = ("trained", "stale", "zero_variance", "waiting")
+        assert row["rollouts/sampled"] == sum(row[f"rollouts/{kind}"] for kind in kinds)
         assert row["staleness/max"] <= 2
     assert max(row["staleness"] for row in rows) > 0
 
 
 @pytest.fixture
 def takes_adapters(material: Material) -> Iterator[str]:
-    """The address of a server that does."""
+    """Starts a server with adapters and yields its address."""
     with started(material.directory, rank=4) as server:
         yield server.url
 
 
 @pytest.mark.timeout(900)  # a second server starts
-def test_adapters_are_published_by_themselves(material, takes_adapters, tmp_path):
-    """A run that trains through the server, then its adapters against the merged model."""
+def test_adapters_are_published_alone(material, takes_adapters, tmp_path):
+    """Trains adapters through the server, then compares them with the merged model."""
     keys = {"lora__rank": "4", "lora__publish": "adapters"}
     run = {"run_dir": str(tmp_path / "run"), "probe__every": "1", "probe__replay": "true"}
     done = train.train(config(material.directory, sampler__url=takes_adapters, **keys, **run))
     assert done.model is not None
     for row in read_metrics(tmp_path / "run/metrics.jsonl"):
         if "reward" in row:
-            assert abs(row["kl"]) < 1e-6  # what was sampled is what is learnt from
+            assert abs(row["kl"]) < 1e-6  # learner and sampler agree
             assert row["probe/engine_p99"] < 1e-4
     plain = SamplingParams(max_tokens=24, temperature=0)
     _, merged = huggingface.load(done.model, dtype=FP32.params)
     with opened(material, [takes_adapters], note=print) as whole:
-        base = answers(whole.sampler, plain)
+        base = sample(whole.sampler, plain)
         whole.publish(merged, version=5)
-        expected = answers(whole.sampler, plain)
+        expected = sample(whole.sampler, plain)
     assert [c.tokens.tolist() for c in base] != [c.tokens.tolist() for c in expected]
     trained = keys | {"lora__path": str(tmp_path / "run/adapter")}
     with opened(material, [takes_adapters], note=print, **trained) as alone:
 
         def check() -> None:
-            found = answers(alone.sampler, plain)
+            found = sample(alone.sampler, plain)
             assert [c.tokens.tolist() for c in found] == [c.tokens.tolist() for c in expected]
             assert {int(v) for c in found for v in c.versions} == {0}
             scored = alone.score([np.append(PROMPTS[c.prompt_index], c.tokens) for c in found])
@@ -383,10 +383,10 @@ def test_adapters_are_published_by_themselves(material, takes_adapters, tmp_path
         larger = opened(material, [takes_adapters], note=print, **keys | {"lora__rank": "16"})
         with pytest.raises(RefusedError, match="greater than max_lora_rank"), larger:
             pass
-        check()  # what was refused left the old adapter in its place
+        check()  # a refused adapter leaves the old one in place
 
 
-def test_the_doctor_asks_a_running_server(material, tmp_path, capsys):
+def test_the_doctor_uses_a_running_server(material, tmp_path, capsys):
     keys = {"prompts": "4", "sampling.max_tokens": "12", "repeat": "0", "precisions": "fp32"}
     keys |= {"server": material.url, "out": str(tmp_path)}
     given = [f"--{key}={value}" for key, value in keys.items()]
@@ -394,7 +394,7 @@ def test_the_doctor_asks_a_running_server(material, tmp_path, capsys):
     assert "Use precision = 'fp32'" in capsys.readouterr().out
     (only,) = json.loads((tmp_path / "doctor.json").read_text())["policies"]
     assert only["sampler"] == "vLLM f32"
-    assert only["dtype_std"] == 0  # learner and shadow are one computation
+    assert only["dtype_std"] == 0  # learner and shadow compute the same
     assert only["beta_p99"] < 1e-4
     whole = only["dtype"] + only["engine"] + only["decoding"]
     assert whole == pytest.approx(only["beta"], abs=1e-7)

@@ -19,9 +19,10 @@ from jaxrl.config.hosts import HostsConfig
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.precision import PRESETS
 from jaxrl.models.decoder import decoder
+from jaxrl.training import cluster
 from jaxrl.training.cluster import joined
 from jaxrl.training.interrupt import Interrupt
-from jaxrl.training.storage.run_directory import held
+from jaxrl.training.storage.run_directory import lock
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
 from sharding.rules import PRESETS as RULES
@@ -38,14 +39,14 @@ def whole(hosts: Hosts) -> None:
         seen.append((a, b))
         return a + b
 
-    together = hosts.together(add)
-    assert hosts.led(lambda: together(1, b=2) + together(3, b=4) + 10 * hosts.index) == 10
+    together = hosts.on_all(add)
+    assert hosts.on_leader(lambda: together(1, b=2) + together(3, b=4) + 10 * hosts.index) == 10
     assert seen == [(1, 2), (3, 4)]
     large = np.arange(5000)
     np.testing.assert_array_equal(hosts.share(large if hosts.leads else None), large)
     assert hosts.largest(hosts.index) == hosts.count - 1
     read: list[int] = []
-    total = hosts.consumed((read.append(i) or i for i in range(5)), sum)
+    total = hosts.consume_on_leader((read.append(i) or i for i in range(5)), sum)
     assert read == list(range(5))
     assert total == (10 if hosts.leads else None)
 
@@ -72,7 +73,7 @@ def failing(hosts: Hosts) -> None:
         raise ValueError("nothing to read")
 
     with hosts.reporting():
-        hosts.led(read)
+        hosts.on_leader(read)
 
 
 def interrupted(hosts: Hosts) -> None:
@@ -85,7 +86,7 @@ def interrupted(hosts: Hosts) -> None:
 
 
 def apart(hosts: Hosts) -> None:
-    with held(DIRECTORY / f"disk_of_{hosts.index}" / "run", hosts):
+    with lock(DIRECTORY / f"disk_of_{hosts.index}" / "run", hosts):
         raise AssertionError("a checkpoint of this run would never be complete")
 
 
@@ -97,5 +98,6 @@ def devices(hosts: Hosts) -> None:
 if __name__ == "__main__":
     name, address, count, index = sys.argv[1:-1]
     numbers = {} if address == "auto" else {"processes": int(count), "process": int(index)}
-    with joined(HostsConfig(coordinator=address, join=600, heartbeat=5, **numbers)):
+    cluster.HEARTBEAT = 5
+    with joined(HostsConfig(coordinator=address, join=600, **numbers)):
         {f.__name__: f for f in (whole, failing, interrupted, apart, devices)}[name](Hosts())

@@ -11,7 +11,7 @@ import pytest
 from jaxrl import train
 from jaxrl.builders import learner as builder
 from jaxrl.cli import main
-from jaxrl.config import toml_file
+from jaxrl.config import alarms, toml_file
 from jaxrl.config.alarms import Limits
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
@@ -19,8 +19,8 @@ from jaxrl.monitoring.alarms.history import History
 from jaxrl.monitoring.alarms.rules import replay_alarms
 from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
 from jaxrl.training import rollbacks
-from jaxrl.training.alarm_actions import Guard
-from jaxrl.training.run import Run
+from jaxrl.training.alarm_actions import AlarmActions
+from jaxrl.training.storage.records import Records
 from tests import tiny
 
 # What is wanted is a digit in front; what also pays, and more, is a row of a's.
@@ -34,6 +34,14 @@ def loophole(completion, example):
 def digits(completion, example):
     return len({c for c in completion if c.isdigit()}) / 10
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_window():
+    """These runs are short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alarms, "LIMITS", Limits(warmup=5, window=5))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +72,6 @@ def keys(material: Path, run_dir: Path, **changes: str) -> dict[str, str]:
         "optimizer.learning_rate": "0.003",
         "checkpoint.every": "5",
         "probe.every": "0",
-        "alarms.window": "5",
-        "alarms.warmup": "5",
     } | {name.replace("__", "."): value for name, value in changes.items()}
 
 
@@ -81,7 +87,7 @@ def events(run_dir: Path) -> list[dict]:
     return [e["event"] for e in read_metrics(run_dir / "metrics.jsonl") if "event" in e]
 
 
-def test_a_hacked_run_is_rolled_back_and_recovers(material, tmp_path, capsys):
+def test_hacked_run_is_rolled_back_and_recovers(material, tmp_path, capsys):
     rewards = material / "rewards.py"
     changes = {
         "reward.path": f'["{rewards}:digit", "{rewards}:loophole"]',
@@ -124,7 +130,7 @@ def test_a_hacked_run_is_rolled_back_and_recovers(material, tmp_path, capsys):
     assert f"back to step {made.to} with loss.kl 0.1 -> 0.2" in capsys.readouterr().err
 
 
-def test_a_learning_rate_that_is_too_high_is_seen_before_the_reward_falls(material, tmp_path):
+def test_too_high_learning_rate_is_detected_before_the_reward_falls(material, tmp_path):
     changes = {
         "train.steps": "20",
         "reward.path": f"{material / 'rewards.py'}:digits",
@@ -151,11 +157,12 @@ def nan():
 """
 
 
-def test_a_run_that_learns_nothing_is_ended(material, tmp_path):
-    """With default limits it would be step 10; the warm-up does not excuse it."""
+def test_run_without_reward_spread_is_stopped(material, tmp_path, monkeypatch):
+    """With the usual limits it would be step 10; the warm-up does not excuse it."""
+    monkeypatch.setattr(alarms, "LIMITS", Limits(warmup=5, window=5, not_finite_steps=3))
     (tmp_path / "nan.py").write_text(NAN)
-    changes = {"loss.name": f"{tmp_path / 'nan.py'}:nan", "alarms.not_finite_steps": "3"}
-    asked = keys(material, tmp_path / "run", **changes, alarms__not_finite="stop")
+    changes = {"loss.name": f"{tmp_path / 'nan.py'}:nan", "alarms.not_finite": "stop"}
+    asked = keys(material, tmp_path / "run", **changes)
     del asked["loss.kl"]
     result = train.train(toml_file.load(Config, overrides=list(asked.items())))
     assert result.step == 3
@@ -174,7 +181,7 @@ def healthy(material, tmp_path_factory):
     return run_dir
 
 
-def test_a_healthy_run_raises_none(healthy):
+def test_healthy_run_raises_no_alarm(healthy):
     rewards = column(read_metrics(healthy / "metrics.jsonl"), "reward")
     assert rewards[-1] > 1.5 * rewards[0]
     assert events(healthy) == []
@@ -191,17 +198,16 @@ def one_learner(monkeypatch):
         return made[0]
 
     monkeypatch.setattr(builder, "build_learner", make_once)
-    monkeypatch.setattr(train, "finish", lambda run, state: run.directory)
+    monkeypatch.setattr(train, "export", lambda config, *_, **__: Path(config.run_dir))
 
 
 @pytest.mark.usefixtures("one_learner")
-def test_ten_seeds_of_a_healthy_run_raise_none(material, tmp_path):
-    """With the default limits and windows, in runs that are twice as long."""
+def test_ten_seeds_of_a_healthy_run_raise_no_alarm(material, tmp_path, monkeypatch):
+    """With the usual limits and windows, in runs that are twice as long."""
+    monkeypatch.setattr(alarms, "LIMITS", Limits())
     changes = {
         "train.steps": "50",
         "train.train_batch": "4",
-        "alarms.warmup": str(Limits.warmup),
-        "alarms.window": str(Limits.window),
         "checkpoint.every": "0",
         "samples.every": "0",
     }
@@ -213,21 +219,17 @@ def test_ten_seeds_of_a_healthy_run_raise_none(material, tmp_path):
         assert events(run_dir) == []
 
 
-def test_a_paused_run_goes_on_as_if_it_had_not_been(material, healthy, tmp_path, capsys):
-    changes = {
-        "train.steps": "30",
-        "alarms.kl_spike": "pause",
-        "alarms.kl_floor": "0",
-        "alarms.kl_factor": "0.001",
-        "alarms.window": "30",
-    }
+def test_paused_and_resumed_equals_undisturbed(material, healthy, tmp_path, capsys, monkeypatch):
+    strict = Limits(warmup=5, window=30, kl_factor=0.001, kl_floor=0.0)
+    monkeypatch.setattr(alarms, "LIMITS", strict)
+    changes = {"train.steps": "30", "alarms.kl_spike": "pause"}
     given = keys(material, tmp_path / "run", **changes)
     arguments = ["train", *(f"--{key}={value}" for key, value in given.items())]
     assert main(arguments) == 3
     said = capsys.readouterr().out
     assert "paused: step 6: KL spike" in said
     assert "loss.kl" in said
-    assert "the same command goes on" in said
+    assert "run the same command to resume" in said
     assert (tmp_path / "run/checkpoints/6").is_dir()
     assert main(arguments) == 0
     models = [run / "model/model.safetensors" for run in (tmp_path / "run", healthy)]
@@ -235,11 +237,11 @@ def test_a_paused_run_goes_on_as_if_it_had_not_been(material, healthy, tmp_path,
     assert [event["action"] for event in events(tmp_path / "run")] == ["pause"]
 
 
-def test_the_last_evaluation_is_judged_before_the_run_is_done(material, tmp_path, monkeypatch):
+def test_alarm_on_the_last_evaluation_pauses_the_run(material, tmp_path, monkeypatch):
     """The held-out score falls behind the last step: paused, and the same command ends the run."""
     scores = iter([0.9, 0.2])
     found = (SimpleNamespace(accuracy=score, numbers={}) for score in scores)
-    monkeypatch.setattr(train, "evaluate_greedily", lambda *_, **__: next(found))
+    monkeypatch.setattr(train, "evaluate_held_out", lambda *_, **__: next(found))
     (tmp_path / "rising.py").write_text(
         "calls = 0\ndef rising(completion, example):\n    global calls\n"
         "    calls += 1\n    return calls\n"
@@ -250,9 +252,8 @@ def test_the_last_evaluation_is_judged_before_the_run_is_done(material, tmp_path
         "data.eval_path": str(material / "prompts.jsonl"),
         "data.eval_limit": "4",
         "alarms.held_out": "pause",
-        "alarms.warmup": "1",
-        "alarms.window": "1",
     }
+    monkeypatch.setattr(alarms, "LIMITS", Limits(warmup=1, window=1))
     asked = config(material, tmp_path / "run", **changes)
     paused = train.train(asked)
     assert (paused.step, paused.model, paused.final_accuracy) == (3, None, 0.2)
@@ -265,7 +266,7 @@ def test_the_last_evaluation_is_judged_before_the_run_is_done(material, tmp_path
 
 
 def watched(material, directory, **changes):
-    """What a guard needs of a run: its last step has a KL spike, a gradient spike and no spread."""
+    """The alarm actions of a run whose last step has a KL spike, a gradient spike and no spread."""
     config_ = config(material, directory, **changes)
     usual = {"reward": 0.1, "kl": 0.02, "grad_norm": 1.0, "groups/sampled": 8, "groups/zero_std": 8}
     entries = [{"step": s, **usual} for s in range(1, 10)]
@@ -277,15 +278,15 @@ def watched(material, directory, **changes):
     tracker = SimpleNamespace(
         history=history, note=said.append, event=lambda step, event: noted.append(event)
     )
-    run = SimpleNamespace(config=config_, directory=directory, tracker=tracker)
-    return Guard(cast(Run, run)), said, noted
+    records = Records(directory, cast(Any, None), cast(Any, tracker))
+    return AlarmActions(config_, records, check_changed=pytest.fail), said, noted
 
 
-def test_the_strongest_action_is_taken_and_everything_is_said(material, tmp_path):
-    guard, said, noted = watched(
+def test_most_severe_action_wins_and_all_alarms_are_logged(material, tmp_path):
+    actions, said, noted = watched(
         material, tmp_path, alarms__gradient_spike="stop", alarms__kl_spike="pause"
     )
-    verdict = guard.check()
+    verdict = actions.check()
     assert verdict is not None
     assert verdict.action == "stop"
     assert verdict.message.startswith("stopped: step 10: gradient-norm spike: gradient norm 99")
@@ -293,26 +294,28 @@ def test_the_strongest_action_is_taken_and_everything_is_said(material, tmp_path
     assert raised == {"gradient_spike": "stop", "kl_spike": "log", "zero_spread": "log"}
     assert len(said) == 3
     assert all("Likely: " in line and "Keys: " in line for line in said)
-    assert guard.check() is None  # silent for a window
+    assert actions.check() is None  # silent for a window
 
 
-def test_what_is_off_is_not_said(material, tmp_path):
+def test_alarms_that_are_off_are_not_logged(material, tmp_path):
     off = {"alarms.kl_spike": "off", "alarms.gradient_spike": "off", "alarms.zero_spread": "off"}
-    guard, said, noted = watched(material, tmp_path, **off)
-    assert guard.check() is None
+    actions, said, noted = watched(material, tmp_path, **off)
+    assert actions.check() is None
     assert said == noted == []
 
 
-def test_checkpoints_reach_back_over_the_window(material, tmp_path):
+def test_checkpoints_reach_back_over_the_window(material, tmp_path, monkeypatch):
+    monkeypatch.setattr(alarms, "LIMITS", Limits())
     plain = config(material, tmp_path)
     assert plain.checkpoints_kept == plain.checkpoint.keep == 2
-    rolls = config(material, tmp_path, alarms__window="20", alarms__diversity="rollback_kl")
+    rolls = config(material, tmp_path, alarms__diversity="rollback_kl")
     # The newest may be of this step; of the 25 steps before, one in 5 has a checkpoint.
     assert rolls.checkpoints_kept == 6
     # Three probes 25 steps apart, and the step before the first: 51 steps.
-    probed = {"alarms.phantom": "rollback_kl", "probe.every": "25", "alarms.window": "20"}
+    probed = {"alarms.phantom": "rollback_kl", "probe.every": "25"}
     assert config(material, tmp_path, **probed).checkpoints_kept == 13
-    long = {"alarms.not_finite": "rollback_kl", "alarms.not_finite_steps": "40"}
+    monkeypatch.setattr(alarms, "LIMITS", Limits(window=5, not_finite_steps=40))
+    long = {"alarms.not_finite": "rollback_kl"}
     assert config(material, tmp_path, **long).checkpoints_kept == 10
 
 
@@ -324,15 +327,11 @@ SWITCHES = {"alarms.phantom": "rollback_precision", "alarms.precision": "fp16_ma
     [
         ({"alarms.kl_spike": "rollback_kl", "checkpoint.every": "0"}, r"checkpoint\.every = 0"),
         ({"alarms.phantom": "rollback_precision"}, r"needs alarms\.precision"),
-        ({"alarms.precision": "bf16"}, r"'bf16' keeps other master weights"),
+        ({"alarms.precision": "bf16"}, r"'bf16' has other dtypes of master weights"),
         ({"alarms.kl_spike": "reboot"}, r"alarms\.kl_spike = 'reboot'"),
         (
             SWITCHES | {"sampler.name": "vllm", "sampler.url": "http://127.0.0.1:1"},
-            r"from f32 to f16, and servers of sampler\.url go on",
-        ),
-        (
-            SWITCHES | {"strict_precision": "true", "alarms.precision": "phantom"},
-            "phantom clipping",
+            r"from f32 to f16, but the servers of sampler\.url keep",
         ),
     ],
 )

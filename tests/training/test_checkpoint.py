@@ -76,7 +76,7 @@ def checkpoints(tmp_path):
     opened.close()
 
 
-def test_what_is_restored_is_what_was_saved(checkpoints):
+def test_restored_equals_saved(checkpoints):
     state = make_state(seed=3)
     checkpoints.save(7, state, host=HOST)
     restored = checkpoints.restore(7, state)
@@ -84,7 +84,7 @@ def test_what_is_restored_is_what_was_saved(checkpoints):
     assert restored.host == HOST
 
 
-def test_a_critic_is_saved_beside_the_policy_and_read_only_if_asked_for(checkpoints):
+def test_critic_is_restored_only_on_request(checkpoints):
     state, critic = make_state(seed=3), make_state(seed=4)
     checkpoints.save(7, state, host=HOST, critic=critic)
     assert_same_bits(critic, checkpoints.restore(7, state, critic=critic).critic)
@@ -103,7 +103,7 @@ def test_narrow_dtypes_and_non_finite_values_keep_their_bits(checkpoints, dtype)
     assert_same_bits(state, checkpoints.restore(1, state).state)
 
 
-def test_a_checkpoint_moves_from_mesh_to_mesh(checkpoints):
+def test_checkpoint_restores_on_another_mesh(checkpoints):
     state = make_state(seed=5)
     layouts = [
         Layout(make_mesh(fsdp=8), PRESETS["fsdp"]),
@@ -125,7 +125,7 @@ def test_a_checkpoint_moves_from_mesh_to_mesh(checkpoints):
 
 
 @pytest.mark.parametrize(("devices", "memory"), [(1, "device"), (8, "device"), (8, "pinned_host")])
-def test_the_state_may_be_donated_while_it_is_being_saved(checkpoints, devices, memory):
+def test_state_may_be_donated_during_a_save(checkpoints, devices, memory):
     cut = Layout(make_mesh(fsdp=-1, devices=jax.devices()[:devices]), PRESETS["fsdp"])
     place = cut.sharding(("vocab", "embed")).with_memory_kind(memory)
     state = jax.device_put(
@@ -150,7 +150,7 @@ def test_the_state_may_be_donated_while_it_is_being_saved(checkpoints, devices, 
     assert donated["x"].is_deleted()
 
 
-def test_the_latest_and_the_best_are_kept(checkpoints):
+def test_latest_and_best_are_kept(checkpoints):
     state = {"x": jnp.zeros(2)}
     assert checkpoints.latest_step() is None
     assert checkpoints.best_step() is None
@@ -166,7 +166,7 @@ def test_the_latest_and_the_best_are_kept(checkpoints):
     again.close()
 
 
-def test_only_the_latest_when_no_best_is_wanted(tmp_path):
+def test_keep_best_zero_keeps_only_the_latest(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1, keep_best=0)
     for step in range(3):
         checkpoints.save(step, {"x": jnp.zeros(2)}, host={}, metric=-step)
@@ -174,7 +174,7 @@ def test_only_the_latest_when_no_best_is_wanted(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["2"]
 
 
-def test_arguments_that_cannot_be_saved_are_errors_at_once(checkpoints):
+def test_unsavable_arguments_are_immediate_errors(checkpoints):
     state = {"x": jnp.zeros(2)}
     checkpoints.save(4, state, host={})
     with pytest.raises(ValueError, match=r"step 4 is not new: .* holds 4"):
@@ -187,7 +187,7 @@ def test_arguments_that_cannot_be_saved_are_errors_at_once(checkpoints):
         Checkpoints(checkpoints.directory, keep=0)
 
 
-def test_a_step_that_does_not_exist(checkpoints, tmp_path):
+def test_missing_step_is_an_error(checkpoints, tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoint .*/checkpoints/3; steps there: none"):
         checkpoints.restore(3, {})
     checkpoints.save(1, {"x": jnp.zeros(2)}, host={})
@@ -197,7 +197,7 @@ def test_a_step_that_does_not_exist(checkpoints, tmp_path):
         Checkpoints.reading(tmp_path / "nowhere")
 
 
-def test_another_model_optimizer_or_precision_is_named(checkpoints):
+def test_mismatched_arrays_are_named(checkpoints):
     checkpoints.save(1, make_state(), host={})
     wider = {**SPECS, "embed": SPECS["embed"]._replace(shape=(64, 32))}
     deeper = {**SPECS, "head": SPECS["embed"]}
@@ -220,7 +220,7 @@ def test_another_model_optimizer_or_precision_is_named(checkpoints):
 # Coroutines that the reader abandons at the first error.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", ["truncate", "flip", "arrays", "metadata", "host"])
-def test_a_damaged_checkpoint_is_named_and_the_others_still_restore(tmp_path, damage):
+def test_damaged_checkpoint_is_named_and_others_restore(tmp_path, damage):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
     states = {step: make_state(seed=step) for step in (1, 2)}
     for step, state in states.items():
@@ -251,7 +251,7 @@ def test_a_damaged_checkpoint_is_named_and_the_others_still_restore(tmp_path, da
     gc.collect()  # here, where their warnings are ignored
 
 
-def test_a_directory_that_cannot_be_opened_is_named(tmp_path):
+def test_unreadable_directory_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file/checkpoints cannot be opened: NotADir"):
         Checkpoints(tmp_path / "file" / "checkpoints")
@@ -262,7 +262,7 @@ def save_and_wait(checkpoints, step, state):
     checkpoints.wait()
 
 
-def test_a_full_disk_is_an_error_and_the_last_checkpoint_survives(tmp_path):
+def test_full_disk_is_an_error_and_the_last_checkpoint_survives(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1, keep_best=0)
     noise = jax.random.normal(jax.random.key(0), (256, 1024))
     checkpoints.save(1, {"x": noise}, host={"n": 1})
@@ -293,7 +293,7 @@ for step in range(1, 10_000):
 """
 
 
-def test_a_process_killed_while_saving_leaves_only_complete_checkpoints(tmp_path):
+def test_process_killed_in_a_save_leaves_only_complete_checkpoints(tmp_path):
     kills = {}
     for name, seconds in {"a": 0.0, "b": 0.31}.items():
         process = subprocess.Popen(

@@ -16,7 +16,7 @@ from jaxrl.training.cluster import joined
         ({"processes": 4}, {"JAX_PROCESS_ID": "1"}),
     ],
 )
-def test_a_number_without_an_address_is_an_error(monkeypatch, given, variables):
+def test_process_number_without_coordinator_is_an_error(monkeypatch, given, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with (
@@ -28,7 +28,7 @@ def test_a_number_without_an_address_is_an_error(monkeypatch, given, variables):
 
 @pytest.mark.parametrize("address", ["host0", "host0:", ":9911", "host0:http", "Auto"])
 @pytest.mark.parametrize("of", ["key", "environment"])
-def test_an_address_without_a_port_is_an_error(monkeypatch, address, of):
+def test_coordinator_without_port_is_an_error(monkeypatch, address, of):
     if of == "environment":
         monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
     config = HostsConfig(coordinator=address if of == "key" else None, processes=2, process=1)
@@ -38,13 +38,13 @@ def test_an_address_without_a_port_is_an_error(monkeypatch, address, of):
 
 
 @pytest.mark.parametrize("given", [{}, {"processes": 1}, {"processes": 1, "process": 0}])
-def test_a_process_may_be_alone(given, capsys):
+def test_single_process_needs_no_coordinator(given, capsys):
     with joined(HostsConfig(**given)):
         pass
     assert capsys.readouterr().err == ""
 
 
-def test_one_of_several_tasks_that_is_alone_is_told(monkeypatch, capsys):
+def test_slurm_task_without_coordinator_is_warned(monkeypatch, capsys):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     with joined(HostsConfig()):
         pass

@@ -69,7 +69,7 @@ def wait_for(text: str, log: Path, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.05)
 
 
-def test_four_processes_share_and_all_end_when_one_falls_silent(tmp_path):
+def test_four_processes_share_and_all_end_when_one_hangs(tmp_path):
     with started(children("whole", tmp_path, count=4), tmp_path) as processes:
         for i, process in enumerate(processes):
             wait_for("whole", tmp_path / f"{i}.log", process)
@@ -89,7 +89,7 @@ with joined(HostsConfig(coordinator="{address}", processes=2, process={process},
 """
 
 
-def test_who_waits_in_vain_for_the_others_says_so_and_ends(tmp_path):
+def test_join_timeout_is_reported(tmp_path):
     address = [f"127.0.0.1:{free_port()}" for _ in range(2)]  # of two runs
     code = [ALONE.format(address=address[i], process=i) for i in range(2)]
     with started([[sys.executable, "-c", text] for text in code], tmp_path) as processes:
@@ -97,32 +97,31 @@ def test_who_waits_in_vain_for_the_others_says_so_and_ends(tmp_path):
     for i in range(2):
         lines = (tmp_path / f"{i}.log").read_text().splitlines()
         assert [line for line in lines if line.startswith("jaxrl:")] == [
-            f"jaxrl: process {i} of 2 waits for the others at {address[i]}, at most 1 s",
-            f"jaxrl: process {i} of 2 ends: not all others came to {address[i]} within "
-            "hosts.join = 1 s. See what they print; do all have the same address, and can they "
-            "reach it?",
+            f"jaxrl: process {i} of 2 is waiting for the others at {address[i]}, at most 1 s",
+            f"jaxrl: process {i} of 2 failed: not all processes joined at {address[i]} within "
+            "hosts.join = 1 s. See their output; check that all have this address and can reach it",
         ]
 
 
-def test_what_fails_on_process_0_ends_the_others_with_its_message(tmp_path):
+def test_error_on_process_0_ends_all_with_its_message(tmp_path):
     with started(children("failing", tmp_path, count=2), tmp_path) as processes:
         assert [process.wait() for process in processes] == [1, 1]
     first, second = ((tmp_path / f"{i}.log").read_text() for i in range(2))
-    assert "jaxrl: process 0 of 2 ends: nothing to read" in first
-    assert "jaxrl: process 1 of 2 ends: process 0: nothing to read" in second
+    assert "jaxrl: process 0 of 2 failed: nothing to read" in first
+    assert "jaxrl: process 1 of 2 failed: process 0: nothing to read" in second
     assert "Traceback" not in first + second
 
 
-def test_an_interrupted_process_does_not_wait_for_the_others(tmp_path):
+def test_interrupted_process_does_not_wait(tmp_path):
     with started(children("interrupted", tmp_path, count=2), tmp_path) as processes:
         assert processes[1].wait() == 130
         since = time.monotonic()
         assert processes[0].wait() != 0
         assert time.monotonic() - since < 60
-    assert "jaxrl: process 1 of 2 ends: interrupted" in (tmp_path / "1.log").read_text()
+    assert "jaxrl: process 1 of 2 failed: interrupted" in (tmp_path / "1.log").read_text()
 
 
-def test_a_run_directory_that_is_not_shared_is_an_error_on_all(tmp_path):
+def test_unshared_run_directory_is_an_error_on_all(tmp_path):
     with started(children("apart", tmp_path, count=2), tmp_path) as processes:
         assert [process.wait() for process in processes] == [1, 1]
     for i in range(2):
@@ -132,7 +131,7 @@ def test_a_run_directory_that_is_not_shared_is_an_error_on_all(tmp_path):
 
 
 @pytest.mark.parametrize(("nodes", "gpus"), [(2, ["all", "all"]), (1, ["0", "1"])])
-def test_the_only_task_of_a_slurm_node_has_all_of_its_devices(tmp_path, nodes, gpus):
+def test_only_task_of_a_slurm_node_has_all_devices(tmp_path, nodes, gpus):
     step = {"JOB_ID": 12, "STEP_NODELIST": "localhost", "NTASKS": 2, "STEP_NUM_NODES": nodes}
     port, commands = free_port(), children("devices", tmp_path, count=2, address="auto")
     for i, command in enumerate(commands):
@@ -215,7 +214,7 @@ def one(material, tmp_path_factory):
     return run_dir
 
 
-def test_two_processes_that_are_stopped_and_four_that_go_on_equal_one(material, one, tmp_path):
+def test_two_processes_resumed_as_four_equal_one(material, one, tmp_path):
     run_dir = tmp_path / "run"
     with started(commands(material, run_dir, count=2), tmp_path) as processes:
         while not read_metrics(run_dir / "metrics.jsonl"):
@@ -233,7 +232,7 @@ def test_two_processes_that_are_stopped_and_four_that_go_on_equal_one(material, 
     assert_equal_runs(run_dir, one, model=material / "model")
 
 
-def test_two_processes_of_which_one_is_killed_end_and_go_on(material, one, tmp_path):
+def test_killed_process_ends_the_run_which_resumes(material, one, tmp_path):
     run_dir, slow = tmp_path / "run", material / "slow"
     slow.touch()  # else they may be done before
     every_step = ["--checkpoint.every", "1"]

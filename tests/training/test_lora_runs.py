@@ -8,12 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.core.batch import Minibatch
-from jaxrl.core.packing import interleave, pack
+from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.core.precision import PRESETS as PRECISIONS
 from jaxrl.core.precision import cast
 from jaxrl.learner.policy import make_learner
-from jaxrl.learner.update import saved, with_saved
+from jaxrl.learner.update import checkpoint_view, from_checkpoint
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective
 from jaxrl.losses.surrogates import reinforce
@@ -46,9 +45,8 @@ def adapted(*, seed=0, kept=FP32.wire):
 def minibatch():
     samples = tiny.rollouts(16, longest=16)
     advantages = list(np.random.default_rng(0).normal(size=16))
-    rows, used = interleave([[i] for i in range(16)], rows_per_microbatch=8, max_microbatches=2)
-    batch = pack(samples, advantages, rows=rows, row_length=16)
-    return Minibatch(batch=batch, microbatches=jnp.int32(used))  # pyright: ignore
+    shape = MinibatchShape(row_length=16, rows_per_microbatch=8, packed=False)
+    return pack_minibatch(samples, advantages, shape=shape)
 
 
 @functools.cache
@@ -70,7 +68,7 @@ def make(optimizer, *, precision=FP32, layout=None):
     )
 
 
-def test_a_step_is_the_one_by_hand():
+def test_adapter_step_equals_the_one_by_hand():
     """The gradient of W + s B A, by the chain rule from the gradient of all parameters."""
     params, (_, state, metrics) = adapted(), on_one_device()
     plain = make(optax.sgd(1.0))
@@ -95,7 +93,7 @@ def test_a_step_is_the_one_by_hand():
     jax.tree.map(np.testing.assert_array_equal, state.params.frozen, params.frozen)
 
 
-def test_what_is_frozen_has_no_master_copy_no_moments_and_no_place_in_a_checkpoint():
+def test_frozen_parameters_have_no_master_copy_moments_or_checkpoint():
     policy = PRECISIONS["bf16_master"]
     shapes = lora.abstract(specs(), trained=policy.params, kept=policy.wire)
     state = jax.eval_shape(make(optax.adam(1e-3), precision=policy).init, shapes)
@@ -103,12 +101,12 @@ def test_what_is_frozen_has_no_master_copy_no_moments_and_no_place_in_a_checkpoi
     assert {x.dtype for x in jax.tree.leaves(state.params.adapters)} == {policy.params}
     trained = sum(x.size for x in jax.tree.leaves(state.params.adapters))
     assert sum(x.size for x in jax.tree.leaves(state.opt_state)) == 2 * trained + 1
-    kept = saved(state)
+    kept = checkpoint_view(state)
     assert sum(x.size for x in jax.tree.leaves(kept.params)) == trained
-    assert with_saved(state, kept) == state
+    assert from_checkpoint(kept, like=state) == state
 
 
-def test_a_mesh_changes_nothing_but_rounding():
+def test_mesh_changes_adapters_by_rounding_only():
     layout = Layout(make_mesh(data=2, fsdp=2, tensor=2), PRESETS["fsdp_tensor"])
     params, batch = adapted(), minibatch()
     alone, one, _ = on_one_device()

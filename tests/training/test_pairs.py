@@ -4,19 +4,18 @@ import json
 import signal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from orbax.checkpoint import StandardCheckpointer
 
 from jaxrl.builders.layout import make_layout
+from jaxrl.builders.minibatches import supervised_shape
 from jaxrl.builders.model import load_model
 from jaxrl.cli import main
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.preference import DPOConfig, RewardModelConfig
 from jaxrl.config.toml_file import ConfigError, load
-from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import to_floats
 from jaxrl.core.precision import PRESETS
 from jaxrl.data.prompts import Row
@@ -25,13 +24,13 @@ from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.scorer import sequence_scores
 from jaxrl.monitoring.tracking.tracking import read_metrics
-from jaxrl.training.supervised import fit, pairs
+from jaxrl.training.supervised import pairs
 from jaxrl.training.supervised.dpo import load_loss
 from jaxrl.training.supervised.pairs import (
     load_held_out_pairs,
     load_training_pairs,
     pack_pairs,
-    tokenise,
+    tokenize,
 )
 from tests import tiny
 
@@ -86,7 +85,12 @@ def config(model, material, **overrides):
 
 def read(rows, config, tokenizer, *, max_tokens=ROW_LENGTH):
     numbered = (Row(f"x:{i}", row) for i, row in enumerate(rows, start=1))
-    return tokenise(numbered, config.data, tokenizer, max_tokens=max_tokens)
+    return tokenize(numbered, tokenizer, config=config.data, max_tokens=max_tokens)
+
+
+def packed_pairs(some, config):
+    layout = make_layout(config.mesh)
+    return pack_pairs(some, shape=supervised_shape(config, layout=layout, together=2))
 
 
 USER = {"role": "user", "content": "cd"}
@@ -123,9 +127,7 @@ USER = {"role": "user", "content": "cd"}
     ],
     ids=["texts", "messages", "answers as messages", "whole conversations", "no prompt"],
 )
-def test_a_pair_is_prompt_answers_and_end_in_every_form(
-    row, prompt_key, model, tokenizer, material
-):
+def test_every_form_of_a_pair_tokenizes_alike(row, prompt_key, model, tokenizer, material):
     given = config(model, material, **{"data.prompt_key": prompt_key})
     (pair,) = read([row], given, tokenizer).pairs
     for answer, text in ((pair.chosen, "a<end>"), (pair.rejected, "bb<end>")):
@@ -134,7 +136,7 @@ def test_a_pair_is_prompt_answers_and_end_in_every_form(
         assert answer.action_mask.all()
 
 
-def test_the_data_may_be_parquet_and_have_margins(model, tokenizer, material, tmp_path):
+def test_pairs_from_parquet_with_margins(model, tokenizer, material, tmp_path):
     import pyarrow
     import pyarrow.parquet
 
@@ -144,7 +146,7 @@ def test_the_data_may_be_parquet_and_have_margins(model, tokenizer, material, tm
     given = config(model, material, **keys)
     found = load_training_pairs(given.data, tokenizer, max_tokens=ROW_LENGTH)
     assert [pair.margin for pair in found.pairs] == [0.5, 2.0]
-    batch = pack_pairs(found.pairs, given).batch
+    batch = jax.device_get(packed_pairs(found.pairs, given).batch)
     row = int(np.argmax(batch.segments.max(axis=1)))
     ends = [batch.advantages[row][batch.segments[row] == s].sum() for s in (1, 2, 3, 4)]
     assert sorted(ends) == [0.0, 0.0, 0.5, 2.0]
@@ -188,7 +190,7 @@ def test_the_data_may_be_parquet_and_have_margins(model, tokenizer, material, tm
         ({"prompt": "c" * 40, "chosen": "a", "rejected": "b"}, {}, "1 have more than 56 tokens"),
     ],
 )
-def test_rows_that_are_no_pairs_are_named(row, keys, message, model, tokenizer, material):
+def test_malformed_pairs_are_named(row, keys, message, model, tokenizer, material):
     with pytest.raises(ValueError, match=message):
         read([row], config(model, material, **keys), tokenizer)
 
@@ -201,7 +203,7 @@ def reward_model(model, material, tmp_path_factory):
     return run_dir
 
 
-def test_a_reward_model_learns_to_tell_the_answers_apart(reward_model, model, material, tokenizer):
+def test_reward_model_learns_to_rank(reward_model, model, material, tokenizer):
     rows = read_metrics(reward_model / "metrics.jsonl")
     measured = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
     assert measured[0] == 0.0  # a score of zero for all: nothing is ahead of anything
@@ -215,12 +217,12 @@ def test_a_reward_model_learns_to_tell_the_answers_apart(reward_model, model, ma
     given = config(model, material)
     held_out = load_held_out_pairs(given.data, tokenizer, max_tokens=ROW_LENGTH)
     one = config(model, material, **{"train.packing": "false"})
-    batch = pack_pairs(held_out.pairs[:8], one).batch
+    batch = packed_pairs(held_out.pairs[:8], one).batch
     scores = np.asarray(
         sequence_scores(
             decoder(decoder_config),
             params,
-            jax.tree.map(jnp.asarray, batch),
+            batch,
             precision=PRESETS["fp32"],
         )
     )
@@ -229,7 +231,7 @@ def test_a_reward_model_learns_to_tell_the_answers_apart(reward_model, model, ma
     assert there.sum() == 8
 
 
-def test_dpo_raises_the_chosen_answers(model, material, tmp_path, capsys):
+def test_dpo_raises_the_chosen_completions(model, material, tmp_path, capsys):
     argv = [f"--{k}={v}" for k, v in arguments(model, material, tmp_path)]
     assert main(["dpo", *argv, "--loss", "sigmoid", "--loss.beta", "0.5"]) == 0
     assert (
@@ -250,21 +252,20 @@ def state(run_dir, step):
         return reader.restore(run_dir / "checkpoints" / str(step) / "state")
 
 
-def test_an_interrupted_run_goes_on_bit_for_bit(
+def test_interrupted_and_resumed_equals_undisturbed(
     reward_model, model, material, tmp_path, monkeypatch, capsys
 ):
     argv = ["reward-model", *(f"--{k}={v}" for k, v in arguments(model, material, tmp_path))]
-    real = fit.place
+    real = pairs.pack_minibatch
 
-    def interrupted(host, layout):
+    def interrupted(*arguments, **named):
         interrupted.calls += 1
         if interrupted.calls == 8:  # two batches are held-out pairs: during the sixth step
             signal.raise_signal(signal.SIGINT)
-        return real(host, layout)
+        return real(*arguments, **named)
 
     interrupted.calls = 0
-    monkeypatch.setattr(fit, "place", interrupted)
-    monkeypatch.setattr(pairs, "place", interrupted)
+    monkeypatch.setattr(pairs, "pack_minibatch", interrupted)
     assert main(argv) == 128 + signal.SIGINT
     assert "ended by signal 2 at step 6; the same command goes on" in capsys.readouterr().out
     assert not (tmp_path / "model").exists()
@@ -303,10 +304,9 @@ def test_packing_and_microbatches_do_not_change_a_step(model, material, tokenize
             precision=PRESETS["fp32"],
             rows_per_microbatch=one.microbatch_rows,
         )
-        batch, used = pack_pairs(chosen, one)
-        minibatch = Minibatch(batch=batch, microbatches=jnp.int32(used))
+        minibatch = packed_pairs(chosen, one)
         state, metrics = jax.jit(learner.step)(learner.init(params), minibatch)
-        steps[name] = (used, state.params, to_floats(metrics))
+        steps[name] = (int(minibatch.microbatches), state.params, to_floats(metrics))
     (few, packed, a), (many, unpacked, b) = steps["packed"], steps["unpacked"]
     assert (few, many) == (2, 1)
     jax.tree.map(
@@ -338,8 +338,8 @@ def test_losses_by_name():
         given(("eval.every", "5"))
 
 
-def test_a_reward_model_has_no_words(reward_model):
+def test_reward_model_is_not_a_language_model(reward_model):
     layout = make_layout(MeshConfig())
     path = str(reward_model / "model")
-    with pytest.raises(ValueError, match="is a reward model, which has no words to say"):
+    with pytest.raises(ValueError, match="is a reward model; a causal language model is required"):
         load_model(path, layout=layout, dtype=np.dtype("float32"))

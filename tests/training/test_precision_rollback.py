@@ -1,4 +1,4 @@
-"""A real small run whose alarm changes its dtype policy, is killed on the way, and goes on."""
+"""A real small run whose alarm changes its dtype policy, and which is killed and resumed."""
 
 import dataclasses
 import json
@@ -14,14 +14,17 @@ import pytest
 
 from jaxrl import train
 from jaxrl.commands.report.collect import collect
-from jaxrl.config import toml_file
+from jaxrl.config import alarms, toml_file
+from jaxrl.config.alarms import Limits
 from jaxrl.config.training import Config
 from jaxrl.core import precision
 from jaxrl.learner.actor_critic import State
 from jaxrl.learner.update import LearnerState
 from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-from jaxrl.training.run import Progress, Run, carried_over, open_run
+from jaxrl.training.progress import Progress
+from jaxrl.training.run import Run, open_run
+from jaxrl.training.storage.resume import adapt_precision
 from tests import tiny
 
 NEW = "fp32,loss_scale=dynamic:4:1"  # doubles after every finite step
@@ -29,7 +32,13 @@ REWARD = "def digit(completion, example):\n    return float(completion[:1].isdig
 
 
 class KilledError(Exception):
-    """What ends a program without a chance to save anything."""
+    """Ends a program before it can save."""
+
+
+@pytest.fixture(autouse=True)
+def short_window(monkeypatch):
+    """These runs are short."""
+    monkeypatch.setattr(alarms, "LIMITS", Limits(warmup=5, window=2))
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +63,7 @@ def asked(tmp_path_factory) -> Config:
         "train.microbatch_tokens": "256",
         "checkpoint.every": "2",
         "probe.every": "1",
-        "probe.low": "0.001",
-        "probe.high": "0.001",
-        "alarms.warmup": "5",
-        "alarms.window": "2",
+        "probe.clip_range": "0.001,0.001",
         "alarms.phantom": "rollback_precision",
         "alarms.precision": NEW,
     }
@@ -65,21 +71,21 @@ def asked(tmp_path_factory) -> Config:
 
 
 def kill_at(monkeypatch: Any, step: int, *, policy: str) -> None:
-    """The program dies behind a step of a policy, before anything of it is saved."""
-    keep_safe = train.keep_safe
+    """The program dies after a step of a policy, before it is saved."""
+    save_if_due = train.save_if_due
 
-    def dying(run: Any, state: Any, progress: Any, **more: Any) -> None:
-        if progress.step == step and run.config.precision == policy:
+    def dying(config: Config, *arguments: Any, progress: Progress, **named: Any) -> None:
+        if progress.step == step and config.precision == policy:
             raise KilledError
-        keep_safe(run, state, progress, **more)
+        save_if_due(config, *arguments, progress=progress, **named)
 
-    monkeypatch.setattr(train, "keep_safe", dying)
+    monkeypatch.setattr(train, "save_if_due", dying)
 
 
 def check_restored(run: Run, state: LearnerState) -> None:
     """The state is the checkpoint's of step 2, for a policy that has just begun."""
-    policy = precision.parse(run.config.precision)
-    there = run.checkpoints.restore(2, state).state
+    policy = run.config.policy
+    there = run.records.checkpoints.restore(2, state).state
     assert float(there.loss_scale.scale) == 1.0
     for ours, saved in zip(
         jax.tree.leaves((state.step, state.params, state.opt_state)),
@@ -89,7 +95,7 @@ def check_restored(run: Run, state: LearnerState) -> None:
         np.testing.assert_array_equal(ours, saved)
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {policy.params}
     assert float(state.loss_scale.scale) == policy.loss_scale.initial == 4.0
-    sampler = cast(EmbeddedSampler, run.sampler)
+    sampler = cast(EmbeddedSampler, run.source.generator.sampler)
     assert sampler._weights.params["embed"].dtype == policy.sampler
 
 
@@ -113,24 +119,24 @@ def column(run_dir: Path, name: str) -> dict[int, float]:
     return {e["step"]: e[name] for e in read_metrics(run_dir / "metrics.jsonl") if name in e}
 
 
-def test_a_run_goes_back_and_on_in_another_precision(asked, monkeypatch):
+def test_rollback_continues_in_another_precision(asked, monkeypatch):
     run_dir = Path(asked.run_dir)
     opened = watch_opening(monkeypatch)
     with monkeypatch.context() as patch:
-        kill_at(patch, 7, policy=NEW)  # behind a checkpoint of the new policy
+        kill_at(patch, 7, policy=NEW)  # after a checkpoint of the new policy
         with pytest.raises(KilledError):
             train.train(asked)
     assert opened == [("phantom", 0), (NEW, 2)]  # before the probes of steps 4 to 6
     (event,) = [e["event"] for e in read_metrics(run_dir / "metrics.jsonl") if "event" in e]
     assert (event["alarm"], event["at"], event["to"]) == ("phantom", 6, 2)
     assert (event["action"], event["changes"]) == ("rollback", {"precision": ["phantom", NEW]})
-    undone = read_metrics(run_dir / "rolled_back_1.jsonl")
-    assert undone[-1]["event"]["more"] == f"back to step 2 with precision 'phantom' -> '{NEW}'"
+    rolled_back = read_metrics(run_dir / "rolled_back_1.jsonl")
+    assert rolled_back[-1]["event"]["more"] == f"back to step 2 with precision 'phantom' -> '{NEW}'"
     page = collect(run_dir, name="run")
     assert page["config"]["precision"] == NEW
     assert [alarm["action"] for alarm in page["alarms"]] == ["rollback"]
 
-    # The same command goes on in the new policy, whose loss scale does not begin anew once more.
+    # The same command resumes in the new policy, and its loss scale is not reset again.
     done = train.train(asked)
     assert opened[2:] == [(NEW, 6)]
     assert (done.step, done.verdict) == (8, None)
@@ -140,16 +146,16 @@ def test_a_run_goes_back_and_on_in_another_precision(asked, monkeypatch):
     assert column(run_dir, "skipped_steps")[8] == 0
 
 
-def test_what_another_precision_takes_over_from_a_checkpoint():
+def test_changed_precision_restarts_loss_scale_and_drops_pending():
     f32, f16 = precision.PRESETS["fp32"], precision.PRESETS["fp16_master"]
     skipped = dataclasses.replace(precision.init_loss_scale(f32.loss_scale), skipped=jnp.int32(3))
     learner = LearnerState(jnp.int32(7), jnp.ones(2), (), skipped)
-    counts = {"made": 9, "learnt": 4, "late": 1, "flat": 1}
+    counts = {"sampled": 9, "trained": 4, "stale": 1, "zero_variance": 1}
     written = {"pending": tiny.rollouts(9), "running": [5], "counts": counts}
 
     def taken_over(policy: precision.Precision, before: str | None) -> tuple[State, Progress]:
         progress = Progress(precision=before, **written)
-        return carried_over(State(learner), progress, policy=policy), progress
+        return adapt_precision(State(learner), progress, policy=policy), progress
 
     for before in (str(f32), None):  # the same precision, or a checkpoint that does not say
         state, progress = taken_over(f32, before)
@@ -158,10 +164,10 @@ def test_what_another_precision_takes_over_from_a_checkpoint():
     state, progress = taken_over(f16, str(f32))
     assert float(state.policy.loss_scale.scale) == f16.loss_scale.initial == 65536
     assert (int(state.policy.loss_scale.skipped), int(state.policy.step)) == (3, 7)
-    # Three groups waited that the other arithmetic had sampled: dropped, counted, answered again.
+    # Three pending groups of the other sampler dtypes: dropped, counted, sampled again.
     assert progress.pending == []
     assert progress.running == [0, 1, 2, 5]
-    assert progress.counts == counts | {"late": 4}
-    # Where only the learner's arithmetic changes they are as good as before.
+    assert progress.counts == counts | {"stale": 4}
+    # Where only the learner's dtypes change they stay.
     _, progress = taken_over(precision.parse("phantom"), str(precision.parse("bf16_master")))
     assert (progress.counts, len(progress.pending)) == (counts, 9)

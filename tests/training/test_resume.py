@@ -78,7 +78,7 @@ def started(material: Path, run_dir: Path) -> Iterator[subprocess.Popen]:
         "train.steps": STEPS,
         "train.train_batch": 3,
         "train.group_size": 4,
-        "train.refill_rounds": 2,
+        "train.dynamic_sampling_rounds": 2,
         "loss.name": "ppo",
         "critic.trunk": "shared",
         "critic.pretrain_steps": 2,
@@ -156,7 +156,7 @@ def assert_same_run(a: Path, b: Path) -> None:
         assert (a / "model" / name).read_bytes() == (b / "model" / name).read_bytes()
 
 
-def test_the_undisturbed_run_learns_and_moves_the_loss_scale(undisturbed):
+def test_undisturbed_run_learns_and_moves_the_loss_scale(undisturbed):
     before = np.asarray(tiny.params()["layers"]["q"])
     assert np.abs(final_state(undisturbed)["params"]["layers"]["q"] - before).max() > 1e-2
     assert np.abs(final_state(undisturbed, "critic")["params"]["score"]).max() > 1e-2
@@ -164,7 +164,7 @@ def test_the_undisturbed_run_learns_and_moves_the_loss_scale(undisturbed):
     assert sum(row.get("groups/kept", 0) > 0 for row in rows(undisturbed)) > STEPS // 4
 
 
-def test_the_learning_rate_that_is_logged_is_the_one_that_was_used(undisturbed):
+def test_logged_learning_rate_is_the_applied_one(undisturbed):
     """The optimizer does not count skipped steps, so neither does its schedule."""
     schedule = make_schedule("cosine", learning_rate=1e-2, warmup_steps=0, total_steps=2 * STEPS)
     learnt = [row for row in rows(undisturbed) if "skipped_steps" in row]
@@ -175,7 +175,7 @@ def test_the_learning_rate_that_is_logged_is_the_one_that_was_used(undisturbed):
         assert row["learning_rate"] == pytest.approx(float(schedule(taken)), rel=1e-6)
 
 
-def test_the_critics_head_is_not_exported(undisturbed, tmp_path):
+def test_critic_head_is_not_exported(undisturbed, tmp_path):
     config = toml_file.load(Config, file=undisturbed / "config.toml")
     export_checkpoint(config, run_dir=undisturbed, directory=tmp_path, step="latest", dtype=None)
     for directory in (tmp_path, undisturbed / "model"):

@@ -12,7 +12,7 @@ from jaxrl.config.training import Config
 from jaxrl.monitoring.alarms.rules import Alarm
 from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
 from jaxrl.training import rollbacks
-from jaxrl.training.storage.run_directory import ResumeError, claim
+from jaxrl.training.storage.run_directory import ResumeError, check_config
 
 
 def config(run_dir: Path, **changes: str) -> Config:
@@ -25,7 +25,6 @@ def config(run_dir: Path, **changes: str) -> Config:
         "reward.path": "rewards.py:digit",
         "optimizer.learning_rate": "0.003",
         "checkpoint.every": "5",
-        "alarms.window": "5",
     } | {name.replace("__", "."): value for name, value in changes.items()}
     return toml_file.load(Config, overrides=list(keys.items()))
 
@@ -57,7 +56,7 @@ def decide(
 def asked(tmp_path):
     """A run of 12 steps that goes back to step 5 with half its learning rate."""
     made = config(tmp_path)
-    claim(tmp_path, made)
+    check_config(tmp_path, made)
     write_steps(tmp_path, upto=12)
     assert decide(made, at=12, healthy=7)[2:] == (
         5,
@@ -79,7 +78,7 @@ def rolled_back(directory: Path) -> list[dict[str, Any]]:
     return [e for e in entries if "number" in e.get("event", {})]
 
 
-def test_a_rollback_is_carried_out_once_and_remembered(asked, tmp_path):
+def test_rollback_is_carried_out_once(asked, tmp_path):
     for _ in range(2):  # a program that was killed does it again
         changed = rollbacks.settle(tmp_path, asked)
         assert changed.optimizer.learning_rate == 0.0015
@@ -88,11 +87,11 @@ def test_a_rollback_is_carried_out_once_and_remembered(asked, tmp_path):
         entries = read_metrics(tmp_path / "metrics.jsonl")
         assert [e["step"] for e in entries] == [1, 2, 3, 4, 5, 5]
         assert entries[-1]["event"]["changes"] == {"optimizer.learning_rate": [0.003, 0.0015]}
-        undone = read_metrics(tmp_path / "rolled_back_1.jsonl")
-        assert [e["step"] for e in undone] == [*range(6, 13)]
+        removed = read_metrics(tmp_path / "rolled_back_1.jsonl")
+        assert [e["step"] for e in removed] == [*range(6, 13)]
 
 
-def test_a_rollback_that_was_ended_half_way_is_completed(asked, tmp_path):
+def test_killed_rollback_is_completed(asked, tmp_path):
     rollbacks.settle(tmp_path, asked)
     whole = files(tmp_path)
     (found,) = rollbacks.read(tmp_path)
@@ -104,8 +103,8 @@ def test_a_rollback_that_was_ended_half_way_is_completed(asked, tmp_path):
     assert not (tmp_path / "checkpoints" / "10").exists()
 
 
-def test_what_is_undone_can_still_be_read(asked, tmp_path):
-    """The alarm's own numbers, other events of the undone steps, and their answers."""
+def test_rolled_back_steps_stay_readable(asked, tmp_path):
+    """The alarm's own numbers, other events of the rolled-back steps, and their samples."""
     entries = read_metrics(tmp_path / "metrics.jsonl")
     other = {"step": 8, "time": 1.0, "event": {"alarm": "entropy", "at": 8, "action": "pause"}}
     write_lines(tmp_path / "metrics.jsonl", [*entries[:8], other, *entries[8:]])
@@ -130,7 +129,7 @@ def test_what_is_undone_can_still_be_read(asked, tmp_path):
     assert not list(tmp_path.glob("rolled_back_*"))
 
 
-def test_a_rollback_from_before_its_numbers_were_kept_is_read(asked, tmp_path):
+def test_rollback_without_numbers_is_read(asked, tmp_path):
     rollbacks.settle(tmp_path, asked)
     (found,) = rollbacks.read(tmp_path)
     old = {k: v for k, v in found._asdict().items() if k not in ("value", "limit")}
@@ -138,21 +137,21 @@ def test_a_rollback_from_before_its_numbers_were_kept_is_read(asked, tmp_path):
     assert rollbacks.read(tmp_path) == [found._replace(value=None, limit=None)]
 
 
-def test_the_directory_holds_the_changed_config_and_goes_on_with_either(asked, tmp_path):
+def test_run_resumes_with_old_or_new_values_of_changed_keys(asked, tmp_path):
     changed = rollbacks.settle(tmp_path, asked)
     assert toml_file.load(Config, file=tmp_path / "config.toml") == changed
     for given in (asked, changed):
         again = rollbacks.settle(tmp_path, given)
-        claim(tmp_path, again)
+        check_config(tmp_path, again)
         assert again == changed
     other = config(tmp_path, optimizer__learning_rate="0.002")
-    with pytest.raises(ResumeError, match=r"0\.002 here, .* changed it from 0\.003 to 0\.0015"):
+    with pytest.raises(ResumeError, match=r"0\.002, .* changed it from 0\.003 to 0\.0015"):
         rollbacks.settle(tmp_path, other)
     with pytest.raises(ResumeError, match="seed = 0 there and 1 here"):
-        claim(tmp_path, rollbacks.settle(tmp_path, config(tmp_path, seed="1")))
+        check_config(tmp_path, rollbacks.settle(tmp_path, config(tmp_path, seed="1")))
 
 
-def test_a_later_rollback_that_goes_back_further_keeps_what_an_earlier_one_changed(asked, tmp_path):
+def test_changes_of_earlier_rollbacks_stay(asked, tmp_path):
     first = rollbacks.settle(tmp_path, asked)
     write_steps(tmp_path, upto=12)
     shutil.rmtree(tmp_path / "checkpoints" / "5")
@@ -166,7 +165,7 @@ def test_a_later_rollback_that_goes_back_further_keeps_what_an_earlier_one_chang
     assert files(tmp_path) == whole
 
 
-def test_a_run_that_is_begun_again_has_no_rollbacks(asked, tmp_path):
+def test_restarted_run_has_no_rollbacks(asked, tmp_path):
     rollbacks.settle(tmp_path, asked)
     shutil.rmtree(tmp_path / "checkpoints")
     assert rollbacks.settle(tmp_path, asked) == asked
@@ -174,7 +173,7 @@ def test_a_run_that_is_begun_again_has_no_rollbacks(asked, tmp_path):
     assert not (tmp_path / "rolled_back_1.jsonl").exists()
 
 
-def test_where_a_rollback_goes_to(tmp_path):
+def test_rollback_target_is_the_newest_healthy_checkpoint(tmp_path):
     asked = config(tmp_path)
     (tmp_path / "10").mkdir()
     (tmp_path / "15").mkdir()
@@ -195,11 +194,11 @@ FP16 = {"precision": "bf16_master", "alarms.precision": "fp16_master"}
         (FP16, "rollback_precision", {"precision": "fp16_master"}),
     ],
 )
-def test_remedies(tmp_path, changes, action, expected):
+def test_actions_change_the_documented_keys(tmp_path, changes, action, expected):
     assert rollbacks.remedy(action, config(tmp_path, **changes)) == expected
 
 
-def test_a_precision_that_the_run_has_is_no_remedy(tmp_path):
+def test_rollback_to_the_same_precision_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"'fp16_master' is alarms\.precision already"):
         rollbacks.remedy(
             "rollback_precision", config(tmp_path, **FP16 | {"precision": "fp16_master"})

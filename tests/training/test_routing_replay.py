@@ -16,7 +16,7 @@ from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Minibatch, Rollout, from_json, to_json
 from jaxrl.core.metrics import to_floats
-from jaxrl.core.packing import assign_rows, gather, interleave, pack
+from jaxrl.core.packing import MinibatchShape, pack, pack_minibatch, unpack
 from jaxrl.core.precision import PRESETS
 from jaxrl.environments.episodes.base import EpisodeLimits, Step
 from jaxrl.environments.episodes.episode import EpisodeBuilder
@@ -26,8 +26,9 @@ from jaxrl.models.decoder import decoder
 from jaxrl.models.logprobs import token_logprobs
 from jaxrl.sampling.base import Completion, SamplingParams
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-from jaxrl.training.rollouts.answers import collect
-from jaxrl.training.run import Progress, open_run
+from jaxrl.training.progress import Progress
+from jaxrl.training.rollouts.collect import collect
+from jaxrl.training.run import open_run
 from tests import tiny
 
 F32 = PRESETS["fp32"]
@@ -80,23 +81,18 @@ def foreign() -> list[Rollout]:
     return drawn(moved)
 
 
-def rows_of(rollouts, *, packed=True):
-    rows = [[i] for i in range(len(rollouts))]
-    if packed:
-        rows = assign_rows([r.length for r in rollouts], row_length=ROW)
-    return interleave(rows, rows_per_microbatch=2, max_microbatches=4)
+def shape(packed) -> MinibatchShape:
+    return MinibatchShape(row_length=ROW, rows_per_microbatch=2, max_rows=8, packed=packed)
 
 
 def minibatch(rollouts, *, packed=True) -> Minibatch:
-    rows, used = rows_of(rollouts, packed=packed)
     advantages = list(np.random.default_rng(0).normal(size=len(rollouts)))
-    batch = pack(rollouts, advantages, rows=rows, row_length=ROW)
-    return Minibatch(batch=jax.tree.map(jnp.asarray, batch), microbatches=jnp.int32(used))
+    return pack_minibatch(rollouts, advantages, shape=shape(packed))
 
 
 def scores(rollouts, *, packed=True) -> list[np.ndarray]:
     found = np.asarray(score(PARAMS, minibatch(rollouts, packed=packed)))
-    return gather(found, rollouts, rows=rows_of(rollouts, packed=packed)[0])
+    return unpack(found, rollouts, shape=shape(packed))
 
 
 def forgotten(rollouts) -> list[Rollout]:
@@ -139,7 +135,7 @@ def whole(rollout: Rollout, *, replayed: bool) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(used)[0, : rollout.length - 1], np.asarray(logprobs)[0, answer]
 
 
-def test_the_samplers_routing_is_the_learners_on_the_same_weights(own):
+def test_sampler_and_learner_route_alike_on_the_same_weights(own):
     for one in own:
         assert known(one).shape == (one.length - 1, LAYERS, CHOSEN)
         assert known(one).dtype == np.uint8
@@ -152,7 +148,7 @@ def test_the_samplers_routing_is_the_learners_on_the_same_weights(own):
         np.testing.assert_allclose(replayed, today, atol=1e-5)
 
 
-def test_a_batch_knows_the_experts_of_every_token_but_the_last(own):
+def test_batch_holds_the_experts_of_all_tokens_but_the_last(own):
     batch = minibatch(own).batch
     assert batch.experts is not None
     there = np.asarray(batch.experts >= 0).all(axis=(2, 3))
@@ -164,7 +160,7 @@ def test_a_batch_knows_the_experts_of_every_token_but_the_last(own):
         pack([longer], [0.0], rows=[[0]], row_length=ROW)
 
 
-def test_another_samplers_routing_is_used_and_packing_changes_nothing(foreign):
+def test_recorded_routing_is_replayed_packed_or_not(foreign):
     replayed, free = scores(foreign), scores(forgotten(foreign))
     alone = scores(foreign, packed=False)
     for i, one in enumerate(foreign):
@@ -174,7 +170,7 @@ def test_another_samplers_routing_is_used_and_packing_changes_nothing(foreign):
     assert differences.max() > 1e-2
 
 
-def test_the_router_learns_from_replayed_routing(foreign):
+def test_router_learns_from_replayed_routing(foreign):
     batch, begin = minibatch(foreign), LEARNER.init(PARAMS)
     after, _ = step(begin, batch)
     gradient = jax.tree.map(lambda a, b: a - b, PARAMS["layers"], after.params["layers"])["router"]
@@ -195,14 +191,14 @@ def test_the_router_learns_from_replayed_routing(foreign):
     np.testing.assert_allclose(gradient, unpacked, atol=2e-5 * float(jnp.abs(unpacked).max()))
 
 
-def test_experts_of_a_pending_answer_survive_a_checkpoint(own):
+def test_experts_of_a_pending_rollout_survive_a_checkpoint(own):
     for one in (own[0], own[0]._replace(experts=None)):
         again = from_json(json.loads(json.dumps(to_json(one))))
         for name, value in one._asdict().items():
             np.testing.assert_array_equal(getattr(again, name), value)
 
 
-def test_an_episode_keeps_the_experts_that_drew_its_tokens():
+def test_episode_keeps_the_experts_that_sampled_its_tokens():
     """Prompt 2, turn 2, observation 1, turn 2: the second turn's context was computed again."""
     builder = EpisodeBuilder(np.array([3, 4], np.int32), (0, 0))
 
@@ -228,13 +224,15 @@ def config(**changes: Any) -> Config:
     return toml_file.load(Config, overrides=list((keys | changes).items()))
 
 
-def test_what_cannot_be_replayed_is_refused():
+def test_unavailable_replay_is_refused():
     with pytest.raises(ValueError, match=r"sampler\.name = 'vllm' does not"):
         config(**{"sampler.name": "vllm"})
     with pytest.raises(ValueError, match=r"replay_routing and critic\.trunk = 'shared'"):
         config(**{"critic.trunk": "shared", "loss.name": "ppo"})
     unused: Any = None
-    with pytest.raises(ValueError, match=r"replay_routing = true: m \(qwen3\) is dense"):
+    with pytest.raises(
+        ValueError, match=r"replay_routing = true, but m \(qwen3\) is a dense model"
+    ):
         build_learner(config(), tiny.model(), objective=unused, optimizer=unused, layout=unused)
     with pytest.raises(ValueError, match="the model is dense"):
         EmbeddedSampler(tiny.model(), tiny.params(), precision=F32, record_experts=True)
@@ -246,7 +244,7 @@ def characters(completion, example):
 """
 
 
-def test_a_runs_answers_have_experts_and_so_have_those_of_a_checkpoint(tmp_path):
+def test_rollouts_of_a_run_record_experts(tmp_path):
     tiny.write_checkpoint(tmp_path / "model", config=tiny.MOE)
     prompts = [json.dumps({"prompt": letter}) + "\n" for letter in "abcdefgh"]
     (tmp_path / "prompts.jsonl").write_text("".join(prompts))
@@ -265,7 +263,8 @@ def test_a_runs_answers_have_experts_and_so_have_those_of_a_checkpoint(tmp_path)
         "train.microbatch_tokens": "64",
     }
     with open_run(config(**changes)) as (run, _, progress):
-        progress.pending = collect(run, progress, seconds={}).batch
+        found = collect(run.source, run.config.train, progress=progress, seconds={})
+        progress.pending = found.batch
     again = Progress.from_json(json.loads(json.dumps(progress.to_json()))).pending
     assert len(again) == 12
     for one, other in zip(progress.pending, again, strict=True):

@@ -1,4 +1,4 @@
-"""What lies in a run's directory is whole at any time: others read it meanwhile."""
+"""Files of a run directory: complete at any time for concurrent readers."""
 
 from importlib import metadata
 
@@ -7,17 +7,17 @@ import pytest
 
 from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.training import rollbacks
-from jaxrl.training.storage.run_directory import claim, note_start
+from jaxrl.training.storage.run_directory import check_config, record_start
 from tests.training.test_rollbacks import config, decide, write_steps
 
 
-def test_who_reads_the_config_while_it_is_written_sees_a_whole_one(tmp_path):
+def test_concurrent_reader_sees_a_complete_config(tmp_path):
     path, made = tmp_path / "config.toml", config(tmp_path)
-    claim(tmp_path, made)
+    check_config(tmp_path, made)
     write_steps(tmp_path, upto=12)
     first = path.read_text()
     with path.open() as reading:
-        claim(tmp_path, config(tmp_path, checkpoint__keep="9"))
+        check_config(tmp_path, config(tmp_path, checkpoint__keep="9"))
         assert reading.read() == first
     second = path.read_text()
     assert second != first
@@ -28,21 +28,21 @@ def test_who_reads_the_config_while_it_is_written_sees_a_whole_one(tmp_path):
     assert path.read_text() != second
 
 
-def test_a_start_says_which_versions_ran(tmp_path):
-    note_start(tmp_path, step=7, devices=jax.devices())
+def test_starts_record_versions(tmp_path):
+    record_start(tmp_path, step=7, devices=jax.devices())
     (start,) = read_metrics(tmp_path / "starts.jsonl")
     assert (start["step"], start["devices"]) == (7, "8 x cpu")
     assert start["versions"]["jax"] == jax.__version__
 
 
 @pytest.mark.parametrize("version", ["1.2.3", None])
-def test_jaxrl_is_among_them_installed_or_not(version, tmp_path, monkeypatch):
+def test_starts_record_jaxrl_installed_or_not(version, tmp_path, monkeypatch):
     def found(name):
         if name == "jaxrl" and version is None:
             raise metadata.PackageNotFoundError(name)
         return version or "9"
 
     monkeypatch.setattr(metadata, "version", found)
-    note_start(tmp_path, step=0, devices=jax.devices())
+    record_start(tmp_path, step=0, devices=jax.devices())
     (start,) = read_metrics(tmp_path / "starts.jsonl")
-    assert start["versions"]["jaxrl"] == (version or "from its source")
+    assert start["versions"]["jaxrl"] == (version or "source tree")

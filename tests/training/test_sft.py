@@ -20,7 +20,7 @@ from jaxrl.losses.algebra import objective
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.monitoring.tracking.tracking import read_metrics
-from jaxrl.training.storage.run_directory import ResumeError, held
+from jaxrl.training.storage.run_directory import ResumeError, lock
 from jaxrl.training.supervised import sft
 from tests import arithmetic
 
@@ -47,7 +47,7 @@ def config(material, run_dir, **overrides):
     return load(SFTConfig, overrides=list((keys | overrides).items()))
 
 
-def test_the_student_forgets_carries_and_makes_no_other_mistake():
+def test_student_data_drops_carries_only():
     rng = random.Random(3)
     assert arithmetic.script.student(123, 456, rng=rng) == "3+6=9 2+5=7 1+4=5 579"
     written = {arithmetic.script.student(347, 585, rng=rng) for _ in range(200)}
@@ -59,7 +59,7 @@ def test_the_student_forgets_carries_and_makes_no_other_mistake():
     }
 
 
-def test_no_addition_is_in_two_files(material):
+def test_training_and_held_out_sums_are_disjoint(material):
     seen = [
         json.loads(line)["prompt"]
         for name in ("sft", "train", "held_out")
@@ -68,7 +68,7 @@ def test_no_addition_is_in_two_files(material):
     assert len(seen) == len(set(seen)) == 88
 
 
-def test_texts_are_prompt_completion_and_end(material):
+def test_texts_tokenize_to_prompt_completion_and_end(material):
     tokenizer = huggingface.load_tokenizer(material / "untrained")
     texts = sft.load_texts(config(material, "x").data, tokenizer, max_tokens=96)
     row = json.loads((material / "sft.jsonl").read_text().splitlines()[0])
@@ -81,7 +81,7 @@ def test_texts_are_prompt_completion_and_end(material):
         sft.load_texts(config(material, "x").data, tokenizer, max_tokens=4)
 
 
-def test_whole_texts_are_learnt_from_their_second_token(material, tmp_path):
+def test_whole_texts_are_trained_from_their_second_token(material, tmp_path):
     (tmp_path / "texts.jsonl").write_text('{"text": "abc"}\n')
     tokenizer = huggingface.load_tokenizer(material / "untrained")
     keys = {"data.path": f"{tmp_path}/texts.jsonl", "data.text_key": "text"}
@@ -143,13 +143,13 @@ def test_finetuning_learns_and_saves_a_model(material, tmp_path):
     assert tokenizer.decode([3]) == "<|user|>"
 
 
-def test_one_program_at_a_time_trains_in_a_directory(material, tmp_path):
+def test_run_directory_is_locked(material, tmp_path):
     run_dir = tmp_path / "run"
-    with held(run_dir, Hosts()), pytest.raises(ResumeError, match="another program trains in"):
+    with lock(run_dir, Hosts()), pytest.raises(ResumeError, match="another program trains in"):
         sft.finetune(config(material, run_dir))
 
 
-def test_a_signal_ends_the_run(material, tmp_path, monkeypatch, capsys):
+def test_signal_ends_the_run(material, tmp_path, monkeypatch, capsys):
     batch = sft._batch
 
     def interrupted(*args, **kwargs):

@@ -1,7 +1,7 @@
-"""Runs inside vLLM: lets nobody in who does not know the server's key.
+"""API key of a server; runs inside vLLM.
 
-vLLM's own `--api-key` guards the routes of its API and leaves open those that change weights, pause
-the server or call its methods.
+vLLM's own `--api-key` leaves open the routes that change weights, pause the server or call methods
+of its workers.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 KEY = "JAXRL_API_KEY"
-"""The environment variable with the key, of servers and of those who ask them."""
+"""Environment variable that holds the key, for servers and for their clients."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -19,30 +19,29 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _OPEN = ("/health", "/metrics")
-_REFUSAL = f"this server wants its key: set {KEY} to what it was started with"
+_REFUSAL = f"the key is missing or wrong: set {KEY} to the key that the server was started with"
 
 
 def headers(key: str | None) -> dict[str, str]:
-    """What a request carries."""
+    """Returns the headers of a request."""
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
-class Guard:
-    """ASGI middleware: 401 to every request without the key, but for those that only look how the
-    server is."""
+class RequireKey:
+    """ASGI middleware that answers 401 to requests without the key, except health and metrics."""
 
     def __init__(self, app: App) -> None:
-        """Reads the key.
+        """Reads the key from the environment.
 
         Raises:
-          KeyError: if the environment has none.
+          KeyError: if it is not set.
         """
         self._app = app
         self._expected = f"Bearer {os.environ[KEY]}".encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answers, or lets the server answer."""
-        if scope["type"] == "lifespan" or scope["path"] in _OPEN or self._knows(scope):
+        """Rejects a request or passes it to the server."""
+        if scope["type"] == "lifespan" or scope["path"] in _OPEN or self._has_key(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             kind = (b"content-type", b"application/json")
@@ -52,6 +51,6 @@ class Guard:
         else:
             await send({"type": "websocket.close", "code": 1008})
 
-    def _knows(self, scope: Message) -> bool:
+    def _has_key(self, scope: Message) -> bool:
         given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
         return len(given) == 1 and secrets.compare_digest(given[0], self._expected)

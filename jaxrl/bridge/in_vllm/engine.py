@@ -1,9 +1,9 @@
-"""Runs inside vLLM: receives weights from the bridge. Imports torch and vllm, and never jax.
+"""Weight-transfer engine of the bridge; runs inside vLLM and never imports jax.
 
-`vllm_plugin` makes it known as `--weight-transfer-config '{"backend": "jaxrl"}'`. Everything
-happens within one call of `update_weights`: the whole payload is checked first, then the model is
-opened, loaded and closed. So no forward pass ever sees a half-loaded model, paused or not, and a
-refused payload changes nothing.
+`plugin` registers it for `--weight-transfer-config '{"backend": "jaxrl"}'`. One call of
+`update_weights` does everything: it checks the whole payload, then opens, loads and closes the
+model. So no forward pass sees a half-loaded model, paused or not, and a refused payload changes
+nothing.
 """
 
 # pyright: reportMissingImports=false
@@ -28,21 +28,21 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from jaxrl.bridge import manifest, payload
-from jaxrl.bridge.base import POISONED, REFUSED, STRANGER, TensorSpec
-from jaxrl.bridge.payload import Mapped
+from jaxrl.bridge.base import NOT_CONNECTED, POISONED, REFUSED, TensorSpec
+from jaxrl.bridge.payload import MappedTensor
 from jaxrl.bridge.safetensors_file import read_specs
 
-_LOGPROBS = "processed_logprobs"  # after the temperature; vLLM's default is before it
+_LOGPROBS = "processed_logprobs"  # after the temperature; vLLM's default is before
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What a learner says when it connects.
+    """Announcement of a learner that connects.
 
     Attributes:
-      root: directory below which all payloads lie.
+      root: directory of all payloads.
       wire: dtype of all tensors, such as "bfloat16".
-      sampler: dtype that the learner believes this server computes in.
+      sampler: dtype that the learner expects this server to compute in.
     """
 
     root: str
@@ -52,11 +52,11 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One payload.
+    """Announcement of one payload.
 
     Attributes:
-      payload: its directory, relative to the root.
-      version: the version that its manifest must have.
+      payload: directory, relative to the root.
+      version: version that the manifest must have.
     """
 
     payload: str
@@ -64,7 +64,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads payloads into the model through vLLM's layerwise reload."""
+    """Loads payloads into the model by vLLM's layerwise reload."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -75,12 +75,12 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     _expected: tuple[TensorSpec, ...] = ()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Learns where payloads come from. A learner that starts again may start at any version.
+        """Connects a learner. One that restarts may start at any version.
 
         Raises:
-          ValueError: if the dtypes disagree, the server reports other log-probs than those it draws
-            from, the root is not a directory, or the model was not loaded from a local checkpoint
-            whose tensors can be listed.
+          ValueError: if the dtypes disagree, the server reports other log-probs than those of the
+            sampling distribution, the root is not a directory, or the model was not loaded from a
+            local safetensors checkpoint.
         """
         served = str(self.model_config.dtype).removeprefix("torch.")
         if init_info.sampler != served:
@@ -91,9 +91,9 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         if (mode := self.model_config.logprobs_mode) != _LOGPROBS:
             raise ValueError(
-                f"{REFUSED} the server reports {mode}, which are not those of the distribution it "
-                f"draws from; start it with --logprobs-mode {_LOGPROBS}, or with jaxrl serve and "
-                "without --logprobs-mode in sampler.arguments"
+                f"{REFUSED} the server reports {mode}, not those of the sampling distribution; "
+                f"start it with --logprobs-mode {_LOGPROBS}, or with jaxrl serve and without "
+                "--logprobs-mode in sampler.vllm_args"
             )
         if init_info.wire not in manifest.ITEM_BYTES:
             raise ValueError(f"{REFUSED} unknown wire dtype {init_info.wire!r}")
@@ -104,14 +104,14 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._root, self._version = root, -1
 
     def start_weight_update(self) -> None:
-        """Nothing: the model is opened when all is checked."""
+        """Does nothing: the model is opened after the payload is checked."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Checks a payload, then loads it.
 
         Raises:
-          ValueError: with `REFUSED` in it if the payload was refused; the model is untouched.
-          RuntimeError: with `POISONED` in it if loading failed and the weights are mixed.
+          ValueError: with `REFUSED` if the payload is refused; the model is unchanged.
+          RuntimeError: with `POISONED` if loading failed and the weights are mixed.
         """
         try:
             tensors = self._checked(update_info)
@@ -126,15 +126,15 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._version = update_info.version
 
     def finish_weight_update(self) -> None:
-        """Nothing: a failure here would leave vLLM's session open forever."""
+        """Does nothing: a failure here would leave vLLM's session open forever."""
 
     def shutdown(self) -> None:
-        """Forgets the learner."""
+        """Disconnects the learner."""
         self._root = None
 
-    def _checked(self, update_info: UpdateInfo) -> list[Mapped]:
+    def _checked(self, update_info: UpdateInfo) -> list[MappedTensor]:
         if self._root is None:
-            raise ValueError(STRANGER)
+            raise ValueError(NOT_CONNECTED)
         directory = payload.resolve(self._root, update_info.payload)
         content = manifest.read(directory)
         if content.version != update_info.version:
@@ -146,13 +146,13 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         payload.check_bytes(tensors)
         return tensors
 
-    def _load(self, tensors: list[Mapped]) -> None:
+    def _load(self, tensors: list[MappedTensor]) -> None:
         with _opened(self.model, self.model_config):
             self.model.load_weights(map(_to_torch, tensors))
         heads = [m for m in self.model.modules() if isinstance(m, ParallelLMHead)]
         if self.model_config.hf_config.tie_word_embeddings:
             for module in heads:
-                # It gets no weights of its own and would keep its packed copy of the old ones.
+                # A tied head gets no weights of its own and would keep its packed copy of the old.
                 module.quant_method.process_weights_after_loading(module)
 
     def _model_specs(self, wire: str) -> tuple[TensorSpec, ...]:
@@ -170,15 +170,15 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 @contextmanager
 def _opened(model: torch.nn.Module, model_config: ModelConfig) -> Iterator[None]:
-    """The model between `initialize_layerwise_reload` and `finalize_layerwise_reload`.
+    """Opens the model for vLLM's layerwise reload and closes it afterwards.
 
-    After an error every layer is whole again, with its old or its new weights, so that the engine
-    survives until a complete payload comes.
+    After an error every layer has either its old or its new weights, so the engine survives until
+    a complete payload comes.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if method is not None and getattr(method, "moe_kernel", None) is not None:
-            # Else the new experts are not repacked and the kernel goes on with the old ones.
+            # Otherwise the new experts are not repacked and the kernel keeps using the old ones.
             method.moe_kernel = None
     initialize_layerwise_reload(model)
     try:
@@ -187,13 +187,13 @@ def _opened(model: torch.nn.Module, model_config: ModelConfig) -> Iterator[None]
         for module in model.modules():
             info = get_layerwise_info(module)
             info.loaded_weights.clear()
-            info.load_numel = 0  # counts as not loaded: its old tensors are put back
+            info.load_numel = 0  # counts as not loaded, so its old tensors are restored
         raise
     finally:
         finalize_layerwise_reload(model, model_config)
 
 
-def _to_torch(tensor: Mapped) -> tuple[str, torch.Tensor]:
+def _to_torch(tensor: MappedTensor) -> tuple[str, torch.Tensor]:
     entry = tensor.entry
     flat = torch.from_numpy(tensor.data).view(getattr(torch, entry.dtype))
     return entry.name, flat.view(entry.shape)

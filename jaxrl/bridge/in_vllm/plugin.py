@@ -1,4 +1,4 @@
-"""The entry point that vLLM loads in each of its processes."""
+"""Entry point that vLLM loads in each of its processes."""
 
 # pyright: reportMissingImports=false
 
@@ -8,7 +8,7 @@ BACKEND = "jaxrl"
 
 
 def register() -> None:
-    """Offers the bridge as a weight-transfer backend; the engine is imported when it is used."""
+    """Registers the bridge as a weight-transfer backend; the engine is imported on first use."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     with contextlib.suppress(ValueError):  # vLLM may load a plugin twice

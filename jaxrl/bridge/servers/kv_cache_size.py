@@ -1,101 +1,89 @@
-"""Room for keys and values in a server: how much it gets, and how many answers that holds."""
+"""Memory for a server's KV cache, and the number of completions that fit."""
 
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
+from jaxrl.bridge.manifest import ITEM_BYTES
+from jaxrl.bridge.servers.launch import ServerOptions
 from jaxrl.models.families import DecoderConfig
 
-_LEAST = 256 << 20
-_BLOCK = {"cpu": 128, "cuda": 16}  # tokens that vLLM gives at a time
-_OTHERWISE = re.compile(r"--?(tensor-parallel|tp|pipeline-parallel|pp|kv-cache|block-size)\b")
+_MINIMUM = 256 << 20
+_BLOCK = {"cpu": 128, "cuda": 16}  # tokens that vLLM allocates together
+_CHANGES_SIZE = re.compile(r"--?(tensor-parallel|tp|pipeline-parallel|pp|kv-cache|block-size)\b")
 
 
-class Room(NamedTuple):
-    """What a server is started with.
+class CacheSize(NamedTuple):
+    """Size of a KV cache.
 
     Attributes:
-      size: bytes for keys and values; None leaves it to vLLM.
-      note: what to say of it to the user; None if all answers have room.
+      nbytes: size in bytes; None leaves it to vLLM.
+      note: message for the user; None if all completions fit.
     """
 
-    size: int | None
+    nbytes: int | None
     note: str | None = None
 
 
-def token_bytes(model: DecoderConfig, dtype: np.dtype) -> int:
-    """Keys and values of one token in all layers."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
+def token_bytes(model: DecoderConfig, dtype: str) -> int:
+    """Returns the bytes of one token's keys and values in all layers."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * ITEM_BYTES[dtype]
 
 
-def make_room(
-    given: int | None,
-    *,
-    key: str,
-    model: DecoderConfig,
-    dtype: np.dtype,
-    device: str,
-    tokens: int | None,
-    answers: int,
-    arguments: Sequence[str],
-    free: int,
-) -> Room:
-    """Room for the answers that are asked for at a time, or as many as there is memory for.
+def kv_cache_size(
+    options: ServerOptions, *, key: str, model: DecoderConfig, completions: int, free: int
+) -> CacheSize:
+    """Sizes the KV cache for the completions that are requested together.
+
+    If `options.kv_cache_bytes` is None, a server on a CPU gets what the completions need, but at
+    most a quarter of the free memory unless one completion needs more. On a GPU the size is left to
+    vLLM. A given size is checked, except where `options.arguments` change what a token takes.
 
     Args:
-      given: bytes, as the config says; None takes what the answers need, but no more than a quarter
-        of what is free unless one answer needs more. On a GPU that is left to vLLM, which takes
-        what the device has.
-      key: the name of `given` in the config.
+      options: the server's.
+      key: the config's name of `kv_cache_bytes`, for messages.
       model: the model that is served.
-      dtype: of keys and values.
-      device: "cpu" or "cuda".
-      tokens: of the longest prompt with its answer; None for the model's own limit.
-      answers: that are asked for at a time.
-      arguments: further ones of vLLM; where they change what a token takes, `given` is taken as it
-        is.
-      free: bytes of memory.
+      completions: requested together.
+      free: bytes of free memory.
 
     Raises:
-      ValueError: if `given`, or what is free, does not hold one answer.
+      ValueError: if the given size or the free memory does not hold one completion.
     """
-    if given is None and device == "cuda":
-        return Room(None)
-    if given is not None and any(_OTHERWISE.match(argument) for argument in arguments):
-        return Room(given)
-    tokens = tokens or model.max_positions
-    block = _BLOCK[device] * token_bytes(model, dtype)
-    blocks = -(-tokens // _BLOCK[device])
-    one = (blocks + 1) * block  # vLLM keeps a block for itself
+    given = options.kv_cache_bytes
+    if given is None and options.device == "cuda":
+        return CacheSize(None)
+    if given is not None and any(map(_CHANGES_SIZE.match, options.arguments)):
+        return CacheSize(given)
+    tokens = options.max_model_len or model.max_positions
+    block = _BLOCK[options.device] * token_bytes(model, options.dtype)
+    blocks = -(-tokens // _BLOCK[options.device])
+    one = (blocks + 1) * block  # vLLM reserves a block
     if given is None:
         if one > free:
             raise ValueError(
-                f"an answer of up to {tokens} tokens with its prompt needs {one:,} bytes of keys "
-                f"and values, and {free:,} are free; make answers or prompts shorter"
+                f"a prompt with its completion, up to {tokens} tokens, needs {one:,} bytes of KV "
+                f"cache, and {free:,} are free; shorten prompts or completions"
             )
-        given = max(_LEAST, one, min((answers * blocks + 1) * block, free // 4))
+        given = max(_MINIMUM, one, min((completions * blocks + 1) * block, free // 4))
     held = given // block - 1
-    # Layers that see a window need less than this says.
+    # Layers with a sliding window need less than computed here.
     if held < blocks and not any(model.windows):
         raise ValueError(
-            f"{key} = {given} holds {max(0, held) * _BLOCK[device]} tokens, one answer with its "
-            f"prompt needs {tokens}; set it to {one} or more, or leave it out"
+            f"{key} = {given} holds {max(0, held) * _BLOCK[options.device]} tokens, one prompt "
+            f"with its completion needs {tokens}; set it to {one} or more, or remove it"
         )
-    if (fit := max(1, held // blocks)) >= answers:
-        return Room(given)
-    return Room(
+    if (fit := max(1, held // blocks)) >= completions:
+        return CacheSize(given)
+    return CacheSize(
         given,
-        f"{key} = {given} holds {fit} answers of full length, and vLLM is asked for up to "
-        f"{answers} at a time: the others wait",
+        f"{key} = {given} holds {fit} completions of full length; vLLM gets up to {completions} at "
+        "once and queues the others",
     )
 
 
 def free_memory() -> int:
-    """Bytes that a new process can have."""
+    """Returns the bytes of memory that a new process can use."""
     info = Path("/proc/meminfo")
     if info.exists():
         found = dict(line.split(":", 1) for line in info.read_text().splitlines())

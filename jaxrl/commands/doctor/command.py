@@ -44,13 +44,13 @@ def _examine(config: DoctorConfig) -> int:
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: servers end, too
     findings = examine(config, note=note)
-    advice, out = recommend(findings), Path(config.out)
+    advice, out, (low, high) = recommend(findings), Path(config.out), config.clip_range
     draw_agreement(
         {f"{f.policy} / {f.sampler}": f.pairs for f in findings},
         out / "doctor.png",
         title=f"learner against sampler at the same weights: {config.model.path}",
-        low=config.low,
-        high=config.high,
+        low=low,
+        high=high,
     )
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")}
     content = {
@@ -61,6 +61,6 @@ def _examine(config: DoctorConfig) -> int:
     }
     (out / "doctor.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     tokens, sequences = (max(int(f.numbers[k]) for f in findings) for k in ("tokens", "sequences"))
-    print(f"{sequences} answers, {tokens} tokens, clip {1 - config.low:g} to {1 + config.high:g}\n")
+    print(f"{sequences} completions, {tokens} tokens, clip {1 - low:g} to {1 + high:g}\n")
     print(f"{table(findings)}\n\n{advice}\n{out / 'doctor.png'}, {out / 'doctor.json'}")
     return 0

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -15,14 +14,15 @@ from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import rendering, sampling_params
-from jaxrl.builders.sampler import open_sampler
+from jaxrl.builders.sampler import SamplerNeeds, open_sampler
 from jaxrl.builders.servers import api_key
+from jaxrl.builders.weight_sync import Weights
 from jaxrl.commands.doctor.text import Finding
 from jaxrl.config.doctor import DoctorConfig
-from jaxrl.config.tables import SamplingConfig
+from jaxrl.config.sampler import SamplingConfig
 from jaxrl.core import precision
 from jaxrl.core.batch import Minibatch, Rollout, TokenBatch
-from jaxrl.core.packing import assign_rows, interleave, pack
+from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.core.precision import Precision
 from jaxrl.data import prompts as data
 from jaxrl.learner.policy import Learner, make_learner
@@ -67,7 +67,7 @@ def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Findin
       ServerFailedError, RefusedError: as `open_sampler`.
     """
     material = _material(config)
-    policies = {name: precision.parse(name) for name in config.precisions}
+    policies = config.policies
     if config.sampler.url:
         served = np.dtype(VllmServer(config.sampler.url[0], api_key=api_key()).dtype())
         policies = {
@@ -83,10 +83,10 @@ def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Findin
         first = policies[names[0]]
         engine = "vLLM" if config.sampler.name == "vllm" else "embedded"
         sampler = f"{engine} {precision.short_name(first.sampler)}"
-        note(f"{sampler}: drawing {len(material.prompts)} x {config.answers} answers")
+        note(f"{sampler}: drawing {len(material.prompts)} x {config.completions} answers")
         drawn = _draw(material, first, note=note)
         for name in names:
-            note(f"{name}: scoring" + (" and timing steps" if config.repeat else ""))
+            note(f"{name}: scoring" + (" and timing steps" if config.timed_steps else ""))
             findings[name] = _measure(material, name, policies[name], drawn=drawn, sampler=sampler)
     return [findings[name] for name in policies]
 
@@ -106,7 +106,7 @@ def _material(config: DoctorConfig) -> _Material:
         prompts = [rng.choice(others, 1).astype(np.int32) for _ in range(config.prompts)]
     else:
         found = data.load_prompts(
-            data.read_rows(config.data.path, split=config.data.split, subset=config.data.subset),
+            data.read_rows(config.data.path),
             tokenizer,
             prompt_key=config.data.prompt_key,
             answer_key=None,
@@ -124,17 +124,16 @@ def _draw(material: _Material, policy: Precision, *, note: Callable[[str], None]
     out.mkdir(parents=True, exist_ok=True)
     with open_sampler(
         config,
-        material.model,
-        params=material.params,
-        version=0,
-        policy=policy,
+        Weights(material.model, material.params, 0, policy, Path(config.model.path)),
         layout=layout,
         directory=out,
         note=note,
-        answers=min(config.sampler.max_requests, config.prompts) * config.answers,
+        needs=SamplerNeeds(
+            completions=min(config.sampler.max_requests, config.prompts) * config.completions
+        ),
     ) as serving:
         answers = serving.sampler.sample(
-            material.prompts, material.sampling, group_size=config.answers
+            material.prompts, material.sampling, group_size=config.completions
         )
         ordered = sorted(answers, key=lambda c: (c.prompt_index, c.sample_index))
         rollouts = [
@@ -148,27 +147,30 @@ def _draw(material: _Material, policy: Precision, *, note: Callable[[str], None]
             )
             for c in ordered
         ]
-        lengths = [r.length for r in rollouts]
-        shards = config.mesh.batch_shards
-        per_microbatch = max(1, config.microbatch_tokens // max(lengths)) * shards
-        rows = assign_rows(lengths, row_length=max(lengths))
-        most = -(-len(rows) // per_microbatch)
-        placed, used = interleave(rows, rows_per_microbatch=per_microbatch, max_microbatches=most)
+        longest = max(r.length for r in rollouts)
+        per_microbatch = max(1, config.microbatch_tokens // longest) * config.mesh.batch_shards
         signs = [1.0, -1.0] * len(rollouts)  # only the timed step looks at them
-        batch = pack(rollouts, signs[: len(rollouts)], rows=placed, row_length=max(lengths))
+        minibatch = pack_minibatch(
+            rollouts,
+            signs[: len(rollouts)],
+            shape=MinibatchShape(
+                row_length=longest,
+                rows_per_microbatch=per_microbatch,
+                sharding=layout.batch(("batch", "length")),
+            ),
+        )
         replayed = None
         if serving.score is not None:
-            replayed = replay.replay_batch(
-                serving.score, tokens=np.asarray(batch.tokens), segments=np.asarray(batch.segments)
-            )
-    put = jax.device_put(batch, layout.batch(("batch", "length")))
-    return _Drawn(Minibatch(batch=put, microbatches=jnp.int32(used)), per_microbatch, replayed)
+            tokens, segments = jax.device_get((minibatch.batch.tokens, minibatch.batch.segments))
+            replayed = replay.replay_batch(serving.score, tokens=tokens, segments=segments)
+    return _Drawn(minibatch, per_microbatch, replayed)
 
 
 def _measure(
     material: _Material, name: str, policy: Precision, *, drawn: _Drawn, sampler: str
 ) -> Finding:
     config, batch = material.config, drawn.minibatch.batch
+    low, high = config.clip_range
     params = precision.cast(material.params, policy.params)
     learner = make_learner(
         material.model,
@@ -197,10 +199,10 @@ def _measure(
         sampler=drawn_logprobs.astype(np.float64),
         sequences=np.unique(_sequences(batch)[chosen], return_inverse=True)[1],
     )
-    numbers = agreement_metrics(pairs, low=config.low, high=config.high) | three
+    numbers = agreement_metrics(pairs, low=low, high=high) | three
     numbers |= {"tokens": len(scored), "sequences": int(pairs.sequences.max()) + 1}
-    if config.repeat:
-        numbers["seconds_per_step"] = min(_steps(learner, params, drawn, count=config.repeat))
+    if config.timed_steps:
+        numbers["seconds_per_step"] = min(_steps(learner, params, drawn, count=config.timed_steps))
     return Finding(name, sampler, numbers, pairs)
 
 

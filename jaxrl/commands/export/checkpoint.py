@@ -13,7 +13,7 @@ from jaxrl.config.training import Config
 from jaxrl.core import precision
 from jaxrl.core.precision import DType, Precision
 from jaxrl.learner.policy import LearnerState, make_learner
-from jaxrl.learner.update import saved
+from jaxrl.learner.update import checkpoint_view
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective
 from jaxrl.losses.surrogates import reinforce
@@ -43,7 +43,7 @@ def export_checkpoint(
       CheckpointError: if there is no such checkpoint, or it cannot be read.
       ValueError: for another `step`, or an unknown dtype.
     """
-    policy, base = precision.parse(config.precision), config.model.path
+    policy, base = config.policy, config.model.path
     wire = _dtype(dtype, default=policy.exported)
     model, specs = _model(config)
     chosen, params = _trained(config, model, specs, policy, run_dir=run_dir, step=step)
@@ -70,7 +70,7 @@ def export_adapters(
     Raises:
       CheckpointError, ValueError: likewise, and for a run that has no adapters.
     """
-    policy = precision.parse(config.precision)
+    policy = config.policy
     kept = _dtype(dtype, default=policy.params)
     model, specs = _model(config)
     if not isinstance(specs, lora.Adapted):
@@ -95,7 +95,7 @@ def _trained(
     """The step of the checkpoint, and what was trained there."""
     checkpoints = Checkpoints.reading(run_dir / "checkpoints")
     chosen = _choose(checkpoints, step)
-    like = saved(_like(config, model, specs, policy))
+    like = checkpoint_view(_like(config, model, specs, policy))
     return chosen, checkpoints.restore(chosen, like).state.params
 
 

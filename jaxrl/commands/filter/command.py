@@ -14,7 +14,6 @@ from jaxrl.builders.prompts import load_training_prompts, sampling_params
 from jaxrl.commands import options
 from jaxrl.commands.filter import pass_rate
 from jaxrl.config.training import Config
-from jaxrl.core import precision
 from jaxrl.data.prompts import Example, Tokenizer
 from jaxrl.environments.rewards.scoring import load_rewards
 
@@ -97,30 +96,31 @@ def _measure(
     examples: Sequence[Example],
 ) -> None:
     """Measures what the journal does not have yet."""
-    from jaxrl.builders.sampler import open_sampler
+    from jaxrl.builders.sampler import SamplerNeeds, open_sampler
+    from jaxrl.builders.weight_sync import Weights
     from jaxrl.monitoring.tracking.progress import ProgressDisplay
 
     done = len(journal.measured)
     if done == len(examples):
         return
-    policy = precision.parse(config.precision)
+    policy = config.policy
     layout = make_layout(config.mesh)
     reward, *_ = load_rewards(
-        config.reward.path, config.reward.weights, timeout=config.reward.timeout
+        config.reward.path, config.reward.function_weights, timeout=config.reward.timeout
     )
     model, params = load_model(config.model.path, layout=layout, dtype=policy.params)
     with (
         ProgressDisplay("filter", start_step=done, total_steps=len(examples)) as progress,
         open_sampler(
             config,
-            model,
-            params=params,
-            version=0,
-            policy=policy,
+            Weights(model, params, 0, policy, Path(config.model.path)),
             layout=layout,
             directory=arguments.out.parent,
             note=progress.note,
-            answers=min(config.sampler.max_requests, config.train.train_batch) * arguments.samples,
+            needs=SamplerNeeds(
+                completions=min(config.sampler.max_requests, config.train.train_batch)
+                * arguments.samples
+            ),
         ) as serving,
     ):
         for measured, failure in pass_rate.measure(

@@ -1,6 +1,7 @@
-"""What there is to choose from, read from the code: recipes, terms, estimators, parts.
+"""The catalogue of recipes, terms, estimators and parts, read from the code.
 
-A recipe's docstring is a summary that names its paper, a section "Formula:" and a section "Args:".
+A recipe's docstring is a summary that names its paper, and the sections "Formula:", "Args:",
+"Example:" and "Raises:".
 """
 
 import ast
@@ -17,7 +18,7 @@ from jaxrl.losses.recipe import with_terms
 
 
 class Parameter(NamedTuple):
-    """A key of the [loss] table; `default` is as a config would spell it, None if it is needed."""
+    """A key of the [loss] table; `default` is spelled as in a config, None for a required key."""
 
     name: str
     default: str | None
@@ -34,27 +35,27 @@ class Entry(NamedTuple):
 
     @property
     def papers(self) -> tuple[str, ...]:
-        """ArXiv ids in the summary, the algorithm's own first."""
+        """ArXiv ids in the summary; the algorithm's own comes first."""
         return tuple(dict.fromkeys(re.findall(r"arXiv:(\d{4}\.\d{5})", self.summary)))
 
 
 def list_recipes() -> list[Entry]:
-    """Every recipe that a config can name, by name."""
+    """Lists every recipe that a config can name, by name."""
     return [describe(getattr(recipes, name)) for name in sorted(recipes.__all__)]
 
 
 def list_estimators() -> list[Entry]:
-    """Every advantage estimator that a config can name, by name."""
+    """Lists every advantage estimator that a config can name, by name."""
     return [describe(getattr(estimators, name)) for name in sorted(estimators.__all__)]
 
 
 def list_terms() -> tuple[Parameter, ...]:
-    """The keys that every recipe takes besides its own."""
+    """Lists the keys that every recipe takes besides its own."""
     return describe(with_terms).parameters
 
 
 def list_parts() -> dict[str, list[Entry]]:
-    """For each kind of part (ratios, levels, corrections, ...) those that a config can name."""
+    """Lists, for each kind of part (ratios, levels, corrections, ...), those a config can name."""
     texts = [text for module in (aggregation, presets, ratios) for text in _texts_of(module)]
     return {
         kind.__name__: [
@@ -68,7 +69,7 @@ def list_parts() -> dict[str, list[Entry]]:
 
 
 def _texts_of(module: ModuleType) -> list[tuple[Any, str]]:
-    """The variables of a module and the text below each, which Python does not keep."""
+    """Returns the variables of a module and the text below each, which Python does not keep."""
     body = ast.parse(inspect.getsource(module)).body
     return [
         (getattr(module, target.id), _one_line(value))
@@ -82,8 +83,10 @@ def _texts_of(module: ModuleType) -> list[tuple[Any, str]]:
 
 
 def describe(function: Callable[..., Any]) -> Entry:
-    """What the docstring and the signature of a function say."""
-    sections = re.split(r"^(Formula|Args|Raises):\n", inspect.getdoc(function) or "", flags=re.M)
+    """Reads the entry of a function from its docstring and its signature."""
+    sections = re.split(
+        r"^(Formula|Args|Example|Raises):\n", inspect.getdoc(function) or "", flags=re.M
+    )
     text = dict(zip(sections[1::2], sections[2::2], strict=True))
     meanings = dict(re.findall(r"^  (\w+): ((?:.|\n {4})*)", text.get("Args", ""), flags=re.M))
     declared = inspect.signature(function).parameters.values()

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from jaxrl.builders.model import trained_specs
 from jaxrl.commands.plan.roofline import parameter_count
 from jaxrl.config.training import Config
-from jaxrl.core import precision
 from jaxrl.core.precision import Precision
 from jaxrl.models import huggingface, lora
 from jaxrl.models.decoder import param_specs
@@ -114,7 +113,7 @@ def estimate(
     Raises:
       FileNotFoundError, ValueError: for a model or adapters that cannot be used.
     """
-    policy = precision.parse(config.precision)
+    policy = config.policy
     specs = param_specs(huggingface.load_config(config.model.path))
     count = parameter_count(specs)
     trained, frozen = bytes_per_trained(policy), policy.compute.itemsize

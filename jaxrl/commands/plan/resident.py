@@ -15,7 +15,7 @@ from jaxrl.losses import Need
 from jaxrl.models import huggingface, lora, spec
 from jaxrl.models.decoder import param_specs
 from jaxrl.models.spec import Specs
-from jaxrl.sampling.embedded.batch_decoding import cache_sizes, fewer_rows, most_rows
+from jaxrl.sampling.embedded.batch_decoding import cache_sizes, max_rows, shrunk_rows
 from jaxrl.sampling.embedded.buckets import count_bucket
 from sharding.partition import Layout
 
@@ -154,7 +154,7 @@ def _cache(config: Config, step: Step, *, layout: Layout) -> Cache:
     """As `sampling.batches` makes it. The compiled programs of the sampler cut it as activations
     are: rows over the batch's axes, heads over their own, tokens over none."""
     sizes, shards = step.model.config, layout.count("batch")
-    most = most_rows(config.sampling.max_batch, shards=shards)
+    most = max_rows(config.sampling.max_batch, shards=shards)
     rows = most
     if config.data.eval_path is None:
         answers = config.train.train_batch * config.train.group_size
@@ -179,7 +179,7 @@ def _cache(config: Config, step: Step, *, layout: Layout) -> Cache:
 
     grown, begun = held(rows * before, rows * slots), held(rows * width, rows * first)
     begun += sent(rows * width)
-    fewer = fewer_rows(rows, shards=shards)
+    fewer = shrunk_rows(rows, shards=shards)
     shrunk = held(rows * slots, fewer * slots) + sent(fewer * slots)
     size = held(rows * slots)
     return Cache(rows=rows, slots=slots, size=size, moving=max(grown, begun, shrunk) - size)

@@ -12,7 +12,6 @@ from jaxrl.builders.optimizer import make_optimizer, state_shardings
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.commands.plan.topology import Topology
 from jaxrl.config.training import Config
-from jaxrl.core import precision
 from jaxrl.core.batch import Minibatch, TokenBatch
 from jaxrl.core.precision import Precision
 from jaxrl.learner.policy import Learner, LearnerState
@@ -58,7 +57,7 @@ def make_step(config: Config, topology: Topology) -> Step:
     Raises:
       FileNotFoundError, ValueError: for a model or a mesh that cannot be used, as `jaxrl train`.
     """
-    policy = precision.parse(config.precision)
+    policy = config.policy
     layout = make_layout(config.mesh, devices=topology.devices)
     sizes = huggingface.load_config(config.model.path)
     kernel = kernels.choose(

@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from jaxrl.commands.report.charts import drawn
 from jaxrl.commands.report.thinning import Points, extremes, means
 from jaxrl.commands.report.undone import Undone, read_undone
-from jaxrl.config.alarms import AlarmsConfig
+from jaxrl.config.alarms import LIMITS
 from jaxrl.monitoring.alarms.causes import CAUSES, Cause
 from jaxrl.monitoring.alarms.history import History
 from jaxrl.monitoring.alarms.rules import replay_alarms
@@ -53,7 +51,7 @@ def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
         "undone": [
             {"number": part.number, "series": _series(part.entries, starts)} for part in undone
         ],
-        "alarms": with_undone(alarms(entries, config.get("alarms", {})), undone),
+        "alarms": with_undone(alarms(entries), undone),
         "samples": samples,
     }
 
@@ -64,23 +62,18 @@ def with_undone(found: Sequence[dict[str, Any]], undone: Sequence[Undone]) -> li
     return [e for event in found for e in (*before.get(event.get("number", 0), ()), event)]
 
 
-def alarms(entries: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[dict[str, Any]]:
+def alarms(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The alarms of a run as it wrote them; of a run that was not watched, those that it would have
     raised.
 
     Args:
       entries: its metrics.
-      config: its table `[alarms]`.
     """
     found = [entry["event"] for entry in entries if "event" in entry]
     if not found and not any("diversity/distinct" in entry for entry in entries):
-        try:
-            limits = AlarmsConfig.model_validate(config).limits
-        except ValidationError:  # of another version
-            limits = AlarmsConfig().limits
         found = [
             {**alarm._asdict(), "alarm": alarm.name, "at": alarm.step, "action": "replayed"}
-            for alarm in replay_alarms(entries, limits)
+            for alarm in replay_alarms(entries, LIMITS)
         ]
     return [_explained(event) for event in found]
 

@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from jaxrl.commands import options
-from jaxrl.config.tables import ServerConfig
+from jaxrl.config.sampler import ServerConfig
 from jaxrl.core import precision
 
 DESCRIPTION = """Runs a stock vLLM server that takes weights from a learner.
@@ -30,6 +30,12 @@ class ServeConfig(ServerConfig):
 
     dtype: str = "bf16"
     """What it computes in: f32, bf16 or f16; the `sampler` role of the learner's precision."""
+
+    port: Annotated[int, Field(ge=0, lt=65536)] = 0
+    """Port to listen at; 0 takes a free one."""
+
+    max_lora_rank: NonNegativeInt = 0
+    """Largest rank of the adapters that runs with lora.publish = 'adapters' publish to it."""
 
     max_model_len: PositiveInt | None = None
     """Longest prompt and answer together, in tokens; the model's own limit when absent."""
@@ -64,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _serve(config: ServeConfig, arguments: argparse.Namespace) -> int:
     from jaxrl.bridge.servers.launch import LocalServer, free_port
-    from jaxrl.builders.servers import api_key, started_server
+    from jaxrl.builders.servers import Address, Workload, api_key, started_server
     from jaxrl.commands.serve.replicas import Replica
 
     # A server that is started again is where it was.
@@ -76,14 +82,16 @@ def _serve(config: ServeConfig, arguments: argparse.Namespace) -> int:
     def start(replica: int) -> AbstractContextManager[LocalServer]:
         log = Path(config.log)
         return started_server(
-            config.model_copy(update={"port": first + replica}),
+            config,
             arguments.model_dir,
-            dtype=precision.parse(f"fp32,sampler={config.dtype}").sampler,
-            max_model_len=config.max_model_len,
+            work=Workload(
+                precision.parse(f"fp32,sampler={config.dtype}").sampler,
+                max_model_len=config.max_model_len,
+                max_lora_rank=config.max_lora_rank,
+            ),
             log=log.with_stem(f"{log.stem}-{replica}") if replica else log,
             note=note,
-            host=config.host,
-            key=api_key(),
+            address=Address(config.host, first + replica, api_key()),
         )
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C

@@ -67,7 +67,7 @@ def look(run: Path, metrics: Tail) -> RenderableType:
     config = tomllib.loads(path.read_text(encoding="utf-8"))
     return view(
         entries,
-        alarms(entries, config.get("alarms", {})),
+        alarms(entries),
         total=config["train"]["steps"],
         now=time.time(),
     )

@@ -54,15 +54,21 @@ def rollouts(
     return [found[key] for key in sorted(found)]
 
 
-def as_rollout(completion: Completion, prompt: np.ndarray, *, group: int) -> Rollout:
-    """Returns a rollout of a completion, without its reward; all of its tokens are actions."""
+def as_rollout(
+    completion: Completion, prompt: np.ndarray, *, group: int, mask_truncated: bool = False
+) -> Rollout:
+    """Returns a rollout of a completion, without its reward.
+
+    All of its tokens are actions; none are if it is truncated and `mask_truncated`.
+    """
+    truncated = completion.finish_reason == "length"
     return Rollout(
         prompt=prompt,
         completion=completion.tokens,
         logprobs=completion.logprobs,
-        action_mask=np.ones(len(completion.tokens), bool),
+        action_mask=np.full(len(completion.tokens), not (truncated and mask_truncated)),
         version=completion.versions,
         group=group,
-        truncated=completion.finish_reason == "length",
+        truncated=truncated,
         experts=completion.experts,
     )

@@ -88,12 +88,12 @@ def make_tool(function: Callable[..., Any]) -> Tool:
     return Tool(name, {"type": "function", "function": schema}, run)
 
 
-def load_tools(references: Sequence[str], *, corpus: str | None) -> dict[str, Tool]:
+def load_tools(references: Sequence[str]) -> dict[str, Tool]:
     """The tools that `environment.tools` names, by their names.
 
     Args:
-      references: `calculator`, `python`, `search`, `file.py:function` or `package.module:function`.
-      corpus: file that `search` searches.
+      references: `calculator`, `python`, `search:FILE`, `file.py:function` or
+        `package.module:function`.
 
     Raises:
       ValueError: for a reference that cannot be loaded, a function that makes no tool, or two tools
@@ -101,9 +101,12 @@ def load_tools(references: Sequence[str], *, corpus: str | None) -> dict[str, To
     """
     tools: dict[str, Tool] = {}
     for reference in references:
-        if reference == "search":
-            if corpus is None:
-                raise ValueError("environment.corpus is missing: what the tool search is to search")
+        name, _, corpus = reference.partition(":")
+        if name == "search":
+            if not corpus:
+                raise ValueError(
+                    "environment.tools names 'search' without a file to search; write 'search:FILE'"
+                )
             function = make_search(corpus)
         else:
             function = plugins.load_function(reference, builtin=builtin, key="environment.tools")

@@ -68,7 +68,7 @@ def read_corpus(path: str) -> list[str]:
     """
     file = Path(path)
     if file.suffix not in (".txt", ".jsonl") or not file.is_file():
-        raise ValueError(f"environment.corpus = {path!r}: there is no such .txt or .jsonl file")
+        raise ValueError(f"environment.tools: search:{path}: there is no such .txt or .jsonl file")
     content = file.read_text(encoding="utf-8")
     if file.suffix == ".txt":
         passages = [part.strip() for part in re.split(r"\n\s*\n", content)]
@@ -77,7 +77,7 @@ def read_corpus(path: str) -> list[str]:
         passages = [_passage(line, f"{path}:{n}") for n, line in lines if line.strip()]
     passages = [passage for passage in passages if passage]
     if not passages:
-        raise ValueError(f"environment.corpus = {path!r} holds no text")
+        raise ValueError(f"environment.tools: search:{path}: the file holds no text")
     return passages
 
 

@@ -18,8 +18,8 @@ def rloo(
     level: Level = product,
     ratio: Ratio = over_sampler,
 ) -> Recipe:
-    """RLOO (arXiv:2402.14740): the baseline is the mean of the other answers; an answer is one
-    action. The divergence from the reference belongs into the reward: reward.kl = 0.05 in TRL.
+    """RLOO (arXiv:2402.14740): the baseline is the mean of the other completions; a completion is
+    one action. The divergence from the reference belongs in the reward: reward.kl = 0.05 in TRL.
 
     Formula:
       sequence mean of -min(R A, clip(R, 1 - clip_low, 1 + clip_high) A)
@@ -30,7 +30,12 @@ def rloo(
       clip_low: as in grpo.
       clip_high: as in grpo.
       level: `product`, or `token` for a ratio of each token.
-      ratio: which policies are compared.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> rloo()
+      Recipe(objective(clipped(product(over_sampler), low=0.2, high=0.2),
+        sequence_mean_token_mean), leave_one_out)
     """
     policy = clipped(level(ratio), low=clip_low, high=clip_high)
     return Recipe(objective(policy, sequence_mean_token_mean), advantages.leave_one_out)
@@ -43,8 +48,8 @@ def reinforce_pp(
     clip_high: float = 0.2,
     ratio: Ratio = over_sampler,
 ) -> Recipe:
-    """REINFORCE++ (arXiv:2501.03262): no groups; what follows a token, relative to the batch. The
-    divergence from the reference belongs into the reward: reward.kl = 0.01 in OpenRLHF.
+    """REINFORCE++ (arXiv:2501.03262): no groups; the return from a token on, relative to the batch.
+    The divergence from the reference belongs in the reward: reward.kl = 0.01 in OpenRLHF.
 
     Formula:
       token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -54,7 +59,12 @@ def reinforce_pp(
       gamma: discount from one token to the next.
       clip_low: as in grpo.
       clip_high: as in grpo.
-      ratio: which policies are compared.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> reinforce_pp()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), token_mean), partial(reinforce_pp,
+        gamma=1.0))
 
     Raises:
       ValueError: for a clip or a discount out of range.
@@ -68,8 +78,8 @@ def reinforce_pp(
 def reinforce_pp_baseline(
     *, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over_sampler
 ) -> Recipe:
-    """REINFORCE++ with a baseline (arXiv:2501.03262): relative to the group first, to the batch
-    then.
+    """REINFORCE++ with a baseline (arXiv:2501.03262): relative to the group first, then to
+    the batch.
 
     Formula:
       token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -78,22 +88,31 @@ def reinforce_pp_baseline(
     Args:
       clip_low: as in grpo.
       clip_high: as in grpo.
-      ratio: which policies are compared.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> reinforce_pp_baseline()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), token_mean),
+        reinforce_pp_baseline)
     """
     policy = clipped(ratio, low=clip_low, high=clip_high)
     return Recipe(objective(policy, token_mean), advantages.reinforce_pp_baseline)
 
 
 def remax(*, ratio: Ratio = on_policy) -> Recipe:
-    """ReMax (arXiv:2310.10505): the baseline is the reward of the greedy answer, which is sampled
-    for every prompt.
+    """ReMax (arXiv:2310.10505): the baseline is the reward of the greedy completion, which is
+    sampled for every prompt.
 
     Formula:
       token mean of -r A
-      A = reward - reward of the greedy answer
+      A = reward - reward of the greedy completion
 
     Args:
-      ratio: which policies are compared; on_policy, r = 1, is REINFORCE.
+      ratio: the policies that are compared; on_policy, r = 1, is REINFORCE.
+
+    Example:
+      >>> remax()
+      Recipe(objective(unclipped(on_policy), token_mean), remax)
     """
     return Recipe(objective(unclipped(ratio), token_mean), advantages.remax)
 
@@ -106,7 +125,11 @@ def opo(*, ratio: Ratio = on_policy) -> Recipe:
       A = reward - mean of the group weighted by length
 
     Args:
-      ratio: which policies are compared; on_policy, r = 1, is REINFORCE.
+      ratio: the policies that are compared; on_policy, r = 1, is REINFORCE.
+
+    Example:
+      >>> opo()
+      Recipe(objective(unclipped(on_policy), token_mean), opo)
     """
     return Recipe(objective(unclipped(ratio), token_mean), advantages.opo)
 
@@ -114,7 +137,7 @@ def opo(*, ratio: Ratio = on_policy) -> Recipe:
 def pass_at_k(
     *, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over_sampler
 ) -> Recipe:
-    """Policy gradient of the best of k answers (arXiv:2503.19595).
+    """Policy gradient of the best of k completions (arXiv:2503.19595).
 
     Formula:
       sequence mean of token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -123,7 +146,12 @@ def pass_at_k(
     Args:
       clip_low: as in grpo.
       clip_high: as in grpo.
-      ratio: which policies are compared.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> pass_at_k()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), sequence_mean_token_mean),
+        pass_at_k)
     """
     policy = clipped(ratio, low=clip_low, high=clip_high)
     return Recipe(objective(policy, sequence_mean_token_mean), advantages.pass_at_k)
@@ -140,7 +168,11 @@ def max_rl(*, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over
     Args:
       clip_low: as in grpo.
       clip_high: as in grpo.
-      ratio: which policies are compared.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> max_rl()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), token_mean), max_rl)
     """
     policy = clipped(ratio, low=clip_low, high=clip_high)
     return Recipe(objective(policy, token_mean), advantages.max_rl)
@@ -157,7 +189,11 @@ def gdpo(*, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over_s
     Args:
       clip_low: as in grpo.
       clip_high: as in grpo.
-      ratio: which policies are compared.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> gdpo()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), sequence_mean_token_mean), gdpo)
     """
     policy = clipped(ratio, low=clip_low, high=clip_high)
     return Recipe(objective(policy, sequence_mean_token_mean), advantages.gdpo)

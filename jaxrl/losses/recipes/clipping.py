@@ -2,7 +2,7 @@
 
 from jaxrl.advantages import centred, group_relative
 from jaxrl.losses.aggregation import fixed_length, sequence_mean_token_mean, token_mean
-from jaxrl.losses.algebra import objective, reweight
+from jaxrl.losses.algebra import objective
 from jaxrl.losses.corrections import masked, truncated
 from jaxrl.losses.ratios import (
     Level,
@@ -37,8 +37,14 @@ def grpo(
       clip_high: the ratio pays up to 1 + clip_high.
       dual_clip: where A < 0 the loss is at most -dual_clip A (arXiv:1912.09729; 3 in veRL); none by
         default.
-      cap: the ratio is cut to this first (INTELLECT-2, arXiv:2505.07291; 4 there); none by default.
-      ratio: which policies are compared.
+      cap: upper bound on the ratio, before the clip (INTELLECT-2, arXiv:2505.07291; 4 there); none
+        by default.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> grpo()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), sequence_mean_token_mean),
+        group_relative)
 
     Raises:
       ValueError: for a clip out of range.
@@ -62,19 +68,23 @@ def dr_grpo(
       A = reward - mean of the group
 
     Args:
-      max_length: the longest answer that the sampler may draw, in tokens; in a config
+      max_length: the longest completion that the sampler may draw, in tokens; in a config
         sampling.max_tokens when absent.
       clip_low: as in grpo.
       clip_high: as in grpo.
-      ratio: which policies are compared.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> dr_grpo(max_length=1024)
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), fixed_length(1024)), centred)
     """
     policy = clipped(ratio, low=clip_low, high=clip_high)
     return Recipe(objective(policy, fixed_length(max_length)), centred)
 
 
 def dapo(*, clip_low: float = 0.2, clip_high: float = 0.28, ratio: Ratio = over_sampler) -> Recipe:
-    """DAPO (arXiv:2503.14476): GRPO with more room above than below, and every token of the batch
-    alike. Its overlong penalty is reward.overlong_buffer; it samples dynamically.
+    """DAPO (arXiv:2503.14476): GRPO with more room above than below, and equal weight for every
+    token of the batch. Its overlong penalty is reward.overlong_buffer; it samples dynamically.
 
     Formula:
       token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -83,15 +93,19 @@ def dapo(*, clip_low: float = 0.2, clip_high: float = 0.28, ratio: Ratio = over_
     Args:
       clip_low: as in grpo.
       clip_high: as in grpo.
-      ratio: which policies are compared.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> dapo()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.28), token_mean), group_relative)
     """
     policy = clipped(ratio, low=clip_low, high=clip_high)
     return Recipe(objective(policy, token_mean), group_relative)
 
 
 def bnpo(*, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over_sampler) -> Recipe:
-    """What TRL calls BNPO (after arXiv:2506.02864): GRPO with every token alike. TRL divides by the
-    tokens of each device's part of a batch, we by those of the whole batch.
+    """BNPO as TRL has it (after arXiv:2506.02864): GRPO with equal weight for every token. TRL
+    divides by the tokens of each device's part of a batch, this by those of the whole batch.
 
     Formula:
       token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -100,7 +114,11 @@ def bnpo(*, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over_s
     Args:
       clip_low: as in grpo.
       clip_high: as in grpo.
-      ratio: which policies are compared.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> bnpo()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), token_mean), group_relative)
     """
     return dapo(clip_low=clip_low, clip_high=clip_high, ratio=ratio)
 
@@ -126,7 +144,12 @@ def gspo(
       level: `sequence` gives each token the gradient of its own log-prob (veRL, SkyRL); `geometric`
         lets the gradient through the mean (TRL, OpenRLHF, NeMo). They differ where the tokens of a
         sequence differ in advantage or weight.
-      ratio: which policies are compared.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> gspo()
+      Recipe(objective(clipped(sequence(over_sampler), low=0.0003, high=0.0004),
+        sequence_mean_token_mean), group_relative)
     """
     policy = clipped(level(ratio), low=clip_low, high=clip_high)
     return Recipe(objective(policy, sequence_mean_token_mean), group_relative)
@@ -144,7 +167,12 @@ def gmpo(*, clip_low: float = 0.4, clip_high: float = 0.4, ratio: Ratio = over_s
     Args:
       clip_low: bound on the log-ratio below 0.
       clip_high: bound on the log-ratio above 0.
-      ratio: which policies are compared.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> gmpo()
+      Recipe(objective(geometric_clipped(over_sampler, low=0.4, high=0.4),
+        sequence_mean_token_mean), group_relative)
     """
     policy = geometric_clipped(ratio, low=clip_low, high=clip_high)
     return Recipe(objective(policy, sequence_mean_token_mean), group_relative)
@@ -161,7 +189,12 @@ def sapo(*, positive: float = 1.0, negative: float = 1.05, ratio: Ratio = over_s
     Args:
       positive: temperature of the gate where A > 0.
       negative: temperature elsewhere; larger fades sooner.
-      ratio: which policies are compared.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> sapo()
+      Recipe(objective(soft_gated(over_sampler, positive=1.0, negative=1.05),
+        sequence_mean_token_mean), group_relative)
     """
     policy = soft_gated(ratio, positive=positive, negative=negative)
     return Recipe(objective(policy, sequence_mean_token_mean), group_relative)
@@ -179,9 +212,14 @@ def grpo_token_tis(*, high: float = 2.0, clip_low: float = 0.2, clip_high: float
       high: bound on the weight.
       clip_low: as in grpo.
       clip_high: as in grpo.
+
+    Example:
+      >>> grpo_token_tis()
+      Recipe(objective(truncated(anchor_over_sampler, low=0.0, high=2.0) * clipped(over_anchor,
+        low=0.2, high=0.2), sequence_mean_token_mean), group_relative)
     """
     policy = clipped(over_anchor, low=clip_low, high=clip_high)
-    loss = reweight(policy, truncated(anchor_over_sampler, high=high))
+    loss = truncated(anchor_over_sampler, high=high) * policy
     return Recipe(objective(loss, sequence_mean_token_mean), group_relative)
 
 
@@ -197,9 +235,14 @@ def grpo_seq_mis(*, high: float = 10.0, clip_low: float = 0.2, clip_high: float 
       high: sequences of larger weight are left out.
       clip_low: as in grpo.
       clip_high: as in grpo.
+
+    Example:
+      >>> grpo_seq_mis()
+      Recipe(objective(masked(product(anchor_over_sampler), low=0.0, high=10.0) *
+        clipped(over_anchor, low=0.2, high=0.2), sequence_mean_token_mean), group_relative)
     """
     policy = clipped(over_anchor, low=clip_low, high=clip_high)
-    loss = reweight(policy, masked(product(anchor_over_sampler), high=high))
+    loss = masked(product(anchor_over_sampler), high=high) * policy
     return Recipe(objective(loss, sequence_mean_token_mean), group_relative)
 
 
@@ -210,8 +253,8 @@ def opsm(
     clip_high: float = 0.2,
     ratio: Ratio = over_sampler,
 ) -> Recipe:
-    """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556): GRPO without the bad answers
-    that the learner would hardly give any more.
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556): GRPO without the bad
+    completions that have become unlikely under the learner.
 
     Formula:
       grpo's loss, 0 for sequences with A < 0 and mean of -log r > delta
@@ -221,8 +264,13 @@ def opsm(
       delta: nats per token; the paper gives none, TRL's manual 0.5, slime's default is 1e-4.
       clip_low: as in grpo.
       clip_high: as in grpo.
-      ratio: which policies are compared.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> opsm()
+      Recipe(objective(off_policy_negatives(over_sampler, delta=0.5) * clipped(over_sampler,
+        low=0.2, high=0.2), sequence_mean_token_mean), group_relative)
     """
     policy = clipped(ratio, low=clip_low, high=clip_high)
-    loss = reweight(policy, off_policy_negatives(ratio, delta=delta))
+    loss = off_policy_negatives(ratio, delta=delta) * policy
     return Recipe(objective(loss, sequence_mean_token_mean), group_relative)

@@ -1,4 +1,4 @@
-"""Algorithms whose advantages come from a critic that is learnt beside the policy."""
+"""Algorithms whose advantages come from a critic that is trained beside the policy."""
 
 import functools
 
@@ -22,8 +22,8 @@ def ppo(
     value_lam: float | None = None,
     ratio: Ratio = over_sampler,
 ) -> Recipe:
-    """PPO (arXiv:1707.06347): a critic says what an answer will earn, token by token. The table
-    [critic] says what it is made of; the divergence from the reference belongs into the reward.
+    """PPO (arXiv:1707.06347): a critic predicts the reward of a completion at each token. The table
+    [critic] configures it; the divergence from the reference belongs in the reward.
 
     Formula:
       token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -38,8 +38,14 @@ def ppo(
       lam: 0 trusts the critic, 1 the rewards (arXiv:1506.02438).
       value_clip: largest change of a value, per rollout, that pays.
       value_lam: lam of the critic's returns; that of the advantages when absent. With 1 the critic
-        learns from the rewards alone, which lets it begin from nothing (VC-PPO, arXiv:2503.01491).
-      ratio: which policies are compared.
+        learns from the rewards alone, so it may start untrained (VC-PPO, arXiv:2503.01491).
+      ratio: the policies that are compared.
+
+    Example:
+      >>> ppo()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), token_mean), partial(generalized,
+        gamma=1.0, lam=0.95), critic=Critic(objective(value_loss(clip=0.2), token_mean),
+        partial(lambda_returns, gamma=1.0, lam=0.95)))
 
     Raises:
       ValueError: for a clip, a discount or a lam out of range.

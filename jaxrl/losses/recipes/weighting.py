@@ -5,7 +5,7 @@ import math
 from jaxrl.advantages import centred, group_relative
 from jaxrl.losses import bounds
 from jaxrl.losses.aggregation import token_mean
-from jaxrl.losses.algebra import TokenLoss, Weights, objective, prefix, reweight
+from jaxrl.losses.algebra import TokenLoss, Weights, objective, prefix
 from jaxrl.losses.corrections import gamma_shaped, truncated
 from jaxrl.losses.ratios import Ratio, over_sampler, product
 from jaxrl.losses.recipe import Recipe
@@ -15,9 +15,9 @@ from jaxrl.losses.surrogates import likelihood, unclipped
 
 
 def _weighted(weights: Weights) -> TokenLoss:
-    """-w A log pi. Metrics are those of the weights behind "weight/": a correction of a config
-    beside them has the same names."""
-    return reweight(likelihood(), prefix(weights, "weight/"))
+    """Returns -w A log pi. The metrics of the weights are prefixed with "weight/", because a
+    correction of the config has the same names."""
+    return prefix(weights, "weight/") * likelihood()
 
 
 def pg_seq_is(*, high: float = math.inf, ratio: Ratio = over_sampler) -> Recipe:
@@ -31,7 +31,12 @@ def pg_seq_is(*, high: float = math.inf, ratio: Ratio = over_sampler) -> Recipe:
     Args:
       high: bound on the weight (3 in the paper's "_seq_mis" scripts, which truncate); none by
         default.
-      ratio: which policies are compared.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> pg_seq_is()
+      Recipe(objective(prefix(truncated(product(over_sampler), low=0.0, high=inf), 'weight/') *
+        likelihood(), token_mean), centred)
     """
     loss = _weighted(truncated(product(ratio), high=high))
     return Recipe(objective(loss, token_mean), centred)
@@ -46,7 +51,12 @@ def pg_token_is(*, high: float = math.inf, ratio: Ratio = over_sampler) -> Recip
 
     Args:
       high: bound on the weight; none by default.
-      ratio: which policies are compared.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> pg_token_is()
+      Recipe(objective(prefix(truncated(over_sampler, low=0.0, high=inf), 'weight/') *
+        likelihood(), token_mean), centred)
     """
     return Recipe(objective(_weighted(truncated(ratio, high=high)), token_mean), centred)
 
@@ -62,7 +72,12 @@ def cispo(*, low: float = 0.0, high: float = 5.0, ratio: Ratio = over_sampler) -
     Args:
       low: least weight.
       high: largest weight.
-      ratio: which policies are compared.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> cispo()
+      Recipe(objective(prefix(truncated(over_sampler, low=0.0, high=5.0), 'weight/') *
+        likelihood(), token_mean), group_relative)
     """
     loss = _weighted(truncated(ratio, low=low, high=high))
     return Recipe(objective(loss, token_mean), group_relative)
@@ -88,7 +103,12 @@ def vespo(
       lam_positive: lam where A >= 0.
       k_negative: k where A < 0.
       lam_negative: lam where A < 0.
-      ratio: which policies are compared.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> vespo()
+      Recipe(objective(prefix(gamma_shaped(product(over_sampler), positive=(2.0, 3.0),
+        negative=(3.0, 2.0)), 'weight/') * likelihood(), token_mean), group_relative)
     """
     weights = gamma_shaped(
         product(ratio),
@@ -115,13 +135,19 @@ def dppo(
       A as in grpo
 
     Args:
-      low: how far a probability may have fallen.
-      high: how far it may have risen.
+      low: largest fall of a probability.
+      high: largest rise of a probability.
       cap: bound on the weight.
-      ratio: which policies are compared.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> dppo()
+      Recipe(objective(within_variation(over_sampler, low=0.2, high=0.2) *
+        (prefix(truncated(over_sampler, low=0.0, high=20.0), 'weight/') * likelihood()),
+        token_mean), group_relative)
     """
     weighted = _weighted(truncated(ratio, high=cap))
-    loss = reweight(weighted, within_variation(ratio, low=low, high=high))
+    loss = within_variation(ratio, low=low, high=high) * weighted
     return Recipe(objective(loss, token_mean), group_relative)
 
 
@@ -134,7 +160,7 @@ def prime(
 ) -> Recipe:
     """The default of prime-rl in early 2026, "DPPO+KL" (the framework: arXiv:2512.16144): DPPO's
     trust region, and a penalty on the distance from the sampler. INTELLECT-3 itself was trained
-    with masked ratios; later versions reject |p - q| > .3 whatever the sign of A.
+    with masked ratios; later versions reject |p - q| > .3 for either sign of A.
 
     Formula:
       token mean of -keep r A + drift (log r)^2
@@ -142,11 +168,16 @@ def prime(
       A = reward - mean of the group
 
     Args:
-      low: how far a probability may have fallen.
-      high: how far it may have risen.
+      low: largest fall of a probability.
+      high: largest rise of a probability.
       drift: coefficient of the penalty.
-      ratio: which policies are compared.
+      ratio: the policies that are compared.
+
+    Example:
+      >>> prime()
+      Recipe(objective(within_variation(over_sampler, low=0.2, high=0.2) * unclipped(over_sampler)
+        + 0.001 * drift_penalty(over_sampler), token_mean), centred)
     """
     bounds.not_negative("drift", drift)
-    policy = reweight(unclipped(ratio), within_variation(ratio, low=low, high=high))
+    policy = within_variation(ratio, low=low, high=high) * unclipped(ratio)
     return Recipe(objective(policy + drift * drift_penalty(ratio), token_mean), centred)

@@ -74,7 +74,7 @@ CAUSES: Mapping[str, Cause] = {
     "zero_spread": Cause(
         "no group has reward variance",
         "the prompts are too easy (the run is done) or too hard, or the reward is constant",
-        ("data.path", "train.refill_rounds", "reward.path", "train.group_size"),
+        ("data.path", "train.dynamic_sampling_rounds", "reward.path", "train.group_size"),
     ),
     "sequence_mismatch": Cause(
         "learner and sampler diverge",

@@ -14,6 +14,8 @@ from jaxrl.monitoring.tracking.token_texts import pieces
 from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
 
 _DIGITS = 5
+_COUNT = 4  # of a step: as many as a reader compares at a glance
+_MOST_TOKENS = 512  # of a completion: the page of `jaxrl report` holds hundreds of them
 
 
 class Samples:
@@ -46,8 +48,8 @@ class Samples:
           betas: f32[C] for each rollout, learner - shadow in nats; None without a probe.
         """
         lines = []
-        for i in _spread([r.reward for r in rollouts], count=self._config.count):
-            rollout, size = rollouts[i], self._config.most_tokens
+        for i in _spread([r.reward for r in rollouts], count=_COUNT):
+            rollout, size = rollouts[i], _MOST_TOKENS
             entry = {
                 "step": step,
                 "prompt": self._tokenizer.decode(rollout.prompt, skip_special_tokens=False),
@@ -64,7 +66,7 @@ class Samples:
             file.writelines(lines)
 
 
-class NoSamples:
+class NullSamples:
     """Keeps none."""
 
     def due(self, step: int) -> bool:

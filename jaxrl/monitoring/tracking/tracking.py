@@ -58,7 +58,7 @@ class Tracker(NamedTuple):
         self.progress.note(text)
 
 
-class Silence:
+class NullTracker:
     """A tracker that keeps and shows nothing."""
 
     def __init__(self) -> None:

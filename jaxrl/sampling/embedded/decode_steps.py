@@ -1,6 +1,6 @@
-"""The compiled parts of sampling: begin a batch, draw some tokens, move rows to another batch.
+"""Compiled decoding of a batch: draw the first tokens, decode a segment, resize the batch.
 
-A batch is begun once, decoded in segments, and between segments given more slots or fewer rows.
+Between segments the host gives the cache more slots or the batch fewer rows.
 """
 
 import dataclasses
@@ -8,214 +8,208 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
 from jaxrl.core.precision import Precision
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
-from jaxrl.sampling.embedded.draw_token import Draw, choose
-from jaxrl.sampling.embedded.kv_cache import Cache, extend, prefill
-from jaxrl.sampling.embedded.stopping import ends, push
+from jaxrl.sampling.embedded.draw_token import DrawSettings, draw_tokens
+from jaxrl.sampling.embedded.kv_cache import Cache, decode_step
+from jaxrl.sampling.embedded.stopping import ends_in_stop, push
 
 SEGMENT = 64  # most tokens per row between two visits to the host
 
 
 @struct.dataclass
-class Rows:
-    """A batch of answers in progress. All rows are equally far; those that have ended stay, and
-    what is drawn for them is ignored."""
+class RowPlan:
+    """Assignment of a batch's rows to prompts; rows that only pad the batch are not `used`."""
+
+    prompt: jax.Array | np.ndarray  # i32[B], row of the prompt in the prefill
+    index: jax.Array | np.ndarray  # i32[B, 2], prompt and sample index of the completion
+    used: jax.Array | np.ndarray  # bool[B]
+    tail: jax.Array | np.ndarray  # i32[B, S], empty, see `stopping`
+
+
+@struct.dataclass
+class DecodeState:
+    """A batch of completions in progress.
+
+    All rows have drawn equally many tokens. Rows that have ended stay in the batch, and what is
+    drawn for them is ignored.
+    """
 
     cache: Cache
     token: jax.Array  # i32[B], the last one drawn; not in the cache yet
-    slot: jax.Array  # i32[], where it belongs
+    slot: jax.Array  # i32[], the token's slot
     drawn: jax.Array  # i32[], tokens drawn per row
     pad: jax.Array  # i32[B], unused slots before the prompt
     key: jax.Array  # key[B]
     tail: jax.Array  # i32[B, S], see `stopping`
-    length: jax.Array  # i32[B], tokens of the answer
+    length: jax.Array  # i32[B], tokens of the completion
     ended: jax.Array  # bool[B], by a stop sequence
 
 
 @struct.dataclass
-class Drawn:
-    """Tokens drawn by one call; only the first `count` entries count."""
+class Segment:
+    """Tokens drawn by one call; only the first `count` of N entries are valid."""
 
     tokens: jax.Array  # i32[N, B]
     logprobs: jax.Array  # f32[N, B]
     count: jax.Array  # i32[]
 
 
-@functools.partial(jax.jit, static_argnames=("model", "precision", "record"))
-def start(
-    params: Params,
-    tokens: jax.Array,
-    pad: jax.Array,
-    *,
-    model: Model,
-    precision: Precision,
-    record: bool,
-) -> tuple[Cache, jax.Array]:
-    """`prefill`, with its shapes, compiled."""
-    return prefill(params, tokens, pad, model=model, precision=precision, record=record)
-
-
 @jax.jit
-def sent(experts: jax.Array, row: jax.Array) -> jax.Array:
-    """The experts [S, L, k] of one row of a cache."""
+def row_experts(experts: jax.Array, row: jax.Array) -> jax.Array:
+    """Returns the experts [S, L, k] of one row of a cache's [L, B, S, k]."""
     return experts[:, row].transpose(1, 0, 2)
 
 
 @functools.partial(jax.jit, static_argnames=("slots",))
-def begin(
+def draw_first(
     cache: Cache,
     logits: jax.Array,
     pad: jax.Array,
     *,
-    source: jax.Array,
-    answer: jax.Array,
+    plan: RowPlan,
     key: jax.Array,
-    tail: jax.Array,
-    used: jax.Array,
-    table: jax.Array,
-    settings: Draw,
+    settings: DrawSettings,
     slots: int,
-) -> tuple[Rows, Drawn]:
-    """Repeats each prompt for its answers and draws their first tokens.
+) -> tuple[DecodeState, Segment]:
+    """Repeats each prompt for its completions and draws their first tokens.
 
     Args:
-      cache: of the prompts.
+      cache: of N prompts.
       logits: [N, V] after each prompt.
-      pad: i32[N].
-      source: i32[B], the prompt of each row.
-      answer: i32[B, 2], the prompt's index and the answer's index within its group.
-      key: key[], of the request.
-      tail: i32[B, S], empty.
-      used: bool[B], False for rows that only fill the batch.
-      table: i32[M, S] stop sequences.
+      pad: i32[N] unused slots before each prompt.
+      plan: the rows of the new batch.
+      key: key[] of the request.
       settings: how tokens are drawn.
       slots: size of the new cache.
     """
-    width = cache.slots
-    for index in answer.T:
+    for index in plan.index.T:
         key = jax.vmap(jax.random.fold_in, in_axes=(None if key.ndim == 0 else 0, 0))(key, index)
-    token, logprob, tail, ended = _draw(
-        logits[source], key, jnp.int32(0), tail, table=table, settings=settings
+    prompt, used = jnp.asarray(plan.prompt), jnp.asarray(plan.used)
+    token, logprob, tail, ended = _draw_next(
+        logits[prompt], key, jnp.int32(0), plan.tail, settings=settings
     )
-    rows = Rows(
-        cache=_resize(cache, source, slots=slots),
+    state = DecodeState(
+        cache=_take_cache_rows(cache, prompt, slots=slots),
         token=token,
-        slot=jnp.int32(width),
+        slot=jnp.int32(cache.slots),
         drawn=jnp.int32(1),
-        pad=pad[source],
+        pad=pad[prompt],
         key=key,
         tail=tail,
         length=used.astype(jnp.int32),
         ended=ended | ~used,
     )
-    return rows, Drawn(token[None], logprob[None], jnp.int32(1))
+    return state, Segment(token[None], logprob[None], jnp.int32(1))
 
 
-@functools.partial(jax.jit, static_argnames=("model", "precision"), donate_argnames=("rows",))
-def decode(
+@functools.partial(jax.jit, static_argnames=("model", "precision"), donate_argnames=("state",))
+def decode_segment(
     params: Params,
-    rows: Rows,
+    state: DecodeState,
     *,
     max_tokens: jax.Array,
     floor: jax.Array,
-    table: jax.Array,
-    settings: Draw,
+    settings: DrawSettings,
     model: Model,
     precision: Precision,
-) -> tuple[Rows, Drawn]:
-    """Draws up to SEGMENT tokens a row: `Drawn` of [SEGMENT, B].
+) -> tuple[DecodeState, Segment]:
+    """Draws up to SEGMENT tokens per row.
 
-    It stops early when the cache is full, `max_tokens` are drawn, or no more than `floor` rows are
-    still running.
+    Stops early when the cache is full, when `max_tokens` tokens are drawn, or when at most `floor`
+    rows have not ended.
+
+    Returns:
+      The new state, and the tokens with N = SEGMENT.
     """
-    batch = rows.token.shape[0]
-    out = Drawn(jnp.zeros((SEGMENT, batch), jnp.int32), jnp.zeros((SEGMENT, batch)), jnp.int32(0))
+    shape = (SEGMENT, state.token.shape[0])
+    out = Segment(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.int32(0))
 
-    def more(carry: tuple[Rows, Drawn]) -> jax.Array:
-        rows, out = carry
-        room = (rows.slot < rows.cache.slots) & (rows.drawn < max_tokens) & (out.count < SEGMENT)
-        return room & (jnp.sum(~rows.ended) > floor)
+    def more(carry: tuple[DecodeState, Segment]) -> jax.Array:
+        state, out = carry
+        fits = (state.slot < state.cache.slots) & (out.count < SEGMENT)
+        return fits & (state.drawn < max_tokens) & (jnp.sum(~state.ended) > floor)
 
-    def step(carry: tuple[Rows, Drawn]) -> tuple[Rows, Drawn]:
-        rows, out = carry
-        cache, logits = extend(
+    def step(carry: tuple[DecodeState, Segment]) -> tuple[DecodeState, Segment]:
+        state, out = carry
+        cache, logits = decode_step(
             params,
-            rows.cache,
-            rows.token,
-            slot=rows.slot,
-            pad=rows.pad,
+            state.cache,
+            state.token,
+            slot=state.slot,
+            pad=state.pad,
             model=model,
             precision=precision,
         )
-        token, logprob, tail, ended = _draw(
-            logits, rows.key, rows.drawn, rows.tail, table=table, settings=settings
+        token, logprob, tail, ended = _draw_next(
+            logits, state.key, state.drawn, state.tail, settings=settings
         )
-        out = Drawn(
+        out = Segment(
             out.tokens.at[out.count].set(token),
             out.logprobs.at[out.count].set(logprob),
             out.count + 1,
         )
-        rows = dataclasses.replace(
-            rows,
+        state = dataclasses.replace(
+            state,
             cache=cache,
             token=token,
-            slot=rows.slot + 1,
-            drawn=rows.drawn + 1,
+            slot=state.slot + 1,
+            drawn=state.drawn + 1,
             tail=tail,
-            length=rows.length + ~rows.ended,
-            ended=rows.ended | ended,
+            length=state.length + ~state.ended,
+            ended=state.ended | ended,
         )
-        return rows, out
+        return state, out
 
-    return lax.while_loop(more, step, (rows, out))
-
-
-@functools.partial(jax.jit, static_argnames=("slots",))
-def grow(rows: Rows, *, slots: int) -> Rows:
-    """The same rows with this many slots. None changes its place, so nothing is sent."""
-    return dataclasses.replace(rows, cache=_padded(rows.cache, slots=slots))
+    return lax.while_loop(more, step, (state, out))
 
 
 @functools.partial(jax.jit, static_argnames=("slots",))
-def move(rows: Rows, source: jax.Array, used: jax.Array, *, slots: int) -> Rows:
-    """Takes the rows `source`, i32[B], into a batch with this many slots; bool[B] `used` is False
-    for those that only fill it."""
+def grow_cache(state: DecodeState, *, slots: int) -> DecodeState:
+    """Extends the cache to `slots` slots. Rows stay in place, so no data changes device."""
+    return dataclasses.replace(state, cache=_pad_slots(state.cache, slots=slots))
+
+
+@functools.partial(jax.jit, static_argnames=("slots",))
+def take_rows(state: DecodeState, source: jax.Array, used: jax.Array, *, slots: int) -> DecodeState:
+    """Moves the rows `source`, i32[B], to a batch with this many slots; bool[B] `used` is False for
+    rows that only pad the batch."""
     return dataclasses.replace(
-        rows,
-        cache=_resize(rows.cache, source, slots=slots),
-        token=rows.token[source],
-        pad=rows.pad[source],
-        key=rows.key[source],
-        tail=rows.tail[source],
-        length=rows.length[source],
-        ended=rows.ended[source] | ~used,
+        state,
+        cache=_take_cache_rows(state.cache, source, slots=slots),
+        token=state.token[source],
+        pad=state.pad[source],
+        key=state.key[source],
+        tail=state.tail[source],
+        length=state.length[source],
+        ended=state.ended[source] | ~used,
     )
 
 
-def _draw(logits, key, position, tail, *, table, settings):
-    """A key per (row, position): an answer does not depend on the batch that it is drawn in."""
+def _draw_next(logits, key, position, tail, *, settings):
+    """Draws with a key per row and position, so that a completion does not depend on its batch."""
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(key, position)
-    token, logprob = choose(logits, keys, settings=settings)
+    token, logprob = draw_tokens(logits, keys, settings=settings)
     tail = push(tail, token)
-    return token, logprob, tail, ends(tail, table)
+    return token, logprob, tail, ends_in_stop(tail, settings.stops)
 
 
-def _resize(cache: Cache, source: jax.Array, *, slots: int) -> Cache:
-    # Layer by layer: rows that change devices are gathered from all of them, and a whole cache of
-    # that kind has room on none.
+def _take_cache_rows(cache: Cache, source: jax.Array, *, slots: int) -> Cache:
+    # Layer by layer: rows that change devices are gathered from all of them, and no device has
+    # memory for a whole gathered cache.
     def one(layer: Cache) -> Cache:
-        return _padded(jax.tree.map(lambda x: x[source], layer), slots=slots)
+        return _pad_slots(jax.tree.map(lambda x: x[source], layer), slots=slots)
 
     return lax.map(one, cache)
 
 
-def _padded(cache: Cache, *, slots: int) -> Cache:
-    """A cache, or a layer of one, with empty slots at its end."""
+def _pad_slots(cache: Cache, *, slots: int) -> Cache:
+    """Appends empty slots to a cache, or to one layer of it."""
     more = slots - cache.slots
 
     def pad(x: jax.Array, axis: int) -> jax.Array:

@@ -1,41 +1,50 @@
-"""From logits to a token and its log-probability."""
+"""Draws a token from logits and computes its log-probability."""
 
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxrl.sampling.base import SamplingParams
+from jaxrl.sampling.embedded.stopping import stop_table
 from jaxrl.sampling.embedded.truncation import Truncation, truncate, truncation
 
 
 @struct.dataclass(kw_only=True)
-class Draw:
-    """How a token is drawn; greedily if `temperature` is None."""
+class DrawSettings:
+    """Sampling parameters as arrays, so that other values reuse the compiled program."""
 
-    temperature: jax.Array | None  # f32[]
+    temperature: jax.Array | None  # f32[]; None is greedy
     truncation: Truncation
+    stops: np.ndarray  # i32[M, S], see `stop_table`
 
 
-def draw(params: SamplingParams) -> Draw:
-    """The settings of a request. Greedy choice ignores truncation, which keeps the best token."""
-    if params.temperature == 0:
-        return Draw(temperature=None, truncation=Truncation())
-    return Draw(temperature=jnp.float32(params.temperature), truncation=truncation(params))
+def draw_settings(params: SamplingParams) -> DrawSettings:
+    """Returns the settings of a request. Greedy decoding ignores truncation, which always keeps the
+    most probable token."""
+    greedy = params.temperature == 0
+    return DrawSettings(
+        temperature=None if greedy else jnp.float32(params.temperature),
+        truncation=Truncation() if greedy else truncation(params),
+        stops=stop_table(params.stop),
+    )
 
 
-def choose(logits: jax.Array, keys: jax.Array, *, settings: Draw) -> tuple[jax.Array, jax.Array]:
+def draw_tokens(
+    logits: jax.Array, keys: jax.Array, *, settings: DrawSettings
+) -> tuple[jax.Array, jax.Array]:
     """Draws one token per row.
 
     Args:
-      logits: [B, V]; computed with in f32.
-      keys: key[B], one per row, so that a row's token does not depend on the rows beside it.
-      settings: how to draw.
+      logits: [B, V], converted to f32.
+      keys: key[B], one per row, so that a row's token does not depend on the other rows.
+      settings: temperature and truncation.
 
     Returns:
       i32[B] tokens and f32[B] their log-probs under the distribution they were drawn from:
-      tempered, truncated and renormalised. A greedy token's is that of temperature 1.
+      tempered, truncated and renormalised. Greedy tokens have the log-prob at temperature 1.
     """
     logits = logits.astype(jnp.float32)
     if settings.temperature is not None:
@@ -53,18 +62,18 @@ def choose(logits: jax.Array, keys: jax.Array, *, settings: Draw) -> tuple[jax.A
 
 
 def categorical(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
-    """Draws from unnormalised probabilities by inverting their cumulative sum in two steps, first a
-    block of about sqrt(V) tokens, then a token in it.
+    """Draws from unnormalised probabilities by inverting their cumulative sum.
 
-    Gumbel-max takes V random numbers and logarithms a row; this takes two numbers, and measured a
-    quarter of the time at V = 4096 on CPU. Each step resolves probabilities down to 2**-23.
+    It draws a block of about sqrt(V) tokens first, then a token within the block. Gumbel-max needs
+    V random numbers and logarithms per row, this needs two numbers: a quarter of the time, measured
+    at V = 4096 on CPU. Each step resolves probabilities down to 2**-23.
 
     Args:
       weights: f32[B, V], not negative.
       uniforms: f32[B, 2] in [0, 1).
 
     Returns:
-      i32[B]; never a token of weight 0.
+      i32[B] tokens, none of weight 0.
     """
     rows, vocabulary = weights.shape
     size = math.isqrt(vocabulary - 1) + 1
@@ -75,18 +84,21 @@ def categorical(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
 
 
 def _invert(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
-    """Index of the first positive weight whose cumulative sum exceeds uniform * total."""
+    """Returns the index of the first positive weight whose cumulative sum exceeds uniform * total,
+    i32[B]."""
     sums = jnp.cumsum(weights, axis=-1)
     index = _first((sums > uniforms[:, None] * sums[:, -1:]) & (weights > 0))
-    # Rounding can leave no such entry when uniform is next to 1: the largest stands in for it.
+    # If uniform is close to 1, rounding can leave no such entry: take the largest weight instead.
     largest = _first(weights >= jnp.max(weights, axis=-1, keepdims=True))
     return jnp.where(index < weights.shape[-1], index, largest)
 
 
 def _first(hit: jax.Array) -> jax.Array:
-    """Index of the first true entry of each row, or the row's length: [B, N] -> i32[B].
+    """Returns the index of the first true entry of each row, or the row's length: i32[B] of
+    bool[B, N].
 
-    A single reduction: on CPU XLA runs the two-operand one of argmax several times slower.
+    This is a single reduction. XLA on CPU runs argmax, a two-operand reduction, several times
+    slower.
     """
     index = jnp.arange(hit.shape[-1], dtype=jnp.int32)[None, :]
     return jnp.min(jnp.where(hit, index, hit.shape[-1]), axis=-1)

@@ -1,8 +1,8 @@
-"""Half-precision arrays as integers while they are only moved.
+"""Half-precision arrays as integers, for code that only moves them.
 
 XLA on CPU slices and updates bf16 arrays by way of f32: updating one slot of a cache would convert
-the whole cache twice. Integers are moved as they are, and on every backend the change of type is
-free.
+the whole cache twice. Integers are moved as they are, and the change of type is free on every
+backend.
 """
 
 import jax
@@ -13,10 +13,10 @@ from jaxrl.core.precision import DType
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """bf16 and f16 as u16 of the same bits and shape; other arrays as they are."""
+    """Returns bf16 and f16 arrays as u16 of the same bits and shape, other arrays unchanged."""
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
 def from_bits(x: jax.Array, dtype: DType) -> jax.Array:
-    """The inverse of `to_bits`."""
+    """Inverts `to_bits` for an array of `dtype`."""
     return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x

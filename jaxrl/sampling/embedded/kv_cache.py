@@ -1,8 +1,10 @@
-"""The decoder with a key-value cache: a forward pass over prompts, and one over a token a row.
+"""The decoder with a KV cache: prefill of prompts, and a decode step of one token per row.
 
-Prompts are padded on the left, so that all rows write the same slot of the cache and a prompt's
-last token is in the last column. A row's position is its slot less its padding.
+Prompts are padded on the left. All rows then write the same slot of the cache, and the last token
+of every prompt is in the last column. A row's position is its slot minus its padding.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +16,18 @@ from jaxrl.core.precision import Precision
 from jaxrl.models.attention import attention
 from jaxrl.models.decoder import Model
 from jaxrl.models.experts import Routing, feed_forward
-from jaxrl.models.layers import embed, matmul, project_qkv, rms_norm, rope_table
+from jaxrl.models.layers import Layer, embed, matmul, project_qkv, rms_norm, rope_table
 from jaxrl.models.spec import Params
 from jaxrl.sampling.embedded.half_bits import from_bits, to_bits
 
 
 @struct.dataclass
 class Cache:
-    """Keys and values of L layers, B rows and S slots, as `to_bits` leaves them, and, if that is
-    recorded, where the layers sent the tokens.
+    """Keys and values of L layers, B rows and S slots, in the form of `to_bits`, and optionally the
+    experts that each layer chose.
 
-    Keys are stored transposed: the products of decoding then contract a dimension that is not the
-    last one of the cache, which XLA on CPU runs fastest.
+    Keys are stored transposed: the products of a decode step then contract a dimension that is not
+    the last one of the cache, which XLA on CPU runs fastest.
     """
 
     keys: jax.Array  # [L, B, K, head_dim, S]
@@ -34,10 +36,11 @@ class Cache:
 
     @property
     def slots(self) -> int:
-        """S, tokens that a row has room for."""
+        """The number of tokens S that fit in a row."""
         return self.values.shape[-2]
 
 
+@functools.partial(jax.jit, static_argnames=("model", "precision", "record_experts"))
 def prefill(
     params: Params,
     tokens: jax.Array,
@@ -45,20 +48,21 @@ def prefill(
     *,
     model: Model,
     precision: Precision,
-    record: bool = False,
+    record_experts: bool,
 ) -> tuple[Cache, jax.Array]:
     """Runs prompts through the decoder.
 
     Args:
       params: in `precision.compute`.
       tokens: i32[B, S] prompts, padded on the left.
-      pad: i32[B] number of padding tokens.
+      pad: i32[B] padding tokens per row.
       model: the decoder.
       precision: see `sampler_precision`.
-      record: whether the cache keeps experts, here and in `extend`; of a model that has some.
+      record_experts: whether the cache records experts, here and in `decode_step`; only for a model
+        with experts.
 
     Returns:
-      The cache of S slots, and the logits [B, V] of what follows, in `precision.logits`.
+      The cache with S slots, and the next-token logits [B, V] in `precision.logits`.
     """
     config = model.config
     slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
@@ -70,19 +74,15 @@ def prefill(
         layer, window = scanned
         q, k, v = project_qkv(x, layer, table, config=config, precision=precision)
         out = attention(q, k, v, segments, window=window, precision=precision)
-        x = x + matmul(out.reshape(*x.shape[:2], -1), layer["o"], precision=precision)
-        more, routing = feed_forward(
-            x, layer, config=config, precision=precision, local=model.local
-        )
-        x = x + more
-        return x, _entries(k, v, precision, routing=routing if record else None)
+        x, routing = _finish_layer(x, out, layer, model=model, precision=precision)
+        return x, _entries(k, v, precision, routing=routing if record_experts else None)
 
     x = embed(params["embed"], tokens, precision=precision)
     x, cache = lax.scan(body, x, (params["layers"], _windows(model)))
     return cache, _logits(params, x[:, -1:], model=model, precision=precision)
 
 
-def extend(
+def decode_step(
     params: Params,
     cache: Cache,
     tokens: jax.Array,
@@ -96,15 +96,15 @@ def extend(
 
     Args:
       params: in `precision.compute`.
-      cache: of the tokens before, in the slots before `slot`.
+      cache: holds the earlier tokens in the slots before `slot`.
       tokens: i32[B].
-      slot: i32[], where the tokens belong.
-      pad: i32[B] number of unused slots at the beginning of each row.
+      slot: i32[], the slot of the tokens.
+      pad: i32[B] unused slots at the start of each row.
       model: the decoder.
       precision: see `sampler_precision`.
 
     Returns:
-      The cache with the tokens, and the logits [B, V] of what follows, in `precision.logits`.
+      The cache with the tokens, and the next-token logits [B, V] in `precision.logits`.
     """
     config = model.config
     index = jnp.arange(cache.slots, dtype=jnp.int32)[None, :]
@@ -124,15 +124,11 @@ def extend(
         near = seen if window is None else seen & (index > slot - window)
         own = (from_bits(part[number], precision.compute) for part in (keys, values))
         out = attend(q, *own, seen=near, precision=precision)
-        x = x + matmul(out, layer["o"], precision=precision)
-        more, routing = feed_forward(
-            x, layer, config=config, precision=precision, local=model.local
-        )
-        x = x + more
+        x, routing = _finish_layer(x, out, layer, model=model, precision=precision)
         experts = cache.experts
         if experts is not None and routing is not None:
-            sent = routing.experts.astype(experts.dtype)
-            experts = lax.dynamic_update_slice(experts, sent[None], (number, 0, slot, 0))
+            chosen = routing.experts.astype(experts.dtype)
+            experts = lax.dynamic_update_slice(experts, chosen[None], (number, 0, slot, 0))
         return (x, Cache(keys, values, experts)), None
 
     x = from_bits(to_bits(params["embed"])[tokens[:, None]], params["embed"].dtype)
@@ -146,13 +142,13 @@ def extend(
 def attend(
     q: jax.Array, keys: jax.Array, values: jax.Array, *, seen: jax.Array, precision: Precision
 ) -> jax.Array:
-    """Grouped-query attention of one token a row over its cache.
+    """Computes grouped-query attention of one token per row over the row's cache.
 
     Args:
       q: [B, 1, H, hd].
       keys: [B, K, hd, S].
       values: [B, K, S, hd].
-      seen: bool[B, S], at least one per row.
+      seen: bool[B, S] slots to attend to, at least one per row.
       precision: scores and softmax are in `accumulate`.
 
     Returns:
@@ -167,10 +163,21 @@ def attend(
     return out.reshape(batch, 1, heads * dim).astype(precision.activations)
 
 
+def _finish_layer(
+    x: jax.Array, attended: jax.Array, layer: Layer, *, model: Model, precision: Precision
+) -> tuple[jax.Array, Routing | None]:
+    """Adds the attention's output and the feed-forward block to the residual stream [B, T, D]."""
+    x = x + matmul(attended.reshape(*x.shape[:2], -1), layer["o"], precision=precision)
+    more, routing = feed_forward(
+        x, layer, config=model.config, precision=precision, local=model.local
+    )
+    return x + more, routing
+
+
 def _entries(
     k: jax.Array, v: jax.Array, precision: Precision, *, routing: Routing | None = None
 ) -> Cache:
-    """One layer's part of the cache from [B, T, K, hd] keys and values."""
+    """Returns one layer's part of the cache from keys and values [B, T, K, hd]."""
     k, v = (to_bits(x.astype(precision.compute)) for x in (k, v))
     experts = None
     if routing is not None:
@@ -190,7 +197,7 @@ def _windows(model: Model) -> jax.Array | None:
 
 
 def _logits(params: Params, x: jax.Array, *, model: Model, precision: Precision) -> jax.Array:
-    """[B, 1, D] residual stream -> [B, V]."""
+    """Returns the logits [B, V] of a residual stream [B, 1, D]."""
     config = model.config
     x = rms_norm(x, params["final_norm"], eps=config.rms_norm_eps, precision=precision)
     head = model.unembedding(params).astype(precision.compute)

@@ -1,4 +1,4 @@
-"""Recognises the token sequences that end an answer."""
+"""Stop sequences: detects the token sequences that end a completion."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,10 @@ _NOTHING = -2  # in a tail: matches no token of a table
 
 
 def stop_table(stop: Sequence[Sequence[int]]) -> np.ndarray:
-    """The sequences as i32[N, S], S the length of the longest; a shorter one matches anything
-    before its first token."""
+    """Returns N stop sequences as i32[N, S], where S is the longest length.
+
+    Shorter sequences are padded at the front with a wildcard.
+    """
     longest = max(map(len, stop), default=0)
     table = np.full((len(stop), longest), _ANY, np.int32)
     for row, sequence in zip(table, stop, strict=True):
@@ -21,17 +23,19 @@ def stop_table(stop: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def empty_tail(rows: int, table: np.ndarray) -> np.ndarray:
-    """The last S tokens of answers that have not begun, i32[B, S]: a stop sequence must lie within
-    the answer."""
+    """Returns the last S tokens of `rows` empty completions, i32[B, S].
+
+    They match no stop sequence: one must lie within the completion.
+    """
     return np.full((rows, table.shape[1]), _NOTHING, np.int32)
 
 
 def push(tail: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The tail after i32[B] more tokens."""
+    """Appends tokens, i32[B], to the tail, i32[B, S], and drops the oldest."""
     return jnp.concatenate([tail, tokens[:, None]], axis=1)[:, 1:]
 
 
-def ends(tail: jax.Array, table: jax.Array) -> jax.Array:
-    """Whether each answer ends in a stop sequence, bool[B]."""
+def ends_in_stop(tail: jax.Array, table: jax.Array) -> jax.Array:
+    """Returns bool[B], true for rows that end in a stop sequence."""
     same = (tail[:, None, :] == table[None]) | (table[None] == _ANY)
     return jnp.any(jnp.all(same, axis=-1), axis=-1)

@@ -1,4 +1,4 @@
-"""Which tokens may be drawn: min-p, top-k and top-p without sorting the vocabulary."""
+"""Truncation of a distribution by min-p, top-k and top-p, without sorting the vocabulary."""
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,10 @@ from jaxrl.sampling.base import SamplingParams
 
 @struct.dataclass(kw_only=True)
 class Truncation:
-    """What remains of a distribution. A setting that is None costs nothing and compiles to nothing;
-    the others are arrays, so that their values do not compile a new program.
+    """Truncation settings, in the order in which they apply (vLLM's).
 
-    They are applied in vLLM's order, each to what the one before left, renormalised.
+    A setting that is None compiles to nothing. The others are arrays, so that other values reuse
+    the compiled program.
     """
 
     min_p: jax.Array | None = None  # f32[], share of the largest probability
@@ -23,7 +23,7 @@ class Truncation:
 
 
 def truncation(params: SamplingParams) -> Truncation:
-    """The settings of a request."""
+    """Returns the truncation settings of a request."""
     return Truncation(
         min_p=jnp.float32(params.min_p) if params.min_p > 0 else None,
         top_k=jnp.int32(params.top_k) if params.top_k > 0 else None,
@@ -32,15 +32,18 @@ def truncation(params: SamplingParams) -> Truncation:
 
 
 def truncate(weights: jax.Array, settings: Truncation) -> jax.Array:
-    """Sets the weights of the dropped tokens to 0.
+    """Sets the weights of dropped tokens to 0.
 
-    Every setting keeps the tokens above some threshold, so it is the threshold that is searched
-    for, bit by bit. A token exactly as probable as the last one kept is kept too: what is kept does
-    not depend on the order of the vocabulary.
+    Each setting keeps the tokens above some threshold, which is found by binary search over its
+    bits. Tokens as probable as the last one kept are kept too, so the result does not depend on the
+    order of the vocabulary.
 
     Args:
-      weights: f32[B, V] probabilities times any constant per row that makes the largest one 1.
-      settings: what to drop.
+      weights: f32[B, V] probabilities, scaled so that the largest of each row is 1.
+      settings: the truncation.
+
+    Returns:
+      f32[B, V], not renormalised.
     """
     if settings.min_p is not None:
         weights = _above(weights, jnp.broadcast_to(settings.min_p, weights.shape[:1]))
@@ -66,10 +69,10 @@ def _above(weights: jax.Array, threshold: jax.Array) -> jax.Array:
 
 
 def _largest_threshold(weights: jax.Array, enough) -> jax.Array:
-    """The largest f32 threshold in [0, 1] that keeps enough of every row, f32[B].
+    """Returns the largest f32 threshold in [0, 1] at which every row keeps enough, f32[B].
 
-    The bits of floats that are not negative are ordered as integers, hence a binary search over
-    them is exact and takes 30 passes; `enough` must hold at threshold 0 or 0 is returned.
+    Non-negative floats are ordered as their bits are as integers, so a binary search over the bits
+    is exact; it takes 30 passes. Returns 0 if no threshold keeps enough.
     """
     one = int(np.float32(1).view(np.int32))
 

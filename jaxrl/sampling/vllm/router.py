@@ -1,9 +1,9 @@
-"""Requests to one or many servers: which one takes a request, and what happens when it is lost.
+"""Load balancing over vLLM servers, with prefix affinity, retries and failover.
 
-Requests wait here, not in a server: each server has at most `max_requests` at a time, each on a
-connection that stays open. The server with the fewest takes the next one, so a slow server gets
-fewer. What goes on from something that a server has in its cache goes there, unless that one has
-much more to do.
+Requests queue in the client, not in a server: each server gets at most `max_requests` concurrent
+requests, over connections that stay open. The next request goes to the least-loaded server, so a
+slow server gets fewer. A request that continues a prefix goes to the server that has it in its
+cache, unless that server has many more requests than the others.
 """
 
 import contextlib
@@ -21,26 +21,26 @@ import httpx2
 
 from jaxrl.sampling.base import ClosedError
 
-_ATTEMPTS = 4  # the first and three more, after 0.5, 1 and 2 seconds
+_ATTEMPTS = 4  # the first and three retries, after 0.5, 1 and 2 seconds
 
 T = TypeVar("T")
 
 
 class SamplerError(RuntimeError):
-    """A server did not answer, or its answer is none; the message has its own words."""
+    """A server did not answer or its response is invalid; the message quotes the server."""
 
 
-class StrangerError(SamplerError):
-    """The server is not the one that it was: it holds weights that no learner has published."""
+class UnpublishedWeightsError(SamplerError):
+    """The server holds weights that no learner has published, for instance after a restart."""
 
 
 class Router:
-    """Connections to servers that do the same work.
+    """A load balancer for servers that serve the same weights.
 
-    A server that is lost gets no more requests until `restore` names it; those that it had are sent
-    to others. When the last is lost, all that were named last are tried again, and after some
-    attempts requests fail. One that was not named is not asked: it may hold weights of steps that
-    the run has gone back behind.
+    A server that fails gets no more requests until `use` names it again; its requests are retried
+    on the others. When all servers have failed, all that `use` named last are tried again, and
+    requests fail after a few attempts. Other servers get no requests: they may hold weights of
+    steps that were rolled back.
     """
 
     def __init__(
@@ -51,27 +51,27 @@ class Router:
         timeout: float,
         headers: Mapping[str, str],
     ) -> None:
-        """Does not connect yet.
+        """Makes the router without connecting.
 
         Args:
           urls: addresses of the servers.
-          max_requests: that each has at a time.
-          timeout: seconds until one is given up.
+          max_requests: concurrent requests per server.
+          timeout: seconds until a request counts as failed.
           headers: of every request.
 
         Raises:
-          ValueError: for a URL that is none, or no URL at all.
+          ValueError: if `urls` is empty or has an entry that is not an http:// address.
         """
         if not urls:
-            raise ValueError("urls is empty; a sampler needs a server")
+            raise ValueError("urls is empty; give the address of at least one server")
         self._clients = {url: _client(url, timeout=timeout, headers=headers) for url in urls}
-        self._named = self._serving = set(urls)
-        self._most, self._margin = max_requests, max(1, max_requests // 8)
+        self._current = self._healthy = set(urls)
+        self._max_requests, self._affinity_margin = max_requests, max(1, max_requests // 8)
         self._loads: Counter[str] = Counter()
         self._sockets = {url: weakref.WeakSet[socket.socket]() for url in urls}
-        self._places: dict[Hashable, str] = {}
+        self._affinity: dict[Hashable, str] = {}
         self._numbers = itertools.count()
-        self._latest = {url: next(self._numbers) for url in urls}
+        self._last_used = {url: next(self._numbers) for url in urls}
         self._changed = threading.Condition()  # guards all of these
         self._closed = threading.Event()
 
@@ -84,18 +84,19 @@ class Router:
         about: str,
         keys: Sequence[Hashable] = (),
     ) -> T:
-        """What `read` makes of the answer; waits for a connection, and tries several times.
+        """Posts a request and returns `read` of the response's text; queues and retries.
 
         Args:
-          path: of every server.
+          path: path of the request.
           body: JSON.
-          read: raises StrangerError for a server that must not be asked.
-          about: what the request is about, for error messages.
-          keys: what it goes on from: the server that was asked last with the first one is
-            preferred. Later requests with any of them go on from this one.
+          read: raises UnpublishedWeightsError if the server must not be used.
+          about: the request's subject, for error messages.
+          keys: affinity keys. The server that got the last request with the first key is preferred;
+            later requests with any of the keys prefer the server of this one.
 
         Raises:
-          SamplerError: if a server refuses the request, or none answers it.
+          SamplerError: if a server refuses the request, or no server answers it.
+          ClosedError: if the router is closed.
         """
         failures, failed = 0, None
         while True:
@@ -104,48 +105,48 @@ class Router:
                 if status == 200:
                     try:
                         return read(text)
-                    except StrangerError:
-                        if self._give_up(url):
+                    except UnpublishedWeightsError:
+                        if self._fail_over(url):
                             continue
                         raise
-                # One that does not know the route or the adapter was started again. One whose
-                # engine has died answers 500 until it ends, faster than any other could.
-                if status in (0, 404, 500) and self._give_up(url):
+                # A restarted server does not know the route or the adapter (404). One whose engine
+                # has died answers 500 until it ends, faster than any other could.
+                if status in (0, 404, 500) and self._fail_over(url):
                     continue
             failures, failed = failures + 1, url
             final = 400 <= status < 500 or failures == _ATTEMPTS
             if final or self._closed.wait(0.5 * 2 ** (failures - 1)):
                 raise SamplerError(f"{url} did not answer {about}: {status or ''} {text}")
 
-    def restore(self, urls: Sequence[str]) -> None:
-        """Sends requests to these servers and to no others: what the others have is sent again. A
-        server that stays paused would keep it until the time is over.
+    def use(self, urls: Sequence[str]) -> None:
+        """Sends requests to these servers only. Requests in flight at others are retried, because a
+        server that stays paused would hold them until the timeout.
 
-        Who has what in its cache is forgotten, because new weights have made it useless.
+        Clears the prefix affinity: new weights invalidate the servers' caches.
         """
         with self._changed:
-            self._named = self._serving = set(urls)
-            self._places.clear()
+            self._current = self._healthy = set(urls)
+            self._affinity.clear()
             self._changed.notify_all()
-            self._shut(self._clients.keys() - self._named)
+            self._shut(self._clients.keys() - self._current)
 
-    def hang_up(self) -> None:
-        """Lets servers drop what is in flight; requests that wait for an answer fail."""
+    def abort(self) -> None:
+        """Closes all connections, so that servers abort their requests and waiting calls fail."""
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
             self._shut(self._clients)
 
     def close(self) -> None:
-        """Closes the connections, which nobody may be using."""
+        """Frees the connections; no request may be in flight."""
         for client in self._clients.values():
             client.close()
 
     def _exchange(self, url: str, path: str, body: str) -> tuple[int, str]:
-        """Returns the status and the text of a server's answer; 0 and the error if there is none.
+        """Returns the status and text of a server's response; 0 and the error if there is none.
 
-        A request whose connection breaks is sent once more: the server may have been about to close
-        a connection that was idle, which says nothing about the server.
+        A request whose connection breaks is sent once more: the server may have closed an idle
+        connection, which is no failure of the server.
         """
         note = functools.partial(self._note, url)
         send = functools.partial(
@@ -155,7 +156,7 @@ class Router:
             try:
                 answer = send()
             except (httpx2.ReadError, httpx2.RemoteProtocolError):
-                if url not in self._serving or self._closed.is_set():
+                if url not in self._healthy or self._closed.is_set():
                     raise
                 answer = send()
         except httpx2.RequestError as error:
@@ -163,33 +164,33 @@ class Router:
         return answer.status_code, answer.text
 
     def _note(self, url: str, event: str, details: Mapping[str, Any]) -> None:
-        """Keeps the sockets that a client opens: closing a client wakes no thread that waits."""
+        """Records the sockets that a client opens: closing a client wakes no waiting thread."""
         if event == "connection.connect_tcp.complete":
             with self._changed:
                 self._sockets[url].add(details["return_value"].get_extra_info("socket"))
-                if url not in self._named or self._closed.is_set():
+                if url not in self._current or self._closed.is_set():
                     self._shut([url])
 
     def _shut(self, urls: Iterable[str]) -> None:
-        """Ends the connections to servers; whoever waits for an answer on one gets an error."""
+        """Shuts down the connections to servers; threads that wait on them get an error."""
         for connection in itertools.chain.from_iterable(self._sockets[url] for url in urls):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     @contextlib.contextmanager
     def _server(self, keys: Sequence[Hashable], failed: str | None) -> Iterator[str]:
-        """Waits for a server with less than `max_requests` requests and counts one more."""
+        """Waits for a server with a free request slot and takes the slot for the block."""
         with self._changed:
-            while not (free := [url for url in self._serving if self._loads[url] < self._most]):
+            while not (free := [u for u in self._healthy if self._loads[u] < self._max_requests]):
                 if self._closed.is_set():
                     break
                 self._changed.wait()
             if self._closed.is_set():
                 raise ClosedError("the sampler was closed")
-            # A server that has just failed is asked again only if there is no other.
-            chosen = self._choose([url for url in free if url != failed] or free, keys)
-            self._latest[chosen] = next(self._numbers)
-            self._places |= dict.fromkeys(keys, chosen)
+            # A server that has just failed gets the retry only if there is no other.
+            chosen = self._select([url for url in free if url != failed] or free, keys)
+            self._last_used[chosen] = next(self._numbers)
+            self._affinity |= dict.fromkeys(keys, chosen)
             self._loads[chosen] += 1
         try:
             yield chosen
@@ -198,20 +199,21 @@ class Router:
                 self._loads[chosen] -= 1
                 self._changed.notify()
 
-    def _choose(self, free: Sequence[str], keys: Sequence[Hashable]) -> str:
-        """The one that has what a request goes on from; or the least loaded, in turn."""
-        place = self._places.get(keys[0]) if keys else None
-        limit = min(self._loads[url] for url in free) + self._margin
-        if place is not None and place in free and self._loads[place] <= limit:
-            return place
-        return min(free, key=lambda url: (self._loads[url], self._latest[url]))
+    def _select(self, free: Sequence[str], keys: Sequence[Hashable]) -> str:
+        """Returns the server with the request's prefix, or the least-loaded one, in rotation."""
+        preferred = self._affinity.get(keys[0]) if keys else None
+        limit = min(self._loads[url] for url in free) + self._affinity_margin
+        if preferred is not None and preferred in free and self._loads[preferred] <= limit:
+            return preferred
+        return min(free, key=lambda url: (self._loads[url], self._last_used[url]))
 
-    def _give_up(self, url: str) -> bool:
-        """Whether another server is left to go on with. If none is, all are tried again."""
+    def _fail_over(self, url: str) -> bool:
+        """Marks a server as failed; returns whether another is left. If none is, all count as
+        healthy again."""
         with self._changed:
-            others = self._serving - {url}
+            others = self._healthy - {url}
             left = bool(others) and not self._closed.is_set()
-            self._serving = others if left else self._named
+            self._healthy = others if left else self._current
             self._changed.notify_all()
         return left
 
@@ -225,5 +227,5 @@ def _client(url: str, *, timeout: float, headers: Mapping[str, str]) -> httpx2.C
         headers={"Content-Type": "application/json", **headers},
         timeout=timeout,
         limits=httpx2.Limits(keepalive_expiry=None),  # connections stay open
-        trust_env=False,  # no proxy stands between a run and its servers
+        trust_env=False,  # no proxy between a run and its servers
     )

@@ -1,13 +1,12 @@
-"""What is sampled and not yet learnt from: how much may be begun, and which groups come next.
+"""The buffer between sampler and learner: admission of new groups, and order of training.
 
-Nothing here knows of threads or clocks: `jaxrl.training.rollouts.stream` holds the lock and tells
-the time.
+It knows neither threads nor clocks: `jaxrl.training.rollouts.stream` holds the lock and passes the
+time.
 """
 
 import dataclasses
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,34 +17,29 @@ from jaxrl.training.rollouts import dynamic_sampling
 
 @dataclasses.dataclass
 class Counts:
-    """Groups since the start of a run: made = learnt + late + flat + those that are waiting.
+    """Groups since the start of a run: sampled = trained + stale + zero_variance + waiting.
 
     Attributes:
-      made: answered completely.
-      learnt: handed to the learner.
-      late: dropped because their policy was too old, or they had waited too long.
-      flat: dropped by dynamic sampling, because all answers of the group earned the same.
+      sampled: completed and scored.
+      trained: handed to the learner.
+      stale: dropped because their policy was too old.
+      zero_variance: dropped by dynamic sampling, because all rewards of the group were equal.
     """
 
-    made: int = 0
-    learnt: int = 0
-    late: int = 0
-    flat: int = 0
-
-
-class _Waiting(NamedTuple):
-    rollouts: list[Rollout]
-    since: float  # seconds
+    sampled: int = 0
+    trained: int = 0
+    stale: int = 0
+    zero_variance: int = 0
 
 
 class Buffer:
-    """Groups of answers between the sampler and the learner.
+    """Groups of rollouts between the sampler and the learner.
 
-    Admission is AReaL's (arXiv:2505.24298): before the learner's version v at most
-    `(max_staleness + v + 1) * batch` groups are begun that are not dropped. A group is learnt from
-    at most `max_staleness` versions after the policy that began it, because the learner takes
-    `batch` of them for a version: in the order in which they were begun by that count alone, in the
-    order in which they finish by dropping the others.
+    Admission follows AReaL (arXiv:2505.24298): up to the learner's version v at most
+    `(max_staleness + v + 1) * batch` groups are started, not counting dropped ones. The learner
+    trains on `batch` groups per version, so each group is trained on at most `max_staleness`
+    versions after the policy that started it. In the order "begun" the count alone ensures it; in
+    the order "finished" older groups are dropped.
     """
 
     def __init__(
@@ -55,126 +49,123 @@ class Buffer:
         batches: int,
         max_staleness: int,
         order: Order = "begun",
-        max_seconds: float = float("inf"),
-        flat_per_batch: int = 0,
+        zero_variance_per_batch: int = 0,
         counts: Counts | None = None,
     ) -> None:
-        """An empty buffer.
+        """Creates an empty buffer.
 
         Args:
-          batch: groups that the learner takes for a version.
-          batches: that the whole run takes.
-          max_staleness: versions between drawing and learning.
-          order: in which groups are learnt from.
-          max_seconds: for which a group may wait.
-          flat_per_batch: groups without any difference in reward that may be dropped for a batch.
-          counts: of the run so far, which are counted on.
+          batch: groups that the learner trains on per version.
+          batches: batches of the whole run.
+          max_staleness: most versions between sampling and training.
+          order: the order in which groups are trained on.
+          zero_variance_per_batch: groups with equal rewards that may be dropped per batch.
+          counts: counts of the run so far.
         """
         self.counts = counts or Counts()
         self._batch, self._batches, self._max_staleness = batch, batches, max_staleness
-        self._order, self._max_seconds = order, max_seconds
-        self._flat_per_batch = self._flat_left = flat_per_batch
+        self._order = order
+        self._zero_variance_per_batch = self._zero_variance_left = zero_variance_per_batch
         self._again: deque[int] = deque()
         self._running: set[int] = set()
-        self._waiting: dict[int, _Waiting] = {}  # in the order in which they finished
+        self._waiting: dict[int, list[Rollout]] = {}  # in the order in which they finished
 
     @property
     def running(self) -> list[int]:
-        """Numbers of the groups that are being answered or are still to be answered again."""
+        """Numbers of the groups that are being sampled or are to be sampled again."""
         return sorted({*self._running, *self._again})
 
     @property
     def waiting(self) -> list[Rollout]:
-        """Answers that wait for the learner, group by group."""
-        return [r for group in self._waiting.values() for r in group.rollouts]
+        """Rollouts that wait for the learner, group by group."""
+        return [r for group in self._waiting.values() for r in group]
 
-    def restore(self, rollouts: Iterable[Rollout], running: Iterable[int], *, now: float) -> None:
-        """Takes back what `waiting` and `running` said before the program was ended: answers wait
-        again, and what was being answered is answered again, before anything new."""
-        groups: dict[int, list[Rollout]] = {}
+    def restore(self, rollouts: Iterable[Rollout], running: Iterable[int]) -> None:
+        """Restores `waiting` and `running` from a checkpoint; the running groups are sampled again,
+        before new ones."""
+        self._waiting = {}
         for rollout in rollouts:
-            groups.setdefault(rollout.group, []).append(rollout)
-        self._waiting = {number: _Waiting(group, now) for number, group in groups.items()}
+            self._waiting.setdefault(rollout.group, []).append(rollout)
         self._again = deque(running)
 
     def begin(self, *, next_number: int, step: int, most: int) -> list[int]:
         """Admits up to `most` groups at the learner's version `step`.
 
-        Those that were admitted before the program was ended come first, and find room always.
+        Groups that were running at the checkpoint come first and are always admitted.
 
         Args:
-          next_number: of the first group that was never begun; those returned that are not below it
-            are `next_number`, `next_number + 1`, ...
+          next_number: number of the first group that was never started; new groups are numbered
+            `next_number`, `next_number + 1`, ...
           step: the learner's version.
-          most: groups that the caller can answer now.
+          most: groups that the caller can sample now.
 
         Returns:
-          Their numbers, none if the buffer is full.
+          The numbers of the admitted groups; empty if the buffer is full.
         """
         again = [self._again.popleft() for _ in range(min(most, len(self._again)))]
         self._running.update(again)
-        held = self.counts.learnt + len(self._waiting) + len(self._running)
-        room = min(self._max_staleness + step + 1, self._batches) * self._batch - held
-        new = range(next_number, next_number + max(0, min(room, most - len(again))))
+        held = self.counts.trained + len(self._waiting) + len(self._running)
+        free = min(self._max_staleness + step + 1, self._batches) * self._batch - held
+        new = range(next_number, next_number + max(0, min(free, most - len(again))))
         self._running.update(new)
         return [*again, *new]
 
-    def finish(self, number: int, rollouts: list[Rollout], *, now: float) -> None:
-        """Takes a group with its rewards, which waits from now on."""
+    def finish(self, number: int, rollouts: list[Rollout]) -> None:
+        """Stores a group with its rewards; it waits for the learner from now on."""
         self._running.remove(number)
-        self._waiting[number] = _Waiting(rollouts, now)
-        self.counts.made += 1
+        self._waiting[number] = rollouts
+        self.counts.sampled += 1
 
-    def take(self, *, step: int, now: float) -> list[Rollout] | None:
-        """The answers of a batch of groups, to be learnt from at version `step`, or None until
-        there are enough. What is too old is dropped before, even if None is returned.
+    def take(self, *, step: int) -> list[Rollout] | None:
+        """Takes the rollouts of a batch of groups for training at version `step`; None until there
+        are enough. Stale groups are dropped first, even if it returns None.
 
         Raises:
-          RuntimeError: for a group that was drawn by a policy newer than the learner's.
+          RuntimeError: for a group that was sampled by a policy newer than the learner's.
         """
-        self._drop_late(step=step, now=now)
+        self._drop_stale(step=step)
         chosen: list[int] = []
         for number in self._next():
-            group = self._waiting[number].rollouts
-            if self._flat_left and not dynamic_sampling.teaching(group):
-                self._flat_left -= 1
-                self.counts.flat += 1
+            group = self._waiting[number]
+            if self._zero_variance_left and not dynamic_sampling.informative(group):
+                self._zero_variance_left -= 1
+                self.counts.zero_variance += 1
                 del self._waiting[number]
                 continue
             chosen.append(number)
             if len(chosen) == self._batch:
-                self._flat_left = self._flat_per_batch
-                self.counts.learnt += self._batch
-                return [r for n in chosen for r in self._waiting.pop(n).rollouts]
+                self._zero_variance_left = self._zero_variance_per_batch
+                self.counts.trained += self._batch
+                return [r for n in chosen for r in self._waiting.pop(n)]
         return None
 
     def _next(self) -> list[int]:
-        """Numbers of the groups that may be learnt from, in their order."""
+        """Returns the numbers of the groups that may be trained on, in their order."""
         if self._order == "finished":
             return list(self._waiting)
         first = min(self.running, default=float("inf"))
         return sorted(number for number in self._waiting if number < first)
 
-    def _drop_late(self, *, step: int, now: float) -> None:
-        for number, (rollouts, since) in list(self._waiting.items()):
+    def _drop_stale(self, *, step: int) -> None:
+        for number, rollouts in list(self._waiting.items()):
             oldest, newest = _versions(rollouts, step=step)
             if newest > step:
                 raise RuntimeError(
-                    f"the sampler answered with policy version {newest} and the learner is at "
-                    f"{step}; the sampler serves another run"
+                    f"the sampler serves policy version {newest} and the learner is at {step}; "
+                    "another run publishes to the same servers"
                 )
-            if step - oldest > self._max_staleness or now - since > self._max_seconds:
-                self.counts.late += 1
+            if step - oldest > self._max_staleness:
+                self.counts.stale += 1
                 del self._waiting[number]
 
 
 def staleness(rollouts: Iterable[Rollout], *, step: int) -> list[int]:
-    """For each answer, how many versions the oldest policy that drew of it is behind `step`."""
+    """Returns, for each rollout, the number of versions that its oldest token is behind `step`."""
     return [step - _versions([rollout], step=step)[0] for rollout in rollouts]
 
 
 def _versions(rollouts: Iterable[Rollout], *, step: int) -> tuple[int, int]:
-    """The oldest and the newest policy that drew any of the tokens; `step` if none was drawn, as
-    in an episode that could not begin."""
+    """Returns the oldest and the newest version that sampled any of the tokens; `step` twice
+    without tokens, as in an episode that could not begin."""
     versions = np.concatenate([r.version for r in rollouts])
     return (int(versions.min()), int(versions.max())) if versions.size else (step, step)

@@ -1,7 +1,8 @@
-"""Dynamic sampling (DAPO, arXiv:2503.14476): what there is to choose from, and what is kept.
+"""Dynamic sampling (DAPO, arXiv:2503.14476): keeps the groups whose rewards differ.
 
-A group of answers that all earned the same teaches nothing. Where the loop draws more prompts until
-a batch is full of groups that do teach something, those left over wait here for the next step.
+A group whose rollouts all have the same reward has no advantages and so no policy gradient. The
+loop samples more prompts until a batch is full of other groups; surplus groups wait for the next
+step.
 """
 
 from collections.abc import Sequence
@@ -12,44 +13,44 @@ import numpy as np
 from jaxrl.core.batch import Rollout
 
 
-class Choice(NamedTuple):
-    """What becomes of the answers at hand.
+class Split(NamedTuple):
+    """Rollouts divided at the size of a batch.
 
     Attributes:
-      batch: to be learnt from now.
-      kept: for the next step.
+      batch: those to train on now.
+      kept: those for the next step.
     """
 
     batch: list[Rollout]
     kept: list[Rollout]
 
 
-def teaching(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The answers of groups whose known rewards are not all equal and that hold an action token, in
-    their order."""
-    return [r for group in _groups(rollouts) if _teaches(group) for r in group]
+def informative(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Returns the rollouts, in their order, of groups whose known rewards differ and that hold an
+    action token."""
+    return [r for group in _groups(rollouts) if _is_informative(group) for r in group]
 
 
-def choose(rollouts: Sequence[Rollout], *, groups: int) -> Choice:
-    """The answers of the first `groups` groups, and the others."""
+def split_groups(rollouts: Sequence[Rollout], *, groups: int) -> Split:
+    """Splits the rollouts after the first `groups` groups."""
     found = _groups(rollouts)
     first, rest = found[:groups], found[groups:]
-    return Choice([r for group in first for r in group], [r for group in rest for r in group])
+    return Split([r for group in first for r in group], [r for group in rest for r in group])
 
 
 def count_groups(rollouts: Sequence[Rollout]) -> int:
-    """Number of prompts that the answers belong to."""
+    """Counts the prompts that the rollouts belong to."""
     return len({r.group for r in rollouts})
 
 
 def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """Answers by prompt, in the order in which the prompts first occur."""
+    """Groups rollouts by prompt, in the order in which the prompts first occur."""
     found: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         found.setdefault(rollout.group, []).append(rollout)
     return list(found.values())
 
 
-def _teaches(group: Sequence[Rollout]) -> bool:
+def _is_informative(group: Sequence[Rollout]) -> bool:
     known = {r.reward for r in group if not np.isnan(r.reward)}
     return len(known) > 1 and any(r.action_mask.any() for r in group)

@@ -1,62 +1,78 @@
-"""What advantages are made of: rewards, what is added to them, and what they are compared with.
+"""Outcomes of rollouts: rewards with length and KL penalties, the input of advantages.
 
-The metric "reward" is the task's; penalties for length and for distance from the reference come in
-here and are metrics of their own.
+The metric "reward" is that of the task; the penalties are added here and are metrics of their own.
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.advantages import Outcomes
+from jaxrl.config.reward import RewardConfig
 from jaxrl.core.batch import Rollout
-from jaxrl.data import prompts
-from jaxrl.losses.from_config import kl_estimator
-from jaxrl.models import lora
-from jaxrl.models.spec import Params
+from jaxrl.losses.regularizers import k1
 from jaxrl.sampling.embedded.buckets import count_bucket
-from jaxrl.training.rollouts.answers import Numbers, reward
-from jaxrl.training.rollouts.draw import draw
-from jaxrl.training.run import Run
+from jaxrl.training.rollouts.score import ENVIRONMENT
+from jaxrl.training.timing import Numbers
 
-LogProbs = Callable[[Params], Sequence[np.ndarray]]
-"""Parameters -> their log-probs of the tokens of each answer, f32[C]."""
+LogProbs = Sequence[np.ndarray]
+"""f32[C] for each rollout: log-probs of its completion tokens."""
 
 
-def outcomes(
-    run: Run, rollouts: Sequence[Rollout], *, params: Params, logprobs: LogProbs
+class Shaping(NamedTuple):
+    """Reward shaping of a run.
+
+    Attributes:
+      config: the penalties.
+      max_tokens: the most tokens of a completion.
+      weights: of the parts of the reward, by name.
+      greedy_rewards: rollouts -> f64[N], the reward of the greedy completion of each prompt.
+    """
+
+    config: RewardConfig
+    max_tokens: int
+    weights: Mapping[str, float]
+    greedy_rewards: Callable[[Sequence[Rollout]], np.ndarray]
+
+
+def shaped_outcomes(
+    shaping: Shaping,
+    rollouts: Sequence[Rollout],
+    *,
+    logprobs: Callable[[], tuple[LogProbs, LogProbs]],
 ) -> tuple[Outcomes, Numbers]:
-    """What is known of the answers, and the metrics of what was added to their rewards.
+    """Adds the penalties to the rewards.
 
     Args:
-      run: the parts of the run.
+      shaping: of the run.
       rollouts: with their rewards.
-      params: of the learner.
-      logprobs: scores the rollouts; called only for a penalty on distance from the reference.
+      logprobs: returns those of the learner and of the reference; called only for a KL penalty.
+
+    Returns:
+      (the outcomes, metrics of the penalties).
     """
-    c = run.config.reward
+    c = shaping.config
     rewards = np.array([r.reward for r in rollouts])
     components = np.array([r.components for r in rollouts]).reshape(len(rollouts), -1).T
-    weights = run.reward_weights
+    weights = dict(shaping.weights)
     named = dict(zip(weights, components, strict=False))
     numbers: Numbers = {}
     if c.overlong_buffer:
         lengths = np.array([len(r.completion) for r in rollouts])
-        longest = run.config.sampling.max_tokens
-        overlong = overlong_penalty(lengths, longest=longest, buffer=c.overlong_buffer)
+        overlong = overlong_penalty(lengths, longest=shaping.max_tokens, buffer=c.overlong_buffer)
         rewards = rewards + overlong
         named, weights = named | {"overlong": overlong}, weights | {"overlong": 1.0}
         numbers["reward/overlong"] = float(overlong.mean())
     penalties = None
-    if c.kl and run.reference is not None:
+    if c.kl:
+        learner, reference = logprobs()
         penalties = kl_penalties(
-            learner=logprobs(params),
-            reference=logprobs(lora.with_trainable(params, run.reference)),
+            learner=learner,
+            reference=reference,
             masks=[r.action_mask for r in rollouts],
             coefficient=c.kl,
-            estimator=c.kl_estimator,
         )
         paid = np.array([p.sum() for p in penalties])
         rewards = rewards - paid
@@ -68,30 +84,22 @@ def outcomes(
         components=named,
         weights=weights,
         penalties=penalties,
-        turns=_turns(run, rollouts),
-        greedy=lambda: run.hosts.led(lambda: greedy_rewards(run, rollouts)),
+        turns=_turns(rollouts) if ENVIRONMENT in shaping.weights else None,
+        greedy=lambda: shaping.greedy_rewards(rollouts),
     ), numbers
 
 
-def _turns(run: Run, rollouts: Sequence[Rollout]) -> list[list[tuple[int, int, float]]] | None:
-    """Those of episodes, with the environment's rewards as they count."""
-    if run.episode_runner is None:
-        return None
-    weight, episodes = run.config.environment.weight, [r.episode for r in rollouts]
-    return [
-        [(start, end, weight * earned) for start, end, earned in (e.turns if e else ())]
-        for e in episodes
-    ]
+def _turns(rollouts: Sequence[Rollout]) -> list[list[tuple[int, int, float]]]:
+    return [list(r.episode.turns) if r.episode else [] for r in rollouts]
 
 
 def overlong_penalty(lengths: np.ndarray, *, longest: int, buffer: int) -> np.ndarray:
-    """0 up to longest - buffer tokens, from there linearly down to -1 at `longest`: f64[N].
-
-    DAPO, arXiv:2503.14476.
+    """Computes DAPO's length penalty (arXiv:2503.14476): 0 up to longest - buffer tokens, then
+    linear down to -1 at `longest`; f64[N].
 
     Args:
-      lengths: i[N], tokens of each answer.
-      longest: tokens that an answer may have.
+      lengths: i[N], tokens of each completion.
+      longest: the most tokens of a completion.
       buffer: tokens over which the penalty grows.
     """
     return np.minimum((longest - buffer - np.asarray(lengths)) / buffer, 0.0)
@@ -99,35 +107,19 @@ def overlong_penalty(lengths: np.ndarray, *, longest: int, buffer: int) -> np.nd
 
 def kl_penalties(
     *,
-    learner: Sequence[np.ndarray],
-    reference: Sequence[np.ndarray],
+    learner: LogProbs,
+    reference: LogProbs,
     masks: Sequence[np.ndarray],
     coefficient: float,
-    estimator: str,
 ) -> list[np.ndarray]:
-    """For each answer f64[C]: coefficient x the estimate of the learner's divergence from the
-    reference at each token that the policy chose, 0 at the others."""
+    """Computes, for each rollout, f64[C]: coefficient x the estimated divergence of the learner
+    from the reference at each token that the policy chose, 0 at the others."""
     if not masks:
         return []
     here, there, chosen = (np.concatenate(arrays) for arrays in (learner, reference, masks))
-    # Of a size that recurs: each size compiles anew, and no two rollouts have the same one.
+    # Padded to a size that recurs: each new size compiles again, and lengths differ every step.
     apart = np.zeros(count_bucket(len(chosen), multiple=1024), np.float32)
     apart[: len(chosen)] = there - here
-    estimates = np.asarray(kl_estimator(estimator)(jnp.asarray(apart)), float)[: len(chosen)]
+    estimates = np.asarray(k1(jnp.asarray(apart)), float)[: len(chosen)]
     ends = np.cumsum([len(mask) for mask in masks])[:-1]
     return np.split(np.where(chosen, coefficient * estimates, 0.0), ends)
-
-
-def greedy_rewards(run: Run, rollouts: Sequence[Rollout]) -> np.ndarray:
-    """The whole reward of the greedy answer to each rollout's prompt, f64[N]; NaN where a reward
-    function failed."""
-    numbers = sorted({r.group for r in rollouts})
-    every, seed = run.prompts.examples, run.config.seed
-    examples = {
-        number: every[prompts.next_indices(len(every), position=number, count=1, seed=seed)[0]]
-        for number in numbers
-    }
-    greedy = dataclasses.replace(run.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-    answers = [rollout for _, rollout in draw(run, examples, greedy, group_size=1)]
-    earned = {r.group: r.reward for r in reward(run, answers, examples)}
-    return np.array([earned[r.group] for r in rollouts])

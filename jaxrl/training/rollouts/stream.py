@@ -1,12 +1,11 @@
-"""Answers that are sampled while the learner trains.
+"""Asynchronous rollouts: sampled while the learner trains.
 
-Threads take prompts as `jaxrl.training.rollouts.buffer` admits them, draw each group, reward it and
-put it into the buffer. The learner's `collect` takes a batch of groups from there and waits only if
+Threads take prompts as `jaxrl.training.rollouts.buffer` admits them, sample and score each group
+and put it into the buffer. `Stream.collect` takes a batch of groups from there, and waits only if
 there are too few.
 """
 
 import dataclasses
-import functools
 import threading
 import time
 from collections.abc import Iterator
@@ -16,79 +15,93 @@ from typing import Protocol, Self
 
 import numpy as np
 
+from jaxrl.config.training import Config
 from jaxrl.core.batch import Rollout
 from jaxrl.core.hosts import Hosts
 from jaxrl.data.prompts import Example
 from jaxrl.training.interrupt import Interrupt
+from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts import dynamic_sampling
-from jaxrl.training.rollouts.answers import (
-    Answers,
-    Numbers,
-    collect,
-    prompts_from,
-    reward,
-    reward_metrics,
-    seed,
-)
 from jaxrl.training.rollouts.buffer import Buffer, Counts, staleness
-from jaxrl.training.rollouts.draw import Drawn, draw
-from jaxrl.training.run import Progress, Run
+from jaxrl.training.rollouts.collect import (
+    RolloutBatch,
+    RolloutSource,
+    collect,
+    prompts_at,
+    request_seed,
+)
+from jaxrl.training.rollouts.generate import Generated, generate
+from jaxrl.training.rollouts.score import reward_metrics, score_rollouts
+from jaxrl.training.timing import Numbers
 
-LEAVING = 10.0  # seconds in which rewards may come to an end
+GRACE = 10.0  # seconds for running rewards to end
 
 
 class Collect(Protocol):
-    """The next batch of answers to learn from."""
+    """Returns the next batch of rollouts to train on."""
 
-    def __call__(self, *, seconds: Numbers) -> Answers | None:
-        """Adds to `seconds` what it took; None if a signal came while it waited."""
+    def __call__(self, *, seconds: Numbers) -> RolloutBatch | None:
+        """Adds the time of each part to `seconds`; returns None if a signal ended the wait."""
         ...
 
 
 @contextmanager
-def open_answers(run: Run, progress: Progress, interrupt: Interrupt) -> Iterator[Collect]:
-    """How a run comes to its answers: in turn with learning, or while the learner trains."""
-    if run.config.rollouts.max_staleness == 0 or not run.hosts.leads:
-        yield _shared(run.hosts, functools.partial(collect, run, progress))
+def open_collector(
+    source: RolloutSource,
+    config: Config,
+    *,
+    progress: Progress,
+    interrupt: Interrupt,
+    hosts: Hosts,
+) -> Iterator[Collect]:
+    """Opens the rollouts of a run: synchronous, or sampled while the learner trains."""
+    if config.rollouts.max_staleness == 0 or not hosts.leads:
+
+        def synchronous(*, seconds: Numbers) -> RolloutBatch:
+            return collect(source, config.train, progress=progress, seconds=seconds)
+
+        yield _broadcast(hosts, synchronous)
     else:
-        with Stream(run, progress, interrupt) as stream:
-            yield _shared(run.hosts, stream.collect)
+        with Stream(source, config, progress=progress, interrupt=interrupt) as stream:
+            yield _broadcast(hosts, stream.collect)
 
 
-def _shared(hosts: Hosts, collect: Collect) -> Collect:
-    """What process 0 collects, on all processes."""
+def _broadcast(hosts: Hosts, collect: Collect) -> Collect:
+    """Wraps `collect` so that process 0 runs it and all processes return its result."""
 
-    def shared(*, seconds: Numbers) -> Answers | None:
-        answers, taken = hosts.led(lambda: (collect(seconds=seconds), seconds))
-        seconds |= taken
-        return answers
+    def broadcast(*, seconds: Numbers) -> RolloutBatch | None:
+        rollouts, timed = hosts.on_leader(lambda: (collect(seconds=seconds), seconds))
+        seconds |= timed
+        return rollouts
 
-    return shared
+    return broadcast
 
 
 class Stream:
-    """The answers of a run whose sampler does not wait for the learner."""
+    """The rollouts of a run whose sampler does not wait for the learner."""
 
-    def __init__(self, run: Run, progress: Progress, interrupt: Interrupt) -> None:
-        """Goes on from `progress`; nothing is sampled before the context is entered."""
-        c = run.config
-        self._run, self._progress, self._interrupt = run, progress, interrupt
+    def __init__(
+        self, source: RolloutSource, config: Config, *, progress: Progress, interrupt: Interrupt
+    ) -> None:
+        """Resumes from `progress`; sampling starts when the context is entered."""
+        c = config
+        self._source, self._progress, self._interrupt = source, progress, interrupt
+        self._group_size = c.train.group_size
         self._buffer = Buffer(
             batch=c.train.train_batch,
             batches=c.train.steps,
             max_staleness=c.rollouts.max_staleness,
             order=c.rollouts.order,
-            max_seconds=c.rollouts.max_seconds or float("inf"),
-            flat_per_batch=c.train.refill_rounds * c.train.train_batch,
+            zero_variance_per_batch=c.train.dynamic_sampling_rounds * c.train.train_batch,
             counts=Counts(**progress.counts),
         )
-        self._buffer.restore(progress.pending, progress.running, now=time.monotonic())
+        self._buffer.restore(progress.pending, progress.running)
         self._step, self._position = progress.step, progress.position
         self._changed = threading.Condition()
         self._closed = False
         self._error: BaseException | None = None
         self._sampling, self._rewarding = _Clock(), _Clock()
-        # A server takes many requests at a time. The embedded sampler decodes many at once, of one.
+        # A server takes many requests at once; the embedded sampler one, with many prompts.
         workers = c.sampler.max_requests * max(1, len(c.sampler.url))
         served = c.sampler.name == "vllm"
         self._chunk = 1 if served else c.train.train_batch
@@ -109,21 +122,21 @@ class Stream:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Drops what is in flight."""
+        """Stops the threads and drops requests in flight."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._run.sampler.close()
-        until = time.monotonic() + LEAVING
+        self._source.generator.sampler.close()
+        until = time.monotonic() + GRACE
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
 
-    def collect(self, *, seconds: Numbers) -> Answers | None:
-        """A batch to learn from at version `progress.step`, and what a checkpoint must hold to go
-        on behind it, in `progress`; None if a signal comes first.
+    def collect(self, *, seconds: Numbers) -> RolloutBatch | None:
+        """Takes a batch to train on at version `progress.step`, and updates `progress` so that a
+        checkpoint after it can resume; returns None if a signal comes first.
 
         Raises:
-          Exception: what ended the sampling.
+          Exception: the error that ended the sampling.
           RuntimeError: if every reward of the batch failed.
         """
         progress, start = self._progress, time.monotonic()
@@ -139,17 +152,17 @@ class Stream:
             progress.counts = dataclasses.asdict(self._buffer.counts)
         if batch is None:
             return None
-        numbers = reward_metrics(self._run, batch) | self._numbers(batch)
-        return Answers(batch, batch, numbers)
+        numbers = reward_metrics(batch, names=list(self._source.scorer.weights))
+        return RolloutBatch(batch, batch, numbers | self._numbers(batch))
 
     def _wait(self) -> list[Rollout] | None:
         while self._interrupt.signum is None:
-            batch = self._buffer.take(step=self._step, now=time.monotonic())
+            batch = self._buffer.take(step=self._step)
             if batch is not None:
                 return batch
             if self._error is not None:
                 raise self._error
-            # What was dropped makes room. A wait that ends lets signals through, too.
+            # Dropped groups make room for new ones. The timeout lets signals through.
             self._changed.notify_all()
             self._changed.wait(timeout=1.0)
         return None
@@ -166,11 +179,11 @@ class Stream:
         }
 
     def _work(self) -> None:
-        """What each thread does until the stream is closed or something fails."""
+        """Samples and scores groups in a thread until the stream is closed or a call fails."""
         try:
             while (numbers := self._begin()) is not None:
-                self._answer(numbers)
-        except BaseException as error:  # a thread must not end unseen
+                self._sample(numbers)
+        except BaseException as error:  # raised again in `collect`
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
@@ -188,34 +201,33 @@ class Stream:
                 self._changed.wait()
         return None
 
-    def _answer(self, numbers: list[int]) -> None:
-        run, size = self._run, self._run.config.train.group_size
-        examples = prompts_from(run, numbers)
-        params = dataclasses.replace(
-            run.sampling, seed=seed(run.config.seed, self._step, numbers[0])
-        )
-        groups: dict[int, list[Drawn]] = {number: [] for number in numbers}
-        for drawn in draw(run, examples, params, group_size=size):
-            number = drawn.rollout.group
-            groups[number].append(drawn)
+    def _sample(self, numbers: list[int]) -> None:
+        generator, size = self._source.generator, self._group_size
+        examples = prompts_at(self._source, numbers)
+        seed = request_seed(self._source.seed, step=self._step, request=numbers[0])
+        params = dataclasses.replace(generator.params, seed=seed)
+        groups: dict[int, list[Generated]] = {number: [] for number in numbers}
+        for one in generate(generator, examples, params=params, group_size=size):
+            number = one.rollout.group
+            groups[number].append(one)
             if len(groups[number]) == size:
                 self._finish(groups.pop(number), examples[number])
 
-    def _finish(self, answers: list[Drawn], example: Example) -> None:
-        ordered = [rollout for _, rollout in sorted(answers, key=lambda answer: answer.place)]
+    def _finish(self, group: list[Generated], example: Example) -> None:
+        ordered = [rollout for _, rollout in sorted(group, key=lambda one: one.index)]
         number = ordered[0].group
         with self._changed:
             self._sampling.stop()
             self._rewarding.start()
-        rollouts = reward(self._run, ordered, {number: example})
+        rollouts = score_rollouts(self._source.scorer, ordered, examples={number: example})
         with self._changed:
             self._rewarding.stop()
-            self._buffer.finish(number, rollouts, now=time.monotonic())
+            self._buffer.finish(number, rollouts)
             self._changed.notify_all()
 
 
 class _Clock:
-    """Seconds in which anything was being done."""
+    """Measures the seconds during which at least one task is running."""
 
     def __init__(self) -> None:
         self._running, self._since, self._total = 0, 0.0, 0.0
@@ -231,7 +243,7 @@ class _Clock:
             self._total += time.monotonic() - self._since
 
     def lap(self) -> float:
-        """Seconds since the last call."""
+        """Returns the seconds since the last call."""
         now = time.monotonic()
         total = self._total + (now - self._since if self._running else 0.0)
         self._since, self._total = now, 0.0

@@ -1,8 +1,7 @@
-"""Saves and restores a run: the learner's state as arrays, the host's state as JSON.
+"""Checkpoints of a run: the learner's state as arrays, the host's state as JSON.
 
-A checkpoint is one directory per step. It appears under its name only when it is complete, so a
-process that is killed while it saves leaves at most a temporary directory, which the next writer
-removes.
+A checkpoint is one directory per step. It appears under its name only when complete: a process
+killed while saving leaves at most a temporary directory, which the next writer removes.
 """
 
 import json
@@ -22,12 +21,12 @@ class CheckpointError(RuntimeError):
 
 
 class Restored(NamedTuple, Generic[State]):
-    """What `Checkpoints.restore` returns.
+    """A checkpoint read by `Checkpoints.restore`.
 
     Attributes:
-      state: as it was saved, bit for bit, on the devices that were asked for.
-      host: as it was saved; tuples have become lists and keys strings.
-      critic: likewise as `state`; None if it was not asked for.
+      state: as saved, bit for bit, with the requested shardings.
+      host: as saved, but tuples have become lists and keys strings.
+      critic: the critic's state, bit for bit; None if it was not requested.
     """
 
     state: State
@@ -38,18 +37,18 @@ class Restored(NamedTuple, Generic[State]):
 class Checkpoints:
     """The checkpoints of one run. Saving is asynchronous; call `close` before the process ends.
 
-    Every process of a run opens it and calls `save` and `restore` at the same steps. One run at a
-    time may write to a directory.
+    Every process of a run opens it and calls `save` and `restore` at the same steps. Only one run
+    may write to a directory.
     """
 
     def __init__(self, directory: str | Path, *, keep: int = 2, keep_best: int = 1):
-        """Opens a directory for writing; makes it if need be, and removes what a killed process
-        left half-written.
+        """Opens a directory for writing; creates it if necessary and removes incomplete
+        checkpoints of a killed process.
 
         Args:
           directory: holds one directory per step.
           keep: number of latest checkpoints to keep, at least 1.
-          keep_best: number of checkpoints with the largest metric to keep besides; may be 0.
+          keep_best: number of further checkpoints with the largest metric to keep; may be 0.
 
         Raises:
           CheckpointError: if the directory cannot be made or read.
@@ -116,22 +115,22 @@ class Checkpoints:
         critic: Any = None,
         metric: float | None = None,
     ) -> None:
-        """Starts to save; returns once the state has been copied, so that it may be donated.
+        """Starts a save; returns once the state is copied, so that it may be donated.
 
-        Waits for a save that is still under way.
+        Waits for the previous save.
 
         Args:
-          step: of the learner; larger than that of every checkpoint there is.
+          step: of the learner; larger than that of every existing checkpoint.
           state: a tree of arrays.
-          host: whatever else the run needs to go on, as JSON: data position, seeds, policy version.
+          host: all else that the run needs to resume, as JSON: data position, policy version.
           critic: a further tree of arrays, for runs that have a critic.
-          metric: larger is better; None if it was not measured.
+          metric: larger is better; None if not measured.
 
         Raises:
           CheckpointError: if this or the previous checkpoint could not be written, for example
-            because the disk is full; the checkpoints before it are left as they were.
+            because the disk is full; earlier checkpoints are unchanged.
           ValueError: for a metric that is not finite, or a step that is not new.
-          TypeError: if `host` holds what JSON cannot.
+          TypeError: for a `host` that JSON cannot hold.
         """
         if not self._writable:
             raise ValueError(f"{self.directory} was opened for reading")
@@ -160,11 +159,11 @@ class Checkpoints:
             raise self._failure(error) from error
 
     def latest_step(self) -> int | None:
-        """The step of the last checkpoint, or None if there is none."""
+        """Returns the step of the last checkpoint; None without one."""
         return self._manager.latest_step()
 
     def best_step(self) -> int | None:
-        """The step with the largest metric, the later one of equals; None if none was measured."""
+        """Returns the step with the largest metric, the later one of equals; None without one."""
         step = self._manager.best_step()
         return None if step is None or not self._manager.metrics(step) else step
 
@@ -174,12 +173,12 @@ class Checkpoints:
         Args:
           step: for example `latest_step()`.
           like: a tree of the state's structure whose leaves have shape, dtype and sharding: arrays,
-            or `jax.ShapeDtypeStruct`s. The mesh may be another than the one it was written on.
-          critic: likewise, of the critic, if it is to be restored.
+            or `jax.ShapeDtypeStruct`s. The mesh may differ from that of the run that saved it.
+          critic: a tree like the critic's state, to restore it, too.
 
         Raises:
           CheckpointError: if the step does not exist or cannot be read, or if an array has another
-            shape or dtype than asked for; the message names the first one.
+            shape or dtype than requested; the message names the first one.
         """
         self.wait()
         path = self.directory / str(step)
@@ -208,7 +207,7 @@ class Checkpoints:
             raise self._unreadable(path, error) from error
 
     def wait(self) -> None:
-        """Returns when everything is on disk.
+        """Waits until all saves are on disk.
 
         Raises:
           CheckpointError: as `save`.
@@ -219,7 +218,7 @@ class Checkpoints:
             raise self._failure(error) from error
 
     def close(self) -> None:
-        """Waits and ends the saving threads.
+        """Waits for saves and ends the saving threads.
 
         Raises:
           CheckpointError: as `save`.
@@ -233,7 +232,7 @@ class Checkpoints:
         return ", ".join(map(str, self._manager.all_steps())) or "none"
 
     def _failure(self, error: Exception) -> CheckpointError:
-        self._manager.reload()  # it forgets the checkpoints that it meant to delete
+        self._manager.reload()  # drops its list of checkpoints to delete
         return CheckpointError(
             f"saving to {self.directory} failed; complete checkpoints: {self._steps()}: {error}"
         )
@@ -250,7 +249,7 @@ def _rank(metrics: Mapping[str, float]) -> float:
 
 
 def _signature(tree: Any) -> dict[str, str]:
-    """{"params/layers/q": "float32[12, 64, 64]", ...}, in the tree's order."""
+    """Describes each leaf, {"params/layers/q": "float32[12, 64, 64]", ...}, in the tree's order."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): f"{x.dtype}{list(x.shape)}"

@@ -1,4 +1,4 @@
-"""The directory of a run: it holds one run, whose config it keeps."""
+"""The run directory: locked by one program at a time, it holds one run and its config."""
 
 import fcntl
 import json
@@ -18,7 +18,7 @@ from jaxrl.config.training import Config
 from jaxrl.core.files import write_whole
 from jaxrl.core.hosts import Hosts
 
-# Keys that may change between the parts of one run: they do not change what a step computes.
+# Keys that may change when a run resumes: they do not change what a step computes.
 _FREE = (
     "run_dir",
     "checkpoint.",
@@ -29,18 +29,16 @@ _FREE = (
     "probe.",
     "reward.timeout",
     "samples.",
-    "sampler.arguments",
     "sampler.kv_cache_bytes",
     "sampler.max_requests",
-    "sampler.port",
     "sampler.python",
     "sampler.timeout",
     "sampler.url",
-    "strict_precision",
+    "sampler.vllm_args",
     "tracking.",
     "train.profile_steps",
 )
-# These only change in which order numbers are added.
+# These change only the order in which numbers are added.
 _ORDER = ("mesh.", "train.attention", "train.microbatch_tokens", "train.remat")
 
 
@@ -58,25 +56,25 @@ _PACKAGES = (
 
 
 class ResumeError(ValueError):
-    """The run directory holds another run."""
+    """The run directory cannot be resumed with this config."""
 
 
 @contextmanager
-def held(directory: Path, hosts: Hosts) -> Iterator[None]:
-    """Makes the run directory, and keeps other programs from training in it for the block; one
-    that is then empty is removed again. All processes of the run must enter it.
+def lock(directory: Path, hosts: Hosts) -> Iterator[None]:
+    """Creates the run directory and locks it against other programs for the block; an empty
+    directory is removed at the end. All processes of the run must enter it.
 
     Raises:
       ResumeError: if another program trains in it.
-      ValueError: on all of them, if it is not one directory for all: a checkpoint of which each
-        sees its own part is never complete, and they would wait for it for ever.
+      ValueError: on every process, if they do not share the directory: a checkpoint of which each
+        process sees only its own part would never be complete.
     """
     with ExitStack() as stack:
 
-        def lock() -> None:
-            stack.callback(os.close, _lock(directory))
+        def acquire() -> None:
+            stack.callback(os.close, _open_locked(directory))
 
-        hosts.led(lock)
+        hosts.on_leader(acquire)
         try:
             _check_shared(directory, hosts)
             yield
@@ -86,8 +84,8 @@ def held(directory: Path, hosts: Hosts) -> Iterator[None]:
                     directory.rmdir()
 
 
-def _lock(directory: Path) -> int:
-    """Makes the directory; a file descriptor of it, locked until it is closed or we die."""
+def _open_locked(directory: Path) -> int:
+    """Creates the directory; returns its file descriptor, locked until it is closed."""
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -95,8 +93,7 @@ def _lock(directory: Path) -> int:
     except BlockingIOError as error:
         os.close(descriptor)
         raise ResumeError(
-            f"another program trains in {directory}, and its metrics and checkpoints would mix "
-            "with ours; wait until it ends, or choose another run_dir"
+            f"another program trains in {directory}; wait until it ends, or choose another run_dir"
         ) from error
     except OSError:
         pass  # a file system without locks
@@ -106,15 +103,15 @@ def _lock(directory: Path) -> int:
 def _check_shared(directory: Path, hosts: Hosts) -> None:
     if hosts.count == 1:
         return
-    # No name that was looked for before: a file system may remember what was not there, too.
+    # A fresh name: a file system may cache that a file does not exist.
     token = directory / hosts.share(f"seen_by_all_{secrets.token_hex(8)}")
-    hosts.led(token.touch)
+    hosts.on_leader(token.touch)
     blind = hosts.largest(0 if _appears(token) else hosts.index)  # process 0 has made it
-    hosts.led(token.unlink)
+    hosts.on_leader(token.unlink)
     if blind:
         raise ValueError(
             f"run_dir = {str(directory)!r} is not the same directory on all hosts: process {blind} "
-            "does not see what process 0 writes there; put it on storage that they share"
+            "does not see files of process 0 there; use shared storage"
         )
 
 
@@ -127,18 +124,18 @@ def _appears(path: Path) -> bool:
     return True
 
 
-def claim(directory: Path, config: Config | SupervisedConfig) -> str | None:
-    """Writes the resolved config into the run directory, or checks that the one there agrees.
+def check_config(directory: Path, config: Config | SupervisedConfig) -> str | None:
+    """Checks a config against that of the run in the directory, and writes it there.
 
     Returns:
-      What a user should know of a run that goes on otherwise than it began.
+      A line about keys that changed and change results by rounding only; None without such keys.
 
     Raises:
       ResumeError: if the directory holds a run with another config; the message names the keys.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path, saved, note = directory / "config.toml", directory / "checkpoints", None
-    # A run that could not begin has saved nothing, and may begin otherwise.
+    # Without checkpoints there is nothing to resume.
     if path.exists() and saved.exists() and any(saved.iterdir()):
         there = toml_file.flatten(toml_file.load(type(config), file=path))
         here = toml_file.flatten(config)
@@ -152,24 +149,21 @@ def claim(directory: Path, config: Config | SupervisedConfig) -> str | None:
         if others := [text for key, text in changed.items() if not key.startswith(order)]:
             raise ResumeError(
                 f"{directory} holds a run with another config: {'; '.join(others)}. Choose "
-                "another run_dir, or delete it to start again"
+                "another run_dir, or delete this one to start over"
             )
         if changed:
-            note = (
-                f"{'; '.join(changed.values())}: the run goes on, and what it computes is the "
-                "same up to rounding"
-            )
+            note = f"{'; '.join(changed.values())}: resuming; results stay the same up to rounding"
     write_whole(path, toml_file.dumps(config))
     return note
 
 
-def note_start(directory: Path, *, step: int, devices: Sequence[Any]) -> None:
-    """Adds a line to starts.jsonl: when a program began or went on, and with what.
+def record_start(directory: Path, *, step: int, devices: Sequence[Any]) -> None:
+    """Appends the time, devices and versions of this start or resumption to starts.jsonl.
 
     Args:
-      directory: of the run.
-      step: that it has done.
-      devices: that it computes on.
+      directory: the run directory.
+      step: steps done so far.
+      devices: devices of the mesh.
     """
     entry = {
         "time": round(time.time(), 3),
@@ -187,5 +181,5 @@ def note_start(directory: Path, *, step: int, devices: Sequence[Any]) -> None:
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
-    except metadata.PackageNotFoundError:  # jaxrl, where nobody installed it
-        return "from its source"
+    except metadata.PackageNotFoundError:  # jaxrl itself, where it is not installed
+        return "source tree"

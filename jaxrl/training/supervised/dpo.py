@@ -1,7 +1,7 @@
-"""Direct preference optimisation: a policy from pairs of answers, without a reward model.
+"""Direct preference optimization: a policy from pairs of completions, without a reward model.
 
-The learner is the one of reinforcement learning. The reference is the model that the run begins
-with; its log-probs are computed once for each batch.
+The learner is that of reinforcement learning. The reference is the initial model; its log-probs
+are computed once for each batch.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import dataclasses
 import jax
 
 from jaxrl.builders.layout import make_layout
+from jaxrl.builders.minibatches import supervised_shape
 from jaxrl.builders.model import load_model
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.config.preference import DPOConfig, PairLossConfig
@@ -17,28 +18,29 @@ from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import Metrics
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import from_config, preference
-from jaxrl.losses.algebra import Scores, objective
+from jaxrl.losses.algebra import objective
 from jaxrl.losses.preference import PairLoss
+from jaxrl.losses.scores import Scores
 from jaxrl.models import huggingface
 from jaxrl.models.spec import Params
-from jaxrl.training.supervised.fit import Result, Task, fit, left_out, take
+from jaxrl.training.supervised.fit import Result, Task, fit, too_long_note
 from jaxrl.training.supervised.pairs import (
     load_held_out_pairs,
     load_training_pairs,
     measure_pairs,
-    pack_pairs,
+    pair_batches,
 )
 
 
 def train_dpo(config: DPOConfig) -> Result:
-    """Trains for `config.train.steps` steps, or until a signal comes, and saves the model.
+    """Trains for `config.train.steps` steps, or until a signal, and saves the model.
 
     Raises:
       ResumeError, CheckpointError: as `supervised.fit`.
       ValueError: for a loss, data, a model or a run directory that cannot be used; the message
         names it.
     """
-    policy = precision.parse(config.precision)
+    policy = config.policy
     goal = objective(preference.pairwise(load_loss(config.loss)), preference.pair_mean)
     layout = make_layout(config.mesh)
     tokenizer = huggingface.load_tokenizer(config.model.path)
@@ -72,6 +74,7 @@ def train_dpo(config: DPOConfig) -> Result:
         scores = Scores(logprobs=logprobs, reference=minibatch.reference)
         return goal.total(scores, minibatch.batch)[1]
 
+    shape = supervised_shape(config, layout=layout, together=2)
     task = Task(
         title="dpo",
         model=model,
@@ -79,24 +82,22 @@ def train_dpo(config: DPOConfig) -> Result:
         init=learner.init,
         step=learner.step,
         learning_rate=optimizer.learning_rate,
-        batch=lambda step: pack_pairs(
-            [training.pairs[i] for i in take(len(training.pairs), step=step, config=config)], config
-        ),
+        batch=pair_batches(training.pairs, config, shape=shape),
         prepare=prepare,
         measure=lambda params: measure_pairs(
             held_out.pairs,
             lambda minibatch: compare(score(params, minibatch), prepare(minibatch)),
-            config,
-            layout=layout,
+            batch_size=config.train.batch_size,
+            shape=shape,
         ),
-        notes=left_out("data.path", training.too_long, config)
-        + left_out("data.eval_path", held_out.too_long, config),
+        notes=too_long_note("data.path", training.too_long, config)
+        + too_long_note("data.eval_path", held_out.too_long, config),
     )
     return fit(config, task, layout=layout, eval_every=config.eval.every)
 
 
 def load_loss(config: PairLossConfig) -> PairLoss:
-    """The loss that `loss.name` and its parameters describe.
+    """Builds the loss that `loss.name` and its parameters describe.
 
     Raises:
       ValueError: for a name that cannot be loaded, or a parameter that the loss does not take or

@@ -1,4 +1,4 @@
-"""Loads, packs and measures preference pairs as a config says."""
+"""Loads, packs and measures preference pairs."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -9,71 +9,76 @@ from jaxrl.config.preference import PairDataConfig, RankedDataConfig
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import Metrics, merge, to_floats
-from jaxrl.core.packing import assign_rows, pack
+from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.data import prompts
 from jaxrl.data.pairs import Pair, PairColumns, Pairs, read_pairs
 from jaxrl.data.prompts import Row, Tokenizer
-from jaxrl.training.supervised.fit import HostBatch, place, rows_for
-from sharding.partition import Layout
+from jaxrl.training.supervised.fit import batch_indices
 
 
 def load_training_pairs(config: PairDataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> Pairs:
-    """The pairs under `data.path`; raises as `read_pairs`."""
-    rows = prompts.read_rows(config.path, split=config.split, subset=config.subset)
-    return tokenise(rows, config, tokenizer, max_tokens=max_tokens)
+    """Reads and tokenizes the pairs of `data.path`; raises as `read_pairs`."""
+    rows = prompts.read_rows(config.path)
+    return tokenize(rows, tokenizer, config=config, max_tokens=max_tokens)
 
 
 def load_held_out_pairs(config: PairDataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> Pairs:
-    """The pairs under `data.eval_path`, none without it; raises as `read_pairs`."""
+    """Reads and tokenizes the pairs of `data.eval_path`, if any; raises as `read_pairs`."""
     if config.eval_path is None:
         return Pairs([], 0)
-    rows = prompts.read_rows(config.eval_path, split=config.eval_split, subset=config.subset)
-    found = tokenise(rows, config, tokenizer, max_tokens=max_tokens)
+    rows = prompts.read_rows(config.eval_path, split="test")
+    found = tokenize(rows, tokenizer, config=config, max_tokens=max_tokens)
     return found._replace(pairs=found.pairs[: config.eval_limit])
 
 
-def pack_pairs(pairs: Sequence[Pair], config: SupervisedConfig) -> HostBatch:
-    """A batch of at most `train.batch_size` pairs, each within one row, its chosen answer first.
-    The advantages of the chosen answer add up to the margin."""
-    if config.train.packing:
-        rows = assign_rows([p.length for p in pairs], row_length=config.train.row_length)
-    else:
-        rows = [[i] for i in range(len(pairs))]
-    placed, used = rows_for([[a for i in row for a in (2 * i, 2 * i + 1)] for row in rows], config)
+def pack_pairs(pairs: Sequence[Pair], *, shape: MinibatchShape) -> Minibatch:
+    """Packs pairs, each within one row, the chosen completion first. The advantages of the chosen
+    completion add up to the margin.
+
+    Args:
+      pairs: at most as many as the shape has rows.
+      shape: with two sequences `together`.
+    """
     advantages: list[np.ndarray | float] = []
     for pair in pairs:
         margin = np.zeros(len(pair.chosen.completion), np.float32)
         margin[-1] = pair.margin
         advantages += [margin, 0.0]
-    batch = pack(
-        [answer for pair in pairs for answer in (pair.chosen, pair.rejected)],
-        advantages,
-        rows=placed,
-        row_length=config.train.row_length,
-    )
-    return HostBatch(batch, used)
+    sequences = [one for pair in pairs for one in (pair.chosen, pair.rejected)]
+    return pack_minibatch(sequences, advantages, shape=shape)
+
+
+def pair_batches(
+    pairs: Sequence[Pair], config: SupervisedConfig, *, shape: MinibatchShape
+) -> Callable[[int], Minibatch]:
+    """Returns the function from an optimizer step to its minibatch of pairs."""
+
+    def batch(step: int) -> Minibatch:
+        indices = batch_indices(len(pairs), step=step, config=config)
+        return pack_pairs([pairs[i] for i in indices], shape=shape)
+
+    return batch
 
 
 def measure_pairs(
     pairs: Sequence[Pair],
     measure: Callable[[Minibatch], Metrics],
-    config: SupervisedConfig,
     *,
-    layout: Layout,
+    batch_size: int,
+    shape: MinibatchShape,
 ) -> dict[str, float]:
-    """The means over pairs of what `measure` finds in each batch of them; empty without pairs."""
-    size = config.train.batch_size
+    """Measures batches of pairs and merges the results; empty without pairs."""
     found: Metrics = {}
-    for start in range(0, len(pairs), size):
-        batch = pack_pairs(pairs[start : start + size], config)
-        found = merge(found, measure(place(batch, layout)))
+    for start in range(0, len(pairs), batch_size):
+        batch = pack_pairs(pairs[start : start + batch_size], shape=shape)
+        found = merge(found, measure(batch))
     return to_floats(found)
 
 
-def tokenise(
-    rows: Iterator[Row], config: PairDataConfig, tokenizer: Tokenizer, *, max_tokens: int
+def tokenize(
+    rows: Iterator[Row], tokenizer: Tokenizer, *, config: PairDataConfig, max_tokens: int
 ) -> Pairs:
-    """Tokenises rows with the columns and the rendering of a config; raises as `read_pairs`."""
+    """Tokenizes rows with the columns and the rendering of a config; raises as `read_pairs`."""
     columns = PairColumns(config.prompt_key, config.chosen_key, config.rejected_key)
     if isinstance(config, RankedDataConfig):
         columns = columns._replace(margin=config.margin_key)

@@ -1,39 +1,39 @@
-"""A reward model from pairs of answers: the chosen one shall be worth more (Bradley-Terry)."""
+"""Trains a reward model on pairs of completions (Bradley-Terry)."""
 
 from typing import Any
 
 import jax
 
 from jaxrl.builders.layout import make_layout
+from jaxrl.builders.minibatches import supervised_shape
 from jaxrl.builders.model import load_scorer
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.config.preference import RewardModelConfig
-from jaxrl.core import precision
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import Metrics
 from jaxrl.learner.reward_model import make_ranker, make_scores
 from jaxrl.losses.preference import ranked
 from jaxrl.models import huggingface
 from jaxrl.models.spec import Params
-from jaxrl.training.supervised.fit import Result, Task, fit, left_out, take
+from jaxrl.training.supervised.fit import Result, Task, fit, too_long_note
 from jaxrl.training.supervised.pairs import (
     load_held_out_pairs,
     load_training_pairs,
     measure_pairs,
-    pack_pairs,
+    pair_batches,
 )
 
 
 def train_reward_model(config: RewardModelConfig) -> Result:
-    """Trains for `config.train.steps` steps, or until a signal comes, and saves the reward model.
+    """Trains for `config.train.steps` steps, or until a signal, and saves the reward model.
 
-    It begins from a language model, with a score of 0 for every text, or from a reward model.
+    The initial model is a language model, which scores every text 0, or a reward model.
 
     Raises:
       ResumeError, CheckpointError: as `supervised.fit`.
       ValueError: for data, a model or a run directory that cannot be used; the message names it.
     """
-    policy = precision.parse(config.precision)
+    policy = config.policy
     layout = make_layout(config.mesh)
     tokenizer = huggingface.load_tokenizer(config.model.path)
     longest = config.train.row_length
@@ -60,6 +60,7 @@ def train_reward_model(config: RewardModelConfig) -> Result:
     def measure(params: Params, minibatch: Minibatch) -> Metrics:
         return ranked(scores(params, minibatch), minibatch.batch, centring=centring)[1]
 
+    shape = supervised_shape(config, layout=layout, together=2)
     task = Task(
         title="reward model",
         model=model,
@@ -67,13 +68,14 @@ def train_reward_model(config: RewardModelConfig) -> Result:
         init=learner.init,
         step=learner.step,
         learning_rate=optimizer.learning_rate,
-        batch=lambda step: pack_pairs(
-            [training.pairs[i] for i in take(len(training.pairs), step=step, config=config)], config
-        ),
+        batch=pair_batches(training.pairs, config, shape=shape),
         measure=lambda params: measure_pairs(
-            held_out.pairs, lambda minibatch: measure(params, minibatch), config, layout=layout
+            held_out.pairs,
+            lambda minibatch: measure(params, minibatch),
+            batch_size=config.train.batch_size,
+            shape=shape,
         ),
-        notes=left_out("data.path", training.too_long, config)
-        + left_out("data.eval_path", held_out.too_long, config),
+        notes=too_long_note("data.path", training.too_long, config)
+        + too_long_note("data.eval_path", held_out.too_long, config),
     )
     return fit(config, task, layout=layout, eval_every=config.eval.every)

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: token cross-entropy over completion tokens, packed.
 
-The learner is the one of reinforcement learning; the objective is -logprob, without advantages.
+The learner is that of reinforcement learning; the objective is -logprob, without advantages.
 """
 
 from collections.abc import Sequence
@@ -9,30 +9,31 @@ from typing import NamedTuple
 import jax
 
 from jaxrl.builders.layout import make_layout
+from jaxrl.builders.minibatches import supervised_shape
 from jaxrl.builders.model import load_model
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.builders.prompts import rendering
 from jaxrl.config.sft import SFTConfig, SFTDataConfig
-from jaxrl.core import precision
-from jaxrl.core.batch import Rollout, TokenBatch
+from jaxrl.core.batch import Minibatch, Rollout, TokenBatch
 from jaxrl.core.metrics import Metrics
-from jaxrl.core.packing import assign_rows, pack
+from jaxrl.core.packing import pack_minibatch
 from jaxrl.data import prompts
 from jaxrl.data.prompts import Row, Tokenizer
 from jaxrl.data.texts import end_token, given_rollout
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
-from jaxrl.losses.algebra import Scores, TokenLoss, objective, token_loss
+from jaxrl.losses.algebra import TokenLoss, objective, token_loss
+from jaxrl.losses.scores import Scores
 from jaxrl.models import huggingface
-from jaxrl.training.supervised.fit import HostBatch, Result, Task, fit, left_out, rows_for, take
+from jaxrl.training.supervised.fit import Result, Task, batch_indices, fit, too_long_note
 
 
 class Texts(NamedTuple):
     """Tokenised texts.
 
     Attributes:
-      sequences: what is learnt; `completion` ends with the end-of-sequence token.
-      too_long: number of texts that were left out.
+      sequences: the texts to learn; `completion` ends with the end-of-sequence token.
+      too_long: number of texts that were dropped.
     """
 
     sequences: Sequence[Rollout]
@@ -50,13 +51,13 @@ def cross_entropy() -> TokenLoss:
 
 
 def finetune(config: SFTConfig) -> Result:
-    """Trains for `config.train.steps` steps, or until a signal comes, and saves the model.
+    """Trains for `config.train.steps` steps, or until a signal, and saves the model.
 
     Raises:
       ResumeError, CheckpointError: as `supervised.fit`.
       ValueError: for data, a model or a run directory that cannot be used; the message names it.
     """
-    policy = precision.parse(config.precision)
+    policy = config.policy
     layout = make_layout(config.mesh)
     tokenizer = huggingface.load_tokenizer(config.model.path)
     texts = load_texts(config.data, tokenizer, max_tokens=config.train.row_length)
@@ -76,6 +77,13 @@ def finetune(config: SFTConfig) -> Result:
         rows_per_microbatch=config.microbatch_rows,
         param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
     )
+    shape = supervised_shape(config, layout=layout)
+
+    def batch(step: int) -> Minibatch:
+        indices = batch_indices(len(texts.sequences), step=step, config=config)
+        sequences = [texts.sequences[i] for i in indices]
+        return pack_minibatch(sequences, [0.0] * len(sequences), shape=shape)
+
     task = Task(
         title="sft",
         model=model,
@@ -83,20 +91,20 @@ def finetune(config: SFTConfig) -> Result:
         init=learner.init,
         step=learner.step,
         learning_rate=optimizer.learning_rate,
-        batch=lambda step: _batch(texts.sequences, step=step, config=config),
-        notes=left_out("data.path", texts.too_long, config),
+        batch=batch,
+        notes=too_long_note("data.path", texts.too_long, config),
     )
     return fit(config, task, layout=layout)
 
 
 def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> Texts:
-    """Reads and tokenises what is learnt.
+    """Reads and tokenizes the texts to learn.
 
-    Prompt and completion are tokenised each for itself, as in sampling, where the prompt is given.
+    Prompt and completion are tokenized separately, as in sampling, where the prompt is given.
 
     Raises:
-      ValueError: for a row without a key, a tokenizer without an end-of-sequence token, or if no
-        text is left; the message names file, line and key.
+      ValueError: for a row that lacks a key, a tokenizer without an end-of-sequence token, or if
+        every text is too long; the message names file, line and key.
     """
     end = end_token(tokenizer)
     render = prompts.make_renderer(tokenizer, rendering(config))
@@ -115,26 +123,14 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
         )
 
     sequences = []
-    for row in prompts.read_rows(config.path, split=config.split, subset=config.subset):
+    for row in prompts.read_rows(config.path):
         prompt, completion = split(row)
         if not prompt:
-            raise ValueError(f"{row.where}: the text begins with no token to predict from")
+            raise ValueError(f"{row.where}: no token to predict the text from")
         sequences.append(given_rollout(prompt, [*completion, end]))
     short = [one for one in sequences if one.length <= max_tokens]
     if not short:
         raise ValueError(
-            f"{config.path}: no text to learn; {len(sequences)} have more than {max_tokens} tokens"
+            f"{config.path}: no text fits; {len(sequences)} have more than {max_tokens} tokens"
         )
     return Texts(short, len(sequences) - len(short))
-
-
-def _batch(sequences: Sequence[Rollout], *, step: int, config: SFTConfig) -> HostBatch:
-    """The sequences of a step, and the number of microbatches that they fill."""
-    batch = [sequences[i] for i in take(len(sequences), step=step, config=config)]
-    if config.train.packing:
-        rows = assign_rows([one.length for one in batch], row_length=config.train.row_length)
-    else:
-        rows = [[i] for i in range(len(batch))]
-    placed, used = rows_for(rows, config)
-    packed = pack(batch, [0.0] * len(batch), rows=placed, row_length=config.train.row_length)
-    return HostBatch(packed, used)

@@ -34,14 +34,14 @@ ANSWERS = {
 
 
 def test_the_samplers_weights_and_cache_are_what_it_really_holds(tmp_path, monkeypatch):
-    held, grow = [], batch_decoding.grow
+    held, grow = [], batch_decoding.grow_cache
 
     def watched(rows, **settings):
         grown = grow(rows, **settings)
         held.append((on_one(rows.cache), on_one(grown.cache)))
         return grown
 
-    monkeypatch.setattr(batch_decoding, "grow", watched)
+    monkeypatch.setattr(batch_decoding, "grow_cache", watched)
     config = make_config(tmp_path, **ANSWERS)
     step = make_step(config, open_topology("cpu:8"))
     found = besides(config, step)

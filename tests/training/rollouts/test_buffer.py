@@ -1,4 +1,4 @@
-"""What waits between sampler and learner: staleness is bounded, and the counts add up."""
+"""The buffer between sampler and learner: bounded staleness, and counts that add up."""
 
 import dataclasses
 import random
@@ -15,7 +15,9 @@ from jaxrl.training.rollouts.buffer import Buffer, staleness
 BATCH, BATCHES = 3, 6
 
 
-def group(number: int, *, version: int, flat: bool = False, newest: int | None = None) -> list[Any]:
+def group(
+    number: int, *, version: int, equal: bool = False, newest: int | None = None
+) -> list[Any]:
     return [
         Rollout(
             prompt=np.array([1], np.int32),
@@ -24,7 +26,7 @@ def group(number: int, *, version: int, flat: bool = False, newest: int | None =
             action_mask=np.ones(2, bool),
             version=np.array([version, version if newest is None else newest], np.int32),
             group=number,
-            reward=0.0 if flat else float(i),
+            reward=0.0 if equal else float(i),
         )
         for i in range(2)
     ]
@@ -36,70 +38,63 @@ def numbers(batch: list[Rollout] | None) -> list[int]:
 
 
 def filled(**changes: Any) -> Buffer:
-    """A buffer to which groups 0 to 3 have come in the order 3, 1, 0, 2, drawn by version 0."""
+    """A buffer with groups 0 to 3 of version 0, finished in the order 3, 1, 0, 2."""
     buffer = Buffer(**{"batch": 2, "batches": 4, "max_staleness": 1, **changes})
     assert buffer.begin(next_number=0, step=0, most=9) == [0, 1, 2, 3]
-    for i, number in enumerate((3, 1, 0, 2)):
-        buffer.finish(number, group(number, version=0), now=float(i))
+    for number in (3, 1, 0, 2):
+        buffer.finish(number, group(number, version=0))
     return buffer
 
 
-def test_groups_are_learnt_as_they_were_begun_or_as_they_finish():
-    assert numbers(filled().take(step=0, now=9)) == [0, 1]
-    assert numbers(filled(order="finished").take(step=0, now=9)) == [3, 1]
+def test_groups_are_trained_in_order_of_start_or_of_finish():
+    assert numbers(filled().take(step=0)) == [0, 1]
+    assert numbers(filled(order="finished").take(step=0)) == [3, 1]
 
 
-def test_learner_waits_for_a_group_that_was_begun_earlier():
+def test_learner_waits_for_groups_started_earlier():
     buffer = Buffer(batch=2, batches=4, max_staleness=1)
     buffer.begin(next_number=0, step=0, most=4)
     for number in (1, 2, 3):
-        buffer.finish(number, group(number, version=0), now=0)
-    assert buffer.take(step=0, now=0) is None
-    buffer.finish(0, group(0, version=0), now=0)
-    assert numbers(buffer.take(step=0, now=0)) == [0, 1]
+        buffer.finish(number, group(number, version=0))
+    assert buffer.take(step=0) is None
+    buffer.finish(0, group(0, version=0))
+    assert numbers(buffer.take(step=0)) == [0, 1]
 
 
-def test_what_was_begun_before_a_restart_is_answered_even_in_a_shorter_run():
-    """Groups 1 to 3 wait, 0 is in flight, and now one batch is all that is to be learnt."""
+def test_running_groups_are_resumed_even_in_a_shorter_run():
+    """Groups 1 to 3 wait, 0 is in flight, and one batch is left to train."""
     buffer = Buffer(batch=2, batches=1, max_staleness=1)
-    buffer.restore([r for n in (1, 2, 3) for r in group(n, version=0)], [0], now=0)
+    buffer.restore([r for n in (1, 2, 3) for r in group(n, version=0)], [0])
     assert buffer.begin(next_number=4, step=0, most=9) == [0]
-    buffer.finish(0, group(0, version=0), now=0)
-    assert numbers(buffer.take(step=0, now=0)) == [0, 1]
+    buffer.finish(0, group(0, version=0))
+    assert numbers(buffer.take(step=0)) == [0, 1]
 
 
-def test_what_got_too_old_is_dropped_and_makes_room():
+def test_stale_groups_are_dropped_and_make_room():
     buffer = filled(order="finished")
-    assert buffer.take(step=2, now=4) is None
+    assert buffer.take(step=2) is None
     assert dataclasses.astuple(buffer.counts) == (4, 0, 4, 0)
     assert buffer.begin(next_number=4, step=2, most=9) == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
-def test_what_waited_too_long_is_dropped():
-    # They came at 0, 1, 2 and 3 seconds.
-    buffer = filled(order="finished", max_seconds=2.5)
-    assert numbers(buffer.take(step=0, now=4)) == [0, 2]
-    assert buffer.counts.late == 2
-
-
-def test_dynamic_sampling_drops_flat_groups_within_bounds():
-    buffer = Buffer(batch=2, batches=4, max_staleness=2, flat_per_batch=2)
+def test_dynamic_sampling_drops_zero_variance_groups_within_bounds():
+    buffer = Buffer(batch=2, batches=4, max_staleness=2, zero_variance_per_batch=2)
     buffer.begin(next_number=0, step=0, most=6)
     for number in range(6):
-        buffer.finish(number, group(number, version=0, flat=number != 1), now=0)
-    # 0 and 2 are dropped, which is the bound; 3 is learnt from as it is.
-    assert numbers(buffer.take(step=0, now=0)) == [1, 3]
-    assert buffer.take(step=1, now=0) is None  # 4 and 5 are dropped
+        buffer.finish(number, group(number, version=0, equal=number != 1))
+    # 0 and 2 are dropped, which is the bound; 3 is trained on as it is.
+    assert numbers(buffer.take(step=0)) == [1, 3]
+    assert buffer.take(step=1) is None  # 4 and 5 are dropped
     assert dataclasses.astuple(buffer.counts) == (6, 2, 0, 4)
     assert buffer.begin(next_number=6, step=1, most=9) == [6, 7, 8, 9, 10, 11]
 
 
-def test_weights_from_the_future_are_refused():
+def test_policy_newer_than_the_learner_is_an_error():
     buffer = Buffer(batch=1, batches=1, max_staleness=1)
     buffer.begin(next_number=0, step=0, most=1)
-    buffer.finish(0, group(0, version=0, newest=7), now=0)
+    buffer.finish(0, group(0, version=0, newest=7))
     with pytest.raises(RuntimeError, match="version 7 and the learner is at 0"):
-        buffer.take(step=0, now=0)
+        buffer.take(step=0)
 
 
 def test_staleness_is_that_of_the_oldest_token():
@@ -113,9 +108,9 @@ def test_staleness_is_that_of_the_oldest_token():
     st.integers(0, 2),
     st.integers(0, 2**32),
 )
-def test_staleness_is_bounded_and_counts_add_up(eta, order, flat_rounds, seed):
-    """Any interleaving of threads, with a restart somewhere: the buffer never holds more than it
-    may, nothing is too old, nothing is learnt twice, and a run of N batches begins N of them."""
+def test_staleness_is_bounded_and_counts_add_up(eta, order, extra_rounds, seed):
+    """Any interleaving of threads, with a restart: the buffer is never overfull, no group is too
+    stale, none is trained on twice, and a run of N batches starts N of them."""
 
     rng = random.Random(seed)
 
@@ -125,17 +120,17 @@ def test_staleness_is_bounded_and_counts_add_up(eta, order, flat_rounds, seed):
             batches=BATCHES,
             max_staleness=eta,
             order=order,
-            flat_per_batch=flat_rounds * BATCH,
+            zero_variance_per_batch=extra_rounds * BATCH,
             counts=counts,
         )
 
     buffer, step, position = fresh(), 0, 0
-    running: dict[int, int] = {}  # number -> version that began it
-    learnt: list[int] = []
+    running: dict[int, int] = {}  # number -> version that started it
+    trained: list[int] = []
     restart_at = rng.randint(1, BATCHES)
     training = False  # between take and publish
     for _ in range(2000):
-        if len(learnt) == BATCH * BATCHES:
+        if len(trained) == BATCH * BATCHES:
             break
         match rng.choice(["begin", "finish", "finish", "learner"]):
             case "begin":
@@ -144,27 +139,27 @@ def test_staleness_is_bounded_and_counts_add_up(eta, order, flat_rounds, seed):
                     running[n], position = step, max(position, n + 1)
             case "finish" if running:
                 n = rng.choice(sorted(running))
-                flat = rng.random() < 0.3
-                buffer.finish(n, group(n, version=running.pop(n), flat=flat), now=0)
+                equal = rng.random() < 0.3
+                buffer.finish(n, group(n, version=running.pop(n), equal=equal))
             case "learner" if training:
                 step, training = step + 1, False
-                if step == restart_at:  # killed behind the save, and started again
+                if step == restart_at:  # killed after the save, and resumed
                     waiting, again = buffer.waiting, buffer.running
                     assert again == sorted(running)
                     buffer = fresh(buffer.counts)
-                    buffer.restore(waiting, again, now=0)
+                    buffer.restore(waiting, again)
                     running = {}
             case "learner":
-                batch = buffer.take(step=step, now=0)
+                batch = buffer.take(step=step)
                 if batch is not None:
                     assert max(staleness(batch, step=step)) <= eta
-                    learnt += numbers(batch)
+                    trained += numbers(batch)
                     training = True
         c, waiting = buffer.counts, len(buffer.waiting) // 2
-        assert c.made == c.learnt + c.late + c.flat + waiting
+        assert c.sampled == c.trained + c.stale + c.zero_variance + waiting
         assert waiting + len(running) <= (eta + 1) * BATCH
-        assert c.learnt == len(learnt)
-    assert len(learnt) == len(set(learnt)) == BATCH * BATCHES
+        assert c.trained == len(trained)
+    assert len(trained) == len(set(trained)) == BATCH * BATCHES
     if order == "begun":
-        assert buffer.counts.late == 0
-        assert learnt == sorted(learnt)
+        assert buffer.counts.stale == 0
+        assert trained == sorted(trained)

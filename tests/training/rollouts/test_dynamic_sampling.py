@@ -1,4 +1,4 @@
-"""Dynamic sampling, with answers and rewards made by hand; a run that goes on from JSON."""
+"""Dynamic sampling with a sampler and rewards written by hand; resuming from JSON."""
 
 import json
 from types import SimpleNamespace
@@ -9,19 +9,19 @@ import numpy as np
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Rollout
-from jaxrl.data.prompts import Example, Prompts
-from jaxrl.environments.rewards.scoring import Reward
-from jaxrl.sampling.base import Completion, SamplingParams
+from jaxrl.data.prompts import Example
+from jaxrl.sampling.base import Completion
+from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts import dynamic_sampling
-from jaxrl.training.rollouts.answers import collect
-from jaxrl.training.run import Progress
+from jaxrl.training.rollouts.collect import collect
+from tests.training.rollouts.source import make_source
 
 PROMPTS = 64
 
 
 class HandMade:
-    """Answers (prompt, index in the group, step); a prompt p teaches if p % 4 == 0: the first
-    answer to it earns 1 and the second 0."""
+    """Completes with (prompt, index in the group). The rewards of a prompt p differ if p % 4 == 0:
+    its first completion earns 1 and its second 0."""
 
     version = 0
 
@@ -64,25 +64,15 @@ def hand_made(**train: Any) -> SimpleNamespace:
     )
     examples = [Example(np.array([i + 1], np.int32), {"prompt": i + 1}, {}) for i in range(PROMPTS)]
     notes: list[str] = []
-    return SimpleNamespace(
-        config=config,
-        prompts=Prompts(examples, 0),
-        sampler=HandMade(),
-        sampling=SamplingParams(max_tokens=2),
-        tokenizer=SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids))),
-        rewards=[Reward("earned", earned, 1.0)],
-        reward_model=None,
-        reward_weights={"earned": 1.0},
-        episode_runner=None,
-        tracker=SimpleNamespace(note=notes.append),
-        notes=notes,
-    )
+    sampler = HandMade()
+    source = make_source(config, examples, sampler=sampler, reward=earned, note=notes.append)
+    return SimpleNamespace(train=config.train, sampler=sampler, source=source, notes=notes)
 
 
 def steps(run: Any, progress: Progress, count: int) -> list[Any]:
     found = []
     for _ in range(count):
-        found.append(collect(run, progress, seconds={}))
+        found.append(collect(run.source, run.train, progress=progress, seconds={}))
         progress.step += 1
     return found
 
@@ -91,15 +81,15 @@ def prompt_of(rollout: Rollout) -> int:
     return int(rollout.prompt[0])
 
 
-def test_nothing_is_lost_and_nothing_doubled():
-    run, progress = hand_made(refill_rounds=10), Progress()
+def test_every_informative_group_is_trained_once():
+    run, progress = hand_made(dynamic_sampling_rounds=10), Progress()
     batches = steps(run, progress, 3)
-    learnt = [prompt_of(r) for answers in batches for r in answers.batch]
+    trained = [prompt_of(r) for answers in batches for r in answers.batch]
     kept = [prompt_of(r) for r in progress.pending]
-    teaching = [p for p in run.sampler.asked if p % 4 == 0]
+    informative = [p for p in run.sampler.asked if p % 4 == 0]
     # In the order in which they were sampled, each with its whole group.
-    assert learnt + kept == [p for p in teaching for _ in range(2)]
-    assert len(set(teaching)) == len(teaching)
+    assert trained + kept == [p for p in informative for _ in range(2)]
+    assert len(set(informative)) == len(informative)
     for answers in batches:
         assert len(answers.batch) == 4 * 2
         assert len({r.group for r in answers.batch}) == 4
@@ -107,18 +97,18 @@ def test_nothing_is_lost_and_nothing_doubled():
     assert sum(asked) == 2 * len(run.sampler.asked)
     assert [a.numbers["groups/rounds"] for a in batches] == [n / 8 for n in asked]
     assert batches[-1].numbers["groups/kept"] == len(kept) / 2
-    # Every round draws with a seed of its own.
+    # Every round has its own seed.
     assert len(set(run.sampler.seeds)) == len(run.sampler.seeds)
 
 
-def test_zero_std_groups_and_failures_are_counted_over_all_rounds():
-    (answers,) = steps(hand_made(refill_rounds=10), Progress(), 1)
+def test_zero_variance_and_failures_are_counted_over_all_rounds():
+    (answers,) = steps(hand_made(dynamic_sampling_rounds=10), Progress(), 1)
     asked = [prompt_of(r) for r in answers.sampled[::2]]
     assert answers.numbers["groups/zero_std"] == sum(p % 4 in (2, 3) for p in asked)
     assert answers.numbers["reward/failed"] == 2 * sum(p % 4 == 1 for p in asked)
 
 
-def test_off_learns_from_every_group():
+def test_without_dynamic_sampling_every_group_is_trained():
     run, progress = hand_made(), Progress()
     (answers,) = steps(run, progress, 1)
     assert [prompt_of(r) for r in answers.batch[::2]] == run.sampler.asked
@@ -128,28 +118,28 @@ def test_off_learns_from_every_group():
     }
 
 
-def test_too_few_groups_are_learnt_from_and_said_once():
-    run, progress = hand_made(refill_rounds=1), Progress()
+def test_short_batches_are_trained_and_reported_once():
+    run, progress = hand_made(dynamic_sampling_rounds=1), Progress()
     batches = steps(run, progress, 6)
-    short = [a for a in batches if a.numbers["groups/learnt"] < 4]
+    short = [a for a in batches if a.numbers["groups/trained"] < 4]
     assert short
     assert progress.short_batches == len(short)
     assert sum("dynamic sampling found" in note for note in run.notes) == 1
     for answers in short:
         assert answers.numbers["groups/rounds"] == 2
         assert (
-            len(answers.batch) == 2 * answers.numbers["groups/learnt"]
-            or not answers.numbers["groups/learnt"]
+            len(answers.batch) == 2 * answers.numbers["groups/trained"]
+            or not answers.numbers["groups/trained"]
         )
 
 
-def test_a_run_goes_on_from_json_with_what_was_kept():
-    whole, parts = hand_made(refill_rounds=10), hand_made(refill_rounds=10)
+def test_kept_groups_survive_json():
+    whole, parts = hand_made(dynamic_sampling_rounds=10), hand_made(dynamic_sampling_rounds=10)
     undisturbed, progress = steps(whole, Progress(), 6), Progress()
     found = []
     for _ in range(6):
         found += steps(parts, progress, 1)
-        # All that a killed process leaves behind.
+        # All that a checkpoint holds.
         progress = Progress.from_json(json.loads(json.dumps(progress.to_json())))
     assert any(answers.numbers["groups/kept"] for answers in found)
     for a, b in zip(undisturbed, found, strict=True):
@@ -160,12 +150,12 @@ def test_a_run_goes_on_from_json_with_what_was_kept():
                 assert getattr(u, "dtype", type(u)) == getattr(v, "dtype", type(v))
 
 
-def test_a_masked_truncated_answer_counts_in_its_group_only():
-    (answers,) = steps(hand_made(refill_rounds=10, mask_truncated=True), Progress(), 1)
+def test_masked_truncated_rollout_counts_in_its_group_only():
+    (answers,) = steps(hand_made(dynamic_sampling_rounds=10, mask_truncated=True), Progress(), 1)
     for rollout in answers.batch:
         assert rollout.truncated == (rollout.completion[1] == 1)
         assert rollout.action_mask.any() == (not rollout.truncated)
         assert not np.isnan(rollout.reward)
-    # A group of which nothing is left teaches nothing.
-    cut = [r._replace(action_mask=np.zeros(2, bool)) for r in answers.batch[:2]]
-    assert dynamic_sampling.teaching(cut) == []
+    # A group without action tokens is not informative.
+    masked = [r._replace(action_mask=np.zeros(2, bool)) for r in answers.batch[:2]]
+    assert dynamic_sampling.informative(masked) == []

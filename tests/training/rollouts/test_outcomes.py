@@ -1,7 +1,6 @@
-"""Reward shaping by hand, and in a run that uses all of it."""
+"""Reward shaping: by hand, and in a run that uses all of it."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +10,7 @@ from jaxrl.advantages import lambda_returns
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core.packing import gather, pack
-from jaxrl.environments.rewards.scoring import Reward
-from jaxrl.losses.from_config import kl_estimator
+from jaxrl.losses.regularizers import k1
 from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.training.rollouts import outcomes
 from tests import tiny
@@ -20,31 +18,29 @@ from tests.training.test_train import config as small_config
 from tests.training.test_train import material  # noqa: F401 — the fixture
 
 
-def test_overlong_answers_lose_up_to_one():
+def test_overlong_penalty_is_at_most_one():
     found = outcomes.overlong_penalty(np.array([3, 6, 7, 8, 10]), longest=10, buffer=4)
     np.testing.assert_allclose(found, [0, 0, -0.25, -0.5, -1])
 
 
-def test_distance_from_the_reference_by_hand():
+def test_kl_penalty_by_hand():
     given = {
         "learner": [np.array([-1.0, -2.0, -3.0])],
         "reference": [np.array([-1.5, -1.0, 0.0])],
         "masks": [np.array([True, True, False])],
         "coefficient": 0.1,
     }
-    np.testing.assert_allclose(outcomes.kl_penalties(**given, estimator="k1"), [[0.05, -0.1, 0]])
-    np.testing.assert_allclose(
-        outcomes.kl_penalties(**given, estimator="k2"), [[0.0125, 0.05, 0]], rtol=1e-6
-    )
+    np.testing.assert_allclose(outcomes.kl_penalties(**given), [[0.05, -0.1, 0]])
 
 
-def test_rollouts_of_other_lengths_compile_no_new_estimator(monkeypatch):
+def test_kl_estimator_compiles_once_for_all_lengths(monkeypatch):
     sizes = set()
 
-    def spy(name):
-        return lambda d: (sizes.add(d.shape), kl_estimator(name)(d))[1]
+    def spy(d):
+        sizes.add(d.shape)
+        return k1(d)
 
-    monkeypatch.setattr(outcomes, "kl_estimator", spy)
+    monkeypatch.setattr(outcomes, "k1", spy)
     for length in (1, 2, 700, 1000):
         d = np.full(length, 0.5, np.float32)
         (found,) = outcomes.kl_penalties(
@@ -52,13 +48,12 @@ def test_rollouts_of_other_lengths_compile_no_new_estimator(monkeypatch):
             reference=[0 * d],
             masks=[d > 0],
             coefficient=1.0,
-            estimator="k1",
         )
         np.testing.assert_array_equal(found, d)
     assert len(sizes) == 1
 
 
-def test_gather_finds_what_pack_placed():
+def test_gather_inverts_pack():
     rollouts = tiny.rollouts(6)
     rows = [[4, 1], [], [0, 5, 2], [3]]
     batch = pack(
@@ -72,35 +67,30 @@ def test_gather_finds_what_pack_placed():
         )
 
 
-def run(**reward):
+def shaping(**reward) -> outcomes.Shaping:
     keys = {
         "model": {"path": "m"},
         "data": {"path": "d"},
         "reward": {"path": ["a", "b"]} | reward,
         "sampling": {"max_tokens": 8},
     }
-    terms = [Reward("a", lambda text, row: 1.0, 1.0), Reward("b", lambda text, row: 2.0, 0.5)]
-    return SimpleNamespace(
-        config=toml_file.validate(Config, keys),
-        rewards=terms,
-        reward_weights={"a": 1.0, "b": 0.5},
-        episode_runner=None,
-        reference="theirs",
+    config = toml_file.validate(Config, keys)
+    return outcomes.Shaping(
+        config=config.reward,
+        max_tokens=config.sampling.max_tokens,
+        weights={"a": 1.0, "b": 0.5},
+        greedy_rewards=pytest.fail,
     )
 
 
-def test_outcomes_hold_what_was_added_and_its_components():
+def test_outcomes_hold_penalties_and_components():
     rollouts = [r._replace(components=(1.0, 2.0), reward=2.0) for r in tiny.rollouts(3)]
     lengths = np.array([len(r.completion) for r in rollouts])
 
-    def logprobs(params):
-        return [np.full(n, -1.0 if params == "mine" else -1.5) for n in lengths]
-
-    known, numbers = outcomes.outcomes(
-        run(kl=0.2, overlong_buffer=8),
+    known, numbers = outcomes.shaped_outcomes(
+        shaping(kl=0.2, overlong_buffer=8),
         rollouts,
-        params="mine",
-        logprobs=logprobs,  # pyright: ignore[reportArgumentType]
+        logprobs=lambda: ([np.full(n, -1.0) for n in lengths], [np.full(n, -1.5) for n in lengths]),
     )
     paid = np.array([0.1 * r.action_mask.sum() for r in rollouts])
     np.testing.assert_allclose(known.rewards, 2.0 - lengths / 8 - paid)
@@ -115,39 +105,38 @@ def test_outcomes_hold_what_was_added_and_its_components():
         assert tokens.sum() == pytest.approx(reward if r.action_mask.any() else 0.0)
 
 
-def test_with_a_critic_each_token_pays_its_own_distance_from_the_reference():
+def test_with_a_critic_each_token_pays_its_own_kl_penalty():
     """PPO's reward by hand: -.1 (log pi - log ref) for each token, and 1 for the last besides."""
     rollout = tiny.rollouts(1)[0]._replace(
         completion=np.arange(4), action_mask=np.array([True, True, False, True]), reward=1.0
     )
-    scores = {"mine": [-1.0, -2.0, -9.0, -0.5], "theirs": [-1.5, -1.0, 0.0, -0.5]}
-    known, _ = outcomes.outcomes(
-        run(kl=0.1),
+    learner, reference = [-1.0, -2.0, -9.0, -0.5], [-1.5, -1.0, 0.0, -0.5]
+    known, _ = outcomes.shaped_outcomes(
+        shaping(kl=0.1),
         [rollout._replace(components=(1.0, 0.0))],
-        params="mine",  # pyright: ignore[reportArgumentType]
-        logprobs=lambda params: [np.array(scores[params])],  # pyright: ignore[reportArgumentType]
+        logprobs=lambda: ([np.array(learner)], [np.array(reference)]),
     )
     np.testing.assert_allclose(known.token_rewards(), [[-0.05, 0.1, 0.0, 1.0]], atol=1e-7)
-    judged = dataclasses.replace(known, values=[np.array([0.5, 0.6, 7.0, 0.8])])
+    with_values = dataclasses.replace(known, values=[np.array([0.5, 0.6, 7.0, 0.8])])
     # delta: -.05 + .6 - .5, .1 + .8 - .6, 1 - .8; A = delta + .5 A of the next chosen token.
-    (returns,) = lambda_returns(judged, lam=0.5)
+    (returns,) = lambda_returns(with_values, lam=0.5)
     np.testing.assert_allclose(returns, [0.05 + 0.2 + 0.5, 0.4 + 0.6, 0.0, 1.0], atol=1e-6)
 
 
-def test_without_shaping_nothing_is_scored_or_added():
+def test_without_shaping_rewards_are_unchanged():
     rollouts = [r._replace(components=(1.0, 2.0), reward=2.0) for r in tiny.rollouts(3)]
-    known, numbers = outcomes.outcomes(run(), rollouts, params={}, logprobs=pytest.fail)  # pyright: ignore[reportArgumentType]
+    known, numbers = outcomes.shaped_outcomes(shaping(), rollouts, logprobs=pytest.fail)
     np.testing.assert_array_equal(known.rewards, [2.0] * 3)
     assert known.penalties is None
     assert numbers == {}
 
 
-def test_a_buffer_longer_than_answers_is_refused():
+def test_overlong_buffer_longer_than_completions_is_refused():
     with pytest.raises(ValueError, match=r"reward\.overlong_buffer = 9"):
-        run(overlong_buffer=9)
+        shaping(overlong_buffer=9)
 
 
-def test_a_run_with_all_of_it(material, tmp_path):  # noqa: F811
+def test_run_with_all_shaping(material, tmp_path):  # noqa: F811
     """The first step is at the reference, so it costs nothing; later ones report every part."""
     changes = {
         "loss.name": "remax",

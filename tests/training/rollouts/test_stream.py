@@ -1,4 +1,4 @@
-"""Sampling while the learner trains: threads, a sampler made by hand, and whole small runs."""
+"""Asynchronous rollouts: threads, a sampler written by hand, and whole small runs."""
 
 import json
 import signal
@@ -16,23 +16,23 @@ from jaxrl import train
 from jaxrl.config import toml_file
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
-from jaxrl.data.prompts import Example, Prompts
-from jaxrl.environments.rewards.scoring import Reward
+from jaxrl.data.prompts import Example
 from jaxrl.monitoring.tracking.tracking import read_metrics
-from jaxrl.sampling.base import ClosedError, Completion, SamplingParams
+from jaxrl.sampling.base import ClosedError, Completion
 from jaxrl.training.interrupt import Interrupt
+from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts import stream as stream_module
-from jaxrl.training.rollouts.answers import prompts_from
+from jaxrl.training.rollouts.collect import RolloutSource, prompts_at
 from jaxrl.training.rollouts.stream import Stream
-from jaxrl.training.run import Progress
 from tests import tiny
 from tests.processes import JAXRL
+from tests.training.rollouts.source import make_source
 
 SERVED: Any = {"sampler": {"name": "vllm"}}
 
 
 class Gated:
-    """Answers each prompt once its gate is open, with the version that it is asked at."""
+    """Completes each prompt once its gate is open, with the version of the request."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -68,7 +68,7 @@ def hand_made(
     order: str = "begun",
     **tables: Any,
 ) -> Any:
-    """A run with 40 prompts, prompt i is the token i; batches of 2 prompts with 2 answers."""
+    """A run with 40 prompts, prompt i being the token i; batches of 2 prompts x 2 rollouts."""
     config = toml_file.validate(
         Config,
         {
@@ -83,27 +83,24 @@ def hand_made(
     examples = [Example(np.array([i], np.int32), {"prompt": i}, {}) for i in range(40)]
     notes: list[str] = []
     return SimpleNamespace(
-        config=config,
-        prompts=Prompts(examples, 0),
-        sampler=Gated(),
-        sampling=SamplingParams(max_tokens=2),
-        tokenizer=SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids))),
-        rewards=[Reward("earned", reward, 1.0)],
-        reward_model=None,
-        reward_weights={"earned": 1.0},
-        episode_runner=None,
-        tracker=SimpleNamespace(note=notes.append),
-        notes=notes,
+        config=config, examples=examples, sampler=Gated(), reward=reward, notes=notes
     )
 
 
-def streaming(run: Any, progress: Progress) -> Stream:
-    return Stream(run, progress, Interrupt())
+def source_of(run: Any) -> RolloutSource:
+    return make_source(
+        run.config, run.examples, sampler=run.sampler, reward=run.reward, note=run.notes.append
+    )
+
+
+def streaming(run: Any, progress: Progress, *, interrupt: Interrupt | None = None) -> Stream:
+    interrupt = interrupt or Interrupt()
+    return Stream(source_of(run), run.config, progress=progress, interrupt=interrupt)
 
 
 def prompts_of(run: Any, count: int) -> list[int]:
     """The tokens that are the first prompts of a run."""
-    return [int(e.tokens[0]) for e in prompts_from(run, range(count)).values()]
+    return [int(e.tokens[0]) for e in prompts_at(source_of(run), range(count)).values()]
 
 
 def until_waiting(stream: Stream, *, groups: int) -> None:
@@ -113,7 +110,7 @@ def until_waiting(stream: Stream, *, groups: int) -> None:
         )
 
 
-def learnt(batch: Any) -> list[int]:
+def trained(batch: Any) -> list[int]:
     return [r.group for r in batch.batch[::2]]
 
 
@@ -122,19 +119,19 @@ def test_sampler_works_while_the_learner_trains(tables):
     run, progress = hand_made(**tables), Progress()
     with streaming(run, progress) as stream:
         first = stream.collect(seconds={})
-        assert learnt(first) == [0, 1]
-        # What the learner has not asked for yet is sampled meanwhile, and no more than that.
+        assert trained(first) == [0, 1]
+        # The next batch is sampled ahead, and no more than that.
         until_waiting(stream, groups=2)
         assert len(run.sampler.asked) == 4
         progress.step = run.sampler.version = 1
         second = stream.collect(seconds={})
-    assert learnt(second) == [2, 3]
+    assert trained(second) == [2, 3]
     assert second.numbers["staleness"] == 1
     assert [r.reward for r in second.batch] == [0, 1, 0, 1]  # in the group's own order
-    assert progress.counts["learnt"] == 4
+    assert progress.counts["trained"] == 4
 
 
-def test_a_long_answer_holds_up_nobody_but_its_own_place():
+def test_slow_completion_does_not_block_other_groups():
     run, progress = hand_made(**SERVED, order="finished"), Progress()
     run.sampler.gates = {p: threading.Event() for p in range(40)}
     slow = prompts_of(run, 4)[0]
@@ -144,14 +141,14 @@ def test_a_long_answer_holds_up_nobody_but_its_own_place():
         for prompt, gate in run.sampler.gates.items():
             if prompt != slow:
                 gate.set()
-        assert 0 not in learnt(stream.collect(seconds={}))
+        assert 0 not in trained(stream.collect(seconds={}))
         assert progress.running.count(0) == 1  # a checkpoint knows what is in flight
         progress.step = run.sampler.version = 1
         run.sampler.gates[slow].set()
         stream.collect(seconds={})
 
 
-def test_restart_answers_again_what_was_in_flight_and_keeps_what_waited():
+def test_resume_repeats_running_groups_and_keeps_waiting_ones():
     run, progress = hand_made(**SERVED), Progress()
     third = prompts_of(run, 4)[3]
     run.sampler.gates = {third: threading.Event()}
@@ -160,29 +157,29 @@ def test_restart_answers_again_what_was_in_flight_and_keeps_what_waited():
         until_waiting(stream, groups=1)
         progress.step = run.sampler.version = 1
         run.sampler.gates[third].set()
-        assert learnt(stream.collect(seconds={})) == [2, 3]
+        assert trained(stream.collect(seconds={})) == [2, 3]
         saved = progress.to_json()
     later = Progress.from_json(json.loads(json.dumps(saved)))
     later.step = 2
     run.sampler = Gated()
     run.sampler.version = 2
     with streaming(run, later) as stream:
-        assert learnt(stream.collect(seconds={})) == [4, 5]
+        assert trained(stream.collect(seconds={})) == [4, 5]
         later.step = run.sampler.version = 3
-        assert learnt(stream.collect(seconds={})) == [6, 7]
-    assert later.counts["made"] >= later.counts["learnt"] == 8
+        assert trained(stream.collect(seconds={})) == [6, 7]
+    assert later.counts["sampled"] >= later.counts["trained"] == 8
 
 
-def test_a_run_that_goes_back_learns_nothing_of_the_steps_that_it_undid():
+def test_rollback_trains_on_each_prompt_once():
     run, progress = hand_made(**SERVED), Progress()
     with streaming(run, progress) as stream:
-        numbers = learnt(stream.collect(seconds={}))
+        numbers = trained(stream.collect(seconds={}))
         progress.step = run.sampler.version = 1
         until_waiting(stream, groups=2)
         saved = json.loads(json.dumps(progress.to_json()))
         stream.collect(seconds={})
         until_waiting(stream, groups=2)
-        # What is drawn from here on is in flight when the run goes back.
+        # Everything sampled from here on is in flight at the rollback.
         run.sampler.gates = {p: threading.Event() for p in range(40)}
         progress.step = run.sampler.version = 2
         stream.collect(seconds={})
@@ -192,28 +189,28 @@ def test_a_run_that_goes_back_learns_nothing_of_the_steps_that_it_undid():
         for step in range(1, 6):
             back.step = run.sampler.version = step
             batch = stream.collect(seconds={})
-            numbers += learnt(batch)
+            numbers += trained(batch)
             assert {step - int(v) for r in batch.batch for v in r.version} <= {0, 1}
-            kinds = ("learnt", "late", "flat", "waiting")
+            kinds = ("trained", "stale", "zero_variance", "waiting")
             made = sum(batch.numbers[f"rollouts/{kind}"] for kind in kinds)
-            assert batch.numbers["rollouts/made"] == made
-    assert numbers == list(range(12))  # each prompt once, as if nothing had been undone
+            assert batch.numbers["rollouts/sampled"] == made
+    assert numbers == list(range(12))  # each prompt once, as without a rollback
 
 
-def test_a_signal_ends_the_wait_and_keeps_what_is_there():
+def test_signal_ends_the_wait_and_keeps_finished_groups():
     run, progress, interrupt = hand_made(**SERVED), Progress(), Interrupt()
     slow = prompts_of(run, 1)[0]
     run.sampler.gates = {slow: threading.Event()}
-    with Stream(run, progress, interrupt) as stream:
+    with streaming(run, progress, interrupt=interrupt) as stream:
         until_waiting(stream, groups=3)
         interrupt.signum = signal.SIGTERM
         assert stream.collect(seconds={}) is None  # with group 0 still in flight
     assert (progress.running, len(progress.pending)) == ([0], 6)
-    assert progress.counts == {"made": 3, "learnt": 0, "late": 0, "flat": 0}
+    assert progress.counts == {"sampled": 3, "trained": 0, "stale": 0, "zero_variance": 0}
 
 
-def test_a_reward_that_takes_long_does_not_hold_up_the_end(monkeypatch):
-    monkeypatch.setattr(stream_module, "LEAVING", 0.1)
+def test_slow_reward_does_not_delay_the_exit(monkeypatch):
+    monkeypatch.setattr(stream_module, "GRACE", 0.1)
     never = threading.Event()
     run = hand_made(reward=lambda text, example: never.wait() or 0.0, **SERVED)
     with streaming(run, Progress()) as stream:
@@ -237,18 +234,18 @@ def test_sampling_and_rewards_are_timed_apart(monkeypatch):
     with streaming(run, progress) as stream:
         until_waiting(stream, groups=4)
         stream.collect(seconds=seconds)
-    # Four groups of two answers; of the two that are drawn together one waits for the other.
+    # Four groups of two rollouts; of two sampled together one waits for the other.
     assert (seconds["time/reward"], seconds["time/sample"]) == (8, 4)
 
 
-def test_what_ends_the_sampling_ends_the_run():
+def test_sampler_error_ends_the_run():
     run = hand_made(**SERVED)
     run.sampler.sample = lambda *_, **__: (_ for _ in ()).throw(ConnectionError("no server"))
     with streaming(run, Progress()) as stream, pytest.raises(ConnectionError, match="no server"):
         stream.collect(seconds={})
 
 
-def test_failed_rewards_of_a_whole_group_cost_that_group_only():
+def test_failed_rewards_mask_their_group_only():
     bad = prompts_of(hand_made(), 1)[0]
 
     def reward(text: str, example: Any) -> float:
@@ -265,7 +262,7 @@ def test_failed_rewards_of_a_whole_group_cost_that_group_only():
     assert "no reward for this one" in run.notes[0]
 
 
-def test_a_mesh_with_the_embedded_sampler_is_refused():
+def test_mesh_with_embedded_sampler_is_refused():
     with pytest.raises(ConfigError, match=r"rollouts\.max_staleness = 1 and a mesh"):
         hand_made(mesh={"data": 2})
 
@@ -317,8 +314,8 @@ def entries_of(run_dir: Path) -> list[dict[str, Any]]:
     return [e for e in read_metrics(run_dir / "metrics.jsonl") if "reward" in e]
 
 
-def test_a_run_that_is_killed_and_ended_goes_on(material, tmp_path):
-    """The whole run, in four parts: what is learnt adds up, and nothing is learnt twice."""
+def test_killed_and_stopped_run_resumes(material, tmp_path):
+    """A whole run in four parts: counts add up, and nothing is trained on twice."""
     config = settings(material, tmp_path / "run")
     file, end = tmp_path / "run.toml", material / "end"
     file.write_text(toml_file.dumps(config))
@@ -326,20 +323,20 @@ def test_a_run_that_is_killed_and_ended_goes_on(material, tmp_path):
         end.write_text(f"{answer} {signal.SIGKILL}")
         killed = subprocess.run([*JAXRL, "train", str(file)], capture_output=True, text=True)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
-    # The last group but one is begun by version 3 at the earliest, so the run has come that far.
+    # The last group but one is started by version 3 at the earliest: the run has come that far.
     end.write_text(f"13 {signal.SIGTERM}")
     first = train.train(config)
     assert first.signum == signal.SIGTERM
     assert not end.exists()
     saved = entries_of(tmp_path / "run")
-    assert saved[-1]["rollouts/learnt"] == 2 * first.step < 12
+    assert saved[-1]["rollouts/trained"] == 2 * first.step < 12
     second = train.train(config)
     assert second.step == 6
     entries = entries_of(tmp_path / "run")
-    assert [e["rollouts/learnt"] for e in entries] == [2, 4, 6, 8, 10, 12]
+    assert [e["rollouts/trained"] for e in entries] == [2, 4, 6, 8, 10, 12]
     for e in entries:
-        kinds = ("learnt", "late", "flat", "waiting")
-        assert e["rollouts/made"] == sum(e[f"rollouts/{kind}"] for kind in kinds)
+        kinds = ("trained", "stale", "zero_variance", "waiting")
+        assert e["rollouts/sampled"] == sum(e[f"rollouts/{kind}"] for kind in kinds)
         assert 0 <= e["staleness"] <= e["staleness/max"] <= 2
         assert np.isfinite(e["time/wait"])
-    assert entries[-1]["rollouts/made"] == 12  # nothing is begun that nobody will learn from
+    assert entries[-1]["rollouts/sampled"] == 12  # no group is started in vain

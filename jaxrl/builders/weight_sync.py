@@ -1,0 +1,174 @@
+"""Builds what publishes a learner's weights, or its adapters, to vLLM servers."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, Protocol
+
+from jaxrl.bridge.adapters import AdapterPublisher
+from jaxrl.bridge.base import Server, Timings, WeightPublisher, WeightSource
+from jaxrl.bridge.directory import DirectoryPublisher
+from jaxrl.bridge.servers.control import VllmServer
+from jaxrl.bridge.shared_memory import MEMORY, SharedMemoryPublisher
+from jaxrl.bridge.source import ParamsSource
+from jaxrl.config.sampler import SamplerConfig
+from jaxrl.core.precision import Precision
+from jaxrl.models import lora
+from jaxrl.models.decoder import Model
+from jaxrl.models.spec import Params
+from jaxrl.sampling.vllm.sampler import VllmSampler
+
+
+class Publish(Protocol):
+    """Publishes the learner's weights to the sampler."""
+
+    def __call__(self, params: Params, *, version: int) -> dict[str, float]:
+        """Returns metrics, such as seconds, once everything is sampled from `params`."""
+        ...
+
+
+class Adapters(NamedTuple):
+    """Adapters that servers receive without the base weights.
+
+    Attributes:
+      specs: of the adapters and of the model.
+      keep: number of versions that requests may still name.
+    """
+
+    specs: lora.Adapted
+    keep: int
+
+
+class Weights(NamedTuple):
+    """The weights that a sampler starts with.
+
+    Attributes:
+      model: the decoder that they belong to.
+      params: the learner's parameters: the model's, or lora.Adapted.
+      version: their policy version.
+      policy: the dtypes that they are sent and used in.
+      model_dir: the checkpoint with the model's config and tokenizer.
+    """
+
+    model: Model
+    params: Any
+    version: int
+    policy: Precision
+    model_dir: Path
+
+
+class Send(Protocol):
+    """Sends parameters to all servers; returns the adapter that requests must name, and seconds."""
+
+    def __call__(self, params: Any, *, version: int) -> tuple[str | None, Timings]:
+        """Returns once all servers that can be reached have the parameters."""
+        ...
+
+
+@contextmanager
+def open_send(
+    config: SamplerConfig,
+    weights: Weights,
+    *,
+    servers: Sequence[VllmServer],
+    adapters: Adapters | None,
+) -> Iterator[Send]:
+    """Opens the way from the learner to the servers: whole weights, or the adapters alone."""
+    if adapters is None:
+        with _open_publisher(config, weights, servers=servers) as publisher:
+            yield _send_whole(publisher, weights)
+        return
+    with _open_adapter_root(config) as root:
+        yield AdapterPublisher(
+            servers,
+            root,
+            specs=adapters.specs,
+            base=str(weights.model_dir),
+            wire=weights.policy.wire,
+            publish_base=_base_publisher(config, weights),
+            keep=adapters.keep,
+        ).publish
+
+
+class PublishToServers:
+    """Publishes weights to servers, and tells the client which servers have them."""
+
+    def __init__(
+        self,
+        send: Send,
+        servers: Sequence[VllmServer],
+        *,
+        client: VllmSampler,
+        note: Callable[[str], None],
+    ) -> None:
+        self._send, self._servers, self._client, self._note = send, servers, client, note
+        self._serving = {server.url for server in servers}
+
+    def __call__(self, params: Any, *, version: int) -> dict[str, float]:
+        """Publishes weights; a server that failed gets them at a later publish."""
+        before = self._serving
+        adapter, timings = self._send(params, version=version)
+        self._serving = {server.url for server in self._servers if server.connected}
+        for server in self._servers:
+            if server.url in before - self._serving:
+                self._note(
+                    f"{server.url} failed; continuing with the other servers, retrying at the next "
+                    f"publish: {server.last_error}"
+                )
+        for url in sorted(self._serving - before):
+            self._note(f"{url} is back and serves version {version}")
+        self._client.use_version(version, urls=sorted(self._serving), adapter=adapter)
+        seconds = {f"time/publish/{name}": s for name, s in timings._asdict().items()}
+        return seconds | {"sampler/servers": float(len(self._serving))}
+
+
+def _send_whole(publisher: WeightPublisher, weights: Weights) -> Send:
+    def send(params: Any, *, version: int) -> tuple[None, Timings]:
+        source = ParamsSource(lora.merge(params), weights.model.specs, dtype=weights.policy.wire)
+        return None, publisher.publish(source, version=version)
+
+    return send
+
+
+def _base_publisher(
+    config: SamplerConfig, weights: Weights
+) -> Callable[[Sequence[Server], WeightSource, int], None]:
+    def publish_base(servers: Sequence[Server], source: WeightSource, version: int) -> None:
+        # The base is published once in a run, so its publisher is not kept open.
+        with _open_publisher(config, weights, servers=servers) as publisher:
+            publisher.publish(source, version=version)
+
+    return publish_base
+
+
+@contextmanager
+def _open_adapter_root(config: SamplerConfig) -> Iterator[Path]:
+    if config.directory is not None:
+        Path(config.directory).mkdir(parents=True, exist_ok=True)
+        yield Path(config.directory)
+        return
+    with TemporaryDirectory(prefix=f"jaxrl-{os.getpid()}-", dir=MEMORY) as root:
+        yield Path(root)
+
+
+@contextmanager
+def _open_publisher(
+    config: SamplerConfig, weights: Weights, *, servers: Sequence[Server]
+) -> Iterator[WeightPublisher]:
+    policy = weights.policy
+    if config.directory is not None:
+        yield DirectoryPublisher(
+            servers,
+            Path(config.directory),
+            model_dir=weights.model_dir,
+            wire=policy.wire,
+            sampler=policy.sampler,
+            in_flight=config.in_flight,
+        )
+        return
+    with SharedMemoryPublisher(
+        servers, wire=policy.wire, sampler=policy.sampler, in_flight=config.in_flight
+    ) as publisher:
+        yield publisher

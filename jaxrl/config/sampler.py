@@ -1,0 +1,86 @@
+"""The tables of a config that describe sampling: its parameters, the sampler and its servers."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from jaxrl.config.section import Section, Texts
+
+
+class SamplingConfig(Section):
+    """How completions are sampled, and where they end."""
+
+    max_tokens: PositiveInt = 512
+    """Maximum completion length, in tokens."""
+
+    temperature: PositiveFloat = 1.0
+    """Divides the logits, in the sampler and in the learner's log-probs. Evaluation is greedy."""
+
+    stop: Texts = ()
+    """Texts that end a completion, besides the model's end-of-sequence tokens."""
+
+    max_batch: PositiveInt = 64
+    """Completions that the embedded sampler decodes at once; more is faster and takes more
+    memory."""
+
+
+class ServerConfig(Section):
+    """A vLLM server on this machine."""
+
+    python: str = ".venv-vllm/bin/python"
+    """Python interpreter of an environment with vLLM and jaxrl (scripts/install_vllm.sh makes one
+    for the CPU)."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Device that this environment's vLLM is built for."""
+
+    kv_cache_bytes: PositiveInt | None = None
+    """Size of the KV cache. If absent, vLLM decides on a GPU; on a CPU the cache holds the
+    completions that are requested at once, with at least 256 MiB and at most a quarter of the free
+    memory, or more if one completion needs it."""
+
+    vllm_args: Texts = ()
+    """Further command-line arguments of vLLM's api_server."""
+
+
+class SamplerConfig(ServerConfig):
+    """Where completions are sampled: in JAX, or on vLLM servers that weights are published to."""
+
+    name: Literal["embedded", "vllm"] = "embedded"
+    """`embedded` decodes on the learner's devices; `vllm` sends requests to servers."""
+
+    rules: Literal["data", "fsdp", "tensor", "fsdp_tensor", "expert", "all"] | None = None
+    """Sharding rules of the embedded sampler, as in `mesh.rules`; the learner's if absent. `data`
+    keeps whole weights on each device, so that decoding needs no communication."""
+
+    url: Texts = ()
+    """Addresses of running servers (`jaxrl serve`), such as http://127.0.0.1:8000. If empty, the
+    run starts a server and stops it at the end."""
+
+    directory: str | None = None
+    """Directory that the servers see under the same path, for servers on other hosts: each version
+    is published there as a Hugging Face checkpoint. If absent, weights go through this host's
+    shared memory."""
+
+    in_flight: Literal["keep", "wait", "abort"] = "keep"
+    """Requests in flight during a weight sync: `keep` continues them with the new weights, `wait`
+    lets them finish first, `abort` ends them and continues with new requests."""
+
+    max_requests: PositiveInt = 32
+    """Maximum number of concurrent requests per server; the group of one prompt is one request."""
+
+    timeout: PositiveFloat = 600.0
+    """Time limit in seconds of a request, and of each part of a publish."""
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.name == "embedded" and self.url:
+            yield (
+                f"sampler.url = {list(self.url)} and sampler.name = 'embedded', which uses no "
+                "server; set sampler.name = 'vllm'"
+            )
+        if self.name != "embedded" and self.rules is not None:
+            yield (
+                f"sampler.rules = {self.rules!r} applies to sampler.name = 'embedded' only; leave "
+                "it out"
+            )

@@ -1,0 +1,104 @@
+"""Runs diagnostics before the update: the alpha/beta split and logged samples."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl.advantages import Advantages
+from jaxrl.config.tables import ProbeConfig
+from jaxrl.core.batch import Minibatch, Rollout
+from jaxrl.core.packing import MinibatchShape, unpack
+from jaxrl.learner.policy import Learner
+from jaxrl.models.spec import Params
+from jaxrl.monitoring.ratio.replay import (
+    Score,
+    log_ratio_parts,
+    replay_batch,
+    summarize_parts,
+)
+from jaxrl.monitoring.ratio.split import known_tokens, split_log_ratio
+from jaxrl.monitoring.tracking.samples import NullSamples, Samples
+from jaxrl.training.schedule import is_due
+from jaxrl.training.timing import Numbers
+from sharding.transfer import fetch
+
+
+class Probes(NamedTuple):
+    """The diagnostics of a run.
+
+    Attributes:
+      config: schedule and bounds of the alpha/beta split.
+      learner: compiled.
+      replay: the server's log-probs of given tokens; None without a server.
+      samples: writes rollouts for people to read.
+      shape: of the minibatches.
+    """
+
+    config: ProbeConfig
+    learner: Learner
+    replay: Score | None
+    samples: Samples | NullSamples
+    shape: MinibatchShape
+
+
+def run_probes(
+    probes: Probes,
+    params: Params,
+    *,
+    rollouts: Sequence[Rollout],
+    advantages: Advantages,
+    minibatch: Minibatch,
+    step: int,
+) -> Numbers:
+    """Probes a minibatch and logs some of its rollouts, at the steps where either is due.
+
+    Args:
+      probes: the diagnostics of the run.
+      params: of the policy, before any update of this step.
+      rollouts: those of the minibatch.
+      advantages: theirs.
+      minibatch: the same, packed.
+      step: rollout batches trained on before this one.
+
+    Returns:
+      The metrics of the probe.
+    """
+    numbers, beta = _split_ratio(probes, params, minibatch=minibatch, step=step)
+    if probes.samples.due(step):
+        betas = None if beta is None else unpack(beta, rollouts, shape=probes.shape)
+        probes.samples.write(step + 1, rollouts, advantages=advantages, betas=betas)
+    return numbers
+
+
+def _split_ratio(
+    probes: Probes, params: Params, *, minibatch: Minibatch, step: int
+) -> tuple[Numbers, np.ndarray | None]:
+    """Splits the log-ratio into policy change (alpha) and numerics (beta).
+
+    Returns:
+      (metrics, beta f32[N, T]); ({}, None) where it is not due.
+    """
+    c, batch = probes.config, minibatch.batch
+    if not is_due(c.every, step):
+        return {}, None
+    arrays = fetch(
+        {
+            "learner": probes.learner.score(params, minibatch),
+            "shadow": probes.learner.shadow(params, minibatch),
+            "sampler": batch.sampler_logprobs,
+        }
+    )
+    mask, segments, advantages = fetch((batch.action_mask, batch.segments, batch.advantages))
+    tokens = known_tokens(**arrays, advantages=advantages, mask=mask, segments=segments)
+    beta = arrays["learner"] - arrays["shadow"]
+    if not tokens.learner.size:
+        return {}, beta
+    low, high = c.clip_range
+    found = split_log_ratio(tokens, low=low, high=high)
+    ids = fetch(batch.tokens) if c.replay else None  # on all processes; one of them asks servers
+    if ids is not None and probes.replay is not None:
+        replay = replay_batch(probes.replay, tokens=ids, segments=segments)
+        three = log_ratio_parts(replay=replay[mask], **{k: v[mask] for k, v in arrays.items()})
+        found |= summarize_parts(three)
+    return {f"probe/{name}": value for name, value in found.items()}, beta

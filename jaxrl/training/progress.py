@@ -1,0 +1,56 @@
+"""The position of a run: everything in a checkpoint besides the learner's state."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl.core.batch import Rollout, from_json, to_json
+
+
+@dataclasses.dataclass
+class Progress:
+    """The host's state of a run.
+
+    Attributes:
+      step: rollout batches trained on; also the version of the policy that is sampled next.
+      position: prompts taken from the data so far.
+      initial_accuracy: held-out accuracy before the first step; None if it is not measured.
+      accuracy: the latest held-out accuracy.
+      pending: rollouts not yet trained on: left over by dynamic sampling, or sampled ahead.
+      running: numbers of prompts that were being sampled; they are sampled again on resuming.
+      counts: `buffer.Counts` of an asynchronous run.
+      short_batches: steps in which dynamic sampling found too few groups.
+      entropy_coefficient: of an adaptive entropy bonus; None until there is one.
+      precision: the dtype policy of the run so far.
+    """
+
+    step: int = 0
+    position: int = 0
+    initial_accuracy: float | None = None
+    accuracy: float | None = None
+    pending: list[Rollout] = dataclasses.field(default_factory=list)
+    running: list[int] = dataclasses.field(default_factory=list)
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    short_batches: int = 0
+    entropy_coefficient: float | None = None
+    precision: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the JSON that a checkpoint holds."""
+        return vars(self) | {"pending": [to_json(rollout) for rollout in self.pending]}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Progress":
+        """Inverts `to_json`."""
+        fields = dict(content)
+        fields["pending"] = [from_json(rollout) for rollout in fields.get("pending", ())]
+        return cls(**fields)
+
+    def drop_pending(self) -> None:
+        """Drops the pending rollouts. An asynchronous run counts them as stale and samples their
+        prompts again."""
+        groups = {rollout.group for rollout in self.pending}
+        self.pending = []
+        if self.counts:
+            self.counts = self.counts | {"stale": self.counts["stale"] + len(groups)}
+            self.running = sorted({*self.running, *groups})

@@ -1,0 +1,71 @@
+"""Saves and restores the learner's state and the progress of a run."""
+
+from jaxrl.config.training import Config
+from jaxrl.core import precision
+from jaxrl.core.precision import Precision
+from jaxrl.learner.actor_critic import State, with_new_loss_scale
+from jaxrl.learner.update import checkpoint_view, from_checkpoint
+from jaxrl.training.progress import Progress
+from jaxrl.training.schedule import is_due
+from jaxrl.training.storage.checkpoint import Checkpoints
+
+
+def restore(checkpoints: Checkpoints, state: State, *, policy: Precision) -> tuple[State, Progress]:
+    """Reads the last checkpoint; without one, returns `state` and no progress."""
+    progress = Progress()
+    if (step := checkpoints.latest_step()) is not None:
+        found = checkpoints.restore(step, checkpoint_view(state.policy), critic=state.critic)
+        state = State(from_checkpoint(found.state, like=state.policy), found.critic)
+        progress = Progress.from_json(found.host)
+        state = adapt_precision(state, progress, policy=policy)
+    progress.precision = str(policy)
+    return state, progress
+
+
+def adapt_precision(state: State, progress: Progress, *, policy: Precision) -> State:
+    """Adapts a restored run to a precision other than its checkpoint's: the loss scale starts
+    anew, and pending rollouts are dropped if the sampler's dtypes changed."""
+    if progress.precision is None or progress.precision == str(policy):
+        return state
+    before = precision.parse(progress.precision)
+    if (before.wire, before.sampler) != (policy.wire, policy.sampler):
+        progress.drop_pending()
+    return with_new_loss_scale(state, policy)
+
+
+def save_if_due(
+    config: Config,
+    checkpoints: Checkpoints,
+    *,
+    state: State,
+    progress: Progress,
+    metric: float | None,
+    stopping: bool,
+) -> None:
+    """Saves a checkpoint at the steps that the config names, after an evaluation, and at the end.
+
+    Args:
+      config: of the run.
+      checkpoints: the run's.
+      state: of the learner.
+      progress: of the run.
+      metric: held-out accuracy; None if it was not measured after this step.
+      stopping: the run ends after this step.
+    """
+    stopping |= progress.step == config.train.steps
+    if stopping or metric is not None or is_due(config.checkpoint.every, progress.step):
+        save(checkpoints, state, progress=progress, metric=metric)
+
+
+def save(
+    checkpoints: Checkpoints, state: State, *, progress: Progress, metric: float | None = None
+) -> None:
+    """Saves a checkpoint unless this step has one."""
+    if progress.step > (checkpoints.latest_step() or 0):
+        checkpoints.save(
+            progress.step,
+            checkpoint_view(state.policy),
+            host=progress.to_json(),
+            critic=state.critic,
+            metric=metric,
+        )

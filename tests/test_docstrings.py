@@ -1,0 +1,43 @@
+"""Examples in docstrings: they run, and print what they show.
+
+Here and not by `testpaths`, so that the settings of tests/conftest.py hold for them and files that
+need torch or vLLM are not imported. `pytest --doctest-modules FILE` runs those of one file.
+"""
+
+import doctest
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+from jaxrl import advantages, losses
+from jaxrl.advantages import estimators
+from jaxrl.losses import recipes
+
+ROOT = Path(__file__).parent.parent
+MODULES = [
+    str(path.relative_to(ROOT)).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+    for path in sorted((ROOT / "jaxrl").rglob("*.py"))
+    if ">>> " in path.read_text()
+]
+FUNCTIONS = {
+    f"{module.__name__}.{name}": function
+    for module in (losses, recipes, advantages, estimators)
+    for name, function in vars(module).items()
+    if name in module.__all__ and inspect.isfunction(function)
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_print_what_they_show(name, capsys):
+    found = doctest.testmod(
+        importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    )
+    assert found.attempted
+    assert not found.failed, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_function_of_the_algebra_has_an_example(name):
+    assert ">>> " in (inspect.getdoc(FUNCTIONS[name]) or "")

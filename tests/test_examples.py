@@ -1,0 +1,71 @@
+"""The examples run as they stand, on the quickstart's material made small."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import arithmetic
+from tests.bridge.engines import VLLM_PYTHON
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("quickstart")
+    arithmetic.write(directory)
+    (directory / "sft").mkdir()
+    (directory / "untrained").rename(directory / "sft/model")
+    rows = (directory / "train.jsonl").read_text()
+    (directory / "train.jsonl").write_text(rows * (256 // len(rows.splitlines())))
+    return directory
+
+
+def run(name: str, *arguments: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def test_grpo_is_forty_lines_and_imports_the_front_alone(material, monkeypatch, capsys):
+    run("grpo.py", material, monkeypatch=monkeypatch)
+    assert capsys.readouterr().out.count("reward 0.0") == 3
+    lines = (EXAMPLES / "grpo.py").read_text().splitlines()
+    ours = [line for line in lines if line.startswith(("import jaxrl", "from jaxrl"))]
+    assert ours == ["import jaxrl", "from jaxrl.losses import grpo"]
+    assert len(lines) <= 40
+
+
+def test_own_loss_prints_its_formula_and_holds_the_policy(material, monkeypatch, capsys):
+    run("own_loss.py", material, monkeypatch=monkeypatch)
+    out = capsys.readouterr().out
+    assert "0.001 * kl_penalty(k3)" in out
+    assert out.count("KL from the reference") == 5
+
+
+def test_precision_sweep_finds_the_mismatch_where_it_is(material, monkeypatch, capsys, tmp_path):
+    run("precision_sweep.py", material, tmp_path / "sweep.png", monkeypatch=monkeypatch)
+    lines = capsys.readouterr().out.splitlines()
+    found = {line.split(":")[0]: float(line.split()[-1]) for line in lines[:4]}
+    assert found["fp32"] < found["fp16_master"] < found["bf16_master"]
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs scripts/install_vllm.sh")
+def test_async_sampling_is_one_version_old(material, monkeypatch, capsys):
+    monkeypatch.chdir(EXAMPLES.parent)
+    run("async_vllm.py", material, monkeypatch=monkeypatch)
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(line.split()[-2]) for line in lines] == [0, *range(7)]
+
+
+def test_the_tour_runs_from_top_to_bottom(material, monkeypatch):
+    monkeypatch.chdir(material.parent)
+    monkeypatch.setenv("JAXRL_TOUR", str(material))
+    notebook = json.loads((EXAMPLES / "tour.ipynb").read_text())
+    namespace: dict[str, object] = {"__name__": "tour"}
+    for number, cell in enumerate(notebook["cells"]):
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), namespace)
