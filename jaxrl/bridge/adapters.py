@@ -11,10 +11,9 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from jaxrl.bridge.base import (
-    InFlight,
     PoisonedError,
     RefusedError,
     Server,
@@ -62,22 +61,6 @@ class AdapterServer(Server, Protocol):
 
 PublishBase = Callable[[Sequence[AdapterServer], WeightSource, int], None]
 """Publishes the base weights to some servers as a version; raises as `WeightPublisher.publish`."""
-
-
-class _AdapterLoader(NamedTuple):
-    """A `Server` whose payloads are adapters."""
-
-    server: AdapterServer
-    root: Path
-
-    def connect(self, *, root: str, wire: str, sampler: str) -> None:
-        del root, wire, sampler
-
-    def update(self, payload: str, *, version: int, in_flight: InFlight) -> Timings:
-        del version, in_flight
-        start = time.perf_counter()
-        self.server.load_adapter(payload, self.root / payload)
-        return Timings(load=time.perf_counter() - start)
 
 
 class AdapterPublisher:
@@ -130,9 +113,10 @@ class AdapterPublisher:
         peft.save(draft, params.adapters, specs=self._specs, base=self._base, dtype=self._wire)
         draft.rename(directory)
         written = time.perf_counter() - start
-        loaders = [_AdapterLoader(s, self._root) for s in self._with_base(params, version)]
         try:
-            timings = swap_weights(loaders, name, version=version, in_flight="keep")
+            timings = swap_weights(
+                self._with_base(params, version), lambda server: _load(server, name, directory)
+            )
         except RefusedError:
             self._remove(name)
             raise
@@ -176,3 +160,9 @@ class AdapterPublisher:
         for server in self._servers:
             server.unload_adapter(name)
         shutil.rmtree(self._root / name, ignore_errors=True)
+
+
+def _load(server: AdapterServer, name: str, directory: Path) -> Timings:
+    start = time.perf_counter()
+    server.load_adapter(name, directory)
+    return Timings(load=time.perf_counter() - start)

@@ -124,8 +124,9 @@ class DirectoryPublisher:
         write_checkpoint(source, directory, version=version, model_dir=self._model_dir)
         self._published.append(directory)
         written = time.perf_counter() - start
+        name, in_flight = directory.name, self._in_flight
         timings = swap_weights(
-            self._servers, directory.name, version=version, in_flight=self._in_flight
+            self._servers, lambda s: s.update(name, version=version, in_flight=in_flight)
         )
         while len(self._published) > self._keep:
             shutil.rmtree(self._published.pop(0))

@@ -88,8 +88,9 @@ class SharedMemoryPublisher:
         self._slots.append(slot)
         slot.fill(source, version=version)
         written = time.perf_counter() - start
+        name, in_flight = slot.directory.name, self._in_flight
         timings = swap_weights(
-            self._servers, slot.directory.name, version=version, in_flight=self._in_flight
+            self._servers, lambda s: s.update(name, version=version, in_flight=in_flight)
         )
         return timings._replace(write=written)
 

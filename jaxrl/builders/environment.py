@@ -8,14 +8,18 @@ from jaxrl.config.training import Config
 from jaxrl.core import plugins
 from jaxrl.data.prompts import Tokenizer
 from jaxrl.environments.episodes import builtin
-from jaxrl.environments.episodes.base import Limits
-from jaxrl.environments.episodes.play import Arena, RequestsDesk, RoundsDesk
+from jaxrl.environments.episodes.base import EpisodeLimits
+from jaxrl.environments.episodes.runner import (
+    ContinuousScheduler,
+    EpisodeRunner,
+    LockstepScheduler,
+)
 from jaxrl.environments.tools.schema import Tool
 
 
-def make_arena(
+def make_episode_runner(
     config: Config, tokenizer: Tokenizer, tools: Mapping[str, Tool], *, vocab_size: int
-) -> Arena | None:
+) -> EpisodeRunner | None:
     """Builds what plays the episodes of a run; None if rollouts have a single turn.
 
     One environment is made at once, so that a wrong parameter ends the run at its start.
@@ -34,20 +38,23 @@ def make_arena(
     if c.name is None:
         return None
     function = plugins.load_function(c.name, builtin=builtin, key="environment.name")
-    kit = builtin.Kit(tokenizer, tools)
+    context = builtin.EnvironmentContext(tokenizer, tools)
     first = next(iter(inspect.signature(function).parameters), None)
     if first is None:
         raise ValueError(
-            f"environment.name = {c.name!r} takes no argument; its first one must be a Kit"
+            f"environment.name = {c.name!r} takes no argument; its first one must be an "
+            "EnvironmentContext"
         )
-    plugins.check_parameters(function, {first: kit, **c.parameters}, key="environment")
-    make = functools.partial(function, kit, **c.parameters)
+    plugins.check_parameters(function, {first: context, **c.parameters}, key="environment")
+    make = functools.partial(function, context, **c.parameters)
     make()
-    limits = Limits(
-        turns=c.max_turns,
-        tokens=config.sampling.max_tokens,
-        prompt_tokens=config.data.max_prompt_tokens,
-        seconds=c.timeout,
+    limits = EpisodeLimits(
+        max_turns=c.max_turns,
+        max_tokens=config.sampling.max_tokens,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        timeout=c.timeout,
         vocab_size=vocab_size,
     )
-    return Arena(make, limits, RequestsDesk if config.sampler.name == "vllm" else RoundsDesk)
+    return EpisodeRunner(
+        make, limits, ContinuousScheduler if config.sampler.name == "vllm" else LockstepScheduler
+    )

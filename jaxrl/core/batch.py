@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-End = Literal["done", "tokens", "turns", "raised", "late", "nonsense"]
+End = Literal["done", "max_tokens", "max_turns", "error", "timeout", "invalid"]
 """The end of an episode: by the environment, at the limit of tokens or of turns, or because the
 environment raised, timed out or returned an invalid step."""
 
@@ -20,17 +20,17 @@ class Episode(NamedTuple):
     Attributes:
       turns: (start, end, reward) of each turn, as positions in the completion.
       end: the reason of its end.
-      numbers: metrics of the environment.
+      metrics: of the environment.
     """
 
     turns: tuple[tuple[int, int, float], ...]
     end: End
-    numbers: Mapping[str, float]
+    metrics: Mapping[str, float]
 
     @property
-    def broken(self) -> bool:
+    def failed(self) -> bool:
         """True if the environment failed, so that the rollout cannot be trained on."""
-        return self.end in ("raised", "late", "nonsense")
+        return self.end in ("error", "timeout", "invalid")
 
 
 class Rollout(NamedTuple):

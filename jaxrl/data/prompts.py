@@ -1,4 +1,4 @@
-"""Prompts: rows of a file or hub data set, rendered, tokenised, taken in a reproducible order."""
+"""Prompts: rows of a file or hub data set, rendered, tokenised and put in a reproducible order."""
 
 import functools
 import json
@@ -8,38 +8,41 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+RawPrompt = str | list[dict[str, str]]
+"""A prompt as it stands in the data: a text, or messages with role and content."""
+
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that jaxrl uses."""
 
     chat_template: Any
     eos_token_id: int | None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+        """Returns the token ids of a text."""
         ...
 
     def get_vocab(self) -> dict[str, int]:
-        """Ids of all tokens."""
+        """Returns {token: id} of all tokens."""
         ...
 
     def get_added_vocab(self) -> dict[str, int]:
-        """Ids of the tokens that were added to the vocabulary, control tokens among them."""
+        """Returns {token: id} of tokens added to the vocabulary, control tokens included."""
         ...
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any:
-        """The text of token ids."""
+        """Returns the text of token ids."""
         ...
 
     def apply_chat_template(
         self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, tools: Any = None
     ) -> Any:
-        """Messages as one text."""
+        """Renders messages as one text."""
         ...
 
 
 class Row(NamedTuple):
-    """One record and where it stands, for messages."""
+    """One record, and its place for error messages."""
 
     where: str  # "prompts.jsonl:17"
     record: dict[str, Any]
@@ -50,7 +53,7 @@ class Example(NamedTuple):
 
     Attributes:
       tokens: i32[P], the rendered prompt.
-      record: the row of the data; `prompt` is the rendered text and `answer` the reference answer.
+      record: the row, with the rendered text as `prompt` and the reference answer as `answer`.
       row: the row as it stands in the data.
     """
 
@@ -63,8 +66,8 @@ class Prompts(NamedTuple):
     """Prompts in the order of the file.
 
     Attributes:
-      examples: those that are short enough.
-      too_long: number of prompts that were left out because they have too many tokens.
+      examples: those within the length limit.
+      too_long: number of longer prompts, which were dropped.
     """
 
     examples: Sequence[Example]
@@ -72,11 +75,13 @@ class Prompts(NamedTuple):
 
 
 class Rendering(NamedTuple):
-    """How a prompt becomes text; the first fields are the keys of config.PromptConfig.
+    """The rendering of prompts to text.
 
     Attributes:
-      template, system_prompt, prompt_format: see there.
-      tools: JSON schemas that the chat template is given.
+      template: "chat" applies the chat template, "text" does not, "auto" if there is one.
+      system_prompt: content of a first message; needs a chat template.
+      prompt_format: text in which {prompt} is replaced by the prompt.
+      tools: JSON schemas for the chat template.
     """
 
     template: Literal["auto", "chat", "text"] = "auto"
@@ -93,9 +98,9 @@ def read_rows(path: str, *, split: str = "train") -> Iterator[Row]:
       split: of a data set on the hub whose path names none.
 
     Raises:
-      ValueError: for a file that is missing or of another kind, or a line that is no JSON object;
-        the message names file and line.
-      ModuleNotFoundError: for a hub id when `datasets` is not installed.
+      ValueError: for a missing file, an unknown format, or a line that is not a JSON object; the
+        message names file and line.
+      ModuleNotFoundError: for a hub id without the package datasets.
     """
     suffix = Path(path).suffix
     if suffix == ".jsonl":
@@ -126,50 +131,50 @@ def load_prompts(
       rows: from `read_rows`.
       tokenizer: the model's.
       prompt_key: column with a text or a list of {role, content} messages.
-      answer_key: column that becomes `record["answer"]`; None if there is none.
-      rendering: how a prompt becomes text.
-      max_tokens: longer prompts are left out and counted.
-      limit: stop after this many prompts.
+      answer_key: column that becomes `record["answer"]`; None without reference answers.
+      rendering: of prompts to text.
+      max_tokens: longer prompts are dropped and counted.
+      limit: number of prompts to read; None for all.
 
     Raises:
-      ValueError: for a row without the key or with another type there, or if no prompt is left; the
+      ValueError: for a missing column or one of the wrong type, or if no prompt is left; the
         message names file, line and key.
     """
-    render = renderer(tokenizer, rendering)
+    render = make_renderer(tokenizer, rendering)
     examples: list[Example] = []
     too_long, where = 0, "the data"
     for where, record in rows:
         if limit is not None and len(examples) == limit:
             break
-        text = render(prompt_of(record, prompt_key, where=where), where=where)
+        text = render(read_prompt(record, prompt_key, where=where), where=where)
         tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
         if len(tokens) > max_tokens:
             too_long += 1
             continue
         if len(tokens) == 0:
             raise ValueError(f"{where}: the prompt under {prompt_key!r} has no tokens")
-        answer = {"answer": column(record, answer_key, where=where)} if answer_key else {}
+        answer = {"answer": read_column(record, answer_key, where=where)} if answer_key else {}
         examples.append(Example(tokens, {**record, "prompt": text, **answer}, record))
     if not examples:
         raise ValueError(
-            f"{where}: no prompt to use; {too_long} have more than {max_tokens} tokens"
+            f"{where}: no prompt fits; {too_long} have more than {max_tokens} tokens, the limit"
         )
     return Prompts(examples, too_long)
 
 
 class Render(Protocol):
-    """Prompt as it stands in the data -> text for the model."""
+    """A function that renders a prompt as the model's input text."""
 
-    def __call__(self, prompt: str | list[dict[str, str]], *, where: str) -> str:
-        """`where` names the row in messages."""
+    def __call__(self, prompt: RawPrompt, *, where: str) -> str:
+        """Renders a prompt; `where` names the row in errors."""
         ...
 
 
-def renderer(tokenizer: Tokenizer, rendering: Rendering) -> Render:
-    """The function that renders prompts.
+def make_renderer(tokenizer: Tokenizer, rendering: Rendering) -> Render:
+    """Returns the function that renders prompts.
 
-    The text ends where the model's answer begins. It includes the special tokens that the chat
-    template writes and no others.
+    The text ends where the completion begins. Its only special tokens are those that the chat
+    template writes.
 
     Raises:
       ValueError: if the rendering needs a chat template and the tokenizer has none.
@@ -178,19 +183,21 @@ def renderer(tokenizer: Tokenizer, rendering: Rendering) -> Render:
     chat = rendering.template == "chat" or (rendering.template == "auto" and has_template)
     if chat and not has_template:
         raise ValueError(
-            "data.template = 'chat', and the model's tokenizer has no chat template; "
+            "data.template = 'chat', but the model's tokenizer has no chat template; "
             "add one to its tokenizer_config.json or set data.template = 'text'"
         )
     if rendering.system_prompt is not None and not chat:
         raise ValueError(
-            "data.system_prompt needs a chat template, and the model's tokenizer has none; "
+            "data.system_prompt needs a chat template, but the model's tokenizer has none; "
             "put the text into data.prompt_format"
         )
 
-    def render(prompt: str | list[dict[str, str]], *, where: str) -> str:
+    def render(prompt: RawPrompt, *, where: str) -> str:
         if not chat:
             if not isinstance(prompt, str):
-                raise ValueError(f"{where}: the prompt is a list of messages and needs a template")
+                raise ValueError(
+                    f"{where}: the prompt is a list of messages; it needs a chat template"
+                )
             return rendering.prompt_format.replace("{prompt}", prompt)
         system = rendering.system_prompt
         messages = [] if system is None else [{"role": "system", "content": system}]
@@ -207,12 +214,17 @@ def renderer(tokenizer: Tokenizer, rendering: Rendering) -> Render:
     return render
 
 
-def take(size: int, *, position: int, count: int, seed: int) -> np.ndarray:
-    """Which of `size` examples come next, i64[count].
+def next_indices(size: int, *, position: int, count: int, seed: int) -> np.ndarray:
+    """Returns the indices of the next examples, i64[count].
 
-    Each epoch is a permutation of all examples that depends on `seed` and the epoch's number alone,
-    so the position, a number of examples taken since the start, is all that a checkpoint holds. The
-    position after it is `position + count`.
+    Each epoch is a permutation that depends only on the seed and the epoch's number, so a
+    checkpoint needs only the position.
+
+    Args:
+      size: number of examples.
+      position: examples taken since the start; the next position is `position + count`.
+      count: examples to take.
+      seed: of the order.
     """
     places = np.arange(position, position + count)
     return np.array([_permutation(size, int(p) // size, seed)[p % size] for p in places])
@@ -223,24 +235,24 @@ def _permutation(size: int, epoch: int, seed: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(size)
 
 
-def column(record: Mapping[str, Any], key: str, *, where: str) -> Any:
-    """The value of a column.
+def read_column(record: Mapping[str, Any], key: str, *, where: str) -> Any:
+    """Returns the value of a column.
 
     Raises:
-      ValueError: if there is none; the message names the place and the columns that exist.
+      ValueError: if it is missing; the message names the place and the existing columns.
     """
     if record.get(key) is None:
         raise ValueError(f"{where}: no {key!r}; the columns are {', '.join(map(repr, record))}")
     return record[key]
 
 
-def prompt_of(record: Mapping[str, Any], key: str, *, where: str) -> str | list[dict[str, str]]:
-    """The prompt in a column: a text, or a list of messages with role and content.
+def read_prompt(record: Mapping[str, Any], key: str, *, where: str) -> RawPrompt:
+    """Returns the prompt of a column.
 
     Raises:
-      ValueError: if it is anything else; the message names the place.
+      ValueError: if it is neither a text nor messages; the message names the place.
     """
-    value = column(record, key, where=where)
+    value = read_column(record, key, where=where)
     messages = list(value) if isinstance(value, (list, tuple, np.ndarray)) else None
     if isinstance(value, str):
         return value
@@ -254,7 +266,7 @@ def prompt_of(record: Mapping[str, Any], key: str, *, where: str) -> str | list[
 
 def _existing(path: str) -> Path:
     if not Path(path).is_file():
-        raise ValueError(f"{path}: there is no such file (relative to {Path.cwd()})")
+        raise ValueError(f"{path} is not a file; relative paths start at {Path.cwd()}")
     return Path(path)
 
 
@@ -289,15 +301,15 @@ def _read_hub(path: str, *, split: str, subset: str | None) -> Iterator[Row]:
         import datasets  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            f"data {path!r} is no file, and reading it from the Hugging Face hub needs the package "
+            f"data {path!r} is not a file; reading it from the Hugging Face hub needs the package "
             "datasets: pip install datasets"
         ) from None
     try:
         rows = datasets.load_dataset(path, name=subset, split=split)
     except Exception as error:
         raise ValueError(
-            f"data {path!r} (subset {subset!r}, split {split!r}) is no file here and could not be "
-            f"loaded from the Hugging Face hub: {error}"
+            f"data {path!r} (subset {subset!r}, split {split!r}) is not a file, and loading it "
+            f"from the Hugging Face hub failed: {error}"
         ) from error
     for number, record in enumerate(rows):
         yield Row(f"{path}[{split}] row {number}", dict(record))

@@ -1,4 +1,4 @@
-"""Given completions: token ids to learn from that no sampler produced."""
+"""Completions from a data set: tokens to train on that no sampler produced."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,11 @@ from jaxrl.core.batch import Rollout
 from jaxrl.data import prompts
 
 
-def answered(prompt: Sequence[int], completion: Sequence[int]) -> Rollout:
-    """A given answer to a prompt, all of which is learnt; both are token ids."""
+def given_rollout(prompt: Sequence[int], completion: Sequence[int]) -> Rollout:
+    """Returns a rollout of given token ids that trains on the whole completion.
+
+    Its sampler log-probs are NaN.
+    """
     size = len(completion)
     return Rollout(
         prompt=np.asarray(prompt, np.int32),
@@ -21,12 +24,15 @@ def answered(prompt: Sequence[int], completion: Sequence[int]) -> Rollout:
     )
 
 
-def end_of(tokenizer: prompts.Tokenizer) -> int:
-    """The token that ends a text.
+def end_token(tokenizer: prompts.Tokenizer) -> int:
+    """Returns the id of the end-of-sequence token.
 
     Raises:
-      ValueError: if the tokenizer names none.
+      ValueError: if the tokenizer has none.
     """
     if tokenizer.eos_token_id is None:
-        raise ValueError("the model's tokenizer has no end-of-sequence token, so no text could end")
+        raise ValueError(
+            "the model's tokenizer has no end-of-sequence token; set eos_token in its "
+            "tokenizer_config.json"
+        )
     return tokenizer.eos_token_id

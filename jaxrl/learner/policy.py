@@ -89,9 +89,9 @@ def make_learner(
         )
 
     def published(params: Params) -> Params:
-        served: Any = as_served(as_published(params), precision)
-        place = constrain if isinstance(served, lora.Adapted) else constrain_merged
-        return place(served)
+        weights: Any = as_published(params)
+        served: Any = as_served(weights, precision)
+        return constrain(served) if isinstance(weights, lora.Adapted) else constrain_merged(served)
 
     def score(params: Params, minibatch: Minibatch) -> jax.Array:
         weights = constrain(cast(params, precision.compute))

@@ -1,4 +1,4 @@
-"""Samplers of a run in several processes: they sample together, or one of them asks servers."""
+"""Samplers of multi-process runs: all processes sample together, or process 0 asks servers."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +16,7 @@ class MultihostSampler:
         def draw(
             prompts: Sequence[np.ndarray], params: SamplingParams, *, group_size: int
         ) -> list[Completion]:
-            # To the end: what process 0 starts between two answers would not reach the others.
+            # Exhaust it: programs that process 0 starts in between would not reach the others.
             return list(sampler.sample(prompts, params, group_size=group_size))
 
         def draw_turns(turns: Sequence[Turn], params: SamplingParams) -> list[Completion]:
@@ -33,11 +33,11 @@ class MultihostSampler:
     def sample(
         self, prompts: Sequence[np.ndarray], params: SamplingParams, *, group_size: int
     ) -> Iterator[Completion]:
-        """See `Sampler.sample`; the answers come when the last has finished."""
+        """See `Sampler.sample`; yields after the last completion has finished."""
         return iter(self._draw(list(prompts), params, group_size=group_size))
 
     def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
-        """See `Sampler.sample_turns`; likewise."""
+        """See `Sampler.sample_turns`; yields after the last completion has finished."""
         return iter(self._draw_turns(list(turns), params))
 
     def close(self) -> None:

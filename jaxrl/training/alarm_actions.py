@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from jaxrl.config.training import Config
 from jaxrl.monitoring.alarms.causes import CAUSES
-from jaxrl.monitoring.alarms.rules import Alarm, check
+from jaxrl.monitoring.alarms.rules import Alarm, check_alarms
 from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.training import rollbacks
 from jaxrl.training.storage.records import Records
@@ -47,7 +47,7 @@ class AlarmActions:
     def check(self) -> Verdict | None:
         """Checks the newest step and logs every alarm; returns None if the run continues."""
         config = self._config.alarms
-        alarms = check(self._records.tracker.history, config.limits, raised=self._raised)
+        alarms = check_alarms(self._records.tracker.history, config.limits, raised=self._raised)
         alarms = [alarm for alarm in alarms if config.action(alarm.name) != "off"]
         if not alarms:
             return None

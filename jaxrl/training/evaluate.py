@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxrl.core.batch import Rollout
 from jaxrl.data.prompts import Example, Tokenizer
-from jaxrl.environments.episodes.episode import earned, episode_metrics, last_turn
-from jaxrl.environments.episodes.play import Arena, play
+from jaxrl.environments.episodes.episode import environment_reward, episode_metrics, last_turn
+from jaxrl.environments.episodes.runner import EpisodeRunner
 from jaxrl.environments.rewards import scoring
 from jaxrl.environments.rewards.scoring import Reward
 from jaxrl.sampling.base import Sampler, SamplingParams
@@ -42,7 +42,7 @@ def evaluate_greedily(
     sampling: SamplingParams,
     reward: Reward | None,
     tokenizer: Tokenizer,
-    arena: Arena | None = None,
+    episode_runner: EpisodeRunner | None = None,
 ) -> Evaluation:
     """Completes every prompt greedily and scores the completions.
 
@@ -53,13 +53,14 @@ def evaluate_greedily(
       reward: measures correctness, usually 0 or 1; its weight is not applied. None takes the
         rewards of the environment.
       tokenizer: the model's.
-      arena: plays the episodes, whose last turns are scored; None for completions of a single turn.
+      episode_runner: runs the episodes, whose last turns are scored; None for completions of a
+        single turn.
 
     Raises:
       RuntimeError: if the reward or the environment fails on every completion.
     """
     greedy = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-    if arena is None:
+    if episode_runner is None:
         completions = [np.zeros(0, np.int32)] * len(examples)
         for one in sampler.sample([e.tokens for e in examples], greedy, group_size=1):
             completions[one.prompt_index] = one.tokens
@@ -67,15 +68,17 @@ def evaluate_greedily(
         failure = None
     else:
         numbered = dict(enumerate(examples))
-        episodes, failure = play(arena, numbered, sampler=sampler, params=greedy, group_size=1)
+        episodes, failure = episode_runner.run(
+            numbered, sampler=sampler, params=greedy, group_size=1
+        )
         completions = [last_turn(episode) for episode in episodes]
     texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in completions]
     if reward is None:
-        rewards = np.array([earned(episode) for episode in episodes])
+        rewards = np.array([environment_reward(episode) for episode in episodes])
     else:
         scored = scoring.score([reward], texts, [e.record for e in examples])
-        rewards, failure = scored.parts[reward.name], failure or scored.first_failure
-    broken = [e.episode is not None and e.episode.broken for e in episodes]
+        rewards, failure = scored.components[reward.name], failure or scored.first_failure
+    broken = [e.episode is not None and e.episode.failed for e in episodes]
     rewards = np.where(broken, np.nan, rewards) if broken else rewards
     if np.isnan(rewards).all():
         raise RuntimeError(f"every held-out completion failed to be scored; {failure}")
@@ -94,5 +97,5 @@ def evaluate_held_out(
         sampling=generator.params,
         reward=scorer.functions[0] if scorer.functions else None,
         tokenizer=scorer.tokenizer,
-        arena=generator.arena,
+        episode_runner=generator.episode_runner,
     )

@@ -11,8 +11,8 @@ from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import MinibatchShape, unpack
 from jaxrl.learner.policy import Learner
 from jaxrl.models.spec import Params
-from jaxrl.monitoring.ratio.replay import Score, parts, replay_batch, summary
-from jaxrl.monitoring.ratio.split import known_tokens, split
+from jaxrl.monitoring.ratio.replay import Score, log_ratio_parts, replay_batch, summarize_parts
+from jaxrl.monitoring.ratio.split import known_tokens, split_log_ratio
 from jaxrl.monitoring.tracking.samples import NullSamples, Samples
 from jaxrl.training.schedule import is_due
 from jaxrl.training.timing import Numbers
@@ -90,10 +90,10 @@ def _split_ratio(
     if not tokens.learner.size:
         return {}, beta
     low, high = c.clip_range
-    found = split(tokens, low=low, high=high)
+    found = split_log_ratio(tokens, low=low, high=high)
     ids = fetch(batch.tokens) if c.replay else None  # on all processes; one of them asks servers
     if ids is not None and probes.replay is not None:
         replay = replay_batch(probes.replay, tokens=ids, segments=segments)
-        three = parts(replay=replay[mask], **{k: v[mask] for k, v in arrays.items()})
-        found |= summary(three)
+        three = log_ratio_parts(replay=replay[mask], **{k: v[mask] for k, v in arrays.items()})
+        found |= summarize_parts(three)
     return {f"probe/{name}": value for name, value in found.items()}, beta

@@ -26,7 +26,7 @@ from jaxrl.core import precision
 from jaxrl.core.batch import Rollout
 from jaxrl.core.hosts import Hosts
 from jaxrl.data.prompts import Prompts
-from jaxrl.environments.episodes.play import Arena
+from jaxrl.environments.episodes.runner import EpisodeRunner
 from jaxrl.environments.rewards.scoring import Reward
 from jaxrl.learner.actor_critic import State
 from jaxrl.models.spec import Params
@@ -91,7 +91,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     recipe, layout = make_recipe(config), make_layout(config.mesh)
     task = load_task(config, with_prompts=hosts.leads)
     learning, state = open_learning(config, recipe, layout=layout)
-    arena = environment.make_arena(
+    episode_runner = environment.make_episode_runner(
         config, task.tokenizer, task.tools, vocab_size=learning.model.config.vocab_size
     )
     reward_model = None
@@ -121,7 +121,9 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         source = RolloutSource(
             prompts=task.prompts.examples,
             seed=config.seed,
-            generator=_make_generator(config, task, serving=serving, arena=arena, note=note),
+            generator=_make_generator(
+                config, task, serving=serving, episode_runner=episode_runner, note=note
+            ),
             scorer=_make_scorer(config, task, model=reward_model, note=note),
         )
         samples = _open_samples(config, task, start_step=progress.step, hosts=hosts)
@@ -156,13 +158,18 @@ def reward_weights(config: Config, rewards: Sequence[Reward]) -> dict[str, float
 
 
 def _make_generator(
-    config: Config, task: TaskData, *, serving: Serving, arena: Arena | None, note: Note
+    config: Config,
+    task: TaskData,
+    *,
+    serving: Serving,
+    episode_runner: EpisodeRunner | None,
+    note: Note,
 ) -> Generator:
     params = sampling_params(config.sampling, config.model.path, task.tokenizer, seed=config.seed)
     return Generator(
         sampler=serving.sampler,
         params=params,
-        arena=arena,
+        episode_runner=episode_runner,
         mask_truncated=config.train.mask_truncated,
         note=note,
     )

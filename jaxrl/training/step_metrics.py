@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxrl.monitoring.variety import variety
+from jaxrl.monitoring.completion_metrics import completion_metrics
 from jaxrl.training.rollouts.collect import RolloutBatch
 from jaxrl.training.timing import Numbers
 
@@ -21,4 +21,4 @@ def step_metrics(rollouts: RolloutBatch, numbers: Numbers) -> Numbers:
         # Without a reference model: the divergence from the policy that was sampled.
         "kl": numbers.get("kl/reference", numbers.get("mismatch/k3_kl", float("nan"))),
     }
-    return variety(rollouts.sampled) | numbers | derived
+    return completion_metrics(rollouts.sampled) | numbers | derived

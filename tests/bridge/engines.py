@@ -31,10 +31,10 @@ class ChildEngine:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"call": name, **arguments}) + "\n")
         self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline() or '{"error": "vLLM died"}')
-        if "ok" in answer:
-            return answer["ok"]
-        text = answer["error"]
+        response = json.loads(self._process.stdout.readline() or '{"error": "vLLM died"}')
+        if "ok" in response:
+            return response["ok"]
+        text = response["error"]
         kind = {REFUSED: RefusedError, POISONED: PoisonedError}
         raise next((kind[m] for m in kind if m in text), RuntimeError)(text)
 

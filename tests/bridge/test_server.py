@@ -74,14 +74,14 @@ def weights(seed: int) -> ParamsSource:
     return ParamsSource(params(QWEN3, seed), SPECS, dtype=F32)
 
 
-class Answer(NamedTuple):
+class Output(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]  # of each token
     finish_reason: str
 
 
-def ask(server: LocalServer, prompt: list[int], max_tokens: int) -> Answer:
+def ask(server: LocalServer, prompt: list[int], max_tokens: int) -> Output:
     """Asks for a greedy completion that ignores EOS."""
     body = {
         "token_ids": prompt,
@@ -107,21 +107,21 @@ def ask(server: LocalServer, prompt: list[int], max_tokens: int) -> Answer:
         for _ in range(span["start"], span["end"])
     ]
     logprobs = [item["logprob"] for item in choice["logprobs"]["content"]]
-    return Answer(choice["token_ids"], logprobs, versions, choice["finish_reason"])
+    return Output(choice["token_ids"], logprobs, versions, choice["finish_reason"])
 
 
 LENGTH = 480
 
 
-def ask_through(server: LocalServer, publish: Callable[[], None]) -> list[Answer]:
+def ask_through(server: LocalServer, publish: Callable[[], None]) -> list[Output]:
     """Sends one request after the other, from before the publish until after it.
 
     However late a thread wakes on a busy machine, the publish finds the server at work."""
-    answers, first, done = [], threading.Event(), threading.Event()
+    outputs, first, done = [], threading.Event(), threading.Event()
 
     def client() -> None:
         while not done.is_set():
-            answers.append(ask(server, PROMPT, LENGTH))
+            outputs.append(ask(server, PROMPT, LENGTH))
             first.set()
 
     with ThreadPoolExecutor() as pool:
@@ -132,7 +132,7 @@ def ask_through(server: LocalServer, publish: Callable[[], None]) -> list[Answer
         finally:
             done.set()
         asking.result()
-    return answers
+    return outputs
 
 
 def test_a_request_in_flight_continues_with_the_new_weights(server: LocalServer) -> None:
@@ -142,21 +142,21 @@ def test_a_request_in_flight_continues_with_the_new_weights(server: LocalServer)
             old, new = 2 * attempt, 2 * attempt + 1
             publisher.publish(weights(0), version=old)
             publish = functools.partial(publisher.publish, weights(1), version=new)
-            answers = ask_through(server, publish)
-            spanning = [answer for answer in answers if len(set(answer.versions)) == 2]
+            outputs = ask_through(server, publish)
+            spanning = [output for output in outputs if len(set(output.versions)) == 2]
             if spanning:
                 break
         else:
             raise AssertionError("no publish met a request in flight")
-    (answer,) = spanning
-    before = answer.versions.count(old)
-    assert answer.versions == [old] * before + [new] * (LENGTH - before)
-    assert set(answers[0].versions) == {old}
-    assert answer.tokens[:before] == answers[0].tokens[:before]
-    assert answer.logprobs[:before] == answers[0].logprobs[:before]
-    rest = ask(server, PROMPT + answer.tokens[:before], LENGTH - before)
-    assert answer.tokens[before:] == rest.tokens
-    assert answer.logprobs[before:] == rest.logprobs
+    (output,) = spanning
+    before = output.versions.count(old)
+    assert output.versions == [old] * before + [new] * (LENGTH - before)
+    assert set(outputs[0].versions) == {old}
+    assert output.tokens[:before] == outputs[0].tokens[:before]
+    assert output.logprobs[:before] == outputs[0].logprobs[:before]
+    rest = ask(server, PROMPT + output.tokens[:before], LENGTH - before)
+    assert output.tokens[before:] == rest.tokens
+    assert output.logprobs[before:] == rest.logprobs
     assert set(rest.versions) == {new}
 
 
@@ -171,13 +171,13 @@ def test_requests_in_flight_finish_or_abort_before_the_update(
         for attempt in range(attempts):  # a publish may fall between two requests
             publisher.publish(weights(0), version=2 * attempt)
             publish = functools.partial(publisher.publish, weights(1), version=2 * attempt + 1)
-            answers = ask_through(server, publish)
-            assert all(len(set(answer.versions)) <= 1 for answer in answers)
-            for answer in answers:
-                assert answer.finish_reason == (
-                    "length" if len(answer.tokens) == LENGTH else "abort"
+            outputs = ask_through(server, publish)
+            assert all(len(set(output.versions)) <= 1 for output in outputs)
+            for output in outputs:
+                assert output.finish_reason == (
+                    "length" if len(output.tokens) == LENGTH else "abort"
                 )
-            aborted |= any(answer.finish_reason == "abort" for answer in answers)
+            aborted |= any(output.finish_reason == "abort" for output in outputs)
             if aborted:
                 break
     assert aborted == (in_flight == "abort")
@@ -186,12 +186,12 @@ def test_requests_in_flight_finish_or_abort_before_the_update(
 def test_a_refusal_leaves_the_server_serving(
     server: LocalServer, publisher: SharedMemoryPublisher
 ) -> None:
-    answers = ask(server, PROMPT, 24)
+    outputs = ask(server, PROMPT, 24)
     tensors = dict(weights(1))
     del tensors["model.norm.weight"]
     with pytest.raises(RefusedError, match=r"^bridge refused: .*model\.norm\.weight: missing"):
         publisher.publish(ListSource(tensors), version=1)
-    assert ask(server, PROMPT, 24) == answers
+    assert ask(server, PROMPT, 24) == outputs
     with pytest.raises(RefusedError, match="computes in float32"):
         SharedMemoryPublisher([control(server)], wire=F32, sampler=np.dtype(np.float16))
 
@@ -210,7 +210,7 @@ def test_an_update_without_a_pause_is_atomic(server: LocalServer, tmp_path: Path
         flying = [pool.submit(ask, server, PROMPT, LENGTH) for _ in range(4)]
         for version in range(4):
             publisher.publish(weights(version), version=version)
-        assert all(len(answer.result().tokens) == LENGTH for answer in flying)
+        assert all(len(output.result().tokens) == LENGTH for output in flying)
     assert unpaused.healthy()
 
 
@@ -232,11 +232,11 @@ def test_fifty_publishes_under_load(server: LocalServer, publisher: SharedMemory
         expected.append(ask(server, PROMPT, 24))
     done = threading.Event()
 
-    def client(seed: int) -> list[Answer]:
-        rng, answers = np.random.default_rng(seed), []
+    def client(seed: int) -> list[Output]:
+        rng, outputs = np.random.default_rng(seed), []
         while not done.is_set():
-            answers.append(ask(server, rng.integers(2, 128, 8).tolist(), 48))
-        return answers
+            outputs.append(ask(server, rng.integers(2, 128, 8).tolist(), 48))
+        return outputs
 
     with ThreadPoolExecutor(4) as pool:
         running = [pool.submit(client, seed) for seed in range(4)]
@@ -244,13 +244,13 @@ def test_fifty_publishes_under_load(server: LocalServer, publisher: SharedMemory
             publisher.publish(sources[version % 2], version=version)
         done.set()
         streams = [client.result() for client in running]
-    for answers in streams:
-        assert all(len(a.tokens) == len(a.versions) == 48 for a in answers)
-        assert all(a.finish_reason == "length" for a in answers)
-        versions = list(itertools.chain.from_iterable(a.versions for a in answers))
+    for outputs in streams:
+        assert all(len(a.tokens) == len(a.versions) == 48 for a in outputs)
+        assert all(a.finish_reason == "length" for a in outputs)
+        versions = list(itertools.chain.from_iterable(a.versions for a in outputs))
         assert versions == sorted(versions)
         assert len(set(versions)) > 10
-        assert np.isfinite([a.logprobs for a in answers]).all()
+        assert np.isfinite([a.logprobs for a in outputs]).all()
     final = ask(server, PROMPT, 24)
     assert final._replace(versions=[]) == expected[52 % 2]._replace(versions=[])
     assert set(final.versions) == {52}

@@ -26,7 +26,7 @@ class Vllm(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.version, self.paused, self.fails = "default", False, dict[str, tuple[int, str]]()
 
-    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+    def respond(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
         failure = self.fails.get(path, self.fails.get("*"))
         if failure is not None:
             return failure
@@ -43,7 +43,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
-        status, text = self.server.answer(self.path.partition("?")[0], body)
+        status, text = self.server.respond(self.path.partition("?")[0], body)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
@@ -74,7 +74,7 @@ def two() -> Iterator[tuple[list[Vllm], list[VllmServer]]]:
 
 
 def publish(servers: list[VllmServer], version: int) -> None:
-    swap_weights(servers, "slot-0", version=version, in_flight="keep")
+    swap_weights(servers, lambda s: s.update("slot-0", version=version, in_flight="keep"))
 
 
 def test_proxies_of_the_environment_are_ignored(monkeypatch):

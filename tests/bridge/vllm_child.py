@@ -97,10 +97,10 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            answer = {"ok": getattr(engine, request.pop("call"))(**request)}
+            response = {"ok": getattr(engine, request.pop("call"))(**request)}
         except Exception as error:
-            answer = {"error": str(error)}
-        print(json.dumps(answer), file=responses, flush=True)
+            response = {"error": str(error)}
+        print(json.dumps(response), file=responses, flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.data.prompts import Rendering, load_prompts, read_rows, take
+from jaxrl.data.prompts import Rendering, load_prompts, next_indices, read_rows
 
 
 class Letters:
@@ -60,7 +60,7 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path):
     assert jsonl.examples[0].record["answer"] == GSM8K[0]["answer"]
 
 
-def test_long_prompts_are_left_out_and_counted(tmp_path: Path):
+def test_long_prompts_are_dropped_and_counted(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", GSM8K)
     found = prompts(path, max_tokens=30)
     assert len(found.examples) == 1
@@ -70,7 +70,7 @@ def test_long_prompts_are_left_out_and_counted(tmp_path: Path):
     assert len(prompts(path, limit=1).examples) == 1
 
 
-def test_rendering(tmp_path: Path):
+def test_the_rendering_applies_template_system_prompt_and_format(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", GSM8K[:1])
 
     def text(rendering, **kw):
@@ -87,12 +87,12 @@ def test_rendering(tmp_path: Path):
         text(rendering, tokenizer=bare)
 
 
-def test_messages_as_prompt(tmp_path: Path):
+def test_a_prompt_may_be_messages(tmp_path: Path):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     path = write(tmp_path / "a.jsonl", [{"question": messages, "answer": 1}])
     rendered = prompts(path).examples[0].record["prompt"]
     assert rendered == "<user>Hi<assistant>Hello<assistant>"
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: .*needs a template"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: .*needs a chat template"):
         prompts(path, rendering=Rendering(template="text"))
 
 
@@ -113,16 +113,16 @@ def test_errors_name_file_line_and_key(tmp_path: Path, line, message):
         prompts(str(path))
 
 
-def test_answer_key_may_be_absent(tmp_path: Path):
+def test_reference_answers_are_optional(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", [{"question": "x"}])
     assert "answer" not in prompts(path, answer_key=None).examples[0].record
 
 
-def test_unreadable_sources(tmp_path: Path, monkeypatch):
-    with pytest.raises(ValueError, match="there is no such file"):
+def test_unreadable_sources_are_refused(tmp_path: Path, monkeypatch):
+    with pytest.raises(ValueError, match="is not a file"):
         prompts(str(tmp_path / "none.jsonl"))
     (tmp_path / "a.csv").write_text("x")
-    with pytest.raises(ValueError, match=r"a \.jsonl or \.parquet file"):
+    with pytest.raises(ValueError, match=r"expected a \.jsonl or \.parquet file"):
         prompts(str(tmp_path / "a.csv"))
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install datasets"):
@@ -135,11 +135,11 @@ def test_unreadable_sources(tmp_path: Path, monkeypatch):
     start=st.integers(0, 50),
     seed=st.integers(0, 3),
 )
-def test_order_depends_on_the_position_alone(size, counts, start, seed):
-    whole = take(size, position=start, count=sum(counts), seed=seed)
+def test_the_order_depends_on_the_position_alone(size, counts, start, seed):
+    whole = next_indices(size, position=start, count=sum(counts), seed=seed)
     places = start + np.cumsum([0, *counts])
     parts = [
-        take(size, position=int(p), count=c, seed=seed)
+        next_indices(size, position=int(p), count=c, seed=seed)
         for p, c in zip(places, counts, strict=False)
     ]
     np.testing.assert_array_equal(whole, np.concatenate([*parts, np.zeros(0, int)]))
@@ -147,5 +147,5 @@ def test_order_depends_on_the_position_alone(size, counts, start, seed):
 
 @given(size=st.integers(1, 30), epoch=st.integers(0, 5), seed=st.integers(0, 9))
 def test_each_epoch_is_a_permutation(size, epoch, seed):
-    taken = take(size, position=epoch * size, count=size, seed=seed)
+    taken = next_indices(size, position=epoch * size, count=size, seed=seed)
     assert sorted(taken) == list(range(size))

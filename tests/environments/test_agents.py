@@ -1,4 +1,4 @@
-"""Whole small runs with environments: config, loop, stream, evaluation."""
+"""Small runs with environments: config, training loop, stream, evaluation."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ from jaxrl.environments.episodes.base import Step
 
 
 class Single:
-    def __init__(self, kit):
+    def __init__(self, context):
         pass
 
     def reset(self, example):
@@ -35,10 +35,10 @@ class Single:
 
 
 class Twice:
-    \"\"\"Says "b;a:" once, gives the number of the answer's tokens, and fails for a question.\"\"\"
+    \"\"\"Observes "b;a:" once, rewards each turn by its tokens, and fails for one prompt.\"\"\"
 
-    def __init__(self, kit, *, fails: str):
-        self.kit, self.fails, self.turns = kit, fails, 0
+    def __init__(self, context, *, fails: str):
+        self.context, self.fails, self.turns = context, fails, 0
 
     async def reset(self, example):
         if example.row["prompt"] == self.fails:
@@ -47,7 +47,7 @@ class Twice:
 
     async def step(self, completion):
         self.turns += 1
-        seen = self.kit.tokenizer.encode("b;a:", add_special_tokens=False)
+        seen = self.context.tokenizer.encode("b;a:", add_special_tokens=False)
         return Step(seen, float(len(completion)), self.turns == 2)
 
 
@@ -89,14 +89,14 @@ def config(*arguments: Path, **changes: str) -> Config:
     return toml_file.load(Config, overrides=list(keys(*arguments, **changes).items()))
 
 
-def test_a_single_turn_environment_changes_no_bit_of_what_is_learnt_from(material, tmp_path):
+def test_a_single_turn_environment_changes_no_bit_of_the_training_data(material, tmp_path):
     single = {"environment.name": f"{material / 'mine.py'}:Single", "train.mask_truncated": "true"}
     with open_run(config(material, tmp_path / "run", **single)) as (run, _, _):
         source, train_config = run.source, run.config.train
         found = collect(source, train_config, progress=Progress(), seconds={})
         weights = {"shorter": source.scorer.weights["shorter"]}
         single_turn = source._replace(
-            generator=source.generator._replace(arena=None),
+            generator=source.generator._replace(episode_runner=None),
             scorer=source.scorer._replace(weights=weights),
         )
         plain = collect(single_turn, train_config, progress=Progress(), seconds={})
@@ -110,7 +110,7 @@ def test_a_single_turn_environment_changes_no_bit_of_what_is_learnt_from(materia
     assert not {"turns", "episodes/done"} & plain.numbers.keys()
 
 
-def test_episodes_stream_while_the_learner_trains(material, tmp_path, capsys):
+def test_episodes_are_sampled_while_the_learner_trains(material, tmp_path, capsys):
     changes = {
         "environment.name": f"{material / 'mine.py'}:Twice",
         "environment.fails": "0+1=",
@@ -123,10 +123,10 @@ def test_episodes_stream_while_the_learner_trains(material, tmp_path, capsys):
     entries = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert undocumented({name for e in entries for name in e}) == ["step", "time"]
     steps = [e for e in entries if "reward" in e]
-    assert sum(e["episodes/raised"] for e in steps) == sum(e["reward/failed"] for e in steps) == 2
+    assert sum(e["episodes/error"] for e in steps) == sum(e["reward/failed"] for e in steps) == 2
     assert "reset raised KeyError('0+1=')" in capsys.readouterr().err
     for e in steps:
-        ended = sum(e[f"episodes/{end}"] for end in ("done", "tokens", "raised"))
+        ended = sum(e[f"episodes/{end}"] for end in ("done", "max_tokens", "error"))
         assert ended == 6
         assert e["completion_length/max"] <= 24
         assert e["reward"] == pytest.approx(0.5 * e["reward/shorter"] + e["reward/environment"])
@@ -134,14 +134,14 @@ def test_episodes_stream_while_the_learner_trains(material, tmp_path, capsys):
     file = str(tmp_path / "run" / "config.toml")
     held_out = ["--data.eval_path", str(material / "prompts.jsonl"), "--data.eval_limit", "3"]
     own = ["--model.path", str(result.model), "--reward.path", "", "--reward.weights", ""]
-    assert main(["eval", file, *held_out, *own, "--answers", str(answers)]) == 0
+    assert main(["eval", file, *held_out, *own, "--completions", str(answers)]) == 0
     said = capsys.readouterr().out
-    assert "episodes/raised: 1" in said
+    assert "episodes/error: 1" in said
     rows = [json.loads(line) for line in answers.read_text().splitlines()]
     assert len(rows) == 3
     whole = [row for row in rows if row["reward"] == row["reward"]]
     assert len(whole) == 2
-    # With no reward function what is measured is what the environment gave: tokens of its turns.
+    # Without a reward function, accuracy is the environment's reward: the tokens of its turns.
     assert f"{np.mean([row['reward'] for row in whole]):.1%}".replace("%", " %") in said
     assert main(["filter", file, "--out", str(tmp_path / "kept.jsonl")]) == 1
     assert "single turn" in capsys.readouterr().err
@@ -154,7 +154,7 @@ def test_episodes_stream_while_the_learner_trains(material, tmp_path, capsys):
         ({"environment.name": "agent", "environment.corpus": "c.txt"}, r"\['search:FILE'\]"),
     ],
 )
-def test_contradictions_are_refused(material, tmp_path, changes, message):
+def test_keys_for_an_agent_without_an_agent_are_refused(material, tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         config(material, tmp_path, **changes)
 
@@ -171,7 +171,9 @@ def test_contradictions_are_refused(material, tmp_path, changes, message):
         ({"name": "text_game"}, r"environment\.game is missing"),
     ],
 )
-def test_what_cannot_be_made_ends_the_run_before_it_begins(material, tmp_path, changes, message):
+def test_an_invalid_environment_is_refused_before_the_run_directory_exists(
+    material, tmp_path, changes, message
+):
     keys = {f"environment.{name}": value for name, value in changes.items()}
     with pytest.raises(ValueError, match=message):
         train.train(config(material, tmp_path / "run", **keys))

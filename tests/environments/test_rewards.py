@@ -40,23 +40,23 @@ from jaxrl.environments.rewards.scoring import load_rewards, score
         ("42 #### unsure", "42", 0),
     ],
 )
-def test_numeric_match(completion, answer, expected):
+def test_numeric_match_compares_final_numbers(completion, answer, expected):
     assert numeric_match(completion, {"answer": answer}) == expected
 
 
 @given(st.integers(-(10**12), 10**12), st.text("abc .,\n", max_size=8))
-def test_final_number_reads_every_way_to_write_it(number, text):
+def test_final_number_reads_every_notation(number, text):
     for written in (f"{number}", f"{number:,}", f"{number}.00", f"${number:,}"):
         if number >= 0 or "$" not in written:
             assert final_number(f"{text} {written}") == number
 
 
-def test_reference_without_number_is_an_error_and_not_zero():
+def test_a_reference_without_a_number_is_an_error_not_zero():
     with pytest.raises(ValueError, match="no number"):
         numeric_match("42", {"answer": "forty-two"})
 
 
-def test_formats():
+def test_formats_are_matched_exactly():
     assert exact_match(" a b\n", {"answer": "a b"}) == 1
     assert exact_match("a", {"answer": "b"}) == 0
     assert boxed_format(r"\boxed{1}", {}) == 1
@@ -84,8 +84,8 @@ def test_failures_are_nan_and_counted(tmp_path):
     assert scored.total[0] == 4.0
     assert all(map(math.isnan, scored.total[1:]))
     assert scored.failures == {"half": 0, "picky": 3}
-    assert scored.parts["half"].tolist() == [0.5] * 4
-    assert "picky failed on the answer 'bad': KeyError" in (scored.first_failure or "")
+    assert scored.components["half"].tolist() == [0.5] * 4
+    assert "picky failed on completion 'bad': KeyError" in (scored.first_failure or "")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_failures_are_nan_and_counted(tmp_path):
         ("no.such.module:f", "importing no.such.module failed"),
     ],
 )
-def test_reward_that_cannot_be_loaded(tmp_path, reference, message):
+def test_a_reward_that_cannot_be_loaded_is_reported_with_its_key(tmp_path, reference, message):
     (tmp_path / "mine.py").write_text(REWARDS)
     (tmp_path / "broken.py").write_text("1 / 0")
     reference = reference.format(file=tmp_path / "mine.py", broken=tmp_path / "broken.py")
@@ -108,12 +108,12 @@ def test_reward_that_cannot_be_loaded(tmp_path, reference, message):
     error.match(message.replace("?", r"\?"))
 
 
-def test_two_rewards_of_one_name():
+def test_two_rewards_of_one_name_are_refused():
     with pytest.raises(ValueError, match="twice"):
         load_rewards(["exact_match", "exact_match"])
 
 
-def test_installed_module():
+def test_a_reward_of_an_installed_module_is_loaded():
     (term,) = load_rewards(["jaxrl.environments.rewards.builtin:brevity"])
     assert term.function("x" * 1000, {}) == -1
 
@@ -127,7 +127,7 @@ def hangs(completion, example):
         threading.Event().wait()
     return len(completion)
 
-async def judge(completion, example):
+async def remote(completion, example):
     await asyncio.sleep(100 if completion == "hang" else 0)
     return len(completion)
 
@@ -153,7 +153,7 @@ async def runs_later(completion, example):
 
 
 @pytest.mark.parametrize("name", ["runs", "runs_later"])
-def test_what_would_end_the_program_costs_its_own_answer_only(tmp_path, name):
+def test_system_exit_affects_only_its_own_completion(tmp_path, name):
     file = tmp_path / "slow.py"
     file.write_text(SLOW)
     scored = score(load_rewards([f"{file}:{name}"]), ["x = 1", "exit(0)", "x = 2"], [{}] * 3)
@@ -161,8 +161,8 @@ def test_what_would_end_the_program_costs_its_own_answer_only(tmp_path, name):
     assert "SystemExit(0)" in str(scored.first_failure)
 
 
-@pytest.mark.parametrize("name", ["hangs", "judge"])
-def test_what_hangs_costs_its_own_answer_only(tmp_path, name):
+@pytest.mark.parametrize("name", ["hangs", "remote"])
+def test_a_timeout_affects_only_its_own_completion(tmp_path, name):
     file = tmp_path / "slow.py"
     file.write_text(SLOW)
     terms = load_rewards([f"{file}:{name}"], timeout=0.5)
@@ -173,37 +173,37 @@ def test_what_hangs_costs_its_own_answer_only(tmp_path, name):
     assert "it took longer than 0.5 s" in scored.first_failure
 
 
-def test_a_batched_reward_sees_all_answers_at_once(tmp_path):
+def test_a_batched_reward_sees_all_completions_at_once(tmp_path):
     file = tmp_path / "slow.py"
     file.write_text(SLOW)
     scored = score(load_rewards([f"{file}:ranks"]), ["a", "b", "a"], [{}] * 3)
     np.testing.assert_array_equal(scored.total, [0, 1, 0])
     scored = score(load_rewards([f"{file}:too_few"]), ["a", "b"], [{}] * 2)
     assert np.isnan(scored.total).all()
-    assert "1 rewards for 2 answers" in str(scored.first_failure)
+    assert "1 rewards for 2 completions" in str(scored.first_failure)
     scored = score(load_rewards([f"{file}:mean"]), ["a", "b"], [{}] * 2)
     assert np.isnan(scored.total).all()
     assert "'float' object is not iterable" in str(scored.first_failure)
 
 
-def test_a_clock_does_not_count_what_a_call_waits_for(monkeypatch):
+def test_a_paused_deadline_does_not_move(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(calls.time, "monotonic", lambda: now[0])
-    clock = calls.Clock(10.0)
+    deadline = calls.Deadline(10.0)
     now[0] += 4
-    with clock.stopped():
+    with deadline.paused():
         now[0] += 50
-        assert clock.left() == 6
-        with clock.stopped():  # another thread of the same call
+        assert deadline.remaining() == 6
+        with deadline.paused():  # another thread of the same call
             now[0] += 50
-        assert clock.left() == 6
-    assert clock.left() == 6
+        assert deadline.remaining() == 6
+    assert deadline.remaining() == 6
     now[0] += 7
-    assert clock.left() == 0
+    assert deadline.remaining() == 0
 
 
-def test_no_more_programs_at_once_than_processors_and_no_fewer(monkeypatch):
-    """Two calls meet, and never a third."""
+def test_as_many_programs_run_at_once_as_there_are_processors(monkeypatch):
+    """Two calls meet, never a third."""
     monkeypatch.setattr(calls, "_PROCESSORS", 8)
     monkeypatch.setattr(calls, "_free", threading.BoundedSemaphore(2))
     meet, running, most = threading.Barrier(2), [], []
@@ -240,8 +240,8 @@ def test_math_verify_compares_expressions(completion, answer, expected):
     assert math_verify(completion, {"answer": answer}) == expected
 
 
-def test_math_verify_runs_where_rewards_run():
-    """In a thread, where the library's own time limit by a signal would fail."""
+def test_math_verify_works_in_the_threads_of_rewards():
+    """The library's own time limit uses a signal, which fails in a thread."""
     terms = load_rewards(["math_verify"])
     texts, rows = ["1/2", "2", "3"], [{"answer": a} for a in ("0.5", "3", "$$")]
     scored = score(terms, texts, rows)
@@ -249,8 +249,8 @@ def test_math_verify_runs_where_rewards_run():
     assert "'$$' holds no expression" in str(scored.first_failure)
 
 
-def test_an_answer_that_takes_for_ever_to_compare_is_wrong_and_stops_nothing(monkeypatch):
-    """Numbers of so many digits are computed in one operation, during which no thread runs."""
+def test_a_comparison_that_never_ends_is_wrong_and_blocks_nothing(monkeypatch):
+    """One operation computes the huge number, and no other thread runs meanwhile."""
     monkeypatch.setattr(mathematics, "_SECONDS", 1.0)
     monkeypatch.setattr(mathematics, "_idle", [])
     huge, row = r"\boxed{7^{3^{14}}}", {"answer": "2"}

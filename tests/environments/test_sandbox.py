@@ -1,4 +1,4 @@
-"""Programs that try to get out of the sandbox, and the reward that runs unit tests in it."""
+"""Attempts to escape the sandbox, and the reward that runs unit tests in it."""
 
 import os
 import subprocess
@@ -8,17 +8,17 @@ import time
 import pytest
 
 from jaxrl.environments.isolation import sandbox
-from jaxrl.environments.isolation.sandbox import Limits, SandboxError, run_python
-from jaxrl.environments.isolation.sandbox_child import SYSTEM_CALLS, denials
+from jaxrl.environments.isolation.sandbox import SandboxError, SandboxLimits, run_python
+from jaxrl.environments.isolation.sandbox_child import SYSTEM_CALLS, filter_program
 from jaxrl.environments.rewards.builtin import python_tests
 
 
-def test_a_program_reads_prints_and_ends():
+def test_status_and_streams_are_returned():
     ran = run_python("import sys\nprint(repr(sys.stdin.read()))\nsys.exit(97)")
     assert (ran.status, ran.stdout, ran.stderr, ran.timed_out) == (97, "''\n", "", False)
 
 
-def test_an_exception_shows_its_own_lines_only():
+def test_a_traceback_shows_only_the_programs_own_lines():
     ran = run_python("def f():\n    return 1 / 0\n\nf()")
     assert ran.status == 1
     assert ran.stderr.count("File ") == 2
@@ -57,13 +57,13 @@ ESCAPES = {
 
 
 @pytest.mark.parametrize("way", ESCAPES)
-def test_there_is_no_way_out(tmp_path, way):
+def test_no_escape_succeeds(tmp_path, way):
     (tmp_path / "kept").write_text("")
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
         calls = SYSTEM_CALLS[os.uname().machine]
         names = {"clone": calls["clone"], "keyctl": calls["denied"][5]}
         code = ESCAPES[way].format(there=tmp_path, pid=other.pid, **names)
-        ran = run_python(code, limits=Limits(seconds=20.0, memory=256 << 20))
+        ran = run_python(code, limits=SandboxLimits(seconds=20.0, memory=256 << 20))
         assert ran.status != 0, ran
         assert ran.stderr, ran
         assert not ran.timed_out
@@ -73,7 +73,7 @@ def test_there_is_no_way_out(tmp_path, way):
     assert not os.path.exists("/dev/shm/new")
 
 
-def test_what_ordinary_programs_need_is_there():
+def test_ordinary_programs_work():
     code = """
 import asyncio, os, subprocess, threading
 open("/dev/null", "w").write("x")
@@ -90,8 +90,8 @@ print(subprocess.run(["ls"], capture_output=True, text=True).stdout, os.getcwd()
     assert (ran.stdout, ran.stderr) == ("made\n /tmp\n", "")
 
 
-def test_where_parts_of_proc_are_hidden_a_program_sees_nothing_of_it():
-    """As in a container: the kernel then refuses a whole one to the sandbox."""
+def test_a_masked_proc_is_replaced_by_an_empty_one():
+    """As in a container, where the kernel refuses to mount another."""
     inside = """
 from jaxrl.environments.isolation.sandbox import run_python
 print(run_python("import os; print(os.listdir('/proc'))").stdout)
@@ -104,15 +104,15 @@ print(run_python("import os; print(os.listdir('/proc'))").stdout)
 
 
 @pytest.mark.parametrize("machine", SYSTEM_CALLS)
-def test_the_filter_denies_what_it_names_and_nothing_else(machine):
-    """By hand, also for the processors that this machine is not."""
+def test_the_filter_denies_exactly_the_listed_system_calls(machine):
+    """Interprets the filter, so that it covers other processors too."""
     calls = SYSTEM_CALLS[machine]
 
     def errno(call, first=0, second=0, architecture=calls["architecture"]):
         data = {0: call, 4: architecture, 16: first, 24: second}
         at, held = 0, 0
         while True:
-            kind, so, not_so, number = denials(machine)[at]
+            kind, so, not_so, number = filter_program(machine)[at]
             match kind:
                 case 0x06:
                     return 0 if number == 0x7FFF0000 else number - 0x50000
@@ -137,8 +137,8 @@ def test_the_filter_denies_what_it_names_and_nothing_else(machine):
     assert [errno(pair, 1, kind) for kind in (1, 1 | 0o2004000, 2, 3, 5)] == [0, 0, 1, 1, 1]
 
 
-def test_a_program_has_no_terminal_where_its_user_has_one():
-    """Who has one can type into the shell it belongs to (TIOCSTI)."""
+def test_a_program_does_not_inherit_its_users_terminal():
+    """With a terminal it could type into the user's shell (TIOCSTI)."""
     ours, theirs = os.openpty()
     line = "open('/proc/self/stat').read().rpartition(')')[2].split()[4]"  # 0 is none
     code = f"""
@@ -173,29 +173,29 @@ print({line}, run_python("print({line})").stdout)
         "import os, time\nos.close(1)\nos.close(2)\ntime.sleep(100)",
     ],
 )
-def test_what_takes_too_long_is_ended_with_all_it_started(code):
+def test_a_timeout_kills_the_program_and_its_children(code):
     start = time.monotonic()
-    ran = run_python("print('begun', flush=True)\n" + code, limits=Limits(seconds=1.0))
+    ran = run_python("print('begun', flush=True)\n" + code, limits=SandboxLimits(seconds=1.0))
     assert ran.timed_out
     assert ran.stdout == "begun\n"
     assert time.monotonic() - start < 60
 
 
-def test_endless_output_is_cut():
-    ran = run_python("while True: print('x' * 999)", limits=Limits(seconds=1.0, output=5000))
+def test_output_is_truncated_at_the_limit():
+    ran = run_python("while True: print('x' * 999)", limits=SandboxLimits(seconds=1.0, output=5000))
     assert len(ran.stdout) == 5000
 
 
-def test_a_machine_without_namespaces_is_an_error_and_runs_nothing(monkeypatch, tmp_path):
+def test_without_namespaces_nothing_runs_and_an_error_is_raised(monkeypatch, tmp_path):
     broken = tmp_path / "child.py"
     source = sandbox._CHILD.read_text()
-    broken.write_text(source.replace("must(libc.unshare(", "must(libc.unshare(1 | "))
+    broken.write_text(source.replace("check(libc.unshare(", "check(libc.unshare(1 | "))
     monkeypatch.setattr(sandbox, "_CHILD", broken)
     with pytest.raises(SandboxError, match=r"Invalid argument; it needs Linux on .* user names"):
         run_python("print('free')")
 
 
-def test_code_earns_1_when_all_tests_pass():
+def test_code_is_rewarded_if_all_tests_pass():
     tests = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
     right = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
     wrong = "```python\ndef add(a, b):\n    return a - b\n```"
@@ -208,7 +208,7 @@ def test_code_earns_1_when_all_tests_pass():
     assert python_tests("no code", {"tests": tests}) == 0
 
 
-def test_tests_test_what_is_defined_and_not_what_runs_as_the_main_program():
+def test_tests_import_the_code_and_skip_its_main_program():
     code = """
 from __future__ import annotations
 import dataclasses
@@ -236,7 +236,7 @@ CHEATS = {
 
 @pytest.mark.parametrize("place", CHEATS)
 @pytest.mark.parametrize("when", ["at once", "when tested"])
-def test_what_proves_that_all_tests_were_passed_is_not_to_be_found(place, when):
+def test_code_cannot_find_the_token_that_proves_success(place, when):
     find = f"""
 import gc, os, re, sys
 def add(a, b):
@@ -249,11 +249,11 @@ def add(a, b):
     assert python_tests(code, {"tests": "assert add(1, 2) == 3"}) == 0
 
 
-def test_each_part_comes_when_those_before_have_been_run():
+def test_a_part_enters_the_process_only_after_the_parts_before_it():
     parts = ["y = x + 1", "print(x, y)", "#" * (1 << 20) + "\nprint(__name__)"]
     assert run_python("x = 1", then=parts).stdout == "1 2\nprogram\n"
     ran = run_python("x = 1", then=["1 / 0", "print(x)"])
     assert (ran.status, ran.stdout) == (1, "")
     assert ran.stderr.endswith("ZeroDivisionError: division by zero\n")
     asks = "import os\nfor _ in range(3): os.write(4, b'1')\nwhile True: pass"
-    assert run_python(asks, then=["#" * (1 << 20)], limits=Limits(seconds=1.0)).timed_out
+    assert run_python(asks, then=["#" * (1 << 20)], limits=SandboxLimits(seconds=1.0)).timed_out

@@ -64,21 +64,21 @@ def test_a_score_that_is_not_finite_is_a_failure(reward_model):
     broken = reward_model.params | {"score": jnp.full((1, CONFIG.hidden_size), jnp.inf)}
     values = score_rollouts(dataclasses.replace(reward_model, params=broken), tiny.rollouts(3))
     assert np.isnan(values).all()
-    scored = scoring.with_part(
+    scored = scoring.with_component(
         scoring.score([], ["a", "b", "c"], [{}] * 3), "model", values=values, weight=1.0
     )
     assert np.isnan(scored.total).all()
     assert scored.failures == {"model": 3}
-    assert scored.first_failure == "reward model is not finite on 3 answers"
+    assert scored.first_failure == "reward model is not finite on 3 completions"
 
 
 def test_parts_are_weighted_and_added():
     half = scoring.Reward("half", lambda completion, example: 0.5, 2.0)
     scored = scoring.score([half], ["a", "b"], [{}] * 2)
-    both = scoring.with_part(scored, "model", values=np.array([3.0, -1.0]), weight=0.5)
+    both = scoring.with_component(scored, "model", values=np.array([3.0, -1.0]), weight=0.5)
     np.testing.assert_array_equal(both.total, [2.5, 0.5])
-    np.testing.assert_array_equal(both.parts["half"], [0.5, 0.5])
-    np.testing.assert_array_equal(both.parts["model"], [3.0, -1.0])
+    np.testing.assert_array_equal(both.components["half"], [0.5, 0.5])
+    np.testing.assert_array_equal(both.components["model"], [3.0, -1.0])
 
 
 @pytest.fixture(scope="module")

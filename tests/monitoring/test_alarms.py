@@ -10,13 +10,13 @@ from jaxrl.config.alarms import Limits
 from jaxrl.config.training import Config
 from jaxrl.losses import recipes, with_terms
 from jaxrl.monitoring.alarms.causes import CAUSES
-from jaxrl.monitoring.alarms.rules import RULES, replay
+from jaxrl.monitoring.alarms.rules import RULES, replay_alarms
 
 LIMITS = Limits(warmup=10, window=8)
 
 
 def usual(step):
-    """A healthy step: everything moves a little, the reward rises, nothing is alarming."""
+    """Returns the metrics of a healthy step: small variations and a rising reward."""
     rng = np.random.default_rng(step)
     return {
         "step": step,
@@ -40,12 +40,12 @@ def usual(step):
 
 
 def run(steps=40, *, since=30, **changes):
-    """A run in which metrics have other values from one step on; `__` stands for /."""
+    """Returns a run whose metrics change from step `since` on; `__` stands for /."""
     wrong = {name.replace("__", "/"): value for name, value in changes.items()}
     return [usual(step) | (wrong if step >= since else {}) for step in range(1, steps + 1)]
 
 
-# What goes wrong from step 30 on, by how much it may just not, and after which step it is seen.
+# Metrics beyond the limit from step 30 on, metrics just within it, and the step of the alarm.
 SEEN = {
     "kl_spike": ({"kl": 0.13}, {"kl": 0.09}, 30),
     "kl_with_reward": ({"kl": 0.101}, {"kl": 0.099}, 30),
@@ -62,50 +62,50 @@ SEEN = {
 }
 
 
-def test_a_healthy_run_raises_none():
-    assert replay(run(200), LIMITS) == []
+def test_a_healthy_run_raises_no_alarm():
+    assert replay_alarms(run(200), LIMITS) == []
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_each_rule_fires_beyond_its_line_and_not_before(name):
+def test_each_rule_fires_beyond_its_limit_and_not_within(name):
     wrong, nearly, step = SEEN[name]
-    found = [alarm for alarm in replay(run(**wrong), LIMITS) if alarm.name == name]
+    found = [alarm for alarm in replay_alarms(run(**wrong), LIMITS) if alarm.name == name]
     assert [alarm.step for alarm in found][:1] == [step]
     assert found[0].healthy == step - LIMITS.window
-    assert name not in {alarm.name for alarm in replay(run(**nearly), LIMITS)}
+    assert name not in {alarm.name for alarm in replay_alarms(run(**nearly), LIMITS)}
 
 
-def test_held_out_score_that_falls_while_the_reward_rises():
+def test_a_falling_held_out_score_is_an_alarm_only_if_the_reward_rises():
     entries = []
     for step in range(1, 41):
         entries.append(usual(step))
         if step % 5 == 0:
             score = 0.6 if step < 30 else 0.45
             entries.append({"step": step, "eval/accuracy": score})
-    first, again = replay(entries, LIMITS)
+    first, again = replay_alarms(entries, LIMITS)
     assert (first.name, first.step) == ("held_out", 30)
     assert again.step == 39
     assert first.value == pytest.approx(0.15)
     level = [entry | {"reward": 0.1} if "reward" in entry else entry for entry in entries]
-    assert replay(level, LIMITS) == []
+    assert replay_alarms(level, LIMITS) == []
 
 
 def test_the_last_evaluation_is_judged():
-    """Nothing comes after it; what an event says is of the steps after it."""
+    """No step follows it, and an event affects only later steps."""
     scores = [{"step": step, "eval/accuracy": 0.9 if step < 40 else 0.4} for step in (0, 20, 40)]
     entries = sorted([*run(40), *scores], key=lambda entry: entry["step"])
     for more in ([], [{"step": 40, "event": {"alarm": "held_out", "at": 40, "action": "pause"}}]):
-        found = replay([*entries, *more], LIMITS)
+        found = replay_alarms([*entries, *more], LIMITS)
         assert [(alarm.name, alarm.step) for alarm in found] == [("held_out", 40)]
 
 
-def test_what_lies_further_back_than_a_window_is_not_healthy():
-    """The best score, and where several are, the last; the step before three probes."""
+def test_the_healthy_step_may_precede_the_window():
+    """It is that of the last best score, or the one before three probes."""
     limits = Limits()
     scores = {25: 0.9, 50: 0.9, 100: 0.85, 150: 0.6}
     scored = [{"step": step, "eval/accuracy": score} for step, score in scores.items()]
     entries = sorted([*run(160), *scored], key=lambda entry: entry["step"])
-    (found,) = replay(entries, limits)
+    (found,) = replay_alarms(entries, limits)
     assert (found.name, found.step, found.healthy) == ("held_out", 150, 50)
     seldom = run(160, since=51, probe__phantom=0.06)
     for entry in seldom:
@@ -113,34 +113,36 @@ def test_what_lies_further_back_than_a_window_is_not_healthy():
             del entry["probe/phantom"], entry["probe/sequence_std"]
         elif entry["step"] > 51:
             entry["probe/sequence_std"] = 0.9
-    found = {alarm.name: (alarm.step, alarm.healthy) for alarm in reversed(replay(seldom, limits))}
+    found = {
+        alarm.name: (alarm.step, alarm.healthy) for alarm in reversed(replay_alarms(seldom, limits))
+    }
     assert found == {"phantom": (101, 50), "sequence_mismatch": (126, 75)}
-    (stuck, *_) = replay(skipping(60, skipped=range(33, 61)), Limits(window=2))
+    (stuck, *_) = replay_alarms(skipping(60, skipped=range(33, 61)), Limits(window=2))
     assert (stuck.name, stuck.step, stuck.healthy) == ("not_finite", 42, 32)
 
 
-def test_the_warm_up_is_not_judged_and_a_window_is_silent_afterwards():
+def test_rules_are_silent_during_warmup_and_for_a_window_after_an_alarm():
     spikes = {5, 20, 22, 29}
     entries = [usual(s) | ({"grad_norm": 50} if s in spikes else {}) for s in range(1, 40)]
-    assert [alarm.step for alarm in replay(entries, LIMITS)] == [20, 29]
+    assert [alarm.step for alarm in replay_alarms(entries, LIMITS)] == [20, 29]
 
 
 def test_a_solved_task_may_be_certain():
     changes = {"diversity__identical": 1.0, "entropy__sampled": 0.001}
-    assert {a.name for a in replay(run(**changes), LIMITS)} == {"identical", "entropy"}
-    assert replay(run(**changes, reward=0.95), LIMITS) == []
+    assert {a.name for a in replay_alarms(run(**changes), LIMITS)} == {"identical", "entropy"}
+    assert replay_alarms(run(**changes, reward=0.95), LIMITS) == []
 
 
-def test_an_answer_that_is_punished_as_no_other_makes_the_rest_no_solution():
+def test_one_large_penalty_does_not_make_a_task_solved():
     changes = {"diversity__identical": 1.0, "entropy__sampled": 0.001, "reward": 0.3}
     entries = run(**changes)
     for step, p10 in ((5, -100.0), (25, -10.0), (35, 0.0)):
         entries[step - 1] |= {"reward/min": -1000.0, "reward/p10": p10}
-    assert {alarm.name for alarm in replay(entries, LIMITS)} == {"identical", "entropy"}
+    assert {alarm.name for alarm in replay_alarms(entries, LIMITS)} == {"identical", "entropy"}
 
 
 def skipping(steps, *, prefix="", skipped):
-    """A run in which the updates of some steps were skipped."""
+    """Returns a run with skipped updates in some steps."""
     entries = []
     for step in range(1, steps + 1):
         count = len([s for s in skipped if s <= step])
@@ -151,53 +153,53 @@ def skipping(steps, *, prefix="", skipped):
 
 
 @pytest.mark.parametrize("prefix", ["", "value/"])
-def test_gradients_that_are_never_finite_are_seen_from_the_first_step_on(prefix):
-    (first, again) = replay(skipping(25, prefix=prefix, skipped=range(1, 26)), LIMITS)
+def test_missing_finite_gradients_are_an_alarm_even_during_warmup(prefix):
+    (first, again) = replay_alarms(skipping(25, prefix=prefix, skipped=range(1, 26)), LIMITS)
     assert (first.name, first.step, first.value, first.limit) == ("not_finite", 10, 10, 10)
     assert (again.name, again.step) == ("not_finite", 19)  # silent for a window in between
-    later = replay(skipping(60, prefix=prefix, skipped=range(33, 61)), LIMITS)
+    later = replay_alarms(skipping(60, prefix=prefix, skipped=range(33, 61)), LIMITS)
     assert [(alarm.name, alarm.step) for alarm in later[:1]] == [("not_finite", 42)]
     assert "after step 32, in 10 steps" in later[0].text
 
 
 def test_a_loss_scale_that_settles_is_no_alarm():
     settling = [*range(1, 10), *range(20, 29), 31, 33, 35, 37]
-    assert replay(skipping(60, skipped=settling), LIMITS) == []
+    assert replay_alarms(skipping(60, skipped=settling), LIMITS) == []
 
 
-def test_what_was_not_measured_is_no_alarm():
+def test_missing_metrics_raise_no_alarm():
     bare = [{"step": s, "reward": 0.1, "kl": None, "grad_norm": math.nan} for s in range(1, 60)]
-    assert replay(bare, LIMITS) == []
+    assert replay_alarms(bare, LIMITS) == []
 
 
-def test_a_run_that_is_watched_sees_what_a_replay_sees():
+def test_a_prefix_of_a_run_raises_the_same_alarms():
     entries = run(60, since=20, kl=0.5, grad_norm=20.0)
-    whole = replay(entries, LIMITS)
+    whole = replay_alarms(entries, LIMITS)
     assert {alarm.name for alarm in whole} == {"kl_spike", "kl_with_reward", "gradient_spike"}
     for end in range(len(entries)):
         seen = [alarm for alarm in whole if alarm.step <= end]
-        assert replay(entries[:end], LIMITS) == seen
+        assert replay_alarms(entries[:end], LIMITS) == seen
 
 
-def test_a_gradient_is_compared_with_steps_that_had_something_to_learn():
-    """A solved task: every tenth step has a group with spread, and an ordinary gradient."""
+def test_gradients_are_compared_with_steps_that_had_reward_variance():
+    """A solved task: every tenth step has reward variance and an ordinary gradient."""
     flat = {"grad_norm": 1e-6, "groups__zero_std": 8.0}
     entries = run(40) + [
         dict(entry, step=40 + i) for i, entry in enumerate(run(100, since=0, **flat))
     ]
     for entry in entries[45::10]:
         entry |= {"grad_norm": 1.2, "groups/zero_std": 7.0}
-    assert "gradient_spike" not in {alarm.name for alarm in replay(entries, LIMITS)}
+    assert "gradient_spike" not in {alarm.name for alarm in replay_alarms(entries, LIMITS)}
     entries[-1] |= {"grad_norm": 12.0}
-    assert "gradient_spike" in {alarm.name for alarm in replay(entries, LIMITS)}
+    assert "gradient_spike" in {alarm.name for alarm in replay_alarms(entries, LIMITS)}
 
 
-def test_probes_of_another_precision_are_neither_judged_nor_compared_with():
-    """A run that changed its precision: what it measured before says nothing of it now."""
+def test_probes_of_an_earlier_precision_are_ignored():
+    """After a change of precision the first probes in the new one are the reference."""
     limits = dataclasses.replace(LIMITS, window=1)  # an alarm is silent for a step
 
     def raised(entries):
-        return {alarm.name for alarm in replay(entries, limits) if alarm.step > 30}
+        return {alarm.name for alarm in replay_alarms(entries, limits) if alarm.step > 30}
 
     before = run(30, since=0, probe__phantom=0.2, probe__sequence_std=0.1)
     after = [dict(entry, step=30 + entry["step"]) for entry in run(20)]
@@ -205,7 +207,7 @@ def test_probes_of_another_precision_are_neither_judged_nor_compared_with():
     assert raised([*before, *after]) == {"phantom"}
     switched = [*before, {"step": 30, "event": event}, *after]
     assert raised(switched) == set()
-    # From then on they are compared with the first ones of the new precision: .3, not .1.
+    # The reference is the first probes of the new precision: .3, not .1.
     grown = [dict(e, step=e["step"] + 50) for e in run(20, since=0, probe__sequence_std=0.59)]
     assert raised([*switched, *grown]) == set()
     for entry in grown:
@@ -213,7 +215,7 @@ def test_probes_of_another_precision_are_neither_judged_nor_compared_with():
     assert raised([*switched, *grown]) == {"sequence_mismatch"}
 
 
-def test_every_alarm_says_what_to_change():
+def test_every_alarm_names_existing_keys_to_change():
     assert RULES.keys() == CAUSES.keys()
     known = {key.name for key in toml_file.keys(Config)}
     functions = (with_terms, *(getattr(recipes, name) for name in recipes.__all__))
@@ -223,7 +225,7 @@ def test_every_alarm_says_what_to_change():
     assert all(inspect.getdoc(rule) for rule in RULES.values())
 
 
-def test_limits_are_what_rules_compare_with():
+def test_rules_use_the_limits_that_they_are_given():
     steps = run(kl=0.13)
-    assert replay(steps, LIMITS)
-    assert not replay(steps, dataclasses.replace(LIMITS, kl_floor=1.0))
+    assert replay_alarms(steps, LIMITS)
+    assert not replay_alarms(steps, dataclasses.replace(LIMITS, kl_floor=1.0))

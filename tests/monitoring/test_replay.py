@@ -1,22 +1,22 @@
-"""The three parts of the log-ratio, worked out by hand."""
+"""The log-ratio in three parts, worked out by hand."""
 
 import numpy as np
 import pytest
 
-from jaxrl.monitoring.ratio.replay import parts, replay_batch, summary
+from jaxrl.monitoring.ratio.replay import log_ratio_parts, replay_batch, summarize_parts
 
 
-def test_the_parts_add_up():
+def test_the_parts_sum_to_the_log_ratio():
     learner, shadow, replay, sampler = np.random.default_rng(0).normal(-2, 0.3, (4, 50))
-    found = parts(learner=learner, shadow=shadow, replay=replay, sampler=sampler)
+    found = log_ratio_parts(learner=learner, shadow=shadow, replay=replay, sampler=sampler)
     np.testing.assert_allclose(sum(found), learner - sampler, atol=1e-15)
-    numbers = summary(found)
+    numbers = summarize_parts(found)
     whole = numbers["dtype"] + numbers["engine"] + numbers["policy"]
     assert whole == pytest.approx((learner - sampler).mean(), abs=1e-15)
 
 
 def test_each_part_is_named_for_what_differs():
-    found = parts(
+    found = log_ratio_parts(
         learner=np.array([-1.0, -2.0]),
         shadow=np.array([-1.5, -2.0]),
         replay=np.array([-1.25, -2.5]),
@@ -25,19 +25,21 @@ def test_each_part_is_named_for_what_differs():
     assert found.dtype.tolist() == [0.5, 0]
     assert found.engine.tolist() == [-0.25, 0.5]
     assert found.policy.tolist() == [0, -1]
-    numbers = summary(found)
+    numbers = summarize_parts(found)
     assert (numbers["dtype"], numbers["dtype_std"]) == (0.25, 0.25)
     assert numbers["policy_p99"] == pytest.approx(0.99)
 
 
-def test_tokens_that_the_sampler_cannot_score_are_left_out_of_all_parts():
+def test_tokens_without_a_score_are_excluded_from_all_parts():
     values = dict.fromkeys(("learner", "shadow"), np.array([-1.0, -9.0, -9.0]))
-    found = parts(**values, replay=np.array([-2, np.nan, -9.0]), sampler=np.array([-4, -9, np.nan]))
-    numbers = summary(found)
+    found = log_ratio_parts(
+        **values, replay=np.array([-2, np.nan, -9.0]), sampler=np.array([-4, -9, np.nan])
+    )
+    numbers = summarize_parts(found)
     assert (numbers["dtype"], numbers["engine"], numbers["policy"]) == (0, 1, 2)
 
 
-def test_sequences_of_a_batch_are_scored_where_they_stand():
+def test_scores_of_a_batch_return_to_their_positions():
     tokens = np.array([[5, 6, 7, 8, 0], [9, 4, 0, 0, 0]])
     segments = np.array([[1, 1, 2, 2, 0], [3, 3, 0, 0, 0]])
 

@@ -1,10 +1,10 @@
 import pytest
 
 from jaxrl.monitoring.tracking import progress
-from jaxrl.monitoring.tracking.time_left import clock, seconds_left
+from jaxrl.monitoring.tracking.time_left import format_duration, seconds_left
 
 
-def test_time_left_is_the_median_of_the_last_steps():
+def test_the_time_left_follows_the_median_recent_step():
     times = [(step, 3.0 * step + (500 if step > 25 else 0)) for step in range(1, 31)]  # 25 compiled
     assert seconds_left(times, total=100) == pytest.approx(3 * 70)
     assert seconds_left(times[:1], total=100) is None
@@ -15,16 +15,31 @@ def test_time_left_is_the_median_of_the_last_steps():
     ("seconds", "text"),
     [(0.4, "0:00"), (59.9, "0:59"), (719.7, "11:59"), (3600, "1:00:00"), (36_125, "10:02:05")],
 )
-def test_a_clock_never_shows_sixty_seconds(seconds, text):
-    assert clock(seconds) == text
+def test_durations_never_show_sixty_seconds(seconds, text):
+    assert format_duration(seconds) == text
 
 
-def test_the_display_and_the_command_say_the_same(monkeypatch, capsys):
+def test_the_display_ignores_entries_of_evaluations(monkeypatch, capsys):
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    with progress.Progress("train", start_step=4, total_steps=10) as shown:
+    with progress.ProgressDisplay("train", start_step=4, total_steps=10) as shown:
         for step, seconds in ((5, 100.0), (6, 120.0), (6, 7.0), (7, 113.0)):
             now += seconds
             shown.update(step, {"reward": 0.5})
-    # A step takes 120 s, and no entry of an evaluation counts as one.
+    # A step takes 120 s; the second entry of step 6 is an evaluation's.
     assert capsys.readouterr().err.splitlines()[-1].endswith("step 7/10: reward 0.500, 6:00 left")
+
+
+def test_first_step_compiles_and_the_time_left_omits_it(monkeypatch, capsys):
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with progress.Progress("train", start_step=0, total_steps=4) as shown:
+        # An evaluation before the first step, a first step that compiles, an ordinary one.
+        for step, seconds in ((0, 50.0), (1, 900.0), (2, 10.0)):
+            now += seconds
+            shown.update(step, {"reward": 0.5})
+    assert capsys.readouterr().err.splitlines() == [
+        "step 0/4: reward 0.500, compiling",
+        "step 1/4: reward 0.500",
+        "step 2/4: reward 0.500, 0:20 left",
+    ]

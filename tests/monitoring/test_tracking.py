@@ -15,7 +15,7 @@ def run(directory, *, start, stop, offset=0.0):
             tracker.log(step, {"reward": step + offset, "kl": float("nan")})
 
 
-def test_resumed_run_has_each_step_once(tmp_path):
+def test_a_resumed_run_has_each_step_once(tmp_path):
     run(tmp_path, start=0, stop=6)
     run(tmp_path, start=4, stop=10, offset=0.5)  # killed after 6, the checkpoint was of step 4
     entries = read_metrics(tmp_path / "metrics.jsonl")
@@ -30,7 +30,7 @@ def test_resumed_run_has_each_step_once(tmp_path):
     ]
 
 
-def test_half_written_last_line_is_dropped_and_no_other(tmp_path):
+def test_only_an_incomplete_last_line_is_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "reward": 2}\n{"step": 2, "rew')
     with open_tracker(tmp_path, start_step=2, total_steps=2):
@@ -43,12 +43,12 @@ def test_half_written_last_line_is_dropped_and_no_other(tmp_path):
         read_metrics(path)
 
 
-def test_picture(tmp_path):
+def test_missing_metrics_leave_a_panel_of_the_plot_empty(tmp_path):
     entries = [{"step": 0, "eval/accuracy": 0.2}, {"step": 1, "reward": 0.5, "kl": None}]
     draw_run(entries, tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_plain_lines_without_a_terminal(tmp_path, capsys):
+def test_without_a_terminal_progress_is_plain_lines(tmp_path, capsys):
     run(tmp_path, start=0, stop=10)
     assert "step 10/10: reward 10.000" in capsys.readouterr().err

@@ -17,7 +17,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.reply: Reply = answer
+        self.reply: Reply = respond
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
         self.clients: set[int] = set()
@@ -65,7 +65,7 @@ def choice(index: int, tokens: list[int], **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def answer(body: dict[str, Any]) -> tuple[int, str]:
+def respond(body: dict[str, Any]) -> tuple[int, str]:
     settings = body["sampling_params"]
     made = [choice(i, [7 + i] * settings["max_tokens"]) for i in range(settings["n"])]
     return 200, json.dumps({"choices": made[::-1]})

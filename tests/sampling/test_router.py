@@ -140,11 +140,11 @@ def test_affinity_ends_when_its_server_is_too_loaded(asking):
 
 def test_a_server_that_fails_fast_does_not_attract_requests(asking):
     """It always has the fewest requests in flight. A dead engine answers 500."""
-    ill, _ = asking.servers
+    failing, _ = asking.servers
     for status in (500, 503):
-        ill.status, ill.got = status, 0
+        failing.status, failing.got = status, 0
         assert [asking.one(key) for key in range(4)] == ["B"] * 4
-        assert 1 <= ill.got <= 4
+        assert 1 <= failing.got <= 4
         asking.router.use([server.url for server in asking.servers])
     for server in asking.servers:
         server.status = 400

@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl.sampling.base import Completion, SamplingParams, Turn
 from jaxrl.sampling.vllm.sampler import SamplerError, VllmSampler
-from tests.sampling.standin import Reply, Server, answer, choice
+from tests.sampling.standin import Reply, Server, choice, respond
 
 PARAMS = SamplingParams(max_tokens=8, seed=3, stop=((1,), (5, 6)))
 
@@ -23,7 +23,7 @@ def failing(*statuses: int) -> Reply:
 
     def reply(body: dict[str, Any]) -> tuple[int, str]:
         status = next(fates, 200)
-        return answer(body) if status == 200 else (status, "try again")
+        return respond(body) if status == 200 else (status, "try again")
 
     return reply
 
@@ -78,7 +78,7 @@ def test_a_group_is_one_request_of_token_ids(server, sampler):
 def test_requests_are_limited_and_connections_reused(server, sampler):
     def slow(body):
         time.sleep(0.02)
-        return answer(body)
+        return respond(body)
 
     server.reply = slow
     assert len(ask(sampler, *[[2]] * 12)) == 12
@@ -106,7 +106,7 @@ def test_completions_before_a_failure_stay_valid(server, sampler):
         if body["token_ids"] == [3]:
             time.sleep(0.2)
             return 400, "no"
-        return answer(body)
+        return respond(body)
 
     server.reply = reply
     stream = sampler.sample([np.array([2]), np.array([3])], PARAMS, group_size=1)
@@ -175,7 +175,7 @@ def two(server: Server) -> Iterator[tuple[Server, Server, VllmSampler]]:
 
 def test_two_servers_share_the_requests(two):
     first, second, sampler = two
-    first.reply = second.reply = lambda body: (time.sleep(0.02), answer(body))[1]
+    first.reply = second.reply = lambda body: (time.sleep(0.02), respond(body))[1]
     found = ask(sampler, *[[i] for i in range(2, 22)], group_size=3)
     assert len({(c.prompt_index, c.sample_index) for c in found}) == len(found) == 60
     assert len(first.bodies) + len(second.bodies) == 20  # a group stays together
@@ -211,7 +211,7 @@ def aborts_once(server: Server) -> Reply:
 
     def reply(body: dict[str, Any]) -> tuple[int, str]:
         if len(server.bodies) % 2 == 0:
-            return answer(body)
+            return respond(body)
         return 200, json.dumps({"choices": [choice(0, [9], finish_reason="abort")]})
 
     return reply
@@ -231,7 +231,7 @@ def test_a_failed_server_gets_no_requests_until_the_next_publish(two, fate):
     assert 1 <= refused <= 4  # at most one try per connection, and one retry
     assert len(ask(sampler, *[[i] for i in range(2, 22)])) == 20
     assert len(second.bodies) == refused
-    second.reply = answer
+    second.reply = respond
     sampler.use_version(7, urls=[first.url, second.url])
     assert sampler.version == 7
     assert len(ask(sampler, *[[i] for i in range(2, 22)])) == 20
@@ -249,7 +249,7 @@ def test_dropped_idle_connections_use_up_no_attempts(two, monkeypatch):
     """There may be more of them than a request has attempts while the other server is busy."""
     first, second, sampler = two
     monkeypatch.setattr("jaxrl.sampling.vllm.router._ATTEMPTS", 1)
-    first.reply = second.reply = lambda body: (time.sleep(0.02), answer(body))[1]
+    first.reply = second.reply = lambda body: (time.sleep(0.02), respond(body))[1]
     ask(sampler, *[[i] for i in range(2, 22)])
     assert (len(first.clients), len(second.clients)) == (2, 2)  # connections, which stay open
     second.reply = lambda body: (0, "")
@@ -332,7 +332,7 @@ def test_closing_does_not_wait_for_requests_in_flight(server, sampler):
 
     def hang(body):
         release.wait(20)
-        return answer(body)
+        return respond(body)
 
     server.reply = hang
     stream = sampler.sample([np.array([2])] * 5, PARAMS, group_size=1)

@@ -19,8 +19,8 @@ from jaxrl.cli import main
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import pack
 from jaxrl.data.prompts import Example
-from jaxrl.environments.episodes.base import Limits, Step
-from jaxrl.environments.episodes.play import Arena, RequestsDesk, play
+from jaxrl.environments.episodes.base import EpisodeLimits, Step
+from jaxrl.environments.episodes.runner import ContinuousScheduler, EpisodeRunner
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import objective
@@ -55,7 +55,7 @@ def serving(material: Material) -> Iterator[Serving]:
         yield made
 
 
-def answers(sampler, params: SamplingParams, *, group_size: int = 1) -> list:
+def sample(sampler, params: SamplingParams, *, group_size: int = 1) -> list:
     found = sampler.sample(PROMPTS, params, group_size=group_size)
     return sorted(found, key=lambda c: (c.prompt_index, c.sample_index))
 
@@ -63,17 +63,17 @@ def answers(sampler, params: SamplingParams, *, group_size: int = 1) -> list:
 def test_greedy_completions_equal_those_of_the_embedded_sampler(serving):
     embedded = EmbeddedSampler(MODEL, tiny.params(config=SERVED), precision=FP32)
     plain = SamplingParams(max_tokens=24, temperature=0)
-    longest = answers(embedded, plain)
+    longest = sample(embedded, plain)
     common = longest[0].tokens[3:5].tolist()
     ends = dataclasses.replace(plain, stop=((int(longest[1].tokens[6]),), tuple(common)))
     for params in (plain, ends):
-        both = answers(embedded, params), answers(serving.sampler, params)
+        both = sample(embedded, params), sample(serving.sampler, params)
         for ours, theirs in zip(*both, strict=True):
             assert theirs.tokens.tolist() == ours.tokens.tolist()
             np.testing.assert_allclose(theirs.logprobs, ours.logprobs, atol=2e-5)
             assert theirs.finish_reason == ours.finish_reason
             assert set(theirs.versions) == {0}
-    assert answers(serving.sampler, ends)[1].finish_reason == "stop"
+    assert sample(serving.sampler, ends)[1].finish_reason == "stop"
 
 
 def learner_logprobs(completions, params, *, temperature: float) -> list[np.ndarray]:
@@ -120,12 +120,12 @@ def test_after_a_publish_server_and_learner_compute_the_same(serving):
         params = tiny.params(seed, config=SERVED)
         seconds = serving.publish(params, version=version)
         assert min(seconds.values()) > 0
-        found = answers(serving.sampler, drawn, group_size=2)
+        found = sample(serving.sampler, drawn, group_size=2)
         assert {int(v) for c in found for v in c.versions} == {version} == {serving.sampler.version}
         expected = learner_logprobs(found, params, temperature=0.7)
         for completion, logprobs in zip(found, expected, strict=True):
             np.testing.assert_allclose(completion.logprobs, logprobs, atol=5e-5)
-        again = answers(serving.sampler, drawn, group_size=2)
+        again = sample(serving.sampler, drawn, group_size=2)
         assert [c.tokens.tolist() for c in again] == [c.tokens.tolist() for c in found]
         seen.append([c.tokens.tolist() for c in found])
     assert seen[0] != seen[1]
@@ -149,7 +149,7 @@ def test_server_and_learner_score_given_tokens_alike(serving):
                 assert np.isnan(scores[0])
                 assert np.isnan(scores[known:]).all()
             assert [len(scores) for scores in found] == [2, 7, 40, 128, 90, 1]
-        drawn = answers(serving.sampler, SamplingParams(max_tokens=9, seed=version))
+        drawn = sample(serving.sampler, SamplingParams(max_tokens=9, seed=version))
         again = serving.score([np.append(PROMPTS[c.prompt_index], c.tokens) for c in drawn])
         for completion, scores in zip(drawn, again, strict=True):
             np.testing.assert_allclose(completion.logprobs, scores[-9:], atol=5e-5)
@@ -171,12 +171,13 @@ class Speaks:
 
 def test_a_turn_is_sampled_given_the_whole_episode(serving):
     """Each token has the log-prob that one forward pass over the whole episode gives."""
-    limits = Limits(turns=3, tokens=60, prompt_tokens=16, seconds=60.0, vocab_size=64)
+    limits = EpisodeLimits(
+        max_turns=3, max_tokens=60, max_prompt_tokens=16, timeout=60.0, vocab_size=64
+    )
     params = SamplingParams(max_tokens=60, stop=tuple((i,) for i in range(32)), seed=5)
     examples = {7 + i: Example(prompt, {}, {}) for i, prompt in enumerate(PROMPTS)}
     serving.publish(tiny.params(3, config=SERVED), version=3)
-    found = play(
-        Arena(Speaks, limits, RequestsDesk),
+    found = EpisodeRunner(Speaks, limits, ContinuousScheduler).run(
         examples,
         sampler=serving.sampler,
         params=params,
@@ -207,14 +208,14 @@ def all_logprobs(params, tokens) -> np.ndarray:
 
 def test_logprobs_are_those_of_the_truncated_distribution(serving):
     truncated = SamplingParams(max_tokens=8, top_k=3, seed=1)
-    found = answers(serving.sampler, truncated, group_size=4)
+    found = sample(serving.sampler, truncated, group_size=4)
     expected = learner_logprobs(found, tiny.params(config=SERVED), temperature=1.0)
     for completion, whole in zip(found, expected, strict=True):
         assert (completion.logprobs > whole - 1e-5).all()
         assert completion.logprobs.min() > np.log(1e-6)
     (only,) = {
         float(c.logprobs.max())
-        for c in answers(serving.sampler, dataclasses.replace(truncated, top_k=1))
+        for c in sample(serving.sampler, dataclasses.replace(truncated, top_k=1))
     }
     assert only == 0.0
 
@@ -248,7 +249,7 @@ def test_a_failed_server_is_skipped_and_recovers(material, monkeypatch):
         return serving.publish(params, version=version)["sampler/servers"]
 
     def versions() -> set[int]:
-        found = answers(serving.sampler, drawn, group_size=8)
+        found = sample(serving.sampler, drawn, group_size=8)
         assert len(found) == 8 * len(PROMPTS)
         return {int(v) for c in found for v in c.versions}
 
@@ -263,7 +264,7 @@ def test_a_failed_server_is_skipped_and_recovers(material, monkeypatch):
         signal_all(second, signal.SIGKILL)
         found += requests
         assert len({(c.prompt_index, c.sample_index) for c in found}) == len(found) == 96
-        expected = [c.tokens.tolist() for c in answers(serving.sampler, plain)]
+        expected = [c.tokens.tolist() for c in sample(serving.sampler, plain)]
         assert all(c.tokens.tolist() == expected[c.prompt_index % 4] for c in found)
         assert publish(1) == 1
         assert f"{mortal} failed; continuing with the other servers" in notes[-1]
@@ -362,15 +363,15 @@ def test_adapters_are_published_alone(material, takes_adapters, tmp_path):
     plain = SamplingParams(max_tokens=24, temperature=0)
     _, merged = huggingface.load(done.model, dtype=FP32.params)
     with opened(material, [takes_adapters], note=print) as whole:
-        base = answers(whole.sampler, plain)
+        base = sample(whole.sampler, plain)
         whole.publish(merged, version=5)
-        expected = answers(whole.sampler, plain)
+        expected = sample(whole.sampler, plain)
     assert [c.tokens.tolist() for c in base] != [c.tokens.tolist() for c in expected]
     trained = keys | {"lora__path": str(tmp_path / "run/adapter")}
     with opened(material, [takes_adapters], note=print, **trained) as alone:
 
         def check() -> None:
-            found = answers(alone.sampler, plain)
+            found = sample(alone.sampler, plain)
             assert [c.tokens.tolist() for c in found] == [c.tokens.tolist() for c in expected]
             assert {int(v) for c in found for v in c.versions} == {0}
             scored = alone.score([np.append(PROMPTS[c.prompt_index], c.tokens) for c in found])

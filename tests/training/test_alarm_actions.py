@@ -16,7 +16,7 @@ from jaxrl.config.alarms import Limits
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
 from jaxrl.monitoring.alarms.history import History
-from jaxrl.monitoring.alarms.rules import replay
+from jaxrl.monitoring.alarms.rules import replay_alarms
 from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
 from jaxrl.training import rollbacks
 from jaxrl.training.alarm_actions import AlarmActions
@@ -111,7 +111,7 @@ def test_hacked_run_is_rolled_back_and_recovers(material, tmp_path, capsys):
     # A replay over the metrics sees what the run saw.
     whole = [e for e in entries if e["step"] <= made.to and "to" not in e.get("event", {})] + undone
     seen = [(e["event"]["alarm"], e["event"]["at"]) for e in whole if "event" in e]
-    assert {(a.name, a.step) for a in replay(whole, asked.alarms.limits)} == set(seen)
+    assert {(a.name, a.step) for a in replay_alarms(whole, asked.alarms.limits)} == set(seen)
     # It was hacked: the loophole paid, and answers no longer depended on the prompt.
     assert column(undone, "reward/loophole")[-1] > 10 * (
         column(entries, "reward/loophole")[5] + 0.01
@@ -259,7 +259,7 @@ def test_alarm_on_the_last_evaluation_pauses_the_run(material, tmp_path, monkeyp
     assert (paused.step, paused.model, paused.final_accuracy) == (3, None, 0.2)
     assert paused.verdict is not None
     assert "90.0% after step 0 and 20.0% after step 3" in paused.verdict.message
-    assert replay(read_metrics(tmp_path / "run/metrics.jsonl"), asked.alarms.limits)
+    assert replay_alarms(read_metrics(tmp_path / "run/metrics.jsonl"), asked.alarms.limits)
     done = train.train(asked)
     assert (done.step, done.verdict, done.final_accuracy) == (3, None, 0.2)
     assert done.model is not None

@@ -166,7 +166,7 @@ def test_pairs_from_parquet_with_margins(model, tokenizer, material, tmp_path):
                 "rejected": "b",
             },
             {},
-            "'chosen' and 'rejected' answer different prompts",
+            "'chosen' and 'rejected' have different prompts",
         ),
         (
             {
@@ -175,12 +175,12 @@ def test_pairs_from_parquet_with_margins(model, tokenizer, material, tmp_path):
                 "rejected": [USER, {"role": "assistant", "content": "b"}],
             },
             {},
-            "the messages before the answer in 'chosen' are not those of 'prompt'",
+            "the messages before the completion in 'chosen' differ from 'prompt'",
         ),
         (
             {"chosen": "a", "rejected": "b"},
             {"data.prompt_key": "none"},
-            "'chosen' holds no message",
+            "'chosen' has no messages",
         ),
         (
             {"prompt": "c", "chosen": "a", "rejected": "b", "m": "much"},
@@ -234,9 +234,7 @@ def test_reward_model_learns_to_rank(reward_model, model, material, tokenizer):
 def test_dpo_raises_the_chosen_completions(model, material, tmp_path, capsys):
     argv = [f"--{k}={v}" for k, v in arguments(model, material, tmp_path)]
     assert main(["dpo", *argv, "--loss", "sigmoid", "--loss.beta", "0.5"]) == 0
-    assert (
-        "held-out pairs with the chosen answer ahead: 0.0 % -> 100.0 %" in capsys.readouterr().out
-    )
+    assert "held-out pairs ranked correctly: 0.0 % -> 100.0 %" in capsys.readouterr().out
     rows = read_metrics(tmp_path / "metrics.jsonl")
     measured = [row for row in rows if "eval/accuracy" in row]
     assert measured[0]["eval/reward/margin"] == 0.0  # the policy is its own reference
@@ -267,7 +265,9 @@ def test_interrupted_and_resumed_equals_undisturbed(
     interrupted.calls = 0
     monkeypatch.setattr(pairs, "pack_minibatch", interrupted)
     assert main(argv) == 128 + signal.SIGINT
-    assert "ended by signal 2 at step 6; the same command goes on" in capsys.readouterr().out
+    assert (
+        "ended by signal 2 at step 6; rerun the same command to resume" in capsys.readouterr().out
+    )
     assert not (tmp_path / "model").exists()
     assert main([*argv, "--optimizer.learning_rate=0.02"]) == 1
     assert "optimizer.learning_rate = 0.01 there and 0.02 here" in capsys.readouterr().err

@@ -18,8 +18,8 @@ from jaxrl.core.batch import Minibatch, Rollout, from_json, to_json
 from jaxrl.core.metrics import to_floats
 from jaxrl.core.packing import MinibatchShape, pack, pack_minibatch, unpack
 from jaxrl.core.precision import PRESETS
-from jaxrl.environments.episodes.base import Limits, Step
-from jaxrl.environments.episodes.episode import Draft
+from jaxrl.environments.episodes.base import EpisodeLimits, Step
+from jaxrl.environments.episodes.episode import EpisodeBuilder
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import objective, over_sampler, token_mean, unclipped
 from jaxrl.models.decoder import decoder
@@ -200,18 +200,20 @@ def test_experts_of_a_pending_rollout_survive_a_checkpoint(own):
 
 def test_episode_keeps_the_experts_that_sampled_its_tokens():
     """Prompt 2, turn 2, observation 1, turn 2: the second turn's context was computed again."""
-    draft = Draft(np.array([3, 4], np.int32), prompt_index=0, sample_index=0)
+    builder = EpisodeBuilder(np.array([3, 4], np.int32), (0, 0))
 
     def turn(tokens: int, expert: int) -> Completion:
         ids, zeros = np.full(2, 9, np.int32), np.zeros(2, np.float32)
         experts = np.full((tokens - 1, LAYERS, CHOSEN), expert, np.uint8)
         return Completion(0, 0, ids, zeros, np.zeros(2, np.int32), "stop", experts)
 
-    limits = Limits(prompt_tokens=4, tokens=20, turns=3, vocab_size=64, seconds=1.0)
-    draft.take(turn(4, 1))
-    assert draft.see(Step([8], 0.0, False), limits) is None
-    draft.take(turn(7, 2))
-    found = draft.rollout("done", group=0).experts
+    limits = EpisodeLimits(
+        max_prompt_tokens=4, max_tokens=20, max_turns=3, vocab_size=64, timeout=1.0
+    )
+    builder.add_completion(turn(4, 1))
+    assert builder.add_step(Step([8], 0.0, False), limits) is None
+    builder.add_completion(turn(7, 2))
+    found = builder.build("done", group=0).experts
     assert found is not None
     np.testing.assert_array_equal(found[:, 0, 0], [1, 1, 1, 2, 2, 2])
 

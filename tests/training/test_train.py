@@ -194,7 +194,7 @@ def test_finished_run_is_not_trained_again(finished, material, capsys):
     resolved = toml_file.load(Config, file=run_dir / "config.toml")
     again = train.train(resolved)
     assert again.step == result.step
-    assert "nothing is traced now, as the run has done 2 of 2 steps" in capsys.readouterr().err
+    assert "nothing to trace, the run has done 2 of 2 steps" in capsys.readouterr().err
     assert again.final_accuracy == result.final_accuracy
     steps = [e["step"] for e in read_metrics(run_dir / "metrics.jsonl") if "reward" in e]
     assert steps == [1, 2]
@@ -238,7 +238,7 @@ def test_free_keys_may_change_and_rounding_changes_are_reported(material, tmp_pa
 def test_run_directory_is_locked(material, tmp_path):
     run_dir = tmp_path / "run"
     with lock(run_dir, Hosts()):
-        with pytest.raises(ResumeError, match=r"another program trains in .*/run,"):
+        with pytest.raises(ResumeError, match=r"another program trains in .*/run;"):
             train.train(config(material, run_dir))
         assert not list(run_dir.iterdir())
     assert not run_dir.exists()

@@ -1,4 +1,4 @@
-"""Tasks that are solved with tools: calls are answered, a turn without one ends the episode."""
+"""The tool agent: runs the policy's tool calls until a turn contains none."""
 
 from collections.abc import Mapping
 
@@ -11,39 +11,43 @@ from jaxrl.environments.tools.schema import Tool, answer, calls_in
 
 
 class Agent:
-    """An `Environment`. What an answer is worth, reward functions say; they see the last turn."""
+    """An `Environment` whose observations are tool results.
+
+    It charges for calls only. Reward functions score the last turn.
+    """
 
     def __init__(
         self, chat: Chat, tools: Mapping[str, Tool], *, call_cost: float, max_characters: int
     ) -> None:
-        """One episode.
+        """Creates one episode.
 
         Args:
-          chat: of the policy.
+          chat: renders tool results for the policy.
           tools: by name.
-          call_cost: what a call takes from the reward.
-          max_characters: of the answer of a tool; the rest is left out.
+          call_cost: subtracted from the reward for each call.
+          max_characters: of a tool result; the rest is dropped.
         """
         self._chat, self._tools = chat, tools
         self._call_cost, self._max_characters = call_cost, max_characters
 
     async def reset(self, example: Example) -> np.ndarray:
-        """The prompt as it was rendered, with the tools' schemas if the template shows them."""
+        """Returns the rendered prompt, i32[P]; it holds the tool schemas if the template shows
+        them."""
         return example.tokens
 
     async def step(self, completion: np.ndarray) -> Step:
-        """Answers the calls of a turn, one after the other."""
-        calls = calls_in(self._chat.text(completion))
+        """Runs the tool calls of a turn in order; ends the episode if there are none."""
+        calls = calls_in(self._chat.decode(completion))
         if not calls:
-            return Step(done=True, numbers={"tool_calls": 0, "tool_errors": 0})
-        found = [await answer(call, self._tools) for call in calls]
-        texts = [self._cut(one.text) for one in found]
+            return Step(done=True, metrics={"tool_calls": 0, "tool_errors": 0})
+        results = [await answer(call, self._tools) for call in calls]
+        texts = [self._truncate(result.text) for result in results]
         return Step(
-            self._chat.tool_responses(texts, after=completion),
+            self._chat.tool_messages(texts, after=completion),
             reward=-self._call_cost * len(calls),
-            numbers={"tool_calls": len(found), "tool_errors": sum(one.failed for one in found)},
+            metrics={"tool_calls": len(calls), "tool_errors": sum(r.failed for r in results)},
         )
 
-    def _cut(self, text: str) -> str:
+    def _truncate(self, text: str) -> str:
         rest = len(text) - self._max_characters
         return text if rest <= 0 else f"{text[: self._max_characters]}... ({rest} more characters)"

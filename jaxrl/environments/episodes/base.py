@@ -1,4 +1,4 @@
-"""Environments that answer the policy: what one is, and what an episode with it may take."""
+"""The environment interface: what one implements, and the limits of an episode."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -8,66 +8,73 @@ import numpy as np
 from jaxrl.core.batch import End
 from jaxrl.data.prompts import Example
 
-Tokens = Sequence[int] | np.ndarray
+TokenIds = Sequence[int] | np.ndarray
 
 
 class Step(NamedTuple):
-    """What an environment answers to a turn of the policy.
+    """The environment's response to one turn of the policy.
 
     Attributes:
-      observation: token ids that the policy reads before its next turn, up to where that begins;
-        not looked at if `done`.
-      reward: for this turn; the rewards of an episode are added up.
-      done: whether the episode is over.
-      numbers: what is to be counted; added up over the episode, metrics are means over episodes.
+      observation: token ids that the policy reads before its next turn, up to the point where that
+        turn begins; ignored if `done`.
+      reward: for this turn; an episode earns the sum over its turns.
+      done: True at the end of the episode.
+      metrics: summed over the episode, then averaged over episodes.
     """
 
-    observation: Tokens = ()
+    observation: TokenIds = ()
     reward: float = 0.0
     done: bool = False
-    numbers: Mapping[str, float] = {}
+    metrics: Mapping[str, float] = {}
 
 
 class Environment(Protocol):
-    """One episode. It is made anew for each, and called in a thread of its own, always the same,
-    with an event loop of its own; `def` serves as well as `async def`."""
+    """One episode.
 
-    async def reset(self, example: Example) -> Tokens:
-        """Begins the episode: token ids of the prompt, usually `example.tokens`."""
+    Each episode gets a new instance and a thread with its own event loop, so the methods may block
+    and may be `def` or `async def`.
+    """
+
+    async def reset(self, example: Example) -> TokenIds:
+        """Begins the episode and returns the prompt's token ids, usually `example.tokens`."""
         ...
 
     async def step(self, completion: np.ndarray) -> Step:
-        """Takes a turn, i32[C] token ids as they were sampled: the end-of-sequence token stays, and
-        a turn that ran out of tokens has none."""
+        """Responds to a turn of the policy.
+
+        Args:
+          completion: i32[C], the sampled token ids. They end with the end-of-sequence token unless
+            the turn was truncated.
+        """
         ...
 
 
 MakeEnvironment = Callable[[], Environment]
 
 
-class Limits(NamedTuple):
-    """What an episode may take.
+class EpisodeLimits(NamedTuple):
+    """Limits of one episode.
 
     Attributes:
-      turns: of the policy.
-      tokens: from the end of the prompt, those of observations included.
-      prompt_tokens: of the prompt.
-      seconds: of `reset` and of each `step`.
-      vocab_size: of the policy; an environment's token ids are below it.
+      max_turns: turns of the policy.
+      max_tokens: tokens after the prompt, observations included.
+      max_prompt_tokens: tokens of the prompt.
+      timeout: seconds for `reset` and for each `step`.
+      vocab_size: of the policy; every token id is below it.
     """
 
-    turns: int
-    tokens: int
-    prompt_tokens: int
-    seconds: float
+    max_turns: int
+    max_tokens: int
+    max_prompt_tokens: int
+    timeout: float
     vocab_size: int
 
 
-class BrokenError(Exception):
-    """An environment has failed.
+class EpisodeError(Exception):
+    """A failure of the environment, which ends its episode.
 
     Attributes:
-      end: how.
+      end: kind of failure: "error", "timeout" or "invalid".
     """
 
     def __init__(self, end: End, message: str) -> None:

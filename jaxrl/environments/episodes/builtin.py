@@ -1,7 +1,7 @@
-"""The environments that a config can name: each function makes that of one episode.
+"""Environments that a config names; each function creates the environment of one episode.
 
-One of the user's own is a class, or a function, that is called in the same way: with a `Kit`, and
-the further keys of the config's table `environment` as keyword arguments.
+A user's own environment is a class or function with the same signature: it takes an
+`EnvironmentContext`, and the other keys of the config table `environment` as keyword arguments.
 """
 
 import functools
@@ -16,12 +16,12 @@ from jaxrl.environments.episodes.chat import Chat
 from jaxrl.environments.tools.schema import Tool
 
 
-class Kit:
-    """What an environment is given.
+class EnvironmentContext:
+    """The policy's side of an environment.
 
     Attributes:
       tokenizer: the policy's.
-      tools: those of the config, by name.
+      tools: the tools of the config, by name.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: Mapping[str, Tool]) -> None:
@@ -29,36 +29,42 @@ class Kit:
 
     @functools.cached_property
     def chat(self) -> Chat:
-        """Turns text into messages of token ids; raises ValueError as `Chat`."""
+        """Renders text as chat messages of token ids.
+
+        Raises:
+          ValueError: if the chat template is missing or unsuitable; see `Chat`.
+        """
         return Chat(self.tokenizer)
 
 
-def agent(kit: Kit, *, call_cost: float = 0.0, max_characters: int = 2000) -> Environment:
-    """Lets the policy call tools until it answers without a call; see `Agent`.
+def agent(
+    context: EnvironmentContext, *, call_cost: float = 0.0, max_characters: int = 2000
+) -> Environment:
+    """Lets the policy call tools until a turn contains no call; see `Agent`.
 
     Args:
-      kit: with at least one tool.
-      call_cost: what a call takes from the reward.
-      max_characters: of what a tool answers; the rest is left out.
+      context: with at least one tool.
+      call_cost: subtracted from the reward for each call.
+      max_characters: of a tool result; the rest is dropped.
 
     Raises:
-      ValueError: without a tool, or without a chat template.
+      ValueError: without tools, or without a chat template.
     """
-    if not kit.tools:
-        raise ValueError("environment.tools is empty: an agent needs something to call")
-    return Agent(kit.chat, kit.tools, call_cost=call_cost, max_characters=max_characters)
+    if not context.tools:
+        raise ValueError("environment.tools is empty: an agent needs at least one tool")
+    return Agent(context.chat, context.tools, call_cost=call_cost, max_characters=max_characters)
 
 
-def text_game(kit: Kit, *, game: str) -> Environment:
-    """Lets the policy play a game that is told in words; see `TextGame`.
+def text_game(context: EnvironmentContext, *, game: str) -> Environment:
+    """Lets the policy play a text game; see `TextGame`.
 
     Args:
-      kit: for its chat.
-      game: `file.py:function` or `package.module:Class`, called without arguments for each episode:
+      context: supplies the tokenizer and the chat template.
+      game: `file.py:function` or `package.module:Class`, called without arguments for each episode;
         it returns an object with Gymnasium's `reset` and `step`.
 
     Raises:
-      ValueError: for a game that cannot be loaded, or without a chat template.
+      ValueError: if the game cannot be loaded, or without a chat template.
     """
     make = plugins.load_function(game, builtin=text_games, key="environment.game")
-    return text_games.TextGame(make, chat=kit.chat, tokenizer=kit.tokenizer)
+    return text_games.TextGame(make, chat=context.chat, tokenizer=context.tokenizer)

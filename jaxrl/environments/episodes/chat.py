@@ -1,8 +1,4 @@
-"""What an environment says, in the words of the chat template: only what is appended is rendered.
-
-The policy's own tokens are never looked at but for the last one, which says whether the turn ended
-as the template ends it.
-"""
+"""Rendering of new messages with the model's chat template; earlier turns are never re-rendered."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,71 +13,80 @@ _CONTROL = re.compile(r"[<\[].+[>\]]")
 
 
 class Chat:
-    """Appends messages to conversations of token ids."""
+    """Renders messages to append to a conversation of token ids.
+
+    Of the policy's turn it reads only the last token, to see whether the turn already ended as the
+    template ends it.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Of a model.
+        """Prepares the chat template of a tokenizer.
 
         Raises:
-          ValueError: if the tokenizer has no chat template, or one that leaves out messages.
+          ValueError: if the tokenizer has no chat template, or one that drops messages.
         """
         if not tokenizer.chat_template:
             raise ValueError(
-                "the environment speaks in the model's chat template and its tokenizer has none; "
+                "the environment needs the model's chat template, and its tokenizer has none; "
                 "add one to its tokenizer_config.json"
             )
         self._tokenizer = tokenizer
         added = [*tokenizer.get_added_vocab()]
         self._control = sorted(filter(_CONTROL.fullmatch, added), key=len, reverse=True)
-        if _MARK not in self._appended([{"role": "user", "content": _MARK}]):
-            raise ValueError("the model's chat template does not show what the user says")
-        self._has_tools = self._shows_tools()
+        if _MARK not in self._rendered([{"role": "user", "content": _MARK}]):
+            raise ValueError("the model's chat template drops user messages")
+        self._has_tools = self._renders_tool_role()
 
-    def text(self, tokens: np.ndarray) -> str:
-        """What the policy said, i[C], with its control tokens."""
+    def decode(self, tokens: np.ndarray) -> str:
+        """Returns the text of token ids, i[C], control tokens included."""
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
-    def user(self, text: str, *, after: np.ndarray) -> np.ndarray:
-        """A message of the user, i32[N], up to where the policy's next turn begins.
+    def user_message(self, text: str, *, after: np.ndarray) -> np.ndarray:
+        """Renders a user message up to the beginning of the policy's next turn.
 
         Args:
-          text: of the message; control tokens in it are taken apart.
-          after: i32[C], the turn before.
+          text: of the message; its control tokens are escaped.
+          after: i32[C], the policy's last turn.
+
+        Returns:
+          Token ids, i32[N].
         """
-        return self._tokens([{"role": "user", "content": self.harmless(text)}], after=after)
+        return self._encode([{"role": "user", "content": self.escape(text)}], after=after)
 
-    def tool_responses(self, texts: Sequence[str], *, after: np.ndarray) -> np.ndarray:
-        """As `user`, what tools have answered: messages of the role tool where the template knows
-        it, i32[N], else a message of the user with a <tool_response> for each."""
-        contents = [self.harmless(text) for text in texts]
+    def tool_messages(self, texts: Sequence[str], *, after: np.ndarray) -> np.ndarray:
+        """Renders tool results as `user_message` does, i32[N].
+
+        They have the role `tool` if the template knows it. Otherwise they are one user message with
+        a <tool_response> for each.
+        """
+        contents = [self.escape(text) for text in texts]
         if self._has_tools:
-            return self._tokens([{"role": "tool", "content": c} for c in contents], after=after)
+            return self._encode([{"role": "tool", "content": c} for c in contents], after=after)
         joined = "\n".join(f"<tool_response>\n{c}\n</tool_response>" for c in contents)
-        return self._tokens([{"role": "user", "content": joined}], after=after)
+        return self._encode([{"role": "user", "content": joined}], after=after)
 
-    def _tokens(self, messages: Sequence[Mapping[str, Any]], *, after: np.ndarray) -> np.ndarray:
-        text = self._appended(messages)
-        # What ends a turn in the template has been sampled already, unless the turn ended by a
-        # stop sequence of the config.
-        text = text.removeprefix(self.text(after[-1:]))
+    def escape(self, text: str) -> str:
+        """Returns the text with a space inside each control token, so that it cannot end a turn."""
+        for token in self._control:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+    def _encode(self, messages: Sequence[Mapping[str, Any]], *, after: np.ndarray) -> np.ndarray:
+        # The end of the policy's turn was sampled already, unless a stop sequence of the config
+        # ended it.
+        text = self._rendered(messages).removeprefix(self.decode(after[-1:]))
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
-    def _appended(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """What the template writes behind the words of a turn."""
+    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Returns what the template writes after the words of a turn."""
         before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
         whole = self._tokenizer.apply_chat_template(
             [*before, *messages], tokenize=False, add_generation_prompt=True
         )
         return whole.partition(_MARK)[2]
 
-    def _shows_tools(self) -> bool:
+    def _renders_tool_role(self) -> bool:
         try:
-            return _MARK in self._appended([{"role": "tool", "content": _MARK}])
-        except Exception:  # whatever a template raises for a role that it does not know
+            return _MARK in self._rendered([{"role": "tool", "content": _MARK}])
+        except Exception:  # a template may raise anything for a role that it does not know
             return False
-
-    def harmless(self, text: str) -> str:
-        """The text with a space in each control token: nobody but the template ends a turn."""
-        for token in self._control:
-            text = text.replace(token, f"{token[0]} {token[1:]}")
-        return text

@@ -1,41 +1,45 @@
-"""Room for episodes: each keeps an event loop open, and a process may open so many files."""
+"""The limit on open files: each episode's event loop keeps files open."""
 
 import contextlib
 import resource
 import threading
 from collections.abc import Iterator
 
-_FILES = 3  # that an event loop keeps open
-_ENOUGH = 1 << 16  # files; some programs look at each number that is allowed
+_FILES_PER_EPISODE = 3  # that an event loop keeps open
+_MOST_FILES = 1 << 16  # some programs loop over every number up to the limit
 
 _changed = threading.Condition()
-_taken = 0
+_open = 0
 
 
-def episodes_at_once() -> int:
-    """How many episodes may be open, all together: half of the files that the process may open are
-    for them. Raises the process's soft limit as far as it may."""
+def max_open_episodes() -> int:
+    """Returns the number of episodes that may be open at once, using half of the process's files.
+
+    Raises the process's soft limit on open files as far as allowed.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     else:
-        most = _ENOUGH if soft == resource.RLIM_INFINITY else soft
-    return max(1, most // 2 // _FILES)
+        most = _MOST_FILES if soft == resource.RLIM_INFINITY else soft
+    return max(1, most // 2 // _FILES_PER_EPISODE)
 
 
 @contextlib.contextmanager
-def room(episodes: int) -> Iterator[None]:
-    """Waits until there is room for so many episodes, and holds it for the block. More than there
-    can ever be get it once they are alone."""
-    global _taken
-    most = episodes_at_once()
+def reserve_files(episodes: int) -> Iterator[None]:
+    """Holds the files of some episodes for the block; waits until they are free.
+
+    A request larger than the limit is granted when nothing else is open.
+    """
+    global _open
+    most = max_open_episodes()
     with _changed:
-        _changed.wait_for(lambda: not _taken or _taken + episodes <= most)
-        _taken += episodes
+        _changed.wait_for(lambda: not _open or _open + episodes <= most)
+        _open += episodes
     try:
         yield
     finally:
         with _changed:
-            _taken -= episodes
+            _open -= episodes
             _changed.notify_all()

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.core.batch import Rollout
-from jaxrl.data.prompts import Rendering, Tokenizer, renderer
+from jaxrl.data.prompts import Rendering, Tokenizer, make_renderer
 from jaxrl.sampling.base import Completion, Sampler, SamplingParams
 
 _RENDERING = Rendering()
@@ -25,13 +25,13 @@ def rollouts(
     """Samples `group_size` completions of every prompt and rewards each of them.
 
     Args:
-      sampler: draws the completions.
+      sampler: samples the completions.
       examples: rows with a "prompt", a text or a list of {role, content} messages.
-      tokenizer: the model's; its chat template renders the prompts where it has one.
+      tokenizer: the model's; its chat template renders the prompts if there is one.
       reward: (text of a completion, its example) -> a number.
-      params: how completions are drawn.
+      params: of sampling.
       group_size: completions per prompt.
-      rendering: how a prompt becomes text.
+      rendering: of prompts to text.
 
     Returns:
       The rollouts of each example in turn; `group` is the index of the example.
@@ -39,7 +39,7 @@ def rollouts(
     Raises:
       ValueError: for a prompt that cannot be rendered, or as `Sampler.sample`.
     """
-    render = renderer(tokenizer, rendering)
+    render = make_renderer(tokenizer, rendering)
     prompts = []
     for i, example in enumerate(examples):
         text = render(example["prompt"], where=f"example {i}")

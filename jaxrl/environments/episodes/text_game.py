@@ -1,4 +1,4 @@
-"""Games told in words, with Gymnasium's interface: an object with `reset()` and `step(text)`."""
+"""Text games with Gymnasium's interface: an object with `reset()` and `step(text)`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,50 +9,53 @@ from jaxrl.data.prompts import Example, Tokenizer
 from jaxrl.environments.episodes.base import Step
 from jaxrl.environments.episodes.chat import Chat
 
-PLACE = "{observation}"
+_PLACEHOLDER = "{observation}"
 
 
 class TextGame:
-    """An `Environment`: what the game says are messages of the user."""
+    """An `Environment` whose observations are user messages from a game."""
 
     def __init__(self, make: Callable[[], Any], *, chat: Chat, tokenizer: Tokenizer) -> None:
-        """One episode.
+        """Creates one episode.
 
         Args:
-          make: () -> the game. `reset` returns a text, or a text and an info; `step` takes what the
-            policy said and returns (text, reward, done, info), or (text, reward, terminated,
+          make: () -> the game. `reset` returns a text, or a text and an info. `step` takes the
+            policy's text and returns (text, reward, done, info), or (text, reward, terminated,
             truncated, info).
-          chat: of the policy.
+          chat: renders observations for the policy.
           tokenizer: the policy's.
         """
         self._game, self._chat, self._tokenizer = make(), chat, tokenizer
 
     async def reset(self, example: Example) -> np.ndarray:
-        """Begins the game, with the column `seed` of the data if there is one. The prompt is that
-        of the data, with what the game says first in the place of {observation}.
+        """Begins the game and returns the prompt, i32[P].
+
+        The game gets the column `seed` if the data has one. Its first observation replaces
+        {observation} in the prompt.
 
         Raises:
-          ValueError: if the prompt does not say where that belongs.
+          ValueError: if the prompt has no {observation}.
         """
         prompt = example.record["prompt"]
-        if PLACE not in prompt:
-            raise ValueError(f"the prompt {prompt!r:.80} does not say where {PLACE} belongs")
+        if _PLACEHOLDER not in prompt:
+            raise ValueError(f"the prompt {prompt!r:.80} has no {_PLACEHOLDER}")
         seed = example.row.get("seed")
-        found = self._game.reset() if seed is None else self._game.reset(seed=seed)
-        said = found[0] if isinstance(found, tuple) else found
-        text = prompt.replace(PLACE, self._chat.harmless(str(said)))
+        returned = self._game.reset() if seed is None else self._game.reset(seed=seed)
+        observation = returned[0] if isinstance(returned, tuple) else returned
+        text = prompt.replace(_PLACEHOLDER, self._chat.escape(str(observation)))
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     async def step(self, completion: np.ndarray) -> Step:
-        """Plays the turn as text, without control tokens and white space around it.
+        """Passes the turn to the game as text, stripped and without control tokens.
 
         Raises:
-          ValueError: if the game answers with another number of things.
+          ValueError: if the game returns neither 4 nor 5 values.
         """
         text = self._tokenizer.decode(completion, skip_special_tokens=True).strip()
-        found = self._game.step(text)
-        if len(found) not in (4, 5):
-            raise ValueError(f"step returned {len(found)} things, expected 4 or 5")
-        said, reward, *ends = found[:-1]
-        done = any(map(bool, ends))
-        return Step(() if done else self._chat.user(str(said), after=completion), reward, done)
+        returned = self._game.step(text)
+        if len(returned) not in (4, 5):
+            raise ValueError(f"step returned {len(returned)} values, expected 4 or 5")
+        observation, reward, *ends = returned[:-1]
+        if any(map(bool, ends)):
+            return Step((), reward, True)
+        return Step(self._chat.user_message(str(observation), after=completion), reward)

@@ -1,4 +1,4 @@
-"""Calls of other people's functions: what raises or hangs costs its own result and no other."""
+"""Calls of user functions with a timeout; a failure affects only that call."""
 
 import asyncio
 import contextlib
@@ -12,54 +12,58 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-_AT_ONCE = 64  # calls of an asynchronous function
+_ASYNC_CALLS = 64  # of one function at once
 _PROCESSORS = os.cpu_count() or 1
-_SIDE_BY_SIDE = "_jaxrl_side_by_side"
+_USES_PROCESSES = "_jaxrl_uses_processes"
 
-# More processes at once than processors only take longer, each of them on its own clock.
+# More processes than processors would only slow each other down, each against its own deadline.
 _free = threading.BoundedSemaphore(_PROCESSORS)
 
 
-class Clock:
-    """What a call may still take. The time in which it waits for a processor does not count."""
+class Deadline:
+    """The time left for a call; waiting for a processor does not count."""
 
     def __init__(self, seconds: float) -> None:
-        """Begins to count."""
+        """Starts the clock."""
         self._until = time.monotonic() + seconds
-        self._lock, self._waiting, self._since = threading.Lock(), 0, 0.0
+        self._lock, self._pauses, self._since = threading.Lock(), 0, 0.0
 
-    def left(self) -> float:
-        """Seconds, 0 if there are none left."""
+    def remaining(self) -> float:
+        """Returns the seconds left, 0 if there are none."""
         with self._lock:
-            if self._waiting:
+            if self._pauses:
                 return max(1.0, self._until - self._since)
             return max(0.0, self._until - time.monotonic())
 
     @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Does not count the time of the block."""
+    def paused(self) -> Iterator[None]:
+        """Stops the clock during the block."""
         with self._lock:
-            self._since = self._since if self._waiting else time.monotonic()
-            self._waiting += 1
+            self._since = self._since if self._pauses else time.monotonic()
+            self._pauses += 1
         try:
             yield
         finally:
             with self._lock:
-                self._waiting -= 1
-                if not self._waiting:
+                self._pauses -= 1
+                if not self._pauses:
                     self._until += time.monotonic() - self._since
 
 
-# Of the call that is going on in a thread, or in a task.
-_clock: contextvars.ContextVar[Clock | None] = contextvars.ContextVar("clock", default=None)
+# Of the call that runs in the current thread or task.
+_deadline: contextvars.ContextVar[Deadline | None] = contextvars.ContextVar(
+    "deadline", default=None
+)
 
 
 @contextlib.contextmanager
-def processor() -> Iterator[None]:
-    """Holds one of the machine's processors for the block, which starts a process and waits for it.
-    The time until one is free is not counted against the call in which that happens."""
-    clock = _clock.get()
-    with clock.stopped() if clock is not None else contextlib.nullcontext():
+def hold_processor() -> Iterator[None]:
+    """Holds one of the machine's processors for a block that starts a process and waits for it.
+
+    Waiting for a free processor does not count against the deadline of the current call.
+    """
+    deadline = _deadline.get()
+    with deadline.paused() if deadline is not None else contextlib.nullcontext():
         _free.acquire()
     try:
         yield
@@ -67,53 +71,57 @@ def processor() -> Iterator[None]:
         _free.release()
 
 
-def side_by_side(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function whose work is done by processes: a decorator. `call_each` calls it from as
-    many threads as there are processors."""
-    setattr(function, _SIDE_BY_SIDE, True)
+def uses_processes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a function whose work is done by other processes: a decorator.
+
+    `call_each` calls it from as many threads as there are processors.
+    """
+    setattr(function, _USES_PROCESSES, True)
     return function
 
 
 def call_each(
     function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, timeout: float
 ) -> list[Any]:
-    """Calls a function with each of several arguments: one after the other, marked by
-    `side_by_side` as many at once as there are processors, asynchronous up to 64 at once.
+    """Calls a function once for each tuple of arguments.
 
-    A call that takes too long is left alone in a thread that does not keep the program from ending:
-    Python cannot end it.
+    Calls run one after the other; marked by `uses_processes`, as many at once as there are
+    processors; asynchronous, up to 64 at once. Python cannot end a thread, so a call that times out
+    keeps running in a daemon thread.
 
     Args:
       function: `def` or `async def`.
       arguments: of each call.
-      timeout: seconds that a call may take.
+      timeout: seconds for each call.
 
     Returns:
-      For each call its result, or the exception that it raised, also one that would end a program;
-      TimeoutError if it took too long.
+      For each call its result, or the exception that it raised, SystemExit included; TimeoutError
+      if it took too long.
     """
     if inspect.iscoroutinefunction(function):
-        return _at_once(function, arguments, timeout=timeout)
-    if not hasattr(function, _SIDE_BY_SIDE):
-        return _one_by_one(function, arguments, timeout=timeout)
+        return _call_async(function, arguments, timeout=timeout)
+    if not hasattr(function, _USES_PROCESSES):
+        return _call_in_turn(function, arguments, timeout=timeout)
     threads = ThreadPoolExecutor(_PROCESSORS)
     try:
-        calls = [threads.submit(_one_by_one, function, [one], timeout=timeout) for one in arguments]
+        calls = [
+            threads.submit(_call_in_turn, function, [call], timeout=timeout) for call in arguments
+        ]
         return [call.result()[0] for call in calls]
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _one_by_one(
+def _call_in_turn(
     function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, timeout: float
 ) -> list[Any]:
     outcomes: list[Any] = []
     worker = Worker()
     try:
-        for one in arguments:
-            clock = Clock(timeout)
-            future = worker.submit(function, *one, clock=clock)
-            outcomes.append(_outcome(future, clock, timeout=timeout))
+        for call in arguments:
+            deadline = Deadline(timeout)
+            future = worker.submit(function, *call, deadline=deadline)
+            outcomes.append(_outcome(future, deadline, timeout=timeout))
             if not future.done():
                 worker.end()
                 worker = Worker()
@@ -122,62 +130,61 @@ def _one_by_one(
     return outcomes
 
 
-def _at_once(
+def _call_async(
     function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, timeout: float
 ) -> list[Any]:
-    async def everything() -> list[Any]:
-        free = asyncio.Semaphore(_AT_ONCE)
+    free = asyncio.Semaphore(_ASYNC_CALLS)
 
-        async def called(call: tuple[Any, ...]) -> Any:
+    async def outcome(call: tuple[Any, ...]) -> Any:
+        try:
+            return await function(*call)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # SystemExit would end the loop, and all other calls
+            return error
+
+    async def limited(call: tuple[Any, ...]) -> Any:
+        async with free:
+            deadline = Deadline(timeout)
+            _deadline.set(deadline)
             try:
-                return await function(*call)
-            except asyncio.CancelledError:
-                raise
-            except BaseException as error:  # SystemExit would end the loop, and with it all others
-                return error
+                return await wait_for(outcome(call), deadline)
+            except TimeoutError:
+                return _too_long(timeout)
 
-        async def one(call: tuple[Any, ...]) -> Any:
-            async with free:
-                clock = Clock(timeout)
-                _clock.set(clock)
-                try:
-                    return await within(called(call), clock)
-                except TimeoutError:
-                    return _too_long(timeout)
-
-        return await asyncio.gather(*map(one, arguments), return_exceptions=True)
+    async def call_all() -> list[Any]:
+        return await asyncio.gather(*map(limited, arguments), return_exceptions=True)
 
     worker = Worker()
     try:
-        rounds = -(-len(arguments) // _AT_ONCE)
-        # A call that blocks the event loop holds up all others; one more limit for that.
-        clock = Clock((rounds + 1) * timeout)
-        future = worker.submit(asyncio.run, everything())
-        found = _outcome(future, clock, timeout=(rounds + 1) * timeout)
+        # A call that blocks the event loop delays all others; one more timeout for that.
+        seconds = (1 - (-len(arguments) // _ASYNC_CALLS)) * timeout
+        future = worker.submit(asyncio.run, call_all())
+        outcomes = _outcome(future, Deadline(seconds), timeout=seconds)
     finally:
         worker.end()
-    return [found] * len(arguments) if isinstance(found, BaseException) else found
+    return [outcomes] * len(arguments) if isinstance(outcomes, BaseException) else outcomes
 
 
-def _outcome(future: Future[Any], clock: Clock, *, timeout: float) -> Any:
-    while not future.done() and (left := clock.left()):
-        wait([future], left)
+def _outcome(future: Future[Any], deadline: Deadline, *, timeout: float) -> Any:
+    while not future.done() and (seconds := deadline.remaining()):
+        wait([future], seconds)
     if not future.done():
         return _too_long(timeout)
     error = future.exception()
     return future.result() if error is None else error
 
 
-async def within(awaited: Awaitable[Any], clock: Clock) -> Any:
-    """Waits as long as the clock allows.
+async def wait_for(awaitable: Awaitable[Any], deadline: Deadline) -> Any:
+    """Awaits a result until a deadline.
 
     Raises:
-      TimeoutError: if that is not enough; what was waited for is cancelled.
+      TimeoutError: at the deadline; the awaitable is cancelled.
     """
-    future = asyncio.ensure_future(awaited)
+    future = asyncio.ensure_future(awaitable)
     try:
-        while not future.done() and (left := clock.left()):
-            await asyncio.wait([future], timeout=left)
+        while not future.done() and (seconds := deadline.remaining()):
+            await asyncio.wait([future], timeout=seconds)
         if not future.done():
             raise TimeoutError
         return future.result()
@@ -190,30 +197,32 @@ def _too_long(timeout: float) -> TimeoutError:
 
 
 class Worker:
-    """A thread that ends with the program even if its function never returns."""
+    """A daemon thread: it ends with the program even if its function never returns."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="calls", daemon=True).start()
 
     def submit(
-        self, function: Callable[..., Any], *arguments: Any, clock: Clock | None = None
+        self, function: Callable[..., Any], *arguments: Any, deadline: Deadline | None = None
     ) -> Future[Any]:
-        """Calls a function after those submitted before; the future cannot be cancelled. The clock
-        is the one that `processor` stops."""
+        """Queues a call; its future cannot be cancelled.
+
+        `hold_processor` pauses the deadline while the call waits.
+        """
         future: Future[Any] = Future()
-        self._calls.put((future, clock, function, arguments))
+        self._calls.put((future, deadline, function, arguments))
         return future
 
     def end(self) -> None:
-        """Ends the thread behind what was submitted; does not wait for it."""
+        """Ends the thread after the queued calls, without waiting for them."""
         self._calls.put(None)
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            future, clock, function, arguments = call
-            _clock.set(clock)
+            future, deadline, function, arguments = call
+            _deadline.set(deadline)
             try:
                 future.set_result(function(*arguments))
-            except BaseException as error:  # it belongs to the caller, whatever it is
+            except BaseException as error:  # the caller handles it, whatever it is
                 future.set_exception(error)

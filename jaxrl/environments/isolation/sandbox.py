@@ -1,11 +1,10 @@
-"""Runs Python that nobody has read, in a process of its own that can reach nothing.
+"""A sandbox for untrusted Python: a process without network, files to write or other processes.
 
-Linux only. The kernel's namespaces keep it from the network, from other processes, from devices and
-from writing to any file outside of an empty directory in memory, and a filter of system calls from
-the sockets of other programs; limits end it when it takes too much time, memory or output. It can
-read what the user can read, and nothing of that leaves it but its output, and what it writes to
-named pipes that the user may write to. This is as safe as the kernel: do not run what is written to
-break out of it.
+Linux only. Kernel namespaces hide the network, other processes and devices; every file system is
+read-only except an empty directory in memory. A system-call filter blocks the sockets of other
+programs. Limits bound time, memory and output. The program can read what its user can read, but its
+only outputs are its two streams and named pipes that the user may write to. This is as safe as the
+kernel: do not run code written to break out of it.
 """
 
 import dataclasses
@@ -14,25 +13,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl.environments.isolation.calls import processor
+from jaxrl.environments.isolation.calls import hold_processor
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
-_STARTING = 30.0  # seconds that a process has to start and to set up its walls
+_STARTUP_SECONDS = 30.0  # for a process to start and to set up its namespaces
 
 
 class SandboxError(RuntimeError):
-    """The machine does not offer what the sandbox is made of."""
+    """The machine cannot run the sandbox."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What a program may take.
+class SandboxLimits:
+    """Limits of a program.
 
     Attributes:
       seconds: of wall-clock time.
-      memory: bytes of address space of a process, and of files.
-      processes: that exist at a time; Linux does not hold root to it.
-      output: bytes of each of the two streams that are kept.
+      memory: bytes of address space of each process, and of files.
+      processes: at once; Linux does not apply this limit to root.
+      output: bytes kept of each of the two streams.
     """
 
     seconds: float = 5.0
@@ -42,13 +41,13 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ran:
-    """How a program ended.
+class ProgramResult:
+    """The outcome of a program.
 
     Attributes:
-      status: exit status; negative is a signal.
-      stdout, stderr: what it printed, cut off at `Limits.output`.
-      timed_out: whether it was ended because it took too long.
+      status: exit status; negative for a signal.
+      stdout, stderr: its output, truncated at `SandboxLimits.output`.
+      timed_out: True if it was killed at the time limit.
     """
 
     status: int
@@ -57,25 +56,27 @@ class Ran:
     timed_out: bool
 
 
-def run_python(code: str, *, then: Sequence[str] = (), limits: Limits | None = None) -> Ran:
-    """Runs a program, once one of the machine's processors is free of other programs.
+def run_python(
+    code: str, *, then: Sequence[str] = (), limits: SandboxLimits | None = None
+) -> ProgramResult:
+    """Runs a program as soon as a processor is free of other programs.
 
     Args:
-      code: Python, without packages but the standard library. It is `__main__`, or a module with
-        another name if something is to be run then.
-      then: more Python, one after the other with what was defined before, unless that raised. Each
-        comes into the process when all before have been run.
-      limits: what it may take.
+      code: Python that needs only the standard library. It runs as `__main__`, or as a module of
+        another name if `then` follows.
+      then: more Python, run one after the other in the same module until one raises. Each part
+        enters the process only after the parts before it have run.
+      limits: of the program.
 
     Raises:
-      SandboxError: if the walls cannot be set up here.
+      SandboxError: if the sandbox cannot be set up on this machine.
     """
-    limits = limits or Limits()
+    limits = limits or SandboxLimits()
     numbers = (limits.seconds, limits.memory, limits.processes, limits.output)
     parts = [part.encode() for part in (code, *then)]
     command = [sys.executable, "-I", "-S", str(_CHILD), *map(str, numbers)]
     try:
-        with processor():
+        with hold_processor():
             done = subprocess.run(
                 command,
                 input=b"".join(
@@ -84,23 +85,22 @@ def run_python(code: str, *, then: Sequence[str] = (), limits: Limits | None = N
                 ),
                 capture_output=True,
                 env={"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
-                timeout=limits.seconds + _STARTING,
+                timeout=limits.seconds + _STARTUP_SECONDS,
                 check=False,
-                start_new_session=True,  # whoever has a terminal can type into its user's shell
+                start_new_session=True,  # with a terminal it could type into the user's shell
             )
     except subprocess.TimeoutExpired as late:
         raise SandboxError(
-            f"no sandbox after {late.timeout:g} s: the machine is overloaded"
+            f"the sandbox did not start within {late.timeout:g} s; reduce the load on the machine"
         ) from None
-    printed, _, last = _text(done.stderr).rstrip("\n").rpartition("\n")
+    stderr, _, last = _text(done.stderr).rstrip("\n").rpartition("\n")
     if done.returncode:
         raise SandboxError(
-            f"the sandbox cannot be set up here: {last}; it needs Linux on "
-            "x86-64 or aarch64 with user namespaces (in a container: a seccomp profile that allows "
-            "unshare and mount)"
+            f"the sandbox cannot be set up: {last}; it needs Linux on x86-64 or aarch64 with user "
+            "namespaces (in a container: a seccomp profile that allows unshare and mount)"
         )
     status, in_time = map(int, last.split())
-    return Ran(status, _text(done.stdout), printed, not in_time)
+    return ProgramResult(status, _text(done.stdout), stderr, not in_time)
 
 
 def _text(data: bytes | None) -> str:

@@ -1,12 +1,12 @@
-"""The walls around a program: run by `sandbox.py` with `python -I -S`, standard library only.
+"""The sandbox's child process: run by `sandbox.py` with `python -I -S`, standard library only.
 
-Arguments: seconds, memory, processes, output. Standard input: the parts of the program, each behind
+Arguments: seconds, memory, processes, output. Standard input: the parts of the program, each after
 a line with the number of parts that follow and its length in bytes.
 
-The first process makes the namespaces and stays outside of the last one, to count the time and the
-output. The second gives out the parts, and the third is the program's, which asks for a part when
-it has run all before. The last line on the standard error is the program's exit status and whether
-it ended in time. Another exit status than 0 is that of walls which could not be set up.
+The first process creates the namespaces, stays outside the PID namespace and enforces the limits on
+time and output. The second hands out the parts. The third runs the program and requests a part when
+it has run all earlier ones. The last line of standard error holds the program's exit status, and 1
+if it ended in time. A nonzero exit status means that the sandbox could not be set up.
 """
 
 import contextlib
@@ -23,19 +23,19 @@ import types
 
 NEW_USER, NEW_MOUNTS, NEW_NET, NEW_IPC, NEW_PIDS = 1 << 28, 1 << 17, 1 << 30, 1 << 27, 1 << 29
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 1 << 14, 1 << 18
-# These system calls have the same number everywhere.
+# These system calls have the same number on every processor.
 OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
 OPEN_TREE_CLONE, MOVE_MOUNT_F_EMPTY_PATH, AT_FDCWD, AT_RECURSIVE = 1, 4, -100, 0x8000
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NODEV = 1, 4
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
 NOBODY = 65534
-FILES = 64  # open at a time: pipes and sockets hold memory, too
+FILES = 64  # open at once: pipes and sockets hold memory too
 WORK = b"/tmp"
 DEVICES = (b"/dev/null", b"/dev/zero", b"/dev/random", b"/dev/urandom")
 LINKS = {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}  # /dev -> /proc/self
 
-# What the filter of system calls has to know of a processor, as os.uname() names it. Denied are, in
-# this order, shmget, msgget, memfd_create; add_key, request_key, keyctl; unshare.
+# System-call numbers by processor, as os.uname() names it. "denied" lists shmget, msgget,
+# memfd_create, add_key, request_key, keyctl and unshare, in this order.
 SYSTEM_CALLS = {
     "x86_64": {
         "architecture": 0xC000003E,
@@ -55,94 +55,93 @@ SYSTEM_CALLS = {
     },
 }
 IO_URING_SETUP, CLONE3, MEMFD_SECRET = 425, 435, 447
-X32 = 1 << 30  # x86_64 knows its system calls by these numbers, too
+X32 = 1 << 30  # x86_64 accepts its system calls under these numbers too
 AF_INET, AF_INET6, SOCK_STREAM = 2, 10, 1
-# Of the filter's own language: what it does with the one number that it holds.
+# Instructions of classic BPF, which act on one accumulator.
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def must(result: int, what: str) -> None:
-    """Raises OSError unless a call of the C library has returned 0."""
+def check(result: int, what: str) -> None:
+    """Raises OSError unless a C library call returned 0."""
     if result != 0:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
 
-def write(path: str, text: str) -> None:
-    """Writes a file of the kernel."""
-    with open(path, "w") as file:
-        file.write(text)
-
-
 def make_namespaces() -> None:
-    """A user without a name, no network, no processes; the next child is the first of them."""
+    """Creates namespaces for users, mounts, network, IPC and PIDs; the next child gets PID 1."""
     user, group = os.getuid(), os.getgid()
-    must(libc.unshare(NEW_USER | NEW_MOUNTS | NEW_NET | NEW_IPC | NEW_PIDS), "unshare")
-    write("/proc/self/setgroups", "deny")
-    write("/proc/self/uid_map", f"{NOBODY} {user} 1")
-    write("/proc/self/gid_map", f"{NOBODY} {group} 1")
+    check(libc.unshare(NEW_USER | NEW_MOUNTS | NEW_NET | NEW_IPC | NEW_PIDS), "unshare")
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{NOBODY} {user} 1"),
+        ("gid_map", f"{NOBODY} {group} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
 
 
-def wall_off(memory: int) -> None:
-    """Everything read-only but an empty directory; no devices, no processes of others, no
-    privileges to undo it."""
-    must(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "private mounts")
+def confine(memory: int) -> None:
+    """Makes everything read-only except an empty directory; removes devices and privileges, and
+    hides other processes."""
+    check(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "private mounts")
     devices = [libc.syscall(OPEN_TREE, AT_FDCWD, path, OPEN_TREE_CLONE) for path in DEVICES]
     restrict(b"/", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NODEV)
     mount_devices(devices)
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
     if libc.mount(b"proc", b"/proc", b"proc", flags, None) != 0:
-        # A container that hides parts of /proc gets no other: the program sees none.
-        must(libc.mount(b"none", b"/proc", b"tmpfs", flags, None), "an empty /proc")
+        # A container with a masked /proc may not mount another; the program gets an empty one.
+        check(libc.mount(b"none", b"/proc", b"tmpfs", flags, None), "an empty /proc")
     options = f"size={memory},mode=700".encode()
-    must(libc.mount(b"none", WORK, b"tmpfs", MS_NOSUID | MS_NODEV, options), "a directory")
+    check(libc.mount(b"none", WORK, b"tmpfs", MS_NOSUID | MS_NODEV, options), "a directory")
     os.chdir(WORK)
     for capability in range(64):
-        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # beyond the last one it says so
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails for numbers past the last one
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    must(libc.capset(header, none), "no capabilities")
-    must(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
-    forbid()
+    check(libc.capset(header, none), "no capabilities")
+    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
+    install_filter()
 
 
 def restrict(path: bytes, flags: int) -> None:
-    """Sets flags of a mount and of all below."""
+    """Sets flags of a mount and of all mounts below it."""
     attributes = (ctypes.c_uint64 * 4)(flags, 0, 0, 0)
     size = ctypes.sizeof(attributes)
     changed = libc.syscall(MOUNT_SETATTR, AT_FDCWD, path, AT_RECURSIVE, attributes, size)
-    must(changed, "read-only mounts")
+    check(changed, "read-only mounts")
 
 
 def mount_devices(devices: "list[int]") -> None:
-    """A /dev with nothing but `DEVICES`, from open copies of their mounts."""
-    must(libc.mount(b"none", b"/dev", b"tmpfs", MS_NOSUID, b"size=64k,mode=755"), "an empty /dev")
+    """Mounts a /dev that holds only `DEVICES`, from open copies of their mounts."""
+    check(libc.mount(b"none", b"/dev", b"tmpfs", MS_NOSUID, b"size=64k,mode=755"), "an empty /dev")
     for path, copy in zip(DEVICES, devices, strict=True):
         os.close(os.open(path, os.O_CREAT))
         moved = libc.syscall(MOVE_MOUNT, copy, b"", AT_FDCWD, path, MOVE_MOUNT_F_EMPTY_PATH)
-        must(moved, path.decode())
+        check(moved, path.decode())
         os.close(copy)
     for name, target in LINKS.items():
         os.symlink(f"/proc/self/{target}", f"/dev/{name}")
     restrict(b"/dev", MOUNT_ATTR_RDONLY)
 
 
-def forbid() -> None:
-    """Denies the system calls that get past the other walls."""
+def install_filter() -> None:
+    """Denies the system calls that bypass namespaces and mounts."""
     machine = os.uname().machine
     if machine not in SYSTEM_CALLS:
-        raise OSError(f"the system calls of {machine} are not known, only {list(SYSTEM_CALLS)}")
-    steps = denials(machine)
+        raise OSError(f"processor {machine} is not supported, only {', '.join(SYSTEM_CALLS)}")
+    steps = filter_program(machine)
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     program = struct.pack("HP", len(steps), ctypes.addressof(code))
-    must(libc.prctl(PR_SET_SECCOMP, 2, program, 0, 0), "a filter of system calls")
+    check(libc.prctl(PR_SET_SECCOMP, 2, program, 0, 0), "a filter of system calls")
 
 
-def denials(machine: str) -> "list[tuple[int, int, int, int]]":
-    """The filter: no sockets that lie in the file system or belong to a hypervisor, no memory that
-    no limit counts, no namespaces with privileges of their own, and not the user's keyrings.
+def filter_program(machine: str) -> "list[tuple[int, int, int, int]]":
+    """Returns the seccomp program of a processor, in classic BPF.
 
-    Each step is what to do, how many steps to skip if it is so and if it is not, and a number."""
+    It denies UNIX and hypervisor sockets, memory outside the limits, new namespaces and the user's
+    keyrings. Each instruction is (operation, instructions to skip if true, if false, number).
+    """
     known = SYSTEM_CALLS[machine]
     architecture, call, first, second = ((LOAD, 0, 0, offset) for offset in (4, 0, 16, 24))
     allow, deny, absent = ((RETURN, 0, 0, to) for to in (0x7FFF0000, 0x50000 | 1, 0x50000 | 38))
@@ -150,10 +149,13 @@ def denials(machine: str) -> "list[tuple[int, int, int, int]]":
     steps += [call, (AT_LEAST, 0, 1, X32), deny]
     for denied in (*known["denied"], IO_URING_SETUP, MEMFD_SECRET):
         steps += [(EQUAL, 0, 1, denied), deny]
-    steps += [(EQUAL, 0, 1, CLONE3), absent]  # then clone is taken, whose flags can be looked at
+    steps += [
+        (EQUAL, 0, 1, CLONE3),
+        absent,
+    ]  # so that libc falls back to clone, whose flags a filter can read
     for name, then in (
         ("clone", [first, (ANY_BIT, 0, 1, NEW_USER), deny]),
-        ("prctl", [first, (EQUAL, 0, 1, PR_SET_PDEATHSIG), deny]),  # it ends with its parent
+        ("prctl", [first, (EQUAL, 0, 1, PR_SET_PDEATHSIG), deny]),  # it must end with its parent
         ("socket", [first, (EQUAL, 2, 0, AF_INET), (EQUAL, 1, 0, AF_INET6), deny]),
         ("socketpair", [second, (AND, 0, 0, 15), (EQUAL, 1, 0, SOCK_STREAM), deny]),
     ):
@@ -162,8 +164,8 @@ def denials(machine: str) -> "list[tuple[int, int, int, int]]":
 
 
 def run(ready: int, asks: int, given: int, *, seconds: float, memory: int, processes: int) -> None:
-    """The program, in the third process."""
-    wall_off(memory)
+    """Runs the program, in the third process."""
+    confine(memory)
     for kind, most in (
         (resource.RLIMIT_CPU, int(seconds) + 1),
         (resource.RLIMIT_AS, memory),
@@ -181,26 +183,26 @@ def run(ready: int, asks: int, given: int, *, seconds: float, memory: int, proce
         while following:
             os.write(asks, b"1")
             following, length = map(int, parts.readline().split())
-            # Who has other parts behind it is used by them, as if they had imported it.
+            # Later parts use the module as if they had imported it.
             module = module or types.ModuleType("program" if following else "__main__")
             sys.modules[module.__name__] = module
             run_part(parts.read(length), module)
 
 
 def run_part(code: bytes, module: types.ModuleType) -> None:
-    """Executes code in a module; ends the process if it raises."""
+    """Runs code in a module; ends the process if it raises."""
     try:
         exec(compile(code, "program.py", "exec"), module.__dict__)
     except Exception as error:
-        shown = error.__traceback__ and error.__traceback__.tb_next  # without this line
+        shown = error.__traceback__ and error.__traceback__.tb_next  # without this function
         traceback.print_exception(type(error), error, shown)
         sys.exit(1)
 
 
 def hand_over(asks: int, gives: int) -> None:
-    """Gives a part whenever the program asks for one, in the second process."""
+    """Sends a part whenever the program requests one, in the second process."""
     with (
-        contextlib.suppress(BrokenPipeError),  # it has ended
+        contextlib.suppress(BrokenPipeError),  # the program has ended
         open(0, "rb", closefd=False) as parts,
         open(gives, "wb", buffering=0) as pipe,
     ):
@@ -209,8 +211,10 @@ def hand_over(asks: int, gives: int) -> None:
 
 
 def relay(streams: "dict[int, int]", *, until: float, most: int) -> bool:
-    """Passes on what the program prints, up to `most` bytes of each stream, until both are closed;
-    False if the time is over before."""
+    """Copies the program's streams, up to `most` bytes of each, until both are closed.
+
+    Returns False if the time is over first.
+    """
     left = dict.fromkeys(streams, most)
     while streams:
         wait = until - time.monotonic()
@@ -226,20 +230,22 @@ def relay(streams: "dict[int, int]", *, until: float, most: int) -> bool:
     return True
 
 
-def ended(child: int, *, until: float) -> bool:
-    """Waits for a process, which may have closed its streams long before; False if the time is over
-    before."""
+def wait_for_exit(child: int, *, until: float) -> bool:
+    """Waits for a process, which may have closed its streams long before.
+
+    Returns False if the time is over first.
+    """
     wait = max(0.0, until - time.monotonic())
     return bool(select.select([os.pidfd_open(child)], [], [], wait)[0])
 
 
 def main() -> int:
-    """All three processes; see above."""
+    """Runs all three processes; see the module's docstring."""
     seconds, (memory, processes, output) = float(sys.argv[1]), map(int, sys.argv[2:5])
     prints, errors, ready, asks, gives = (os.pipe() for _ in range(5))
     its_ends = (prints[1], errors[1], ready[1], asks[1], gives[0])
     if os.fork() == 0:
-        # Before there are namespaces: what the program cannot see has the parts that it must not.
+        # Outside the namespaces: the program must not see the parts before it requests them.
         for end in (1, 2, *its_ends):
             os.close(end)
         hand_over(asks[0], gives[1])
@@ -262,7 +268,7 @@ def main() -> int:
     up = os.read(ready[0], 1) == b"1"
     until = time.monotonic() + seconds
     streams = {prints[0]: 1, errors[0]: 2}
-    in_time = relay(streams, until=until, most=output) and ended(child, until=until)
+    in_time = relay(streams, until=until, most=output) and wait_for_exit(child, until=until)
     if not in_time:
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jaxrl.environments.isolation.calls import processor
+from jaxrl.environments.isolation.calls import hold_processor
 
 _CHILD = Path(__file__).with_name("mathematics_child.py")
 _SECONDS = 5.0  # that may be computed for a comparison; waiting for a processor does not count
@@ -29,7 +29,7 @@ def equal(reference: str, completion: str) -> bool:
       ModuleNotFoundError: without the package math-verify.
       RuntimeError: if the package fails.
     """
-    with processor():
+    with hold_processor():
         found = _asked(json.dumps([reference, completion]))
     if found is None:
         raise ValueError(f"math_verify: the reference answer {reference!r} holds no expression")

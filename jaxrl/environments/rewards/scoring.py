@@ -1,4 +1,4 @@
-"""Rewards of many answers: weighted, added, and never silently 0 when a function fails."""
+"""Weighted sums of reward functions over many completions; a failure is NaN, never 0."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +20,9 @@ class Reward(NamedTuple):
 
     Attributes:
       name: for metrics and messages.
-      function: of one answer and its example, or marked by `batched`; `def` or `async def`.
-      weight: of its values in the sum.
-      timeout: seconds that a call may take.
+      function: (completion, example) -> number, or marked by `batched`; `def` or `async def`.
+      weight: its factor in the sum.
+      timeout: seconds for each call.
     """
 
     name: str
@@ -31,24 +31,24 @@ class Reward(NamedTuple):
     timeout: float = 60.0
 
 
-class Scored(NamedTuple):
-    """Rewards of N answers.
+class Scores(NamedTuple):
+    """Rewards of N completions.
 
     Attributes:
-      total: f64[N], the weighted sum; NaN where a function failed, to be left out of training.
-      parts: for each function its own values, f64[N], before the weight.
-      failures: for each function the number of answers on which it failed.
-      first_failure: what the first failure was, for the log; None without one.
+      total: f64[N], the weighted sum; NaN where a function failed, so that training ignores it.
+      components: f64[N] for each reward name, before the weight.
+      failures: number of failed completions for each reward name.
+      first_failure: message of the first failure, for the log; None without one.
     """
 
     total: np.ndarray
-    parts: dict[str, np.ndarray]
+    components: dict[str, np.ndarray]
     failures: dict[str, int]
     first_failure: str | None
 
 
 def batched(function: RewardFn) -> RewardFn:
-    """Marks a reward that takes all answers at once: a decorator of
+    """Marks a reward function that takes all completions at once: a decorator of
     `(completions: list[str], examples: list[Mapping]) -> one number for each`."""
     setattr(function, _BATCHED, True)
     return function
@@ -57,95 +57,101 @@ def batched(function: RewardFn) -> RewardFn:
 def load_rewards(
     paths: Sequence[str], weights: Sequence[float] = (), *, timeout: float = 60.0
 ) -> list[Reward]:
-    """The rewards that `reward.path` and `reward.weights` name; no weights means 1 for each.
+    """Loads the reward functions of `reward.path`.
+
+    Args:
+      paths: names of builtin functions, `file.py:function` or `package.module:function`.
+      weights: one for each path; 1 each if empty.
+      timeout: seconds for each call.
 
     Raises:
-      ValueError: for a reference that cannot be loaded, or two rewards of one name.
+      ValueError: for a function that cannot be loaded, or two of the same name.
     """
     functions = [plugins.load_function(p, builtin=builtin, key="reward.path") for p in paths]
     names = [path.rpartition(":")[2] for path in paths]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
-        raise ValueError(f"reward.path names {twice[0]!r} twice; its parts could not be told apart")
-    return [
-        Reward(name, function, weight, timeout)
-        for name, function, weight in zip(
-            names, functions, weights or [1.0] * len(names), strict=True
+        raise ValueError(
+            f"reward.path names {twice[0]!r} twice; rename one, as metrics use the name"
         )
-    ]
+    terms = zip(names, functions, weights or [1.0] * len(names), strict=True)
+    return [Reward(*term, timeout) for term in terms]
 
 
 def score(
     terms: Sequence[Reward], completions: Sequence[str], examples: Sequence[Mapping[str, Any]]
-) -> Scored:
-    """Applies every reward to every answer.
+) -> Scores:
+    """Applies every reward function to every completion.
 
-    A function that raises, takes too long, or returns something that is no finite number, has
-    failed on that answer: the answer's reward is NaN and the failure is counted. One that takes all
-    answers at once fails on all of them.
+    A function that raises, times out or returns no finite number fails on that completion: the
+    reward is NaN and the failure is counted. A batched function fails on all completions at once.
     """
-    parts: dict[str, np.ndarray] = {}
-    failures: dict[str, int] = {}
-    first_failure = None
+    scores = Scores(np.zeros(len(completions)), {}, {}, None)
     for term in terms:
-        values = np.full(len(completions), np.nan)
-        for i, found in enumerate(_apply(term, completions, examples)):
-            value = _finite(found)
+        values, failure = np.full(len(completions), np.nan), None
+        for i, returned in enumerate(_apply(term, completions, examples)):
+            value = _finite(returned)
             if isinstance(value, float):
                 values[i] = value
             else:
-                first_failure = first_failure or (
-                    f"reward {term.name} failed on the answer {completions[i][:80]!r}: {value!r}"
-                )
-        parts[term.name] = values
-        failures[term.name] = int(np.isnan(values).sum())
-    total = np.zeros(len(completions))
-    for term in terms:
-        total = total + term.weight * parts[term.name]
-    return Scored(total, parts, failures, first_failure)
+                text = completions[i][:80]
+                failure = failure or f"reward {term.name} failed on completion {text!r}: {value!r}"
+        scores = with_component(
+            scores, term.name, values=values, weight=term.weight, failure=failure
+        )
+    return scores
 
 
-def with_part(scored: Scored, name: str, *, values: np.ndarray, weight: float) -> Scored:
-    """The same answers with one more reward, f64[N], NaN where it could not be computed."""
+def with_component(
+    scores: Scores, name: str, *, values: np.ndarray, weight: float, failure: str | None = None
+) -> Scores:
+    """Adds a reward to the scores.
+
+    Args:
+      scores: of N completions.
+      name: of the reward.
+      values: f64[N]; NaN where it could not be computed.
+      weight: its factor in the sum.
+      failure: message of its first failure.
+    """
     failed = int(np.isnan(values).sum())
-    first_failure = scored.first_failure
-    if failed and first_failure is None:
-        first_failure = f"reward {name} is not finite on {failed} answers"
-    return Scored(
-        scored.total + weight * values,
-        {**scored.parts, name: values},
-        {**scored.failures, name: failed},
-        first_failure,
+    if failed and failure is None:
+        failure = f"reward {name} is not finite on {failed} completions"
+    return Scores(
+        scores.total + weight * values,
+        {**scores.components, name: values},
+        {**scores.failures, name: failed},
+        scores.first_failure or failure,
     )
 
 
 def _apply(
     term: Reward, completions: Sequence[str], examples: Sequence[Mapping[str, Any]]
 ) -> Sequence[Any]:
-    """For each answer what the function returned, or the exception that it raised."""
+    """Returns what the function returned or raised for each completion."""
     if not hasattr(term.function, _BATCHED):
         pairs = list(zip(completions, examples, strict=True))
         return call_each(term.function, pairs, timeout=term.timeout)
-    everything = (list(completions), list(examples))
-    (found,) = call_each(term.function, [everything], timeout=term.timeout)
-    if isinstance(found, BaseException):
-        return [found] * len(completions)
+    batch = (list(completions), list(examples))
+    (returned,) = call_each(term.function, [batch], timeout=term.timeout)
+    if isinstance(returned, BaseException):
+        return [returned] * len(completions)
     try:
-        values = list(found)
+        values = list(returned)
     except Exception as error:
         return [error] * len(completions)
     if len(values) != len(completions):
-        wrong = ValueError(f"{len(values)} rewards for {len(completions)} answers")
+        wrong = ValueError(f"{len(values)} rewards for {len(completions)} completions")
         return [wrong] * len(completions)
     return values
 
 
-def _finite(found: Any) -> float | BaseException:
-    """What a function returned as a number, or why it is none."""
-    if isinstance(found, BaseException):
-        return found
+def _finite(returned: Any) -> float | BaseException:
+    """Converts what a function returned to a finite number, or to the error that prevents it."""
+    if isinstance(returned, BaseException):
+        return returned
     try:
-        number = float(found)
+        number = float(returned)
     except Exception as error:
         return error
     return number if math.isfinite(number) else ValueError(f"{number} is not a finite number")

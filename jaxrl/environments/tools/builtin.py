@@ -1,4 +1,4 @@
-"""Tools that a config can name: functions whose docstrings the model reads."""
+"""Tools that a config names; the model reads their docstrings."""
 
 import ast
 import math
@@ -10,15 +10,15 @@ from jaxrl.environments.isolation.sandbox import run_python
 
 Number = int | float
 
-_LONGEST = 400  # characters of an expression; its syntax tree is no deeper
-_BITS = 8192  # of a whole number, about 2,500 digits
-_DIGITS = 400  # that a number is rounded to; a float has 324 at most
+_MOST_CHARACTERS = 400  # of an expression; bounds the depth of its syntax tree too
+_MOST_BITS = 8192  # of an integer, about 2,500 digits
+_MOST_DIGITS = 400  # to round to; a float has at most 324
 
 
 def _round(number: Number, *digits: int) -> Number:
-    # Rounding a whole number to -4000000 digits computes 10**4000000, and no thread runs meanwhile.
-    if any(abs(d) > _DIGITS for d in digits):
-        raise ValueError(f"a number is rounded to at most {_DIGITS} digits")
+    # Rounding an integer to -4000000 digits computes 10**4000000 while no other thread runs.
+    if any(abs(d) > _MOST_DIGITS for d in digits):
+        raise ValueError(f"round takes at most {_MOST_DIGITS} digits")
     return round(number, *digits)
 
 
@@ -46,12 +46,12 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 def calculator(expression: str) -> str:
     """Computes an arithmetic expression, such as (12 + 3.5) * 2**10 / sqrt(2)."""
-    if len(expression) > _LONGEST:
-        raise ValueError(f"the expression is longer than {_LONGEST} characters")
+    if len(expression) > _MOST_CHARACTERS:
+        raise ValueError(f"the expression is longer than {_MOST_CHARACTERS} characters")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, MemoryError) as error:
-        raise ValueError(f"no expression: {error}") from None
+        raise ValueError(f"not an expression: {error}") from None
     value = _value(tree.body)
     return str(value) if isinstance(value, int) else format(value, ".12g")
 
@@ -61,17 +61,17 @@ def python(code: str) -> str:
     ran = run_python(code)
     lines = [ran.stdout.strip()]
     if ran.timed_out:
-        lines.append("Error: it took too long")
+        lines.append("Error: timeout")
     elif ran.status:
         lines.append(f"Error: {(ran.stderr.strip().splitlines() or [f'status {ran.status}'])[-1]}")
-    return "\n".join(line for line in lines if line) or "(nothing was printed)"
+    return "\n".join(line for line in lines if line) or "(no output)"
 
 
 def _value(node: ast.expr) -> Number:
-    """What an expression is worth.
+    """Evaluates an expression.
 
     Raises:
-      ValueError: for anything but numbers and operations on them, or a number that is too large.
+      ValueError: for anything but arithmetic on numbers, or a number that is too large.
     """
     match node:
         case ast.Constant(value=value) if type(value) in (int, float):
@@ -91,7 +91,7 @@ def _value(node: ast.expr) -> Number:
 
 def _power(base: Number, exponent: Number) -> Number:
     if isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1 and exponent > 0:
-        # Before it is computed: 9**9**9 would take all memory.
+        # Checked before computing: 9**9**9 would take all memory.
         _check_bits(base.bit_length() * exponent)
     return _bounded(base**exponent)
 
@@ -100,10 +100,10 @@ def _bounded(value: Any) -> Number:
     if isinstance(value, int):
         _check_bits(value.bit_length())
     elif not isinstance(value, float) or not math.isfinite(value):
-        raise ValueError(f"the result is {value}, no finite number")
+        raise ValueError(f"the result is {value}, not a finite number")
     return value
 
 
 def _check_bits(bits: int) -> None:
-    if bits > _BITS:
+    if bits > _MOST_BITS:
         raise ValueError("the result is too large")

@@ -1,24 +1,23 @@
-"""How far two programs agree about tokens that one of them drew, with the same weights.
+"""Disagreement of two programs about the log-probs of the same tokens at the same weights.
 
-Nothing has moved here: all of the log-ratio is beta, and every token that a clip takes is taken
-for nothing.
+The policy did not move, so the whole log-ratio is beta and every clipped token is a phantom.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.monitoring.ratio.split import Tokens, split
+from jaxrl.monitoring.ratio.split import ActionTokens, split_log_ratio
 
-_FEWEST_SEQUENCES = 8  # whose spread is worth a number
+_FEWEST_SEQUENCES = 8  # for a standard deviation over sequences
 
 
-class Pairs(NamedTuple):
+class LogprobPairs(NamedTuple):
     """Two log-probs of N tokens, in the order of their sequences.
 
     Attributes:
       learner, sampler: f64[N].
-      sequences: i64[N], which sequence each belongs to, from 0.
+      sequences: i64[N], index of the token's sequence, from 0.
     """
 
     learner: np.ndarray
@@ -26,25 +25,26 @@ class Pairs(NamedTuple):
     sequences: np.ndarray
 
 
-def agreement(pairs: Pairs, *, low: float, high: float) -> dict[str, float]:
-    """Everything that is known of the disagreement.
+def agreement_metrics(pairs: LogprobPairs, *, low: float, high: float) -> dict[str, float]:
+    """Computes all metrics of the disagreement.
 
-    Whether a clip takes a token depends on the sign of its advantage, which is not known here: each
-    token counts twice, once with either sign.
+    A token is clipped on one side only, by the sign of its advantage. The sign is not known here,
+    so each token counts twice, once with either sign.
 
     Args:
       pairs: at least one token.
-      low: PPO's clip takes ratios below 1 - low,
+      low: PPO clips ratios below 1 - low,
       high: and above 1 + high.
 
     Returns:
-      As `split.split`, with all of the log-ratio as beta; "phantom_low" and "phantom_high", the
-      shares of tokens below and above the clip (their mean is "phantom"); "token_mult_error",
-      E[exp |beta|]; "sequence_std_L" for L = 1, 2, 4, ... tokens, the standard deviation of the sum
-      of the first L betas over the sequences that are so long, where there are at least 8.
+      The metrics of `split_log_ratio`, with the whole log-ratio as beta; "phantom_low" and
+      "phantom_high", shares of tokens below and above the clip (their mean is "phantom");
+      "token_mult_error", E[exp |beta|]; "sequence_std_L" for L = 1, 2, 4, ... tokens, standard
+      deviation of the sum of the first L betas over sequences of at least L tokens, if there are
+      at least 8.
     """
     count = len(pairs.learner)
-    twice = Tokens(
+    twice = ActionTokens(
         learner=np.tile(pairs.learner, 2),
         shadow=np.tile(pairs.sampler, 2),
         sampler=np.tile(pairs.sampler, 2),
@@ -52,14 +52,14 @@ def agreement(pairs: Pairs, *, low: float, high: float) -> dict[str, float]:
         sequences=np.concatenate([pairs.sequences, pairs.sequences + pairs.sequences.max() + 1]),
     )
     beta = pairs.learner - pairs.sampler
-    found = split(twice, low=low, high=high)
-    # What it says of alpha, of the advantage and of clips that are no phantoms is empty here.
-    empty = ("alpha", "alpha_std", "alpha_p99", "beta_advantage", "phantom_share")
-    kept = {k: v for k, v in found.items() if k not in empty and not k.startswith("clipped")}
+    metrics = split_log_ratio(twice, low=low, high=high)
+    # Meaningless here: alpha is 0, the advantages are made up and every clip is a phantom.
+    dropped = ("alpha", "alpha_std", "alpha_p99", "beta_advantage", "phantom_share")
+    kept = {k: v for k, v in metrics.items() if k not in dropped and not k.startswith("clipped")}
     return {
         **kept,
-        "phantom_low": 2 * found["clipped_low"],
-        "phantom_high": 2 * found["clipped_high"],
+        "phantom_low": 2 * metrics["clipped_low"],
+        "phantom_high": 2 * metrics["clipped_high"],
         "token_mult_error": float(np.exp(np.abs(beta)).mean()),
         **{
             f"sequence_std_{length}": float(sums.std())
@@ -70,18 +70,18 @@ def agreement(pairs: Pairs, *, low: float, high: float) -> dict[str, float]:
 
 
 def prefix_sums(values: np.ndarray, sequences: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Sums over the beginnings of sequences.
+    """Sums the beginnings of sequences.
 
     Args:
       values: f64[N], in the order of the sequences.
-      sequences: i64[N], which sequence each belongs to.
+      sequences: i64[N], index of the value's sequence.
 
     Returns:
-      (L, sums over the first L values of every sequence that has so many) for L = 1, 2, 4, ... up
-      to the longest.
+      (L, sums over the first L values of every sequence with at least L) for L = 1, 2, 4, ... up to
+      the longest sequence.
     """
-    cut = np.flatnonzero(np.diff(sequences)) + 1
-    sums = [np.cumsum(part) for part in np.split(values, cut)]
+    ends = np.flatnonzero(np.diff(sequences)) + 1
+    sums = [np.cumsum(part) for part in np.split(values, ends)]
     longest = max(map(len, sums))
     return [
         (length, np.array([s[length - 1] for s in sums if len(s) >= length]))

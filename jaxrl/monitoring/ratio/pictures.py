@@ -1,4 +1,4 @@
-"""Pictures of the disagreement between learner and sampler."""
+"""Plots of the disagreement between learner and sampler."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,25 +6,27 @@ from pathlib import Path
 import matplotlib.figure
 import numpy as np
 
-from jaxrl.monitoring.ratio.agreement import Pairs, prefix_sums
+from jaxrl.monitoring.ratio.agreement import LogprobPairs, prefix_sums
 
-_MOST_POINTS = 4000  # more hide each other
-_SMALLEST = 1e-8  # nats; less is drawn as this
-_RAREST = 1e-6
+_MOST_POINTS = 4000  # more would hide each other
+_SMALLEST = 1e-8  # nats; smaller values are drawn here
+_RAREST = 1e-6  # lowest probability on the axes
 
 
 def draw_agreement(
-    pairs: Mapping[str, Pairs], path: Path, *, title: str, low: float, high: float
+    pairs: Mapping[str, LogprobPairs], path: Path, *, title: str, low: float, high: float
 ) -> None:
-    """One PNG: above, a panel for each policy with the probability of every token by learner and
-    sampler; below, how the log-ratio of a sequence grows with its length, and how beta depends on
-    the token's probability.
+    """Draws one PNG.
+
+    The upper row has a panel for each policy with every token's probability by learner and sampler.
+    The lower row shows how a sequence's log-ratio grows with its length, and beta by the token's
+    probability.
 
     Args:
-      pairs: the policies and their log-probs, at least one.
+      pairs: log-probs of each precision policy, at least one.
       path: the file to write.
-      title: of the whole picture.
-      low: the clip that is drawn begins below a ratio of 1 - low,
+      title: of the figure.
+      low: PPO clips ratios below 1 - low,
       high: and above 1 + high.
     """
     columns = max(2, len(pairs))
@@ -32,19 +34,19 @@ def draw_agreement(
     figure.suptitle(title, fontsize=11)
     upper, lower = figure.subfigures(2, 1, height_ratios=(1, 1.05), squeeze=False)[:, 0]
     panels = upper.subplots(1, columns, sharex=True, sharey=True, squeeze=False)[0]
-    for i, (panel, (name, those)) in enumerate(zip(panels, pairs.items(), strict=False)):
-        _scatter(panel, those, name=name, color=f"C{i}", low=low, high=high)
+    for i, (panel, (name, logprobs)) in enumerate(zip(panels, pairs.items(), strict=False)):
+        _scatter(panel, logprobs, name=name, color=f"C{i}", low=low, high=high)
     panels[0].set_ylabel("probability by the learner")
     for panel in panels[len(pairs) :]:
         panel.set_visible(False)
     panels[0].legend(loc="upper left", fontsize=8, frameon=False)
     left, right = lower.subplots(1, 2)
-    for i, (name, those) in enumerate(pairs.items()):
-        _spread(left, those, name=name, color=f"C{i}")
-        _deciles(right, those, name=name, color=f"C{i}")
+    for i, (name, logprobs) in enumerate(pairs.items()):
+        _spread(left, logprobs, name=name, color=f"C{i}")
+        _deciles(right, logprobs, name=name, color=f"C{i}")
     left.set_xscale("log", base=2)
     left.xaxis.set_major_formatter("{x:g}")
-    left.set(xlabel="tokens summed (points: whole answers)", title="growth with length")
+    left.set(xlabel="tokens summed (points: whole completions)", title="growth with length")
     left.set(ylabel="|log-ratio of the sequence|, nats")
     right.set(ylabel="mean |beta|, nats", title="by the token's probability")
     right.set(xlabel="decile of the sampler's probability (1: rarest tokens)", xticks=range(1, 11))
@@ -57,7 +59,7 @@ def draw_agreement(
     figure.savefig(path, dpi=110, format="png")
 
 
-def _scatter(panel, pairs: Pairs, *, name: str, color: str, low: float, high: float) -> None:
+def _scatter(panel, pairs: LogprobPairs, *, name: str, color: str, low: float, high: float) -> None:
     chosen = np.linspace(0, len(pairs.learner) - 1, min(_MOST_POINTS, len(pairs.learner)))
     learner, sampler = (np.exp(x[chosen.astype(int)]) for x in (pairs.learner, pairs.sampler))
     rarest = np.clip(min(sampler.min(), learner.min()), _RAREST, 0.05)
@@ -70,7 +72,7 @@ def _scatter(panel, pairs: Pairs, *, name: str, color: str, low: float, high: fl
     panel.set_title(f"{name}: beta std {(pairs.learner - pairs.sampler).std():.1e}", fontsize=9)
 
 
-def _spread(panel, pairs: Pairs, *, name: str, color: str) -> None:
+def _spread(panel, pairs: LogprobPairs, *, name: str, color: str) -> None:
     beta = pairs.learner - pairs.sampler
     sums = prefix_sums(beta, pairs.sequences)
     lengths = [length for length, _ in sums]
@@ -80,7 +82,7 @@ def _spread(panel, pairs: Pairs, *, name: str, color: str) -> None:
     panel.scatter(np.bincount(pairs.sequences), whole, s=6, alpha=0.35, color=color, linewidths=0)
 
 
-def _deciles(panel, pairs: Pairs, *, name: str, color: str) -> None:
+def _deciles(panel, pairs: LogprobPairs, *, name: str, color: str) -> None:
     beta = np.abs(pairs.learner - pairs.sampler)
     parts = np.array_split(beta[np.argsort(pairs.sampler, kind="stable")], 10)
     means = _shown(np.array([p.mean() for p in parts if p.size]))
@@ -88,5 +90,5 @@ def _deciles(panel, pairs: Pairs, *, name: str, color: str) -> None:
 
 
 def _shown(values: np.ndarray) -> np.ndarray:
-    """Values on a logarithmic axis, where 0 is drawn at the lower edge."""
+    """Returns values for a logarithmic axis, with 0 at its lower edge."""
     return np.maximum(values, _SMALLEST)

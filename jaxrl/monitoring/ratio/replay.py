@@ -1,15 +1,14 @@
-"""The log-ratio in three parts, with the sampler's own engine asked again.
+"""The log-ratio in three parts, with the sampler's engine scoring the tokens again.
 
-`split` computes the shadow in JAX, so that what vLLM does otherwise than JAX in the same dtype
-counts as alpha. Here the sampler scores the same tokens with the weights that it serves now, the
-*replay*, and the ratio falls into
+`split_log_ratio` computes the shadow in JAX, so differences between vLLM and JAX at the same dtype
+count as alpha. Here the sampler also scores the tokens with the weights that it serves now, the
+*replay*, and the log-ratio splits into
 
     learner - sampler = (learner - shadow) + (shadow - replay) + (replay - sampler)
                       =       dtype        +      engine       +      policy
 
-dtype + engine is all of the arithmetic between learner and sampler, and policy is one engine with
-newer weights against the same with older ones. Where the weights are the same, what is left of it
-is the difference between decoding tokens and reading them.
+dtype + engine is the arithmetic between learner and sampler. policy compares one engine with newer
+and older weights; at equal weights it is the difference between decoding and prefill.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,20 +22,20 @@ Score = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
 """Sequences of token ids i32[T] -> f32[T] log-probs, NaN where there is none."""
 
 
-class Parts(NamedTuple):
-    """Parts of the log-ratio of N tokens, each f64[N]; they add up to learner - sampler."""
+class LogRatioParts(NamedTuple):
+    """Parts of the log-ratio of N tokens, each f64[N]; they sum to learner - sampler."""
 
     dtype: np.ndarray
     engine: np.ndarray
     policy: np.ndarray
 
 
-def parts(
+def log_ratio_parts(
     *, learner: np.ndarray, shadow: np.ndarray, replay: np.ndarray, sampler: np.ndarray
-) -> Parts:
-    """The parts of the log-ratio, from four log-probs f[N] of the same tokens."""
+) -> LogRatioParts:
+    """Computes the parts of the log-ratio from four log-probs f[N] of the same tokens."""
     a, b, c, d = (x.astype(np.float64) for x in (learner, shadow, replay, sampler))
-    return Parts(dtype=a - b, engine=b - c, policy=c - d)
+    return LogRatioParts(dtype=a - b, engine=b - c, policy=c - d)
 
 
 def replay_batch(score: Score, *, tokens: np.ndarray, segments: np.ndarray) -> np.ndarray:
@@ -48,25 +47,25 @@ def replay_batch(score: Score, *, tokens: np.ndarray, segments: np.ndarray) -> n
       segments: i32[B, T], sequence within the row, 0 for padding.
 
     Returns:
-      f32[B, T]; NaN for first tokens, for padding and where the sampler gives none.
+      f32[B, T]; NaN for first tokens, padding and tokens without a score.
     """
     places = [
         (row, segments[row] == number)
         for row in range(len(tokens))
         for number in np.unique(segments[row][segments[row] > 0])
     ]
-    found = score([tokens[row][where] for row, where in places])
+    scores = score([tokens[row][where] for row, where in places])
     filled = np.full(tokens.shape, np.nan, np.float32)
-    for (row, where), logprobs in zip(places, found, strict=True):
+    for (row, where), logprobs in zip(places, scores, strict=True):
         filled[row, where] = logprobs
     return filled
 
 
-def summary(found: Parts) -> dict[str, float]:
-    """Of each part its mean, "_std" and "_p99" of the magnitude, over tokens that have them all."""
-    known = ~np.isnan(found.engine + found.policy)
+def summarize_parts(parts: LogRatioParts) -> dict[str, float]:
+    """Computes `moments` of each part over the tokens that have all parts."""
+    known = ~np.isnan(parts.engine + parts.policy)
     return {
         name: value
-        for part, values in found._asdict().items()
+        for part, values in parts._asdict().items()
         for name, value in moments(part, values[known]).items()
     }

@@ -1,8 +1,8 @@
-"""The importance ratio taken apart: what the policy moved, and what the arithmetic added.
+"""The alpha/beta split of the log importance ratio: policy movement and arithmetic.
 
-log ratio = learner - sampler = alpha + beta, where alpha = shadow - sampler (the policy moved),
-beta = learner - shadow (the numerics differ), and shadow is a forward pass of the learner's weights
-in the sampler's dtypes. PPO's clip sees only the sum. A token is clipped by a phantom when its
+log ratio = learner - sampler = alpha + beta. alpha = shadow - sampler is the movement of the policy
+and beta = learner - shadow the difference in arithmetic; the shadow is a forward pass of the
+learner's weights in the sampler's dtypes. PPO's clip sees only the sum. A clip is a phantom if the
 clipped branch is taken at alpha + beta and would not be at alpha.
 """
 
@@ -15,13 +15,13 @@ from jaxrl.losses.ratios import LOG_RATIO_LIMIT
 _DECILES = 10
 
 
-class Tokens(NamedTuple):
+class ActionTokens(NamedTuple):
     """Action tokens of a batch, in the order of its sequences, each f64[N].
 
     Attributes:
       learner, shadow, sampler: log-probs; NaN where the sampler reported none.
       advantages: of the tokens.
-      sequences: i64[N], which sequence each belongs to.
+      sequences: i64[N], index of the token's sequence.
     """
 
     learner: np.ndarray
@@ -39,41 +39,42 @@ def known_tokens(
     advantages: np.ndarray,
     mask: np.ndarray,
     segments: np.ndarray,
-) -> Tokens:
-    """The action tokens of rectangular arrays [B, T] whose sampler log-prob is known.
+) -> ActionTokens:
+    """Selects the action tokens with a sampler log-prob from rectangular arrays [B, T].
 
     Args:
       learner: log-probs.
       shadow: log-probs.
-      sampler: log-probs, NaN where there is none.
+      sampler: log-probs, NaN where the sampler reported none.
       advantages: of the tokens.
-      mask: bool, tokens that the policy chose.
+      mask: bool, action tokens.
       segments: i32, sequence within the row, 0 for padding.
     """
     chosen = mask & ~np.isnan(sampler)
     rows = np.arange(len(segments))[:, None] * (segments.max(initial=0) + 1) + segments
     wide = (x[chosen].astype(np.float64) for x in (learner, shadow, sampler, advantages))
-    return Tokens(*wide, sequences=np.unique(rows[chosen], return_inverse=True)[1])
+    return ActionTokens(*wide, sequences=np.unique(rows[chosen], return_inverse=True)[1])
 
 
-def split(tokens: Tokens, *, low: float, high: float) -> dict[str, float]:
-    """The split of the log-ratio and everything else that is known of the mismatch.
+def split_log_ratio(tokens: ActionTokens, *, low: float, high: float) -> dict[str, float]:
+    """Computes the split of the log-ratio, and the other metrics of the mismatch.
 
     Args:
       tokens: at least one.
-      low: PPO's clip takes ratios below 1 - low,
+      low: PPO clips ratios below 1 - low,
       high: and above 1 + high.
 
     Returns:
-      "alpha", "beta": mean, "_std" and, of the magnitude, "_p99"; "beta_decile_0" .. "_9", mean
-      |beta| of the tokens by the sampler's probability, from the rarest tenth; "beta_advantage",
-      the correlation of beta with the advantage; "clipped", "clipped_low", "clipped_high", shares
-      of tokens whose clipped branch is taken (A > 0 above 1 + high, A < 0 below 1 - low);
-      "phantom", the share that is clipped at alpha + beta and not at alpha; "phantom_share", of the
-      clipped tokens; "kl" E[-delta], "k3_kl", "chi2_token", "chi2_sequence", "ess", 1 / E[(w / mean
-      w)^2]; "prob_diff_mean", "_p99", "_max"; "pearson" of the probabilities;
-      "sequence_std", of the summed log-ratio, and "sequence_std_per_sqrt_token". A correlation of
-      a constant is 0.
+      With delta the log-ratio, w = exp delta and A the advantage:
+      "alpha", "beta": `moments`, in nats; "beta_decile_0" to "_9": mean |beta| by the sampler's
+      probability, the rarest tenth of the tokens first; "beta_advantage": correlation of beta and
+      A; "clipped", "clipped_low", "clipped_high": shares of tokens whose clipped branch is taken
+      (A < 0 below 1 - low, A > 0 above 1 + high); "phantom": share clipped at alpha + beta but not
+      at alpha; "phantom_share": the same of the clipped tokens; "kl": E[-delta]; "k3_kl":
+      E[w - delta - 1]; "chi2_token", "chi2_sequence": E[w^2] - 1; "ess": E[w]^2 / E[w^2];
+      "prob_diff_mean", "_p99", "_max": difference of the probabilities; "pearson": their
+      correlation; "sequence_std": of the summed delta; "sequence_std_per_sqrt_token". The
+      correlation with a constant is 0.
     """
     alpha, beta = tokens.shadow - tokens.sampler, tokens.learner - tokens.shadow
     delta = np.clip(alpha + beta, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -113,7 +114,7 @@ def split(tokens: Tokens, *, low: float, high: float) -> dict[str, float]:
 
 
 def moments(name: str, values: np.ndarray) -> dict[str, float]:
-    """Mean, "_std" and, of the magnitude, "_p99"; of values f[N]."""
+    """Computes the mean NAME, NAME_std and, of the magnitude, NAME_p99 of values f[N]."""
     return {
         name: float(values.mean()),
         f"{name}_std": float(values.std()),

@@ -1,4 +1,4 @@
-"""The picture of a run: its curves in one PNG."""
+"""The plot of a run: its main curves in one PNG."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,22 +7,22 @@ from typing import Any
 import matplotlib
 import matplotlib.figure
 
-# Title and metrics of each panel; held-out accuracy has fewer points and is drawn with markers.
+# Title and metric of each panel.
 PANELS = (
     ("reward", "reward"),
     ("held-out accuracy", "eval/accuracy"),
     ("KL to the reference (sampler where there is none)", "kl"),
     ("gradient norm", "grad_norm"),
-    ("answer length, tokens", "completion_length"),
+    ("completion length, tokens", "completion_length"),
 )
 
 
 def draw_run(entries: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws reward, accuracy, KL, gradient norm and answer length over the steps.
+    """Draws reward, accuracy, KL, gradient norm and completion length over the steps.
 
     Args:
-      entries: as `tracking.read_metrics` returns them.
-      path: the PNG to write. A metric that was never logged leaves its panel empty.
+      entries: of `tracking.read_metrics`; a metric that was never logged leaves its panel empty.
+      path: the PNG to write.
     """
     figure = matplotlib.figure.Figure(figsize=(15, 7), layout="constrained")
     axes = list(figure.subplots(2, 3).flat)
@@ -30,6 +30,7 @@ def draw_run(entries: Sequence[Mapping[str, Any]], path: Path) -> None:
         points = [(e["step"], e[name]) for e in entries if e.get(name) is not None]
         if points:
             steps, values = zip(*points, strict=True)
+            # Markers for a metric with few points, such as held-out accuracy.
             axis.plot(steps, values, marker="o" if len(points) < 30 else "", linewidth=1.2)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step")

@@ -1,33 +1,32 @@
-"""A trace of some steps of a run, for Perfetto and XProf."""
+"""Profiler traces of some steps, for Perfetto and XProf."""
 
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import jax
 
 
-def out_of_reach(steps: tuple[int, int] | None, *, done: int, total: int) -> str | None:
-    """Why none of the steps will be traced, if that is so.
+def explain_no_trace(steps: tuple[int, int] | None, *, done: int, total: int) -> str | None:
+    """Explains why none of the steps will be traced; None if some will, or none were requested.
 
     Args:
-      steps: first and last, counted from 1; None if no trace is asked for.
-      done: that the run has taken.
-      total: of the whole run.
+      steps: first and last, counted from 1; None without a request.
+      done: steps that the run has taken.
+      total: steps of the whole run.
     """
     if steps is None or max(steps[0], done + 1) <= min(steps[1], total):
         return None
     return (
-        f"train.profile_steps = {list(steps)}: nothing is traced now, as the run has done "
-        f"{done} of {total} steps; give steps that are to come, or another run_dir"
+        f"train.profile_steps = {list(steps)}: nothing to trace, the run has done {done} of "
+        f"{total} steps; name later steps, or another run_dir"
     )
 
 
 class Profile:
-    """Traces the steps `first` to `last`, counted from 1; nothing if `steps` is None.
+    """Traces the steps `first` to `last`, counted from 1; a no-op if `steps` is None.
 
-    The trace lies in `directory/plugins/profile/`: `perfetto_trace.json.gz` opens in
-    https://ui.perfetto.dev, the directory in XProf and in TensorBoard's profile plugin.
+    The trace is written to `directory/plugins/profile/`. `perfetto_trace.json.gz` opens in
+    https://ui.perfetto.dev, the directory in XProf and TensorBoard's profile plugin.
     """
 
     def __init__(self, directory: Path, *, steps: tuple[int, int] | None) -> None:
@@ -37,8 +36,10 @@ class Profile:
         return self
 
     def before(self, step: int) -> None:
-        """Called before each step: begins and ends the trace where it is due. A run that goes on
-        behind `first` has the rest traced."""
+        """Begins or ends the trace if due; call it before each step.
+
+        A run that resumes after `first` traces the remaining steps.
+        """
         if self._steps is None:
             return
         first, last = self._steps
@@ -48,12 +49,7 @@ class Profile:
         elif step > last:
             self._end()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end()
 
     def _end(self) -> None:

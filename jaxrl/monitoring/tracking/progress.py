@@ -1,23 +1,27 @@
-"""The live display of a long run."""
+"""The live display of a run."""
 
 import math
 import sys
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.monitoring.tracking.time_left import RECENT, clock, seconds_left
+from jaxrl.monitoring.tracking.time_left import RECENT_STEPS, format_duration, seconds_left
 
-# Label, metric, format: what is shown of a step, in this order and only where the metric exists.
-SHOWN = (
+# Label, metric and format of what is displayed, in this order, if the metric exists.
+DISPLAYED = (
     ("reward", "reward", "{:.3f}"),
     ("held-out accuracy", "eval/accuracy", "{:.1%}"),
     ("accuracy", "accuracy", "{:.1%}"),
@@ -25,24 +29,24 @@ SHOWN = (
     ("loss", "loss", "{:.4f}"),
     ("KL", "kl", "{:.5f}"),
     ("gradient norm", "grad_norm", "{:.3f}"),
-    ("answer length", "completion_length", "{:.1f}"),
+    ("completion length", "completion_length", "{:.1f}"),
     ("tokens/s", "tokens_per_second", "{:,.0f}"),
 )
 
+_COMPILING = "compiling"  # until the first step of this process is done
 
-class Progress:
-    """A bar with the time left and the newest metrics; plain lines where there is no terminal.
 
-    The time left is the median of the last steps of this process times those that are to come.
-    """
+class ProgressDisplay:
+    """A progress bar with the time left and the newest metrics; plain lines without a terminal."""
 
     def __init__(self, title: str, *, start_step: int, total_steps: int):
         self._console = Console(file=sys.stderr)
         self._metrics: dict[str, float] = {}
         self._total = total_steps
-        self._times: list[tuple[int, float]] = []  # of the last steps
+        self._start = start_step
+        self._times: list[tuple[int, float]] = []  # at the end of the last steps
         self._printed = -math.inf
-        self._bar = Bar(
+        self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -50,7 +54,9 @@ class Progress:
             TextColumn("{task.fields[left]}"),
             console=self._console,
         )
-        self._task = self._bar.add_task(title, total=total_steps, completed=start_step, left="")
+        self._task = self._bar.add_task(
+            title, total=total_steps, completed=start_step, left=_COMPILING
+        )
         self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
 
     def __enter__(self) -> Self:
@@ -58,12 +64,7 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._console.is_terminal:
             self._live.stop()
 
@@ -72,22 +73,24 @@ class Progress:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows the state after `step` steps."""
+        """Displays the metrics after `step` steps."""
         self._metrics.update(metrics)
         now = time.monotonic()
-        if not self._times or step > self._times[-1][0]:  # and not one more entry of a step
-            self._times = [*self._times[-RECENT:], (step, now)]
+        # Steps of this process, once each: the first compiles, an evaluation logs a step again.
+        if step > (self._times[-1][0] if self._times else self._start):
+            self._times = [*self._times[-RECENT_STEPS:], (step, now)]
         seconds = seconds_left(self._times, total=self._total)
-        left = "" if seconds is None else f"{clock(seconds)} left"
+        left = "" if seconds is None else f"{format_duration(seconds)} left"
+        left = left if self._times else _COMPILING
         self._bar.update(self._task, completed=step, left=left)
-        # A log file gets a line every few seconds, and the last one.
+        # A log file gets a line every few seconds, and one at the end.
         if not self._console.is_terminal and (now - self._printed > 5 or step == self._total):
             self._printed = now
             shown = ", ".join(f"{label} {text}" for label, text in self._values())
             self.note(f"step {step}/{self._total}: {shown}{', ' + left if left else ''}")
 
     def _values(self) -> list[tuple[str, str]]:
-        known = [(label, self._metrics.get(name), form) for label, name, form in SHOWN]
+        known = [(label, self._metrics.get(name), form) for label, name, form in DISPLAYED]
         return [(label, form.format(value)) for label, value, form in known if value is not None]
 
     def _render(self) -> Group:

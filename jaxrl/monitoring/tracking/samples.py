@@ -1,4 +1,4 @@
-"""A few answers of a run with what was learnt from each of their tokens, for people to read."""
+"""Logged samples: a few completions with the advantage and beta of each token, to be read."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _MOST_TOKENS = 512  # of a completion: the page of `jaxrl report` holds hundreds
 
 
 class Samples:
-    """Appends to samples.jsonl; what a killed run wrote after its checkpoint is forgotten."""
+    """Appends to samples.jsonl; drops what a killed run wrote after its checkpoint."""
 
     def __init__(
         self, path: Path, config: SamplesConfig, *, tokenizer: Tokenizer, start_step: int
@@ -28,7 +28,7 @@ class Samples:
         write_lines(path, [e for e in read_metrics(path) if e["step"] <= start_step])
 
     def due(self, step: int) -> bool:
-        """Whether answers of a step are kept."""
+        """Returns True for a step that logs samples."""
         return self._config.every > 0 and step % self._config.every == 0
 
     def write(
@@ -39,13 +39,13 @@ class Samples:
         advantages: Advantages,
         betas: Sequence[np.ndarray] | None,
     ) -> None:
-        """Keeps some of the answers.
+        """Logs some of a step's completions, evenly spread over the rewards.
 
         Args:
-          step: after which they were learnt from.
-          rollouts: answers with their rewards.
-          advantages: of each answer, or of its tokens.
-          betas: f32[C] for each answer, learner - shadow; None in a step that was not probed.
+          step: that trained on them.
+          rollouts: with their rewards.
+          advantages: of each rollout, or of its tokens.
+          betas: f32[C] for each rollout, learner - shadow in nats; None without a probe.
         """
         lines = []
         for i in _spread([r.reward for r in rollouts], count=_COUNT):
@@ -85,7 +85,7 @@ class NullSamples:
 
 
 def _numbers(values: np.ndarray | float, rollout: Rollout) -> list[float | None]:
-    """A number for each token of an answer; None where the policy did not choose it."""
+    """Returns a number for each token of a completion; None for observations."""
     whole = np.broadcast_to(np.asarray(values, np.float64), rollout.completion.shape)
     chosen = rollout.action_mask & np.isfinite(whole)
     return [
@@ -95,7 +95,7 @@ def _numbers(values: np.ndarray | float, rollout: Rollout) -> list[float | None]
 
 
 def _spread(rewards: Sequence[float], *, count: int) -> list[int]:
-    """Indices of `count` answers, evenly from the lowest to the highest reward."""
+    """Returns `count` indices, evenly from the lowest to the highest reward."""
     order = np.argsort(np.nan_to_num(np.array(rewards), nan=-np.inf), kind="stable")
     places = np.linspace(0, len(order) - 1, min(count, len(order)))
     return [int(order[round(place)]) for place in places]

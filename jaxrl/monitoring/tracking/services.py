@@ -1,8 +1,9 @@
-"""Metrics on their way to Weights & Biases and to MLflow, where these are installed and asked for.
+"""Tracking services: Weights & Biases and MLflow, if installed and configured.
 
-A run that goes on continues the one that it began there; its id lies in the run directory.
+A resumed run continues its earlier run there; the run directory keeps the id.
 """
 
+import functools
 import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,90 +15,80 @@ from jaxrl.config.tracking import TrackingConfig
 Ending = Literal["finished", "stopped", "failed"]  # "stopped": by a signal or an alarm
 Note = Callable[[str], None]
 
-_REST = 10  # times as long as a failure took
-_MOST_PARAMS = 100  # that MLflow takes at once; a config has more keys
+_PAUSE = 10  # times the duration of a failure
+_MOST_PARAMS = 100  # per request to MLflow; a config has more keys
 
 
 class Writer(Protocol):
-    """Where metrics of a step go."""
+    """A run of one service."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Of one step, once."""
-        ...
+        """Sends the metrics after a step."""
 
     def close(self, ending: Ending) -> None:
-        """Nothing is written afterwards."""
-        ...
+        """Ends the run; nothing is written afterwards."""
 
 
 class Service:
-    """A writer whose failures never end the run: the first one is said, and metrics.jsonl has every
-    metric in any case.
+    """A writer whose failures never end the run; only the first one is reported.
 
-    After a failure nothing is sent for ten times as long as it took, so that a service that does
-    not answer costs a run a tenth of its time and not all of it.
+    After a failure it pauses for ten times the failure's duration, so that an unresponsive service
+    costs at most a tenth of the run's time.
     """
 
     def __init__(self, name: str, make: Callable[[], Writer], *, note: Note) -> None:
-        self._name, self._note, self._said = name, note, False
-        self._rest_until = -float("inf")
-        self._writer: Writer | None = None
-        self._attempt(lambda: self._open(make))
+        self._name, self._note, self._failed = name, note, False
+        self._paused_until = -float("inf")
+        self._writer: Writer | None = self._attempt(make)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends the metrics after a step, if the service can be reached."""
-        if self._writer is not None and time.monotonic() >= self._rest_until:
-            writer = self._writer
-            self._attempt(lambda: writer.write(step, metrics))
+        """Sends the metrics after a step, unless paused."""
+        if self._writer is not None and time.monotonic() >= self._paused_until:
+            self._attempt(self._writer.write, step, metrics)
 
     def close(self, ending: Ending) -> None:
-        """Tells the service how the run ended."""
+        """Sends how the run ended."""
         if self._writer is not None:
-            writer = self._writer
-            self._attempt(lambda: writer.close(ending))
+            self._attempt(self._writer.close, ending)
 
-    def _open(self, make: Callable[[], Writer]) -> None:
-        self._writer = make()
-
-    def _attempt(self, act: Callable[[], None]) -> None:
+    def _attempt(self, function: Callable[..., Any], *arguments: Any) -> Any:
         begun = time.monotonic()
         try:
-            act()
-        except Exception as error:  # of a package that is not ours: it may be any
+            return function(*arguments)
+        except Exception as error:  # the package may raise anything
             now = time.monotonic()
-            self._rest_until = now + _REST * (now - begun)
-            if not self._said:
-                self._said = True
+            self._paused_until = now + _PAUSE * (now - begun)
+            if not self._failed:
+                self._failed = True
                 self._note(
-                    f"tracking.{self._name} failed, and the run goes on: {error!r}. metrics.jsonl "
-                    "has every metric; what this service misses is not sent again"
+                    f"tracking.{self._name} failed: {error!r}. The run continues and metrics.jsonl "
+                    "has every metric; metrics missed by the service are not sent again"
                 )
 
 
 def open_services(
     config: TrackingConfig, directory: Path, *, resolved: Mapping[str, Any], note: Note
 ) -> Sequence[Service]:
-    """The services of a config; one that fails stays silent.
+    """Opens the services of a config.
 
     Args:
-      config: which.
+      config: names the project or experiment of each service.
       directory: of the run.
-      resolved: {dotted key: value}, shown there.
-      note: is told of the first failure of each.
+      resolved: {dotted key: value} of the run's config, sent to the service.
+      note: prints the first failure of each service.
 
     Raises:
-      ValueError: if the package of one is not installed.
+      ValueError: if a service's package is not installed.
     """
-    asked = [(name, kind, getattr(config, name)) for name, kind in _KINDS.items()]
-    modules = {name: _import(name) for name, _, project in asked if project is not None}
-
-    def make(name: str, kind: Any, project: str) -> Service:
-        def begin() -> Writer:
-            return kind(modules[name], project, directory=directory, resolved=resolved)
-
-        return Service(name, begin, note=note)
-
-    return [make(*one) for one in asked if one[0] in modules]
+    projects = {name: getattr(config, name) for name in _WRITERS}
+    modules = {name: _import(name) for name, project in projects.items() if project is not None}
+    kwargs = {"directory": directory, "resolved": resolved}
+    return [
+        Service(
+            name, functools.partial(_WRITERS[name], module, projects[name], **kwargs), note=note
+        )
+        for name, module in modules.items()
+    ]
 
 
 class Wandb:
@@ -116,7 +107,7 @@ class Wandb:
             config=dict(resolved),
         )
         kept.write_text(self._run.id)
-        # Their own count of steps only rises, and a run that is resumed or rolled back goes back.
+        # W&B's own step only rises, but resumes and rollbacks go back.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -125,13 +116,13 @@ class Wandb:
         self._run.log({"step": step, **metrics})
 
     def close(self, ending: Ending) -> None:
-        """Sends the rest."""
-        # Theirs: 255 is shown as "killed", any other but 0 as "failed".
+        """Sends the remaining metrics and the exit code."""
+        # W&B shows 255 as "killed" and any other nonzero code as "failed".
         self._run.finish(exit_code={"finished": 0, "stopped": 255, "failed": 1}[ending])
 
 
 class MLflow:
-    """A run of MLflow; where it goes is MLflow's own setting, MLFLOW_TRACKING_URI."""
+    """A run of MLflow, on the server that MLFLOW_TRACKING_URI names."""
 
     def __init__(
         self, module: Any, experiment: str, *, directory: Path, resolved: Mapping[str, Any]
@@ -152,12 +143,12 @@ class MLflow:
         self._module.log_metrics(dict(metrics), step=step)
 
     def close(self, ending: Ending) -> None:
-        """Ends the run."""
+        """Sends the run's status."""
         statuses = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
         self._module.end_run(statuses[ending])
 
 
-_KINDS = {"wandb": Wandb, "mlflow": MLflow}
+_WRITERS: Mapping[str, Any] = {"wandb": Wandb, "mlflow": MLflow}
 
 
 def _import(name: str) -> Any:
@@ -165,5 +156,5 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError:
         raise ValueError(
-            f"tracking.{name} needs the package {name}: pip install {name}, or leave the key out"
+            f"tracking.{name} needs the package {name}: pip install {name}, or remove the key"
         ) from None

@@ -1,10 +1,10 @@
-"""Metrics of a run: JSON lines, TensorBoard curves and a live display, safe to resume.
+"""The tracker of a run: JSON lines, TensorBoard curves, a live display and services.
 
     with open_tracker(run_dir, start_step=0, total_steps=100) as tracker:
         tracker.log(1, {"reward": 0.4, "grad_norm": 0.2})
 
-`metrics.jsonl` is the record from which pictures are made, TensorBoard's files are for looking.
-Both forget what a killed run logged after the checkpoint that is resumed.
+`metrics.jsonl` is the record that reports and alarms read. On resume, JSON lines and TensorBoard
+drop what a killed run logged after its checkpoint.
 """
 
 import json
@@ -21,22 +21,24 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from jaxrl.core.files import write_whole
 from jaxrl.monitoring.alarms.history import History
-from jaxrl.monitoring.tracking.progress import Progress
+from jaxrl.monitoring.tracking.progress import ProgressDisplay
 from jaxrl.monitoring.tracking.services import Ending, Note, Service
 
 
 class Tracker(NamedTuple):
-    """Where metrics of a step go."""
+    """Writes metrics and events to all outputs of a run."""
 
     lines: "JsonLines"
-    curves: "Curves"
-    progress: Progress
+    curves: "TensorBoardCurves"
+    progress: ProgressDisplay
     history: History
     services: Sequence[Service] = ()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records the metrics after `step` (steps done so far) everywhere. A step may be logged
-        more than once, with other metrics: its entries are one line each."""
+        """Logs the metrics after `step` steps.
+
+        A step may be logged more than once, with other metrics; each entry is one line.
+        """
         self.lines.write(step, metrics)
         self.curves.write(step, metrics)
         self.progress.update(step, metrics)
@@ -45,14 +47,14 @@ class Tracker(NamedTuple):
         self.history.add({"step": step, **metrics})
 
     def event(self, step: int, event: Mapping[str, Any]) -> None:
-        """Records that an alarm was raised after `step` and what was done about it."""
+        """Logs an alarm raised after `step` steps and the action taken."""
         self.lines.write_event(step, event)
-        numbers = {f"alarm/{event['alarm']}": event["value"]}
+        metrics = {f"alarm/{event['alarm']}": event["value"]}
         for writer in (self.curves, *self.services):
-            writer.write(step, numbers)
+            writer.write(step, metrics)
 
     def note(self, text: str) -> None:
-        """A line above the live display."""
+        """Prints a line above the live display."""
         self.progress.note(text)
 
 
@@ -81,18 +83,25 @@ def open_tracker(
     title: str = "train",
     services: Callable[[Note], Sequence[Service]] = lambda note: (),
 ) -> Iterator[Tracker]:
-    """Opens all for a run that has done `start_step` steps; what was logged after that step is
-    forgotten. `services` opens others that metrics are sent to; they are told at the end whether
-    the run has done its steps."""
+    """Opens the tracker of a run.
+
+    Args:
+      run_dir: created if missing.
+      start_step: steps that the run has done; later entries are dropped.
+      total_steps: of the whole run.
+      title: of the live display.
+      services: opens the services that receive metrics too; they learn at the end if the run
+        finished, stopped or failed.
+    """
     directory = Path(run_dir)
     directory.mkdir(parents=True, exist_ok=True)
     lines = JsonLines(directory / "metrics.jsonl", start_step=start_step)
-    curves = Curves(directory / "tensorboard", start_step=start_step)
+    curves = TensorBoardCurves(directory / "tensorboard", start_step=start_step)
     history = History()
     for entry in read_metrics(directory / "metrics.jsonl"):
         history.add(entry)
     try:
-        with Progress(title, start_step=start_step, total_steps=total_steps) as progress:
+        with ProgressDisplay(title, start_step=start_step, total_steps=total_steps) as progress:
             opened = services(progress.note)
             ending: Ending = "failed"
             try:
@@ -107,33 +116,28 @@ def open_tracker(
 
 
 class JsonLines:
-    """One JSON object to a line, `{"step": 3, "time": 1790000000.0, ...}`, on the disk at once.
+    """A file with one JSON object per line, `{"step": 3, "time": 1790000000.0, ...}`.
 
-    A number that is not finite is written as null, which JSON can hold.
+    Each line is flushed at once. Numbers that are not finite are written as null.
     """
 
     def __init__(self, path: Path, *, start_step: int):
-        # A run that starts from nothing evaluates its step 0 again.
-        kept = [
-            e
-            for e in read_metrics(path)
-            if e["step"] <= start_step and (start_step or "event" in e)
-        ]
-        write_lines(path, kept)
+        # A run that starts at step 0 evaluates it again, so only events are kept.
+        kept = (e for e in read_metrics(path) if e["step"] <= start_step)
+        write_lines(path, [e for e in kept if start_step or "event" in e])
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends a line; what is not finite becomes null."""
-        entry: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
-        entry |= {k: v if math.isfinite(v) else None for k, v in metrics.items()}
-        self._write(entry)
+        """Appends the metrics after a step."""
+        self._write(step, {k: v if math.isfinite(v) else None for k, v in metrics.items()})
 
     def write_event(self, step: int, event: Mapping[str, Any]) -> None:
-        """Writes `{"step": 3, "time": ..., "event": {...}}`."""
-        self._write({"step": step, "time": round(time.time(), 3), "event": dict(event)})
+        """Appends `{"step": 3, "time": ..., "event": {...}}`."""
+        self._write(step, {"event": dict(event)})
 
-    def _write(self, entry: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(entry) + "\n")
+    def _write(self, step: int, entry: Mapping[str, Any]) -> None:
+        stamp = {"step": step, "time": round(time.time(), 3)}
+        self._file.write(json.dumps({**stamp, **entry}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -142,16 +146,17 @@ class JsonLines:
 
 
 def write_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
-    """Writes a whole file of JSON lines."""
+    """Writes a whole file of JSON lines atomically."""
     write_whole(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a metrics.jsonl; none if there is no file. A last line that a killed run left
-    half written is dropped.
+    """Returns the entries of a metrics.jsonl; [] without a file.
+
+    Drops an incomplete last line of a killed run.
 
     Raises:
-      ValueError: for any other line that is no JSON.
+      ValueError: for any other line that is not JSON; the message names file and line.
     """
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     entries = []
@@ -165,32 +170,28 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-# The classes of a protocol-buffer module are made at import, where type checkers do not see them.
+# Protocol-buffer modules create their classes at import, which type checkers do not see.
 _events: Any = event_pb2
 _summaries: Any = summary_pb2
 
 
-class Curves:
-    """TensorBoard's event files, written by TensorBoard's own writer."""
+class TensorBoardCurves:
+    """TensorBoard's event files, written by its own writer."""
 
     def __init__(self, directory: Path, *, start_step: int):
         self._writer = EventFileWriter(str(directory), flush_secs=10)
-        # TensorBoard drops the points of earlier files from this step on.
+        # TensorBoard drops points of earlier files from this step on.
         restart = _events.SessionLog(status=_events.SessionLog.START)
-        first = start_step + 1 if start_step else 0
-        self._writer.add_event(
-            _events.Event(session_log=restart, step=first, wall_time=time.time())
-        )
+        self._add(start_step + 1 if start_step else 0, session_log=restart)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds a point to the curve of each metric."""
         values = [_summaries.Summary.Value(tag=k, simple_value=v) for k, v in metrics.items()]
-        self._writer.add_event(
-            _events.Event(
-                summary=_summaries.Summary(value=values), step=step, wall_time=time.time()
-            )
-        )
+        self._add(step, summary=_summaries.Summary(value=values))
 
     def close(self) -> None:
-        """Writes what is left and closes the file."""
+        """Writes buffered points and closes the file."""
         self._writer.close()
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.add_event(_events.Event(step=step, wall_time=time.time(), **content))

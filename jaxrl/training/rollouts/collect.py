@@ -106,7 +106,9 @@ def prompts_at(source: RolloutSource, numbers: Iterable[int]) -> dict[int, Examp
     """Returns prompts by their number in the run."""
     examples = source.prompts
     return {
-        number: examples[prompts.take(len(examples), position=number, count=1, seed=source.seed)[0]]
+        number: examples[
+            prompts.next_indices(len(examples), position=number, count=1, seed=source.seed)[0]
+        ]
         for number in numbers
     }
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxrl.core.batch import Rollout
 from jaxrl.data.prompts import Example
-from jaxrl.environments.episodes.play import Arena, play
+from jaxrl.environments.episodes.runner import EpisodeRunner
 from jaxrl.environments.episodes.single_turn import as_rollout
 from jaxrl.sampling.base import Sampler, SamplingParams
 
@@ -18,14 +18,14 @@ class Generator(NamedTuple):
     Attributes:
       sampler: serves the policy.
       params: sampling parameters, with the seed of the run.
-      arena: plays episodes; None for completions of a single turn.
+      episode_runner: plays episodes; None for completions of a single turn.
       mask_truncated: nothing is learned from truncated rollouts.
       note: shows a line to the user.
     """
 
     sampler: Sampler
     params: SamplingParams
-    arena: Arena | None
+    episode_runner: EpisodeRunner | None
     mask_truncated: bool
     note: Callable[[str], None]
 
@@ -52,8 +52,8 @@ def generate(
       params: sampling parameters with the seed of this request.
       group_size: rollouts for each example.
     """
-    sampler, arena = generator.sampler, generator.arena
-    if arena is None:
+    sampler, episode_runner = generator.sampler, generator.episode_runner
+    if episode_runner is None:
         numbers, prompts = list(examples), [example.tokens for example in examples.values()]
         for completion in sampler.sample(prompts, params, group_size=group_size):
             group = numbers[completion.prompt_index]
@@ -65,7 +65,7 @@ def generate(
             )
             yield Generated(completion.sample_index, rollout)
         return
-    played = play(arena, examples, sampler=sampler, params=params, group_size=group_size)
+    played = episode_runner.run(examples, sampler=sampler, params=params, group_size=group_size)
     if played.first_failure is not None:
         generator.note(f"an environment failed: {played.first_failure}")
     for i, rollout in enumerate(played.rollouts):

@@ -9,7 +9,7 @@ from jaxrl.advantages import zero_std_groups
 from jaxrl.builders.reward_model import RewardModel
 from jaxrl.core.batch import Rollout
 from jaxrl.data.prompts import Example, Tokenizer
-from jaxrl.environments.episodes.episode import earned, episode_metrics, last_turn
+from jaxrl.environments.episodes.episode import environment_reward, episode_metrics, last_turn
 from jaxrl.environments.rewards import scoring
 from jaxrl.environments.rewards.scoring import Reward
 from jaxrl.training.timing import Numbers
@@ -43,23 +43,25 @@ def score_rollouts(
     A rollout whose reward failed is masked, so that nothing is learned from it. Reward functions
     read the last turn; they are not called for an episode whose environment failed.
     """
-    known = [i for i, r in enumerate(rollouts) if r.episode is None or not r.episode.broken]
+    known = [i for i, r in enumerate(rollouts) if r.episode is None or not r.episode.failed]
     decode = scorer.tokenizer.decode
     texts = [decode(last_turn(rollouts[i]), skip_special_tokens=True) for i in known]
     records = [examples[rollouts[i].group].record for i in known]
     scored, weights = scoring.score(scorer.functions, texts, records), scorer.weights
     if scorer.model is not None:
         values = scorer.model(rollouts)[known]
-        scored = scoring.with_part(scored, MODEL, values=values, weight=weights[MODEL])
+        scored = scoring.with_component(scored, MODEL, values=values, weight=weights[MODEL])
     if ENVIRONMENT in weights:
-        values = np.array([earned(rollouts[i]) for i in known])
-        scored = scoring.with_part(scored, ENVIRONMENT, values=values, weight=weights[ENVIRONMENT])
+        values = np.array([environment_reward(rollouts[i]) for i in known])
+        scored = scoring.with_component(
+            scored, ENVIRONMENT, values=values, weight=weights[ENVIRONMENT]
+        )
     if scored.first_failure is not None:
         scorer.note(scored.first_failure)
     total = np.full(len(rollouts), np.nan)
     components = np.full((len(rollouts), len(weights)), np.nan)
     total[known] = scored.total
-    components[known] = np.stack(list(scored.parts.values()), axis=1)
+    components[known] = np.stack(list(scored.components.values()), axis=1)
     failed = np.isnan(total)
     return [
         r._replace(

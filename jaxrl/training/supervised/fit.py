@@ -251,7 +251,7 @@ def last_learning_rate(task: Task, state: LearnerState) -> float:
 def batch_indices(size: int, *, step: int, config: SupervisedConfig) -> list[int]:
     """Returns the indices, out of `size` texts or pairs, that an optimizer step learns from."""
     count = config.train.batch_size
-    indices = prompts.take(size, position=step * count, count=count, seed=config.seed)
+    indices = prompts.next_indices(size, position=step * count, count=count, seed=config.seed)
     return [int(i) for i in indices]
 
 

@@ -11,7 +11,7 @@ from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import Metrics, merge, to_floats
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.data import prompts
-from jaxrl.data.pairs import Columns, Pair, Pairs, read_pairs
+from jaxrl.data.pairs import Pair, PairColumns, Pairs, read_pairs
 from jaxrl.data.prompts import Row, Tokenizer
 from jaxrl.training.supervised.fit import batch_indices
 
@@ -79,7 +79,7 @@ def tokenize(
     rows: Iterator[Row], tokenizer: Tokenizer, *, config: PairDataConfig, max_tokens: int
 ) -> Pairs:
     """Tokenizes rows with the columns and the rendering of a config; raises as `read_pairs`."""
-    columns = Columns(config.prompt_key, config.chosen_key, config.rejected_key)
+    columns = PairColumns(config.prompt_key, config.chosen_key, config.rejected_key)
     if isinstance(config, RankedDataConfig):
         columns = columns._replace(margin=config.margin_key)
     return read_pairs(

@@ -19,7 +19,7 @@ from jaxrl.core.metrics import Metrics
 from jaxrl.core.packing import pack_minibatch
 from jaxrl.data import prompts
 from jaxrl.data.prompts import Row, Tokenizer
-from jaxrl.data.texts import answered, end_of
+from jaxrl.data.texts import end_token, given_rollout
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import TokenLoss, objective, token_loss
@@ -106,17 +106,17 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
       ValueError: for a row that lacks a key, a tokenizer without an end-of-sequence token, or if
         every text is too long; the message names file, line and key.
     """
-    end = end_of(tokenizer)
-    render = prompts.renderer(tokenizer, rendering(config))
+    end = end_token(tokenizer)
+    render = prompts.make_renderer(tokenizer, rendering(config))
 
     def split(row: Row) -> tuple[list[int], list[int]]:
         where, record = row
         if config.text_key is not None:
-            text = prompts.column(record, config.text_key, where=where)
+            text = prompts.read_column(record, config.text_key, where=where)
             tokens = tokenizer.encode(text, add_special_tokens=False)
             return tokens[:1], tokens[1:]
-        prompt = render(prompts.prompt_of(record, config.prompt_key, where=where), where=where)
-        completion = prompts.column(record, config.completion_key, where=where)
+        prompt = render(prompts.read_prompt(record, config.prompt_key, where=where), where=where)
+        completion = prompts.read_column(record, config.completion_key, where=where)
         return (
             tokenizer.encode(prompt, add_special_tokens=False),
             tokenizer.encode(completion, add_special_tokens=False),
@@ -127,7 +127,7 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
         prompt, completion = split(row)
         if not prompt:
             raise ValueError(f"{row.where}: no token to predict the text from")
-        sequences.append(answered(prompt, [*completion, end]))
+        sequences.append(given_rollout(prompt, [*completion, end]))
     short = [one for one in sequences if one.length <= max_tokens]
     if not short:
         raise ValueError(

@@ -4,7 +4,7 @@ import numpy as np
 
 from jaxrl.commands.report.collect import collect
 from jaxrl.commands.report.thinning import extremes
-from jaxrl.monitoring.alarms.history import Column
+from jaxrl.monitoring.alarms.history import Series
 
 TIMES = ("sample", "reward", "score", "update", "publish")
 
@@ -16,16 +16,16 @@ def write(path, entries):
 def test_thinned_curves_keep_their_extremes():
     values = list(np.random.default_rng(0).normal(size=10_001))
     values[5000], values[7777] = 99.0, -99.0
-    steps, kept = extremes(Column(list(range(10_001)), values))
+    steps, kept = extremes(Series(list(range(10_001)), values))
     assert len(kept) <= 2000
     assert steps == sorted(steps)
     assert kept[steps.index(5000)] == 99
     assert kept[steps.index(7777)] == -99
-    short = Column([1, 2], [0.5, 0.25])
+    short = Series([1, 2], [0.5, 0.25])
     assert extremes(short) == [[1, 2], [0.5, 0.25]]
 
 
-def test_parts_of_the_time_of_a_long_run_add_up_to_what_it_took(tmp_path):
+def test_thinned_phase_times_add_up(tmp_path):
     seconds = np.random.default_rng(0).exponential(size=(9_999, len(TIMES))) ** 3
     compiled = [1, 5001]
     for step in compiled:

@@ -26,7 +26,7 @@ def make_source(
     generator = Generator(
         sampler=sampler,
         params=SamplingParams(max_tokens=2),
-        arena=None,
+        episode_runner=None,
         mask_truncated=config.train.mask_truncated,
         note=note,
     )

@@ -1,4 +1,4 @@
-"""Episodes of several turns: what is appended, what is masked, and what a broken one costs."""
+"""Multi-turn episodes: appended tokens, masks, limits, and the isolation of failures."""
 
 import asyncio
 import dataclasses
@@ -15,11 +15,14 @@ from jaxrl.core.batch import from_json, to_json
 from jaxrl.core.packing import pack
 from jaxrl.core.precision import PRESETS
 from jaxrl.data.prompts import Example
-from jaxrl.environments.episodes import open_file_limit
-from jaxrl.environments.episodes import play as play_
-from jaxrl.environments.episodes.base import Limits, Step
+from jaxrl.environments.episodes import open_file_limit, runner
+from jaxrl.environments.episodes.base import EpisodeLimits, Step
 from jaxrl.environments.episodes.episode import last_turn
-from jaxrl.environments.episodes.play import Arena, RequestsDesk, RoundsDesk, play
+from jaxrl.environments.episodes.runner import (
+    ContinuousScheduler,
+    EpisodeRunner,
+    LockstepScheduler,
+)
 from jaxrl.environments.isolation import calls
 from jaxrl.sampling.base import Completion, SamplingParams, Turn
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
@@ -27,17 +30,19 @@ from jaxrl.training.rollouts.generate import as_rollout
 from tests import tiny
 
 PARAMS = SamplingParams(max_tokens=40, stop=((1,),), seed=3)
-LIMITS = Limits(turns=4, tokens=40, prompt_tokens=20, seconds=60.0, vocab_size=64)
+LIMITS = EpisodeLimits(
+    max_turns=4, max_tokens=40, max_prompt_tokens=20, timeout=60.0, vocab_size=64
+)
 EXAMPLES = {
     number: Example(np.arange(2, 2 + n, dtype=np.int32), {"prompt": n}, {})
     for number, n in ((7, 3), (9, 5), (12, 8))
 }
-DESKS = pytest.mark.parametrize("desk", [RoundsDesk, RequestsDesk])
+SCHEDULERS = pytest.mark.parametrize("scheduler", [LockstepScheduler, ContinuousScheduler])
 
 
-class ByHand:
-    """Draws [10 + prompt, sample, turns so far, 1] with log-probs -1, -2, ... of a version that
-    rises with every token."""
+class ScriptedSampler:
+    """Samples [10 + prompt, 20 + sample, 30 + turn, 1] with log-probs -1, -2, ... and versions that
+    rise with every token."""
 
     def __init__(self) -> None:
         self.requests: list[list[Turn]] = []
@@ -60,9 +65,7 @@ class ByHand:
 
 
 class Talk:
-    """Answers [40, 41] twice, gives a quarter for each turn and ends with the third."""
-
-    made = 0
+    """Observes [40, 41] twice, rewards each turn with a quarter and ends with the third."""
 
     def __init__(self) -> None:
         self.heard: list[list[int]] = []
@@ -77,15 +80,16 @@ class Talk:
         return Step([40, 41], 0.25, len(self.heard) == 3, {"heard": len(completion)})
 
 
-def played(make: Any, *, desk=RoundsDesk, limits=LIMITS, sampler=None, **changes: Any):
+def run(make: Any, *, scheduler=LockstepScheduler, limits=LIMITS, sampler=None, **changes: Any):
     params = dataclasses.replace(PARAMS, **changes)
-    arena = Arena(make, limits, desk)
-    return play(arena, EXAMPLES, sampler=sampler or ByHand(), params=params, group_size=2)
+    sampler = sampler or ScriptedSampler()
+    episodes = EpisodeRunner(make, limits, scheduler)
+    return episodes.run(EXAMPLES, sampler=sampler, params=params, group_size=2)
 
 
-@DESKS
-def test_a_trajectory_is_what_was_sampled_and_what_was_observed(desk):
-    rollouts, failure = played(Talk, desk=desk)
+@SCHEDULERS
+def test_a_rollout_holds_sampled_turns_and_masked_observations(scheduler):
+    rollouts, failure = run(Talk, scheduler=scheduler)
     assert failure is None
     assert [r.group for r in rollouts] == [7, 7, 9, 9, 12, 12]
     for k, r in enumerate(rollouts):
@@ -96,12 +100,12 @@ def test_a_trajectory_is_what_was_sampled_and_what_was_observed(desk):
         assert r.completion.tolist() == turns[0] + seen + turns[1] + seen + turns[2]
         assert r.action_mask.tolist() == [True] * 4 + ([False] * 2 + [True] * 4) * 2
         assert r.logprobs.tolist() == [-1, -2, -3, -4] + [0, 0, -1, -2, -3, -4] * 2
-        # An observation has the version of what it answers.
+        # An observation has the version of the turn before it.
         assert r.version.tolist() == [0, 1, 2, 3] + [3, 3, 0, 1, 2, 3] * 2
         assert r.episode is not None
         assert r.episode.turns == ((0, 4, 0.25), (6, 10, 0.25), (12, 16, 0.25))
         assert r.episode.end == "done"
-        assert r.episode.numbers == {"heard": 12}
+        assert r.episode.metrics == {"heard": 12}
         assert not r.truncated
         assert last_turn(r).tolist() == turns[2]
         again = from_json(to_json(r))
@@ -110,20 +114,20 @@ def test_a_trajectory_is_what_was_sampled_and_what_was_observed(desk):
         assert again.episode == r.episode
 
 
-def test_turns_of_a_round_are_one_request_and_a_group_that_begins_too():
-    rounds, requests = ByHand(), ByHand()
-    played(Talk, sampler=rounds)
+def test_a_lockstep_round_and_the_first_turns_of_a_group_are_one_request():
+    rounds, requests = ScriptedSampler(), ScriptedSampler()
+    run(Talk, sampler=rounds)
     assert [len(r) for r in rounds.requests] == [6, 6, 6]
-    played(Talk, sampler=requests, desk=RequestsDesk)
+    run(Talk, sampler=requests, scheduler=ContinuousScheduler)
     assert sorted(len(r) for r in requests.requests)[-3:] == [2, 2, 2]
     assert sum(len(r) for r in requests.requests) == 18
-    # By which a server that has it in its cache is found.
+    # The router finds the server that has it in its cache.
     prompts = [example.tokens.tolist() for example in EXAMPLES.values()]
     for turn in itertools.chain(*rounds.requests, *requests.requests):
         assert turn.context[: turn.prompt_length].tolist() == prompts[turn.prompt_index]
 
 
-def test_a_slow_environment_holds_up_no_other_where_servers_sample():
+def test_a_slow_environment_delays_no_other_under_continuous_scheduling():
     freed = threading.Event()
 
     class Waits(Talk):
@@ -134,22 +138,22 @@ def test_a_slow_environment_holds_up_no_other_where_servers_sample():
                 freed.set()
             return await super().step(completion)
 
-    rollouts, _ = played(Waits, desk=RequestsDesk)
+    rollouts, _ = run(Waits, scheduler=ContinuousScheduler)
     assert all(r.episode is not None and r.episode.end == "done" for r in rollouts)
 
 
 @pytest.mark.parametrize(
     ("limits", "end", "length"),
     [
-        ({"turns": 2}, "turns", 10),
-        ({"tokens": 16}, "done", 16),
-        ({"tokens": 15}, "tokens", 15),  # the last turn is cut
-        ({"tokens": 12}, "tokens", 10),  # there is room for an observation and for no answer to it
-        ({"tokens": 3}, "tokens", 3),
+        ({"max_turns": 2}, "max_turns", 10),
+        ({"max_tokens": 16}, "done", 16),
+        ({"max_tokens": 15}, "max_tokens", 15),  # the last turn is truncated
+        ({"max_tokens": 12}, "max_tokens", 10),  # room for an observation but for no turn after it
+        ({"max_tokens": 3}, "max_tokens", 3),
     ],
 )
-def test_limits_end_an_episode_with_a_turn_of_the_policy(limits, end, length):
-    rollouts, failure = played(Talk, limits=LIMITS._replace(**limits))
+def test_an_episode_at_a_limit_ends_with_a_turn_of_the_policy(limits, end, length):
+    rollouts, failure = run(Talk, limits=LIMITS._replace(**limits))
     assert failure is None
     for r in rollouts:
         assert r.episode is not None
@@ -169,7 +173,7 @@ class Unreadable(dict):
 
 
 class Breaks(Talk):
-    """Talks, but to the first answer to the second prompt as `how` says."""
+    """Fails as `how` says after the first turn of one episode: prompt 1, sample 0."""
 
     how = ""
 
@@ -195,37 +199,36 @@ class Breaks(Talk):
             "no number": Step([2], float("nan")),
             "no end": (0.5, [2], "yes"),
             "no float": Step([2], 10**400),
-            "no float counted": Step([2], numbers={"n": 10**400}),
+            "no float counted": Step([2], metrics={"n": 10**400}),
             "no array": Step(OnAnotherDevice()),
-            "no mapping": Step([2], numbers=Unreadable()),
+            "no mapping": Step([2], metrics=Unreadable()),
         }[self.how]
 
 
-@DESKS
+@SCHEDULERS
 @pytest.mark.parametrize(
     ("how", "end", "said"),
     [
-        ("raises", "raised", "step raised KeyError('what')"),
-        ("exits", "raised", "step raised SystemExit(3)"),
-        ("hangs", "late", "step took longer than 2 s"),
-        ("blocks", "late", "step took longer than 2 s"),
-        ("nothing", "nonsense", "returned None, expected a Step"),
-        ("text", "nonsense", "observation is 'hello', expected token ids"),
-        ("floats", "nonsense", "observation is [1.5]"),
-        ("strange ids", "nonsense", "token ids from 64 to 64; the policy's are 0 to 63"),
-        ("no number", "nonsense", "reward = nan"),
-        ("no end", "nonsense", "done = 'yes'"),
-        ("no float", "nonsense", "reward = 1000"),
-        ("no float counted", "nonsense", "numbers = {'n': 1000"),
-        ("no array", "nonsense", "cannot be read: TypeError(\"can't convert cuda"),
-        ("no mapping", "nonsense", "cannot be read: RuntimeError('no items')"),
+        ("raises", "error", "step raised KeyError('what')"),
+        ("exits", "error", "step raised SystemExit(3)"),
+        ("hangs", "timeout", "step took longer than 2 s"),
+        ("blocks", "timeout", "step took longer than 2 s"),
+        ("nothing", "invalid", "returned None, expected a Step"),
+        ("text", "invalid", "observation is 'hello', expected token ids"),
+        ("floats", "invalid", "observation is [1.5]"),
+        ("strange ids", "invalid", "token ids from 64 to 64; the policy's are 0 to 63"),
+        ("no number", "invalid", "reward = nan"),
+        ("no end", "invalid", "done = 'yes'"),
+        ("no float", "invalid", "reward = 1000"),
+        ("no float counted", "invalid", "metrics = {'n': 1000"),
+        ("no array", "invalid", "cannot be read: TypeError(\"can't convert cuda"),
+        ("no mapping", "invalid", "cannot be read: RuntimeError('no items')"),
     ],
 )
-def test_a_broken_environment_costs_its_own_episode(desk, how, end, said):
-    whole, _ = played(Talk, desk=desk)
-    seconds = 2.0 if end == "late" else 60.0
-    limits = LIMITS._replace(seconds=seconds)
-    rollouts, failure = played(type("B", (Breaks,), {"how": how}), desk=desk, limits=limits)
+def test_a_failing_environment_affects_only_its_own_episode(scheduler, how, end, said):
+    whole, _ = run(Talk, scheduler=scheduler)
+    limits = LIMITS._replace(timeout=2.0 if end == "timeout" else 60.0)
+    rollouts, failure = run(type("B", (Breaks,), {"how": how}), scheduler=scheduler, limits=limits)
     assert failure is not None
     assert said in failure
     for k, (r, undisturbed) in enumerate(zip(rollouts, whole, strict=True)):
@@ -234,33 +237,33 @@ def test_a_broken_environment_costs_its_own_episode(desk, how, end, said):
             assert to_json(r) == to_json(undisturbed)
         else:
             assert r.episode.end == end
-            assert r.episode.broken
+            assert r.episode.failed
             assert not r.action_mask.any()
             assert r.completion.tolist() == [11, 20, 30, 1]
 
 
-def test_waiting_for_a_processor_does_not_count_against_an_environment():
-    """Each call has a clock of its own, which `processor` finds and stops."""
-    clocks = []
+def test_each_call_of_an_environment_has_its_own_deadline():
+    """`hold_processor` finds and pauses it."""
+    deadlines = []
 
     class Counted(Talk):
         async def reset(self, example):
-            clocks.append(calls._clock.get())
+            deadlines.append(calls._deadline.get())
             return await super().reset(example)
 
         async def step(self, completion):
-            clocks.append(calls._clock.get())
+            deadlines.append(calls._deadline.get())
             return await super().step(completion)
 
-    played(Counted)
-    assert None not in clocks
-    assert len(set(map(id, clocks))) == len(clocks) == 6 * (1 + 3)
+    run(Counted)
+    assert None not in deadlines
+    assert len(set(map(id, deadlines))) == len(deadlines) == 6 * (1 + 3)
 
 
-@DESKS
-def test_more_episodes_than_the_process_may_open_take_turns(desk, monkeypatch):
-    """Of 3 prompts with 2 episodes each, never more than 2 prompts; the same is drawn."""
-    whole, _ = played(Talk, desk=desk)
+@SCHEDULERS
+def test_prompts_are_chunked_at_the_limit_on_open_files(scheduler, monkeypatch):
+    """3 prompts with 2 episodes each: at most 2 prompts at once, with the same result."""
+    whole, _ = run(Talk, scheduler=scheduler)
     open_, most = [0], []
 
     class Counted(Talk):
@@ -274,15 +277,15 @@ def test_more_episodes_than_the_process_may_open_take_turns(desk, monkeypatch):
             open_[0] -= step.done
             return step
 
-    monkeypatch.setattr(play_, "episodes_at_once", lambda: 5)
-    some, failure = played(Counted, desk=desk)
+    monkeypatch.setattr(runner, "max_open_episodes", lambda: 5)
+    some, failure = run(Counted, scheduler=scheduler)
     assert failure is None
     assert max(most) <= 4
     assert list(map(to_json, some)) == list(map(to_json, whole))
 
 
-def test_the_limit_on_open_files_is_raised_and_holds_for_all_together(monkeypatch):
-    monkeypatch.setattr(open_file_limit, "_ENOUGH", 900)
+def test_the_soft_limit_on_open_files_is_raised_and_bounds_all_runners_together(monkeypatch):
+    monkeypatch.setattr(open_file_limit, "_MOST_FILES", 900)
     limits = [(300, 1024), (300, 600), (700, 700), (2000, 2000), (-1, -1)]
     for soft, hard in limits:
         asked = []
@@ -290,45 +293,45 @@ def test_the_limit_on_open_files_is_raised_and_holds_for_all_together(monkeypatc
         monkeypatch.setattr(
             open_file_limit.resource, "setrlimit", lambda _, to, asked=asked: asked.append(to)
         )
-        found = open_file_limit.episodes_at_once()
+        found = open_file_limit.max_open_episodes()
         expected = {300: min(hard, 900), 700: 700, 2000: 2000, -1: 900}[soft]
         assert found == expected // 6
         assert asked == ([(expected, hard)] if soft == 300 else [])
-    monkeypatch.setattr(open_file_limit, "episodes_at_once", lambda: 4)
+    monkeypatch.setattr(open_file_limit, "max_open_episodes", lambda: 4)
     entered, leave = threading.Event(), threading.Event()
 
     def holds_three():
-        with open_file_limit.room(3):
+        with open_file_limit.reserve_files(3):
             entered.set()
             leave.wait(60)
 
     thread = threading.Thread(target=holds_three)
     thread.start()
     assert entered.wait(60)
-    with open_file_limit.room(1):
+    with open_file_limit.reserve_files(1):
         threading.Timer(0.2, leave.set).start()
-        with open_file_limit.room(3):  # that is, once the others have left
+        with open_file_limit.reserve_files(3):  # granted when the others have left
             assert leave.is_set()
     thread.join()
 
 
-def test_an_environment_that_cannot_begin_leaves_an_empty_answer():
-    class Late(Talk):
+def test_an_environment_that_fails_in_reset_leaves_an_empty_completion():
+    class NoPrompt(Talk):
         def reset(self, example):
             if len(example.tokens) == 5:
                 return []
-            return example.tokens  # a plain function serves as well
+            return example.tokens  # `def` works as well as `async def`
 
-    rollouts, failure = played(Late)
+    rollouts, failure = run(NoPrompt)
     assert failure is not None
     assert "a prompt of 0 tokens" in failure
-    assert [r.episode is not None and r.episode.end for r in rollouts[2:4]] == ["nonsense"] * 2
+    assert [r.episode is not None and r.episode.end for r in rollouts[2:4]] == ["invalid"] * 2
     assert all(len(r.completion) == 0 for r in rollouts[2:4])
     assert all(len(r.completion) == 16 for r in rollouts[:2] + rollouts[4:])
 
 
-def test_observations_are_absent_for_the_loss():
-    rollouts, _ = played(Talk)
+def test_the_batch_ignores_log_probs_and_advantages_of_observations():
+    rollouts, _ = run(Talk)
     mask = rollouts[0].action_mask
     odd = [r._replace(logprobs=np.where(mask, r.logprobs, np.nan)) for r in rollouts]
     rows = [[0, 1, 2], [3, 4, 5]]
@@ -338,14 +341,14 @@ def test_observations_are_absent_for_the_loss():
     assert np.sum(one.action_mask) == 6 * 12
 
 
-@DESKS
-def test_what_ends_the_sampling_ends_everything(desk):
-    class Gone(ByHand):
+@SCHEDULERS
+def test_an_error_of_the_sampler_ends_all_episodes(scheduler):
+    class Gone(ScriptedSampler):
         def sample_turns(self, turns, params):
             raise ConnectionError("no server")
 
     with pytest.raises(ConnectionError, match="no server"):
-        played(Talk, desk=desk, sampler=Gone())
+        run(Talk, scheduler=scheduler, sampler=Gone())
 
 
 @pytest.fixture(scope="module")
@@ -361,12 +364,12 @@ class Single:
         return Step(reward=0.0, done=True)
 
 
-def test_a_single_turn_is_the_ordinary_path_bit_for_bit(sampler):
-    found, _ = played(Single, sampler=sampler)
+def test_a_single_turn_episode_equals_a_plain_rollout_bit_for_bit(sampler):
+    found, _ = run(Single, sampler=sampler)
     prompts = [e.tokens for e in EXAMPLES.values()]
     plain = sorted(sampler.sample(prompts, PARAMS, group_size=2), key=lambda c: c[:2])
     expected = [
-        as_rollout(c, EXAMPLES[n], group=n, mask_truncated=False)
+        as_rollout(c, EXAMPLES[n].tokens, group=n)
         for c, n in zip(plain, np.repeat(list(EXAMPLES), 2).tolist(), strict=True)
     ]
     assert {c.finish_reason for c in plain} == {"stop", "length"}
@@ -378,7 +381,7 @@ def test_a_single_turn_is_the_ordinary_path_bit_for_bit(sampler):
     jax.tree.map(np.testing.assert_array_equal, *batches)
 
 
-def test_what_breaks_changes_nothing_that_is_drawn_for_others(sampler):
+def test_a_failed_episode_changes_no_token_of_others(sampler):
     class Echo(Talk):
         async def step(self, completion):
             assert (len(self.example.tokens), len(self.heard)) != self.stumbles
@@ -386,10 +389,10 @@ def test_what_breaks_changes_nothing_that_is_drawn_for_others(sampler):
 
         stumbles: Any = None
 
-    whole, _ = played(Echo, sampler=sampler)
-    late = type("L", (Echo,), {"stumbles": (3, 0)})
-    broken, _ = played(late, sampler=sampler)
-    assert [r.episode is not None and r.episode.broken for r in broken] == [True] * 2 + [False] * 4
+    whole, _ = run(Echo, sampler=sampler)
+    failing = type("Failing", (Echo,), {"stumbles": (3, 0)})
+    broken, _ = run(failing, sampler=sampler)
+    assert [r.episode is not None and r.episode.failed for r in broken] == [True] * 2 + [False] * 4
     for one, other in zip(whole[2:], broken[2:], strict=True):
         np.testing.assert_array_equal(one.completion, other.completion)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)

@@ -1,0 +1,305 @@
+"""Runs many episodes at once, each at its own turn."""
+
+import abc
+import asyncio
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl.core.batch import End, Rollout
+from jaxrl.data.prompts import Example
+from jaxrl.environments.episodes import base
+from jaxrl.environments.episodes.base import EpisodeError
+from jaxrl.environments.episodes.episode import EpisodeBuilder, check_prompt, check_step
+from jaxrl.environments.episodes.open_file_limit import max_open_episodes, reserve_files
+from jaxrl.environments.isolation.calls import Deadline, Worker, wait_for
+from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn
+
+
+class EpisodeResults(NamedTuple):
+    """Finished episodes, `group_size` for each prompt, in the order of the prompts.
+
+    Attributes:
+      rollouts: without rewards of reward functions; training ignores those that failed.
+      first_failure: message of the first failed environment, for the log; None without one.
+    """
+
+    rollouts: list[Rollout]
+    first_failure: str | None
+
+
+class EpisodeRunner(NamedTuple):
+    """Runs episodes of one environment.
+
+    Attributes:
+      make: () -> the environment of one episode.
+      limits: of each episode.
+      scheduler: decides which turns are sampled together.
+    """
+
+    make: base.MakeEnvironment
+    limits: base.EpisodeLimits
+    scheduler: type["TurnScheduler"]
+
+    def run(
+        self,
+        examples: Mapping[int, Example],
+        *,
+        sampler: Sampler,
+        params: SamplingParams,
+        group_size: int,
+    ) -> EpisodeResults:
+        """Runs episodes to their ends.
+
+        Prompts are processed in chunks if their episodes would exceed the limit on open files. An
+        environment that raises, times out or returns an invalid step ends its own episode only. An
+        episode of a single turn equals what `sampler.sample` draws.
+
+        Args:
+          examples: by the number of their group.
+          sampler: samples the policy's turns.
+          params: of sampling; the runner's limits replace `max_tokens`.
+          group_size: episodes for each example.
+
+        Raises:
+          Exception: whatever the sampler raises.
+        """
+        prompts, finished = list(enumerate(examples.items())), list[_Episode]()
+        chunk = max(1, max_open_episodes() // group_size)
+        worker = Worker()
+        try:
+            for first in range(0, len(prompts), chunk):
+                some = prompts[first : first + chunk]
+                with reserve_files(len(some) * group_size):
+                    groups = [
+                        [_Episode(self, example, group, (i, j)) for j in range(group_size)]
+                        for i, (group, example) in some
+                    ]
+                    scheduler = self.scheduler(sampler, params, episodes=len(some) * group_size)
+                    # In another thread, because a notebook's thread already has an event loop.
+                    worker.submit(asyncio.run, _run_groups(groups, scheduler)).result()
+                    finished += itertools.chain(*groups)
+        finally:
+            worker.end()
+        failures = (e.failure for e in finished if e.failure is not None)
+        return EpisodeResults([e.rollout() for e in finished], next(failures, None))
+
+
+class TurnScheduler(abc.ABC):
+    """Collects the turns that episodes request, and samples some of them together."""
+
+    def __init__(self, sampler: Sampler, params: SamplingParams, *, episodes: int) -> None:
+        """Serves a number of episodes; `params.max_tokens` is ignored."""
+        self._sampler, self._params, self._running = sampler, params, episodes
+        self._waiting: list[_Request] = []
+        self._pool = ThreadPoolExecutor(episodes, thread_name_prefix="turns")
+
+    async def sample(self, turn: Turn, *, number: int) -> Completion:
+        """Samples a turn, the first of an episode being number 0; raises as the sampler."""
+        request = _Request(turn, number, asyncio.get_running_loop().create_future())
+        self._waiting.append(request)
+        self._schedule()
+        return await request.completion
+
+    def leave(self) -> None:
+        """Records the end of an episode."""
+        self._running -= 1
+        self._schedule()
+
+    def close(self) -> None:
+        """Drops all requests without waiting for the sampler."""
+        self._waiting.clear()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @abc.abstractmethod
+    def _schedule(self) -> None:
+        """Sends the requests that are due; called after every change."""
+
+    def _take(self) -> list["_Request"]:
+        """Empties the queue, ordered by index because the order of arrival is random."""
+        taken = sorted(self._waiting, key=lambda request: request.index)
+        self._waiting.clear()
+        return taken
+
+    def _send(self, requests: Sequence["_Request"]) -> None:
+        self._pool.submit(self._sample, requests, asyncio.get_running_loop())
+
+    def _sample(self, requests: Sequence["_Request"], loop: asyncio.AbstractEventLoop) -> None:
+        pending = {request.index: request.completion for request in requests}
+        seed = turn_seed(self._params.seed, requests[0].number)
+        params = dataclasses.replace(self._params, seed=seed)
+        try:
+            for done in self._sampler.sample_turns([r.turn for r in requests], params):
+                future = pending.pop((done.prompt_index, done.sample_index))
+                _call_in(loop, future.set_result, done)
+        except BaseException as error:  # otherwise the episodes would wait for ever
+            for future in pending.values():
+                _call_in(loop, functools.partial(_fail, future), error)
+
+
+class LockstepScheduler(TurnScheduler):
+    """Samples the next turns of all running episodes together.
+
+    What is sampled together then does not depend on timing, so runs with the embedded sampler are
+    reproducible.
+    """
+
+    def _schedule(self) -> None:
+        if self._waiting and len(self._waiting) == self._running:
+            self._send(self._take())
+
+
+class ContinuousScheduler(TurnScheduler):
+    """Samples each turn as soon as it is requested, for servers.
+
+    The first turns of a group are one request.
+    """
+
+    def _schedule(self) -> None:
+        asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        batches: dict[tuple[int, int], list[_Request]] = {}
+        for request in self._take():
+            batches.setdefault((request.turn.prompt_index, request.number), []).append(request)
+        for batch in batches.values():
+            self._send(batch)
+
+
+def turn_seed(seed: int, number: int) -> int:
+    """Returns the seed of an episode's turn; that of turn 0 is the episode's own."""
+    if number == 0:
+        return seed
+    return int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0] >> 2)
+
+
+class _Request(NamedTuple):
+    turn: Turn
+    number: int
+    completion: "asyncio.Future[Completion]"
+
+    @property
+    def index(self) -> tuple[int, int]:
+        return self.turn.prompt_index, self.turn.sample_index
+
+
+class _Episode:
+    """One episode: its tokens, and its environment in another thread, which may block."""
+
+    def __init__(
+        self, runner: EpisodeRunner, example: Example, group: int, index: tuple[int, int]
+    ) -> None:
+        self.failure: str | None = None
+        self._make, self._limits, self._example = runner.make, runner.limits, example
+        self._group, self._index = group, index
+        self._builder = EpisodeBuilder(example.tokens, index)
+        self._worker, self._loop = Worker(), asyncio.Runner()
+        self._environment: base.Environment | None = None
+        self._end: End | None = None
+
+    async def begin(self) -> None:
+        with self._failures():
+            prompt = check_prompt(await self._call(self._reset, name="reset"), self._limits)
+            self._builder = EpisodeBuilder(prompt, self._index)
+
+    async def play(self, scheduler: TurnScheduler) -> None:
+        number = 0
+        while self._end is None:
+            assert self._environment is not None
+            turn = self._builder.next_turn(self._limits)
+            completion = await scheduler.sample(turn, number=number)
+            self._builder.add_completion(completion)
+            number += 1
+            step = functools.partial(self._environment.step, completion.tokens)
+            with self._failures():
+                checked = check_step(await self._call(step, name="step"), self._limits)
+                self._end = self._builder.add_step(checked, self._limits)
+        scheduler.leave()
+
+    def rollout(self) -> Rollout:
+        assert self._end is not None
+        return self._builder.build(self._end, group=self._group)
+
+    def close(self) -> None:
+        self._worker.submit(self._loop.close)
+        self._worker.end()
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Ends the episode if its environment fails."""
+        try:
+            yield
+        except EpisodeError as error:
+            self.failure, self._end = str(error), error.end
+
+    def _reset(self) -> Any:
+        self._environment = self._make()
+        return self._environment.reset(self._example)
+
+    async def _call(self, function: Callable[[], Any], *, name: str) -> Any:
+        loop = asyncio.get_running_loop()
+        returned: asyncio.Future[Future[Any]] = loop.create_future()
+
+        def work() -> Any:
+            result = function()
+            if not inspect.isawaitable(result):
+                return result
+            # The context of this call, not of the event loop's first: it holds the deadline.
+            context = contextvars.copy_context()
+            return self._loop.run(_awaited(result), context=context)
+
+        deadline = Deadline(self._limits.timeout)
+        future = self._worker.submit(work, deadline=deadline)
+        future.add_done_callback(lambda done: _call_in(loop, returned.set_result, done))
+        try:
+            done = await wait_for(returned, deadline)
+        except TimeoutError:
+            message = f"{name} took longer than {self._limits.timeout:g} s"
+            raise EpisodeError("timeout", message) from None
+        error = done.exception()
+        if error is not None:
+            raise EpisodeError("error", f"{name} raised {error!r}") from error
+        return done.result()
+
+
+async def _run_groups(groups: Sequence[Sequence[_Episode]], scheduler: TurnScheduler) -> None:
+    try:
+        await asyncio.gather(*(_run_group(episodes, scheduler) for episodes in groups))
+    finally:
+        scheduler.close()
+        for episode in itertools.chain(*groups):
+            episode.close()
+
+
+async def _run_group(episodes: Sequence[_Episode], scheduler: TurnScheduler) -> None:
+    # Together, so that the first turns of the group are one request.
+    await asyncio.gather(*(episode.begin() for episode in episodes))
+    await asyncio.gather(*(episode.play(scheduler) for episode in episodes))
+
+
+def _fail(future: "asyncio.Future[Completion]", error: BaseException) -> None:
+    future.set_exception(error)
+    future.exception()  # marks it as seen: another one's may have ended everything
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], value: Any) -> None:
+    """Calls a future's method in its loop; does nothing if either is already done."""
+
+    def call() -> None:
+        with contextlib.suppress(asyncio.InvalidStateError):
+            function(value)
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(call)

@@ -1,0 +1,86 @@
+"""Metrics of sampled completions: diversity, repetition, lengths and entropy.
+
+All are functions of token ids and log-probs, and take milliseconds. Diversity is measured across
+prompts: a policy that has learnt a task gives one completion to one prompt, and collapse means that
+completions no longer depend on the prompt.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl.core.batch import Rollout
+
+_GRAM = 3  # tokens of an n-gram
+_TAIL = 256  # last tokens of a completion, in which repetition is measured
+_QUANTILES = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
+
+
+def completion_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Computes the metrics of one step's completions.
+
+    Args:
+      rollouts: at least one.
+
+    Returns:
+      "diversity/distinct", distinct 3-grams / 3-grams over the first completion of every prompt
+      (distinct-n of arXiv:1510.03055); "diversity/identical", share of completions that equal
+      another one of their prompt; "diversity/repetition", 1 - distinct 3-grams / 3-grams in a
+      completion's last 256 tokens, a mean; "entropy/sampled", nats per token, the mean of -log p of
+      the sampled tokens, an unbiased estimate of the sampler's entropy; "groups/sampled", number of
+      prompts; quantiles "/min", "/p10", "/p50", "/p90", "/max" of "reward" (where known) and of
+      "completion_length" in tokens.
+    """
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group, []).append(rollout)
+    ids = [rollout.completion for rollout in rollouts]
+    metrics = {
+        "diversity/distinct": distinct([group[0].completion for group in groups.values()]),
+        "diversity/identical": identical([[r.completion for r in g] for g in groups.values()]),
+        "diversity/repetition": float(np.mean([1 - distinct([x[-_TAIL:]]) for x in ids])),
+        "groups/sampled": float(len(groups)),
+    }
+    logprobs = np.concatenate([r.logprobs for r in rollouts])
+    logprobs = logprobs[~np.isnan(logprobs)]
+    if logprobs.size:
+        metrics["entropy/sampled"] = float(-logprobs.astype(np.float64).mean())
+    rewards = np.array([r.reward for r in rollouts])
+    metrics |= quantiles("reward", rewards[~np.isnan(rewards)])
+    return metrics | quantiles("completion_length", np.array([len(x) for x in ids]))
+
+
+def distinct(sequences: Sequence[np.ndarray]) -> float:
+    """Computes distinct 3-grams / 3-grams over sequences of token ids, each i[T].
+
+    A shorter sequence counts as one gram. The result is 1 without any gram.
+    """
+    grams = [gram for ids in sequences for gram in _grams(ids)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def identical(groups: Sequence[Sequence[np.ndarray]]) -> float:
+    """Computes the share of completions, each i[T], that equal another one of their group."""
+    same = total = 0
+    for group in groups:
+        completions = [ids.tobytes() for ids in group]
+        same += sum(completions.count(one) > 1 for one in completions)
+        total += len(completions)
+    return same / total
+
+
+def quantiles(name: str, values: np.ndarray) -> dict[str, float]:
+    """Returns {name/min, name/p10, name/p50, name/p90, name/max} of values [N]; {} for N = 0."""
+    if not values.size:
+        return {}
+    found = np.quantile(values, list(_QUANTILES.values()))
+    return {f"{name}/{key}": float(x) for key, x in zip(_QUANTILES, found, strict=True)}
+
+
+def _grams(ids: np.ndarray) -> list[bytes]:
+    if not len(ids):
+        return []
+    size = min(_GRAM, len(ids))
+    windows = np.lib.stride_tricks.sliding_window_view(ids.astype(np.int32), size)
+    # Each window as one opaque value: a set of them needs no sort.
+    return np.ascontiguousarray(windows).view(f"V{4 * size}")[:, 0].tolist()
