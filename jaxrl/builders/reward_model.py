@@ -56,7 +56,7 @@ def load_reward_model(
         rows_per_microbatch=config.microbatch_rows,
         param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
     )
-    scorer = Scorer(
+    scorer = CompiledRewardModel(
         params=params,
         scores=jax.jit(scores),
         shape=MinibatchShape(
@@ -69,7 +69,7 @@ def load_reward_model(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scorer:
+class CompiledRewardModel:
     """A compiled reward model.
 
     Attributes:
