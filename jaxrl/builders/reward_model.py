@@ -88,7 +88,7 @@ class _Place(NamedTuple):
     segment: int
 
 
-def score_rollouts(model: Scorer, rollouts: Sequence[Rollout]) -> np.ndarray:
+def score_rollouts(model: CompiledRewardModel, rollouts: Sequence[Rollout]) -> np.ndarray:
     """Returns the reward of each rollout, f64[N]; NaN where it is not finite."""
     # Sized for the worst case, one sequence per row, so that it compiles once.
     shape = dataclasses.replace(model.shape, max_rows=len(rollouts))
