@@ -56,7 +56,7 @@ def load_reward_model(
         rows_per_microbatch=config.microbatch_rows,
         param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
     )
-    scorer = Scorer(
+    compiled = CompiledRewardModel(
         params=params,
         scores=jax.jit(scores),
         shape=MinibatchShape(
@@ -65,11 +65,11 @@ def load_reward_model(
             sharding=layout.batch(("batch", "length")),
         ),
     )
-    return functools.partial(score_rollouts, scorer)
+    return functools.partial(score_rollouts, compiled)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scorer:
+class CompiledRewardModel:
     """A compiled reward model.
 
     Attributes:
