@@ -1,11 +1,11 @@
-"""Learner and server in turn against both at once: time, who waits, staleness, reward per minute.
+"""Compares taking turns with overlapping: time, utilisation, staleness, reward per minute.
 
     ./scripts/quickstart.sh && ./scripts/install_vllm.sh
     python scripts/bench_async.py runs/async [--staleness 0 1 3 5 10] [--seeds 0 1] [--steps 30]
-    python scripts/bench_async.py runs/async --balanced    learner and server have as much to do
-    python scripts/bench_async.py --quick       two short runs: both sides are busier at once
+    python scripts/bench_async.py runs/async --balanced    equal work for both sides
+    python scripts/bench_async.py --quick    two short runs; checks that overlap raises utilisation
 
-Each side is pinned to a core of its own. Runs that are finished are not repeated.
+Learner and server are pinned to one core each. Finished runs are not repeated.
 """
 
 import argparse
@@ -28,8 +28,10 @@ def main() -> None:
     parser.add_argument("--corrections", nargs="+", default=[*overlap.CORRECTIONS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--balanced", action="store_true", help="the learner does not pack answers")
-    parser.add_argument("--quick", action="store_true", help="two short runs and their check")
+    parser.add_argument(
+        "--balanced", action="store_true", help="the learner does not pack completions"
+    )
+    parser.add_argument("--quick", action="store_true", help="two short runs and a check")
     options = parser.parse_args()
     if options.quick:
         with tempfile.TemporaryDirectory() as directory:
@@ -43,9 +45,9 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace) -> list[overlap.Measured]:
-    """All runs, and the table of them on the standard output."""
+    """Measures all runs and prints a table."""
     options.directory.mkdir(parents=True, exist_ok=True)
-    os.sched_setaffinity(0, {SERVER_CORE})  # which the server inherits
+    os.sched_setaffinity(0, {SERVER_CORE})  # inherited by the server
     with overlap.server(options.base, log=options.directory / "vllm.log") as url:
         os.sched_setaffinity(0, {LEARNER_CORE})  # before JAX starts its threads
         found = [
@@ -59,7 +61,7 @@ def run(options: argparse.Namespace) -> list[overlap.Measured]:
                 steps=options.steps,
                 balanced=options.balanced,
             )
-            # Runs to be compared follow one another, so that a disturbance hits them alike.
+            # Compared runs follow each other, so that disturbances affect them alike.
             for seed in options.seeds
             for correction in options.corrections
             for staleness in options.staleness

@@ -1,4 +1,4 @@
-"""Seconds that it takes to bring weights into a vLLM server, part by part, as JSON lines.
+"""Times a publish to a vLLM server by part, as JSON lines.
 
 python scripts/bench_bridge.py --models S 0.5B --params bf16 f32 --wire bf16
 """
@@ -18,10 +18,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["S"])
-    parser.add_argument("--params", nargs="+", default=["bf16", "f32"], help="learner's weights")
-    parser.add_argument("--wire", default="bf16", help="wire and server")
+    parser.add_argument(
+        "--params", nargs="+", default=["bf16", "f32"], help="dtype of the learner's weights"
+    )
+    parser.add_argument("--wire", default="bf16", help="dtype of wire and server")
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--out", type=Path, help="append the lines to this file too")
+    parser.add_argument("--out", type=Path, help="also append the lines to this file")
     args = parser.parse_args()
     for name, params in ((n, p) for n in args.models for p in args.params):
         policy = parse(f"fp32,params={params},wire={args.wire},sampler={args.wire}")

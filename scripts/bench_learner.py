@@ -1,8 +1,8 @@
-"""Speed and memory of the learner's step, as JSON lines.
+"""Measures speed and memory of the learner's step, as JSON lines.
 
 python scripts/bench_learner.py --shapes S M --dtypes f32 bf16 f16 --rows 4 [--baseline DIR]
 
-All dtypes of a shape, and the baseline, are timed alternately.
+The dtypes of a shape and the baseline are timed alternately.
 """
 
 import argparse
@@ -25,8 +25,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="sequences per microbatch")
     parser.add_argument("--remat", default="matmuls")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--baseline", type=Path, help="a folder with a plain jax_step.py")
-    parser.add_argument("--out", type=Path, help="append the lines to this file too")
+    parser.add_argument("--baseline", type=Path, help="directory with a plain jax_step.py")
+    parser.add_argument("--out", type=Path, help="also append the lines to this file")
     args = parser.parse_args()
     peaks = {dtype: matmul_peak(dtype) for dtype in args.dtypes}
     for shape in args.shapes:

@@ -1,9 +1,9 @@
-"""Tokens per second of the samplers, as JSON lines.
+"""Measures the samplers' tokens per second, as JSON lines.
 
 python scripts/bench_sampler.py --shapes S --sequences 8 64 --dtypes f32 bf16 f16 [--baseline DIR]
 python scripts/bench_sampler.py --sampler vllm --sequences 8 64 256 --dtypes bf16
 
-A vLLM server is asked by jaxrl's client and, alternately, by a bare loop that discards the answers.
+For vLLM, jaxrl's client alternates with a bare loop that discards the completions.
 """
 
 import argparse
@@ -37,8 +37,8 @@ def main() -> None:
     parser.add_argument("--sequences", nargs="+", type=int, default=[8, 64], help="multiples of 8")
     parser.add_argument("--dtypes", nargs="+", default=["f32", "bf16", "f16"])
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--baseline", type=Path, help="a folder with a plain jax_decode.py")
-    parser.add_argument("--out", type=Path, help="append the lines to this file too")
+    parser.add_argument("--baseline", type=Path, help="directory with a plain jax_decode.py")
+    parser.add_argument("--out", type=Path, help="also append the lines to this file")
     args = parser.parse_args()
     peaks = {dtype: matmul_peak(dtype) for dtype in args.dtypes}
     for shape, sequences, dtype in (

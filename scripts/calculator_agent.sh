@@ -23,7 +23,7 @@ result=$(.venv/bin/jaxrl train configs/calculator_agent.toml --seed "$seed" \
     --data.eval_path "$dir/held_out.jsonl")
 for model in sft grpo; do
     .venv/bin/jaxrl eval "$dir/grpo/config.toml" --model.path "$dir/$model/model" \
-        --answers "$dir/answers-$model.jsonl" >/dev/null
+        --completions "$dir/answers-$model.jsonl" >/dev/null
     .venv/bin/python - "$dir/answers-$model.jsonl" "$model" <<'END'
 import json, sys
 

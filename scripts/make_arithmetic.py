@@ -1,15 +1,15 @@
-"""Makes the quickstart's material: a tokenizer, an untrained model and additions to learn from.
+"""Makes the quickstart's model and data: a tokenizer, an untrained model and additions.
 
     python scripts/make_arithmetic.py runs/quickstart --seed 0
 
-The texts that the base model imitates (sft.jsonl) are by a student who adds digit by digit and
-mostly forgets to carry. Prompts for reinforcement learning (train.jsonl) and for evaluation
-(held_out.jsonl) have the right answer and no way to it. No addition is in two of the files.
+sft.jsonl has worked additions in which most carries were deliberately dropped. train.jsonl and
+held_out.jsonl have prompts with the right answer only. No addition is in two files.
 """
 
 import argparse
 import json
 import random
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
@@ -20,7 +20,7 @@ from jaxrl.models import families, huggingface, spec
 from jaxrl.models.decoder import param_specs
 
 SIZES = {"sft": 20_000, "train": 4_000, "held_out": 400}
-FORGETS = 0.65  # share of the carries that the student forgets
+FORGETS = 0.65  # share of carries that are dropped
 MODEL = {
     "model_type": "qwen3",
     "hidden_size": 64,
@@ -33,7 +33,7 @@ MODEL = {
     "rope_theta": 10000.0,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
-    "initializer_range": 0.1,  # 0.02, made for wide models, takes five times as long here
+    "initializer_range": 0.1,  # 0.02, meant for wide models, trains five times slower here
 }
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|unknown|>")
 PRINTABLE = ["\n", *map(chr, range(32, 127))]
@@ -45,16 +45,22 @@ TEMPLATE = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    directory, seed = parse_arguments(__doc__)
+    write_model(directory / "untrained", MODEL, seed=seed)
+    write_texts(directory, SIZES, rng=random.Random(seed))
+
+
+def parse_arguments(doc: str | None) -> tuple[Path, int]:
+    """Reads the directory and the seed from the command line."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    write_model(arguments.directory / "untrained", MODEL, seed=arguments.seed)
-    write_texts(arguments.directory, SIZES, rng=random.Random(arguments.seed))
+    return arguments.directory, arguments.seed
 
 
 def write_model(directory: Path, model: dict, *, seed: int) -> None:
-    """A Hugging Face checkpoint with random weights and a tokenizer of single characters."""
+    """Writes a Hugging Face checkpoint with random weights and a character tokenizer."""
     vocabulary = {token: i for i, token in enumerate((*SPECIAL, *PRINTABLE))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[-1]))
     tokenizer.add_special_tokens(list(SPECIAL))
@@ -68,14 +74,14 @@ def write_model(directory: Path, model: dict, *, seed: int) -> None:
 def write_untrained(
     directory: Path, model: dict, tokenizer: str, *, vocab_size: int, seed: int
 ) -> None:
-    """A Hugging Face checkpoint with random weights.
+    """Writes a Hugging Face checkpoint with random weights.
 
     Args:
-      directory: of the checkpoint.
-      model: its config.json without the vocabulary.
-      tokenizer: tokenizer.json, in which <|pad|> is 0 and <|end|> is 1.
-      vocab_size: number of its tokens.
-      seed: of the weights.
+      directory: directory of the checkpoint.
+      model: config.json without the vocabulary.
+      tokenizer: tokenizer.json, with <|pad|> as 0 and <|end|> as 1.
+      vocab_size: number of tokens.
+      seed: seed of the weights.
     """
     ids = {"vocab_size": vocab_size, "pad_token_id": 0, "eos_token_id": 1}
     config = families.from_hf_config(model | ids)
@@ -95,7 +101,7 @@ def write_untrained(
 
 
 def write_texts(directory: Path, sizes: dict[str, int], *, rng: random.Random) -> None:
-    """The three files of additions."""
+    """Writes the three files of additions."""
     pairs = iter(rng.sample(range(900 * 900), sum(sizes.values())))
     for name, size in sizes.items():
         rows = []
@@ -106,19 +112,28 @@ def write_texts(directory: Path, sizes: dict[str, int], *, rng: random.Random) -
                 rows.append({"prompt": prompt, "completion": student(a, b, rng=rng)})
             else:
                 rows.append({"prompt": prompt, "answer": str(a + b)})
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (directory / f"{name}.jsonl").write_text(lines)
+        write_rows(directory / f"{name}.jsonl", rows)
+
+
+def write_rows(path: Path, rows: Iterable[dict]) -> None:
+    """Writes JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def student(a: int, b: int, *, rng: random.Random) -> str:
-    """Adds from the right, with slips: student(347, 585) is "7+5=12 4+8+1=13 3+5+1=9 932" at its
-    best and "7+5=12 4+8=12 3+5=8 822" at its worst."""
+    """Works out an addition and drops most carries."""
+    return worked(a, b, carries=lambda total: total > 9 and rng.random() >= FORGETS)
+
+
+def worked(a: int, b: int, *, carries: Callable[[int], bool]) -> str:
+    """Adds from the right: 347 + 585 is "7+5=12 4+8+1=13 3+5+1=9 932" with every carry and
+    "7+5=12 4+8=12 3+5=8 822" without. `carries` decides from the sum of a column."""
     steps, digits, carry = [], "", False
     for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
         total = int(x) + int(y) + carry
         steps.append(f"{x}+{y}{'+1' if carry else ''}={total}")
         digits = (str(total) if len(steps) == 3 else str(total)[-1]) + digits
-        carry = total > 9 and rng.random() >= FORGETS
+        carry = carries(total)
     return f"{' '.join(steps)} {digits}"
 
 

@@ -1,9 +1,9 @@
-"""FP16 against BF16, reproduced: tables and pictures of docs/precision.md, Result 2.
+"""Reproduces FP16 against BF16: tables and plots of docs/precision.md, Result 2.
 
     python scripts/reproduce_fp16.py runs/fp16
-    python scripts/reproduce_fp16.py --quick     two minutes; checks the direction only
+    python scripts/reproduce_fp16.py --quick    two minutes; checks the direction only
 
-Killed and started again it goes on. The offline part needs vLLM (scripts/install_vllm.sh).
+Rerun the same command to resume. The offline part needs vLLM (scripts/install_vllm.sh).
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def compare(directory: Path) -> None:
-    """The offline part."""
+    """Runs the offline comparison."""
     phantom.write_material(directory / "deep", model=phantom.DEEP, seeds=[0])
     models = {
         "trained": directory / "base" / "model",
@@ -64,7 +64,7 @@ def compare(directory: Path) -> None:
 
 
 def show(directory: Path) -> None:
-    """Table and picture of all runs that are there."""
+    """Writes the table and plot of all finished runs."""
     results = sanity.found_cells(directory)
     took = grid.minutes([run for runs in results.values() for run in runs])
     text = f"{took:.0f} minutes\n\n{sanity.table(results)}"

@@ -1,10 +1,10 @@
-"""Phantom clipping, reproduced: tables and pictures of docs/precision.md, Result 1.
+"""Reproduces phantom clipping: tables and plots of docs/precision.md, Result 1.
 
     python scripts/reproduce_phantom_clipping.py runs/phantom
     python scripts/reproduce_phantom_clipping.py --quick     two minutes; checks the direction only
-    python scripts/reproduce_phantom_clipping.py runs/phantom --samplers     shows what is there
+    python scripts/reproduce_phantom_clipping.py runs/phantom --samplers     shows finished runs
 
-Killed and started again it goes on. The real vLLM needs scripts/install_vllm.sh.
+Rerun the same command to resume. vLLM needs scripts/install_vllm.sh.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def show(directory: Path) -> None:
-    """Tables and pictures of all runs that are there."""
+    """Writes tables and plots of all finished runs."""
     results = {s: found for s in SAMPLERS if (found := phantom.found_rows(directory, sampler=s))}
     for sampler, rows in results.items():
         took = grid.minutes([run for runs in rows.values() for run in runs])

@@ -1,5 +1,5 @@
-"""What routing replay changes in the mismatch before any update: one rollout of random mixtures of
-experts, scored with and without the experts that its sampler used.
+"""Measures the effect of routing replay before any update: one rollout of random mixtures of
+experts, scored with and without the sampler's experts.
 
     python scripts/reproduce_routing_replay.py runs/routing
 

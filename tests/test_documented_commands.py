@@ -30,9 +30,9 @@ COMMANDS = list(commands())
 STANDS_FOR = {"FILE": "configs/quickstart.toml", "I": "0"}
 
 # Commands that no comment marks: the test that runs them with a tiny model, or what they need.
-LIVE = "test_live.py::test_the_command_looks_again_until_it_is_interrupted"
-PAGE = "test_report.py::test_the_page_holds_the_data_and_loads_nothing"
-ANSWERS = "test_cli.py::test_eval_and_generate_answer_alike"
+LIVE = "test_live.py::test_command_updates_until_interrupted"
+PAGE = "test_report.py::test_page_holds_the_data_and_loads_nothing"
+ANSWERS = "test_cli.py::test_eval_and_generate_agree"
 ADAPTERS = "test_train.py::test_adapters_are_trained_resumed_and_exported"
 INDEX = "needs a package index"
 QUICK = "test_reproductions.py::test_quick_mode"
@@ -49,18 +49,18 @@ ELSEWHERE = {
     "jaxrl report runs/mine": PAGE,
     "jaxrl report runs/quickstart/grpo": PAGE,
     "jaxrl report runs/mine runs/first --out compared.html": (
-        "test_report.py::test_two_runs_on_one_page_at_another_place"
+        "test_report.py::test_two_runs_on_one_page_in_another_directory"
     ),
-    "jaxrl eval mine.toml --answers before.jsonl": ANSWERS,
-    "jaxrl eval mine.toml --model.path runs/mine/model --answers after.jsonl": ANSWERS,
+    "jaxrl eval mine.toml --completions before.jsonl": ANSWERS,
+    "jaxrl eval mine.toml --model.path runs/mine/model --completions after.jsonl": ANSWERS,
     "jaxrl generate --model.path runs/mine/model --greedy 347+585=?": ANSWERS,
     'jaxrl train FILE --lora.rank 16 --lora.alpha 32 --lora.targets ["q_proj", "v_proj"]': ADAPTERS,
     "jaxrl export RUN OUT": ADAPTERS,
     "jaxrl export RUN OUT --adapter": ADAPTERS,
     "jaxrl export runs/mine OUT --dtype bf16": (
-        "test_cli.py::test_export_writes_the_checkpoint_that_is_asked_for"
+        "test_cli.py::test_export_writes_the_requested_checkpoint"
     ),
-    "jaxrl doctor MODEL": "test_doctor.py::test_it_finds_the_mismatch_where_it_is",
+    "jaxrl doctor MODEL": "test_doctor.py::test_mismatch_is_attributed_to_its_source",
     "jaxrl serve MODEL_DIR --max_lora_rank 16": (
         "test_vllm_server.py::test_adapters_are_published_alone"
     ),
@@ -83,7 +83,7 @@ ELSEWHERE = {
     "pip install --no-deps -e .": "what scripts/make_venv.sh does in every fresh environment",
     "hf download Qwen/Qwen3-0.6B --local-dir MODEL": "needs the Hugging Face hub",
     "tensorboard --logdir profile": "needs its profile plugin, and somebody who looks",
-    "scripts/false_alarms.py --steps 24 --windows 5 8 10": "needs the quickstart's model, minutes",
+    "scripts/experiments/false_alarms.py --steps 24 --windows 5 8 10": "needs the quickstart",
 }
 # Commands that are run below, and what they show.
 HERE = {
@@ -171,12 +171,13 @@ def test_jaxrl_knows_the_command_and_its_keys(command: Command, ends_when_read):
 )
 def test_the_script_is_there_and_knows_its_options(command: Command, ends_when_read, monkeypatch):
     script = ROOT / command.words[0]
-    if script.suffix == ".sh" or "argparse" not in script.read_text():
+    if script.suffix == ".sh" or "main()" not in script.read_text():
         assert script.is_file()
         assert script.suffix == ".py" or os.access(script, os.X_OK)
         assert len(command.words) == 1 or script.name in ("test.sh", "make_venv.sh")
         return
     monkeypatch.setattr(sys, "argv", list(command.words))
+    monkeypatch.syspath_prepend(script.parent)
     assert understood(lambda: runpy.run_path(str(script), run_name="__main__"))
 
 

@@ -1,4 +1,4 @@
-"""The founding results' scripts, in their quick mode: each asserts the direction of its effect."""
+"""Quick mode of the reproduction scripts: each asserts the direction of its effect."""
 
 import os
 import subprocess

@@ -42,7 +42,8 @@ def make_episode_runner(
     first = next(iter(inspect.signature(function).parameters), None)
     if first is None:
         raise ValueError(
-            f"environment.name = {c.name!r} takes no argument; its first one must be a Kit"
+            f"environment.name = {c.name!r} takes no argument; its first one must be an "
+            "EnvironmentContext"
         )
     plugins.check_parameters(function, {first: context, **c.parameters}, key="environment")
     make = functools.partial(function, context, **c.parameters)

@@ -10,7 +10,7 @@ from jaxrl.config.training import Config
 from jaxrl.environments.rewards.scoring import load_rewards
 from jaxrl.environments.tools.schema import load_tools
 
-DESCRIPTION = """Prints the config of `jaxrl train`, or with --sft of `jaxrl sft`, with every key.
+DESCRIPTION = """Prints the complete config of `jaxrl train`, or of `jaxrl sft` with --sft.
 
   jaxrl config configs/quickstart.toml --train.steps 50 > mine.toml"""
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     schema = SFTConfig if "--sft" in argv else Config
     made = options.parser_with_file("config", schema, description=DESCRIPTION)
-    made.add_argument("--sft", action="store_true", help="the keys of `jaxrl sft`")
+    made.add_argument("--sft", action="store_true", help="print the config of `jaxrl sft`")
     config = options.parse(made, schema, argv).config
     if isinstance(config, Config):
         _check_functions(config)
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_functions(config: Config) -> None:
-    """What is wrong with the loss, the rewards and the tools is said here, too."""
+    """Loads the loss, the rewards and the tools, and reports all errors together."""
     environment, reward, found = config.environment, config.reward, list[str]()
     for check in (
         lambda: make_recipe(config),

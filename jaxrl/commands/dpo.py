@@ -1,12 +1,13 @@
-"""`jaxrl dpo`: direct preference optimisation on pairs of answers."""
+"""`jaxrl dpo`: direct preference optimisation."""
 
 from collections.abc import Sequence
 
 from jaxrl.commands import options, outcome
 from jaxrl.config.preference import DPOConfig
 
-DESCRIPTION = """Tunes a model on pairs of answers (DPO and its relatives): the chosen one shall
-become more probable against the model that the run begins with; a run found in run_dir goes on.
+DESCRIPTION = """Trains a model on preference pairs with DPO or one of its variants: the chosen
+completion becomes more probable relative to the starting model, the rejected one less. Rerun the
+same command to resume an interrupted run.
 
   jaxrl dpo --model.path DIR --data.path pairs.jsonl --loss ipo --run_dir runs/dpo"""
 
@@ -16,7 +17,6 @@ def main(argv: Sequence[str]) -> int:
     made = options.parser_with_file("dpo", DPOConfig, description=DESCRIPTION)
     config = options.parse(made, DPOConfig, argv).config
 
-    # After --help and the config's errors: it takes seconds.
-    from jaxrl.training.supervised.dpo import train_dpo
+    from jaxrl.training.supervised.dpo import train_dpo  # takes seconds, so after --help
 
-    return outcome.report_pairs(train_dpo(config))
+    return outcome.print_pairs_outcome(train_dpo(config))

@@ -1,4 +1,4 @@
-"""`jaxrl eval`: measures held-out accuracy."""
+"""`jaxrl eval`: measures accuracy on held-out prompts."""
 
 import json
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from jaxrl.config.training import Config
 from jaxrl.environments.rewards.scoring import load_rewards
 from jaxrl.environments.tools.schema import load_tools
 
-DESCRIPTION = """Answers data.eval_path greedily and prints the share of right answers, as the
-first reward sees them. It has the keys of `jaxrl train`, so that a training run's file serves.
+DESCRIPTION = """Samples one greedy completion for each prompt in data.eval_path and prints their
+accuracy by the first reward. It accepts the keys, and so the config file, of `jaxrl train`.
 
   jaxrl eval runs/latest/config.toml --model.path runs/latest/model"""
 
@@ -23,10 +23,10 @@ first reward sees them. It has the keys of `jaxrl train`, so that a training run
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     made = options.parser_with_file("eval", Config, description=DESCRIPTION)
-    made.add_argument("--answers", type=Path, help="write the answers to this .jsonl file")
+    made.add_argument("--completions", type=Path, help="write the completions to this .jsonl file")
     config, arguments = options.parse(made, Config, argv)
     if config.data.eval_path is None:
-        raise ValueError("data.eval_path is missing: the held-out prompts to answer")
+        raise ValueError("data.eval_path is missing: name a file of held-out prompts")
 
     from jaxrl.models import huggingface
     from jaxrl.sampling.embedded.sampler import EmbeddedSampler
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         max_batch=config.sampling.max_batch,
         layout=layout if layout.mesh.size > 1 else None,
     )
-    # Whatever the config samples from: this command samples here.
+    # This command samples in its own process even if the config names servers.
     here = config.model_copy(update={"sampler": SamplerConfig()})
     episode_runner = environment.make_episode_runner(
         here, tokenizer, tools, vocab_size=model.config.vocab_size
@@ -62,18 +62,20 @@ def main(argv: Sequence[str]) -> int:
         tokenizer=tokenizer,
         episode_runner=episode_runner,
     )
-    if arguments.answers is not None:
+    if arguments.completions is not None:
         name = rewards[0].name if rewards else "reward"
-        with arguments.answers.open("w", encoding="utf-8") as file:
-            for i, (example, text, value) in enumerate(
-                zip(prompts.examples, result.completions, result.rewards.tolist(), strict=True)
-            ):
-                row = {**example.record, "completion": text, name: value}
-                if episode_runner is not None:
-                    whole = result.episodes[i].completion
-                    row["episode"] = tokenizer.decode(whole, skip_special_tokens=False)
-                file.write(json.dumps(row, default=str) + "\n")
-    print(f"{len(prompts.examples)} prompts, {prompts.too_long} too long")
+        rows = [
+            {**example.record, "completion": text, name: value}
+            for example, text, value in zip(
+                prompts.examples, result.completions, result.rewards.tolist(), strict=True
+            )
+        ]
+        if episode_runner is not None:
+            for row, episode in zip(rows, result.episodes, strict=True):
+                row["episode"] = tokenizer.decode(episode.completion, skip_special_tokens=False)
+        lines = (json.dumps(row, default=str) + "\n" for row in rows)
+        arguments.completions.write_text("".join(lines), encoding="utf-8")
+    print(f"{len(prompts.examples)} prompts, {prompts.too_long} too long and skipped")
     for number, value in result.numbers.items():
         print(f"{number}: {value:.3g}")
     print(f"held-out accuracy: {result.accuracy:.1%}".replace("%", " %"))

@@ -1,4 +1,4 @@
-"""`jaxrl generate`: samples answers to prompts."""
+"""`jaxrl generate`: samples completions for prompts."""
 
 import dataclasses
 import sys
@@ -17,7 +17,7 @@ from jaxrl.config.sampler import SamplingConfig
 from jaxrl.config.tables import BaseConfig, ModelConfig, PromptConfig
 from jaxrl.data import prompts as data
 
-DESCRIPTION = """Samples answers to prompts, given as arguments or as lines of the standard input.
+DESCRIPTION = """Samples completions for prompts, given as arguments or as lines on standard input.
 
   jaxrl generate --model.path runs/latest/model --greedy "347+585=?" """
 
@@ -47,8 +47,10 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     made = options.parser("generate", GenerateConfig, description=DESCRIPTION, usage="[PROMPT ...]")
     made.add_argument("prompts", nargs="*", metavar="PROMPT")
-    made.add_argument("--greedy", action="store_true", help="the most probable token each time")
-    made.add_argument("--samples", type=int, default=1, help="answers to each prompt (default: 1)")
+    made.add_argument("--greedy", action="store_true", help="always take the most probable token")
+    made.add_argument(
+        "--samples", type=int, default=1, help="completions for each prompt (default: 1)"
+    )
     config, arguments = options.parse(made, GenerateConfig, argv)
     texts = arguments.prompts or [line.rstrip("\n") for line in sys.stdin]
 
@@ -75,8 +77,8 @@ def main(argv: Sequence[str]) -> int:
         top_k=c.top_k,
         min_p=c.min_p,
     )
-    for answer in sampler.sample(prompts, sampling, group_size=arguments.samples):
-        text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
-        cut = "" if answer.finish_reason == "stop" else " [cut at sampling.max_tokens]"
-        print(f"{texts[answer.prompt_index]}\n{text}{cut}\n", flush=True)
+    for completion in sampler.sample(prompts, sampling, group_size=arguments.samples):
+        text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        note = "" if completion.finish_reason == "stop" else " [truncated at sampling.max_tokens]"
+        print(f"{texts[completion.prompt_index]}\n{text}{note}\n", flush=True)
     return 0

@@ -1,4 +1,4 @@
-"""Command lines made from configs: a TOML file, and every key as --section.key VALUE."""
+"""Command-line parsers built from config schemas: each key is an option --section.key VALUE."""
 
 import argparse
 import inspect
@@ -15,7 +15,7 @@ C = TypeVar("C", bound=Section)
 
 
 class Parsed(NamedTuple, typing.Generic[C]):
-    """A config and the command's own arguments, without the file and the keys."""
+    """A config, and the command's own arguments."""
 
     config: C
     arguments: argparse.Namespace
@@ -24,23 +24,17 @@ class Parsed(NamedTuple, typing.Generic[C]):
 def parser_with_file(
     name: str, schema: type[Section], *, description: str
 ) -> argparse.ArgumentParser:
-    """A parser of `jaxrl NAME [FILE] [--section.key VALUE ...]` whose help shows every key."""
+    """Builds the parser of `jaxrl NAME [FILE] [--section.key VALUE ...]`."""
     made = parser(name, schema, description=description, usage="[FILE]")
-    made.add_argument("file", nargs="?", metavar="FILE", help="a TOML file with any of the keys")
+    made.add_argument("file", nargs="?", metavar="FILE", help="a TOML file that sets any keys")
     return made
 
 
 def parser(
     name: str, schema: type[Section], *, description: str, usage: str
 ) -> argparse.ArgumentParser:
-    """As `parser_with_file`, without the file; `usage` shows the positional arguments."""
-    made = argparse.ArgumentParser(
-        prog=f"jaxrl {name}",
-        usage=f"jaxrl {name} {usage} [--section.key VALUE ...]",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    """Builds a parser whose help shows every key; `usage` names the positional arguments."""
+    made = plain_parser(name, description, usage=f"{usage} [--section.key VALUE ...]")
     groups: dict[str, Any] = {}
     for key in toml_file.keys(schema):
         section = key.name.rpartition(".")[0]
@@ -58,11 +52,24 @@ def parser(
     return made
 
 
+def plain_parser(
+    name: str, description: str, *, usage: str | None = None
+) -> argparse.ArgumentParser:
+    """Builds the parser of a command without config keys."""
+    return argparse.ArgumentParser(
+        prog=f"jaxrl {name}",
+        usage=usage and f"jaxrl {name} {usage}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
 def parse(made: argparse.ArgumentParser, schema: type[C], argv: Sequence[str]) -> Parsed[C]:
-    """Reads the file, if the parser has one, and the keys of the command line over it.
+    """Loads the config file, if any, and overrides it with keys from the command line.
 
     Raises:
-      ConfigError: as `toml_file.load`.
+      ConfigError: see `toml_file.load`.
     """
     more, rest = _free_keys(made, schema, argv)
     arguments = made.parse_args(rest)
@@ -77,8 +84,8 @@ def parse(made: argparse.ArgumentParser, schema: type[C], argv: Sequence[str]) -
 def _free_keys(
     made: argparse.ArgumentParser, schema: type[Section], argv: Sequence[str]
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """Takes the keys that argparse does not know out of a command line: those of a loss, and a
-    table's name for its key `name`, as in --sampler vllm."""
+    """Extracts keys unknown to argparse: those of a custom loss, and a table in place of its key
+    `name`, as in --sampler vllm."""
     known = made._option_string_actions
     names = {key.name for key in toml_file.keys(schema)}
     tables = toml_file.open_tables(schema)
@@ -95,7 +102,7 @@ def _free_keys(
             raise toml_file.ConfigError(toml_file.unknown_key(schema, name))
         text = value if equals else next(tokens, None)
         if text is None:
-            raise toml_file.ConfigError(f"{name}: a value must follow")
+            raise toml_file.ConfigError(f"{name}: the value is missing")
         found.append((name, text))
     return found, rest
 
@@ -115,7 +122,7 @@ def _shown(value: Any) -> str:
 
 
 def _type_name(annotation: Any) -> str:
-    """As help shows it: int | None is INT, Literal["a", "b"] {a,b}, tuple[str, ...] STR,..."""
+    """Formats a type: int | None as INT, Literal["a", "b"] as {a,b}, tuple[str, ...] as STR,..."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return "{" + ",".join(map(str, arguments)) + "}"

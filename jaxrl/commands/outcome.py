@@ -1,4 +1,4 @@
-"""What commands that learn from given texts say when they are done."""
+"""Final output of the commands that train on given texts or pairs."""
 
 from typing import TYPE_CHECKING
 
@@ -6,19 +6,28 @@ if TYPE_CHECKING:
     from jaxrl.training.supervised.fit import Result
 
 
-def report(result: "Result", learnt: str) -> int:
-    """Prints how a run ended, `learnt` if it came to its end; returns the exit status."""
+def print_outcome(result: "Result", summary: str) -> int:
+    """Prints `summary` if the run finished; returns the exit status."""
     if result.signum is not None:
-        print(f"ended by signal {result.signum} at step {result.step}; the same command goes on")
+        print(interrupted(result.signum, step=result.step))
         return 128 + result.signum
-    print(f"{learnt}; model: {result.model}")
+    print(f"{summary}; model: {result.model}")
     return 0
 
 
-def report_pairs(result: "Result") -> int:
-    """As `report`, of a run that learns from pairs of answers."""
+def print_pairs_outcome(result: "Result") -> int:
+    """Prints the held-out accuracy of a run on preference pairs; returns the exit status."""
     before, after = result.first.get("accuracy"), result.last.get("eval/accuracy")
     if before is None or after is None:
-        return report(result, f"loss {result.last.get('loss', float('nan')):.4f}")
-    share = f"{before:.1%} -> {after:.1%}".replace("%", " %")
-    return report(result, f"held-out pairs with the chosen answer ahead: {share}")
+        return print_outcome(result, f"loss {result.last.get('loss', float('nan')):.4f}")
+    return print_outcome(result, f"held-out pairs ranked correctly: {change(before, after)}")
+
+
+def interrupted(signum: int, *, step: int) -> str:
+    """Says that a signal ended a run, and how to resume it."""
+    return f"ended by signal {signum} at step {step}; rerun the same command to resume"
+
+
+def change(before: float, after: float) -> str:
+    """Formats two shares as "27.5 % -> 98.0 %"."""
+    return f"{before:.1%} -> {after:.1%}".replace("%", " %")

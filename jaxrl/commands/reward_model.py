@@ -1,13 +1,13 @@
-"""`jaxrl reward-model`: trains a reward model on pairs of answers."""
+"""`jaxrl reward-model`: trains a reward model on preference pairs."""
 
 from collections.abc import Sequence
 
 from jaxrl.commands import options, outcome
 from jaxrl.config.preference import RewardModelConfig
 
-DESCRIPTION = """Trains a reward model on pairs of answers (Bradley-Terry): the chosen one shall be
-worth more. It is saved as a Hugging Face model with one label, for `jaxrl train --reward.model`; a
-run found in run_dir is continued.
+DESCRIPTION = """Trains a reward model on preference pairs (Bradley-Terry): the chosen completion
+gets the higher score. The result is a Hugging Face model with one label, for
+`jaxrl train --reward.model`. Rerun the same command to resume an interrupted run.
 
   jaxrl reward-model --model.path DIR --data.path pairs.jsonl --run_dir runs/reward_model"""
 
@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     made = options.parser_with_file("reward-model", RewardModelConfig, description=DESCRIPTION)
     config = options.parse(made, RewardModelConfig, argv).config
 
-    # After --help and the config's errors: it takes seconds.
+    # Takes seconds, so after --help.
     from jaxrl.training.supervised.reward_model import train_reward_model
 
-    return outcome.report_pairs(train_reward_model(config))
+    return outcome.print_pairs_outcome(train_reward_model(config))

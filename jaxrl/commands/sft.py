@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from jaxrl.commands import options, outcome
 from jaxrl.config.sft import SFTConfig
 
-DESCRIPTION = """Fine-tunes a model on texts: cross-entropy over completion tokens, packed; a run
-found in run_dir is continued.
+DESCRIPTION = """Fine-tunes a model on texts, with cross-entropy over the completion tokens.
+Rerun the same command to resume an interrupted run.
 
   jaxrl sft --model.path DIR --data.path texts.jsonl --run_dir runs/sft"""
 
@@ -16,9 +16,8 @@ def main(argv: Sequence[str]) -> int:
     made = options.parser_with_file("sft", SFTConfig, description=DESCRIPTION)
     config = options.parse(made, SFTConfig, argv).config
 
-    # After --help and the config's errors: it takes seconds.
-    from jaxrl.training.supervised.sft import finetune
+    from jaxrl.training.supervised.sft import finetune  # takes seconds, so after --help
 
     result = finetune(config)
     loss = result.last.get("loss", float("nan"))
-    return outcome.report(result, f"loss {loss:.4f} nats per token")
+    return outcome.print_outcome(result, f"loss {loss:.4f} nats per token")

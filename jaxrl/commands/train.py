@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jaxrl.commands import options
+from jaxrl.commands import options, outcome
 from jaxrl.config.training import Config
 
 if TYPE_CHECKING:
     from jaxrl.train import Result
 
-DESCRIPTION = """Trains a model with reinforcement learning; a run found in run_dir is continued.
+DESCRIPTION = """Trains a model with reinforcement learning. Rerun the same command to resume an
+interrupted run. The exit status is 3 after an alarm paused the run and 4 after one stopped it.
 
   jaxrl train configs/quickstart.toml --train.steps 50
   jaxrl train --model.path DIR --data.path prompts.jsonl --reward.path my_rewards.py:fn"""
@@ -20,28 +21,28 @@ def main(argv: Sequence[str]) -> int:
     made = options.parser_with_file("train", Config, description=DESCRIPTION)
     config = options.parse(made, Config, argv).config
 
-    from jaxrl.core import hosts  # after --help and the config's errors: it takes seconds
+    from jaxrl.core import hosts  # these take seconds, so after --help
     from jaxrl.train import train
     from jaxrl.training import cluster
 
     with cluster.joined(config.hosts):
         result, leads = train(config), hosts.Hosts().leads
     if leads:
-        report(result)
+        print_result(result)
     if result.signum is not None:
         return 128 + result.signum
     return 0 if result.verdict is None else {"pause": 3, "stop": 4}[result.verdict.action]
 
 
-def report(result: "Result") -> None:
-    """Prints how a run ended."""
+def print_result(result: "Result") -> None:
+    """Prints the model's directory and accuracy, or why the run ended early."""
     if result.signum is not None:
-        print(f"ended by signal {result.signum} at step {result.step}; the same command goes on")
+        print(outcome.interrupted(result.signum, step=result.step))
         return
     if result.verdict is not None:
         print(result.verdict.message)
         return
     print(f"model: {result.model}")
-    if result.initial_accuracy is not None and result.final_accuracy is not None:
-        before, after = f"{result.initial_accuracy:.1%}", f"{result.final_accuracy:.1%}"
-        print(f"held-out accuracy: {before} -> {after}".replace("%", " %"))
+    before, after = result.initial_accuracy, result.final_accuracy
+    if before is not None and after is not None:
+        print(f"held-out accuracy: {outcome.change(before, after)}")

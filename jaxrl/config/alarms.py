@@ -17,8 +17,8 @@ Action = Literal[
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The thresholds of the alarm rules, as `scripts/false_alarms.py` found them: runs that go well
-    raise no alarm.
+    """The thresholds of the alarm rules: healthy runs raise no alarm with them, as
+    `scripts/experiments/false_alarms.py` shows.
 
     Attributes:
       warmup: the first steps, which later ones are compared with; only not_finite judges them.

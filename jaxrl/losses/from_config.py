@@ -16,7 +16,7 @@ from jaxrl.losses.algebra import Aggregation, Objective, TokenLoss, Weights, bot
 from jaxrl.losses.ratios import Level, Ratio
 from jaxrl.losses.recipe import Recipe, with_terms
 from jaxrl.losses.regularizers import KLEstimator
-from jaxrl.losses.shape_check import blaming, try_out
+from jaxrl.losses.shape_check import blaming, check_shapes
 
 # A parameter annotated with one of these types takes one of these names in a config.
 PARTS: Mapping[Any, Mapping[str, Any]] = {
@@ -87,7 +87,7 @@ def build(
     Raises:
       ValueError: for an unknown name (the nearest one is shown), an unknown, missing or mistyped
         parameter (those that exist are listed), a function that returns something else, parts
-        that do not go together, or a loss that cannot be traced (see `shape_check.try_out`). An
+        that do not go together, or a loss that cannot be traced (see `check_shapes`). An
         error of a user's function is chained to it.
     """
     function = plugins.load_function(name, builtin=recipes, key="loss.name")
@@ -104,7 +104,7 @@ def build(
         recipe = dataclasses.replace(recipe, advantages=estimator)
     recipe = with_terms(recipe, **_terms(more, known={**known, **parameters}))
     with blaming(function, name=name):
-        try_out(recipe)
+        check_shapes(recipe)
     return recipe
 
 

@@ -21,7 +21,7 @@ from jaxrl.losses.scores import Need, Scores
 _SHAPE = (2, 4)  # rows and tokens differ, so that an array of the one is not taken for the other
 
 
-def try_out(recipe: Recipe) -> None:
+def check_shapes(recipe: Recipe) -> None:
     """Traces the objective of a recipe, with the scores that it declares and no others.
 
     Raises:
@@ -29,12 +29,12 @@ def try_out(recipe: Recipe) -> None:
         Errors of the loss itself pass through.
     """
     batch = _batch(recipe)
-    _try(recipe.objective, batch)
+    _check(recipe.objective, batch)
     if recipe.critic is not None:
-        _try(recipe.critic.objective, batch)
+        _check(recipe.critic.objective, batch)
 
 
-def _try(goal: Objective, batch: TokenBatch) -> None:
+def _check(goal: Objective, batch: TokenBatch) -> None:
     scores = Scores(logprobs=_array(), **{need.value: _array() for need in goal.needs})
     _, metrics = jax.eval_shape(goal.total, scores, batch)
     for name, metric in metrics.items():

@@ -11,12 +11,7 @@ from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import MinibatchShape, unpack
 from jaxrl.learner.policy import Learner
 from jaxrl.models.spec import Params
-from jaxrl.monitoring.ratio.replay import (
-    Score,
-    log_ratio_parts,
-    replay_batch,
-    summarize_parts,
-)
+from jaxrl.monitoring.ratio.replay import Score, log_ratio_parts, replay_batch, summarize_parts
 from jaxrl.monitoring.ratio.split import known_tokens, split_log_ratio
 from jaxrl.monitoring.tracking.samples import NullSamples, Samples
 from jaxrl.training.schedule import is_due

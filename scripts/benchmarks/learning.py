@@ -1,4 +1,4 @@
-"""The learner's step as a run to be timed, and what it should need."""
+"""The learner's step as a benchmark, with its expected memory and FLOPs."""
 
 import time
 from typing import Any, NamedTuple
@@ -23,13 +23,13 @@ LEARNING_RATE, CLIP_NORM = 1e-6, 1.0
 
 
 class Built(NamedTuple):
-    """A compiled step, ready to run.
+    """A compiled step.
 
     Attributes:
       run: takes one step.
-      compile_seconds: to trace, lower and compile.
-      step_bytes: what the compiled program holds at once: arguments and temporaries.
-      live_bytes: what a step cannot do without, see `live_bytes`.
+      compile_seconds: time to trace, lower and compile.
+      step_bytes: memory of the compiled program: arguments and temporaries.
+      live_bytes: memory that a step needs, see `live_bytes`.
     """
 
     run: Run
@@ -39,7 +39,7 @@ class Built(NamedTuple):
 
 
 def learner_step(shape: str, *, precision: Precision, rows: int, remat: str) -> Built:
-    """GRPO with AdamW on random weights, `rows` sequences at a time."""
+    """Compiles a step of GRPO with AdamW on random weights, `rows` sequences per microbatch."""
     model = decoder(SHAPES[shape], remat=remat)
     learner = make_learner(
         model,
@@ -70,8 +70,8 @@ def learner_step(shape: str, *, precision: Precision, rows: int, remat: str) -> 
 
 
 def _batch(shape: str) -> TokenBatch:
-    """Full rows of one sequence each; sampler log-probs are those of a uniform policy, which random
-    weights nearly are, with noise."""
+    """Builds full rows of one sequence each; sampler log-probs are those of a uniform policy with
+    noise, close to random weights."""
     rng = np.random.default_rng(0)
     size, vocab = (SEQUENCES, LENGTH), SHAPES[shape].vocab_size
     positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), size)
@@ -88,9 +88,8 @@ def _batch(shape: str) -> TokenBatch:
 def live_bytes(
     model: Any, state: Any, minibatch: Minibatch, *, precision: Precision, rows: int
 ) -> int:
-    """Bytes of the arrays that a step must hold at once when the backward pass of a microbatch
-    begins: state and batch, the weights in `compute`, gradients accumulated and of this microbatch,
-    and what the forward pass has kept for the backward pass."""
+    """Counts the bytes that a step needs when a microbatch's backward pass begins: state, batch,
+    weights in `compute`, both gradients, and residuals of the forward pass."""
     batch = jax.tree.map(lambda x: x[:rows], minibatch.batch)
     weights = jax.eval_shape(lambda p: cast(p, precision.compute), state.params)
     copies = [] if precision.compute == precision.params else [weights]
@@ -112,8 +111,8 @@ def live_bytes(
 
 
 def step_flops(shape: str) -> float:
-    """Model FLOPs of one step, forward and backward as three times forward: matrix products, the
-    causal half of attention, the head at answer tokens only."""
+    """Counts the model FLOPs of a step as three times the forward pass: matrix products, the causal
+    half of attention, the head at completion tokens only."""
     c = SHAPES[shape]
     body = 2 * c.hidden_size * (c.num_heads + c.num_kv_heads) * c.head_dim
     body = c.num_layers * (body + 3 * c.hidden_size * c.intermediate_size)

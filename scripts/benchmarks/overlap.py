@@ -1,4 +1,4 @@
-"""Runs of the quickstart against a server, with more and more of the work overlapping."""
+"""Runs of the quickstart against a server, with increasing overlap of sampling and training."""
 
 import json
 from collections import Counter
@@ -8,39 +8,34 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from benchmarks.quickstart import material
+from experiments.runs import CONFIGS, accuracies, quickstart, rollouts, trained
 
-from jaxrl import train
 from jaxrl.builders.servers import Workload, started_server
-from jaxrl.config import toml_file
 from jaxrl.config.sampler import ServerConfig
-from jaxrl.config.training import Config
 from jaxrl.core.precision import parse
-from jaxrl.monitoring.tracking.tracking import read_metrics
 
-CONFIG = Path(__file__).parents[2] / "configs" / "quickstart_async.toml"
-# Without a correction the loss takes old answers for new ones; with it their tokens are reweighted.
+# Without a correction the loss treats old completions as new; with it their tokens are reweighted.
 CORRECTIONS = {
     "none": {"loss.name": "grpo", "loss.ratio": "over_anchor"},
     "token TIS": {"loss.name": "grpo_token_tis"},
 }
-# An answer to a row with much padding, so that the learner's work is as long as the server's.
+# One completion per padded row, so that the learner works as long as the server.
 BALANCED = {
     "train.packing": "false",
     "train.row_length": "144",
     "train.microbatch_tokens": "4608",
 }
-SKIPPED = 3  # steps at the beginning, which compile
+SKIPPED = 3  # first steps, which compile
 
 
 class Measured(NamedTuple):
-    """A run.
+    """Measurements of a run.
 
     Attributes:
-      learner, server: share of the time in which each had work to do.
-      ages: how many steps had that mean staleness, rounded.
-      chi2: mean of E[w^2] - 1 over the tokens of a step; w is the importance weight.
-      gain: reward of the last 5 steps less that of the first 5.
+      learner, server: share of the time that each was busy.
+      ages: number of steps by mean staleness, rounded.
+      chi2: mean over steps of E[w^2] - 1 over tokens; w is the importance weight.
+      gain: mean reward of the last 5 steps less that of the first 5.
     """
 
     staleness: int
@@ -56,13 +51,13 @@ class Measured(NamedTuple):
 
     @property
     def busy_together(self) -> float:
-        """The sum of both shares, less 1: 0 where they take turns."""
+        """Sum of both shares less 1; 0 if they take turns."""
         return self.learner + self.server - 1
 
 
 @contextmanager
 def server(base: Path, *, log: Path) -> Iterator[str]:
-    """The address of a server that is ready."""
+    """Starts a server and yields its address."""
     with started_server(
         ServerConfig(),
         base / "sft" / "model",
@@ -84,30 +79,28 @@ def measure(
     steps: int,
     balanced: bool,
 ) -> Measured:
-    """A run, which is trained unless the directory holds it to the end."""
+    """Measures a run, training it first if `directory` does not have it."""
     name = f"{correction.replace(' ', '-')}-{staleness}-{seed}"
     run_dir = directory / (f"{name}-balanced" if balanced else name)
-    if not (run_dir / "curves.png").exists():
-        keys = {
-            "seed": str(seed),
-            "run_dir": str(run_dir),
-            **material(base),
-            "sampler.url": json.dumps([url]),
-            "rollouts.max_staleness": str(staleness),
-            "train.steps": str(steps),
-            "checkpoint.every": "0",
-            "probe.every": "0",
-            "eval.every": "0",
-            **CORRECTIONS[correction],
-            **(BALANCED if balanced else {}),
-        }
-        train.train(toml_file.load(Config, file=CONFIG, overrides=list(keys.items())))
-    entries = read_metrics(run_dir / "metrics.jsonl")
-    steps_of = [e for e in entries if "reward" in e]
+    keys = {
+        "seed": seed,
+        "run_dir": run_dir,
+        **quickstart(base),
+        "sampler.url": json.dumps([url]),
+        "rollouts.max_staleness": staleness,
+        "train.steps": steps,
+        "checkpoint.every": 0,
+        "probe.every": 0,
+        "eval.every": 0,
+        **CORRECTIONS[correction],
+        **(BALANCED if balanced else {}),
+    }
+    entries = trained(CONFIGS / "quickstart_async.toml", keys)
+    steps_of = rollouts(entries)
     timed = steps_of[SKIPPED:]
     seconds = sum(e["time/step"] for e in timed)
     sampling = sum(e["time/sample"] for e in timed)
-    # In turn, the learner waits for all of the sampling.
+    # Without overlap the learner waits during all of the sampling.
     waiting = sum(e.get("time/wait", e["time/sample"]) for e in timed)
     rewards = [e["reward"] for e in steps_of]
     return Measured(
@@ -120,12 +113,12 @@ def measure(
         ages=dict(sorted(Counter(round(e.get("staleness", 0)) for e in steps_of).items())),
         chi2=fmean(e["mismatch/chi2"] for e in timed),
         gain=fmean(rewards[-5:]) - fmean(rewards[:5]),
-        accuracy=[e["eval/accuracy"] for e in entries if "eval/accuracy" in e][-1],
+        accuracy=list(accuracies(entries).values())[-1],
     )
 
 
 def table(runs: Sequence[Measured]) -> str:
-    """As Markdown, a line for each run."""
+    """Formats a Markdown table with a line for each run."""
     header = (
         "max_staleness",
         "correction",

@@ -1,5 +1,5 @@
-"""Hand-written programs of the same work, from a folder with `jax_step.py` and `jax_decode.py` that
-read their settings from the command line and their weights from models/."""
+"""Hand-written baselines: `jax_step.py` and `jax_decode.py` in a directory, with settings from the
+command line and weights from models/."""
 
 import importlib
 import sys
@@ -14,7 +14,7 @@ FLAGS = {"f32": "fp32", "bf16": "bf16"}
 
 
 def step(directory: Path, shape: str, *, dtype: str, rows: int) -> Run:
-    """A GRPO step on 64 sequences, `rows` at a time."""
+    """Builds a GRPO step on 64 sequences, `rows` per microbatch."""
     (base,) = _load(directory, "jax_step", shape, dtype, "--attn", "cvjp", "--micro", str(rows))
     fixed, old = base.fixed_batch(shape), base.old_logps(shape)
     tokens = jnp.concatenate([fixed["prompt_ids"], fixed["completion_ids"]], axis=1)
@@ -30,7 +30,7 @@ def step(directory: Path, shape: str, *, dtype: str, rows: int) -> Run:
 
 
 def loop(directory: Path, shape: str, *, dtype: str) -> Run:
-    """A decoding loop for 64 sequences."""
+    """Builds a decoding loop for 64 sequences."""
     base, decode = _load(directory, "jax_step jax_decode", shape, dtype)
     weights = jax.tree.map(jnp.asarray, base.load())
     prompts = jnp.asarray(base.fixed_batch(shape)["prompt_ids"])
@@ -51,7 +51,7 @@ def _load(directory: Path, names: str, shape: str, dtype: str, *flags: str) -> l
         modules = []
         for name in names.split():
             modules.append(importlib.import_module(name))
-            sys.modules["jax_base"] = modules[0]  # the name by which jax_decode knows jax_step
+            sys.modules["jax_base"] = modules[0]  # jax_decode imports jax_step by this name
         return modules
     finally:
         sys.argv = argv

@@ -1,4 +1,4 @@
-"""A publish in its parts, beside a copy of the same bytes and vLLM's own reload of a checkpoint."""
+"""Times of a publish by part, of a copy of the same bytes, and of vLLM's reload of a checkpoint."""
 
 import time
 from collections.abc import Callable
@@ -41,9 +41,14 @@ MODELS = {
 def measure(
     name: str, *, params_dtype: DType, wire: DType, repetitions: int
 ) -> tuple[int, dict[str, list[float]]]:
-    """Bytes of the wire, and seconds of: the parts of a publish; `copy`, by one thread, of as many
-    bytes within memory that has been touched; `vLLM reload` of the checkpoint from the page cache.
-    All three alternate; the first time of each is not counted."""
+    """Times the parts of a publish, `copy` and `vLLM reload`, alternately and after one warm-up.
+
+    `copy` moves as many bytes within touched memory, in one thread; `vLLM reload` reads the
+    checkpoint from the page cache.
+
+    Returns:
+      (bytes on the wire, seconds of each).
+    """
     config = MODELS[name]
     specs = decoder(config).specs
     seconds: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""The embedded sampler as a run to be timed."""
+"""The embedded sampler as a benchmark."""
 
 import jax
 import jax.numpy as jnp
@@ -13,34 +13,34 @@ from jaxrl.models.spec import init
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 
-GROUP = 8  # answers per prompt
+GROUP = 8  # completions per prompt
 
 
 def embedded(shape: str, *, dtype: str, sequences: int) -> Run:
-    """The embedded sampler with random weights: groups of GROUP answers that never stop."""
+    """Builds a run of the embedded sampler: random weights, groups of GROUP endless completions."""
     config = SHAPES[shape]
     model = decoder(config)
-    params = init(model.specs, jax.random.key(0), dtype=jnp.dtype(jnp.float32))
+    weights = init(model.specs, jax.random.key(0), dtype=jnp.dtype(jnp.float32))
     policy = parse(f"fp32,wire={dtype},sampler={dtype}")
-    sampler = EmbeddedSampler(model, params, precision=policy, max_batch=sequences)
+    sampler = EmbeddedSampler(model, weights, precision=policy, max_batch=sequences)
     prompts = random_prompts(config, sequences=sequences)
 
     def run(seed: int) -> None:
-        answers = SamplingParams(max_tokens=ANSWER, seed=seed)
-        tokens = sum(len(c.tokens) for c in sampler.sample(prompts, answers, group_size=GROUP))
+        params = SamplingParams(max_tokens=ANSWER, seed=seed)
+        tokens = sum(len(c.tokens) for c in sampler.sample(prompts, params, group_size=GROUP))
         assert tokens == sequences * ANSWER
 
     return run
 
 
 def random_prompts(config: DecoderConfig, *, sequences: int) -> np.ndarray:
-    """One prompt for each group of `sequences` answers, i64[sequences / GROUP, PROMPT]."""
+    """Draws a prompt for each group of completions: i64[sequences / GROUP, PROMPT]."""
     rng = np.random.default_rng(0)
     return rng.integers(100, config.vocab_size, (sequences // GROUP, PROMPT))
 
 
 def flops_per_token(shape: str) -> float:
-    """Matrix products and attention of one decoded token, at the middle of an answer."""
+    """Counts the FLOPs of a decoded token in the middle of a completion."""
     c = SHAPES[shape]
     attention = 2 * c.hidden_size * (c.num_heads + c.num_kv_heads) * c.head_dim
     body = c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)

@@ -1,4 +1,4 @@
-"""A vLLM server with random weights, our client of it, and the leanest client there can be."""
+"""A vLLM server with random weights, jaxrl's client, and a minimal client."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ from jaxrl.sampling.vllm.sampler import VllmSampler
 
 @contextmanager
 def server(config: DecoderConfig, *, dtype: DType) -> Iterator[tuple[LocalServer, Params, Path]]:
-    """A server, its weights and its checkpoint."""
+    """Starts a server; yields it with its weights and its checkpoint."""
     params = init(decoder(config).specs, jax.random.key(0), dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
@@ -48,7 +48,7 @@ def server(config: DecoderConfig, *, dtype: DType) -> Iterator[tuple[LocalServer
 
 @contextmanager
 def clients(config: DecoderConfig, *, dtype: DType, sequences: int) -> Iterator[dict[str, Run]]:
-    """Runs of our client, and of a bare asyncio loop that discards the answers."""
+    """Yields runs of jaxrl's client and of a bare asyncio loop that discards the completions."""
     prompts = random_prompts(config, sequences=sequences)
     with (
         server(config, dtype=dtype) as (started, params, _),

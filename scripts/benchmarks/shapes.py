@@ -1,4 +1,4 @@
-"""The two models that are timed, and the lengths of prompts and answers."""
+"""Models of the benchmarks, and lengths of prompts and completions."""
 
 from jaxrl.models.families import DecoderConfig, Rope
 

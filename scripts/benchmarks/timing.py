@@ -1,4 +1,4 @@
-"""Alternating repetitions, the machine's peak, and a line of JSON for each result."""
+"""Alternating timings, the machine's peak, and results as lines of JSON."""
 
 import json
 import resource
@@ -17,8 +17,8 @@ Run = Callable[[int], object]  # does the work with a seed and waits for it
 
 
 def alternate(runs: dict[str, Run], *, repetitions: int) -> dict[str, list[float]]:
-    """Seconds of every repetition, one run after the other so that a disturbance hits them alike;
-    the first call of each, which compiles, is not counted."""
+    """Times the runs alternately, so that disturbances affect them alike, after one call of each to
+    compile."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for seed in range(repetitions + 1):
         for name, run in runs.items():
@@ -30,7 +30,7 @@ def alternate(runs: dict[str, Run], *, repetitions: int) -> dict[str, list[float
 
 
 def matmul_peak(dtype: str) -> float:
-    """FLOP/s of a large matrix product with operands in `dtype` and an f32 result."""
+    """Measures FLOP/s of a large matrix product with operands in `dtype` and an f32 result."""
     size = 2048
     x = jnp.ones((size, size), parse(f"fp32,sampler={dtype}").sampler)
     product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
@@ -39,7 +39,7 @@ def matmul_peak(dtype: str) -> float:
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Best, median and worst of a rate."""
+    """Returns the best, median and worst of a rate."""
     return {
         "best": max(values),
         "median": statistics.median(values),
@@ -48,7 +48,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def versus(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    """Ratios of two rates that were measured alternately."""
+    """Summarises the ratios of two rates that were measured alternately."""
     rounds = [a / b for a, b in zip(ours, theirs, strict=True)]
     return {
         "best of each": max(ours) / max(theirs),

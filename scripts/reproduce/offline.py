@@ -1,4 +1,4 @@
-"""Learner and vLLM on the same weights and the same tokens, in bf16 and in fp16."""
+"""Comparison of learner and vLLM on equal weights and tokens, in bf16 and fp16."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from jaxrl.core.batch import Rollout
 from jaxrl.training.run import open_run
 
 CONFIG = ROOT / "configs" / "sanity_test.toml"
-TOKENS = 192  # of an answer; drawn past its end, so that long sequences can be looked at
+TOKENS = 192  # of a completion; sampled past its end to study long sequences
 LENGTHS = (8, 16, 32, 64, 128, TOKENS)
 SERVED = {"bf16": "bf16_master", "fp16": "fp16_master"}
 LEARNERS = {**SERVED, "f32": "fp32"}
@@ -23,12 +23,12 @@ Scores = dict[str, np.ndarray]  # "learner bf16", "vllm bf16", ...: f64[sequence
 
 
 def measured(directory: Path, keys: Mapping[str, str]) -> Scores:
-    """Log-probs of 64 sequences that the embedded sampler has drawn in f32, by learners in three
-    dtypes and by vLLM servers in two. What `directory` has of it is not done again.
+    """Scores 64 sequences of the embedded sampler in f32 with learners in three dtypes and vLLM
+    servers in two. The scores are kept in `directory`.
 
     Args:
-      directory: for arrays and logs.
-      keys: of the config, with "model.path" and "data.path" among them.
+      directory: directory for arrays and logs.
+      keys: config keys, among them "model.path" and "data.path".
     """
     file = directory / "scores.npz"
     if file.exists():
@@ -78,22 +78,22 @@ def _sequences(run: Any) -> list[Rollout]:
 
 
 def _answers(scores: np.ndarray) -> np.ndarray:
-    """[N, row] with NaN outside of the answers -> [N, TOKENS]."""
+    """Removes NaN outside of the completions: [N, row] -> [N, TOKENS]."""
     return scores[~np.isnan(scores)].reshape(len(scores), TOKENS)
 
 
 def difference(scores: Scores, *, learner: str, served: str) -> np.ndarray:
-    """Learner - sampler, f64[sequences, TOKENS]."""
+    """Computes learner - sampler: f64[sequences, TOKENS]."""
     return scores[f"learner {learner}"] - scores[f"vllm {served}"]
 
 
 def sequence_std(delta: np.ndarray) -> list[float]:
-    """Standard deviation over sequences of the log-ratio of their first LENGTHS tokens."""
+    """Computes the std over sequences of the log-ratio of the first LENGTHS tokens."""
     return [float(delta[:, :length].sum(axis=1).std()) for length in LENGTHS]
 
 
 def table(scores: Scores) -> str:
-    """A line for each learner and server, and how many times smaller fp16's numbers are."""
+    """Formats a line for each learner and server, and the ratio of bf16's to fp16's numbers."""
     header = ["learner", "vLLM", "token std", "p99", "mean of abs(p - q)", "beyond eps .2"]
     header += [f"sequence std, {length} tokens" for length in LENGTHS]
     numbers = {}

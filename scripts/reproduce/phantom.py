@@ -1,4 +1,4 @@
-"""Phantom clipping: its rows, its material, its table and what must hold of it."""
+"""Phantom clipping: the grid's rows, its models and prompts, its table and its checks."""
 
 import json
 import random
@@ -12,18 +12,7 @@ import jax.numpy as jnp
 import make_arithmetic
 import numpy as np
 from reproduce import scoring
-from reproduce.grid import (
-    ROOT,
-    Entries,
-    Row,
-    curve,
-    early,
-    finished,
-    markdown,
-    metrics,
-    spread,
-    trained,
-)
+from reproduce.grid import ROOT, Entries, Row, curve, early, found, markdown, spread, trained
 
 from jaxrl.builders.servers import Workload, started_server
 from jaxrl.config import toml_file
@@ -37,7 +26,7 @@ from jaxrl.losses.scores import Scores
 from jaxrl.training.run import open_run
 
 CONFIG = ROOT / "configs" / "phantom_clipping.toml"
-# Deep, narrow and with large weights: the rounding of each layer is large beside what it adds.
+# Deep, narrow and with large weights: rounding is large compared with what a layer adds.
 DEEP = make_arithmetic.MODEL | {
     "num_hidden_layers": 24,
     "hidden_size": 32,
@@ -65,7 +54,7 @@ ROWS = (
     Row("bf16_master, clipped", {"precision": "bf16_master"}),
     Row("fp16_master, clipped", {"precision": "fp16_master"}),
 )
-# A coarser sampler: its weights are rounded to 8 bits, as engines with quantised weights have them.
+# A coarser sampler: weights rounded to 8 bits, as in engines with quantised weights.
 COARSE = {"precision": "phantom,wire=f8_e4m3"}
 SAMPLERS = {
     "vllm": ROWS,
@@ -73,11 +62,11 @@ SAMPLERS = {
     "fp8": tuple(row for row in ROWS if "precision" not in row.changes),
 }
 MATCHED = {"bf16_master": "bf16_master, clipped", "fp16_master": "fp16_master, clipped"}
-NEAR = 0.1  # of the first rollout's length: within 10 % of the optimum
+NEAR = 0.1  # of the first rollout's length counts as within 10 % of the optimum
 
 
 def write_material(directory: Path, *, model: Mapping, seeds: Sequence[int]) -> None:
-    """A random model for each seed, and 64 prompts."""
+    """Writes a random model for each seed, and 64 prompts."""
     for seed in seeds:
         if not (directory / f"model-{seed}").exists():
             make_arithmetic.write_model(directory / f"model-{seed}", dict(model), seed=seed)
@@ -87,13 +76,13 @@ def write_material(directory: Path, *, model: Mapping, seeds: Sequence[int]) -> 
 
 
 def row_dir(directory: Path, row: Row, *, seed: int) -> Path:
-    """Where a run lies."""
+    """Names the directory of a run."""
     words = re.findall(r"[a-z0-9_]+", row.name.split(":")[0])
     return directory / f"{'-'.join(words)}-{seed}"
 
 
 def run_row(material: Path, row: Row, *, run_dir: Path, seed: int, more: Mapping) -> Entries:
-    """One run: a row with a seed, and `more` keys of the config."""
+    """Trains a row with a seed and `more` config keys."""
     keys = {
         "seed": str(seed),
         "run_dir": str(run_dir),
@@ -105,8 +94,8 @@ def run_row(material: Path, row: Row, *, run_dir: Path, seed: int, more: Mapping
 
 @contextmanager
 def servers(directory: Path) -> Iterator[Callable[[Row], dict[str, str]]]:
-    """A function from a row to the config's keys for a vLLM server of the row's dtype, which is
-    started when it is first asked for."""
+    """Yields a function from a row to config keys for a vLLM server of the row's dtype, which it
+    starts on first use."""
     with ExitStack() as stack:
         urls: dict[np.dtype, str] = {}
 
@@ -127,49 +116,47 @@ def servers(directory: Path) -> Iterator[Callable[[Row], dict[str, str]]]:
 
 
 def train_rows(directory: Path, *, sampler: str, rows: Sequence[Row], seeds: Sequence[int]) -> None:
-    """Trains what is not trained yet of the rows that a sampler has, the first one with all seeds
-    first."""
+    """Trains a sampler's missing rows, one row with all seeds after the other."""
     there = [row for row in rows if row in SAMPLERS[sampler]]
     with servers(directory) as keys:
         for row, seed in ((row, seed) for row in there for seed in seeds):
             run_dir = row_dir(directory / sampler, row, seed=seed)
-            if not finished(run_dir):
-                more = COARSE if sampler == "fp8" else {}
+            more = COARSE if sampler == "fp8" else {}
+            if not found([run_dir]):
                 more = keys(row) if sampler == "vllm" else more
                 run_row(directory, row, run_dir=run_dir, seed=seed, more=more)
 
 
 def found_rows(directory: Path, *, sampler: str) -> dict[Row, list[Entries]]:
-    """The runs that are there, of every row, by their seeds."""
+    """Reads the finished runs of every row, sorted by seed."""
     there = {}
     for row in ROWS:
         run_dirs = sorted(
             directory.joinpath(sampler).glob(row_dir(Path(), row, seed=0).name[:-1] + "*")
         )
-        runs = [metrics(run_dir) for run_dir in run_dirs if finished(run_dir)]
-        if runs:
+        if runs := found(run_dirs):
             there[row] = runs
     return there
 
 
 def steps_to_near(entries: Entries) -> float:
-    """Rollouts until the mean length is a tenth of the first one's; infinite if it never is."""
+    """Counts rollouts until the mean length is a tenth of the first one's, or infinity."""
     lengths = np.array([-e["reward"] for e in entries])
     near = np.flatnonzero(lengths <= NEAR * lengths[0])
     return float(near[0] + 1) if near.size else np.inf
 
 
 def probed(row: Row, entries: Entries, name: str) -> float:
-    """A fraction that the probe has counted, over the first ten rollouts, for a row's own loss."""
-    # The probe asks what the ratio over the sampler would clip. The shadowed one would clip some of
-    # that too, by what JAX and the sampler do otherwise in one dtype; the others have no sampler.
+    """Averages a probe's share over the first ten rollouts, for the row's own loss."""
+    # The probe counts what the ratio over the sampler would clip. The shadowed ratio clips part of
+    # that, by differences of JAX and the sampler in one dtype; the others do not use the sampler.
     if row is SHADOWED and name != "probe/phantom":
         return float("nan")
     return early([entries], name)[0] if "loss.ratio" not in row.changes else 0.0
 
 
 def table(results: Mapping[Row, Sequence[Entries]]) -> str:
-    """One line for each row of the grid, over its seeds."""
+    """Formats a line for each row of the grid, over its seeds."""
     header = (
         "row",
         "length at rollout 1, 5, 10, 15, 20, last",
@@ -214,10 +201,13 @@ SHORT = {
 
 
 def check_directions(directory: Path) -> list[str]:
-    """The phantom fractions of one rollout of a small model, and of short runs, as lines to print.
+    """Measures phantom fractions of one rollout of a small model and of short runs.
+
+    Returns:
+      Lines to print.
 
     Raises:
-      AssertionError: where one does not have its direction.
+      AssertionError: if one has the wrong direction.
     """
     write_material(directory, model=SMALL, seeds=[0])
     keys = {"model.path": str(directory / "model-0"), "data.path": str(directory / "prompts.jsonl")}
@@ -249,13 +239,13 @@ def check_directions(directory: Path) -> list[str]:
 
 
 def phantom_share(ratio: Ratio, scores: Scores, batch: TokenBatch) -> float:
-    """Share of the action tokens that a loss with this ratio clips at .2 and that would not be
-    clipped by what the policy has moved, which is shadow - sampler."""
+    """Computes the share of action tokens that this ratio clips at .2 but the policy's own change,
+    shadow - sampler, would not."""
     moved = jnp.exp(scores.shadow - batch.sampler_logprobs)
     up, down = batch.advantages > 0, batch.advantages < 0
 
     def clipped(r: jax.Array) -> jax.Array:
         return (up & (r > 1.2)) | (down & (r < 0.8))
 
-    found = clipped(ratio.value(scores, batch)) & ~clipped(moved)
-    return float(jnp.sum(found & batch.action_mask) / jnp.sum(batch.action_mask))
+    phantoms = clipped(ratio.value(scores, batch)) & ~clipped(moved)
+    return float(jnp.sum(phantoms & batch.action_mask) / jnp.sum(batch.action_mask))

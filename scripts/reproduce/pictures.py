@@ -1,4 +1,4 @@
-"""Pictures of the two results."""
+"""Plots of the two results."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ STYLES = ("-", "--", ":")
 
 
 def new(columns: int, *, width: float = 5.2, height: float = 4.0, rows: int = 1):
-    """A figure and its axes, in the order of reading."""
+    """Creates a figure and its axes, in reading order."""
     figure = matplotlib.figure.Figure((columns * width, rows * height), layout="constrained")
     axes = np.atleast_1d(figure.subplots(rows, columns)).ravel()
     for axis in axes:
@@ -30,8 +30,8 @@ def save(figure: matplotlib.figure.Figure, path: Path) -> None:
 def phantom_lengths(
     path: Path, results: Mapping[str, Mapping[str, Sequence[Entries]]], *, rows: Sequence[str]
 ) -> None:
-    """Answer lengths over the rollouts, mean over the seeds of each row with a band from the least
-    to the largest, a panel for each sampler: {sampler: {row: runs}}. A row has one color."""
+    """Plots completion length by rollout: {sampler: {row: runs}}, a panel for each sampler, a color
+    for each row, the mean over seeds with a band from minimum to maximum."""
     figure, axes = new(len(results), width=6.0, height=4.6)
     for axis, (sampler, found) in zip(axes, results.items(), strict=True):
         for i, row in enumerate(rows):
@@ -53,8 +53,8 @@ def phantom_lengths(
 
 
 def phantom_betas(path: Path, results: Mapping[str, Mapping[str, Sequence[Entries]]]) -> None:
-    """|beta| by the sampler's probability, and what is clipped before any update, with the phantoms
-    of the dtype in a darker color: {sampler: {policy: runs}}."""
+    """Plots |beta| by the sampler's probability, and the share clipped before any update with the
+    dtype's phantoms in a darker color: {sampler: {policy: runs}}."""
     figure, axes = new(2)
     position = 0
     for i, (sampler, policies) in enumerate(results.items()):
@@ -63,7 +63,7 @@ def phantom_betas(path: Path, results: Mapping[str, Mapping[str, Sequence[Entrie
             means = [np.nanmean(curve(first, f"probe/beta_decile_{d}")) for d in range(10)]
             label = f"{policy}, {sampler}"
             style = {"color": color, "linestyle": STYLES[i]}
-            if any(means):  # a matched policy has no beta at all
+            if any(means):  # a matched policy has no beta
                 axes[0].plot(range(1, 11), means, marker="o", markersize=3.5, label=label, **style)
             clipped = 100 * np.nanmean(curve(first, "probe/clipped"))
             phantom = 100 * np.nanmean(curve(first, "probe/phantom"))
@@ -84,7 +84,7 @@ def phantom_betas(path: Path, results: Mapping[str, Mapping[str, Sequence[Entrie
 
 
 def offline(path: Path, scores: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-    """Probabilities of learner against sampler, and the sequence log-ratio by length, a row of
+    """Plots learner against sampler probabilities and the sequence log-ratio by length, a row of
     panels for each model: {model: scores of offline.measured}."""
     figure, axes = new(3, rows=len(scores), width=4.6, height=4.2)
     for i, (model, found) in enumerate(scores.items()):
@@ -111,7 +111,7 @@ def offline(path: Path, scores: Mapping[str, Mapping[str, np.ndarray]]) -> None:
 def sanity(
     path: Path, results: Mapping[str, Mapping[str, Sequence[Entries]]], *, window: int = 5
 ) -> None:
-    """Training accuracy of each algorithm by policy, and the mismatch of all before an update:
+    """Plots training accuracy of each algorithm by policy, and the mismatch before an update:
     {algorithm: {policy: runs}}."""
     panels = len(results) + 1
     figure, axes = new(min(panels, 3), rows=-(-panels // 3), width=4.6, height=3.5)

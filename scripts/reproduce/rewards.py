@@ -5,5 +5,5 @@ from typing import Any
 
 
 def minus_length(completion: str, example: Mapping[str, Any]) -> float:
-    """Minus the number of characters, which are tokens here; the best answer is empty."""
+    """Returns minus the number of characters, here tokens; the best completion is empty."""
     return -float(len(completion))

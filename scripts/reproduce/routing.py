@@ -1,4 +1,4 @@
-"""What routing replay changes in the mismatch before any update."""
+"""Effect of routing replay on the mismatch before any update."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,14 +27,14 @@ EXPERTS = {
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
 }
-# The quickstart's size, and the one of docs/precision.md whose rounding is large.
+# The quickstart's size, and the size from docs/precision.md with large rounding.
 MODELS = {"2 layers of 64": make_arithmetic.MODEL | EXPERTS, "24 layers of 32": DEEP | EXPERTS}
 FOUND = ("beta_std", "beta_p99", "alpha_std", "k3_kl", "ess", "clipped", "phantom")
 HEADER = ("model", "precision", "routed otherwise", "replay", *FOUND)
 
 
 def rows(directory: Path) -> Iterator[list[str]]:
-    """The cells of a table: for every model and policy a line without and one with replay."""
+    """Yields table lines: for every model and policy one without and one with replay."""
     for name, model in MODELS.items():
         material = directory / name.replace(" ", "-")
         write_material(material, model=model, seeds=[0])
@@ -46,8 +46,12 @@ def rows(directory: Path) -> Iterator[list[str]]:
 
 
 def measured(material: Path, policy: str) -> tuple[float, dict[str, float], dict[str, float]]:
-    """Of one rollout of 64 answers: the share of tokens and layers for which learner and sampler
-    choose different experts, and the split of the log-ratio without and with replay."""
+    """Measures one rollout of 64 completions.
+
+    Returns:
+      (share of tokens and layers in which learner and sampler choose different experts; split of
+      the log-ratio without replay; the same with replay).
+    """
     keys = {
         "precision": policy,
         "run_dir": str(material / policy),

@@ -1,4 +1,4 @@
-"""The sanity test: algorithms under dtype policies, on prompts that can all be learnt."""
+"""The sanity test: algorithms under dtype policies, on prompts that can all be learned."""
 
 import json
 import random
@@ -8,7 +8,7 @@ from pathlib import Path
 import make_arithmetic
 import numpy as np
 from reproduce import scoring
-from reproduce.grid import ROOT, Entries, curve, finished, markdown, metrics, spread, trained
+from reproduce.grid import ROOT, Entries, curve, found, markdown, spread, trained
 from reproduce.phantom import SHORT, SMALL
 
 from jaxrl import cli
@@ -26,12 +26,12 @@ ALGORITHMS = {
 }
 POLICIES = {"bf16": "bf16_master", "fp16": "fp16_master", "f32": "fp32"}
 SAMPLERS = {"bf16": "bf16", "fp16": "f16", "f32": "f32"}
-CANDIDATES = 200  # prompts that the perfectible ones are chosen from
+CANDIDATES = 200  # prompts to choose the perfectible ones from
 Cell = tuple[str, str, str]  # algorithm, training dtype, sampler dtype
 
 
 def write_material(directory: Path) -> None:
-    """The quickstart's base model, unless `directory`/base has one, and perfectible prompts."""
+    """Writes perfectible prompts and, unless it is there, the quickstart's base model."""
     if not (directory / "base" / "model").exists():
         make_arithmetic.write_model(directory / "untrained", make_arithmetic.MODEL, seed=0)
         rng = random.Random(0)
@@ -39,12 +39,9 @@ def write_material(directory: Path) -> None:
         _jaxrl(
             "sft",
             "configs/quickstart_sft.toml",
-            "--run_dir",
-            directory / "base",
-            "--model.path",
-            directory / "untrained",
-            "--data.path",
-            directory / "sft.jsonl",
+            f"--run_dir={directory / 'base'}",
+            f"--model.path={directory / 'untrained'}",
+            f"--data.path={directory / 'sft.jsonl'}",
         )
     out = directory / "perfectible.jsonl"
     if not out.exists():
@@ -53,39 +50,34 @@ def write_material(directory: Path) -> None:
         _jaxrl(
             "filter",
             "configs/sanity_test.toml",
-            "--out",
-            out,
-            "--precision",
-            "fp32",
-            "--model.path",
-            directory / "base" / "model",
-            "--data.path",
-            directory / "candidates.jsonl",
+            f"--out={out}",
+            "--precision=fp32",
+            f"--model.path={directory / 'base' / 'model'}",
+            f"--data.path={directory / 'candidates.jsonl'}",
         )
 
 
-def _jaxrl(*arguments: object) -> None:
-    status = cli.main([str(argument) for argument in arguments])
-    if status:
+def _jaxrl(*arguments: str) -> None:
+    if status := cli.main(arguments):
         raise SystemExit(status)
 
 
 def cells(
     algorithms: Sequence[str] = tuple(ALGORITHMS), *, ablated: Sequence[str] = tuple(ALGORITHMS)
 ) -> list[Cell]:
-    """The runs: `algorithms` where training and sampler agree, `ablated` ones where they do not."""
+    """Lists the runs: `algorithms` with equal dtypes for both sides, `ablated` with others."""
     matched = [(name, dtype, dtype) for name in algorithms for dtype in POLICIES]
     crossed = [(name, a, b) for name in ablated for a in POLICIES for b in SAMPLERS if a != b]
     return matched + crossed
 
 
 def cell_dir(directory: Path, cell: Cell, *, seed: int) -> Path:
-    """Where a run lies."""
+    """Names the directory of a run."""
     return directory / "runs" / f"{'-'.join(cell)}-{seed}"
 
 
 def run_cell(directory: Path, cell: Cell, *, seed: int) -> Entries:
-    """One run."""
+    """Trains one run."""
     algorithm, training, served = cell
     policy = POLICIES[training]
     if training != served:
@@ -104,35 +96,33 @@ def run_cell(directory: Path, cell: Cell, *, seed: int) -> Entries:
 
 
 def found_cells(directory: Path) -> dict[Cell, list[Entries]]:
-    """The runs that are there, by their seeds."""
+    """Reads the finished runs, sorted by seed."""
     there = {}
     for cell in cells():
         run_dirs = sorted(directory.glob(f"runs/{'-'.join(cell)}-[0-9]*"))
-        runs = [metrics(run_dir) for run_dir in run_dirs if finished(run_dir)]
-        if runs:
+        if runs := found(run_dirs):
             there[cell] = runs
     return there
 
 
 def smooth(values: np.ndarray, *, window: int = 5) -> np.ndarray:
-    """Means over `window` rollouts: f64[runs, N] -> f64[runs, N - window + 1]."""
+    """Averages over `window` rollouts: f64[runs, N] -> f64[runs, N - window + 1]."""
     return np.lib.stride_tricks.sliding_window_view(values, window, axis=1).mean(axis=-1)
 
 
 def collapse(accuracy: np.ndarray) -> int | None:
-    """The first rollout at which a smoothed curve is below half of what it has reached; None where
-    it never is."""
+    """Finds the first rollout at which a smoothed curve is below half of its maximum so far."""
     fallen = np.flatnonzero(accuracy < 0.5 * np.maximum.accumulate(accuracy))
     return int(fallen[0]) + 1 if fallen.size else None
 
 
 def clipped(entries: Entries) -> float:
-    """The share of tokens that the loss has clipped, over a whole run; NaN if it clips none."""
+    """Averages the share of clipped tokens over a run; NaN if the loss does not clip."""
     return float(sum(curve([entries], name).mean() for name in ("clip/low", "clip/high")))
 
 
 def table(results: Mapping[Cell, Sequence[Entries]]) -> str:
-    """A line for each cell of the grid, over its seeds."""
+    """Formats a line for each cell of the grid, over its seeds."""
     header = [
         "algorithm",
         "training",
@@ -148,7 +138,7 @@ def table(results: Mapping[Cell, Sequence[Entries]]) -> str:
     for cell, runs in results.items():
         accuracy = 100 * smooth(curve(runs, "reward"))
         fallen = [c for c in map(collapse, accuracy) if c is not None]
-        # The probe looks before an update: what it finds is arithmetic and no policy.
+        # The probe runs before an update, so it measures numerical error only.
         halves = np.array_split(curve(runs, "probe/sequence_std"), 2, axis=1)
         lines.append(
             [
@@ -163,7 +153,10 @@ def table(results: Mapping[Cell, Sequence[Entries]]) -> str:
 
 
 def check_direction(directory: Path) -> list[str]:
-    """Beta of one rollout of a small model with a bf16 and with an fp16 sampler, as lines to print.
+    """Measures beta of one rollout of a small model with a bf16 and an fp16 sampler.
+
+    Returns:
+      Lines to print.
 
     Raises:
       AssertionError: unless fp16's standard deviation is at most a quarter of bf16's.

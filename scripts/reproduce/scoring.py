@@ -1,4 +1,4 @@
-"""Scores of sampled answers outside of a training run, by the run's own parts."""
+"""Scoring of sampled completions outside of training, with the run's own parts."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,19 +14,19 @@ from jaxrl.training.run import Run
 
 
 class Scored(NamedTuple):
-    """Log-probs of the same tokens, f64[N, T]; NaN outside of the answers."""
+    """Log-probs of the same tokens, f64[N, T]; NaN outside of the completions."""
 
     learner: np.ndarray
     shadow: np.ndarray
 
 
 def sampled(run: Run, progress: Progress) -> list[Rollout]:
-    """The answers of a rollout, with their rewards."""
+    """Samples a rollout with rewards."""
     return collect(run.source, run.config.train, progress=progress, seconds={}).batch
 
 
 def minibatch(run: Run, rollouts: Sequence[Rollout]) -> Minibatch:
-    """One answer to a row, in their order; the advantage is the reward less its group's mean."""
+    """Packs one completion per row; the advantage is the reward less its group's mean."""
     rewards = np.array([r.reward for r in rollouts])
     groups = np.unique([r.group for r in rollouts], return_inverse=True)[1]
     means = np.bincount(groups, rewards) / np.bincount(groups)
@@ -39,7 +39,7 @@ def minibatch(run: Run, rollouts: Sequence[Rollout]) -> Minibatch:
 
 
 def score(run: Run, state: LearnerState, given: Minibatch) -> Scored:
-    """What the learner says of the answers' tokens, and what it says in the sampler's dtypes."""
+    """Scores the completions in the learner's and in the sampler's dtypes."""
     mask = np.asarray(given.batch.action_mask)
     both = (
         f(state.params, given) for f in (run.learning.learner.score, run.learning.learner.shadow)

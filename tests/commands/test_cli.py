@@ -63,10 +63,10 @@ def test_printed_config_loads_again(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "status", "message"),
     [
-        (["trian"], 2, "there is no command 'trian'"),
+        (["trian"], 2, "unknown command 'trian'"),
         ([], 2, "usage: jaxrl"),
         (["train", "--train.stepz", "3"], 1, "did you mean train.steps?"),
-        (["config", *REQUIRED, "--loss.kl"], 1, "loss.kl: a value must follow"),
+        (["config", *REQUIRED, "--loss.kl"], 1, "loss.kl: the value is missing"),
         (["train", "none.toml"], 1, "none.toml: cannot be read"),
         (["config", *REQUIRED, "--train.group_size", "1"], 1, "set train.group_size to 2 or more"),
         (["config", *REQUIRED, "--loss.name", "gppo"], 1, "did you mean"),
@@ -75,7 +75,7 @@ def test_printed_config_loads_again(tmp_path, capsys):
         (["export", "nowhere", "out"], 1, "nowhere/config.toml: cannot be read"),
     ],
 )
-def test_errors_are_one_line_and_a_status(argv, status, message, capsys):
+def test_errors_are_one_line_with_a_status(argv, status, message, capsys):
     assert main(argv) == status
     error = capsys.readouterr().err
     assert message in error
@@ -91,17 +91,17 @@ def test_ctrl_c_leaves_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "jaxrl config: interrupted\n"
 
 
-def test_eval_and_generate_answer_alike(material, tmp_path, capsys, monkeypatch):
+def test_eval_and_generate_agree(material, tmp_path, capsys, monkeypatch):
     common = ["--model.path", f"{material}/untrained", "--precision", "fp32"]
     length = ["--sampling.max_tokens", "6"]
-    answers = tmp_path / "answers.jsonl"
+    completions = tmp_path / "completions.jsonl"
     data = ["--data.path", "x.jsonl", "--data.eval_path", f"{material}/held_out.jsonl"]
-    reward = ["--reward.path", "numeric_match", "--answers", str(answers)]
+    reward = ["--reward.path", "numeric_match", "--completions", str(completions)]
     assert main(["eval", *common, *length, *data, *reward]) == 0
     out = capsys.readouterr().out
-    assert "8 prompts, 0 too long\nheld-out accuracy: " in out
+    assert "8 prompts, 0 too long and skipped\nheld-out accuracy: " in out
 
-    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    rows = [json.loads(line) for line in completions.read_text().splitlines()]
     asked = [
         json.loads(line)["prompt"]
         for line in (material / "held_out.jsonl").read_text().splitlines()
@@ -113,7 +113,7 @@ def test_eval_and_generate_answer_alike(material, tmp_path, capsys, monkeypatch)
         assert f"{prompt}\n{row['completion']}" in out
 
 
-def test_export_writes_the_checkpoint_that_is_asked_for(material, tmp_path, capsys):
+def test_export_writes_the_requested_checkpoint(material, tmp_path, capsys):
     required = [("model.path", f"{material}/untrained"), ("data.path", "d")]
     config = toml_file.load(
         Config, overrides=[*required, ("reward.path", "exact_match"), ("precision", "fp32")]

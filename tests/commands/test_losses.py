@@ -1,4 +1,4 @@
-"""What `jaxrl losses` and docs/losses.md say is what the code does."""
+"""`jaxrl losses` and docs/losses.md against the code."""
 
 import dataclasses
 import inspect
@@ -38,8 +38,8 @@ from tests.losses.cases import RECIPES, TERMS, lay_out, random_sequences
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
 
 
-def test_the_document_is_up_to_date():
-    hint = "python scripts/make_losses_doc.py writes it anew"
+def test_document_is_up_to_date():
+    hint = "run python scripts/make_losses_doc.py"
     assert markdown(catalogue.list_recipes()) in DOCUMENT, hint
 
 
@@ -73,7 +73,7 @@ def test_every_part_is_described():
     assert icepop == "w where .5 <= w <= 5 and 0 elsewhere (IcePop, arXiv:2510.18855)."
 
 
-def test_defaults_are_written_in_a_config_as_they_are_shown():
+def test_shown_defaults_are_valid_in_a_config():
     for entry in catalogue.list_recipes():
         shown = [p for p in (*entry.parameters, *catalogue.list_terms()) if p.default is not None]
         lines = "\n".join(f"{p.name} = {_toml(p.default)}" for p in shown)
@@ -132,15 +132,15 @@ def files(tmp_path):
     return tmp_path
 
 
-def test_the_documents_fields_are_all_there_are():
+def test_document_lists_every_field():
     rows = re.findall(r"^\| `(scores|batch)\.(\w+)` \| (\w+)\[", DOCUMENT, re.MULTILINE)
     for name, kind in (("scores", Scores), ("batch", TokenBatch)):
         documented = [field for owner, field, _ in rows if owner == name]
         assert documented == [field.name for field in dataclasses.fields(kind)]
 
 
-def test_the_documents_losses(files):
-    """Where nothing moved and nothing mismatches they are REINFORCE."""
+def test_losses_of_the_document(files):
+    """Without movement or mismatch they equal REINFORCE."""
     sequences = random_sequences(0, spread=0.0)
     scores, batch = lay_out(sequences, [[i] for i in range(len(sequences))])
     plain = objective(reinforce(), token_mean)
@@ -163,7 +163,7 @@ def test_the_documents_losses(files):
         np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_documents_advantages(files):
+def test_advantages_of_the_document(files):
     outcomes = Outcomes(
         rewards=np.array([1.0, 2.0, 5.0, np.nan, 7.0]),
         groups=np.array([0, 0, 0, 1, 1]),

@@ -1,4 +1,4 @@
-"""Servers that are started again, made by hand here, with a clock that the tests move."""
+"""Restarts of fake servers, with a clock that the tests move."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from jaxrl.commands.serve.replicas import Replica
 
 
 class World:
-    """Starts servers at one address: `fails` says why it cannot."""
+    """Starts servers at one address; `fails` is the reason why a start fails."""
 
     def __init__(self) -> None:
         self.url, self.now, self.fails = "http://127.0.0.1:8001", 0.0, ""
@@ -47,7 +47,7 @@ def world() -> World:
     return World()
 
 
-def test_what_has_ended_is_started_again_at_once(world):
+def test_exited_server_restarts_at_once(world):
     with world.replica() as replica:
         world.watch(replica, 100)
         assert (replica.url, world.starts) == (world.url, 1)
@@ -56,10 +56,10 @@ def test_what_has_ended_is_started_again_at_once(world):
             world.watch(replica, 100)
             assert (world.starts, world.stops) == (times, times - 1)
     assert world.stops == 3
-    assert world.notes == [f"{world.url} is started again in 0 s: killed"] * 2
+    assert world.notes == [f"{world.url} failed; restarting in 0 s: killed"] * 2
 
 
-def test_what_cannot_be_started_is_tried_again_after_growing_waits_and_nothing_is_raised(world):
+def test_failed_starts_are_retried_with_growing_waits(world):
     with world.replica() as replica:
         world.ended, world.fails = True, "the port is taken"
         world.watch(replica, 300)
@@ -69,13 +69,13 @@ def test_what_cannot_be_started_is_tried_again_after_growing_waits_and_nothing_i
         world.fails = ""
         world.watch(replica, 100)
         assert not world.ended
-        world.ended = True  # it was well meanwhile
+        world.ended = True  # it was healthy in between
         world.watch(replica, 1)
         assert world.notes[-1].endswith("in 0 s: killed")
-    assert world.starts - world.stops == len(waits) - 1  # what has failed was never running
+    assert world.starts - world.stops == len(waits) - 1  # a failed start never ran
 
 
-def test_what_ends_as_soon_as_it_is_ready_waits_too(world):
+def test_server_that_exits_once_ready_waits_too(world):
     with world.replica() as replica:
         for _ in range(100):
             world.ended = True
@@ -83,21 +83,21 @@ def test_what_ends_as_soon_as_it_is_ready_waits_too(world):
     assert world.starts < 10
 
 
-def test_what_hangs_for_minutes_is_started_again_and_what_is_slow_is_not(world):
+def test_hanging_server_restarts_and_slow_server_does_not(world):
     with world.replica() as replica:
         for _ in range(3):
             world.well = False
-            world.watch(replica, 150)  # such as weights that a slow disk is read for
+            world.watch(replica, 150)  # e.g. loading weights from a slow disk
             world.well = True
             world.watch(replica, 20)
         assert world.starts == 1
         world.well = False
         world.watch(replica, 200)
         assert (world.starts, world.stops, world.well) == (2, 1, True)
-        assert "not well for 180 s" in world.notes[0]
+        assert "no healthy answer for 180 s" in world.notes[0]
 
 
-def test_the_first_start_must_succeed(world):
+def test_first_start_must_succeed(world):
     world.fails = "no such model"
     with pytest.raises(ServerFailedError, match="no such model"):
         world.replica()

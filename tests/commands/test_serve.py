@@ -1,4 +1,4 @@
-"""`jaxrl serve`, and servers that a run starts."""
+"""`jaxrl serve`, and the servers that a run starts."""
 
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +18,11 @@ from tests import tiny
 
 
 def test_replicas_need_a_port():
-    with pytest.raises(ConfigError, match="such as port = 8000"):
+    with pytest.raises(ConfigError, match="for example port = 8000"):
         toml_file.validate(command.ServeConfig, {"replicas": 2})
 
 
-def test_one_server_is_looked_after_and_stays_where_it_is(monkeypatch, capsys):
+def test_restarted_server_keeps_its_port(monkeypatch, capsys):
     ports: list[int] = []
 
     class Server:
@@ -42,15 +42,15 @@ def test_one_server_is_looked_after_and_stays_where_it_is(monkeypatch, capsys):
     assert ports[0] == ports[1] > 0
     shown = capsys.readouterr()
     assert shown.out == "http://127.0.0.1:8000\n"
-    assert "is started again in 0 s: killed" in shown.err
+    assert "failed; restarting in 0 s: killed" in shown.err
 
 
 class StartedError(Exception):
     pass
 
 
-def test_a_server_of_a_runs_own_has_a_key_that_nobody_knows(monkeypatch, tmp_path):
-    """Others with an account on the machine can reach loopback, too."""
+def test_server_of_a_run_gets_a_secret_key(monkeypatch, tmp_path):
+    """Other users of the machine can reach loopback as well."""
     keys: list[str | None] = []
 
     def start(*_, address: servers.Address, **__):

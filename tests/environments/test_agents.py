@@ -134,7 +134,7 @@ def test_episodes_are_sampled_while_the_learner_trains(material, tmp_path, capsy
     file = str(tmp_path / "run" / "config.toml")
     held_out = ["--data.eval_path", str(material / "prompts.jsonl"), "--data.eval_limit", "3"]
     own = ["--model.path", str(result.model), "--reward.path", "", "--reward.weights", ""]
-    assert main(["eval", file, *held_out, *own, "--answers", str(answers)]) == 0
+    assert main(["eval", file, *held_out, *own, "--completions", str(answers)]) == 0
     said = capsys.readouterr().out
     assert "episodes/error: 1" in said
     rows = [json.loads(line) for line in answers.read_text().splitlines()]

@@ -28,3 +28,18 @@ def test_the_display_ignores_entries_of_evaluations(monkeypatch, capsys):
             shown.update(step, {"reward": 0.5})
     # A step takes 120 s; the second entry of step 6 is an evaluation's.
     assert capsys.readouterr().err.splitlines()[-1].endswith("step 7/10: reward 0.500, 6:00 left")
+
+
+def test_the_time_left_omits_the_first_step_which_compiles(monkeypatch, capsys):
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with progress.ProgressDisplay("train", start_step=0, total_steps=4) as shown:
+        # An evaluation before the first step, a first step that compiles, an ordinary one.
+        for step, seconds in ((0, 50.0), (1, 900.0), (2, 10.0)):
+            now += seconds
+            shown.update(step, {"reward": 0.5})
+    assert capsys.readouterr().err.splitlines() == [
+        "step 0/4: reward 0.500, compiling",
+        "step 1/4: reward 0.500",
+        "step 2/4: reward 0.500, 0:20 left",
+    ]

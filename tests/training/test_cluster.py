@@ -48,4 +48,4 @@ def test_slurm_task_without_coordinator_is_warned(monkeypatch, capsys):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     with joined(HostsConfig()):
         pass
-    assert "one of 4 tasks that Slurm started, and a run of its own" in capsys.readouterr().err
+    assert "one of 4 Slurm tasks and trains alone" in capsys.readouterr().err

@@ -234,9 +234,7 @@ def test_reward_model_learns_to_rank(reward_model, model, material, tokenizer):
 def test_dpo_raises_the_chosen_completions(model, material, tmp_path, capsys):
     argv = [f"--{k}={v}" for k, v in arguments(model, material, tmp_path)]
     assert main(["dpo", *argv, "--loss", "sigmoid", "--loss.beta", "0.5"]) == 0
-    assert (
-        "held-out pairs with the chosen answer ahead: 0.0 % -> 100.0 %" in capsys.readouterr().out
-    )
+    assert "held-out pairs ranked correctly: 0.0 % -> 100.0 %" in capsys.readouterr().out
     rows = read_metrics(tmp_path / "metrics.jsonl")
     measured = [row for row in rows if "eval/accuracy" in row]
     assert measured[0]["eval/reward/margin"] == 0.0  # the policy is its own reference
@@ -267,7 +265,9 @@ def test_interrupted_and_resumed_equals_undisturbed(
     interrupted.calls = 0
     monkeypatch.setattr(pairs, "pack_minibatch", interrupted)
     assert main(argv) == 128 + signal.SIGINT
-    assert "ended by signal 2 at step 6; the same command goes on" in capsys.readouterr().out
+    assert (
+        "ended by signal 2 at step 6; rerun the same command to resume" in capsys.readouterr().out
+    )
     assert not (tmp_path / "model").exists()
     assert main([*argv, "--optimizer.learning_rate=0.02"]) == 1
     assert "optimizer.learning_rate = 0.01 there and 0.02 here" in capsys.readouterr().err

@@ -89,7 +89,7 @@ def test_whole_texts_are_trained_from_their_second_token(material, tmp_path):
     assert tokenizer.decode([*one.prompt, *one.completion]) == "abc<|end|>"
     assert len(one.prompt) == 1
     (tmp_path / "texts.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(ValueError, match=r"texts\.jsonl:1: the text begins with no token"):
+    with pytest.raises(ValueError, match=r"texts\.jsonl:1: no token to predict the text from"):
         sft.load_texts(config(material, "x", **keys).data, tokenizer, max_tokens=9)
 
 
@@ -150,14 +150,14 @@ def test_run_directory_is_locked(material, tmp_path):
 
 
 def test_signal_ends_the_run(material, tmp_path, monkeypatch, capsys):
-    batch = sft._batch
+    real = sft.batch_indices
 
     def interrupted(*args, **kwargs):
         if kwargs["step"] == 2:
             signal.raise_signal(signal.SIGINT)
-        return batch(*args, **kwargs)
+        return real(*args, **kwargs)
 
-    monkeypatch.setattr(sft, "_batch", interrupted)
+    monkeypatch.setattr(sft, "batch_indices", interrupted)
     result = sft.finetune(config(material, tmp_path))
     assert (result.step, result.signum, result.model) == (3, signal.SIGINT, None)
     assert "attention by xla on 1 x cpu" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`jaxrl doctor`: measures what each dtype policy would cost a run."""
+"""`jaxrl doctor`: measures the numerical error of each dtype policy."""
 
 import importlib.metadata
 import json
@@ -12,11 +12,11 @@ from jaxrl.commands import options
 from jaxrl.config import toml_file
 from jaxrl.config.doctor import DoctorConfig
 
-DESCRIPTION = """Samples answers, scores the same tokens as the learner of each policy would, and
-shows what the arithmetic alone does to the importance ratio: a table, the policy to use and why,
-and OUT/doctor.png and OUT/doctor.json. Samples come from the embedded sampler in each policy's
-sampler dtype, from vLLM servers that are started for it (--sampler vllm), or from a running one.
-Its weights are replaced by those of MODEL: do not point it at a server that a run is using.
+DESCRIPTION = """Measures how numerical error alone changes the importance ratio. It samples
+completions and scores the same tokens with the learner of each dtype policy. It prints a table,
+recommends a policy, and writes OUT/doctor.png and OUT/doctor.json. Completions come from the
+embedded sampler in each policy's sampler dtype, from vLLM servers that it starts (--sampler vllm),
+or from a running server. Do not use a server of a training run: MODEL replaces its weights.
 
   jaxrl doctor runs/quickstart/grpo/model --data.path runs/quickstart/held_out.jsonl
   jaxrl doctor MODEL --server http://127.0.0.1:8000 --precisions fp32,bf16_master"""
@@ -25,30 +25,30 @@ Its weights are replaced by those of MODEL: do not point it at a server that a r
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     made = options.parser("doctor", DoctorConfig, description=DESCRIPTION, usage="MODEL")
-    made.add_argument("model.path", metavar="MODEL", help="a local HF checkpoint")
+    made.add_argument("model.path", metavar="MODEL", help="directory of a Hugging Face model")
     made.add_argument("--server", metavar="URL", help="a running vLLM server (`jaxrl serve`)")
     config, arguments = options.parse(made, DoctorConfig, argv)
     if arguments.server is not None:
         sampler = config.sampler.model_dump() | {"name": "vllm", "url": [arguments.server]}
         config = toml_file.validate(DoctorConfig, config.model_dump() | {"sampler": sampler})
-    return _examine(config)
+    return _run_doctor(config)
 
 
-def _examine(config: DoctorConfig) -> int:
-    from jaxrl.commands.doctor.measure import examine
+def _run_doctor(config: DoctorConfig) -> int:
+    from jaxrl.commands.doctor.measure import examine  # takes seconds, so after --help
     from jaxrl.commands.doctor.text import recommend, table
-    from jaxrl.monitoring.ratio.pictures import draw_agreement  # after --help: it takes seconds
+    from jaxrl.monitoring.ratio.pictures import draw_agreement
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: servers end, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that servers stop
     findings = examine(config, note=note)
     advice, out, (low, high) = recommend(findings), Path(config.out), config.clip_range
     draw_agreement(
         {f"{f.policy} / {f.sampler}": f.pairs for f in findings},
         out / "doctor.png",
-        title=f"learner against sampler at the same weights: {config.model.path}",
+        title=f"learner against sampler with equal weights: {config.model.path}",
         low=low,
         high=high,
     )
@@ -61,6 +61,6 @@ def _examine(config: DoctorConfig) -> int:
     }
     (out / "doctor.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     tokens, sequences = (max(int(f.numbers[k]) for f in findings) for k in ("tokens", "sequences"))
-    print(f"{sequences} completions, {tokens} tokens, clip {1 - low:g} to {1 + high:g}\n")
+    print(f"{sequences} completions, {tokens} tokens, clip range {1 - low:g} to {1 + high:g}\n")
     print(f"{table(findings)}\n\n{advice}\n{out / 'doctor.png'}, {out / 'doctor.json'}")
     return 0

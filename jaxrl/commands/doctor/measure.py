@@ -1,4 +1,4 @@
-"""What each dtype policy would cost a run: its learner against its sampler, weights unmoved."""
+"""Comparison of each dtype policy's learner with its sampler at equal weights."""
 
 import dataclasses
 import time
@@ -36,7 +36,7 @@ from jaxrl.sampling.base import SamplingParams
 from sharding.partition import Layout
 
 
-class _Material(NamedTuple):
+class _Inputs(NamedTuple):
     config: DoctorConfig
     model: Model
     params: Params  # f32
@@ -45,8 +45,8 @@ class _Material(NamedTuple):
     sampling: SamplingParams
 
 
-class _Drawn(NamedTuple):
-    """Answers, packed, and what the server says of them now; None without a server."""
+class _Samples(NamedTuple):
+    """Packed completions, and the server's scores for them; None without a server."""
 
     minibatch: Minibatch
     rows_per_microbatch: int
@@ -54,19 +54,17 @@ class _Drawn(NamedTuple):
 
 
 def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Finding]:
-    """Measures every policy of the config.
-
-    Policies with the same sampler are measured on the same answers.
+    """Measures every policy of the config; policies with equal samplers share their completions.
 
     Args:
-      config: what to measure.
+      config: the settings.
       note: shows a line to the user.
 
     Raises:
-      ValueError: for a model or data that cannot be used.
-      ServerFailedError, RefusedError: as `open_sampler`.
+      ValueError: for an unusable model or data.
+      ServerFailedError, RefusedError: see `open_sampler`.
     """
-    material = _material(config)
+    inputs = _load_inputs(config)
     policies = config.policies
     if config.sampler.url:
         served = np.dtype(VllmServer(config.sampler.url[0], api_key=api_key()).dtype())
@@ -83,15 +81,17 @@ def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Findin
         first = policies[names[0]]
         engine = "vLLM" if config.sampler.name == "vllm" else "embedded"
         sampler = f"{engine} {precision.short_name(first.sampler)}"
-        note(f"{sampler}: drawing {len(material.prompts)} x {config.completions} answers")
-        drawn = _draw(material, first, note=note)
+        note(f"{sampler}: sampling {len(inputs.prompts)} x {config.completions} completions")
+        samples = _sample(inputs, first, note=note)
         for name in names:
             note(f"{name}: scoring" + (" and timing steps" if config.timed_steps else ""))
-            findings[name] = _measure(material, name, policies[name], drawn=drawn, sampler=sampler)
+            findings[name] = _measure(
+                inputs, name, policies[name], samples=samples, sampler=sampler
+            )
     return [findings[name] for name in policies]
 
 
-def _material(config: DoctorConfig) -> _Material:
+def _load_inputs(config: DoctorConfig) -> _Inputs:
     layout = make_layout(config.mesh)
     path = config.model.path
     tokenizer = huggingface.load_tokenizer(path)
@@ -115,16 +115,16 @@ def _material(config: DoctorConfig) -> _Material:
             limit=config.prompts,
         )
         prompts = [example.tokens for example in found.examples]
-    return _Material(config, model, params, layout, prompts, sampling)
+    return _Inputs(config, model, params, layout, prompts, sampling)
 
 
-def _draw(material: _Material, policy: Precision, *, note: Callable[[str], None]) -> _Drawn:
-    config, layout = material.config, material.layout
+def _sample(inputs: _Inputs, policy: Precision, *, note: Callable[[str], None]) -> _Samples:
+    config, layout = inputs.config, inputs.layout
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     with open_sampler(
         config,
-        Weights(material.model, material.params, 0, policy, Path(config.model.path)),
+        Weights(inputs.model, inputs.params, 0, policy, Path(config.model.path)),
         layout=layout,
         directory=out,
         note=note,
@@ -132,13 +132,13 @@ def _draw(material: _Material, policy: Precision, *, note: Callable[[str], None]
             completions=min(config.sampler.max_requests, config.prompts) * config.completions
         ),
     ) as serving:
-        answers = serving.sampler.sample(
-            material.prompts, material.sampling, group_size=config.completions
+        completions = serving.sampler.sample(
+            inputs.prompts, inputs.sampling, group_size=config.completions
         )
-        ordered = sorted(answers, key=lambda c: (c.prompt_index, c.sample_index))
+        ordered = sorted(completions, key=lambda c: (c.prompt_index, c.sample_index))
         rollouts = [
             Rollout(
-                prompt=material.prompts[c.prompt_index],
+                prompt=inputs.prompts[c.prompt_index],
                 completion=c.tokens,
                 logprobs=c.logprobs,
                 action_mask=np.ones(len(c.tokens), bool),
@@ -149,7 +149,7 @@ def _draw(material: _Material, policy: Precision, *, note: Callable[[str], None]
         ]
         longest = max(r.length for r in rollouts)
         per_microbatch = max(1, config.microbatch_tokens // longest) * config.mesh.batch_shards
-        signs = [1.0, -1.0] * len(rollouts)  # only the timed step looks at them
+        signs = [1.0, -1.0] * len(rollouts)  # only the timed step reads them
         minibatch = pack_minibatch(
             rollouts,
             signs[: len(rollouts)],
@@ -163,61 +163,63 @@ def _draw(material: _Material, policy: Precision, *, note: Callable[[str], None]
         if serving.score is not None:
             tokens, segments = jax.device_get((minibatch.batch.tokens, minibatch.batch.segments))
             replayed = replay.replay_batch(serving.score, tokens=tokens, segments=segments)
-    return _Drawn(minibatch, per_microbatch, replayed)
+    return _Samples(minibatch, per_microbatch, replayed)
 
 
 def _measure(
-    material: _Material, name: str, policy: Precision, *, drawn: _Drawn, sampler: str
+    inputs: _Inputs, name: str, policy: Precision, *, samples: _Samples, sampler: str
 ) -> Finding:
-    config, batch = material.config, drawn.minibatch.batch
+    config, batch = inputs.config, samples.minibatch.batch
     low, high = config.clip_range
-    params = precision.cast(material.params, policy.params)
+    params = precision.cast(inputs.params, policy.params)
     learner = make_learner(
-        material.model,
+        inputs.model,
         grpo().objective,
         optimizer=optax.adamw(1e-6),
         precision=policy,
-        rows_per_microbatch=drawn.rows_per_microbatch,
+        rows_per_microbatch=samples.rows_per_microbatch,
         param_shardings=(
-            material.layout.tree(material.model.specs) if material.layout.mesh.size > 1 else None
+            inputs.layout.tree(inputs.model.specs) if inputs.layout.mesh.size > 1 else None
         ),
     )
     chosen = np.asarray(batch.action_mask) & ~np.isnan(np.asarray(batch.sampler_logprobs))
-    drawn_logprobs = np.asarray(batch.sampler_logprobs)[chosen]
-    scored = np.asarray(jax.jit(learner.score)(params, drawn.minibatch))[chosen]
-    shadow = np.asarray(jax.jit(learner.shadow)(params, drawn.minibatch))[chosen]
-    again = drawn_logprobs if drawn.replay is None else drawn.replay[chosen]
+    sampled = np.asarray(batch.sampler_logprobs)[chosen]
+    scored = np.asarray(jax.jit(learner.score)(params, samples.minibatch))[chosen]
+    shadow = np.asarray(jax.jit(learner.shadow)(params, samples.minibatch))[chosen]
+    again = sampled if samples.replay is None else samples.replay[chosen]
     three = replay.summarize_parts(
-        replay.log_ratio_parts(learner=scored, shadow=shadow, replay=again, sampler=drawn_logprobs)
+        replay.log_ratio_parts(learner=scored, shadow=shadow, replay=again, sampler=sampled)
     )
-    # Nothing has moved: what the third part measures is decoding. Without a server there is none.
+    # At equal weights the third part measures decoding. It needs a server.
     decoding = {k.replace("policy", "decoding"): three.pop(k) for k in [*three] if "policy" in k}
-    if drawn.replay is not None:
+    if samples.replay is not None:
         three |= decoding
     pairs = LogprobPairs(
         learner=scored.astype(np.float64),
-        sampler=drawn_logprobs.astype(np.float64),
+        sampler=sampled.astype(np.float64),
         sequences=np.unique(_sequences(batch)[chosen], return_inverse=True)[1],
     )
     numbers = agreement_metrics(pairs, low=low, high=high) | three
     numbers |= {"tokens": len(scored), "sequences": int(pairs.sequences.max()) + 1}
     if config.timed_steps:
-        numbers["seconds_per_step"] = min(_steps(learner, params, drawn, count=config.timed_steps))
+        numbers["seconds_per_step"] = min(
+            _step_times(learner, params, samples, count=config.timed_steps)
+        )
     return Finding(name, sampler, numbers, pairs)
 
 
 def _sequences(batch: TokenBatch) -> np.ndarray:
-    """i64[B, T], numbers of the sequences over the whole batch."""
+    """Numbers the sequences of the whole batch: i64[B, T]."""
     segments = np.asarray(batch.segments).astype(np.int64)
     return np.arange(len(segments))[:, None] * (segments.max() + 1) + segments
 
 
-def _steps(learner: Learner, params: Any, drawn: _Drawn, *, count: int) -> Iterator[float]:
-    """Seconds of training steps on the answers, without the compilation."""
+def _step_times(learner: Learner, params: Any, samples: _Samples, *, count: int) -> Iterator[float]:
+    """Times training steps, without compilation."""
     state = jax.jit(learner.init)(params)
-    step = jax.jit(learner.step, donate_argnums=0).lower(state, drawn.minibatch).compile()
+    step = jax.jit(learner.step, donate_argnums=0).lower(state, samples.minibatch).compile()
     for _ in range(count):
         start = time.perf_counter()
-        state, _ = step(state, drawn.minibatch)
+        state, _ = step(state, samples.minibatch)
         jax.block_until_ready(state)
         yield time.perf_counter() - start

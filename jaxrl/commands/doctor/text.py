@@ -1,4 +1,4 @@
-"""What `jaxrl doctor` says: a table, a recommendation, and all numbers as JSON."""
+"""Table and recommendation of `jaxrl doctor`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,15 +9,15 @@ _TOKEN_ERROR, _PHANTOM = 1.01, 1e-3
 
 
 class Finding(NamedTuple):
-    """What was found of one policy.
+    """Measurements of one policy.
 
     Attributes:
-      policy: as the config names it.
-      sampler: what the answers were drawn with, such as "vLLM bf16".
-      numbers: of `agreement.agreement`; "dtype", "engine" and, with a server, "decoding" of
-        `replay.summary`, where the last is "policy"; "seconds_per_step" if steps were timed;
-        "tokens" and "sequences".
-      pairs: the log-probs themselves.
+      policy: its name in the config.
+      sampler: engine and dtype of the sampler, e.g. "vLLM bf16".
+      numbers: the metrics of `agreement.agreement`; "dtype", "engine" and, with a server,
+        "decoding" from `replay.summary`, which calls the last one "policy"; "seconds_per_step" if
+        steps were timed; "tokens" and "sequences".
+      pairs: the log-probs.
     """
 
     policy: str
@@ -26,7 +26,7 @@ class Finding(NamedTuple):
     pairs: LogprobPairs
 
     def spreads(self) -> dict[int, float]:
-        """Standard deviation of the summed log-ratio by the number of tokens summed."""
+        """Maps a number of tokens to the standard deviation of the log-ratio summed over them."""
         prefix = "sequence_std_"
         return {
             int(name[len(prefix) :]): value
@@ -36,7 +36,7 @@ class Finding(NamedTuple):
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """A line for each policy, in columns."""
+    """Formats one line for each policy, in columns."""
     lengths = sorted({length for f in findings for length in f.spreads()})[-3:]
     timed = all("seconds_per_step" in f.numbers for f in findings)
     asked = any("decoding_std" in f.numbers for f in findings)
@@ -63,11 +63,11 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def recommend(findings: Sequence[Finding]) -> str:
-    """Which policy to use and why, in a sentence or two.
+    """Recommends a policy and gives the reason.
 
-    A policy is good if its tokens are wrong by a factor of at most 1.01 on average and at most one
-    in a thousand would be clipped for nothing. Among the good ones within a tenth of the fastest
-    step, the one with the smallest beta is recommended.
+    A policy is good if the average error factor of its tokens is at most 1.01 and at most one token
+    in a thousand would be clipped by numerical error alone. Of the good policies within 10 % of the
+    fastest step, the one with the smallest beta wins.
     """
     good = [
         f
@@ -77,28 +77,28 @@ def recommend(findings: Sequence[Finding]) -> str:
     if not good:
         best = min(findings, key=lambda f: f.numbers["beta_std"])
         return (
-            f"None of the policies is good (token error at most {_TOKEN_ERROR}, phantom at most "
-            f"{100 * _PHANTOM:g} %). The smallest beta is that of {best.policy}: {_why(best)}. "
-            "Measure others, or use loss.ratio = 'shadowed' or 'on_policy'."
+            f"No policy is good (token error at most {_TOKEN_ERROR}, phantom at most "
+            f"{100 * _PHANTOM:g} %). {best.policy} has the smallest beta: {_reason(best)}. Measure "
+            "other policies, or set loss.ratio = 'shadowed' or 'on_policy'."
         )
     fastest = min(f.numbers.get("seconds_per_step", 0.0) for f in good)
     quick = [f for f in good if f.numbers.get("seconds_per_step", 0.0) <= 1.1 * fastest]
     best = min(quick, key=lambda f: f.numbers["beta_std"])
     others = [f.policy for f in good if f is not best]
-    text = f"Use precision = {best.policy!r}: {_why(best)}."
+    text = f"Use precision = {best.policy!r}: {_reason(best)}."
     if others and fastest:
         text += (
-            f" {', '.join(others)} would do, too; among the policies whose steps are within 10 % "
-            "of the fastest of these it has the smallest beta."
+            f" {', '.join(others)} would also work; of those within 10 % of the fastest step this "
+            "one has the smallest beta."
         )
     elif others:
-        text += f" {', '.join(others)} would do, too, with a larger beta."
+        text += f" {', '.join(others)} would also work, with a larger beta."
     return text
 
 
-def _why(finding: Finding) -> str:
+def _reason(finding: Finding) -> str:
     n = finding.numbers
     return (
-        f"its tokens are wrong by a factor of {n['token_mult_error']:.4f} on average, and "
-        f"{100 * n['phantom']:.2f} % of them would be clipped for nothing"
+        f"the average error factor of a token is {n['token_mult_error']:.4f}, and numerical error "
+        f"alone would clip {100 * n['phantom']:.2f} % of tokens"
     )

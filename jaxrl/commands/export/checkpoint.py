@@ -1,4 +1,4 @@
-"""From a training run's checkpoint to a Hugging Face model, or to adapters that PEFT loads."""
+"""Conversion of checkpoints to Hugging Face models and PEFT adapters."""
 
 from pathlib import Path
 from typing import Any
@@ -26,22 +26,24 @@ from jaxrl.training.storage.checkpoint import CheckpointError, Checkpoints
 def export_checkpoint(
     config: Config, *, run_dir: Path, directory: Path, step: str, dtype: str | None
 ) -> int:
-    """Writes the policy of a checkpoint, adapters merged; config.json's sizes, the tokenizer and
-    what adapters belong to are those of the model that the run began with, which must still exist.
+    """Writes the policy of a checkpoint with its adapters merged.
+
+    config.json, the tokenizer and the weights below the adapters come from the model that the run
+    started from, which must still exist.
 
     Args:
-      config: of the run.
-      run_dir: where the run lies now.
-      directory: where the model is written.
+      config: the run's.
+      run_dir: the run's directory.
+      directory: where to write the model.
       step: "latest", "best" or a number.
-      dtype: what the tensors are cast to, such as "f32"; None for the policy's wire dtype.
+      dtype: dtype of the tensors, e.g. "f32"; None for the policy's wire dtype.
 
     Returns:
       The step of the checkpoint.
 
     Raises:
-      CheckpointError: if there is no such checkpoint, or it cannot be read.
-      ValueError: for another `step`, or an unknown dtype.
+      CheckpointError: if there is no such checkpoint, or it is unreadable.
+      ValueError: for any other `step`, or an unknown dtype.
     """
     policy, base = config.policy, config.model.path
     wire = _dtype(dtype, default=policy.exported)
@@ -57,24 +59,18 @@ def export_checkpoint(
 def export_adapters(
     config: Config, *, run_dir: Path, directory: Path, step: str, dtype: str | None
 ) -> int:
-    """As `export_checkpoint`, but writes the adapters alone, as PEFT does.
+    """Writes the adapters alone, in PEFT's format; arguments as for `export_checkpoint`.
 
-    Args:
-      config: of the run.
-      run_dir: where the run lies now.
-      directory: where the adapters are written.
-      step: "latest", "best" or a number.
-      dtype: what the tensors are cast to; None for that of the policy's parameters, which loses
-        nothing.
+    The default dtype is that of the policy's parameters, which is lossless.
 
     Raises:
-      CheckpointError, ValueError: likewise, and for a run that has no adapters.
+      CheckpointError, ValueError: see `export_checkpoint`; ValueError also without adapters.
     """
     policy = config.policy
     kept = _dtype(dtype, default=policy.params)
     model, specs = _model(config)
     if not isinstance(specs, lora.Adapted):
-        raise ValueError(f"{run_dir} has no adapters: its lora.rank is 0; leave out --adapter")
+        raise ValueError(f"{run_dir} has no adapters (lora.rank = 0); leave out --adapter")
     chosen, adapters = _trained(config, model, specs, policy, run_dir=run_dir, step=step)
     peft.save(directory, adapters, specs=specs, base=config.model.path, dtype=kept)
     return chosen
@@ -92,19 +88,19 @@ def _dtype(name: str | None, *, default: DType) -> DType:
 def _trained(
     config: Config, model: Model, specs: Any, policy: Precision, *, run_dir: Path, step: str
 ) -> tuple[int, Params]:
-    """The step of the checkpoint, and what was trained there."""
+    """Returns the checkpoint's step and its trained parameters."""
     checkpoints = Checkpoints.reading(run_dir / "checkpoints")
-    chosen = _choose(checkpoints, step)
+    chosen = _resolve_step(checkpoints, step)
     like = checkpoint_view(_like(config, model, specs, policy))
     return chosen, checkpoints.restore(chosen, like).state.params
 
 
-def _choose(checkpoints: Checkpoints, step: str) -> int:
+def _resolve_step(checkpoints: Checkpoints, step: str) -> int:
     named = {"latest": checkpoints.latest_step, "best": checkpoints.best_step}
     if step in named:
         found = named[step]()
         if found is None:
-            raise CheckpointError(f"{checkpoints.directory} holds no {step} checkpoint")
+            raise CheckpointError(f"{checkpoints.directory} has no {step} checkpoint")
         return found
     if not step.isdecimal():
         raise ValueError(f"--step {step!r}: expected latest, best or a number")
@@ -112,11 +108,11 @@ def _choose(checkpoints: Checkpoints, step: str) -> int:
 
 
 def _like(config: Config, model: Model, specs: Any, policy: Precision) -> LearnerState:
-    """The structure of the run's state, on one device."""
+    """Builds the abstract state that a checkpoint is restored into, on one device."""
     layout = make_layout(MeshConfig())
     learner = make_learner(
         model,
-        objective(reinforce(), token_mean),  # any: the state does not depend on it
+        objective(reinforce(), token_mean),  # any; the state does not depend on it
         optimizer=make_optimizer(
             config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
         ).transformation,

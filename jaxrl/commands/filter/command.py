@@ -1,4 +1,4 @@
-"""`jaxrl filter`: keeps the prompts that a model answers right sometimes."""
+"""`jaxrl filter`: keeps the prompts that a model solves sometimes but not always."""
 
 import argparse
 import signal
@@ -17,42 +17,44 @@ from jaxrl.config.training import Config
 from jaxrl.data.prompts import Example, Tokenizer
 from jaxrl.environments.rewards.scoring import load_rewards
 
-DESCRIPTION = """Makes a perfectible data set: answers every prompt of data.path many times and
-keeps the rows on which the share of right answers, as the first reward sees them, lies in
-[low, high]. It has the keys of `jaxrl train`, so that a training run's file serves. The rows come
-out as they are, with the column base_accuracy. OUT.measured keeps the measures: after an
-interruption the same command goes on, and other bounds need no new answers.
+DESCRIPTION = """Filters prompts by pass rate: samples completions for every prompt in data.path and
+keeps the rows whose mean first reward lies in [low, high]. It accepts the keys, and so the
+config file, of `jaxrl train`. Kept rows are unchanged except for a new column, pass_rate.
+OUT.measured stores all pass rates: rerun the same command to resume after an interruption, or
+change the bounds without sampling again.
 
-  jaxrl filter configs/quickstart.toml --out perfectible.jsonl --samples 40"""
+  jaxrl filter configs/quickstart.toml --out solved_sometimes.jsonl --samples 40"""
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     made = options.parser_with_file("filter", Config, description=DESCRIPTION)
     made.add_argument("--out", type=Path, required=True, help="the .jsonl file to write")
-    made.add_argument("--samples", type=int, default=40, help="answers to each (default: 40)")
-    made.add_argument("--low", type=float, default=0.2, help="least accuracy (default: 0.2)")
-    made.add_argument("--high", type=float, default=0.8, help="largest accuracy (default: 0.8)")
+    made.add_argument(
+        "--samples", type=int, default=40, help="completions for each prompt (default: 40)"
+    )
+    made.add_argument("--low", type=float, default=0.2, help="lowest pass rate (default: 0.2)")
+    made.add_argument("--high", type=float, default=0.8, help="highest pass rate (default: 0.8)")
     config, arguments = options.parse(made, Config, argv)
     if not 0 <= arguments.low <= arguments.high <= 1 or arguments.samples < 1:
         raise ValueError(
-            f"--low {arguments.low} --high {arguments.high} --samples {arguments.samples}: needs "
-            "0 <= low <= high <= 1 and at least 1 sample"
+            f"--low {arguments.low} --high {arguments.high} --samples {arguments.samples}: "
+            "expected 0 <= low <= high <= 1 and at least 1 sample"
         )
     if config.environment.name is not None:
         raise ValueError(
-            f"environment.name = {config.environment.name!r}: jaxrl filter measures answers of a "
-            "single turn; leave the table out"
+            f"environment.name = {config.environment.name!r}: jaxrl filter supports single-turn "
+            "prompts only; leave out the table [environment]"
         )
     if not config.reward.path:
-        raise ValueError("reward.path is missing: the function that says which answers are right")
+        raise ValueError("reward.path is missing: name a function that scores completions")
     return _filter(config, arguments)
 
 
 def _filter(config: Config, arguments: argparse.Namespace) -> int:
-    from jaxrl.models import huggingface  # after --help and the config's errors: it takes seconds
+    from jaxrl.models import huggingface  # takes seconds, so after --help
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     out, samples, low, high = arguments.out, arguments.samples, arguments.low, arguments.high
     tokenizer = huggingface.load_tokenizer(config.model.path)
     prompts = load_training_prompts(config.data, tokenizer)
@@ -60,26 +62,26 @@ def _filter(config: Config, arguments: argparse.Namespace) -> int:
     journal = pass_rate.Journal(
         out.with_name(out.name + ".measured"),
         fingerprint=pass_rate.fingerprint(config, examples, samples=samples),
-        lot=config.train.train_batch,
+        chunk=config.train.train_batch,
         total=len(examples),
     )
     try:
         _measure(config, arguments, journal=journal, tokenizer=tokenizer, examples=examples)
     except KeyboardInterrupt:
-        there = f"{len(journal.measured)} of {len(examples)} prompts are measured"
-        print(f"{there}; the same command goes on", file=sys.stderr)
+        done = f"{len(journal.measured)} of {len(examples)} prompts measured"
+        print(f"{done}; rerun the same command to resume", file=sys.stderr)
         raise
     measured = journal.measured
     kept = pass_rate.write_kept(out, examples, measured, low=low, high=high)
-    known = [m.accuracy for m in measured if m.accuracy is not None]
-    others = [m.accuracy for m in measured if m.accuracy is not None and not m.within(low, high)]
-    cut, failed = sum(m.truncated for m in measured), sum(m.failed for m in measured)
+    known = [m.pass_rate for m in measured if m.pass_rate is not None]
+    others = [m.pass_rate for m in measured if m.pass_rate is not None and not m.within(low, high)]
+    truncated, failed = sum(m.truncated for m in measured), sum(m.failed for m in measured)
     print(
-        f"{len(examples)} prompts, {prompts.too_long} more are too long; {samples} answers to "
-        f"each: base accuracy {100 * np.mean(known):.1f} %\n"
-        f"of {samples * len(examples)} answers {cut} were cut at sampling.max_tokens, and the "
-        f"reward failed on {failed}\n"
-        f"kept {kept}; left out {sum(a < low for a in others)} below {low:g}, "
+        f"{len(examples)} prompts ({prompts.too_long} more too long), {samples} completions each: "
+        f"mean pass rate {100 * np.mean(known):.1f} %\n"
+        f"of {samples * len(examples)} completions, {truncated} were truncated at "
+        f"sampling.max_tokens; the reward failed on {failed}\n"
+        f"kept {kept}; dropped {sum(a < low for a in others)} below {low:g}, "
         f"{sum(a > high for a in others)} above {high:g}, {len(measured) - len(known)} without a "
         f"reward\n"
         f"rows: {out}"
@@ -95,7 +97,7 @@ def _measure(
     tokenizer: Tokenizer,
     examples: Sequence[Example],
 ) -> None:
-    """Measures what the journal does not have yet."""
+    """Measures the prompts that are missing from the journal."""
     from jaxrl.builders.sampler import SamplerNeeds, open_sampler
     from jaxrl.builders.weight_sync import Weights
     from jaxrl.monitoring.tracking.progress import ProgressDisplay
@@ -127,7 +129,7 @@ def _measure(
             serving.sampler,
             examples,
             done=done,
-            lot=config.train.train_batch,
+            chunk=config.train.train_batch,
             samples=arguments.samples,
             sampling=sampling_params(
                 config.sampling, config.model.path, tokenizer, seed=config.seed
@@ -138,7 +140,7 @@ def _measure(
             journal.add(measured)
             if failure is not None:
                 progress.note(failure)
-            known = [m.accuracy for m in journal.measured if m.accuracy is not None]
+            known = [m.pass_rate for m in journal.measured if m.pass_rate is not None]
             kept = sum(m.within(arguments.low, arguments.high) for m in journal.measured)
             numbers = {"accuracy": float(np.mean(known)), "kept": kept}
             progress.update(len(journal.measured), numbers)

@@ -1,7 +1,8 @@
-"""Perfectible data: prompts that a model answers right sometimes, neither always nor never.
+"""Pass rates of prompts, and the prompts whose pass rate lies within bounds.
 
-On such prompts alone a trainer that works must reach full training accuracy, so that a curve which
-stays below or falls shows a fault of the trainer (the sanity test of arXiv:2510.26788).
+A working trainer must reach full training accuracy on prompts that the model already solves
+sometimes. A curve that stays below or falls points to a fault in the trainer: this is the sanity
+test of arXiv:2510.26788.
 """
 
 import dataclasses
@@ -21,79 +22,79 @@ from jaxrl.environments.rewards import scoring
 from jaxrl.environments.rewards.scoring import Reward
 from jaxrl.sampling.base import Sampler, SamplingParams
 
-COLUMN = "base_accuracy"
+COLUMN = "pass_rate"
 
 
 class Measured(NamedTuple):
-    """What the answers to one prompt were worth.
+    """The outcome of one prompt.
 
     Attributes:
-      accuracy: mean of the reward over the answers that it could score; None if it failed on all.
-      failed: answers on which the reward failed.
-      truncated: answers that max_tokens cut.
+      pass_rate: mean reward over the scored completions; None if the reward failed on all.
+      failed: completions on which the reward failed.
+      truncated: completions that reached max_tokens.
     """
 
-    accuracy: float | None
+    pass_rate: float | None
     failed: int
     truncated: int
 
     def within(self, low: float, high: float) -> bool:
-        """Whether the prompt is kept; both bounds belong to the range."""
+        """Tells if the pass rate lies in [low, high]."""
         rounding = 1e-9
-        return self.accuracy is not None and low - rounding <= self.accuracy <= high + rounding
+        return self.pass_rate is not None and low - rounding <= self.pass_rate <= high + rounding
 
 
-class Lot(NamedTuple):
-    """Measures of some prompts, in their order, and how the reward first failed, if it did."""
+class Chunk(NamedTuple):
+    """Consecutive measured prompts, and the first failure of the reward among them."""
 
     measured: list[Measured]
     first_failure: str | None
 
 
 class Journal:
-    """Measures of the first prompts, in their order, a JSON line each, in a file that survives an
-    interruption at any moment."""
+    """A file of JSON lines, one for each prompt measured so far; it survives an interruption at any
+    moment."""
 
-    def __init__(self, path: Path, *, fingerprint: str, lot: int, total: int):
-        """Opens the file, or makes it.
+    def __init__(self, path: Path, *, fingerprint: str, chunk: int, total: int):
+        """Opens or creates the file.
 
         Args:
           path: the file.
-          fingerprint: of everything that a measure depends on.
-          lot: prompts that are measured at a time; an unfinished lot is dropped.
-          total: prompts in all.
+          fingerprint: digest of everything that a measurement depends on.
+          chunk: prompts measured together; an incomplete chunk is dropped.
+          total: number of prompts.
 
         Raises:
-          ValueError: if the file holds measures of something else.
+          ValueError: if the file has another fingerprint.
         """
         self._path = path
         self.measured: list[Measured] = []
         header = json.dumps({"fingerprint": fingerprint})
-        # What stands behind the last line feed is half a line.
+        # Anything after the last line feed is an unfinished line.
         found = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
         if found and found[0] != header:
             raise ValueError(
-                f"{path} holds measures of another model, data, reward or sampling; delete it to "
-                "start again, or choose another --out"
+                f"{path} was measured with another model, data, reward or sampling; delete it or "
+                "choose another --out"
             )
         lines = found[1:]
-        whole = len(lines) if len(lines) == total else len(lines) // lot * lot
+        whole = len(lines) if len(lines) == total else len(lines) // chunk * chunk
         self.measured = [Measured(**json.loads(line)) for line in lines[:whole]]
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(f"{line}\n" for line in [header, *lines[:whole]]))
 
-    def add(self, lot: Sequence[Measured]) -> None:
-        """Writes the measures of a further lot."""
+    def add(self, chunk: Sequence[Measured]) -> None:
+        """Appends the next chunk."""
         with self._path.open("a", encoding="utf-8") as file:
-            file.write("".join(f"{json.dumps(one._asdict())}\n" for one in lot))
+            file.write("".join(f"{json.dumps(one._asdict())}\n" for one in chunk))
             file.flush()
             os.fsync(file.fileno())
-        self.measured.extend(lot)
+        self.measured.extend(chunk)
 
 
 def fingerprint(config: Config, examples: Sequence[Example], *, samples: int) -> str:
-    """A digest of everything that the measures depend on; files of weights count by size and time
-    of change."""
+    """Digests everything that the pass rates depend on; weight files count by size and time of
+    change."""
     files = [path.stat() for path in sorted(Path(config.model.path).glob("*.safetensors"))]
     tables = {
         "model": [config.model.path, *((file.st_size, file.st_mtime_ns) for file in files)],
@@ -103,7 +104,7 @@ def fingerprint(config: Config, examples: Sequence[Example], *, samples: int) ->
         "sampler": config.sampler.name,
         "seed": config.seed,
         "samples": samples,
-        "lot": config.train.train_batch,
+        "chunk": config.train.train_batch,
     }
     digest = hashlib.sha256(json.dumps(tables, sort_keys=True).encode())
     for example in examples:
@@ -116,50 +117,49 @@ def measure(
     examples: Sequence[Example],
     *,
     done: int,
-    lot: int,
+    chunk: int,
     samples: int,
     sampling: SamplingParams,
     reward: Reward,
     tokenizer: Tokenizer,
-) -> Iterator[Lot]:
-    """Answers every prompt `samples` times and scores the answers.
+) -> Iterator[Chunk]:
+    """Samples and scores `samples` completions of every prompt.
 
-    Lots have seeds of their own, so that measures which are taken up again are those of a run that
-    was never interrupted.
+    Every chunk has its own seed, so a resumed measurement equals an uninterrupted one.
 
     Args:
       sampler: serves the policy.
       examples: the prompts.
-      done: this many are measured already, a multiple of `lot`.
-      lot: prompts that are measured at a time.
-      samples: answers to each.
-      sampling: how they are drawn.
-      reward: what counts as right, usually 0 or 1; its weight is not applied.
+      done: number of prompts already measured, a multiple of `chunk`.
+      chunk: prompts measured together.
+      samples: completions for each prompt.
+      sampling: sampling parameters.
+      reward: the score, usually 0 or 1; its weight is not applied.
       tokenizer: the model's.
 
     Raises:
-      RuntimeError: if the reward fails on every answer of the first lot.
+      RuntimeError: if the reward fails on every completion of the first chunk.
     """
-    for start in range(done, len(examples), lot):
-        these = examples[start : start + lot]
+    for start in range(done, len(examples), chunk):
+        these = examples[start : start + chunk]
         seed = int(np.random.SeedSequence((sampling.seed, start)).generate_state(1)[0])
-        answers = sampler.sample(
+        completions = sampler.sample(
             [example.tokens for example in these],
             dataclasses.replace(sampling, seed=seed),
             group_size=samples,
         )
         texts, records, owners = [], [], []
         truncated = np.zeros(len(these), int)
-        for answer in answers:
-            texts.append(tokenizer.decode(answer.tokens, skip_special_tokens=True))
-            records.append(these[answer.prompt_index].record)
-            owners.append(answer.prompt_index)
-            truncated[answer.prompt_index] += answer.finish_reason == "length"
+        for completion in completions:
+            texts.append(tokenizer.decode(completion.tokens, skip_special_tokens=True))
+            records.append(these[completion.prompt_index].record)
+            owners.append(completion.prompt_index)
+            truncated[completion.prompt_index] += completion.finish_reason == "length"
         scored = scoring.score([reward], texts, records)
         values, owner = scored.components[reward.name], np.array(owners)
         if start == done and np.isnan(values).all():
-            raise RuntimeError(f"no answer could be scored; {scored.first_failure}")
-        yield Lot(
+            raise RuntimeError(f"the reward failed on every completion; {scored.first_failure}")
+        yield Chunk(
             [_measured(values[owner == i], int(truncated[i])) for i in range(len(these))],
             scored.first_failure,
         )
@@ -173,10 +173,10 @@ def write_kept(
     low: float,
     high: float,
 ) -> int:
-    """Writes the rows of the prompts whose accuracy lies in [low, high], as they stand in the data
-    with the column `base_accuracy` added, as JSON lines; returns their number."""
+    """Writes the rows whose pass rate lies in [low, high], with the column `pass_rate` added, as
+    JSON lines; returns their number."""
     kept = [
-        {**example.row, COLUMN: one.accuracy}
+        {**example.row, COLUMN: one.pass_rate}
         for example, one in zip(examples, measured, strict=False)
         if one.within(low, high)
     ]
@@ -188,5 +188,5 @@ def write_kept(
 
 def _measured(values: np.ndarray, truncated: int) -> Measured:
     scored = values[~np.isnan(values)]
-    accuracy = float(scored.mean()) if scored.size else None
-    return Measured(accuracy, int(values.size - scored.size), truncated)
+    pass_rate = float(scored.mean()) if scored.size else None
+    return Measured(pass_rate, int(values.size - scored.size), truncated)

@@ -1,4 +1,4 @@
-"""The catalogue of recipes, terms, estimators and parts, read from the code.
+"""The available recipes, terms, estimators and parts, read from the code.
 
 A recipe's docstring is a summary that names its paper, and the sections "Formula:", "Args:",
 "Example:" and "Raises:".
@@ -18,7 +18,7 @@ from jaxrl.losses.recipe import with_terms
 
 
 class Parameter(NamedTuple):
-    """A key of the [loss] table; `default` is spelled as in a config, None for a required key."""
+    """A key of the [loss] table; `default` is spelled as in a config, None if it is required."""
 
     name: str
     default: str | None
@@ -35,27 +35,27 @@ class Entry(NamedTuple):
 
     @property
     def papers(self) -> tuple[str, ...]:
-        """ArXiv ids in the summary; the algorithm's own comes first."""
+        """Lists the arXiv ids in the summary, the algorithm's own first."""
         return tuple(dict.fromkeys(re.findall(r"arXiv:(\d{4}\.\d{5})", self.summary)))
 
 
 def list_recipes() -> list[Entry]:
-    """Lists every recipe that a config can name, by name."""
+    """Describes every named recipe, sorted by name."""
     return [describe(getattr(recipes, name)) for name in sorted(recipes.__all__)]
 
 
 def list_estimators() -> list[Entry]:
-    """Lists every advantage estimator that a config can name, by name."""
+    """Describes every named advantage estimator, sorted by name."""
     return [describe(getattr(estimators, name)) for name in sorted(estimators.__all__)]
 
 
 def list_terms() -> tuple[Parameter, ...]:
-    """Lists the keys that every recipe takes besides its own."""
+    """Describes the keys shared by every recipe."""
     return describe(with_terms).parameters
 
 
 def list_parts() -> dict[str, list[Entry]]:
-    """Lists, for each kind of part (ratios, levels, corrections, ...), those a config can name."""
+    """Describes the named parts of each kind: ratios, levels, corrections, ..."""
     texts = [text for module in (aggregation, presets, ratios) for text in _texts_of(module)]
     return {
         kind.__name__: [
@@ -69,7 +69,7 @@ def list_parts() -> dict[str, list[Entry]]:
 
 
 def _texts_of(module: ModuleType) -> list[tuple[Any, str]]:
-    """Returns the variables of a module and the text below each, which Python does not keep."""
+    """Pairs a module's variables with the strings below them, which Python discards."""
     body = ast.parse(inspect.getsource(module)).body
     return [
         (getattr(module, target.id), _one_line(value))
@@ -83,7 +83,7 @@ def _texts_of(module: ModuleType) -> list[tuple[Any, str]]:
 
 
 def describe(function: Callable[..., Any]) -> Entry:
-    """Reads the entry of a function from its docstring and its signature."""
+    """Describes a function from its docstring and signature."""
     sections = re.split(
         r"^(Formula|Args|Example|Raises):\n", inspect.getdoc(function) or "", flags=re.M
     )

@@ -1,34 +1,37 @@
-"""`jaxrl losses`: lists the algorithms, with formulas and parameters, from the code itself."""
+"""`jaxrl losses`: lists the algorithms with their formulas and parameters."""
 
-import argparse
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from jaxrl.commands import options
 from jaxrl.commands.losses import catalogue
 from jaxrl.commands.losses.catalogue import Entry, Parameter
+
+DESCRIPTION = """Lists the recipes for [loss] name = ... with their formulas and parameters.
+
+  jaxrl losses grpo gspo"""
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    parser = argparse.ArgumentParser(
-        prog="jaxrl losses",
-        description="Lists the recipes that [loss] name = ... can name, and their parameters.",
+    parser = options.plain_parser("losses", DESCRIPTION)
+    parser.add_argument("name", nargs="*", help="recipes to show (default: all)")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the tables of docs/losses.md"
     )
-    parser.add_argument("name", nargs="*", help="recipes to show; all when absent")
-    parser.add_argument("--markdown", action="store_true", help="the tables of docs/losses.md")
     arguments = parser.parse_args(argv)
     entries = catalogue.list_recipes()
     known = {entry.name: entry for entry in entries}
     for name in arguments.name:
         if name not in known:
-            raise ValueError(f"there is no recipe {name!r}; there are {', '.join(known)}")
+            raise ValueError(f"unknown recipe {name!r}; available: {', '.join(known)}")
     shown = [known[name] for name in arguments.name] or entries
     print(markdown(shown) if arguments.markdown else text(shown), end="")
     return 0
 
 
 def text(entries: Sequence[Entry]) -> str:
-    """Recipes for a terminal, and the keys that all of them take."""
+    """Formats recipes for a terminal, followed by the shared keys and the named parts."""
     blocks = [
         "\n".join(
             [
@@ -49,7 +52,7 @@ def text(entries: Sequence[Entry]) -> str:
 
 
 def markdown(entries: Sequence[Entry]) -> str:
-    """The tables of docs/losses.md."""
+    """Formats the tables of docs/losses.md."""
     recipes = [
         (
             f"`{entry.name}`",
@@ -72,14 +75,14 @@ def markdown(entries: Sequence[Entry]) -> str:
     return "\n".join(
         [
             *_table(("recipe", "loss and advantage", "parameters", "paper"), recipes),
-            "\nKeys that every recipe takes besides:\n",
+            "\nKeys shared by every recipe:\n",
             *_table(("key", "default", "meaning"), terms),
             "\nAdvantage estimators, for `loss.advantage`:\n",
-            *_table(("estimator", "what it is"), advantages),
+            *_table(("estimator", "definition"), advantages),
             "\nNames of parts: a Ratio for `ratio` and `kl_ratio`, a Level for `level`, Weights "
             "for `correction` (several: `token_tis + veto`), an Aggregation for `aggregation`, a "
             "KLEstimator for `kl_estimator`.\n",
-            *_table(("kind", "name", "what it is"), parts),
+            *_table(("kind", "name", "definition"), parts),
             "",
         ]
     )

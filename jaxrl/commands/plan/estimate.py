@@ -1,6 +1,6 @@
-"""The arithmetic of a reinforcement-learning system, for when compiling is not wanted.
+"""Estimates of memory and speed by arithmetic, without compiling.
 
-Memory is that of weights, gradients and optimizer alone: activations need a compiled plan.
+Memory covers weights, gradients and optimizer state; activations need a compiled plan.
 """
 
 import dataclasses
@@ -16,21 +16,20 @@ from jaxrl.models.decoder import param_specs
 
 
 def bytes_per_trained(policy: Precision) -> int:
-    """Bytes that a parameter takes while it is trained: master weight, the copy that is computed
-    with, gradient, two moments."""
+    """Sums the bytes of a trained parameter: master weight, compute copy, gradient, moments."""
     copy = 0 if policy.compute == policy.params else policy.compute.itemsize
     return policy.params.itemsize + copy + policy.grads.itemsize + 2 * policy.moments.itemsize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Models:
-    """How many models of one size a method holds."""
+    """Numbers of trained and frozen models that an algorithm holds."""
 
     trained: int
     frozen: int
 
     def memory(self, parameters: float, *, trained: float, frozen: float) -> float:
-        """Bytes of all of them; `trained` and `frozen` are bytes per parameter."""
+        """Counts the bytes of all models; `trained` and `frozen` are bytes per parameter."""
         return parameters * (self.trained * trained + self.frozen * frozen)
 
 
@@ -40,12 +39,12 @@ PPO, GRPO = Models(trained=2, frozen=2), Models(trained=1, frozen=1)
 
 
 def chips(size: float, *, memory: float) -> int:
-    """Fewest chips of `memory` bytes that hold `size` bytes."""
+    """Returns the smallest number of chips with `memory` bytes that hold `size` bytes."""
     return math.ceil(size / memory)
 
 
 def utilisation(rollout: float, train: float, sync: float) -> tuple[float, float]:
-    """Share of the time in which the learner's chips work.
+    """Computes the learner's utilisation.
 
     Args:
       rollout: seconds of sampling.
@@ -53,14 +52,16 @@ def utilisation(rollout: float, train: float, sync: float) -> tuple[float, float
       sync: seconds of a publish.
 
     Returns:
-      (one after the other; on chips of their own with sampling one step behind, where a publish
-      holds both up).
+      (sampling and training in turn; sampling one step behind on separate chips, where a publish
+      stops both).
     """
     return train / (rollout + train + sync), train / (max(rollout, train) + sync)
 
 
 def progress_per_time(observed: Mapping[int, tuple[float, float]]) -> dict[int, float]:
-    """Staleness -> improvement per unit of time, where the unit is a step at the lowest staleness.
+    """Computes the improvement per unit of time for each staleness.
+
+    The unit is the time of a step at the lowest staleness.
 
     Args:
       observed: staleness in steps -> (improvement per step, utilisation).
@@ -71,25 +72,25 @@ def progress_per_time(observed: Mapping[int, tuple[float, float]]) -> dict[int, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phases:
-    """Seconds of sampling and of a step."""
+    """Seconds of a rollout and of a training step."""
 
     rollout: float
     train: float
 
 
 def read_observed(text: str) -> dict[int, tuple[float, float]]:
-    """What was observed by staleness, from a command line: "0:0.15:35,1:0.13:55" is staleness,
-    improvement per step and utilisation.
+    """Parses "0:0.15:35,1:0.13:55": staleness, improvement per step and utilisation.
 
     Raises:
-      ValueError: if it cannot be read.
+      ValueError: for any other form.
     """
     try:
         rows = [one.split(":") for one in text.split(",")]
         return {int(steps): (float(gain), float(used)) for steps, gain, used in rows}
     except ValueError:
         raise ValueError(
-            f"{text!r} is not staleness:improvement:utilisation,..., such as 0:0.15:35,1:0.13:55"
+            f"--staleness {text!r}: expected staleness:improvement:utilisation,..., for example "
+            "0:0.15:35,1:0.13:55"
         ) from None
 
 
@@ -101,17 +102,17 @@ def estimate(
     phases: Phases | None = None,
     observed: Mapping[int, tuple[float, float]] | None = None,
 ) -> str:
-    """Memory, the time of a publish, the learner's utilisation and the best staleness, as text.
+    """Formats memory, publish time, the learner's utilisation and the best staleness.
 
     Args:
-      config: for the model's sizes and the dtypes; only config.json is read of the model.
+      config: the run's config; only the model's config.json is read.
       chip_memory: bytes.
       link_rate: bytes per second from the learner to the samplers.
-      phases: None leaves utilisation out.
-      observed: as `progress_per_time`; None leaves staleness out.
+      phases: phase lengths; None leaves out utilisation.
+      observed: see `progress_per_time`; None leaves out staleness.
 
     Raises:
-      FileNotFoundError, ValueError: for a model or adapters that cannot be used.
+      FileNotFoundError, ValueError: for an unusable model or adapters.
     """
     policy = config.policy
     specs = param_specs(huggingface.load_config(config.model.path))
@@ -120,7 +121,7 @@ def estimate(
     sync = count * policy.wire.itemsize / link_rate
     lines = [
         f"{config.model.path}: {count / 1e9:.2f} billion parameters, {config.precision}: {trained} "
-        f"bytes for a trained parameter, {frozen} for a frozen one",
+        f"bytes per trained parameter, {frozen} per frozen one",
         "",
         "Weights, gradients and optimizer (activations: jaxrl plan --topology)",
     ]
@@ -130,10 +131,10 @@ def estimate(
         )
         for name, models in (("PPO", PPO), ("GRPO", GRPO))
     }
-    held = trained_specs(config.lora, specs)
-    if isinstance(held, lora.Adapted):
-        # The reference is the frozen weights with the adapters as they began.
-        few = GRPO.memory(parameter_count(held.adapters), trained=trained, frozen=frozen)
+    tuned = trained_specs(config.lora, specs)
+    if isinstance(tuned, lora.Adapted):
+        # The reference is the frozen weights with the initial adapters.
+        few = GRPO.memory(parameter_count(tuned.adapters), trained=trained, frozen=frozen)
         sizes = {f"GRPO adapters of rank {config.lora.rank}": count * policy.wire.itemsize + few}
     for name, size in sizes.items():
         lines.append(
@@ -149,15 +150,15 @@ def estimate(
         turns, apart = utilisation(phases.rollout, phases.train, sync)
         lines += [
             "",
-            f"The learner works {turns:.0%} of the time in turns with sampling, {apart:.0%} with "
-            "samplers one step behind on chips of their own",
+            f"Learner utilisation: {turns:.0%} in turn with sampling, {apart:.0%} with samplers "
+            "one step behind on separate chips",
         ]
     if observed is not None:
         found = progress_per_time(observed)
         best = max(found, key=lambda steps: found[steps])
         lines += [
             "",
-            "Improvement per unit of time by staleness, where the unit is a step at the lowest one",
+            "Improvement by staleness, per time of a step at the lowest staleness",
             *(f"  {steps:3}{gain:10.3f}" for steps, gain in sorted(found.items())),
             f"  best: rollouts.max_staleness = {best}",
         ]

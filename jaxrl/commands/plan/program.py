@@ -1,4 +1,4 @@
-"""The learner's step of a config, compiled for devices that need not exist."""
+"""The learner's step, compiled for devices that need not exist."""
 
 import dataclasses
 import re
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxrl.commands.plan.resident import Besides, besides, on_one
+from jaxrl.commands.plan.resident import ResidentMemory, on_one, resident_memory
 from jaxrl.commands.plan.step import make_step
 from jaxrl.commands.plan.topology import GIB, Topology
 from jaxrl.config.training import Config
@@ -22,17 +22,17 @@ from sharding.partition import Layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of the step on one device.
+    """Memory of the step on one device, in bytes.
 
     Attributes:
       params: master weights.
-      optimizer: the optimizer's state.
-      host: of the optimizer's state, what is in the host's memory instead.
-      gradients: what is accumulated over microbatches; temporary.
-      copies: the weights in `compute`, where they are not the master weights; temporary.
+      optimizer: optimizer state on the device.
+      host: optimizer state in host memory.
+      gradients: gradients accumulated over microbatches; temporary.
+      copies: weights in `compute`, if they are not the master weights; temporary.
       activations: all other temporaries.
-      rest: the batch, metrics and the program itself.
-      peak: what the program holds at once, all of the above.
+      rest: batch, metrics and the program itself.
+      peak: sum of all but `host`.
     """
 
     params: float
@@ -50,45 +50,46 @@ class Program:
     """A compiled step.
 
     Attributes:
-      model: without weights.
+      model: the model, without weights.
+      specs: specs of the learner's parameters: the model's, or lora.Adapted.
       layout: the mesh and its rules.
       policy: the dtypes.
-      kernel: what computes attention.
-      rows: of one microbatch, over all devices.
-      microbatches: of one optimizer step, at most.
-      row_length: tokens of a row.
-      besides: what a run holds besides the step.
-      memory: as the program needs it, or would have.
-      seconds: to trace, lower and compile.
-      refused: whether the compiler made no program, because it would need too much memory.
-      hlo_bytes: length of the program as text; 0 if there is none.
-      traffic: what one step sends; empty if there is no program.
+      kernel: the attention implementation.
+      rows: rows of one microbatch, over all devices.
+      microbatches: largest number of microbatches in an optimizer step.
+      row_length: tokens in a row.
+      resident: memory held outside the step.
+      memory: memory of the step.
+      seconds: time to trace, lower and compile.
+      rejected: the compiler ran out of memory, so there is no program.
+      hlo_bytes: length of the program as text; 0 without a program.
+      traffic: data sent by one step; empty without a program.
     """
 
     model: Model
-    specs: Any  # of the learner's parameters: the model's, or lora.Adapted
+    specs: Any
     layout: Layout
     policy: Precision
     kernel: Kernel
     rows: int
     microbatches: int
     row_length: int
-    besides: Besides
+    resident: ResidentMemory
     memory: Memory
     seconds: float
-    refused: bool = False
+    rejected: bool = False
     hlo_bytes: int = 0
     traffic: dict[str, Traffic] = dataclasses.field(default_factory=dict)
 
 
 def compile_step(config: Config, topology: Topology) -> Program:
-    """Compiles the step that `jaxrl train` would run, on shapes alone.
+    """Compiles the step that `jaxrl train` would run, from shapes alone.
 
-    Of models only config.json is read, of data and reward functions nothing.
+    It reads the model's config.json, and neither data nor reward functions.
 
     Raises:
-      FileNotFoundError, ValueError: for a model or a mesh that cannot be used, as `jaxrl train`.
-      jax.errors.JaxRuntimeError: if the compiler fails for another reason than memory.
+      FileNotFoundError, ValueError: for an unusable model or mesh, like `jaxrl train`.
+      jax.errors.JaxRuntimeError: if the compiler fails for a reason other than memory.
     """
     step = make_step(config, topology)
     microbatches = step.minibatch.batch.tokens.shape[0] // config.microbatch_rows
@@ -101,7 +102,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
         "rows": config.microbatch_rows,
         "microbatches": microbatches,
         "row_length": config.row_length,
-        "besides": besides(config, step),
+        "resident": resident_memory(config, step),
     }
     start = time.perf_counter()
     function = jax.jit(
@@ -113,11 +114,11 @@ def compile_step(config: Config, topology: Topology) -> Program:
         if (needed := _needed(str(error))) is None:
             raise
         seconds = time.perf_counter() - start
-        memory = _refused(needed, step.state, policy=step.policy)
-        return Program(**built, memory=memory, seconds=seconds, refused=True)
+        memory = _memory_if_rejected(needed, step.state, policy=step.policy)
+        return Program(**built, memory=memory, seconds=seconds, rejected=True)
     seconds = time.perf_counter() - start
     hlo = compiled.as_text() or ""
-    # The number of microbatches and of chunks with scored tokens are known at run time only.
+    # The numbers of microbatches and of chunks with scored tokens are known only at run time.
     trips = (microbatches, logprobs.position_chunks(config.row_length))
     return Program(
         **built,
@@ -131,8 +132,8 @@ def compile_step(config: Config, topology: Topology) -> Program:
 def _memory(found: Any, state: LearnerState, *, policy: Precision) -> Memory:
     params, optimizer = (on_one(tree) for tree in (state.params, state.opt_state))
     host = float(found.host_argument_size_in_bytes)
-    optimizer = max(0.0, optimizer - host)  # the host's arrays are padded
-    gradients, copies = _once(state, policy)
+    optimizer = max(0.0, optimizer - host)  # host arrays are padded
+    gradients, copies = _temporary_copies(state, policy)
     temporary = float(found.temp_size_in_bytes)
     peak = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     peak += temporary + found.generated_code_size_in_bytes
@@ -142,20 +143,20 @@ def _memory(found: Any, state: LearnerState, *, policy: Precision) -> Memory:
         host=host,
         gradients=gradients,
         copies=copies,
-        # Where the compiler makes do without a whole copy, nothing is left for this.
+        # Negative if the compiler avoids a full copy.
         activations=max(0.0, temporary - gradients - copies),
         rest=max(0.0, peak - temporary - params - optimizer),
         peak=peak,
     )
 
 
-def _refused(needed: float, state: LearnerState, *, policy: Precision) -> Memory:
-    """Without a program: what follows from shapes, and activations as what is left."""
+def _memory_if_rejected(needed: float, state: LearnerState, *, policy: Precision) -> Memory:
+    """Derives memory from shapes; activations are the rest of `needed`."""
     placed = jax.tree.leaves(state.opt_state)
-    there = [x for x in placed if x.sharding.memory_kind == "pinned_host"]
-    params, host = on_one(state.params), on_one(there)
+    in_host = [x for x in placed if x.sharding.memory_kind == "pinned_host"]
+    params, host = on_one(state.params), on_one(in_host)
     optimizer = on_one(placed) - host
-    gradients, copies = _once(state, policy)
+    gradients, copies = _temporary_copies(state, policy)
     return Memory(
         params=params,
         optimizer=optimizer,
@@ -168,15 +169,15 @@ def _refused(needed: float, state: LearnerState, *, policy: Precision) -> Memory
     )
 
 
-def _once(state: LearnerState, policy: Precision) -> tuple[float, float]:
-    """Bytes of the gradients, and of the weights in `compute` where these are copies."""
+def _temporary_copies(state: LearnerState, policy: Precision) -> tuple[float, float]:
+    """Counts the bytes of the gradients, and of weights copied to `compute`."""
     gradients = on_one(lora.trainable(state.params), dtype=policy.grads)
     copied = [x for x in jax.tree.leaves(state.params) if x.dtype != policy.compute]
     return gradients, on_one(copied, dtype=policy.compute)
 
 
 def _needed(message: str) -> float | None:
-    """Bytes in the compiler's complaint that a program does not fit."""
+    """Parses the needed bytes from the compiler's out-of-memory error."""
     match = re.search(r"(?:Used |\()([\d.]+)([KMGT])(?: of |\) exceeds available HBM)", message)
     if "RESOURCE_EXHAUSTED" not in message or match is None:
         return None

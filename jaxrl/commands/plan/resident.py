@@ -1,4 +1,4 @@
-"""What lies on the devices besides the step, by arithmetic on shapes and on how they are cut."""
+"""Estimates memory held outside the compiled step from shapes and shardings."""
 
 import dataclasses
 import math
@@ -21,15 +21,15 @@ from sharding.partition import Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cache:
-    """The embedded sampler's cache at its largest.
+class KVCache:
+    """The embedded sampler's KV cache at its largest.
 
     Attributes:
-      rows: answers that are decoded at once, over all devices.
-      slots: tokens that a row has room for at last.
+      rows: completions decoded together, over all devices.
+      slots: capacity of a row in tokens.
       size: bytes on one device.
-      moving: what is there besides for a moment when the cache grows or loses rows: the one before
-        it, and the layer that is sent around.
+      moving: extra bytes while the cache grows or loses rows: the previous cache, and the layer in
+        transfer.
     """
 
     rows: int
@@ -39,20 +39,20 @@ class Cache:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Besides:
-    """Bytes on one device; 0 for what a run does not have.
+class ResidentMemory:
+    """Bytes on one device; 0 for parts that a run does not have.
 
     Attributes:
-      state: what the learner holds between two steps. The step's own figures have it, too.
-      sampler: the embedded sampler's own weights; of two versions where it samples while the
-        learner works, those of a request in flight and those of the next.
-      reference: the frozen policy that loss.kl and reward.kl measure from.
+      state: learner state between two steps, also counted in the step's own memory.
+      sampler: the embedded sampler's weights; two versions if it samples while the learner trains,
+        for requests in flight and for new ones.
+      reference: the frozen policy of loss.kl and reward.kl.
       reward_model: its weights.
-      critic: parameters and optimizer of one that is a network of its own.
-      published: what a publish adds for a moment: the sampler's next weights, and a copy in the
-        wire's dtype where one is made on the way.
-      cache: None where servers sample.
-      at_once: whether the sampler works while the learner does.
+      critic: parameters and optimizer of a critic with its own trunk.
+      published: extra bytes during a publish: the sampler's next weights, and a copy in the wire
+        dtype if one is made.
+      cache: the KV cache; None if servers sample.
+      overlapped: the sampler runs while the learner does.
     """
 
     state: float
@@ -61,19 +61,19 @@ class Besides:
     reward_model: float
     critic: float
     published: float
-    cache: Cache | None
-    at_once: bool
+    cache: KVCache | None
+    overlapped: bool
 
     @property
     def always(self) -> float:
-        """What is there in every phase, without the learner's state."""
+        """Bytes held in every phase, without the learner's state."""
         return self.sampler + self.reference + self.reward_model + self.critic
 
     def phases(self, step: float) -> dict[str, float]:
-        """The most that each phase of a run holds, where a step needs `step` bytes. What forward
-        passes compute on the way is counted in the step alone."""
+        """Returns the peak of each phase of a run, for a step of `step` bytes. Activations of
+        forward passes are counted in the step only."""
         cache = 0.0 if self.cache is None else self.cache.size + self.cache.moving
-        while_learning = cache if self.at_once else 0.0
+        while_learning = cache if self.overlapped else 0.0
         found = {"learning": step + self.always + while_learning}
         if self.cache is not None:
             found["sampling"] = self.state + self.always + cache
@@ -82,18 +82,18 @@ class Besides:
         return found
 
 
-def besides(config: Config, step: Step) -> Besides:
-    """What a run holds besides its step; of a reward model or a critic only config.json is read.
+def resident_memory(config: Config, step: Step) -> ResidentMemory:
+    """Estimates the memory of everything outside the step, from config.json files alone.
 
     Raises:
-      FileNotFoundError, ValueError: for a reward model or a critic that cannot be used.
+      FileNotFoundError, ValueError: for an unusable reward model or critic.
     """
     policy, layout = step.policy, step.layout
     embedded = config.sampler.name == "embedded"
     base = step.model.specs
     own = sampler_layout(config.sampler, layout)
     served = _weights(base, own, dtype=policy.sampler) if embedded else 0.0
-    # Two casts are one where the dtypes are alike, and nothing is sent where the layouts are.
+    # Equal dtypes need one cast only, and equal layouts no transfer.
     sent = layout.mesh.size > 1 and own != layout
     copied = embedded and (policy.wire != policy.sampler or sent)
     merged = isinstance(step.specs, lora.Adapted) and config.lora.publish == "merged"
@@ -101,25 +101,25 @@ def besides(config: Config, step: Step) -> Besides:
     reference = 0.0
     if Need.REFERENCE in step.recipe.objective.needs or config.reward.kl:
         reference = on_one(lora.trainable(step.state.params), dtype=policy.compute)
-    judge = 0.0
+    reward_model = 0.0
     if config.reward.model is not None:
-        judge = _weights(_scorer(config.reward.model), layout, dtype=policy.compute)
+        reward_model = _weights(_scorer(config.reward.model), layout, dtype=policy.compute)
     moments = 0.0 if config.optimizer.offload else on_one(step.state.opt_state)
-    at_once = config.rollouts.max_staleness > 0
-    return Besides(
+    overlapped = config.rollouts.max_staleness > 0
+    return ResidentMemory(
         state=on_one(step.state.params) + moments,
-        sampler=served * (2 if at_once else 1),
+        sampler=served * (2 if overlapped else 1),
         reference=reference,
-        reward_model=judge,
+        reward_model=reward_model,
         critic=_critic(config, layout=layout, policy=policy) if step.recipe.critic else 0.0,
         published=served + wire,
         cache=_cache(config, step, layout=own) if embedded else None,
-        at_once=at_once,
+        overlapped=overlapped,
     )
 
 
 def on_one(tree: Any, *, dtype: DType | None = None) -> float:
-    """Bytes on one device of a tree of shapes with shardings."""
+    """Counts the bytes on one device of a tree of shapes with shardings."""
     return float(
         sum(
             math.prod(x.sharding.shard_shape(x.shape)) * (dtype or x.dtype).itemsize
@@ -138,7 +138,7 @@ def _scorer(path: str) -> Specs:
 
 def _critic(config: Config, *, layout: Layout, policy: Precision) -> float:
     if config.critic.trunk == "shared":
-        return 0.0  # one more row
+        return 0.0  # a single extra row
     specs = _scorer(config.critic.path or config.model.path)
     params = spec.abstract(specs, dtype=policy.params)
     optimizer = make_optimizer(config.optimizer, total_steps=config.optimizer_steps, specs=specs)
@@ -150,36 +150,35 @@ def _critic(config: Config, *, layout: Layout, policy: Precision) -> float:
     return on_one(placed(held, layout.state(held, specs)))
 
 
-def _cache(config: Config, step: Step, *, layout: Layout) -> Cache:
-    """As `sampling.batches` makes it. The compiled programs of the sampler cut it as activations
-    are: rows over the batch's axes, heads over their own, tokens over none."""
+def _cache(config: Config, step: Step, *, layout: Layout) -> KVCache:
+    """Sizes the cache of `sampling.embedded`, sharded like activations: rows over the batch axes,
+    heads over theirs, tokens over none."""
     sizes, shards = step.model.config, layout.count("batch")
     most = max_rows(config.sampling.max_batch, shards=shards)
     rows = most
     if config.data.eval_path is None:
-        answers = config.train.train_batch * config.train.group_size
-        rows = min(count_bucket(answers, multiple=shards), most)
-    # Where an environment answers, sequences that have just begun and others that are nearly
-    # finished are decoded together.
-    alone = config.environment.name is None
-    longest = config.data.max_prompt_tokens if alone else config.longest_sequence - 1
+        completions = config.train.train_batch * config.train.group_size
+        rows = min(count_bucket(completions, multiple=shards), most)
+    # An environment's turns put new and almost finished sequences in one batch.
+    single_turn = config.environment.name is None
+    longest = config.data.max_prompt_tokens if single_turn else config.longest_sequence - 1
     width, first, *larger = cache_sizes(longest, config.sampling.max_tokens)
     before, slots = [width, first, *larger][-2:]
     numbers = 2 * sizes.num_kv_heads // layout.count("kv_heads") * sizes.head_dim
-    layer = numbers * step.policy.sampler.itemsize  # bytes of a token
+    layer = numbers * step.policy.sampler.itemsize  # bytes per token
     if config.train.replay_routing and sizes.experts is not None:
         layer += sizes.experts.per_token * (1 if sizes.experts.count <= 256 else 2)
 
-    def held(*parts: int) -> float:
+    def held_bytes(*parts: int) -> float:
         return float(sum(parts) // shards * sizes.num_layers * layer)
 
-    def sent(tokens: int) -> float:
-        # Rows that change devices: compiled for TPUs, up to 1.4 times a layer of them all.
+    def sent_bytes(tokens: int) -> float:
+        # Rows that change devices; compiled for TPUs, at most 1.4 times a layer of all rows.
         return 2.0 * tokens * layer if shards > 1 else 0.0
 
-    grown, begun = held(rows * before, rows * slots), held(rows * width, rows * first)
-    begun += sent(rows * width)
+    grown, begun = held_bytes(rows * before, rows * slots), held_bytes(rows * width, rows * first)
+    begun += sent_bytes(rows * width)
     fewer = shrunk_rows(rows, shards=shards)
-    shrunk = held(rows * slots, fewer * slots) + sent(fewer * slots)
-    size = held(rows * slots)
-    return Cache(rows=rows, slots=slots, size=size, moving=max(grown, begun, shrunk) - size)
+    shrunk = held_bytes(rows * slots, fewer * slots) + sent_bytes(fewer * slots)
+    size = held_bytes(rows * slots)
+    return KVCache(rows=rows, slots=slots, size=size, moving=max(grown, begun, shrunk) - size)

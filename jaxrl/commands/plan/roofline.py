@@ -1,4 +1,4 @@
-"""How long a step takes at least: work, memory traffic and links, each at the chip's full rate."""
+"""Lower bounds on the time of a step: FLOPs, memory and links, each at the chip's full rate."""
 
 import dataclasses
 import math
@@ -12,15 +12,15 @@ from jaxrl.models.spec import ParamSpec, Specs
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """Seconds of a step; None where the chip's rates are not known.
+    """Seconds of a step; None if the chip's rate is unknown.
 
     Attributes:
-      model_flops: of one step, forward and backward as three times forward, less the gradients of
-        frozen weights.
-      run_flops: with what the backward pass computes again.
-      compute: products at the chip's peak.
-      memory: weights and optimizer state through memory as often as the step needs them.
-      links: what is sent, over all of the chip's links.
+      model_flops: FLOPs of a step: three times the forward pass, less the gradients of frozen
+        weights.
+      run_flops: the same with recomputation in the backward pass.
+      compute: matrix products at peak FLOPs.
+      memory: reads and writes of weights and optimizer state at full memory bandwidth.
+      links: traffic over all of the chip's links.
     """
 
     model_flops: float
@@ -31,40 +31,44 @@ class Roofline:
 
     @property
     def overlapped(self) -> float | None:
-        """Seconds if all three went on at once, which nothing undercuts."""
+        """Seconds if all three overlap fully: the lower bound."""
         known = [s for s in (self.compute, self.memory, self.links) if s is not None]
         return max(known, default=None)
 
     @property
     def in_turn(self) -> float | None:
-        """Seconds if sending waits for computing, the other end of the range."""
+        """Seconds if communication never overlaps computation: the upper end of the range."""
         if self.compute is None or self.memory is None or self.links is None:
             return None
         return max(self.compute, self.memory) + self.links
 
 
 def parameter_count(specs: Specs) -> int:
-    """All parameters of a model."""
+    """Counts all parameters of a model."""
     return sum(math.prod(one.shape) for one in spec.flatten(specs).values())
 
 
 def forward_flops(config: DecoderConfig, specs: Specs, *, rows: int, length: int) -> float:
-    """Of full rows of one sequence each: two for each weight that a token meets (of the experts
-    those that it is sent to, of the embedding none), and the causal half of attention."""
+    """Counts the FLOPs of a forward pass over full rows of one sequence each.
+
+    A token costs two for each weight it is multiplied with, plus the causal half of attention.
+    """
     attention = 2 * config.num_layers * config.num_heads * config.head_dim * length**2
-    return rows * (2 * met_weights(config, specs) * length + attention)
+    return rows * (2 * active_weights(config, specs) * length + attention)
 
 
-def met_weights(config: DecoderConfig, specs: Specs) -> float:
-    """Weights that a token is multiplied with."""
-    weights = sum(_met(one, config) for path, one in spec.flatten(specs).items() if path != "embed")
+def active_weights(config: DecoderConfig, specs: Specs) -> float:
+    """Counts the weights that a token is multiplied with: its own experts, no embedding."""
+    weights = sum(
+        _active(one, config) for path, one in spec.flatten(specs).items() if path != "embed"
+    )
     if config.tied:
         weights += math.prod(specs["embed"].shape)
     return float(weights)
 
 
-def _met(one: ParamSpec, config: DecoderConfig) -> float:
-    """Weights of a matrix that one token is multiplied with; 0 for norms and biases."""
+def _active(one: ParamSpec, config: DecoderConfig) -> float:
+    """Counts the weights of one matrix for a token; 0 for norms and biases."""
     if len(one.shape) < 2 + one.stacked:
         return 0.0
     experts = config.experts if "experts" in one.axes else None
@@ -73,30 +77,30 @@ def _met(one: ParamSpec, config: DecoderConfig) -> float:
 
 
 def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
-    """Of a step; without the links if the compiler refused it."""
+    """Computes the roofline of a step; `links` is None if the compiler rejected it."""
     config, specs = program.model.config, program.model.specs
     rows = program.rows * program.microbatches
     forward = forward_flops(config, specs, rows=rows, length=program.row_length)
-    spared = 0.0
-    if isinstance(program.specs, lora.Adapted):  # frozen weights have no gradients
+    frozen = 0.0
+    if isinstance(program.specs, lora.Adapted):  # frozen weights need no gradients
         tokens = rows * program.row_length
         forward += 2.0 * tokens * parameter_count(program.specs.adapters)
-        spared = 2.0 * tokens * met_weights(config, specs)
-    again = 1 if remat in ("layer", "attention") else 0
+        frozen = 2.0 * tokens * active_weights(config, specs)
+    recomputed = 1 if remat in ("layer", "attention") else 0
     devices = program.layout.mesh.size
-    run = forward * (3 + again) - spared
+    run = forward * (3 + recomputed) - frozen
     compute = memory = links = None
     if chip.flops is not None:
         compute = run / devices / chip.flops
     if chip.memory_rate is not None:
-        # Gathered weights are written and read by every pass; state is read and written once.
+        # Every pass writes and reads gathered weights; state is read and written once.
         gathered = parameter_count(specs) * program.policy.compute.itemsize
         gathered /= program.layout.mesh.shape["tensor"] * program.layout.mesh.shape["expert"]
-        moved = 2 * (3 + again) * gathered * program.microbatches
+        moved = 2 * (3 + recomputed) * gathered * program.microbatches
         moved += 2 * (program.memory.params + program.memory.optimizer + program.memory.gradients)
         memory = moved / chip.memory_rate
-    if chip.link_rate is not None and not program.refused:
+    if chip.link_rate is not None and not program.rejected:
         links = sum(traffic.sent for traffic in program.traffic.values()) / chip.link_rate
     return Roofline(
-        model_flops=3 * forward - spared, run_flops=run, compute=compute, memory=memory, links=links
+        model_flops=3 * forward - frozen, run_flops=run, compute=compute, memory=memory, links=links
     )

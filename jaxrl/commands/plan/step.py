@@ -1,4 +1,4 @@
-"""The learner's step of a config before it is compiled, on shapes alone."""
+"""The learner's step before compilation, as shapes."""
 
 from typing import Any, NamedTuple
 
@@ -24,19 +24,19 @@ from sharding.partition import Layout
 
 
 class Step(NamedTuple):
-    """What the step is made of.
+    """Parts of the step.
 
     Attributes:
       recipe: the algorithm.
-      model: without weights.
-      specs: of the learner's parameters: the model's, or lora.Adapted.
+      model: the model, without weights.
+      specs: specs of the learner's parameters: the model's, or lora.Adapted.
       layout: the mesh and its rules.
       policy: the dtypes.
-      kernel: what computes attention.
-      learner: not compiled.
-      state: the learner's, as shapes with shardings.
-      state_shardings: these.
-      minibatch: likewise as shapes.
+      kernel: the attention implementation.
+      learner: the learner, not compiled.
+      state: the learner's state as shapes with shardings.
+      state_shardings: the shardings of `state`.
+      minibatch: the minibatch as shapes with shardings.
     """
 
     recipe: Recipe
@@ -52,10 +52,10 @@ class Step(NamedTuple):
 
 
 def make_step(config: Config, topology: Topology) -> Step:
-    """The step that `jaxrl train` would run.
+    """Builds the step that `jaxrl train` would run.
 
     Raises:
-      FileNotFoundError, ValueError: for a model or a mesh that cannot be used, as `jaxrl train`.
+      FileNotFoundError, ValueError: for an unusable model or mesh, like `jaxrl train`.
     """
     policy = config.policy
     layout = make_layout(config.mesh, devices=topology.devices)
@@ -96,7 +96,7 @@ def make_step(config: Config, topology: Topology) -> Step:
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
-    """A tree of shapes with shardings from one of each."""
+    """Combines a tree of shapes with a tree of shardings."""
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         shapes,
@@ -107,9 +107,9 @@ def placed(shapes: Any, shardings: Any) -> Any:
 def _minibatch(
     config: Config, sizes: DecoderConfig, *, layout: Layout, needs: frozenset[Need]
 ) -> Minibatch:
-    """What `loop.train` gives the step: room for one sequence to a row."""
-    answers = config.train.train_batch * config.train.group_size
-    count = -(-answers // config.train.updates_per_rollout // config.microbatch_rows)
+    """Builds the largest minibatch that training passes to the step: one sequence per row."""
+    completions = config.train.train_batch * config.train.group_size
+    count = -(-completions // config.train.updates_per_rollout // config.microbatch_rows)
     rows = layout.batch(("batch", "length"))
     shape = (count * config.microbatch_rows, config.row_length)
 

@@ -1,4 +1,4 @@
-"""Devices that need not exist: TPU topologies that XLA compiles for, and simulated CPU devices."""
+"""Devices to compile for that need not exist: TPU topologies and simulated CPU devices."""
 
 import dataclasses
 import importlib.util
@@ -15,13 +15,13 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """What one device can do, by its vendor's data sheet.
+    """One device, by its vendor's data sheet; None for an unknown rate.
 
     Attributes:
       memory: bytes.
-      flops: per second, operands in bf16 or f16; None where a data sheet says nothing of use.
-      memory_rate: bytes per second to and from memory.
-      link_rate: bytes per second that a chip sends to its neighbours over all of its links.
+      flops: FLOPs per second with operands in bf16 or f16.
+      memory_rate: memory bandwidth in bytes per second.
+      link_rate: bytes per second that a chip sends to its neighbours over all its links.
     """
 
     memory: float
@@ -31,14 +31,14 @@ class Chip:
 
 
 # From https://cloud.google.com/tpu/docs, the pages v5e, v5p and v6e in November 2026; memory is
-# what XLA lets a program have of the 16, 95 and 32 GB.
+# the part of the 16, 95 and 32 GB that XLA lets a program use.
 CHIPS: Mapping[str, Chip] = {
     "v5e": Chip(memory=15.75 * GIB, flops=197e12, memory_rate=0.819e12, link_rate=200e9),
     "v5p": Chip(memory=95.74 * GIB, flops=459e12, memory_rate=2.765e12, link_rate=600e9),
     "v6e": Chip(memory=31.25 * GIB, flops=918e12, memory_rate=1.638e12, link_rate=400e9),
 }
 
-_FORM = "expected v5p:4x4x4, v5e:16x16, v6e:4x4 or cpu:8, or other sizes of these"
+_FORM = "expected v5p:4x4x4, v5e:16x16, v6e:4x4 or cpu:8, or other sizes"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,9 @@ class Topology:
     """Devices to compile for.
 
     Attributes:
-      name: as it was asked for, such as "v5p:4x4x4".
-      chip: what each of them is.
-      devices: `jax.Device`s; those of a TPU cannot run anything here.
+      name: the requested name, e.g. "v5p:4x4x4".
+      chip: the kind of chip.
+      devices: `jax.Device`s; TPU devices can be compiled for, not run on.
     """
 
     name: str
@@ -57,13 +57,14 @@ class Topology:
 
 
 def open_topology(name: str) -> Topology:
-    """Devices by name. Must be called before anything else uses jax: it takes the CPU as the only
-    platform of this process.
+    """Opens a topology by name.
+
+    Call it before anything else uses jax: it makes the CPU the only platform of this process.
 
     Raises:
-      ValueError: for a name that is no topology.
-      ModuleNotFoundError: if TPU programs cannot be compiled here; says how to install it.
-      RuntimeError: if libtpu refuses the topology, or jax was started with fewer devices.
+      ValueError: for an unknown name.
+      ModuleNotFoundError: if libtpu is missing.
+      RuntimeError: if libtpu rejects the topology, or jax was started with fewer devices.
     """
     kind, _, shape = name.partition(":")
     if kind not in (*CHIPS, "cpu") or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", shape):
@@ -75,13 +76,13 @@ def open_topology(name: str) -> Topology:
     if importlib.util.find_spec("libtpu") is None:
         raise ModuleNotFoundError(
             f"topology {name!r} needs libtpu, XLA's compiler for TPUs, which works without a TPU: "
-            "pip install 'jax[tpu]'; cpu:8 needs nothing"
+            "pip install 'jax[tpu]', or use cpu:8"
         )
-    # Without these libtpu asks the cloud's metadata server who it is, and warns of no answer.
+    # Without these libtpu queries the cloud's metadata server, and warns if there is none.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{kind}-8")
-    # Its lock is for the TPU of the machine, and several plans do not share one.
+    # Its lock guards a real TPU; plans do not use one.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 

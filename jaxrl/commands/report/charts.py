@@ -1,4 +1,4 @@
-"""The charts of the page: which there are, and which metrics each of them draws."""
+"""Charts of the page and the metrics that each one draws."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -10,16 +10,16 @@ class Chart(NamedTuple):
     """One chart.
 
     Attributes:
-      title: what it shows.
-      note: in which unit, and what else one has to know.
-      metrics: {name of a metric: what it is called on the page}.
-      rest: all metrics that begin so and that are not in `left_out` are drawn besides.
-      left_out: metrics that begin like `rest`.
-      kind: "lines" shows all runs that are chosen; "fan" (quantiles, the lowest first) and "stack"
-        (parts that add up) show one.
-      log: whether the scale is logarithmic.
-      points: whether each value is marked, where there are few.
-      right: the metric that has a scale of its own, on the right.
+      title: heading.
+      note: unit and remarks.
+      metrics: {name of a metric: its label}.
+      rest: prefix of further metrics to draw, except those in `left_out`.
+      left_out: metrics with the prefix `rest` that are not drawn.
+      kind: "lines" shows all chosen runs; "fan" (quantiles, lowest first) and "stack" (parts of a
+        sum) show one.
+      log: logarithmic scale.
+      points: mark each value of a short curve.
+      right: the metric with its own scale on the right.
     """
 
     title: str
@@ -33,7 +33,7 @@ class Chart(NamedTuple):
     right: str | None = None
 
     def names(self, known: Collection[str]) -> dict[str, str]:
-        """What it draws of the metrics that are known, as `metrics`."""
+        """Selects the known metrics that this chart draws, with their labels."""
         names = {name: label for name, label in self.metrics.items() if name in known}
         if self.rest is not None:
             found = (n for n in known if n.startswith(self.rest) and n not in self.left_out)
@@ -47,53 +47,53 @@ def _quantiles(metric: str) -> dict[str, str]:
 
 CHARTS = (
     Chart("Reward", "mean of a step", {"reward": "reward"}),
-    Chart("Held-out accuracy", "greedy", {"eval/accuracy": "accuracy"}, points=True),
+    Chart("Held-out accuracy", "greedy decoding", {"eval/accuracy": "accuracy"}, points=True),
     Chart(
         "Reward, distribution",
-        "lowest to highest, 10 % to 90 %, median",
+        "minimum to maximum, 10 % to 90 %, median",
         _quantiles("reward"),
         kind="fan",
     ),
     Chart(
         "Reward, parts",
-        "mean of each, before its weight",
+        "mean of each, before weighting",
         {},
         rest="reward/",
         left_out=("reward/std", "reward/failed", *_quantiles("reward")),
     ),
-    Chart("Answer length, distribution", "tokens", _quantiles("completion_length"), kind="fan"),
+    Chart("Completion length, distribution", "tokens", _quantiles("completion_length"), kind="fan"),
     Chart(
-        "KL", "nats a token, to the reference (to the sampler where there is none)", {"kl": "KL"}
+        "KL", "nats per token, to the reference model (without one: to the sampler)", {"kl": "KL"}
     ),
     Chart("Gradient norm", "before clipping", {"grad_norm": "gradient norm"}),
     Chart(
         "Alpha against beta",
-        "spread of what the policy moved and of what the arithmetic added, nats",
+        "standard deviation of the policy's change and of numerical error, nats",
         {"probe/alpha_std": "alpha", "probe/beta_std": "beta"},
         log=True,
         points=True,
     ),
     Chart(
         "Phantom clipping",
-        "share of tokens that the clip takes, and for arithmetic alone",
+        "share of tokens clipped, and clipped because of numerical error alone",
         {"probe/clipped": "clipped", "probe/phantom": "phantom"},
         points=True,
     ),
-    Chart("The clip's two sides", "share of tokens", {"clip/low": "below", "clip/high": "above"}),
+    Chart("Clipping by side", "share of tokens", {"clip/low": "below", "clip/high": "above"}),
     Chart(
-        "Mismatch of whole answers",
-        "spread of the log-ratio before any update, nats",
-        {"probe/sequence_std": "spread"},
+        "Mismatch of whole completions",
+        "standard deviation of the log-ratio before any update, nats",
+        {"probe/sequence_std": "std"},
         log=True,
         points=True,
     ),
     Chart(
-        "Mismatch of every step",
-        "learner against sampler, of sampled tokens; the factor on the right",
+        "Mismatch at every step",
+        "learner against sampler on sampled tokens; factor on the right",
         {
             "mismatch/k3_kl": "divergence, nats",
             "mismatch/chi2": "chi-square",
-            "mismatch/prob_diff": "difference of probabilities",
+            "mismatch/prob_diff": "difference in probability",
             "mismatch/token_mult_error": "factor",
         },
         log=True,
@@ -101,33 +101,35 @@ CHARTS = (
     ),
     Chart(
         "Variety",
-        "distinct 3-grams across prompts, identical answers, repetition within",
+        "distinct 3-grams across prompts, identical completions, repetition within one",
         {
             "diversity/distinct": "distinct",
             "diversity/identical": "identical",
             "diversity/repetition": "repetition",
         },
     ),
-    Chart("Entropy", "nats a token, of what was sampled", {"entropy/sampled": "entropy"}),
+    Chart("Entropy", "nats per token, over sampled tokens", {"entropy/sampled": "entropy"}),
     Chart(
-        "Groups without spread",
-        "all answers to a prompt earned the same",
-        {"groups/zero_std": "without spread", "groups/sampled": "all groups"},
+        "Zero-variance groups",
+        "all completions of a prompt earned the same reward",
+        {"groups/zero_std": "zero variance", "groups/sampled": "all groups"},
     ),
     Chart(
-        "Cut answers", "share that ended at sampling.max_tokens", {"completion/truncated": "cut"}
+        "Truncated completions",
+        "share that reached sampling.max_tokens",
+        {"completion/truncated": "truncated"},
     ),
     Chart("Learning rate", "", {"learning_rate": "learning rate"}),
     Chart("Loss", "", {"loss": "loss"}),
     Chart(
         "Skipped steps, loss scale",
-        "steps whose gradient was not finite, since the start; loss scale on the right",
+        "steps skipped so far for a gradient that was not finite; loss scale on the right",
         {"skipped_steps": "skipped", "loss_scale": "loss scale"},
         right="loss_scale",
     ),
     Chart(
         "Throughput",
-        "tokens a second",
+        "tokens per second",
         {
             "tokens_per_second": "whole step",
             "tokens_per_second/sample": "sampling",
@@ -135,8 +137,8 @@ CHARTS = (
         },
     ),
     Chart(
-        "Where a step's time goes",
-        "seconds, without the first step of each start, which compiles",
+        "Time per step",
+        "seconds; without the first step after each start, which compiles",
         {
             f"time/{part}": part
             for part in ("wait", "sample", "reward", "score", "update", "publish")
@@ -147,16 +149,16 @@ CHARTS = (
 
 
 def drawn(known: Collection[str]) -> set[str]:
-    """The metrics that some chart draws."""
+    """Returns the metrics that any chart draws."""
     return {name for chart in CHARTS for name in chart.names(known)}
 
 
 def charts_of(known: Collection[str]) -> list[dict[str, Any]]:
-    """The charts that draw any of the metrics, as the page takes them."""
+    """Returns the charts with at least one known metric, in the page's form."""
     found = [chart._replace(metrics=chart.names(known)) for chart in CHARTS]
-    unknown_to_it = ("rest", "left_out")
+    internal = ("rest", "left_out")
     return [
-        {key: value for key, value in chart._asdict().items() if key not in unknown_to_it}
+        {key: value for key, value in chart._asdict().items() if key not in internal}
         for chart in found
         if chart.metrics
     ]

@@ -1,4 +1,4 @@
-"""What the page of a run shows, read from the run's directory."""
+"""Data for the page of a run, read from the run's directory."""
 
 import json
 import tomllib
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.commands.report.charts import drawn
+from jaxrl.commands.report.rolled_back import RolledBackSteps, read_rolled_back_steps
 from jaxrl.commands.report.thinning import Points, extremes, means
-from jaxrl.commands.report.undone import Undone, read_undone
 from jaxrl.config.alarms import LIMITS
 from jaxrl.monitoring.alarms.causes import CAUSES, Cause
 from jaxrl.monitoring.alarms.history import History
@@ -19,24 +19,24 @@ _MOST_SAMPLED_STEPS = 40
 
 
 def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
-    """Everything that the page shows of a run, as JSON can hold it.
+    """Collects the data for a run's page as JSON values.
 
     Args:
-      run_dir: of a training run, which may be going on.
-      name: what the page calls it.
+      run_dir: directory of a training run, finished or not.
+      name: the run's name on the page.
 
     Raises:
-      ValueError: if the directory holds no metrics of a run.
+      ValueError: if the directory has no metrics.
     """
     entries = read_metrics(run_dir / "metrics.jsonl")
     if not entries:
-        raise ValueError(f"{run_dir} is no run: it has no metrics.jsonl with a line in it")
+        raise ValueError(f"{run_dir} is not a run: its metrics.jsonl is missing or empty")
     config = _config(run_dir / "config.toml")
     starts = read_metrics(run_dir / "starts.jsonl")
-    undone = read_undone(run_dir)
+    rolled_back = read_rolled_back_steps(run_dir)
     samples = _samples(read_metrics(run_dir / "samples.jsonl"))
-    for part in undone:
-        samples += [sample | {"undone": part.number} for sample in _samples(part.samples)]
+    for part in rolled_back:
+        samples += [sample | {"rollback": part.number} for sample in _samples(part.samples)]
     return {
         "name": name,
         "path": str(run_dir),
@@ -48,26 +48,27 @@ def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
         "starts": starts,
         "last_step": max(entry["step"] for entry in entries),
         "series": _series(entries, starts),
-        "undone": [
-            {"number": part.number, "series": _series(part.entries, starts)} for part in undone
+        "rolled_back": [
+            {"number": part.number, "series": _series(part.entries, starts)} for part in rolled_back
         ],
-        "alarms": with_undone(alarms(entries), undone),
+        "alarms": with_rolled_back(alarms(entries), rolled_back),
         "samples": samples,
     }
 
 
-def with_undone(found: Sequence[dict[str, Any]], undone: Sequence[Undone]) -> list[dict[str, Any]]:
-    """Alarms and, before each rollback among them, those of the steps that it undid."""
-    before = {part.number: [_explained(event) for event in part.events] for part in undone}
+def with_rolled_back(
+    found: Sequence[dict[str, Any]], rolled_back: Sequence[RolledBackSteps]
+) -> list[dict[str, Any]]:
+    """Inserts before each rollback the alarms of the steps that it discarded."""
+    before = {part.number: [_explained(event) for event in part.events] for part in rolled_back}
     return [e for event in found for e in (*before.get(event.get("number", 0), ()), event)]
 
 
 def alarms(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The alarms of a run as it wrote them; of a run that was not watched, those that it would have
-    raised.
+    """Lists the alarms that a run recorded, or would have raised if it had no alarms.
 
     Args:
-      entries: its metrics.
+      entries: the run's metrics.
     """
     found = [entry["event"] for entry in entries if "event" in entry]
     if not found and not any("diversity/distinct" in entry for entry in entries):
@@ -79,7 +80,7 @@ def alarms(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _explained(event: Mapping[str, Any]) -> dict[str, Any]:
-    # A run of another version may know other alarms.
+    # A run by another version may have other alarms.
     cause = CAUSES.get(event["alarm"], Cause(title=event["alarm"], causes="", keys=()))
     return {**event, **cause._asdict()}
 
@@ -87,8 +88,7 @@ def _explained(event: Mapping[str, Any]) -> dict[str, Any]:
 def _series(
     entries: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]
 ) -> dict[str, Points]:
-    """{metric that is drawn: its curve}; the parts of a step's time without the steps that
-    compiled."""
+    """Maps each drawn metric to its curve; phase times leave out the steps that compiled."""
     history = History()
     for entry in entries:
         history.add(entry)
@@ -106,11 +106,11 @@ def _config(path: Path) -> dict[str, Any]:
 def _samples(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     steps = sorted({entry["step"] for entry in entries})
     every = -(-len(steps) // _MOST_SAMPLED_STEPS) or 1
-    # The newest ones are among them.
+    # Counted from the end, so that the newest step is kept.
     chosen = {*steps[::-1][::every]}
     return [entry for entry in entries if entry["step"] in chosen]
 
 
 def as_script(value: Any) -> str:
-    """JSON that can stand inside <script>."""
+    """Encodes JSON for use inside <script>."""
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c")

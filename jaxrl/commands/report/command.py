@@ -1,12 +1,13 @@
-"""`jaxrl report`: writes a page that shows what happened in one or several runs."""
+"""`jaxrl report`: writes an HTML page about one or more runs."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-DESCRIPTION = """Writes one HTML file that shows what happened in a run, or in several, and opens
-from disk and loads nothing: config, machine, curves with alarms, alpha and beta, where the time
-went, sampled answers with their tokens coloured. A run may be going on meanwhile.
+from jaxrl.commands import options
+
+DESCRIPTION = """Writes one self-contained HTML file about one or more runs: config, machine, curves
+with alarms, alpha and beta, time per phase, and sampled completions with coloured tokens. It also
+works while a run is training.
 
   jaxrl report runs/latest
   jaxrl report runs/a runs/b --out compared.html"""
@@ -14,14 +15,11 @@ went, sampled answers with their tokens coloured. A run may be going on meanwhil
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    parser = argparse.ArgumentParser(
-        prog="jaxrl report",
-        usage="jaxrl report RUN [RUN ...] [--out FILE]",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = options.plain_parser("report", DESCRIPTION, usage="RUN [RUN ...] [--out FILE]")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
-    parser.add_argument("--out", type=Path, help="the file (default: report.html in the first RUN)")
+    parser.add_argument(
+        "--out", type=Path, help="file to write (default: report.html in the first RUN)"
+    )
     given = parser.parse_args(argv)
 
     from jaxrl.commands.report.collect import collect
@@ -39,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def names(runs: Sequence[Path]) -> list[str]:
-    """What tells the runs' directories apart: the last part of each, or as many as it takes."""
+    """Names runs by the fewest trailing parts of their paths that differ."""
     parts = [run.resolve().parts for run in runs]
     for size in range(1, max(map(len, parts)) + 1):
         found = ["/".join(part[-size:]) for part in parts]

@@ -1,4 +1,4 @@
-"""One HTML page of one or several runs that needs nothing but itself."""
+"""A self-contained HTML page about one or more runs."""
 
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -7,24 +7,20 @@ from typing import Any
 from jaxrl.commands.report.charts import charts_of
 from jaxrl.commands.report.collect import as_script
 
-# uPlot draws the charts (MIT licence, github.com/leeoniya/uPlot). Its file lies here as released:
-# 51 KB in every page, and nothing to install.
+# uPlot (MIT licence, github.com/leeoniya/uPlot) draws the charts. Every page contains its released
+# file: 51 KB, and nothing to install.
 _STYLES = ("uPlot.min.css", "page.css")
 _SCRIPTS = ("uPlot.iife.min.js", "charts.js", "samples.js", "page.js")
 
 
 def render(runs: Sequence[Mapping[str, Any]]) -> str:
-    """The page.
-
-    Args:
-      runs: as `collect.collect` returns them, at least one.
-    """
+    """Renders the page from the data of `collect.collect` for at least one run."""
     files = resources.files("jaxrl.commands.report") / "page"
 
     def read(name: str) -> str:
         return (files / name).read_text(encoding="utf-8")
 
-    names = {name for run in runs for part in (run, *run["undone"]) for name in part["series"]}
+    names = {name for run in runs for part in (run, *run["rolled_back"]) for name in part["series"]}
     parts = {
         "title": ", ".join(str(run["name"]) for run in runs).replace("<", "&lt;"),
         "styles": "\n".join(map(read, _STYLES)),

@@ -1,16 +1,16 @@
-"""Long curves as few points, so that the page of 10,000 steps stays small."""
+"""Thinning of long curves, so that the page of a 10,000-step run stays small."""
 
 from collections.abc import Collection, Mapping
 
 from jaxrl.monitoring.alarms.history import Series
 
-_MOST_POINTS = 2000  # of a curve
+_MOST_POINTS = 2000  # per curve
 
 Points = list[list[float]]  # [steps, values]
 
 
 def extremes(column: Series) -> Points:
-    """At most 2,000 points of a curve: of every stretch its lowest and highest."""
+    """Thins a curve to at most 2,000 points: the lowest and highest of each stretch."""
     steps, values = column
     if len(values) > _MOST_POINTS:
         size = -(-2 * len(values) // _MOST_POINTS)
@@ -24,12 +24,14 @@ def extremes(column: Series) -> Points:
 
 
 def means(columns: Mapping[str, Series], *, without: Collection[int] = ()) -> dict[str, Points]:
-    """At most 2,000 points of curves that are added up: the means of the same stretches of steps
-    for all, at the middle step of each. A curve that misses a step adds nothing there.
+    """Thins stacked curves to at most 2,000 points each.
+
+    A point is the mean over a stretch of steps, the same for all curves, at its middle step. A
+    missing value counts as 0.
 
     Args:
       columns: {name: curve}.
-      without: steps that are left out.
+      without: steps to leave out.
     """
     found = {name: dict(zip(*column, strict=True)) for name, column in columns.items()}
     steps = sorted({step for values in found.values() for step in values} - set(without))

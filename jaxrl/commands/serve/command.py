@@ -1,4 +1,4 @@
-"""`jaxrl serve`: runs a vLLM server that takes weights from a learner."""
+"""`jaxrl serve`: runs vLLM servers that accept weights from a learner."""
 
 import argparse
 import functools
@@ -16,20 +16,20 @@ from jaxrl.commands import options
 from jaxrl.config.sampler import ServerConfig
 from jaxrl.core import precision
 
-DESCRIPTION = """Runs a stock vLLM server that takes weights from a learner.
+DESCRIPTION = """Runs a stock vLLM server that accepts weights from a learner.
 
   jaxrl serve runs/quickstart/sft/model --port 8000 --dtype f32
   jaxrl train configs/quickstart.toml --sampler vllm --sampler.url http://127.0.0.1:8000
 
-With --replicas N it runs N of them on ports that follow each other. What ends or hangs is started
-again; a run gives the weights to a server that is back at its next publish."""
+With --replicas N it runs N servers on consecutive ports. A server that exits or hangs is restarted;
+a run sends it the weights at the next publish."""
 
 
 class ServeConfig(ServerConfig):
-    """How the server runs."""
+    """Settings of the servers."""
 
     dtype: str = "bf16"
-    """What it computes in: f32, bf16 or f16; the `sampler` role of the learner's precision."""
+    """Compute dtype: f32, bf16 or f16; the `sampler` role of the learner's precision."""
 
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """Port to listen at; 0 takes a free one."""
@@ -38,24 +38,24 @@ class ServeConfig(ServerConfig):
     """Largest rank of the adapters that runs with lora.publish = 'adapters' publish to it."""
 
     max_model_len: PositiveInt | None = None
-    """Longest prompt and answer together, in tokens; the model's own limit when absent."""
+    """Limit on prompt plus completion, in tokens; default: the model's own limit."""
 
     host: str = "127.0.0.1"
-    """Address to listen at. Others can reach anything but loopback, so it needs the environment
-    variable JAXRL_API_KEY, the same where the learner runs."""
+    """Address to listen on. Other machines can reach any address but loopback, so those need the
+    environment variable JAXRL_API_KEY, set to the same value where the learner runs."""
 
     log: str = "vllm.log"
-    """File for what the server prints; a number is added to it for every further replica."""
+    """File for the server's output; further replicas add a number to its name."""
 
     replicas: PositiveInt = 1
-    """Servers; the second has the port after `port`, which must not be 0 then, and so on."""
+    """Number of servers, on consecutive ports from `port`, which must then be set."""
 
     @model_validator(mode="after")
-    def _ports_are_known(self) -> Self:
+    def _check_ports(self) -> Self:
         if self.replicas > 1 and not 0 < self.port <= 65536 - self.replicas:
             raise ValueError(
-                f"replicas = {self.replicas} and port = {self.port}: name the first of "
-                f"{self.replicas} ports, such as port = 8000"
+                f"replicas = {self.replicas} and port = {self.port}: choose the first "
+                f"of {self.replicas} ports, for example port = 8000"
             )
         return self
 
@@ -73,7 +73,7 @@ def _serve(config: ServeConfig, arguments: argparse.Namespace) -> int:
     from jaxrl.builders.servers import Address, Workload, api_key, started_server
     from jaxrl.commands.serve.replicas import Replica
 
-    # A server that is started again is where it was.
+    # A restarted server keeps its port.
     first = config.port or free_port(config.host, 0)
 
     def note(text: str) -> None:
@@ -94,7 +94,7 @@ def _serve(config: ServeConfig, arguments: argparse.Namespace) -> int:
             address=Address(config.host, first + replica, api_key()),
         )
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     try:
         with ExitStack() as stack:
             replicas = [
@@ -107,5 +107,5 @@ def _serve(config: ServeConfig, arguments: argparse.Namespace) -> int:
                     replica.check()
                 time.sleep(0.5)
     except KeyboardInterrupt:
-        note("vLLM has ended")
+        note("vLLM stopped")
         return 0

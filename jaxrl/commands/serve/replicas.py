@@ -1,4 +1,4 @@
-"""Servers that are started again when they end or hang."""
+"""Supervised servers, restarted after they exit or hang."""
 
 import time
 from collections.abc import Callable
@@ -8,31 +8,33 @@ from typing import Protocol, Self
 
 from jaxrl.bridge.servers.launch import ServerFailedError
 
-_EVERY = 15.0  # seconds between two questions whether a server is well
-_MISSES = 12  # unanswered in a row, after which it hangs: an update takes less
-_LONGEST = 64.0  # seconds between two attempts to start it
+_EVERY = 15.0  # seconds between two health checks
+_MISSES = 12  # failed checks in a row that mean it hangs; a weight update takes less
+_LONGEST = 64.0  # seconds between two starts
 
 
 class Running(Protocol):
-    """A server that runs."""
+    """A running server."""
 
     @property
     def url(self) -> str:
-        """Its address, which stays the same when it is started again."""
+        """Its address, the same after a restart."""
         ...
 
     def check(self) -> None:
-        """Nothing while it runs; raises ServerFailedError when it has ended."""
+        """Raises ServerFailedError if the server has exited."""
         ...
 
     def healthy(self) -> bool:
-        """Whether it answers that it is well, also while it loads weights or is paused."""
+        """Returns the health check, true also while it loads weights or is paused."""
         ...
 
 
 class Replica:
-    """A server that is started again, at once if it was well before and after waits that double if
-    it was not. Whatever happens to it is said and not raised: others need their supervisor."""
+    """A server that is restarted: at once if it was healthy, otherwise after waits that double.
+
+    Later failures are reported and not raised, so that one server cannot stop the supervisor.
+    """
 
     def __init__(
         self,
@@ -41,15 +43,15 @@ class Replica:
         note: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts it.
+        """Starts the server.
 
         Args:
-          start: a server that is ready, and ends with the block.
+          start: opens a server that is ready, and closes it with the block.
           note: shows a line to the user.
-          clock: seconds.
+          clock: returns the time in seconds.
 
         Raises:
-          ServerFailedError: if it does not start this first time.
+          ServerFailedError: if the first start fails.
         """
         self._start, self._note, self._clock = start, note, clock
         self._stack = ExitStack()
@@ -59,13 +61,13 @@ class Replica:
         self._due = clock() + _EVERY
 
     def check(self) -> None:
-        """Looks after the server; where it has to be started, until it is ready."""
+        """Checks the server; restarts it and waits until it is ready if it failed."""
         due = self._clock() >= self._due
         try:
             if self._server is not None:
                 self._server.check()
                 if due:
-                    self._ask(self._server)
+                    self._check_health(self._server)
             elif due:
                 self._server = self._stack.enter_context(self._start())
                 self._misses, self._due = 0, self._clock() + _EVERY
@@ -74,7 +76,7 @@ class Replica:
             self._server = None
             wait = min(2.0**self._failures, _LONGEST) if self._failures else 0.0
             self._failures, self._due = self._failures + 1, self._clock() + wait
-            self._note(f"{self.url} is started again in {wait:.0f} s: {error}")
+            self._note(f"{self.url} failed; restarting in {wait:.0f} s: {error}")
 
     def __enter__(self) -> Self:
         return self
@@ -87,11 +89,11 @@ class Replica:
     ) -> None:
         self._stack.close()
 
-    def _ask(self, server: Running) -> None:
+    def _check_health(self, server: Running) -> None:
         self._due = self._clock() + _EVERY
         if server.healthy():
             self._failures, self._misses = 0, 0
             return
         self._misses += 1
         if self._misses == _MISSES:
-            raise ServerFailedError(f"it was not well for {_MISSES * _EVERY:.0f} s")
+            raise ServerFailedError(f"no healthy answer for {_MISSES * _EVERY:.0f} s")

@@ -1,4 +1,4 @@
-"""A run seen from another terminal while it goes on: its newest numbers, time left and alarms."""
+"""Rendering of a run in progress: newest metrics, time left and alarms."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,15 +25,15 @@ def view(
     total: int,
     now: float,
 ) -> RenderableType:
-    """What is shown of a run.
+    """Renders a run.
 
     Args:
-      entries: its metrics, as `tracking.read_metrics` returns them, at least one.
-      alarms: as `report.collect.alarms` returns them.
+      entries: its metrics from `tracking.read_metrics`, at least one.
+      alarms: its alarms from `report.collect.alarms`.
       total: steps of the whole run.
       now: seconds since the epoch.
     """
-    # Other entries are of an evaluation, or of an alarm; "loss" is what every run has.
+    # Other entries belong to an evaluation or an alarm; every run has a "loss".
     steps = [e for e in entries if "reward" in e or "loss" in e]
     done = entries[-1]["step"]
     line = Table.grid(padding=(0, 2))
@@ -41,19 +41,19 @@ def view(
     line.add_row(ProgressBar(total=total, completed=done, width=_WIDTH), f"{done}/{total}", state)
     table = Table.grid(padding=(0, 2))
     for label, name, form in DISPLAYED:
-        # What was not finite is null.
+        # null stands for a value that was not finite.
         values = [math.nan if e[name] is None else e[name] for e in entries if name in e]
         if values:
             table.add_row(Text(label, style="dim"), form.format(values[-1]), blocks(values))
-    said = [Text(_said(alarm), style="yellow") for alarm in alarms[-_ALARMS:]]
-    more = len(alarms) - len(said)
+    lines = [Text(_alarm_line(alarm), style="yellow") for alarm in alarms[-_ALARMS:]]
+    more = len(alarms) - len(lines)
     earlier = [Text(f"{more} earlier alarms", style="dim")] * (more > 0)
-    return Group(line, table, *earlier, *said)
+    return Group(line, table, *earlier, *lines)
 
 
 def blocks(values: Sequence[float]) -> str:
-    """A line of blocks, each a value: the lowest for the smallest of the last 40, the highest for
-    the largest, "x" for one that is not finite."""
+    """Draws the last 40 values as blocks between their smallest and largest; "x" marks a value that
+    is not finite."""
     shown = values[-_WIDTH:]
     finite = [value for value in shown if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
@@ -80,14 +80,14 @@ def _state(
     left = seconds_left([(e["step"], e["time"]) for e in steps[-RECENT_STEPS - 1 :]], total=total)
     silent = now - last["time"]
     if left is None:
-        return f"no step yet; last news {format_duration(silent)} ago"
+        return f"compiling; last update {format_duration(silent)} ago"
     usual = left / (total - last["step"])
     if silent > max(60.0, 5 * usual):
-        return f"no news for {format_duration(silent)}"
+        return f"no update for {format_duration(silent)}"
     return f"{format_duration(left)} left"
 
 
-def _said(alarm: Mapping[str, Any]) -> str:
+def _alarm_line(alarm: Mapping[str, Any]) -> str:
     done = {"log": "", "replayed": ""}.get(alarm["action"], f"; {alarm['action']}")
     back = f" to step {alarm['to']}" if "to" in alarm else ""
     return f"step {alarm['at']}: {alarm['title']}: {alarm['text']}{done}{back}"

@@ -1,4 +1,4 @@
-"""A growing metrics.jsonl, of which only what was appended is read again."""
+"""Incremental reader of a growing metrics.jsonl."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Tail:
-    """The entries of a file of JSON lines that a program appends to, or replaces."""
+    """Entries of a JSON-lines file that another program appends to or replaces."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -14,19 +14,19 @@ class Tail:
 
     def _forget(self) -> None:
         self._entries: list[dict[str, Any]] = []
-        self._end, self._last = 0, b""  # of what was read, and the line that ends there
+        self._end, self._last = 0, b""  # offset read so far, and the line that ends there
 
     def read(self) -> list[dict[str, Any]]:
-        """All entries so far; none if there is no file. A line without its end is left for later.
+        """Returns all entries so far, none without a file; an unfinished line waits.
 
         Raises:
-          ValueError: for a line that is no JSON.
+          ValueError: for a line that is not JSON.
         """
         if not self._path.exists():
             self._forget()
             return []
         with self._path.open("rb") as file:
-            # A run that goes back, or on, replaces the file: the line is then not there any more.
+            # A rollback or a resume replaces the file, and the last line is gone.
             file.seek(self._end - len(self._last))
             if file.read(len(self._last)) != self._last:
                 self._forget()

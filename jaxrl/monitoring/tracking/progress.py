@@ -33,6 +33,8 @@ DISPLAYED = (
     ("tokens/s", "tokens_per_second", "{:,.0f}"),
 )
 
+_COMPILING = "compiling"  # until the first step of this process is done
+
 
 class ProgressDisplay:
     """A progress bar with the time left and the newest metrics; plain lines without a terminal."""
@@ -41,6 +43,7 @@ class ProgressDisplay:
         self._console = Console(file=sys.stderr)
         self._metrics: dict[str, float] = {}
         self._total = total_steps
+        self._start = start_step
         self._times: list[tuple[int, float]] = []  # at the end of the last steps
         self._printed = -math.inf
         self._bar = Progress(
@@ -51,7 +54,9 @@ class ProgressDisplay:
             TextColumn("{task.fields[left]}"),
             console=self._console,
         )
-        self._task = self._bar.add_task(title, total=total_steps, completed=start_step, left="")
+        self._task = self._bar.add_task(
+            title, total=total_steps, completed=start_step, left=_COMPILING
+        )
         self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
 
     def __enter__(self) -> Self:
@@ -71,10 +76,13 @@ class ProgressDisplay:
         """Displays the metrics after `step` steps."""
         self._metrics.update(metrics)
         now = time.monotonic()
-        if not self._times or step > self._times[-1][0]:  # not another entry of the same step
+        # Steps of this process, once each: the first compiles, an evaluation logs a step again.
+        if step > (self._times[-1][0] if self._times else self._start):
             self._times = [*self._times[-RECENT_STEPS:], (step, now)]
         seconds = seconds_left(self._times, total=self._total)
-        left = "" if seconds is None else f"{format_duration(seconds)} left"
+        left = "" if self._times else _COMPILING
+        if seconds is not None:
+            left = f"{format_duration(seconds)} left"
         self._bar.update(self._task, completed=step, left=left)
         # A log file gets a line every few seconds, and one at the end.
         if not self._console.is_terminal and (now - self._printed > 5 or step == self._total):

@@ -1,4 +1,4 @@
-"""Runs to be planned."""
+"""Configs for the tests of `jaxrl plan`."""
 
 import json
 
@@ -9,7 +9,7 @@ from tests import tiny
 
 
 def make_config(directory, **changes) -> Config:
-    """A run of a tiny model of which there is only config.json."""
+    """Builds the config of a run whose tiny model is only a config.json."""
     content = families.to_hf_config(tiny.CONFIG, dtype="float32")
     (directory / "config.json").write_text(json.dumps(content))
     keys = {

@@ -1,5 +1,4 @@
-"""The calculator gives what is worked out by hand for 70 billion parameters in bf16 on 80 GB
-chips."""
+"""Estimates for 70 billion parameters in bf16 on 80 GB chips, against results by hand."""
 
 from pathlib import Path
 
@@ -30,7 +29,7 @@ def test_memory_of_ppo_and_grpo():
 @pytest.mark.parametrize(
     ("policy", "expected"), [("fp32", 16), ("bf16_master", 18), ("bf16_master,moments=bf16", 14)]
 )
-def test_bytes_of_a_trained_parameter(policy, expected):
+def test_bytes_per_trained_parameter(policy, expected):
     assert bytes_per_trained(parse(policy)) == expected
 
 
@@ -39,14 +38,14 @@ def test_utilisation():
     assert utilisation(40, 40, 4) == (pytest.approx(40 / 84), pytest.approx(40 / 44))
 
 
-def test_the_best_staleness():
+def test_best_staleness():
     observed = {0: (0.15, 35), 1: (0.13, 55), 3: (0.10, 75), 5: (0.05, 85), 10: (-0.02, 92)}
     found = progress_per_time(observed)
     assert found == pytest.approx({0: 0.15, 1: 0.204, 3: 0.214, 5: 0.121, 10: -0.053}, abs=5e-4)
     assert max(found, key=lambda steps: found[steps]) == 3
 
 
-def test_the_text():
+def test_text():
     path = Path(__file__).parents[3] / "configs" / "models" / "llama3_70b"
     keys = {"model.path": str(path), "data.path": "d", "reward.path": "exact_match"}
     text = estimate(
@@ -57,10 +56,10 @@ def test_the_text():
     )
     assert "70.55 billion parameters" in text
     assert "Publishing 141.1 GB at 50 GB/s: 2.8 s" in text
-    assert "39 % of the time in turns" in text
+    assert "Learner utilisation: 39 % in turn" in text
 
 
-def test_adapters_leave_one_copy_of_the_weights(tmp_path):
+def test_adapters_need_one_copy_of_the_weights(tmp_path):
     path = Path(__file__).parents[3] / "configs" / "models" / "llama3_70b"
     keys = {"model.path": str(path), "data.path": "d", "reward.path": "exact_match"}
     adapters = {"lora.rank": "16", "lora.targets": '["q_proj"]'}
@@ -77,7 +76,10 @@ def test_staleness_from_the_command_line(capsys):
     assert cli.main([*command, "--staleness", "0:0.15:35,1:0.13:55,3:0.10:75,5:0.05:85"]) == 0
     assert "best: rollouts.max_staleness = 3" in capsys.readouterr().out
     assert cli.main([*command, "--staleness", "0:0.15"]) == 1
-    assert "'0:0.15' is not staleness:improvement:utilisation" in capsys.readouterr().err
+    assert (
+        "--staleness '0:0.15': expected staleness:improvement:utilisation"
+        in capsys.readouterr().err
+    )
     for wrong in (["--rollout-seconds", "60"], ["--link", "0"]):
         with pytest.raises(SystemExit):
             cli.main([*command, *wrong])

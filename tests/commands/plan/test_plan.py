@@ -1,4 +1,4 @@
-"""The real step compiled for 8 simulated devices; figures against what is known of the model."""
+"""The real step compiled for 8 simulated devices, against numbers known from the model."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxrl import cli
-from jaxrl.commands.plan import text as report
+from jaxrl.commands.plan import text as plan
 from jaxrl.commands.plan.program import _needed, compile_step
 from jaxrl.commands.plan.roofline import forward_flops, parameter_count, roofline
 from jaxrl.commands.plan.step import make_step
@@ -26,12 +26,12 @@ def planned(tmp_path_factory):
     return config, topology, compile_step(config, topology)
 
 
-def test_the_step_of_the_run_is_compiled_without_weights(planned):
+def test_step_of_the_run_is_compiled_without_weights(planned):
     _, _, program = planned
     assert (program.rows, program.microbatches, program.row_length) == (8, 4, 32)
     count = parameter_count(program.model.specs)
     assert count == sum(x.size for x in jax.tree.leaves(jax.eval_shape(tiny.params)))
-    # Matrices are cut over all 8 devices, norms are whole; Adam keeps two moments.
+    # Matrices are sharded over all 8 devices, norms are whole; Adam keeps two moments.
     norms = sum(
         math.prod(one.shape)
         for one in spec.flatten(program.model.specs).values()
@@ -48,29 +48,29 @@ def test_the_step_of_the_run_is_compiled_without_weights(planned):
     assert program.traffic["all-reduce"].count >= program.microbatches * 2
 
 
-def test_the_report_ends_with_the_verdict(planned):
+def test_plan_ends_with_the_verdict(planned):
     config, topology, program = planned
-    text = report.report(config, topology, program, link_rate=1e9)
+    text = plan.plan_text(config, topology, program, link_rate=1e9)
     assert text.splitlines()[-1].endswith("per chip: fits")
     said = ("parameters", "all-reduce", "model FLOPs", "Publishing", "mesh fsdp 4, tensor 2")
-    for part in (*said, "sampler's weights", "cache, 32 rows x 32", "learning", "sampling"):
+    for part in (*said, "sampler's weights", "KV cache, 32 rows x 32", "learning", "sampling"):
         assert part in text
     small = Topology(name="x", chip=CHIPS["v5e"], devices=topology.devices)
-    assert "tokens/s" in report.report(config, small, program, link_rate=1e9)
+    assert "tokens/s" in plan.plan_text(config, small, program, link_rate=1e9)
 
 
 @pytest.mark.parametrize(
-    ("trunk", "said"), [("own", "a network of its own"), ("shared", "on the policy's trunk")]
+    ("trunk", "said"), [("own", "a separate network"), ("shared", "on the policy's trunk")]
 )
-def test_a_critics_step_is_left_out_and_the_plan_says_so(planned, tmp_path, trunk, said):
+def test_critic_step_is_reported_as_not_counted(planned, tmp_path, trunk, said):
     config = make_config(tmp_path, loss__name="ppo", critic__trunk=trunk)
-    text = report.report(config, planned[1], planned[2], link_rate=1e9)
-    assert "Left out: " in text
+    text = plan.plan_text(config, planned[1], planned[2], link_rate=1e9)
+    assert "Not counted: " in text
     assert said in text
-    assert text.splitlines()[-1].endswith("per chip: fits, without the critic's step")
+    assert text.splitlines()[-1].endswith("per chip: fits, not counting the critic's step")
 
 
-def test_a_score_pass_needs_no_more_than_the_step(planned):
+def test_score_pass_needs_less_than_the_step(planned):
     config, topology, program = planned
     step = make_step(config, topology)
     score = jax.jit(step.learner.score).lower(step.state.params, step.minibatch).compile()
@@ -79,15 +79,17 @@ def test_a_score_pass_needs_no_more_than_the_step(planned):
     assert needed < memory.peak - memory.params - memory.optimizer
 
 
-def test_the_verdict_is_over_all_phases(planned, capsys, monkeypatch):
+def test_verdict_covers_all_phases(planned, capsys, monkeypatch):
     config, topology, program = planned
     step, memory = program.memory.peak, topology.chip.memory
-    cache = dataclasses.replace(program.besides.cache, size=memory)
-    large = dataclasses.replace(program, besides=dataclasses.replace(program.besides, cache=cache))
-    assert step < memory < report.peak(large)
-    text = report.report(config, topology, large, link_rate=1e9)
+    cache = dataclasses.replace(program.resident.cache, size=memory)
+    large = dataclasses.replace(
+        program, resident=dataclasses.replace(program.resident, cache=cache)
+    )
+    assert step < memory < plan.peak(large)
+    text = plan.plan_text(config, topology, large, link_rate=1e9)
     assert text.splitlines()[-1].endswith("per chip: does not fit")
-    assert "sampling.max_batch = 32 instead of 64: half of the cache" in text
+    assert "sampling.max_batch = 32 instead of 64: half the cache" in text
     assert "train.microbatch_tokens" not in text
     command = ["plan", "--model.path", config.model.path, "--topology", "cpu:8"]
     for found, status in ((program, 0), (large, 5)):
@@ -95,43 +97,47 @@ def test_the_verdict_is_over_all_phases(planned, capsys, monkeypatch):
             "jaxrl.commands.plan.program.compile_step", lambda *_, found=found: found
         )
         assert cli.main(command) == status
-        assert capsys.readouterr().out.splitlines()[-1] == report.verdict(found, topology)
+        assert capsys.readouterr().out.splitlines()[-1] == plan.verdict(found, topology)
 
 
-def test_what_does_not_fit_gets_advice(planned):
+def test_step_that_does_not_fit_gets_advice(planned):
     config, _, program = planned
     chip = dataclasses.replace(CHIPS["v5e"], memory=1000.0)
     tight = Topology(name="x", chip=chip, devices=[])
-    text = report.report(config, tight, program, link_rate=1e9)
+    text = plan.plan_text(config, tight, program, link_rate=1e9)
     assert text.splitlines()[-1].endswith("per chip: does not fit")
     assert "train.remat = 'layer' instead of 'matmuls'" in text
     assert "train.microbatch_tokens = 32 instead of 64" in text
-    assert text.index("microbatch_tokens = 32") < text.index("optimizer.offload")  # what is larger
+    assert text.index("microbatch_tokens = 32") < text.index(
+        "optimizer.offload"
+    )  # the larger saving first
 
 
-def test_what_the_compiler_refuses_has_its_figures_too(planned, monkeypatch):
+def test_rejected_step_has_its_figures(planned, monkeypatch):
     config, topology, program = planned
 
-    def refuse(*_, **__):
+    def reject(*_, **__):
         raise jax.errors.JaxRuntimeError(
             "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 3.5G of 1.75G hbm."
         )
 
-    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
-    refused = compile_step(config, topology)
-    found, made = refused.memory, program.memory
+    monkeypatch.setattr(jax.stages.Lowered, "compile", reject)
+    rejected = compile_step(config, topology)
+    found, made = rejected.memory, program.memory
     for part in ("params", "optimizer", "gradients", "copies", "host"):
         assert getattr(found, part) == getattr(made, part)
     assert found.activations > 0.9 * found.peak == 0.9 * 3.5 * 2**30
     chip = dataclasses.replace(CHIPS["v5e"], memory=1.75 * 2**30)
-    text = report.report(config, Topology(name="x", chip=chip, devices=[]), refused, link_rate=1e9)
-    assert "refused by the compiler" in text
-    assert "Memory of a step" in text
-    assert "products at the chips' peak" in text
+    text = plan.plan_text(
+        config, Topology(name="x", chip=chip, devices=[]), rejected, link_rate=1e9
+    )
+    assert "rejected by the compiler" in text
+    assert "Memory of the step" in text
+    assert "products at peak FLOPs" in text
     assert text.splitlines()[-1] == "peak 3.5 GiB of 1.8 GiB per chip: does not fit"
 
 
-def test_the_compilers_complaint_is_read():
+def test_out_of_memory_error_is_parsed():
     first = "RESOURCE_EXHAUSTED: ... HLO temporaries (298.12G) exceeds available HBM (95.74G)."
     second = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 2.5T of 15.75G hbm."
     assert _needed(first) == 298.12 * 2**30
@@ -139,7 +145,7 @@ def test_the_compilers_complaint_is_read():
     assert _needed("INTERNAL: (298.12G) exceeds available HBM (95.74G)") is None
 
 
-def test_work_by_hand(planned):
+def test_flops_by_hand(planned):
     _, _, program = planned
     # Layer: q 32x32, k and v 16x32, o 32x32, three of 48x32; two layers; tied head 64x32.
     weights = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32) + 64 * 32
@@ -148,7 +154,7 @@ def test_work_by_hand(planned):
     assert found == 3 * (2 * 10 * weights + attention)
 
 
-def test_a_token_meets_the_router_and_its_own_experts():
+def test_token_uses_the_router_and_its_own_experts():
     experts = tiny.MOE.experts
     every = dataclasses.replace(experts, per_token=experts.count)
     specs = param_specs(tiny.MOE)
@@ -161,7 +167,7 @@ def test_a_token_meets_the_router_and_its_own_experts():
     assert all_of_them - some == 2 * 10 * tiny.MOE.num_layers * left_out * 3 * matrix
 
 
-def test_the_program_does_not_grow_with_the_layers(planned, tmp_path, monkeypatch):
+def test_program_size_is_independent_of_the_layers(planned, tmp_path, monkeypatch):
     lengths = []
 
     class StopError(Exception):
@@ -186,18 +192,18 @@ def test_the_program_does_not_grow_with_the_layers(planned, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["v5p", "v5p:", "v9:2x2", "cpu:0", "v5e:4x4x4x4"])
-def test_a_name_that_is_no_topology_is_an_error(name):
+def test_unknown_topology_is_an_error(name):
     with pytest.raises(ValueError, match="expected v5p:4x4x4"):
         open_topology(name)
 
 
-def test_a_missing_compiler_is_an_error_that_says_how_to_get_it(monkeypatch):
+def test_missing_compiler_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'jax\[tpu\]'"):
         open_topology("v5e:2x2")
 
 
-def test_the_command(tmp_path, capsys):
+def test_command(tmp_path, capsys):
     make_config(tmp_path)
     keys = ["--model.path", str(tmp_path)]  # no data and no reward
     assert cli.main(["plan", *keys, "--estimate"]) == 0
@@ -206,7 +212,7 @@ def test_the_command(tmp_path, capsys):
     assert "needs 1 devices and there are 8" in capsys.readouterr().err
 
 
-def test_adapters_are_all_that_has_gradients_and_moments(planned, tmp_path):
+def test_only_adapters_have_gradients_and_moments(planned, tmp_path):
     config = make_config(
         tmp_path, lora__rank="8", lora__targets='["q_proj"]', precision="bf16_master"
     )
@@ -215,14 +221,14 @@ def test_adapters_are_all_that_has_gradients_and_moments(planned, tmp_path):
     adapters = 2 * 8 * (32 + 32)  # layers, rank, in and out
     assert parameter_count(program.specs.adapters) == adapters
     memory = program.memory
-    # A is cut over fsdp = 4 alone, B over tensor = 2 alone.
+    # A is sharded over fsdp = 4 only, B over tensor = 2 only.
     held = 4 * (2 * 8 * 32 / 4 + 2 * 32 * 8 / 2)
     assert memory.gradients == held
     assert memory.optimizer == pytest.approx(2 * held, abs=64)
     assert memory.params == whole.memory.params / 2 + held
     assert memory.copies == held / 2
-    text = report.report(config, topology, program, link_rate=1e9)
-    assert "adapters of rank 8: 1,024 parameters are trained" in text
+    text = plan.plan_text(config, topology, program, link_rate=1e9)
+    assert "adapters of rank 8: 1,024 trained parameters" in text
     chip = CHIPS["v5e"]
     two, three = (roofline(p, chip, remat="matmuls").model_flops for p in (program, whole))
     assert 2 / 3 < two / three < 0.85

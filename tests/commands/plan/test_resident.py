@@ -1,4 +1,4 @@
-"""What a plan counts besides the step, against what a sampler really takes and by hand."""
+"""Memory outside the step, against a real sampler and by hand."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.commands.plan.resident import Besides, Cache, besides, on_one
+from jaxrl.commands.plan.resident import KVCache, ResidentMemory, on_one, resident_memory
 from jaxrl.commands.plan.step import make_step
 from jaxrl.commands.plan.topology import open_topology
 from jaxrl.models import families, spec
@@ -20,12 +20,12 @@ from tests import tiny
 from tests.commands.plan.configs import make_config
 
 
-def counted(directory, **changes) -> Besides:
+def counted(directory, **changes) -> ResidentMemory:
     config = make_config(directory, **changes)
-    return besides(config, make_step(config, open_topology("cpu:8")))
+    return resident_memory(config, make_step(config, open_topology("cpu:8")))
 
 
-ANSWERS = {
+COMPLETIONS = {
     "sampling__max_tokens": "120",
     "train__train_batch": "2",
     "train__group_size": "8",
@@ -33,7 +33,7 @@ ANSWERS = {
 }
 
 
-def test_the_samplers_weights_and_cache_are_what_it_really_holds(tmp_path, monkeypatch):
+def test_weights_and_cache_match_a_real_sampler(tmp_path, monkeypatch):
     held, grow = [], batch_decoding.grow_cache
 
     def watched(rows, **settings):
@@ -42,9 +42,9 @@ def test_the_samplers_weights_and_cache_are_what_it_really_holds(tmp_path, monke
         return grown
 
     monkeypatch.setattr(batch_decoding, "grow_cache", watched)
-    config = make_config(tmp_path, **ANSWERS)
+    config = make_config(tmp_path, **COMPLETIONS)
     step = make_step(config, open_topology("cpu:8"))
-    found = besides(config, step)
+    found = resident_memory(config, step)
     model = decoder(dataclasses.replace(tiny.CONFIG, max_positions=256))
     sampler = EmbeddedSampler(
         model._replace(local=step.layout.local),
@@ -62,46 +62,51 @@ def test_the_samplers_weights_and_cache_are_what_it_really_holds(tmp_path, monke
     assert (cache.moving, cache.size) == held[-1]
 
 
-def test_whole_weights_on_every_device(tmp_path):
-    cut, whole = counted(tmp_path, **ANSWERS), counted(tmp_path, **ANSWERS, sampler__rules="data")
+def test_replicated_weights(tmp_path):
+    cut, whole = (
+        counted(tmp_path, **COMPLETIONS),
+        counted(tmp_path, **COMPLETIONS, sampler__rules="data"),
+    )
     assert whole.sampler == 2 * sum(x.size for x in jax.tree.leaves(tiny.params()))
-    assert whole.published == whole.sampler + cut.sampler  # cut as the learner's, on its way
-    assert whole.cache.size == 2 * cut.cache.size  # heads are not cut
+    assert whole.published == whole.sampler + cut.sampler  # sharded like the learner's, in transfer
+    assert whole.cache.size == 2 * cut.cache.size  # heads are not sharded
 
 
-def test_what_the_phases_of_a_run_hold():
-    found = Besides(
+def test_peaks_of_the_phases():
+    found = ResidentMemory(
         state=10,
         sampler=2,
         reference=1,
         reward_model=3,
         critic=4,
         published=5,
-        cache=Cache(rows=8, slots=64, size=20, moving=7),
-        at_once=False,
+        cache=KVCache(rows=8, slots=64, size=20, moving=7),
+        overlapped=False,
     )
     assert found.phases(18) == {"learning": 28, "sampling": 47, "publishing": 25}
-    both = dataclasses.replace(found, at_once=True)
+    both = dataclasses.replace(found, overlapped=True)
     assert both.phases(18) == {"learning": 55, "sampling": 47, "publishing": 52}
     served = dataclasses.replace(found, cache=None, published=0)
     assert served.phases(18) == {"learning": 28}
 
 
-def test_models_that_lie_beside_the_policy(tmp_path):
-    judge = tmp_path / "judge"
-    judge.mkdir()
+def test_models_beside_the_policy(tmp_path):
+    reward_model = tmp_path / "reward_model"
+    reward_model.mkdir()
     sizes = dataclasses.replace(tiny.CONFIG, num_layers=4, scored=True)
-    (judge / "config.json").write_text(json.dumps(families.to_hf_config(sizes, dtype="float32")))
+    (reward_model / "config.json").write_text(
+        json.dumps(families.to_hf_config(sizes, dtype="float32"))
+    )
 
     def count(config) -> float:
-        """Numbers on one of 8 devices: norms and the head of a scorer, a row, are cut less."""
+        """Counts parameters on one of 8 devices: norms and a scorer's head are sharded less."""
         return sum(
             math.prod(one.shape) / (1 if "norm" in one.axes else 4 if path == "score" else 8)
             for path, one in spec.flatten(decoder(config).specs).items()
         )
 
     policy, critic = count(tiny.CONFIG), count(dataclasses.replace(tiny.CONFIG, scored=True))
-    both = {"precision": "bf16_master", "reward__kl": "0.1", "reward__model": str(judge)}
+    both = {"precision": "bf16_master", "reward__kl": "0.1", "reward__model": str(reward_model)}
     found = counted(tmp_path, loss__name="ppo", **both)
     assert found.reference == found.sampler == found.published == 2 * policy
     assert found.reward_model == 2 * count(sizes)
@@ -111,6 +116,6 @@ def test_models_that_lie_beside_the_policy(tmp_path):
     assert (served.sampler, served.published, served.critic, served.cache) == (0, 0, 0, None)
     assert served.reference == found.reference
     adapters = counted(tmp_path, lora__rank="8", lora__targets='["q_proj"]', **both)
-    # Layers, rank, in and out; the first matrix is cut over fsdp = 4 alone, the other over tensor.
+    # Layers, rank, in and out; A is sharded over fsdp = 4 only, B over tensor.
     assert adapters.reference == 2 * (2 * 8 * 32 / 4 + 2 * 32 * 8 / 2)
     assert adapters.published == 2 * adapters.sampler == 4 * policy

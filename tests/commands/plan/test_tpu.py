@@ -1,4 +1,4 @@
-"""The learner's step compiles for TPUs, without one."""
+"""Compilation of the learner's step for TPUs, without a TPU."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ COMPILER = Path(__file__).parents[3] / ".venv-tpu"  # see scripts/test.sh
 
 @pytest.mark.timeout(900)  # processes start slowly on a busy machine
 @pytest.mark.skipif(not COMPILER.is_dir(), reason="libtpu is not installed in .venv-tpu")
-def test_a_step_with_splash_attention_compiles_for_v5e(tmp_path):
+def test_step_with_splash_attention_compiles_for_v5e(tmp_path):
     sizes = dataclasses.replace(tiny.CONFIG, head_dim=128)
     content = families.to_hf_config(sizes, dtype="float32")
     (tmp_path / "config.json").write_text(json.dumps(content))

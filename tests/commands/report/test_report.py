@@ -1,4 +1,4 @@
-"""The page of made-up runs, whose every number is known, in a real browser where there is one."""
+"""The page of invented runs with known numbers, in a real browser if one is installed."""
 
 import json
 import re
@@ -76,7 +76,7 @@ def write(path, entries):
     path.write_text("".join(json.dumps(e) + "\n" for e in entries))
 
 
-def test_the_page_holds_the_data_and_loads_nothing(runs, capsys):
+def test_page_holds_the_data_and_loads_nothing(runs, capsys):
     assert main(["report", str(runs / "first")]) == 0
     assert "1 run, 1 alarms" in capsys.readouterr().out
     page = (runs / "first/report.html").read_text()
@@ -93,7 +93,7 @@ def test_the_page_holds_the_data_and_loads_nothing(runs, capsys):
     assert len(page) < 200_000
 
 
-def test_two_runs_on_one_page_at_another_place(runs, tmp_path, capsys):
+def test_two_runs_on_one_page_in_another_directory(runs, tmp_path, capsys):
     file = tmp_path / "new" / "compared.html"
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
     assert main(["report", str(runs / "second"), str(runs / "first"), "--out", str(file)]) == 0
@@ -108,14 +108,14 @@ def test_two_runs_on_one_page_at_another_place(runs, tmp_path, capsys):
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before
 
 
-def test_a_run_that_was_not_watched_is_judged_afterwards(tmp_path):
+def test_run_without_alarms_is_checked_afterwards(tmp_path):
     entries = [{"step": s, "reward": 0.1, "kl": 0.02 if s < 50 else 3.0} for s in range(1, 60)]
     write(tmp_path / "metrics.jsonl", entries)
     found = collect(tmp_path, name="old")["alarms"]
     assert [(a["alarm"], a["at"], a["action"]) for a in found] == [("kl_spike", 50, "replayed")]
 
 
-def test_an_alarm_of_another_version_is_shown_by_its_name(tmp_path):
+def test_unknown_alarm_is_shown_by_its_name(tmp_path):
     event = {**ALARM, "alarm": "of_tomorrow", "text": "it is late"}
     write(
         tmp_path / "metrics.jsonl", [entry(20, slope=0.1), {"step": 20, "time": 0, "event": event}]
@@ -124,14 +124,14 @@ def test_an_alarm_of_another_version_is_shown_by_its_name(tmp_path):
     assert (alarm["title"], alarm["text"], alarm["keys"]) == ("of_tomorrow", "it is late", ())
 
 
-def test_a_directory_without_a_run_is_refused(tmp_path, capsys):
+def test_directory_without_a_run_is_rejected(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 1
-    assert "is no run" in capsys.readouterr().err
+    assert "is not a run" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
 def gone_back(tmp_path_factory):
-    """The directory of a run that went back from step 12 to step 5, and on to step 9."""
+    """Directory of a run that rolled back from step 12 to step 5 and continued to step 9."""
     run = tmp_path_factory.mktemp("back")
 
     def event(step, name, action, **more):
@@ -146,30 +146,30 @@ def gone_back(tmp_path_factory):
         run / "metrics.jsonl",
         [*scaled[1:6], event(3, "entropy", "log"), {**back, "step": 5}, *scaled[6:]],
     )
-    undone = [entry(s, slope=0.2) for s in range(6, 13)]
+    discarded = [entry(s, slope=0.2) for s in range(6, 13)]
     raised = [event(8, "gradient_spike", "pause"), event(12, "zero_spread", "log")]
-    write(run / "rolled_back_1.jsonl", [*undone, *raised, event(12, "kl_spike", "rollback")])
+    write(run / "rolled_back_1.jsonl", [*discarded, *raised, event(12, "kl_spike", "rollback")])
     write(run / "samples.jsonl", [SAMPLE | {"step": s, "prompt": f"kept {s}"} for s in (4, 8)])
-    bad = [SAMPLE | {"step": s, "prompt": f"undone {s}", "reward": 0.0} for s in (8, 12)]
+    bad = [SAMPLE | {"step": s, "prompt": f"discarded {s}", "reward": 0.0} for s in (8, 12)]
     write(run / "rolled_back_1_samples.jsonl", bad)
     return run
 
 
-def test_what_a_rollback_undid_is_still_there(gone_back):
+def test_discarded_steps_are_kept(gone_back):
     found = collect(gone_back, name="back")
-    assert [(a["alarm"], a["action"], a.get("undone")) for a in found["alarms"]] == [
+    assert [(a["alarm"], a["action"], a.get("rollback")) for a in found["alarms"]] == [
         ("entropy", "log", None),
         ("gradient_spike", "pause", 1),
         ("zero_spread", "log", 1),
         ("kl_spike", "rollback", None),
     ]
-    (undone,) = found["undone"]
-    assert undone["series"]["reward"] == [
+    (discarded,) = found["rolled_back"]
+    assert discarded["series"]["reward"] == [
         list(range(6, 13)),
         pytest.approx([0.2 * s for s in range(6, 13)]),
     ]
     assert found["series"]["reward"][0] == list(range(1, 10))
-    assert [(s["step"], s.get("undone")) for s in found["samples"]] == [
+    assert [(s["step"], s.get("rollback")) for s in found["samples"]] == [
         (4, None),
         (8, None),
         (8, 1),
@@ -177,7 +177,7 @@ def test_what_a_rollback_undid_is_still_there(gone_back):
     ]
 
 
-def test_the_page_holds_what_it_draws_and_nothing_else(tmp_path):
+def test_page_holds_only_what_it_draws(tmp_path):
     parts = {"reward/exact": 0.5, "reward/kl": -0.1, "reward/std": 0.5, "reward/failed": 0.0}
     other = {"mismatch/chi2": 0.1, "mismatch/token_mult_error": 1.1, "ratio/mean": 1.0}
     entries = [entry(s, slope=0.1) | parts | other | {"time/step": 1.0} for s in range(1, 4)]
@@ -189,11 +189,11 @@ def test_the_page_holds_what_it_draws_and_nothing_else(tmp_path):
     assert not {"reward/std", "reward/failed", "ratio/mean", "time/step"} & set(found["series"])
     charts = {chart["title"]: chart["metrics"] for chart in charts_of(found["series"])}
     assert charts["Reward, parts"] == {"reward/exact": "exact", "reward/kl": "kl"}
-    assert set(charts["Mismatch of every step"]) == {"mismatch/chi2", "mismatch/token_mult_error"}
+    assert set(charts["Mismatch at every step"]) == {"mismatch/chi2", "mismatch/token_mult_error"}
     assert {name for metrics in charts.values() for name in metrics} == set(found["series"])
 
 
-def test_runs_are_named_by_what_tells_them_apart(tmp_path):
+def test_runs_get_the_shortest_distinct_names(tmp_path):
     a, b = tmp_path / "x" / "run", tmp_path / "y" / "run"
     assert names([a]) == ["run"]
     assert names([a, b]) == ["x/run", "y/run"]
@@ -213,13 +213,13 @@ def page(runs, tmp_path_factory):
 
 @in_browser
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (820, False), (1400, False)])
-def test_it_is_drawn_at_every_width_in_light_and_dark(page, width, dark):
+def test_page_is_drawn_at_every_width_in_light_and_dark(page, width, dark):
     page.requests.clear()
     page.open(page.file, width=width, dark=dark)
     titles = page.run("[...document.querySelectorAll('.chart h3')].map((e) => e.textContent)")
     assert "Reward" in titles
     assert "Alpha against beta" in titles
-    assert "Where a step's time goes: first" in titles
+    assert "Time per step: first" in titles
     assert "Loss" not in titles  # it was never finite
     assert page.run("document.documentElement.scrollWidth <= innerWidth")  # nothing to the side
     widths = page.run("[...document.querySelectorAll('.chart .uplot')].map((e) => e.clientWidth)")
@@ -258,15 +258,15 @@ def test_choosing_a_run_and_hovering_over_a_curve(page):
 
 def choose(page, key, value):
     page.run(
-        f"(() => {{ const s = document.getElementById('answer-{key}'); s.value = '{value}';"
+        f"(() => {{ const s = document.getElementById('completion-{key}'); s.value = '{value}';"
         "s.dispatchEvent(new Event('change')); })()"
     )
 
 
 @in_browser
-def test_answers_by_step_and_reward_with_coloured_tokens(page):
+def test_completions_by_step_and_reward_with_coloured_tokens(page):
     page.open(page.file, width=820, dark=False)
-    prompts = "[...document.querySelectorAll('.answer .prompt')].map((e) => e.textContent)"
+    prompts = "[...document.querySelectorAll('.completion .prompt')].map((e) => e.textContent)"
     assert page.run(prompts) == [SAMPLE["prompt"], "1+1="]
 
     choose(page, "order", "low")
@@ -290,7 +290,7 @@ def test_answers_by_step_and_reward_with_coloured_tokens(page):
 
 
 @in_browser
-def test_an_alarm_that_is_raised_again_does_not_cross_the_curves(page, tmp_path):
+def test_repeated_alarm_does_not_cross_the_curves(page, tmp_path):
     events = [(step, "log") for step in range(5, 30)] + [(31, "pause"), (35, "log")]
     write(
         tmp_path / "metrics.jsonl",
@@ -320,40 +320,40 @@ def test_an_alarm_that_is_raised_again_does_not_cross_the_curves(page, tmp_path)
     assert crossed == [27, 2]  # at the top all of them, below the first one and the pause
     texts = page.run("[...document.querySelectorAll('.alarm')].map((e) => e.textContent)")
     assert len(texts) == 2
-    assert "Again after steps 6, 7, 8, 9, 10, 11, 12, 13, ... (16 more), 35." in texts[0]
-    assert "Again" not in texts[1]
+    assert "Raised again after steps 6, 7, 8, 9, 10, 11, 12, 13, ... (16 more), 35." in texts[0]
+    assert "Raised again" not in texts[1]
     assert page.errors == []
 
 
 @in_browser
-def test_the_page_shows_what_a_rollback_undid(page, gone_back, tmp_path):
+def test_page_shows_discarded_steps(page, gone_back, tmp_path):
     file = tmp_path / "page.html"
     file.write_text(render([collect(gone_back, name="back")]))
     page.open(file, width=1400, dark=False)
     heads = page.run("[...document.querySelectorAll('.alarm h3')].map((e) => e.textContent)")
     assert heads[1:] == [
-        "step 8: gradient-norm spike, paused, undone by rollback 1",
-        "step 12: no group has any spread, undone by rollback 1",
+        "step 8: gradient-norm spike, paused, discarded by rollback 1",
+        "step 12: no group has any spread, discarded by rollback 1",
         "step 12: KL spike, rollback 1",
     ]
     assert page.run("drawn[0].series.map((s) => s.label)") == [
         "step",
         "reward",
-        "reward, undone by rollback 1",
+        "reward, discarded by rollback 1",
     ]
-    steps, kept, undone = page.run("drawn[0].data.map((values) => [...values])")
+    steps, kept, discarded = page.run("drawn[0].data.map((values) => [...values])")
     assert steps == list(range(1, 13))
     assert [v is None for v in kept] == [False] * 9 + [True] * 3
-    assert [v is None for v in undone] == [True] * 5 + [False] * 7
+    assert [v is None for v in discarded] == [True] * 5 + [False] * 7
     titles = page.run("[...document.querySelectorAll('.chart h3')].map((e) => e.textContent)")
     scales = page.run(
         f"drawn[{titles.index('Skipped steps, loss scale')}].series.map((s) => s.scale)"
     )
     assert scales == ["x", "y", "right"]
-    prompts = "[...document.querySelectorAll('.answer .prompt')].map((e) => e.textContent)"
-    assert page.run(prompts) == ["undone 12", "kept 8", "undone 8", "kept 4"]
-    choose(page, "step", "8, undone by rollback 1")
-    assert page.run(prompts) == ["undone 8"]
+    prompts = "[...document.querySelectorAll('.completion .prompt')].map((e) => e.textContent)"
+    assert page.run(prompts) == ["discarded 12", "kept 8", "discarded 8", "kept 4"]
+    choose(page, "step", "8, discarded by rollback 1")
+    assert page.run(prompts) == ["discarded 8"]
     assert page.errors == []
 
 

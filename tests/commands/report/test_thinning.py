@@ -25,7 +25,7 @@ def test_thinned_curves_keep_their_extremes():
     assert extremes(short) == [[1, 2], [0.5, 0.25]]
 
 
-def test_parts_of_the_time_of_a_long_run_add_up_to_what_it_took(tmp_path):
+def test_thinned_phase_times_add_up(tmp_path):
     seconds = np.random.default_rng(0).exponential(size=(9_999, len(TIMES))) ** 3
     compiled = [1, 5001]
     for step in compiled:

@@ -22,13 +22,13 @@ def seen(entries, alarms=(), *, total=100, now=1031.0):
     return capture.get()
 
 
-def test_blocks_span_what_they_show():
+def test_blocks_span_the_values_shown():
     assert blocks([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
     assert blocks([5, 5]) == "▁▁"
     assert len(blocks(list(range(1000)))) == 40
 
 
-def test_what_is_not_finite_now_is_not_shown_as_it_was():
+def test_value_that_is_not_finite_is_shown_as_nan():
     broken = [{**e, "grad_norm": None, "kl": None} for e in steps(12)[10:]]
     rows = dict(line.split(maxsplit=1) for line in seen([*steps(10), *broken]).splitlines()[1:])
     assert rows["KL"].split() == ["nan", 10 * "▁" + "xx"]
@@ -36,7 +36,7 @@ def test_what_is_not_finite_now_is_not_shown_as_it_was():
     assert rows["reward"].startswith("1.200")
 
 
-def test_what_is_shown():
+def test_progress_metrics_and_alarms_are_shown():
     alarm = {"at": 7, "title": "KL spike", "text": "KL 0.3", "action": "rollback", "to": 5}
     shown = seen(steps(10), [alarm])
     for text in ("10/100", "4:30 left", "reward", "1.000", "gradient norm", "2.000"):
@@ -44,12 +44,12 @@ def test_what_is_shown():
     assert "step 7: KL spike: KL 0.3; rollback to step 5" in shown
 
 
-def test_a_run_that_is_over_or_silent_says_so():
-    assert "no news for 8:20" in seen(steps(10), now=1530.0)
+def test_finished_and_silent_runs_are_marked():
+    assert "no update for 8:20" in seen(steps(10), now=1530.0)
     assert "done" in seen(steps(100))
 
 
-def test_a_run_that_an_alarm_ended_says_so():
+def test_run_ended_by_an_alarm_is_marked():
     pause, stop = ({"step": 10, "time": 1030.0, "event": {"action": a}} for a in ("pause", "stop"))
     evaluation = {"step": 10, "time": 1031.0, "eval/accuracy": 0.5}
     assert "paused" in seen([*steps(10), pause])
@@ -59,14 +59,14 @@ def test_a_run_that_an_alarm_ended_says_so():
     assert "left" in seen([*steps(10), pause, back], total=20)
 
 
-def test_a_run_without_rewards_has_steps_too():
+def test_run_without_rewards_has_steps():
     entries = [{"step": s, "time": 1000.0 + 3 * s, "loss": 0.5} for s in range(10, 60, 10)]
     assert "2:30 left" in seen(entries, now=1151.0)
 
 
-def test_the_command_reads_a_run_from_its_directory(tmp_path, capsys):
+def test_command_reads_the_run_directory(tmp_path, capsys):
     assert main(["watch", str(tmp_path), "--once"]) == 1
-    assert "is no run" in capsys.readouterr().err
+    assert "is not a run" in capsys.readouterr().err
     (tmp_path / "config.toml").write_text("[train]\nsteps = 50\n")
     assert main(["watch", str(tmp_path), "--once"]) == 0
     assert "no step yet" in capsys.readouterr().out
@@ -77,7 +77,7 @@ def test_the_command_reads_a_run_from_its_directory(tmp_path, capsys):
     assert "2:00 left" in shown
 
 
-def test_the_command_looks_again_until_it_is_interrupted(tmp_path, capsys, monkeypatch):
+def test_command_updates_until_interrupted(tmp_path, capsys, monkeypatch):
     (tmp_path / "config.toml").write_text("[train]\nsteps = 50\n")
     since, waited = time.time() - 30, []
     write_lines(tmp_path / "metrics.jsonl", steps(10, since=since))

@@ -9,7 +9,7 @@ from jaxrl.commands.watch.tail import Tail
 from jaxrl.monitoring.tracking.tracking import JsonLines, read_metrics, write_lines
 
 
-def test_what_was_read_is_not_read_again(tmp_path, monkeypatch):
+def test_lines_are_parsed_once(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     reading, parsed = Tail(path), []
     assert reading.read() == []
@@ -35,20 +35,20 @@ def test_what_was_read_is_not_read_again(tmp_path, monkeypatch):
         st.tuples(st.sampled_from(["append", "replace"]), st.integers(0, 6)), min_size=1, max_size=8
     )
 )
-def test_it_always_shows_what_the_file_holds(tmp_path_factory, changes):
+def test_tail_equals_the_file_after_any_changes(tmp_path_factory, changes):
     path, time = tmp_path_factory.mktemp("run") / "metrics.jsonl", 0
     reading = Tail(path)
     for kind, count in changes:
         kept = read_metrics(path)[: count if kind == "replace" else None]
         new = []
         for step in range(count):
-            time += 1  # no two lines are the same: each has its time
+            time += 1  # every line is unique by its time
             new.append({"step": step, "time": time})
         write_lines(path, [*kept, *new])
         assert reading.read() == read_metrics(path)
 
 
-def test_a_line_that_is_no_json_is_named(tmp_path):
+def test_line_that_is_not_json_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not JSON"):
         Tail(tmp_path / "metrics.jsonl").read()

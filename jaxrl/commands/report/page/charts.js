@@ -1,6 +1,6 @@
 "use strict";
-// CHARTS (jaxrl/report/charts.py): `lines` shows all runs that are chosen; `fan` (quantiles) and
-// `stack` (parts that add up) show the run in focus.
+// CHARTS (jaxrl/commands/report/charts.py): `lines` shows all chosen runs; `fan` (quantiles) and
+// `stack` (parts of a sum) show the run in focus.
 const CHARTS = JSON.parse(document.getElementById("chart-list").textContent);
 const DASHES = [[], [7, 4], [2, 3]];
 const drawn = [];
@@ -16,22 +16,22 @@ function axes(right) {
   return [{ ...axis, size: 28 }, up, ...(right ? [{ ...up, scale: "right", side: 1, grid: { show: false } }] : [])];
 }
 
-// A curve that is flat gets an axis around its value.
+// A flat curve gets an axis around its value.
 function range(_, low, high) {
   if (low == null) return [0, 1];
   if (low === high) return low === 0 ? [0, 1] : [Math.min(0, 2 * low), Math.max(0, 2 * high)];
   return uPlot.rangeNum(low, high, 0.1, true);
 }
 
-// A line for every alarm of the runs that the chart shows; where it was raised again, a tick at the
-// top, so that an alarm of hundreds of steps does not hide the curves. What was undone is faint.
+// One line for every alarm of the runs in the chart. A repeated alarm is a tick at the top, so that
+// it does not hide the curves. Alarms of rolled-back steps are faint.
 function alarmLines(runs) {
   return (u) => {
     const { ctx } = u, { top, height } = u.bbox;
     ctx.save();
     for (const run of runs) for (const alarm of run.alarms) {
       ctx.strokeStyle = RUNS.length > 1 ? color(run.index)() : css("--alarm");
-      ctx.globalAlpha = alarm.undone ? 0.4 : 1;
+      ctx.globalAlpha = alarm.rollback ? 0.4 : 1;
       ctx.setLineDash(alarm.repeated ? [] : [3, 3]);
       const x = Math.round(u.valToPos(alarm.at, "x", true));
       ctx.beginPath(); ctx.moveTo(x, top); ctx.lineTo(x, top + (alarm.repeated ? 4 * devicePixelRatio : height)); ctx.stroke();
@@ -45,14 +45,14 @@ function lines(chart, runs) {
   const metrics = Object.entries(chart.metrics), alone = metrics.length === 1;
   for (const run of runs) metrics.forEach(([metric, name], m) => {
     const hue = several ? run.index : m;
-    for (const part of [run, ...run.undone]) {
-      const found = part.series[metric], undone = part !== run;
+    for (const part of [run, ...run.rolled_back]) {
+      const found = part.series[metric], discarded = part !== run;
       if (!found) continue;
       tables.push([found[0], found[1].map((v) => chart.log && metric !== chart.right && v <= 0 ? null : v)]);
       const label = several ? (alone ? run.name : `${run.name} ${name}`) : name;
       series.push({
-        label: undone ? `${label}, undone by rollback ${part.number}` : label,
-        stroke: undone ? faint(hue, "88") : color(hue), dash: undone ? [2, 2] : several ? DASHES[m % 3] : [],
+        label: discarded ? `${label}, discarded by rollback ${part.number}` : label,
+        stroke: discarded ? faint(hue, "88") : color(hue), dash: discarded ? [2, 2] : several ? DASHES[m % 3] : [],
         scale: metric === chart.right ? "right" : "y", width: 1.5, spanGaps: true,
         points: { show: chart.points === true && found[0].length < 60, size: 5 }, value: (_, v) => shown(v),
       });
@@ -74,7 +74,7 @@ function stack(chart, run) {
   if (!known.length) return null;
   const [steps, ...parts] = uPlot.join(known.map(([metric]) => run.series[metric]));
   const total = steps.map(() => 0), sums = parts.map((part) => part.map((v, i) => (total[i] += v)));
-  // Drawn from the top, so that each part covers what is below it.
+  // Drawn from the top down, so that each part covers those below.
   const series = [{ label: "step" }], data = [steps];
   for (let p = known.length - 1; p >= 0; p--) {
     series.push({ label: known[p][1], stroke: color(p), width: 1, fill: faint(p, "55"), points: { show: false }, value: (_u, _v, _s, i) => i == null ? "-" : shown(parts[p][i]) });

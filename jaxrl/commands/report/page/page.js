@@ -1,5 +1,5 @@
 "use strict";
-// Function declarations are known to the whole script; RUNS is filled before anything is drawn.
+// Function declarations are hoisted; RUNS is filled before anything is drawn.
 var RUNS = JSON.parse(document.getElementById("data").textContent);
 RUNS.forEach((run, index) => { run.index = index; run.chosen = true; markRepeated(run.alarms); });
 
@@ -23,7 +23,7 @@ function facts(run) {
   return element("div", { className: "card" }, [title(run), element("dl", {}, list)]);
 }
 
-// A vLLM server's metrics for Prometheus.
+// Links to the Prometheus metrics of vLLM servers.
 function metricsOf(urls) {
   const pages = urls.filter((url) => /^https?:/.test(url)).map((url) => `${url.replace(/\/+$/, "")}/metrics`);
   return pages.flatMap((href) => [element("a", { href, rel: "noreferrer", textContent: href }), " "]);
@@ -35,11 +35,11 @@ function title(run) {
   return element("h3", {}, RUNS.length > 1 ? [swatch, ` ${run.name}`] : [run.name]);
 }
 
-// An alarm that is raised again and only logged says nothing new: the first one tells of the others.
+// Folds repeats of an alarm that was only logged into its first occurrence.
 function markRepeated(events) {
   const first = new Map();
   for (const event of events) {
-    const quiet = ["log", "replayed"].includes(event.action), kind = `${event.alarm} ${event.undone}`;
+    const quiet = ["log", "replayed"].includes(event.action), kind = `${event.alarm} ${event.rollback}`;
     event.repeated = quiet && first.has(kind);
     event.repeats = [];
     if (event.repeated) first.get(kind).repeats.push(event.at);
@@ -47,7 +47,7 @@ function markRepeated(events) {
   }
 }
 
-// All steps, or the first ones and the last.
+// Lists all steps, or the first eight and the last.
 function listed(steps) {
   const left = steps.length - 9;
   return left > 1 ? `${steps.slice(0, 8).join(", ")}, ... (${left} more), ${steps.at(-1)}` : steps.join(", ");
@@ -56,12 +56,12 @@ function listed(steps) {
 function alarm(run, event) {
   const done = { log: "", replayed: "", pause: "paused", stop: "stopped", rollback: event.number ? `rollback ${event.number}` : "rolled back" }[event.action] ?? event.action;
   const more = [event.more, event.to == null ? "" : `back to step ${event.to} with ${Object.entries(event.changes).map(([k, [old, now]]) => `${k} ${old} -> ${now}`).join(", ")}`].filter(Boolean).join("; ");
-  const said = [`${RUNS.length > 1 ? run.name + ", " : ""}step ${event.at}: ${event.title}`, done, event.undone ? `undone by rollback ${event.undone}` : ""];
-  return element("div", { className: `card alarm${event.undone ? " undone" : ""}` }, [
+  const said = [`${RUNS.length > 1 ? run.name + ", " : ""}step ${event.at}: ${event.title}`, done, event.rollback ? `discarded by rollback ${event.rollback}` : ""];
+  return element("div", { className: `card alarm${event.rollback ? " discarded" : ""}` }, [
     element("h3", {}, [said.filter(Boolean).join(", ")]),
     element("p", {}, [event.text + (event.limit == null ? "" : ` (limit ${shown(event.limit)})`)]),
     ...(more ? [element("p", {}, [more])] : []),
-    ...(event.repeats.length ? [element("p", {}, [`Again after steps ${listed(event.repeats)}.`])] : []),
+    ...(event.repeats.length ? [element("p", {}, [`Raised again after steps ${listed(event.repeats)}.`])] : []),
     ...(event.causes ? [element("p", { className: "quiet" }, [`Likely: ${event.causes}. Keys: ${event.keys.join(", ")}`])] : []),
   ]);
 }
@@ -80,7 +80,7 @@ function draw() {
   const runs = RUNS.filter((run) => run.chosen), focus = RUNS[+(document.getElementById("focus")?.value ?? 0)];
   document.getElementById("overview").replaceChildren(element("div", { className: "facts" }, runs.map(facts)));
   const events = runs.flatMap((run) => run.alarms.filter((event) => !event.repeated).map((event) => alarm(run, event)));
-  document.getElementById("alarm-list").replaceChildren(...(events.length ? events : [element("p", { className: "quiet" }, ["None."])]));
+  document.getElementById("alarm-list").replaceChildren(...(events.length ? events : [element("p", { className: "quiet" }, ["No alarms."])]));
   drawCharts(runs, focus);
   document.getElementById("config-table").replaceChildren(element("details", {}, [element("summary", {}, ["every key"]), configTable(runs)]));
 }
@@ -94,7 +94,7 @@ if (RUNS.length > 1) {
   });
   const focus = element("select", { id: "focus" }, RUNS.map((run, i) => element("option", { value: String(i), textContent: run.name })));
   focus.addEventListener("change", draw);
-  document.getElementById("runs").append(...boxes, element("label", {}, ["distributions and times of", focus]));
+  document.getElementById("runs").append(...boxes, element("label", {}, ["Run for distributions and times:", focus]));
 }
 draw();
-drawAnswers();
+drawCompletions();

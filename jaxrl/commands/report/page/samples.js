@@ -1,5 +1,5 @@
 "use strict";
-// Sampled answers: chosen by run and step, ordered by step or reward, tokens coloured.
+// Sampled completions: filtered by run and step, sorted by step or reward, with coloured tokens.
 const view = { run: 0, step: "all", order: "step", tint: "advantages" };
 
 function option(value, text, chosen) {
@@ -7,21 +7,21 @@ function option(value, text, chosen) {
 }
 
 function control(label, key, options) {
-  const select = element("select", { id: `answer-${key}` }, options);
+  const select = element("select", { id: `completion-${key}` }, options);
   select.addEventListener("change", () => {
     view[key] = select.value;
     if (key === "run") view.step = "all";
-    drawAnswers();
+    drawCompletions();
   });
   return element("label", {}, [label, select]);
 }
 
-// A step that was undone was taken once more.
-const when = (s) => s.undone ? `${s.step}, undone by rollback ${s.undone}` : String(s.step);
+// After a rollback the same step number occurs twice.
+const when = (s) => s.rollback ? `${s.step}, discarded by rollback ${s.rollback}` : String(s.step);
 
-function drawAnswers() {
+function drawCompletions() {
   const run = RUNS[view.run], steps = [...new Set(run.samples.map(when))];
-  document.getElementById("answer-controls").replaceChildren(
+  document.getElementById("completion-controls").replaceChildren(
     ...(RUNS.length > 1 ? [control("Run", "run", RUNS.map((r, i) => option(i, r.name, view.run)))] : []),
     control("Step", "step", [option("all", "all", view.step), ...steps.map((s) => option(s, s, view.step))]),
     control("Order", "order", [option("step", "newest step first", view.order), option("high", "highest reward first", view.order), option("low", "lowest reward first", view.order)]),
@@ -33,15 +33,15 @@ function drawAnswers() {
   chosen.sort(orders[view.order]);
   const values = chosen.flatMap((s) => s[view.tint] ?? []).filter((v) => v != null).map(Math.abs);
   const most = Math.max(1e-12, ...values);
-  const list = document.getElementById("answer-list");
-  list.replaceChildren(...chosen.slice(0, 60).map((s) => answer(s, most)));
-  if (!chosen.length) list.append(element("p", { className: "quiet" }, ["This run kept no answers (samples.every)."]));
-  if (chosen.length > 60) list.append(element("p", { className: "quiet" }, [`60 of ${chosen.length} are shown; choose a step.`]));
+  const list = document.getElementById("completion-list");
+  list.replaceChildren(...chosen.slice(0, 60).map((s) => completion(s, most)));
+  if (!chosen.length) list.append(element("p", { className: "quiet" }, ["This run logged no completions (samples.every)."]));
+  if (chosen.length > 60) list.append(element("p", { className: "quiet" }, [`60 of ${chosen.length} shown; choose a step to narrow the list.`]));
 }
 
-function answer(s, most) {
+function completion(s, most) {
   const known = s[view.tint];
-  const head = `step ${when(s)}, reward ${s.reward == null ? "failed" : shown(s.reward)}, ${s.length} tokens${s.truncated ? ", cut at the limit" : ""}`;
+  const head = `step ${when(s)}, reward ${s.reward == null ? "failed" : shown(s.reward)}, ${s.length} tokens${s.truncated ? ", truncated" : ""}`;
   const tokens = s.tokens.map((text, i) => {
     const span = element("span", { className: "token", textContent: text });
     const v = known?.[i], hue = view.tint === "betas" ? "--beta" : v > 0 ? "--up" : "--down";
@@ -50,7 +50,7 @@ function answer(s, most) {
     return span;
   });
   const rest = s.length - s.tokens.length;
-  return element("div", { className: "card answer" }, [
+  return element("div", { className: "card completion" }, [
     element("h3", {}, [head]),
     ...(view.tint === "betas" && !s.betas ? [element("p", { className: "quiet" }, ["This step was not probed (probe.every)."])] : []),
     element("pre", { className: "prompt", textContent: s.prompt }),

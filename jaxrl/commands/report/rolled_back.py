@@ -1,4 +1,4 @@
-"""What a run did in the steps that its rollbacks undid."""
+"""Records of the steps that a run's rollbacks discarded."""
 
 import re
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from jaxrl.monitoring.tracking.tracking import read_metrics
 
 
-class Undone(NamedTuple):
-    """The steps that one rollback undid.
+class RolledBackSteps(NamedTuple):
+    """The steps that one rollback discarded.
 
     Attributes:
-      number: of the rollback, from 1.
-      entries: their metrics.
-      samples: the answers that were kept of them.
+      number: number of the rollback, from 1.
+      entries: metrics of these steps.
+      samples: sampled completions of these steps.
     """
 
     number: int
@@ -23,17 +23,17 @@ class Undone(NamedTuple):
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """The alarms of these steps. The one that was answered with the rollback is not among them:
-        the run goes on with an event that says it."""
+        """Lists the alarms of these steps, except the one that caused the rollback: the run's own
+        metrics record that one."""
         events = (entry["event"] for entry in self.entries if "event" in entry)
-        return [e | {"undone": self.number} for e in events if e["action"] != "rollback"]
+        return [e | {"rollback": self.number} for e in events if e["action"] != "rollback"]
 
 
-def read_undone(run_dir: Path) -> list[Undone]:
-    """Of every rollback that a run has behind it, the oldest first."""
+def read_rolled_back_steps(run_dir: Path) -> list[RolledBackSteps]:
+    """Reads the discarded steps of every rollback, oldest first."""
     names = (re.fullmatch(r"rolled_back_(\d+)\.jsonl", path.name) for path in run_dir.iterdir())
     return [
-        Undone(
+        RolledBackSteps(
             number,
             read_metrics(run_dir / f"rolled_back_{number}.jsonl"),
             read_metrics(run_dir / f"rolled_back_{number}_samples.jsonl"),

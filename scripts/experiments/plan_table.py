@@ -1,12 +1,22 @@
-"""What docs/scale.md shows: models on topologies where they fit, and one model on more chips."""
+"""Compiles the rows of the tables in docs/scale.md and writes the tables.
 
+python scripts/experiments/plan_table.py --only qwen3_8b        # rows with this in their name
+python scripts/experiments/plan_table.py --write docs/scale.md  # tables of the compiled rows
+
+Needs libtpu, no TPU, and some minutes a row. Rows in --results are not compiled again.
+"""
+
+import argparse
 import dataclasses
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-GIB = 2**30
-LENGTH = 4096  # tokens of a row in configs/qwen3_8b.toml
+from jaxrl.commands.plan.topology import GIB, open_topology
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,7 +27,7 @@ class Row:
       model: a directory under configs/models.
       topology: see `jaxrl plan`.
       mesh: axis -> size.
-      precision: a policy.
+      precision: dtype policy.
     """
 
     model: str
@@ -27,11 +37,11 @@ class Row:
 
     @property
     def name(self) -> str:
-        """As results name the row."""
+        """Name of the row in the results."""
         return f"{self.model} {self.topology} {self.precision}"
 
     def keys(self) -> Iterator[tuple[str, str]]:
-        """Changes to the config, as on a command line: two microbatches of a row on every shard."""
+        """Yields the changed keys: two microbatches of one row on every shard."""
         for axis, size in self.mesh.items():
             yield f"mesh.{axis}", str(size)
         yield "model.path", f"configs/models/{self.model}"
@@ -58,8 +68,62 @@ ROWS = [
 ]
 
 
+def measure(row: Row) -> dict[str, object]:
+    """Compiles one row and returns its results."""
+    config = toml_file.load(Config, file="configs/qwen3_8b.toml", overrides=list(row.keys()))
+    topology = open_topology(row.topology)
+
+    from jaxrl.commands.plan.program import compile_step  # after JAX has its platform
+    from jaxrl.commands.plan.roofline import roofline
+    from jaxrl.commands.plan.text import fits, peak, plan_text
+
+    program = compile_step(config, topology)
+    print(plan_text(config, topology, program, link_rate=50e9), flush=True)
+    return dataclasses.asdict(row) | {
+        "name": row.name,
+        "peak": program.memory.peak,
+        "run": peak(program),
+        "of": topology.chip.memory,
+        "fits": fits(program, topology),
+        "memory": None if program.rejected else dataclasses.asdict(program.memory),
+        "traffic": {k: dataclasses.asdict(v) for k, v in program.traffic.items()},
+        "roofline": dataclasses.asdict(roofline(program, topology.chip, remat="layer")),
+        "kernel": program.kernel,
+        "hlo_bytes": program.hlo_bytes,
+        "seconds": program.seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=Path("runs/plan_table.jsonl"))
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument(
+        "--write", type=Path, help="write the tables between the marks in this file"
+    )
+    args = parser.parse_args()
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    done = (
+        [json.loads(line) for line in args.results.read_text().splitlines()]
+        if args.results.exists()
+        else []
+    )
+    names = {row["name"] for row in done}
+    if args.write:
+        before, _, rest = args.write.read_text().partition("<!-- tables -->\n")
+        _, _, after = rest.partition("<!-- end -->\n")
+        marked = f"<!-- tables -->\n{tables(done)}<!-- end -->\n"
+        args.write.write_text(before + marked + after)
+        return
+    for row in ROWS:
+        if args.only in row.name and row.name not in names:
+            done.append(measure(row))
+            with args.results.open("a") as file:
+                file.write(json.dumps(done[-1]) + "\n")
+
+
 def tables(results: Sequence[Mapping[str, Any]]) -> str:
-    """Both tables as Markdown, and which rows of each are missing."""
+    """Formats both tables as Markdown, with the names of missing rows."""
     found = {row["name"]: row for row in results}
     sizes = sorted(
         (row for row in ROWS if row.model == _SCALED and row.precision == "bf16_master"),
@@ -147,3 +211,6 @@ _SIZE_CELLS = {
     "products, s": _bound("compute"),
     "links, s": _bound("links"),
 }
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,15 @@
-"""A run whose learner and servers are killed again and again, and the same run left in peace."""
+"""Trains while learner and servers are killed at random, then trains undisturbed for comparison.
 
+    ./scripts/quickstart.sh && ./scripts/install_vllm.sh
+    python scripts/experiments/soak.py runs/soak [--steps 300] [--between 20 60] [--seed 0]
+
+Fails if a step is missing or double, or if the rollouts made are not the sum of those trained on,
+dropped and waiting.
+"""
+
+import argparse
 import contextlib
+import json
 import os
 import random
 import signal
@@ -14,20 +23,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.quickstart import material
+from runs import CONFIGS, Entries, accuracies, quickstart, rollouts
 
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.monitoring.tracking.tracking import read_metrics
 
-CONFIG = Path(__file__).parents[2] / "configs" / "quickstart_async.toml"
 COMMAND = [sys.executable, "-m", "jaxrl.cli"]
 
 
 class Soaked(NamedTuple):
-    """What is left of a run.
+    """Outcome of a run.
 
     Attributes:
-      killed: how often whom.
+      killed: number of kills of each kind of process.
       reward: mean of the last 10 steps.
     """
 
@@ -40,9 +48,35 @@ class Soaked(NamedTuple):
     late: int
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--base", type=Path, default=Path("runs/quickstart"))
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--between", type=float, nargs=2, default=(20.0, 60.0), metavar="SECONDS")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    options.directory.mkdir(parents=True, exist_ok=True)
+    log = options.directory / "vllm.log"
+    with servers(options.base, count=options.servers, log=log) as ports:
+        for name, between in (("killed", tuple(options.between)), ("undisturbed", None)):
+            found = soak(
+                options.directory / name,
+                base=options.base,
+                ports=ports,
+                steps=options.steps,
+                seed=options.seed,
+                between=between,
+            )
+            print(f"{name}: {found}", flush=True)
+
+
 @contextmanager
 def servers(base: Path, *, count: int, log: Path) -> Iterator[list[int]]:
-    """The ports of servers that are started again when they end."""
+    """Runs servers that restart after a failure; yields their ports."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         first = probe.getsockname()[1]
@@ -70,32 +104,32 @@ def soak(
     seed: int,
     between: tuple[float, float] | None,
 ) -> Soaked:
-    """Trains to the end; whoever is killed is started again.
+    """Trains to the end, restarting what is killed.
 
     Args:
-      run_dir: of the run.
-      base: has the model and the data of the quickstart.
-      ports: of the servers.
-      steps: of the run.
-      seed: of the run, and of who is killed when.
-      between: least and most seconds between two deaths; None for none.
+      run_dir: the run's directory.
+      base: directory of the quickstart's model and data.
+      ports: the servers' ports.
+      steps: steps of the run.
+      seed: seed of the run and of the kills.
+      between: range of seconds between two kills; None for no kills.
 
     Raises:
-      RuntimeError: if the run ends otherwise, or what it has counted does not add up.
+      RuntimeError: if the run fails for another reason, or its counts do not add up.
     """
-    urls = ", ".join(f'"http://127.0.0.1:{port}"' for port in ports)
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
     keys = {
         "seed": str(seed),
         "run_dir": str(run_dir),
-        **material(base),
-        "sampler.url": f"[{urls}]",
+        **quickstart(base),
+        "sampler.url": json.dumps(urls),
         "sampler.timeout": "60",
         "train.steps": str(steps),
         "checkpoint.every": "1",
         "probe.every": "0",
         "eval.every": "0",
     }
-    command = [*COMMAND, "train", str(CONFIG)]
+    command = [*COMMAND, "train", str(CONFIGS / "quickstart_async.toml")]
     command += [word for key, value in keys.items() for word in (f"--{key}", value)]
     chance, killed, start = random.Random(seed), Counter[str](), time.monotonic()
     while True:
@@ -105,7 +139,7 @@ def soak(
                 learner.wait(chance.uniform(*between))
                 break
             port = chance.choice([None, *ports])
-            # One server has to be left, else the run ends and says so.
+            # One server must survive, otherwise the run ends with an error.
             if port is not None and all(_healthy(other) for other in ports):
                 killed["server"] += 1
                 _kill_server(port)
@@ -118,12 +152,12 @@ def soak(
             raise RuntimeError(f"the run ended with status {learner.returncode}")
     entries = read_metrics(run_dir / "metrics.jsonl")
     _check(entries, steps=steps)
-    made = [e for e in entries if "reward" in e]
+    made = rollouts(entries)
     return Soaked(
         minutes=(time.monotonic() - start) / 60,
         killed=killed,
         reward=sum(e["reward"] for e in made[-10:]) / len(made[-10:]),
-        accuracy=[e["eval/accuracy"] for e in entries if "eval/accuracy" in e][-1],
+        accuracy=list(accuracies(entries).values())[-1],
         made=int(made[-1]["rollouts/sampled"]),
         learnt=int(made[-1]["rollouts/trained"]),
         late=int(made[-1]["rollouts/stale"]),
@@ -135,7 +169,7 @@ def _healthy(port: int) -> bool:
 
 
 def _kill_server(port: int) -> None:
-    """All processes of the server, if it is there."""
+    """Kills all processes of the server on a port."""
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_text().split("\0") if entry.name.isdigit() else []
@@ -143,8 +177,8 @@ def _kill_server(port: int) -> None:
                 os.killpg(os.getpgid(int(entry.name)), signal.SIGKILL)
 
 
-def _check(entries: Sequence[dict[str, float]], *, steps: int) -> None:
-    trained = [e for e in entries if "reward" in e]
+def _check(entries: Entries, *, steps: int) -> None:
+    trained = rollouts(entries)
     if [e["step"] for e in trained] != list(range(1, steps + 1)):
         raise RuntimeError(f"steps are missing or double: {[e['step'] for e in trained]}")
     for e in trained:
@@ -153,3 +187,7 @@ def _check(entries: Sequence[dict[str, float]], *, steps: int) -> None:
             raise RuntimeError(f"step {e['step']}: {e['rollouts/sampled']} made, and {parts}")
         if parts["trained"] != e["step"] * trained[0]["rollouts/trained"]:
             raise RuntimeError(f"step {e['step']}: {parts['learnt']} groups learnt from")
+
+
+if __name__ == "__main__":
+    main()

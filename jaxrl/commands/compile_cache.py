@@ -1,0 +1,45 @@
+"""Compiled programs kept on disk, so that the second start of a command compiles nothing.
+
+All settings are JAX's own environment variables, and a variable that is set wins:
+JAX_ENABLE_COMPILATION_CACHE=0 turns the cache off, JAX_COMPILATION_CACHE_DIR moves it.
+"""
+
+import hashlib
+import os
+import platform
+import sys
+from pathlib import Path
+
+_LARGEST = 4 * 2**30  # bytes; beyond it JAX removes the programs unused for longest
+
+
+def use_compile_cache() -> None:
+    """Points JAX at a cache in the user's cache directory; must run before anything compiles."""
+    _set("jax_persistent_cache_min_compile_time_secs", 0.0)
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    directory = caches / "jaxrl" / "compiled" / _processor()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a missing or read-only home
+        return
+    _set("jax_compilation_cache_dir", str(directory))
+    _set("jax_compilation_cache_max_size", _LARGEST)
+
+
+def _set(name: str, value: str | float) -> None:
+    if name.upper() not in os.environ:
+        os.environ[name.upper()] = str(value)
+        if "jax" in sys.modules:  # JAX has read its variables already
+            sys.modules["jax"].config.update(name, value)
+
+
+def _processor() -> str:
+    """Digests the processor's model and features, because XLA's CPU programs run only there."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    named = ("model name", "flags", "Features", "CPU part")
+    found = {line for line in lines if line.startswith(named)}
+    text = "\n".join([platform.machine(), platform.processor(), *sorted(found)])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
