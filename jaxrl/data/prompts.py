@@ -91,11 +91,11 @@ class Rendering(NamedTuple):
 
 
 def read_rows(path: str, *, split: str = "train") -> Iterator[Row]:
-    """The records of a .jsonl or .parquet file, or of a data set on the Hugging Face hub.
+    """Reads a .jsonl or .parquet file, or a data set of the Hugging Face hub.
 
     Args:
-      path: a file, or a data set on the hub: `ID`, `ID:SUBSET` or `ID:SUBSET:SPLIT`.
-      split: of a data set on the hub whose path names none.
+      path: a file, or a hub data set: `ID`, `ID:SUBSET` or `ID:SUBSET:SPLIT`.
+      split: of a hub data set whose path names none.
 
     Raises:
       ValueError: for a missing file, an unknown format, or a line that is not a JSON object; the
@@ -108,10 +108,10 @@ def read_rows(path: str, *, split: str = "train") -> Iterator[Row]:
     if suffix == ".parquet":
         return _read_parquet(_existing(path))
     if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ValueError(f"{path}: data is a .jsonl or .parquet file, or the id of a hub data set")
+        raise ValueError(f"{path}: expected a .jsonl or .parquet file, or a hub data set")
     name, subset, named_split, *more = [*path.split(":"), "", ""]
     if len(more) > 2:
-        raise ValueError(f"{path}: a hub data set is written ID, ID:SUBSET or ID:SUBSET:SPLIT")
+        raise ValueError(f"{path}: write a hub data set as ID, ID:SUBSET or ID:SUBSET:SPLIT")
     return _read_hub(name, split=named_split or split, subset=subset or None)
 
 

@@ -23,10 +23,10 @@ from jaxrl.environments.episodes.runner import (
     EpisodeRunner,
     LockstepScheduler,
 )
+from jaxrl.environments.episodes.single_turn import as_rollout
 from jaxrl.environments.isolation import calls
 from jaxrl.sampling.base import Completion, SamplingParams, Turn
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-from jaxrl.training.rollouts.generate import as_rollout
 from tests import tiny
 
 PARAMS = SamplingParams(max_tokens=40, stop=((1,),), seed=3)

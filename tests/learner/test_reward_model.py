@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from jaxrl import train
-from jaxrl.builders.reward_model import Scorer, score_rollouts
+from jaxrl.builders.reward_model import CompiledRewardModel, score_rollouts
 from jaxrl.config.toml_file import ConfigError, load
 from jaxrl.config.training import Config
 from jaxrl.core.precision import PRESETS
@@ -34,7 +34,7 @@ def params(seed=0):
 @pytest.fixture(scope="module")
 def reward_model():
     model = decoder(CONFIG)
-    return Scorer(
+    return CompiledRewardModel(
         params=params(),
         scores=jax.jit(make_scores(model, precision=FP32, rows_per_microbatch=2)),
         sharding=jax.devices()[0],

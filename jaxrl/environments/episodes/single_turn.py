@@ -57,8 +57,10 @@ def rollouts(
 def as_rollout(
     completion: Completion, prompt: np.ndarray, *, group: int, mask_truncated: bool = False
 ) -> Rollout:
-    """Makes a rollout of a completion, without its reward. The policy chose all of its tokens; with
-    `mask_truncated` nothing is learned from a completion that ran out of tokens."""
+    """Returns a rollout of a completion, without its reward.
+
+    All of its tokens are actions; none are if it is truncated and `mask_truncated`.
+    """
     truncated = completion.finish_reason == "length"
     return Rollout(
         prompt=prompt,

@@ -168,12 +168,12 @@ def _fit(config: SupervisedConfig, task: Task, *, layout: Layout, eval_every: in
                 if last or is_due(eval_every, position.step):
                     measured = log.held_out(state, position)
                 if stopping or is_due(config.checkpoint.every, position.step):
-                    save(checkpoints, state, position, metric=measured.get("accuracy"))
+                    save(checkpoints, state, position=position, metric=measured.get("accuracy"))
     finally:
         checkpoints.close()
     if position.step < config.train.steps:
         return Result(position.step, interrupt.signum, position.first, position.last, None)
-    model = export(config, task.model, state.params)
+    model = export(config, task.model, params=state.params)
     return Result(position.step, None, position.first, position.last, model)
 
 
@@ -197,14 +197,14 @@ def restored(checkpoints: Checkpoints, state: LearnerState) -> tuple[LearnerStat
 
 
 def save(
-    checkpoints: Checkpoints, state: LearnerState, position: _Position, *, metric: float | None
+    checkpoints: Checkpoints, state: LearnerState, *, position: _Position, metric: float | None
 ) -> None:
     """Saves a checkpoint."""
     host = {"first": position.first, "last": position.last}
     checkpoints.save(position.step, state, host=host, metric=metric)
 
 
-def export(config: SupervisedConfig, model: Model, params: Params) -> Path:
+def export(config: SupervisedConfig, model: Model, *, params: Params) -> Path:
     """Writes the trained model as a Hugging Face checkpoint; returns its directory."""
     directory = Path(config.run_dir) / "model"
     dtype = config.policy.params
@@ -255,7 +255,7 @@ def batch_indices(size: int, *, step: int, config: SupervisedConfig) -> list[int
     return [int(i) for i in indices]
 
 
-def too_long_note(key: str, count: int, config: SupervisedConfig) -> list[str]:
+def too_long_note(key: str, count: int, *, config: SupervisedConfig) -> list[str]:
     """Returns a line about texts or pairs that did not fit into a row; empty if all did."""
     return [
         f"{key}: dropped {count} rows with more than train.row_length = {config.train.row_length} "

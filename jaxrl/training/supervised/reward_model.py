@@ -75,7 +75,7 @@ def train_reward_model(config: RewardModelConfig) -> Result:
             batch_size=config.train.batch_size,
             shape=shape,
         ),
-        notes=too_long_note("data.path", training.too_long, config)
-        + too_long_note("data.eval_path", held_out.too_long, config),
+        notes=too_long_note("data.path", training.too_long, config=config)
+        + too_long_note("data.eval_path", held_out.too_long, config=config),
     )
     return fit(config, task, layout=layout, eval_every=config.eval.every)

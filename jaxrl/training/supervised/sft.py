@@ -92,7 +92,7 @@ def finetune(config: SFTConfig) -> Result:
         step=learner.step,
         learning_rate=optimizer.learning_rate,
         batch=batch,
-        notes=too_long_note("data.path", texts.too_long, config),
+        notes=too_long_note("data.path", texts.too_long, config=config),
     )
     return fit(config, task, layout=layout)
 

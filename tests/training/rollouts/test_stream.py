@@ -263,7 +263,7 @@ def test_failed_rewards_mask_their_group_only():
 
 
 def test_mesh_with_embedded_sampler_is_refused():
-    with pytest.raises(ConfigError, match=r"rollouts\.max_staleness = 1 and a mesh"):
+    with pytest.raises(ConfigError, match=r"rollouts\.max_staleness = 1 on a mesh"):
         hand_made(mesh={"data": 2})
 
 
