@@ -2,8 +2,15 @@
 # Makes the environments .venv-test, .venv-vllm and .venv-tpu, then runs lint, types and tests. Arguments go to
 # pytest:
 #   ./scripts/test.sh                       everything
+#   ./scripts/test.sh --fast                without servers, second processes and whole runs
 #   ./scripts/test.sh tests/losses -k ppo   a part of the tests
 set -euo pipefail
+
+fast=
+if [ "${1:-}" = --fast ]; then
+    fast=1
+    shift
+fi
 
 cd "$(dirname "$0")/.."
 if ! command -v git >/dev/null; then
@@ -14,13 +21,13 @@ unset PYTHONDONTWRITEBYTECODE  # without byte code every start takes many second
 scripts/make_venv.sh .venv-test requirements-dev.txt requirements-torch.txt
 bin=.venv-test/bin
 server=
-if [ "$(uname)" = Linux ]; then
+if [ -z "$fast" ] && [ "$(uname)" = Linux ]; then
     scripts/install_vllm.sh &  # beside lint and types, which keep one core busy
     server=$!
     trap wait EXIT
 fi
 # XLA's compiler for TPUs, apart from the rest: where jax finds it, every process looks for a TPU.
-if [ "$(uname)" = Linux ] && ! cmp -s requirements-tpu.txt .venv-tpu/requirements-tpu.txt; then
+if [ -z "$fast" ] && [ "$(uname)" = Linux ] && ! cmp -s requirements-tpu.txt .venv-tpu/requirements-tpu.txt; then
     rm -rf .venv-tpu
     "$bin/python" -m pip install -q --disable-pip-version-check --no-compile --no-deps \
         --target .venv-tpu -r requirements-tpu.txt
@@ -34,6 +41,10 @@ fi
 if [ -n "$server" ] && ! wait "$server"; then
     echo "scripts/install_vllm.sh failed; its error is above" >&2
     exit 1
+fi
+
+if [ -n "$fast" ]; then
+    exec "$bin/python" -m pytest -n 2 --dist loadfile -m "not alone and not whole" "$@"
 fi
 
 # A part of the tests may have none of one kind; none of both is an error.

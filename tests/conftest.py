@@ -1,10 +1,9 @@
 """Eight CPU devices, warnings are errors, rank promotion raises."""
 
-import atexit
 import os
-import shutil
-import tempfile
+from pathlib import Path
 
+from jaxrl.commands.compile_cache import processor
 from tests.processes import XLA_FLAGS
 
 os.environ["XLA_FLAGS"] = " ".join(
@@ -12,12 +11,13 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
-# What has been compiled once is read: by runs that go on, by the other workers of this run, and by
-# commands that tests start.
+# Four fifths of the time is compilation. Compiled programs are kept in the checkout: for resumed
+# runs, the other worker, commands that tests start, and the next run of the tests.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxrl-tests-")
+    cache = Path(__file__).parent.parent / ".cache" / "compiled" / processor()
+    cache.mkdir(parents=True, exist_ok=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import jax
 import pytest
@@ -43,7 +43,42 @@ LONGEST = (
     "test_engine.py",
 )
 
+# Files whose tests need a server, a second process or a whole run; --fast leaves them out.
+WHOLE = {
+    "test_agents.py",
+    "test_alarm_actions.py",
+    "test_checkpoint.py",
+    "test_cli.py",
+    "test_compile_cache.py",
+    "test_doctor.py",
+    "test_engine.py",
+    "test_examples.py",
+    "test_filter.py",
+    "test_hosts.py",
+    "test_install_torch.py",
+    "test_launch.py",
+    "test_lora_runs.py",
+    "test_packaging.py",
+    "test_pairs.py",
+    "test_precision_rollback.py",
+    "test_publishers.py",
+    "test_reproductions.py",
+    "test_resume.py",
+    "test_reward_model.py",
+    "test_routing_replay.py",
+    "test_sandbox.py",
+    "test_server.py",
+    "test_sft.py",
+    "test_stream.py",
+    "test_tpu.py",
+    "test_train.py",
+    "test_vllm_server.py",
+}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+    for item in items:
+        if item.path.name in WHOLE:
+            item.add_marker(pytest.mark.whole)

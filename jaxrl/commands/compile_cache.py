@@ -19,7 +19,7 @@ def use_compile_cache() -> None:
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    directory = caches / "jaxrl" / "compiled" / _processor()
+    directory = caches / "jaxrl" / "compiled" / processor()
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError:  # a missing or read-only home
@@ -35,8 +35,8 @@ def _set(name: str, value: str | float) -> None:
             sys.modules["jax"].config.update(name, value)
 
 
-def _processor() -> str:
-    """Digests the processor's model and features, because XLA's CPU programs run only there."""
+def processor() -> str:
+    """Digests the processor's model and features: XLA's CPU programs run only there."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     named = ("model name", "flags", "Features", "CPU part")

@@ -100,7 +100,7 @@ def settings(monkeypatch, **environment: str) -> dict[str, str]:
 def test_default_cache_is_bounded_and_belongs_to_one_processor(tmp_path, monkeypatch):
     directories = set()
     for processor in ("one", "another"):
-        monkeypatch.setattr(compile_cache, "_processor", lambda name=processor: name)
+        monkeypatch.setattr(compile_cache, "processor", lambda name=processor: name)
         found = settings(monkeypatch, XDG_CACHE_HOME=str(tmp_path))
         directories.add(Path(found["JAX_COMPILATION_CACHE_DIR"]))
         assert int(found["JAX_COMPILATION_CACHE_MAX_SIZE"]) > 0
