@@ -142,7 +142,7 @@ class TurnScheduler(abc.ABC):
                 _call_in(loop, future.set_result, done)
         except BaseException as error:  # otherwise the episodes would wait for ever
             for future in pending.values():
-                _call_in(loop, functools.partial(_fail, future), error)
+                _call_in(loop, future.set_exception, error)
 
 
 class LockstepScheduler(TurnScheduler):
@@ -283,11 +283,6 @@ async def _run_group(episodes: Sequence[_Episode], scheduler: TurnScheduler) -> 
     # Together, so that the first turns of the group are one request.
     await asyncio.gather(*(episode.begin() for episode in episodes))
     await asyncio.gather(*(episode.play(scheduler) for episode in episodes))
-
-
-def _fail(future: "asyncio.Future[Completion]", error: BaseException) -> None:
-    future.set_exception(error)
-    future.exception()  # marks it as seen: another one's may have ended everything
 
 
 async def _awaited(awaitable: Any) -> Any:
