@@ -146,11 +146,8 @@ class TurnScheduler(abc.ABC):
 
 
 class LockstepScheduler(TurnScheduler):
-    """Samples the next turns of all running episodes together.
-
-    What is sampled together then does not depend on timing, so runs with the embedded sampler are
-    reproducible.
-    """
+    """Samples the next turns of all running episodes together, which makes runs with the embedded
+    sampler reproducible."""
 
     def _schedule(self) -> None:
         if self._waiting and len(self._waiting) == self._running:
@@ -158,10 +155,7 @@ class LockstepScheduler(TurnScheduler):
 
 
 class ContinuousScheduler(TurnScheduler):
-    """Samples each turn as soon as it is requested, for servers.
-
-    The first turns of a group are one request.
-    """
+    """Samples each turn as soon as it is requested; the first turns of a group are one request."""
 
     def _schedule(self) -> None:
         asyncio.get_running_loop().call_soon(self._flush)
