@@ -9,10 +9,7 @@ from jaxrl.data import prompts
 
 
 def given_rollout(prompt: Sequence[int], completion: Sequence[int]) -> Rollout:
-    """Returns a rollout of given token ids that trains on the whole completion.
-
-    Its sampler log-probs are NaN.
-    """
+    """Returns a rollout of given token ids: all are actions, and their log-probs are NaN."""
     size = len(completion)
     return Rollout(
         prompt=np.asarray(prompt, np.int32),
@@ -31,8 +28,5 @@ def end_token(tokenizer: prompts.Tokenizer) -> int:
       ValueError: if the tokenizer has none.
     """
     if tokenizer.eos_token_id is None:
-        raise ValueError(
-            "the model's tokenizer has no end-of-sequence token; set eos_token in its "
-            "tokenizer_config.json"
-        )
+        raise ValueError("the tokenizer has no end-of-sequence token; set eos_token in its config")
     return tokenizer.eos_token_id

@@ -18,7 +18,7 @@ from jaxrl.data.prompts import Example, Rendering, Row, load_prompts
 from jaxrl.environments.episodes import builtin
 from jaxrl.environments.episodes.chat import Chat
 from jaxrl.environments.tools.builtin import calculator, python
-from jaxrl.environments.tools.schema import answer, calls_in, load_tools, make_tool
+from jaxrl.environments.tools.schema import load_tools, make_tool, parse_tool_calls, run_tool_call
 from jaxrl.environments.tools.search import Index, read_corpus
 
 # As Qwen's: schemas come first, consecutive tool messages share a turn of the user.
@@ -192,17 +192,17 @@ def test_a_function_becomes_a_schema():
         ('{"name": "weather", "arguments": {"town": "Rome"}}', "Error: city: Field required; town"),
         ('{"name": "weather"}', "Error: city: Field required"),
         ('{"name": "weather", "arguments": {"city": "Atlantis"}}', "Error: LookupError: Atlantis"),
-        ('{"name": "cook", "arguments": {}}', "Error: there is no tool 'cook'; there is weather"),
-        ('{"name": "weather", "arguments": {"city": ', "Error: the call is no JSON: "),
-        ("[" * 100_000, "Error: the call is no JSON: "),
+        ('{"name": "cook", "arguments": {}}', "Error: unknown tool 'cook'; the tools are weather"),
+        ('{"name": "weather", "arguments": {"city": ', "Error: the call is not JSON: "),
+        ("[" * 100_000, "Error: the call is not JSON: "),
         ("[1]", 'Error: a call is {"name"'),
         ('{"name": 3, "arguments": {}}', 'Error: a call is {"name"'),
         ('{"name": "weather", "arguments": "Rome"}', 'Error: a call is {"name"'),
     ],
 )
 def test_a_bad_call_is_reported_to_the_model(text, said):
-    (call,) = calls_in(f"Let me see.<tool_call>{text}</tool_call>")
-    found = asyncio.run(answer(call, TOOLS))
+    (call,) = parse_tool_calls(f"Let me see.<tool_call>{text}</tool_call>")
+    found = asyncio.run(run_tool_call(call, TOOLS))
     assert found.text.startswith(said)
     assert found.failed == said.startswith("Error")
 
@@ -211,10 +211,10 @@ def test_calls_are_parsed_in_order_and_a_truncated_one_too():
     text = (
         '<tool_call>{"name": "a"}</tool_call> and <tool_call>{"name": "b"}</tool_call><tool_call>{'
     )
-    a, b, cut = calls_in(text)
+    a, b, truncated = parse_tool_calls(text)
     assert (a.name, b.name) == ("a", "b")
-    assert cut.wrong == "the call does not end with </tool_call>"
-    assert calls_in("no call at all") == []
+    assert truncated.error == "the call does not end with </tool_call>"
+    assert parse_tool_calls("no call at all") == []
 
 
 def test_only_new_messages_are_rendered():
@@ -355,8 +355,8 @@ def test_demonstrations_of_the_calculator_have_the_tokens_of_episodes(tmp_path, 
     asks, answers = script.student("12*34", rng=random.Random(0))
     turn = ids(asks["completion"] + "<|end|>", tokens)
     chat = Chat(tokens)
-    (made,) = calls_in(chat.decode(turn))
-    said = asyncio.run(answer(made, TOOLS)).text
+    (made,) = parse_tool_calls(chat.decode(turn))
+    said = asyncio.run(run_tool_call(made, TOOLS)).text
     assert said == answers["completion"] == "408"
 
     def rendered(messages):

@@ -4,13 +4,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl.monitoring.tracking.token_texts import pieces
+from jaxrl.monitoring.tracking.token_texts import token_texts
 
 WORDS = ["▁The", "▁answer", "▁is", "▁4", "▁", "a", "b", "."]
 
 
-def with_bytes_for_the_rest():
-    """In the style of Llama 2: "▁" for spaces, bytes for what is not in the vocabulary."""
+def llama_style():
+    """Builds a tokenizer like Llama 2's: "▁" for spaces, bytes for unknown characters."""
     bytes_ = [f"<0x{i:02X}>" for i in range(256)]
     vocab = {word: i for i, word in enumerate(["<unk>", *bytes_, *WORDS])}
     made = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
@@ -28,8 +28,8 @@ def with_bytes_for_the_rest():
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
-def of_bytes():
-    """In the style of GPT-2: every token is one byte, or two that often stand together."""
+def gpt_style():
+    """Builds a tokenizer like GPT-2's: a token is one byte, or two frequent neighbours."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = [("Ġ", "a"), ("â", "Ĥ"), ("¬", "â")]  # the second and third cut characters
     vocab = {token: i for i, token in enumerate([*letters, *(a + b for a, b in pairs)])}
@@ -39,31 +39,31 @@ def of_bytes():
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
-TOKENIZERS = {"llama": with_bytes_for_the_rest(), "gpt": of_bytes()}
+TOKENIZERS = {"llama": llama_style(), "gpt": gpt_style()}
 every_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 
 
-def test_spaces_stay_and_a_character_of_several_tokens_is_whole():
+def test_spaces_are_kept_and_characters_are_whole():
     tokenizer = TOKENIZERS["llama"]
     words = ["▁The", "▁answer", "▁is", "▁4", "<0xE2>", "<0x82>", "<0xAC>", "."]
     ids = tokenizer.convert_tokens_to_ids(words)
-    assert pieces(tokenizer, ids) == ["The", " answer", " is", " 4", "", "", "€", "."]
+    assert token_texts(tokenizer, ids) == ["The", " answer", " is", " 4", "", "", "€", "."]
     tokenizer = TOKENIZERS["gpt"]
     ids = tokenizer.convert_tokens_to_ids(["a", "Ġa", "âĤ", "¬", "â", "Ĥ", "¬â", "Ĥ", "¬"])
-    assert pieces(tokenizer, ids) == ["a", " a", "", "€", "", "", "", "", "€€"]
+    assert token_texts(tokenizer, ids) == ["a", " a", "", "€", "", "", "", "", "€€"]
 
 
 @every_tokenizer
 @given(text=st.text(alphabet="ab. 4€é漢😀\n", max_size=40))
-def test_joined_they_are_the_text(tokenizer, text):
+def test_joined_token_texts_equal_the_text(tokenizer, text):
     ids = tokenizer.encode(text)
-    found = pieces(tokenizer, ids)
+    found = token_texts(tokenizer, ids)
     assert len(found) == len(ids)
     assert "".join(found) == tokenizer.decode(ids)
 
 
 @every_tokenizer
-def test_an_answer_that_is_no_text_takes_linear_time(tokenizer):
+def test_invalid_text_takes_linear_time(tokenizer):
     looked_at = 0
 
     class Counting:
@@ -77,6 +77,6 @@ def test_an_answer_that_is_no_text_takes_linear_time(tokenizer):
     costs = []
     for size in (500, 1000):
         looked_at = 0
-        assert "".join(pieces(Counting(), [bad] * size)).count("\ufffd") == size
+        assert "".join(token_texts(Counting(), [bad] * size)).count("\ufffd") == size
         costs.append(looked_at)
     assert costs[1] < 2.2 * costs[0]

@@ -7,7 +7,7 @@ import numpy as np
 from jaxrl.data.prompts import Example
 from jaxrl.environments.episodes.base import Step
 from jaxrl.environments.episodes.chat import Chat
-from jaxrl.environments.tools.schema import Tool, answer, calls_in
+from jaxrl.environments.tools.schema import Tool, parse_tool_calls, run_tool_call
 
 
 class Agent:
@@ -19,14 +19,7 @@ class Agent:
     def __init__(
         self, chat: Chat, tools: Mapping[str, Tool], *, call_cost: float, max_characters: int
     ) -> None:
-        """Creates one episode.
-
-        Args:
-          chat: renders tool results for the policy.
-          tools: by name.
-          call_cost: subtracted from the reward for each call.
-          max_characters: of a tool result; the rest is dropped.
-        """
+        """Creates one episode; `builtin.agent` describes the arguments."""
         self._chat, self._tools = chat, tools
         self._call_cost, self._max_characters = call_cost, max_characters
 
@@ -37,10 +30,10 @@ class Agent:
 
     async def step(self, completion: np.ndarray) -> Step:
         """Runs the tool calls of a turn in order; ends the episode if there are none."""
-        calls = calls_in(self._chat.decode(completion))
+        calls = parse_tool_calls(self._chat.decode(completion))
         if not calls:
             return Step(done=True, metrics={"tool_calls": 0, "tool_errors": 0})
-        results = [await answer(call, self._tools) for call in calls]
+        results = [await run_tool_call(call, self._tools) for call in calls]
         texts = [self._truncate(result.text) for result in results]
         return Step(
             self._chat.tool_messages(texts, after=completion),

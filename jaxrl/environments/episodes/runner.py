@@ -142,15 +142,12 @@ class TurnScheduler(abc.ABC):
                 _call_in(loop, future.set_result, done)
         except BaseException as error:  # otherwise the episodes would wait for ever
             for future in pending.values():
-                _call_in(loop, functools.partial(_fail, future), error)
+                _call_in(loop, future.set_exception, error)
 
 
 class LockstepScheduler(TurnScheduler):
-    """Samples the next turns of all running episodes together.
-
-    What is sampled together then does not depend on timing, so runs with the embedded sampler are
-    reproducible.
-    """
+    """Samples the next turns of all running episodes together, which makes runs with the embedded
+    sampler reproducible."""
 
     def _schedule(self) -> None:
         if self._waiting and len(self._waiting) == self._running:
@@ -158,10 +155,7 @@ class LockstepScheduler(TurnScheduler):
 
 
 class ContinuousScheduler(TurnScheduler):
-    """Samples each turn as soon as it is requested, for servers.
-
-    The first turns of a group are one request.
-    """
+    """Samples each turn as soon as it is requested; the first turns of a group are one request."""
 
     def _schedule(self) -> None:
         asyncio.get_running_loop().call_soon(self._flush)
@@ -283,11 +277,6 @@ async def _run_group(episodes: Sequence[_Episode], scheduler: TurnScheduler) -> 
     # Together, so that the first turns of the group are one request.
     await asyncio.gather(*(episode.begin() for episode in episodes))
     await asyncio.gather(*(episode.play(scheduler) for episode in episodes))
-
-
-def _fail(future: "asyncio.Future[Completion]", error: BaseException) -> None:
-    future.set_exception(error)
-    future.exception()  # marks it as seen: another one's may have ended everything
 
 
 async def _awaited(awaitable: Any) -> Any:

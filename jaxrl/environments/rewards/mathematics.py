@@ -1,7 +1,7 @@
-"""Whether two expressions are equal as mathematics, found out in processes that can be ended.
+"""Mathematical equality of expressions, checked in processes that can be killed.
 
-An answer may hold a number whose computation takes hours. In the learner's own process that would
-stop every thread: an operation on whole numbers holds the interpreter until it is done.
+A completion may contain a number that takes hours to compute. In the learner's process that would
+block every thread: an operation on integers holds the interpreter until it is done.
 """
 
 import atexit
@@ -14,32 +14,33 @@ from pathlib import Path
 from jaxrl.environments.isolation.calls import hold_processor
 
 _CHILD = Path(__file__).with_name("mathematics_child.py")
-_SECONDS = 5.0  # that may be computed for a comparison; waiting for a processor does not count
-_MEMORY = 4 << 30
+_SECONDS = 5.0  # of CPU time for a comparison
+_MEMORY = 4 << 30  # bytes
 
 _idle: list[subprocess.Popen[str]] = []
 
 
 def equal(reference: str, completion: str) -> bool:
-    """Whether the expression in a completion equals the one in the reference answer. Where that
-    would take more than 5 seconds of computing, or 4 GiB, it does not.
+    """Returns True if the expression in a completion equals the one in the reference answer.
+
+    A comparison that needs more than 5 seconds of CPU time, or 4 GiB, counts as unequal.
 
     Raises:
-      ValueError: if the reference answer holds no expression.
+      ValueError: if the reference answer contains no expression.
       ModuleNotFoundError: without the package math-verify.
       RuntimeError: if the package fails.
     """
     with hold_processor():
-        found = _asked(json.dumps([reference, completion]))
-    if found is None:
-        raise ValueError(f"math_verify: the reference answer {reference!r} holds no expression")
-    if isinstance(found, str):
-        raise RuntimeError(f"math_verify: {found}")
-    return found
+        equal = _ask(json.dumps([reference, completion]))
+    if equal is None:
+        raise ValueError(f"math_verify: the reference answer {reference!r} contains no expression")
+    if isinstance(equal, str):
+        raise RuntimeError(f"math_verify: {equal}")
+    return equal
 
 
-def _asked(question: str) -> bool | str | None:
-    """What a process answers. One that comes to its end instead gets no other question."""
+def _ask(question: str) -> bool | str | None:
+    """Sends a question to an idle process; returns False if it dies over it."""
     try:
         process = _idle.pop()
     except IndexError:
@@ -75,21 +76,18 @@ def _start() -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        start_new_session=True,  # Ctrl-C is for the learner, which finishes its step
+        start_new_session=True,  # Ctrl-C must reach only the learner, which finishes its step
     )
-    said = _line(process).strip()
-    if said != "true":
+    loaded = _line(process).strip()
+    if loaded != "true":
         _end(process)
-        raise RuntimeError(f"math-verify cannot be loaded: {said}")
+        raise RuntimeError(f"importing math-verify failed: {loaded}")
     return process
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    for stream in (process.stdin, process.stdout):
-        assert stream is not None
-        stream.close()
-    process.wait()
+    with process:  # closes its streams and waits for it
+        process.kill()
 
 
 @atexit.register

@@ -48,8 +48,7 @@ class Scores(NamedTuple):
 
 
 def batched(function: RewardFn) -> RewardFn:
-    """Marks a reward function that takes all completions at once: a decorator of
-    `(completions: list[str], examples: list[Mapping]) -> one number for each`."""
+    """Marks a reward function of all completions: (list[str], list[Mapping]) -> N numbers."""
     setattr(function, _BATCHED, True)
     return function
 
@@ -105,15 +104,7 @@ def score(
 def with_component(
     scores: Scores, name: str, *, values: np.ndarray, weight: float, failure: str | None = None
 ) -> Scores:
-    """Adds a reward to the scores.
-
-    Args:
-      scores: of N completions.
-      name: of the reward.
-      values: f64[N]; NaN where it could not be computed.
-      weight: its factor in the sum.
-      failure: message of its first failure.
-    """
+    """Adds a reward: values f64[N], NaN where it failed, and the message of its first failure."""
     failed = int(np.isnan(values).sum())
     if failed and failure is None:
         failure = f"reward {name} is not finite on {failed} completions"

@@ -1,6 +1,7 @@
-"""Tools: functions with type hints, their JSON schemas, and calls of them that a model has written.
+"""Tools: typed functions, their JSON schemas, and the calls that a model writes.
 
-The format is that of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+A call has the format of Hermes and Qwen:
+`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 """
 
 import inspect
@@ -18,18 +19,26 @@ from jaxrl.environments.tools import builtin
 from jaxrl.environments.tools.search import make_search
 
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class ToolError(ValueError):
-    """What is wrong with a call, in words for the model."""
+    """An error in a tool call, worded for the model."""
 
 
-class Call(NamedTuple):
-    """A call that a model has written; `wrong` says why it is none."""
+class ToolCall(NamedTuple):
+    """A call that a model wrote; `error` describes a malformed one."""
 
     name: str
     arguments: Mapping[str, Any]
-    wrong: str | None = None
+    error: str | None = None
+
+
+class ToolResult(NamedTuple):
+    """The result of a call: a text for the model, and True for an error."""
+
+    text: str
+    failed: bool
 
 
 class Tool(NamedTuple):
@@ -37,8 +46,8 @@ class Tool(NamedTuple):
 
     Attributes:
       name: by which it is called.
-      schema: JSON schema, as chat templates take it.
-      run: arguments -> what it returns; raises ToolError where they do not fit.
+      schema: JSON schema in the form that chat templates take.
+      run: arguments -> result; raises ToolError for invalid arguments.
     """
 
     name: str
@@ -47,34 +56,31 @@ class Tool(NamedTuple):
 
 
 def make_tool(function: Callable[..., Any]) -> Tool:
-    """A tool from a function whose parameters have type hints; its docstring is the description.
+    """Makes a tool of a function with type hints; its docstring is the description.
 
     Raises:
-      ValueError: for a parameter without a type hint or that cannot be given by name, or a function
+      ValueError: for a parameter without a type hint or without a name in calls, or a function
         without a docstring.
     """
     name, text = function.__name__, inspect.getdoc(function)
     if not text:
-        raise ValueError(f"the tool {name} has no docstring: the model is told nothing about it")
+        raise ValueError(f"the tool {name} has no docstring; the model reads it as the description")
     hints, fields = typing.get_type_hints(function), {}
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.name not in hints or parameter.kind in (
-            parameter.VAR_KEYWORD,
-            parameter.VAR_POSITIONAL,
-            parameter.POSITIONAL_ONLY,
-        ):
+        if parameter.name not in hints or parameter.kind not in _NAMED:
             raise ValueError(
-                f"the parameter {parameter.name} of the tool {name} needs a type hint and a name "
-                "by which it is given"
+                f"the parameter {parameter.name} of the tool {name} needs a type hint, and must be "
+                "passable by name"
             )
-        given = ... if parameter.default is parameter.empty else parameter.default
-        fields[parameter.name] = (hints[parameter.name], given)
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (hints[parameter.name], default)
     strict = pydantic.ConfigDict(extra="forbid")
     model = pydantic.create_model(name, __config__=strict, **fields)
-    described = {k: v for k, v in model.model_json_schema().items() if k != "title"}
-    described.pop("additionalProperties", None)
-    for one in described.get("properties", {}).values():
-        one.pop("title", None)
+    parameters = model.model_json_schema()
+    for key in ("title", "additionalProperties"):
+        parameters.pop(key, None)
+    for schema in parameters.get("properties", {}).values():
+        schema.pop("title", None)
 
     def run(arguments: Mapping[str, Any]) -> Any:
         try:
@@ -84,20 +90,19 @@ def make_tool(function: Callable[..., Any]) -> Tool:
             raise ToolError("; ".join(wrong)) from None
         return function(**{field: getattr(checked, field) for field in fields})
 
-    schema = {"name": name, "description": text, "parameters": described}
-    return Tool(name, {"type": "function", "function": schema}, run)
+    described = {"name": name, "description": text, "parameters": parameters}
+    return Tool(name, {"type": "function", "function": described}, run)
 
 
 def load_tools(references: Sequence[str]) -> dict[str, Tool]:
-    """The tools that `environment.tools` names, by their names.
+    """Loads the tools of `environment.tools`, by name.
 
     Args:
       references: `calculator`, `python`, `search:FILE`, `file.py:function` or
         `package.module:function`.
 
     Raises:
-      ValueError: for a reference that cannot be loaded, a function that makes no tool, or two tools
-        of one name.
+      ValueError: for a tool that cannot be loaded or made, or two of the same name.
     """
     tools: dict[str, Tool] = {}
     for reference in references:
@@ -112,63 +117,55 @@ def load_tools(references: Sequence[str]) -> dict[str, Tool]:
             function = plugins.load_function(reference, builtin=builtin, key="environment.tools")
         tool = make_tool(function)
         if tool.name in tools:
-            raise ValueError(f"environment.tools names two tools {tool.name!r}")
+            raise ValueError(f"environment.tools names two tools {tool.name!r}; rename one")
         tools[tool.name] = tool
     return tools
 
 
-def calls_in(text: str) -> list[Call]:
-    """The calls in a turn, those that are wrong too."""
-    return [_read(body, bool(end)) for body, end in _CALL.findall(text)]
+def parse_tool_calls(text: str) -> list[ToolCall]:
+    """Returns the calls in a turn, malformed ones included."""
+    return [_parse(body, bool(end)) for body, end in _CALL.findall(text)]
 
 
-def _read(body: str, ended: bool) -> Call:
+def _parse(body: str, ended: bool) -> ToolCall:
     if not ended:
-        return Call("", {}, "the call does not end with </tool_call>")
+        return ToolCall("", {}, "the call does not end with </tool_call>")
     try:
         content = json.loads(body)
     except (ValueError, RecursionError) as error:
-        return Call("", {}, f"the call is no JSON: {error}")
+        return ToolCall("", {}, f"the call is not JSON: {error}")
     name = content.get("name") if isinstance(content, dict) else None
     arguments = content.get("arguments", {}) if isinstance(content, dict) else None
     if not isinstance(name, str) or not isinstance(arguments, dict):
-        return Call("", {}, 'a call is {"name": "...", "arguments": {...}}')
-    return Call(name, arguments)
+        return ToolCall("", {}, 'a call is {"name": "...", "arguments": {...}}')
+    return ToolCall(name, arguments)
 
 
-class Answer(NamedTuple):
-    """What a call came to: the text for the model, and whether it is an error."""
-
-    text: str
-    failed: bool
-
-
-async def answer(call: Call, tools: Mapping[str, Tool]) -> Answer:
-    """Runs a call. What is wrong with it, or raised by the tool, is said to the model.
+async def run_tool_call(call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult:
+    """Runs a call; the model is told of errors in it and of exceptions of the tool.
 
     Raises:
-      SandboxError: if this machine offers no sandbox; the model can do nothing about that.
+      SandboxError: if the sandbox cannot be set up, which the model cannot change.
     """
     try:
-        if call.wrong is not None:
-            raise ToolError(call.wrong)
+        if call.error is not None:
+            raise ToolError(call.error)
         if call.name not in tools:
-            known = ", ".join(tools)
-            raise ToolError(f"there is no tool {call.name[:80]!r}; there is {known}")
-        found = tools[call.name].run(call.arguments)
-        if inspect.isawaitable(found):
-            found = await typing.cast(Awaitable[Any], found)
+            raise ToolError(f"unknown tool {call.name[:80]!r}; the tools are {', '.join(tools)}")
+        result = tools[call.name].run(call.arguments)
+        if inspect.isawaitable(result):
+            result = await typing.cast(Awaitable[Any], result)
     except SandboxError:
         raise
     except ToolError as error:
-        return Answer(f"Error: {error}", True)
+        return ToolResult(f"Error: {error}", True)
     except Exception as error:
-        return Answer(f"Error: {type(error).__name__}: {error}", True)
-    return Answer(found if isinstance(found, str) else _shown(found), False)
+        return ToolResult(f"Error: {type(error).__name__}: {error}", True)
+    return ToolResult(result if isinstance(result, str) else _as_text(result), False)
 
 
-def _shown(found: Any) -> str:
+def _as_text(result: Any) -> str:
     try:
-        return json.dumps(found, ensure_ascii=False)
+        return json.dumps(result, ensure_ascii=False)
     except (TypeError, ValueError):
-        return str(found)
+        return str(result)

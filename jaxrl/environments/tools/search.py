@@ -1,4 +1,4 @@
-"""A search over texts on disk: Okapi BM25 (Robertson and Zaragoza, 2009) with an inverted index."""
+"""Full-text search: Okapi BM25 (Robertson and Zaragoza, 2009) with an inverted index."""
 
 import functools
 import json
@@ -14,13 +14,13 @@ _RESULTS = 3
 
 
 class Index:
-    """Texts that can be searched."""
+    """An inverted index of texts."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        """Reads all of them once."""
+        """Indexes the texts."""
         self._texts = texts
         self._lengths: list[int] = []
-        self._found: dict[str, list[tuple[int, int]]] = {}  # word -> (text, how often it occurs)
+        self._found: dict[str, list[tuple[int, int]]] = {}  # word -> (text, number of occurrences)
         for number, text in enumerate(texts):
             words = _words(text)
             self._lengths.append(len(words))
@@ -29,7 +29,7 @@ class Index:
         self._mean = sum(self._lengths) / max(len(texts), 1)
 
     def best(self, query: str, *, most: int) -> list[str]:
-        """The texts that fit a query best, the best one first; none without any of its words."""
+        """Returns the texts that match a query best, in order; each has one of its words."""
         scores: dict[int, float] = {}
         for word in set(_words(query)):
             places = self._found.get(word, [])
@@ -43,12 +43,12 @@ class Index:
 
 
 def make_search(path: str) -> Callable[[str], str]:
-    """The tool that searches a corpus; see `read_corpus`, whose errors it raises."""
+    """Returns the tool that searches a corpus; raises as `read_corpus`."""
     index = _index(path)
 
     def search(query: str) -> str:
-        """Returns the passages of the corpus that fit the words of a query best."""
-        return "\n\n".join(index.best(query, most=_RESULTS)) or "(nothing was found)"
+        """Returns the passages of the corpus that match the words of a query best."""
+        return "\n\n".join(index.best(query, most=_RESULTS)) or "(nothing found)"
 
     return search
 
@@ -59,16 +59,16 @@ def _index(path: str) -> Index:
 
 
 def read_corpus(path: str) -> list[str]:
-    """The passages of a .txt file, divided by blank lines, or of a .jsonl file with the keys `text`
-    and, where there is one, `title`.
+    """Reads passages: of a .txt file, between blank lines; of a .jsonl file, `text` and, if
+    present, `title`.
 
     Raises:
-      ValueError: for a file that is missing, of another kind or without a passage, or a line
-        without a text; the message names it.
+      ValueError: for a missing file, another format, a file without text, or a line without
+        `text`; the message names it.
     """
     file = Path(path)
     if file.suffix not in (".txt", ".jsonl") or not file.is_file():
-        raise ValueError(f"environment.tools: search:{path}: there is no such .txt or .jsonl file")
+        raise ValueError(f"environment.tools: search:{path} is not a .txt or .jsonl file")
     content = file.read_text(encoding="utf-8")
     if file.suffix == ".txt":
         passages = [part.strip() for part in re.split(r"\n\s*\n", content)]
@@ -77,7 +77,7 @@ def read_corpus(path: str) -> list[str]:
         passages = [_passage(line, f"{path}:{n}") for n, line in lines if line.strip()]
     passages = [passage for passage in passages if passage]
     if not passages:
-        raise ValueError(f"environment.tools: search:{path}: the file holds no text")
+        raise ValueError(f"environment.tools: search:{path}: the file has no text")
     return passages
 
 

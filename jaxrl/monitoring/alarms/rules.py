@@ -102,9 +102,8 @@ def gradient_spike(history: History, limits: Limits) -> Finding | None:
 
 def diversity(history: History, limits: Limits) -> Finding | None:
     """Distinct 3-grams across prompts below `distinct_factor` x those of the first steps."""
-    return _fallen(
-        history, limits, "diversity/distinct", limits.distinct_factor, "distinct 3-grams"
-    )
+    noun = "distinct 3-grams"
+    return _fallen(history, limits, "diversity/distinct", limits.distinct_factor, noun)
 
 
 def identical(history: History, limits: Limits) -> Finding | None:

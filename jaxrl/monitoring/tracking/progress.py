@@ -6,15 +6,9 @@ import time
 from collections.abc import Mapping
 from typing import Self
 
+from rich import progress
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
@@ -46,12 +40,12 @@ class ProgressDisplay:
         self._start = start_step
         self._times: list[tuple[int, float]] = []  # at the end of the last steps
         self._printed = -math.inf
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("{task.fields[left]}"),
             console=self._console,
         )
         self._task = self._bar.add_task(

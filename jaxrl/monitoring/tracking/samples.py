@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from jaxrl.advantages import Advantages
 from jaxrl.config.tracking import SamplesConfig
 from jaxrl.core.batch import Rollout
 from jaxrl.data.prompts import Tokenizer
-from jaxrl.monitoring.tracking.token_texts import pieces
+from jaxrl.monitoring.tracking.token_texts import token_texts
 from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
 
 _DIGITS = 5
@@ -56,7 +57,7 @@ class Samples:
                 "reward": None if np.isnan(rollout.reward) else rollout.reward,
                 "length": len(rollout.completion),
                 "truncated": rollout.truncated,
-                "tokens": pieces(self._tokenizer, rollout.completion[:size].tolist()),
+                "tokens": token_texts(self._tokenizer, rollout.completion[:size].tolist()),
                 "advantages": _numbers(advantages[i], rollout)[:size],
             }
             if betas is not None:
@@ -67,20 +68,13 @@ class Samples:
 
 
 class NullSamples:
-    """Keeps none."""
+    """Logs no samples."""
 
     def due(self, step: int) -> bool:
-        """Never."""
+        """Returns False."""
         return False
 
-    def write(
-        self,
-        step: int,
-        rollouts: Sequence[Rollout],
-        *,
-        advantages: Advantages,
-        betas: Sequence[np.ndarray] | None,
-    ) -> None:
+    def write(self, *args: Any, **kwargs: Any) -> None:
         """See `Samples.write`."""
 
 

@@ -1,23 +1,22 @@
-"""The text that each token of an answer adds."""
+"""The text that each token of a completion adds."""
 
 from collections.abc import Sequence
 
 from jaxrl.data.prompts import Tokenizer
 
-_UNKNOWN = "\ufffd"  # stands for bytes that are no character
-_MOST_HELD = 16  # tokens; valid text waits for the few that make up one character
+_UNKNOWN = "\ufffd"  # replaces bytes that are not a character
+_MOST_HELD = 16  # tokens that may wait for the end of a character; valid text needs few
 
 
-def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text of every token; joined they are the text of all tokens.
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Returns the text of every token; joined they equal the text of all tokens.
 
-    A token by itself may have another text: tokenizers in the style of Llama 2 drop a space that a
-    text begins with, and a character may have several tokens. So every token is decoded behind the
-    ones before it, of which a few are enough: the time is linear in the number of tokens. The last
-    token of a character has all of it, the others have "".
+    A token decoded alone may have another text: tokenizers like Llama 2's drop a leading space, and
+    a character may span several tokens. So each token is decoded after a few earlier ones, in
+    linear time. A character's last token gets all of it; the others get "".
     """
-    found = [""] * len(ids)
-    start = known = 0  # what ids[start:known] add is in `found` already
+    texts = [""] * len(ids)
+    start = known = 0  # ids[start:known] are context, their texts are known
 
     def text(end: int) -> str:
         return tokenizer.decode(list(ids[start:end]), skip_special_tokens=False)
@@ -27,7 +26,7 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
         now = text(i + 1)
         whole = len(now) > len(before) and not now.endswith(_UNKNOWN)
         if whole or i + 1 == len(ids) or i + 1 - known == _MOST_HELD:
-            found[i] = now[len(before) :]
+            texts[i] = now[len(before) :]
             start, known = known, i + 1
             before = text(known)
-    return found
+    return texts

@@ -59,7 +59,7 @@ class Tracker(NamedTuple):
 
 
 class NullTracker:
-    """A tracker that keeps and shows nothing."""
+    """A tracker that writes nothing."""
 
     def __init__(self) -> None:
         self.history = History()
