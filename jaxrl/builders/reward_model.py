@@ -56,7 +56,7 @@ def load_reward_model(
         rows_per_microbatch=config.microbatch_rows,
         param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
     )
-    scorer = Scorer(
+    compiled = CompiledRewardModel(
         params=params,
         scores=jax.jit(scores),
         shape=MinibatchShape(
@@ -65,11 +65,11 @@ def load_reward_model(
             sharding=layout.batch(("batch", "length")),
         ),
     )
-    return functools.partial(score_rollouts, scorer)
+    return functools.partial(score_rollouts, compiled)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scorer:
+class CompiledRewardModel:
     """A compiled reward model.
 
     Attributes:
@@ -88,7 +88,7 @@ class _Place(NamedTuple):
     segment: int
 
 
-def score_rollouts(model: Scorer, rollouts: Sequence[Rollout]) -> np.ndarray:
+def score_rollouts(model: CompiledRewardModel, rollouts: Sequence[Rollout]) -> np.ndarray:
     """Returns the reward of each rollout, f64[N]; NaN where it is not finite."""
     # Sized for the worst case, one sequence per row, so that it compiles once.
     shape = dataclasses.replace(model.shape, max_rows=len(rollouts))

@@ -56,7 +56,7 @@ class ServingConfig(Protocol):
 
 
 class SamplerNeeds(NamedTuple):
-    """What a run needs of its sampler.
+    """A run's requirements of its sampler.
 
     Attributes:
       adapters: given if servers receive adapters instead of whole weights.

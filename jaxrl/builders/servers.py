@@ -19,7 +19,7 @@ _NOTE_SECONDS = 10  # between two lines about a server that is starting
 
 
 class Workload(NamedTuple):
-    """What a server computes.
+    """The load of a server.
 
     Attributes:
       dtype: of weights, activations and KV cache.
@@ -35,7 +35,7 @@ class Workload(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where a server listens.
+    """The address of a server.
 
     Attributes:
       host: anything but loopback can be reached by others, and needs a key.

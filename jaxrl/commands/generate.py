@@ -23,7 +23,7 @@ DESCRIPTION = """Samples completions for prompts, given as arguments or as lines
 
 
 class GenerateSamplingConfig(SamplingConfig):
-    """Sampling parameters, and the texts that end a completion."""
+    """Sampling parameters of completions, and their ends."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Keep the smallest set of tokens whose probability reaches this; 1 keeps all."""

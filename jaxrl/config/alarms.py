@@ -148,7 +148,7 @@ class AlarmsConfig(Section):
 
     @property
     def rolls_back(self) -> bool:
-        """Whether any alarm rolls back."""
+        """True if any alarm rolls back."""
         return any(self.action(name).startswith("rollback") for name in self.rules)
 
     @property

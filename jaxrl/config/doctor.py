@@ -26,7 +26,7 @@ class DoctorDataConfig(PromptConfig):
 
 
 class DoctorSamplingConfig(Section):
-    """How completions are sampled: always at a temperature of 1, from the whole vocabulary."""
+    """Sampling, always at a temperature of 1 from the whole vocabulary."""
 
     max_tokens: PositiveInt = 128
     """Maximum completion length, in tokens; the mismatch of sequences grows with it."""
@@ -36,7 +36,7 @@ class DoctorSamplingConfig(Section):
 
 
 class DoctorConfig(Section):
-    """What to measure."""
+    """Every key of a measurement."""
 
     model: ModelConfig
     data: DoctorDataConfig = DoctorDataConfig()
@@ -70,7 +70,7 @@ class DoctorConfig(Section):
     """Tokens of one forward and backward pass on a data-parallel shard, as in training."""
 
     remat: Remat = "matmuls"
-    """What the backward pass recomputes, as in training."""
+    """Recomputation in the backward pass, as in training."""
 
     out: str = "doctor"
     """Directory for doctor.json and doctor.png."""

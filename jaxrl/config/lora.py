@@ -25,8 +25,8 @@ class LoraConfig(Section):
     """Directory of adapters in PEFT's format to start from; new adapters if absent."""
 
     publish: Literal["merged", "adapters"] = "merged"
-    """What samplers receive: whole weights with the adapters merged in, or the adapters alone,
-    which vLLM servers can load."""
+    """Weights that samplers receive: whole ones with the adapters merged in, or the adapters
+    alone, which vLLM servers can load."""
 
     def _contradictions(self) -> Iterator[str]:
         if not self.rank and self.path is not None:

@@ -31,7 +31,7 @@ class MeshConfig(Section):
     """Shards of every matrix product (tensor parallelism)."""
 
     rules: MeshRules = "all"
-    """What is sharded over which axis: a preset of sharding/rules.py. `all` uses every axis."""
+    """Sharding rules: a preset of sharding/rules.py. `all` shards over every axis."""
 
     parameters: Texts = ()
     """Changes to the rules of parameters, such as `embed=fsdp+context`, or `vocab=` not to shard a

@@ -9,7 +9,7 @@ from jaxrl.config.section import Section, Texts
 
 
 class SamplingConfig(Section):
-    """How completions are sampled, and where they end."""
+    """Sampling parameters of completions, and their ends."""
 
     max_tokens: PositiveInt = 512
     """Maximum completion length, in tokens."""
@@ -45,7 +45,7 @@ class ServerConfig(Section):
 
 
 class SamplerConfig(ServerConfig):
-    """Where completions are sampled: in JAX, or on vLLM servers that weights are published to."""
+    """The sampler: JAX itself, or vLLM servers that weights are published to."""
 
     name: Literal["embedded", "vllm"] = "embedded"
     """`embedded` decodes on the learner's devices; `vllm` sends requests to servers."""

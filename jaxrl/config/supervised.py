@@ -30,7 +30,7 @@ class SupervisedTrainConfig(Section):
     """Pack several short texts or pairs into a row instead of one per row."""
 
     remat: Remat = "matmuls"
-    """What the backward pass recomputes: `none` nothing; `matmuls` everything except matrix
+    """Recomputation in the backward pass: `none`; `matmuls` recomputes everything except matrix
     products and attention, at almost no cost; `attention` everything except attention; `layer`
     whole layers, which takes the least memory."""
 

@@ -34,11 +34,11 @@ class ModelConfig(Section):
 
 
 class PromptConfig(Section):
-    """How prompts are rendered as text."""
+    """Rendering of prompts as text."""
 
     template: Literal["auto", "chat", "text"] = "auto"
-    """How to render a prompt: `chat` applies the tokenizer's chat template, `text` leaves it as it
-    is, `auto` uses the chat template if the tokenizer has one."""
+    """`chat` applies the tokenizer's chat template, `text` leaves the prompt unchanged, `auto`
+    applies the chat template if the tokenizer has one."""
 
     system_prompt: str | None = None
     """System message before every prompt; needs a chat template."""
@@ -152,7 +152,7 @@ class TrainConfig(Section):
     token to the experts that the sampler used. The routers are still trained."""
 
     remat: Remat = "matmuls"
-    """What the backward pass recomputes: `none` nothing; `matmuls` everything except matrix
+    """Recomputation in the backward pass: `none`; `matmuls` recomputes everything except matrix
     products and attention, at almost no cost; `attention` everything except attention; `layer`
     whole layers, which takes the least memory."""
 

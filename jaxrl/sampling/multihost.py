@@ -5,25 +5,19 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jaxrl.core.hosts import Hosts
-from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn
+from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn, group_turns
 
 
 class MultihostSampler:
-    """A sampler that computes on the devices of all processes: what process 0 asks for while it
-    leads (`Hosts.on_leader`), all draw."""
+    """A sampler on the devices of all processes: all run the requests that process 0 makes within
+    `Hosts.on_leader`."""
 
     def __init__(self, sampler: Sampler, hosts: Hosts) -> None:
-        def draw(
-            prompts: Sequence[np.ndarray], params: SamplingParams, *, group_size: int
-        ) -> list[Completion]:
+        def sample_turns(turns: Sequence[Turn], params: SamplingParams) -> list[Completion]:
             # Exhaust it: programs that process 0 starts in between would not reach the others.
-            return list(sampler.sample(prompts, params, group_size=group_size))
-
-        def draw_turns(turns: Sequence[Turn], params: SamplingParams) -> list[Completion]:
             return list(sampler.sample_turns(turns, params))
 
-        self._sampler = sampler
-        self._draw, self._draw_turns = hosts.on_all(draw), hosts.on_all(draw_turns)
+        self._sampler, self._sample_turns = sampler, hosts.on_all(sample_turns)
 
     @property
     def version(self) -> int:
@@ -34,11 +28,11 @@ class MultihostSampler:
         self, prompts: Sequence[np.ndarray], params: SamplingParams, *, group_size: int
     ) -> Iterator[Completion]:
         """See `Sampler.sample`; yields after the last completion has finished."""
-        return iter(self._draw(list(prompts), params, group_size=group_size))
+        return self.sample_turns(group_turns(prompts, params, group_size=group_size), params)
 
     def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
         """See `Sampler.sample_turns`; yields after the last completion has finished."""
-        return iter(self._draw_turns(list(turns), params))
+        return iter(self._sample_turns(list(turns), params))
 
     def close(self) -> None:
         """See `Sampler.close`."""
@@ -53,12 +47,12 @@ class NullSampler:
     def sample(
         self, prompts: Sequence[np.ndarray], params: SamplingParams, *, group_size: int
     ) -> Iterator[Completion]:
-        """Raises RuntimeError: process 0 samples."""
-        raise RuntimeError("process 0 samples, in Hosts.on_leader; this is another one")
+        """Raises RuntimeError: only process 0 samples."""
+        return self.sample_turns((), params)
 
     def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
-        """Raises RuntimeError: likewise."""
-        raise RuntimeError("process 0 samples, in Hosts.on_leader; this is another one")
+        """Raises RuntimeError: only process 0 samples."""
+        raise RuntimeError("only process 0 samples; call the sampler within Hosts.on_leader")
 
     def close(self) -> None:
         """See `Sampler.close`."""

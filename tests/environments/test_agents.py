@@ -144,7 +144,7 @@ def test_episodes_are_sampled_while_the_learner_trains(material, tmp_path, capsy
     # Without a reward function, accuracy is the environment's reward: the tokens of its turns.
     assert f"{np.mean([row['reward'] for row in whole]):.1%}".replace("%", " %") in said
     assert main(["filter", file, "--out", str(tmp_path / "kept.jsonl")]) == 1
-    assert "single turn" in capsys.readouterr().err
+    assert "single-turn" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from jaxrl import train
 from jaxrl.builders.reward_model import CompiledRewardModel, score_rollouts
 from jaxrl.config.toml_file import ConfigError, load
 from jaxrl.config.training import Config
+from jaxrl.core.packing import MinibatchShape
 from jaxrl.core.precision import PRESETS
 from jaxrl.environments.rewards import scoring
 from jaxrl.learner.reward_model import make_scores
@@ -37,9 +38,7 @@ def reward_model():
     return CompiledRewardModel(
         params=params(),
         scores=jax.jit(make_scores(model, precision=FP32, rows_per_microbatch=2)),
-        sharding=jax.devices()[0],
-        row_length=24,
-        rows_per_microbatch=2,
+        shape=MinibatchShape(row_length=24, rows_per_microbatch=2, sharding=jax.devices()[0]),
     )
 
 

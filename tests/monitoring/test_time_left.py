@@ -30,10 +30,10 @@ def test_the_display_ignores_entries_of_evaluations(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1].endswith("step 7/10: reward 0.500, 6:00 left")
 
 
-def test_first_step_compiles_and_the_time_left_omits_it(monkeypatch, capsys):
+def test_the_time_left_omits_the_first_step_which_compiles(monkeypatch, capsys):
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    with progress.Progress("train", start_step=0, total_steps=4) as shown:
+    with progress.ProgressDisplay("train", start_step=0, total_steps=4) as shown:
         # An evaluation before the first step, a first step that compiles, an ordinary one.
         for step, seconds in ((0, 50.0), (1, 900.0), (2, 10.0)):
             now += seconds

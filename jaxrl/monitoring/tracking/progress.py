@@ -80,8 +80,9 @@ class ProgressDisplay:
         if step > (self._times[-1][0] if self._times else self._start):
             self._times = [*self._times[-RECENT_STEPS:], (step, now)]
         seconds = seconds_left(self._times, total=self._total)
-        left = "" if seconds is None else f"{format_duration(seconds)} left"
-        left = left if self._times else _COMPILING
+        left = "" if self._times else _COMPILING
+        if seconds is not None:
+            left = f"{format_duration(seconds)} left"
         self._bar.update(self._task, completed=step, left=left)
         # A log file gets a line every few seconds, and one at the end.
         if not self._console.is_terminal and (now - self._printed > 5 or step == self._total):
