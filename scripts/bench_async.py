@@ -50,16 +50,14 @@ def run(options: argparse.Namespace) -> list[overlap.Measured]:
     os.sched_setaffinity(0, {SERVER_CORE})  # inherited by the server
     with overlap.server(options.base, log=options.directory / "vllm.log") as url:
         os.sched_setaffinity(0, {LEARNER_CORE})  # before JAX starts its threads
+        setup = overlap.Setup(options.base, url, options.steps, options.balanced)
         found = [
             overlap.measure(
                 options.directory,
-                base=options.base,
-                url=url,
+                setup,
                 staleness=staleness,
                 correction=correction,
                 seed=seed,
-                steps=options.steps,
-                balanced=options.balanced,
             )
             # Compared runs follow each other, so that disturbances affect them alike.
             for seed in options.seeds

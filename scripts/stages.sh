@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# The three stages on one task, each with a config of its own: a base model that adds badly (jaxrl
-# sft), a reward model from pairs of right and wrong additions (jaxrl reward-model), and GRPO and PPO,
-# each with nothing but that reward model as its reward (jaxrl train). Then DPO on the same pairs,
-# without one.
-#   ./scripts/stages.sh           everything lies in runs/quickstart
+# Runs the three stages on one task: a base model that adds badly (jaxrl sft), a reward model from
+# pairs of right and wrong additions (jaxrl reward-model), and GRPO and PPO with that reward model as
+# the only reward (jaxrl train). Then DPO on the same pairs (jaxrl dpo).
+#   ./scripts/stages.sh           writes to runs/quickstart
 set -euo pipefail
 
 cd "$(dirname "$0")/.."

@@ -68,32 +68,33 @@ def server(base: Path, *, log: Path) -> Iterator[str]:
         yield started.url
 
 
+class Setup(NamedTuple):
+    """Settings that all runs share; `balanced` gives both sides equal work."""
+
+    base: Path
+    url: str
+    steps: int
+    balanced: bool
+
+
 def measure(
-    directory: Path,
-    *,
-    base: Path,
-    url: str,
-    staleness: int,
-    correction: str,
-    seed: int,
-    steps: int,
-    balanced: bool,
+    directory: Path, setup: Setup, *, staleness: int, correction: str, seed: int
 ) -> Measured:
     """Measures a run, training it first if `directory` does not have it."""
     name = f"{correction.replace(' ', '-')}-{staleness}-{seed}"
-    run_dir = directory / (f"{name}-balanced" if balanced else name)
+    run_dir = directory / (f"{name}-balanced" if setup.balanced else name)
     keys = {
         "seed": seed,
         "run_dir": run_dir,
-        **quickstart(base),
-        "sampler.url": json.dumps([url]),
+        **quickstart(setup.base),
+        "sampler.url": json.dumps([setup.url]),
         "rollouts.max_staleness": staleness,
-        "train.steps": steps,
+        "train.steps": setup.steps,
         "checkpoint.every": 0,
         "probe.every": 0,
         "eval.every": 0,
         **CORRECTIONS[correction],
-        **(BALANCED if balanced else {}),
+        **(BALANCED if setup.balanced else {}),
     }
     entries = trained(CONFIGS / "quickstart_async.toml", keys)
     steps_of = rollouts(entries)

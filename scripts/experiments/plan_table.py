@@ -88,7 +88,7 @@ def measure(row: Row) -> dict[str, object]:
         "memory": None if program.rejected else dataclasses.asdict(program.memory),
         "traffic": {k: dataclasses.asdict(v) for k, v in program.traffic.items()},
         "roofline": dataclasses.asdict(roofline(program, topology.chip, remat="layer")),
-        "kernel": program.kernel,
+        "kernel": program.step.kernel,
         "hlo_bytes": program.hlo_bytes,
         "seconds": program.seconds,
     }
@@ -180,17 +180,20 @@ def _mesh(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in row["mesh"].items())
 
 
+_MEMORY_CELLS = {
+    "parameters": _memory("params"),
+    "optimizer": _memory("optimizer"),
+    "temporaries": _temporaries,
+    "peak": lambda row: f"{row['peak'] / GIB:.1f}",
+    "run": _run,
+}
 _MODEL_CELLS = {
     "model": lambda row: row["model"],
     "chips": lambda row: row["topology"],
     "mesh": _mesh,
     "precision": lambda row: row["precision"],
     "attention": lambda row: row["kernel"],
-    "parameters": _memory("params"),
-    "optimizer": _memory("optimizer"),
-    "temporaries": _temporaries,
-    "peak": lambda row: f"{row['peak'] / GIB:.1f}",
-    "run": _run,
+    **_MEMORY_CELLS,
     "sent": _sent(),
     "products, s": _bound("compute"),
     "links, s": _bound("links"),
@@ -198,11 +201,7 @@ _MODEL_CELLS = {
 }
 _SIZE_CELLS = {
     "chips": lambda row: row["topology"],
-    "parameters": _memory("params"),
-    "optimizer": _memory("optimizer"),
-    "temporaries": _temporaries,
-    "peak": lambda row: f"{row['peak'] / GIB:.1f}",
-    "run": _run,
+    **_MEMORY_CELLS,
     "all-gather": _sent("all-gather"),
     "all-reduce": _sent("all-reduce"),
     "reduce-scatter": _sent("reduce-scatter"),

@@ -47,7 +47,7 @@ def found(run_dirs: Iterable[Path]) -> list[Entries]:
 
 def curve(runs: Sequence[Entries], name: str) -> np.ndarray:
     """Collects a metric of several runs: f64[runs, steps], NaN if not logged."""
-    return np.array([[_number(e.get(name)) for e in entries] for entries in runs])
+    return np.array([[e.get(name) for e in entries] for entries in runs], float)
 
 
 def early(runs: Sequence[Entries], name: str, *, steps: int = 10) -> np.ndarray:
@@ -74,7 +74,3 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 def minutes(runs: Sequence[Entries]) -> float:
     """Sums the minutes of all rollouts, compilation included."""
     return sum(e["time/step"] for entries in runs for e in entries) / 60
-
-
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else value

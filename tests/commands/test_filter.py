@@ -1,4 +1,4 @@
-"""Which prompts are kept, and that an interruption changes nothing."""
+"""Bounds on the pass rate; an interruption changes nothing."""
 
 import json
 

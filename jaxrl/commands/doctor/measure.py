@@ -86,7 +86,7 @@ def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Findin
         for name in names:
             note(f"{name}: scoring" + (" and timing steps" if config.timed_steps else ""))
             findings[name] = _measure(
-                inputs, name, policies[name], samples=samples, sampler=sampler
+                inputs, name, policy=policies[name], samples=samples, sampler=sampler
             )
     return [findings[name] for name in policies]
 
@@ -167,7 +167,7 @@ def _sample(inputs: _Inputs, policy: Precision, *, note: Callable[[str], None]) 
 
 
 def _measure(
-    inputs: _Inputs, name: str, policy: Precision, *, samples: _Samples, sampler: str
+    inputs: _Inputs, name: str, *, policy: Precision, samples: _Samples, sampler: str
 ) -> Finding:
     config, batch = inputs.config, samples.minibatch.batch
     low, high = config.clip_range
@@ -203,7 +203,7 @@ def _measure(
     numbers |= {"tokens": len(scored), "sequences": int(pairs.sequences.max()) + 1}
     if config.timed_steps:
         numbers["seconds_per_step"] = min(
-            _step_times(learner, params, samples, count=config.timed_steps)
+            _step_times(learner, params, samples=samples, count=config.timed_steps)
         )
     return Finding(name, sampler, numbers, pairs)
 
@@ -214,7 +214,7 @@ def _sequences(batch: TokenBatch) -> np.ndarray:
     return np.arange(len(segments))[:, None] * (segments.max() + 1) + segments
 
 
-def _step_times(learner: Learner, params: Any, samples: _Samples, *, count: int) -> Iterator[float]:
+def _step_times(learner: Learner, params: Any, *, samples: _Samples, count: int) -> Iterator[float]:
     """Times training steps, without compilation."""
     state = jax.jit(learner.init)(params)
     step = jax.jit(learner.step, donate_argnums=0).lower(state, samples.minibatch).compile()

@@ -11,7 +11,7 @@ from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.training import Config
 from jaxrl.core import precision
-from jaxrl.core.precision import DType, Precision
+from jaxrl.core.precision import DType
 from jaxrl.learner.policy import LearnerState, make_learner
 from jaxrl.learner.update import checkpoint_view
 from jaxrl.losses.aggregation import token_mean
@@ -48,7 +48,7 @@ def export_checkpoint(
     policy, base = config.policy, config.model.path
     wire = _dtype(dtype, default=policy.exported)
     model, specs = _model(config)
-    chosen, params = _trained(config, model, specs, policy, run_dir=run_dir, step=step)
+    chosen, params = _trained(config, model, specs=specs, run_dir=run_dir, step=step)
     if isinstance(specs, lora.Adapted):
         _, frozen = huggingface.load(base, dtype=policy.wire)
         params = lora.merge(lora.Adapted(params, frozen, specs.alpha))
@@ -71,7 +71,7 @@ def export_adapters(
     model, specs = _model(config)
     if not isinstance(specs, lora.Adapted):
         raise ValueError(f"{run_dir} has no adapters (lora.rank = 0); leave out --adapter")
-    chosen, adapters = _trained(config, model, specs, policy, run_dir=run_dir, step=step)
+    chosen, adapters = _trained(config, model, specs=specs, run_dir=run_dir, step=step)
     peft.save(directory, adapters, specs=specs, base=config.model.path, dtype=kept)
     return chosen
 
@@ -86,12 +86,12 @@ def _dtype(name: str | None, *, default: DType) -> DType:
 
 
 def _trained(
-    config: Config, model: Model, specs: Any, policy: Precision, *, run_dir: Path, step: str
+    config: Config, model: Model, *, specs: Any, run_dir: Path, step: str
 ) -> tuple[int, Params]:
     """Returns the checkpoint's step and its trained parameters."""
     checkpoints = Checkpoints.reading(run_dir / "checkpoints")
     chosen = _resolve_step(checkpoints, step)
-    like = checkpoint_view(_like(config, model, specs, policy))
+    like = checkpoint_view(_like(config, model, specs=specs))
     return chosen, checkpoints.restore(chosen, like).state.params
 
 
@@ -107,7 +107,7 @@ def _resolve_step(checkpoints: Checkpoints, step: str) -> int:
     return int(step)
 
 
-def _like(config: Config, model: Model, specs: Any, policy: Precision) -> LearnerState:
+def _like(config: Config, model: Model, *, specs: Any) -> LearnerState:
     """Builds the abstract state that a checkpoint is restored into, on one device."""
     layout = make_layout(MeshConfig())
     learner = make_learner(
@@ -116,10 +116,10 @@ def _like(config: Config, model: Model, specs: Any, policy: Precision) -> Learne
         optimizer=make_optimizer(
             config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
         ).transformation,
-        precision=policy,
+        precision=config.policy,
         rows_per_microbatch=1,
     )
-    params = lora.abstract(specs, trained=policy.params, kept=policy.wire)
+    params = lora.abstract(specs, trained=config.policy.params, kept=config.policy.wire)
     state = jax.eval_shape(learner.init, params)
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),

@@ -128,8 +128,7 @@ def _measure(
         for measured, failure in pass_rate.measure(
             serving.sampler,
             examples,
-            done=done,
-            chunk=config.train.train_batch,
+            journal=journal,
             samples=arguments.samples,
             sampling=sampling_params(
                 config.sampling, config.model.path, tokenizer, seed=config.seed

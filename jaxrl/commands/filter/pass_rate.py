@@ -67,7 +67,7 @@ class Journal:
         Raises:
           ValueError: if the file has another fingerprint.
         """
-        self._path = path
+        self._path, self.chunk = path, chunk
         self.measured: list[Measured] = []
         header = json.dumps({"fingerprint": fingerprint})
         # Anything after the last line feed is an unfinished line.
@@ -116,8 +116,7 @@ def measure(
     sampler: Sampler,
     examples: Sequence[Example],
     *,
-    done: int,
-    chunk: int,
+    journal: Journal,
     samples: int,
     sampling: SamplingParams,
     reward: Reward,
@@ -130,8 +129,7 @@ def measure(
     Args:
       sampler: serves the policy.
       examples: the prompts.
-      done: number of prompts already measured, a multiple of `chunk`.
-      chunk: prompts measured together.
+      journal: has the pass rates of the first prompts; the others are measured.
       samples: completions for each prompt.
       sampling: sampling parameters.
       reward: the score, usually 0 or 1; its weight is not applied.
@@ -140,27 +138,23 @@ def measure(
     Raises:
       RuntimeError: if the reward fails on every completion of the first chunk.
     """
-    for start in range(done, len(examples), chunk):
-        these = examples[start : start + chunk]
+    done = len(journal.measured)
+    for start in range(done, len(examples), journal.chunk):
+        these = examples[start : start + journal.chunk]
         seed = int(np.random.SeedSequence((sampling.seed, start)).generate_state(1)[0])
-        completions = sampler.sample(
-            [example.tokens for example in these],
-            dataclasses.replace(sampling, seed=seed),
-            group_size=samples,
-        )
-        texts, records, owners = [], [], []
-        truncated = np.zeros(len(these), int)
-        for completion in completions:
-            texts.append(tokenizer.decode(completion.tokens, skip_special_tokens=True))
-            records.append(these[completion.prompt_index].record)
-            owners.append(completion.prompt_index)
-            truncated[completion.prompt_index] += completion.finish_reason == "length"
+        prompts = [example.tokens for example in these]
+        drawn = dataclasses.replace(sampling, seed=seed)
+        completions = list(sampler.sample(prompts, drawn, group_size=samples))
+        texts = [tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
+        records = [these[c.prompt_index].record for c in completions]
+        owner = np.array([c.prompt_index for c in completions])
+        truncated = np.array([c.finish_reason == "length" for c in completions])
         scored = scoring.score([reward], texts, records)
-        values, owner = scored.components[reward.name], np.array(owners)
+        values = scored.components[reward.name]
         if start == done and np.isnan(values).all():
             raise RuntimeError(f"the reward failed on every completion; {scored.first_failure}")
         yield Chunk(
-            [_measured(values[owner == i], int(truncated[i])) for i in range(len(these))],
+            [_measured(values[owner == i], truncated[owner == i]) for i in range(len(these))],
             scored.first_failure,
         )
 
@@ -186,7 +180,7 @@ def write_kept(
     return len(kept)
 
 
-def _measured(values: np.ndarray, truncated: int) -> Measured:
+def _measured(values: np.ndarray, truncated: np.ndarray) -> Measured:
     scored = values[~np.isnan(values)]
     pass_rate = float(scored.mean()) if scored.size else None
-    return Measured(pass_rate, int(values.size - scored.size), truncated)
+    return Measured(pass_rate, int(values.size - scored.size), int(truncated.sum()))

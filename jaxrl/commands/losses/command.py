@@ -1,5 +1,6 @@
 """`jaxrl losses`: lists the algorithms with their formulas and parameters."""
 
+import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -33,22 +34,19 @@ def main(argv: Sequence[str]) -> int:
 def text(entries: Sequence[Entry]) -> str:
     """Formats recipes for a terminal, followed by the shared keys and the named parts."""
     blocks = [
-        "\n".join(
-            [
-                entry.name,
-                *_wrapped([entry.summary]),
-                *(f"      {line}" for line in entry.formula),
-                *_parameters(entry.parameters),
-            ]
-        )
+        [
+            entry.name,
+            *_wrapped(entry.summary, indent=4),
+            *(f"      {line}" for line in entry.formula),
+            *_parameters(entry.parameters),
+        ]
         for entry in entries
     ]
-    shared = "\n".join(["every recipe", *_parameters(catalogue.list_terms())])
-    named = (
-        "\n".join([kind, *(line for part in parts for line in _part(part))])
-        for kind, parts in catalogue.list_parts().items()
-    )
-    return "\n\n".join([*blocks, shared, *named]) + "\n"
+    blocks.append(["every recipe", *_parameters(catalogue.list_terms())])
+    for kind, parts in catalogue.list_parts().items():
+        lines = ([f"    {part.name}", *_wrapped(part.summary, indent=8)] for part in parts)
+        blocks.append([kind, *itertools.chain(*lines)])
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
 def markdown(entries: Sequence[Entry]) -> str:
@@ -98,17 +96,12 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _parameters(parameters: Sequence[Parameter]) -> list[str]:
-    found = []
+    lines = []
     for p in parameters:
-        head = f"    {p.name}" + ("" if p.default is None else f" = {p.default}")
-        meaning = f"{p.meaning[:1].upper()}{p.meaning[1:]}"
-        found += [head, *(f"        {line}" for line in textwrap.wrap(meaning, 88))]
-    return found
+        lines.append(f"    {p.name}" + ("" if p.default is None else f" = {p.default}"))
+        lines += _wrapped(f"{p.meaning[:1].upper()}{p.meaning[1:]}", indent=8)
+    return lines
 
 
-def _part(part: Entry) -> list[str]:
-    return [f"    {part.name}", *(f"        {line}" for line in textwrap.wrap(part.summary, 88))]
-
-
-def _wrapped(lines: Sequence[str]) -> list[str]:
-    return [f"    {part}" for line in lines for part in textwrap.wrap(line, 92)]
+def _wrapped(text: str, *, indent: int) -> list[str]:
+    return [" " * indent + line for line in textwrap.wrap(text, 96 - indent)]

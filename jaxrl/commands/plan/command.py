@@ -8,7 +8,7 @@ from pydantic import model_validator
 from jaxrl.commands import options
 from jaxrl.config.training import Config
 
-DESCRIPTION = """Compiles a run's step for chips you need not have. Prints its memory and speed.
+DESCRIPTION = """Compiles a run's step for chips that you do not have. Prints its memory and speed.
 
   jaxrl plan configs/qwen3_8b.toml --topology v5p:4x4x4
   jaxrl plan configs/qwen3_8b.toml --topology cpu:8 --mesh.fsdp 8

@@ -8,16 +8,11 @@ from typing import Any
 import jax
 
 from jaxrl.commands.plan.resident import ResidentMemory, on_one, resident_memory
-from jaxrl.commands.plan.step import make_step
+from jaxrl.commands.plan.step import Step, make_step
 from jaxrl.commands.plan.topology import GIB, Topology
 from jaxrl.config.training import Config
-from jaxrl.core.precision import Precision
-from jaxrl.learner.policy import LearnerState
 from jaxrl.models import logprobs, lora
-from jaxrl.models.decoder import Model
-from jaxrl.models.kernels import Kernel
 from sharding.collectives import Traffic, collectives
-from sharding.partition import Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,11 +45,7 @@ class Program:
     """A compiled step.
 
     Attributes:
-      model: the model, without weights.
-      specs: specs of the learner's parameters: the model's, or lora.Adapted.
-      layout: the mesh and its rules.
-      policy: the dtypes.
-      kernel: the attention implementation.
+      step: the parts of the step.
       rows: rows of one microbatch, over all devices.
       microbatches: largest number of microbatches in an optimizer step.
       row_length: tokens in a row.
@@ -66,11 +57,7 @@ class Program:
       traffic: data sent by one step; empty without a program.
     """
 
-    model: Model
-    specs: Any
-    layout: Layout
-    policy: Precision
-    kernel: Kernel
+    step: Step
     rows: int
     microbatches: int
     row_length: int
@@ -94,11 +81,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
     step = make_step(config, topology)
     microbatches = step.minibatch.batch.tokens.shape[0] // config.microbatch_rows
     built = {
-        "model": step.model,
-        "specs": step.specs,
-        "layout": step.layout,
-        "policy": step.policy,
-        "kernel": step.kernel,
+        "step": step,
         "rows": config.microbatch_rows,
         "microbatches": microbatches,
         "row_length": config.row_length,
@@ -114,29 +97,40 @@ def compile_step(config: Config, topology: Topology) -> Program:
         if (needed := _needed(str(error))) is None:
             raise
         seconds = time.perf_counter() - start
-        memory = _memory_if_rejected(needed, step.state, policy=step.policy)
+        placed = jax.tree.leaves(step.state.opt_state)
+        host = on_one([x for x in placed if x.sharding.memory_kind == "pinned_host"])
+        memory = _memory(step, peak=needed, host=host)
         return Program(**built, memory=memory, seconds=seconds, rejected=True)
     seconds = time.perf_counter() - start
     hlo = compiled.as_text() or ""
     # The numbers of microbatches and of chunks with scored tokens are known only at run time.
     trips = (microbatches, logprobs.position_chunks(config.row_length))
+    found: Any = compiled.memory_analysis()
+    peak = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    peak += found.temp_size_in_bytes + found.generated_code_size_in_bytes
     return Program(
         **built,
-        memory=_memory(compiled.memory_analysis(), step.state, policy=step.policy),
+        memory=_memory(
+            step,
+            peak=peak,
+            host=float(found.host_argument_size_in_bytes),
+            temporary=float(found.temp_size_in_bytes),
+        ),
         seconds=seconds,
         hlo_bytes=len(hlo),
         traffic=collectives(hlo, trips=lambda depth: trips[min(depth, 1)]),
     )
 
 
-def _memory(found: Any, state: LearnerState, *, policy: Precision) -> Memory:
-    params, optimizer = (on_one(tree) for tree in (state.params, state.opt_state))
-    host = float(found.host_argument_size_in_bytes)
-    optimizer = max(0.0, optimizer - host)  # host arrays are padded
-    gradients, copies = _temporary_copies(state, policy)
-    temporary = float(found.temp_size_in_bytes)
-    peak = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    peak += temporary + found.generated_code_size_in_bytes
+def _memory(step: Step, *, peak: float, host: float, temporary: float | None = None) -> Memory:
+    """Divides the peak by kind from shapes; without a program all but the state is temporary."""
+    state, policy = step.state, step.policy
+    params = on_one(state.params)
+    optimizer = max(0.0, on_one(state.opt_state) - host)  # host arrays are padded
+    gradients = on_one(lora.trainable(state.params), dtype=policy.grads)
+    copied = [x for x in jax.tree.leaves(state.params) if x.dtype != policy.compute]
+    copies = on_one(copied, dtype=policy.compute)
+    temporary = peak - params - optimizer if temporary is None else temporary
     return Memory(
         params=params,
         optimizer=optimizer,
@@ -148,32 +142,6 @@ def _memory(found: Any, state: LearnerState, *, policy: Precision) -> Memory:
         rest=max(0.0, peak - temporary - params - optimizer),
         peak=peak,
     )
-
-
-def _memory_if_rejected(needed: float, state: LearnerState, *, policy: Precision) -> Memory:
-    """Derives memory from shapes; activations are the rest of `needed`."""
-    placed = jax.tree.leaves(state.opt_state)
-    in_host = [x for x in placed if x.sharding.memory_kind == "pinned_host"]
-    params, host = on_one(state.params), on_one(in_host)
-    optimizer = on_one(placed) - host
-    gradients, copies = _temporary_copies(state, policy)
-    return Memory(
-        params=params,
-        optimizer=optimizer,
-        host=host,
-        gradients=gradients,
-        copies=copies,
-        activations=max(0.0, needed - params - optimizer - gradients - copies),
-        rest=0.0,
-        peak=needed,
-    )
-
-
-def _temporary_copies(state: LearnerState, policy: Precision) -> tuple[float, float]:
-    """Counts the bytes of the gradients, and of weights copied to `compute`."""
-    gradients = on_one(lora.trainable(state.params), dtype=policy.grads)
-    copied = [x for x in jax.tree.leaves(state.params) if x.dtype != policy.compute]
-    return gradients, on_one(copied, dtype=policy.compute)
 
 
 def _needed(message: str) -> float | None:

@@ -78,24 +78,26 @@ def _active(one: ParamSpec, config: DecoderConfig) -> float:
 
 def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
     """Computes the roofline of a step; `links` is None if the compiler rejected it."""
-    config, specs = program.model.config, program.model.specs
+    config, specs = program.step.model.config, program.step.model.specs
     rows = program.rows * program.microbatches
     forward = forward_flops(config, specs, rows=rows, length=program.row_length)
     frozen = 0.0
-    if isinstance(program.specs, lora.Adapted):  # frozen weights need no gradients
+    if isinstance(program.step.specs, lora.Adapted):  # frozen weights need no gradients
         tokens = rows * program.row_length
-        forward += 2.0 * tokens * parameter_count(program.specs.adapters)
+        forward += 2.0 * tokens * parameter_count(program.step.specs.adapters)
         frozen = 2.0 * tokens * active_weights(config, specs)
     recomputed = 1 if remat in ("layer", "attention") else 0
-    devices = program.layout.mesh.size
+    devices = program.step.layout.mesh.size
     run = forward * (3 + recomputed) - frozen
     compute = memory = links = None
     if chip.flops is not None:
         compute = run / devices / chip.flops
     if chip.memory_rate is not None:
         # Every pass writes and reads gathered weights; state is read and written once.
-        gathered = parameter_count(specs) * program.policy.compute.itemsize
-        gathered /= program.layout.mesh.shape["tensor"] * program.layout.mesh.shape["expert"]
+        gathered = parameter_count(specs) * program.step.policy.compute.itemsize
+        gathered /= (
+            program.step.layout.mesh.shape["tensor"] * program.step.layout.mesh.shape["expert"]
+        )
         moved = 2 * (3 + recomputed) * gathered * program.microbatches
         moved += 2 * (program.memory.params + program.memory.optimizer + program.memory.gradients)
         memory = moved / chip.memory_rate

@@ -60,16 +60,16 @@ def verdict(program: Program, topology: Topology) -> str:
 
 
 def _header(config: Config, topology: Topology, program: Program) -> Iterator[str]:
-    sizes = ", ".join(f"{axis} {n}" for axis, n in program.layout.mesh.shape.items() if n > 1)
-    count = parameter_count(program.model.specs)
+    sizes = ", ".join(f"{axis} {n}" for axis, n in program.step.layout.mesh.shape.items() if n > 1)
+    count = parameter_count(program.step.model.specs)
     yield f"{config.model.path}: {count / 1e9:.2f} billion parameters, {config.precision}"
-    if isinstance(program.specs, lora.Adapted):
-        trained = parameter_count(program.specs.adapters)
+    if isinstance(program.step.specs, lora.Adapted):
+        trained = parameter_count(program.step.specs.adapters)
         yield f"adapters of rank {config.lora.rank}: {trained:,} trained parameters"
     yield f"{topology.name}: {len(topology.devices)} chips, mesh {sizes or 'of one chip'}"
     yield (
         f"step: at most {program.microbatches} x {program.rows} rows of {program.row_length} "
-        f"tokens, remat {config.train.remat}, attention by {program.kernel}"
+        f"tokens, remat {config.train.remat}, attention by {program.step.kernel}"
     )
     if program.rejected:
         yield f"rejected by the compiler after {program.seconds:.0f} s: out of memory"
@@ -159,7 +159,7 @@ def _traffic(program: Program) -> Iterator[str]:
 
 
 def _publishing(program: Program, *, link_rate: float) -> Iterator[str]:
-    size = parameter_count(program.model.specs) * program.policy.wire.itemsize
+    size = parameter_count(program.step.model.specs) * program.step.policy.wire.itemsize
     yield "\nPublishing"
     yield f"  {_gib(size)}, {size / link_rate:.1f} s at {link_rate / 1e9:g} GB/s"
 
@@ -175,7 +175,7 @@ def _advice(config: Config, program: Program, *, memory: float) -> Iterator[str]
 
 def _advice_for_the_sampler(config: Config, program: Program) -> Iterator[str]:
     cache, most = program.resident.cache, config.sampling.max_batch
-    if cache is not None and cache.rows > program.layout.count("batch"):
+    if cache is not None and cache.rows > program.step.layout.count("batch"):
         yield f"sampling.max_batch = {max(1, most // 2)} instead of {most}: half the cache"
     if config.sampler.rules is not None:
         rules = f"sampler.rules = {config.sampler.rules!r}"
@@ -212,7 +212,7 @@ def _savings(config: Config, program: Program) -> Iterator[tuple[float, str]]:
         text = "optimizer.offload = true: moments in host memory between steps"
         yield memory.optimizer, text
     for role, size in (("moments", memory.optimizer), ("grads", memory.gradients)):
-        if getattr(program.policy, role).itemsize > 2:
+        if getattr(program.step.policy, role).itemsize > 2:
             yield size, f"precision = '{config.precision},{role}=bf16': half the {role}"
 
 

@@ -63,7 +63,8 @@ class ServeConfig(ServerConfig):
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     made = options.parser("serve", ServeConfig, description=DESCRIPTION, usage="MODEL_DIR")
-    made.add_argument("model_dir", metavar="MODEL_DIR", type=Path, help="a local HF checkpoint")
+    text = "directory of a Hugging Face model"
+    made.add_argument("model_dir", metavar="MODEL_DIR", type=Path, help=text)
     config, arguments = options.parse(made, ServeConfig, argv)
     return _serve(config, arguments)
 

@@ -3,31 +3,13 @@
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
-from jaxrl.bridge.servers.launch import ServerFailedError
+from jaxrl.bridge.servers.launch import LocalServer, ServerFailedError
 
 _EVERY = 15.0  # seconds between two health checks
 _MISSES = 12  # failed checks in a row that mean it hangs; a weight update takes less
 _LONGEST = 64.0  # seconds between two starts
-
-
-class Running(Protocol):
-    """A running server."""
-
-    @property
-    def url(self) -> str:
-        """Its address, the same after a restart."""
-        ...
-
-    def check(self) -> None:
-        """Raises ServerFailedError if the server has exited."""
-        ...
-
-    def healthy(self) -> bool:
-        """Returns the health check, true also while it loads weights or is paused."""
-        ...
 
 
 class Replica:
@@ -38,7 +20,7 @@ class Replica:
 
     def __init__(
         self,
-        start: Callable[[], AbstractContextManager[Running]],
+        start: Callable[[], AbstractContextManager[LocalServer]],
         *,
         note: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -56,7 +38,7 @@ class Replica:
         self._start, self._note, self._clock = start, note, clock
         self._stack = ExitStack()
         self._failures, self._misses = 0, 0
-        self._server: Running | None = self._stack.enter_context(start())
+        self._server: LocalServer | None = self._stack.enter_context(start())
         self.url = self._server.url
         self._due = clock() + _EVERY
 
@@ -81,15 +63,10 @@ class Replica:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _check_health(self, server: Running) -> None:
+    def _check_health(self, server: LocalServer) -> None:
         self._due = self._clock() + _EVERY
         if server.healthy():
             self._failures, self._misses = 0, 0

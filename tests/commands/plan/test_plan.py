@@ -29,12 +29,12 @@ def planned(tmp_path_factory):
 def test_step_of_the_run_is_compiled_without_weights(planned):
     _, _, program = planned
     assert (program.rows, program.microbatches, program.row_length) == (8, 4, 32)
-    count = parameter_count(program.model.specs)
+    count = parameter_count(program.step.model.specs)
     assert count == sum(x.size for x in jax.tree.leaves(jax.eval_shape(tiny.params)))
     # Matrices are sharded over all 8 devices, norms are whole; Adam keeps two moments.
     norms = sum(
         math.prod(one.shape)
-        for one in spec.flatten(program.model.specs).values()
+        for one in spec.flatten(program.step.model.specs).values()
         if "norm" in one.axes
     )
     held = 4 * ((count - norms) / 8 + norms)
@@ -150,7 +150,7 @@ def test_flops_by_hand(planned):
     # Layer: q 32x32, k and v 16x32, o 32x32, three of 48x32; two layers; tied head 64x32.
     weights = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32) + 64 * 32
     attention = 2 * 2 * 4 * 8 * 10 * 10  # layers, heads, head_dim; half of two products of 10 x 10
-    found = forward_flops(tiny.CONFIG, program.model.specs, rows=3, length=10)
+    found = forward_flops(tiny.CONFIG, program.step.model.specs, rows=3, length=10)
     assert found == 3 * (2 * 10 * weights + attention)
 
 
@@ -219,7 +219,7 @@ def test_only_adapters_have_gradients_and_moments(planned, tmp_path):
     _, topology, whole = planned
     program = compile_step(config, topology)
     adapters = 2 * 8 * (32 + 32)  # layers, rank, in and out
-    assert parameter_count(program.specs.adapters) == adapters
+    assert parameter_count(program.step.specs.adapters) == adapters
     memory = program.memory
     # A is sharded over fsdp = 4 only, B over tensor = 2 only.
     held = 4 * (2 * 8 * 32 / 4 + 2 * 32 * 8 / 2)
