@@ -93,7 +93,7 @@ def test_failures_are_nan_and_counted(tmp_path):
     [
         ("exact_mach", "did you mean exact_match?"),
         ("re", "no function 're'"),
-        ("none.py:f", "there is no file none.py"),
+        ("none.py:f", "the file none.py does not exist"),
         ("{file}:halff", "did you mean half?"),
         ("{broken}:f", "importing .*broken.py failed: ZeroDivisionError"),
         ("no.such.module:f", "importing no.such.module failed"),
@@ -246,7 +246,7 @@ def test_math_verify_works_in_the_threads_of_rewards():
     texts, rows = ["1/2", "2", "3"], [{"answer": a} for a in ("0.5", "3", "$$")]
     scored = score(terms, texts, rows)
     np.testing.assert_array_equal(scored.total, [1, 0, np.nan])
-    assert "'$$' holds no expression" in str(scored.first_failure)
+    assert "'$$' contains no expression" in str(scored.first_failure)
 
 
 def test_a_comparison_that_never_ends_is_wrong_and_blocks_nothing(monkeypatch):

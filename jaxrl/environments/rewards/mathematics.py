@@ -1,7 +1,7 @@
-"""Whether two expressions are equal as mathematics, found out in processes that can be ended.
+"""Comparison of mathematical expressions, in child processes that can be killed.
 
-An answer may hold a number whose computation takes hours. In the learner's own process that would
-stop every thread: an operation on whole numbers holds the interpreter until it is done.
+A completion may contain a number that takes hours to compute. In the learner's own process that
+would stop every thread: one operation on integers holds the interpreter until it is done.
 """
 
 import atexit
@@ -14,32 +14,32 @@ from pathlib import Path
 from jaxrl.environments.isolation.calls import hold_processor
 
 _CHILD = Path(__file__).with_name("mathematics_child.py")
-_SECONDS = 5.0  # that may be computed for a comparison; waiting for a processor does not count
+_SECONDS = 5.0  # of processor time per comparison; waiting for a processor does not count
 _MEMORY = 4 << 30
 
 _idle: list[subprocess.Popen[str]] = []
 
 
 def equal(reference: str, completion: str) -> bool:
-    """Whether the expression in a completion equals the one in the reference answer. Where that
-    would take more than 5 seconds of computing, or 4 GiB, it does not.
+    """Compares the expressions in a completion and in the reference answer. Returns False if the
+    comparison takes more than 5 seconds of processor time or 4 GiB of memory.
 
     Raises:
-      ValueError: if the reference answer holds no expression.
-      ModuleNotFoundError: without the package math-verify.
+      ValueError: if the reference answer contains no expression.
+      ModuleNotFoundError: if the package math-verify is not installed.
       RuntimeError: if the package fails.
     """
     with hold_processor():
         found = _asked(json.dumps([reference, completion]))
     if found is None:
-        raise ValueError(f"math_verify: the reference answer {reference!r} holds no expression")
+        raise ValueError(f"math_verify: the reference answer {reference!r} contains no expression")
     if isinstance(found, str):
         raise RuntimeError(f"math_verify: {found}")
     return found
 
 
 def _asked(question: str) -> bool | str | None:
-    """What a process answers. One that comes to its end instead gets no other question."""
+    """Sends a question to a child process and returns its reply; False if the process died."""
     try:
         process = _idle.pop()
     except IndexError:

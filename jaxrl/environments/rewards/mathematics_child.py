@@ -1,9 +1,9 @@
-"""Compares expressions as mathematics: run by `mathematics.py`, with the package math-verify.
+"""Child process of `mathematics.py`: compares expressions with the package math-verify.
 
-Arguments: seconds, memory. Each line of the standard input is a JSON list of a reference answer and
-a completion. A line answers it, JSON: whether the completion's expression equals that of the
-reference answer, null if that holds none, or in words what was raised. The first line of all is
-true once the package is loaded, or in words why it cannot be.
+Arguments: seconds of processor time per comparison, bytes of memory. The first line of output is
+true once the package is loaded, or a string with the error. Each line of input is a JSON list of a
+reference answer and a completion. Each is answered by one line of JSON: true or false, null if the
+reference answer contains no expression, or a string with the error.
 """
 
 import json
@@ -15,12 +15,12 @@ from typing import Any
 
 
 def main() -> None:
-    """See above."""
+    """Reads comparisons from stdin and writes their results to stdout."""
     seconds, memory = float(sys.argv[1]), int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # anything a library prints goes to stderr
 
     def say(what: Any) -> None:
         print(json.dumps(what), file=answers, flush=True)
@@ -32,8 +32,8 @@ def main() -> None:
     say(True)
     for line in sys.stdin:
         reference, completion = json.loads(line)
-        # The library's own limit is by a signal that Python handles between two operations, and one
-        # operation on whole numbers can take hours. This one nobody handles: it ends the process.
+        # The library's own limit is a signal that Python handles between two operations, but one
+        # operation on integers can take hours. This signal has no handler, so it ends the process.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             expected = parse(reference, parsing_timeout=0)

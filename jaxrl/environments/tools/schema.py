@@ -1,6 +1,6 @@
-"""Tools: functions with type hints, their JSON schemas, and calls of them that a model has written.
+"""Tools: typed functions, their JSON schemas, and the calls that a model writes.
 
-The format is that of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+Call format, from Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 """
 
 import inspect
@@ -21,11 +21,17 @@ _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 
 class ToolError(ValueError):
-    """What is wrong with a call, in words for the model."""
+    """An invalid call; the message is shown to the model."""
 
 
 class Call(NamedTuple):
-    """A call that a model has written; `wrong` says why it is none."""
+    """A call that a model wrote.
+
+    Attributes:
+      name: of the tool.
+      arguments: by parameter name.
+      wrong: the reason why the call is malformed; None if it is well-formed.
+    """
 
     name: str
     arguments: Mapping[str, Any]
@@ -36,9 +42,9 @@ class Tool(NamedTuple):
     """A function that a model can call.
 
     Attributes:
-      name: by which it is called.
+      name: the name that the model calls it by.
       schema: JSON schema, as chat templates take it.
-      run: arguments -> what it returns; raises ToolError where they do not fit.
+      run: arguments -> result; raises ToolError if the arguments do not fit the schema.
     """
 
     name: str
@@ -47,15 +53,15 @@ class Tool(NamedTuple):
 
 
 def make_tool(function: Callable[..., Any]) -> Tool:
-    """A tool from a function whose parameters have type hints; its docstring is the description.
+    """Makes a tool from a function with type hints; its docstring becomes the description.
 
     Raises:
-      ValueError: for a parameter without a type hint or that cannot be given by name, or a function
-        without a docstring.
+      ValueError: if a parameter has no type hint or cannot be passed by name, or the function has
+        no docstring.
     """
     name, text = function.__name__, inspect.getdoc(function)
     if not text:
-        raise ValueError(f"the tool {name} has no docstring: the model is told nothing about it")
+        raise ValueError(f"the tool {name} has no docstring; write one, the model reads it")
     hints, fields = typing.get_type_hints(function), {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name not in hints or parameter.kind in (
@@ -64,8 +70,8 @@ def make_tool(function: Callable[..., Any]) -> Tool:
             parameter.POSITIONAL_ONLY,
         ):
             raise ValueError(
-                f"the parameter {parameter.name} of the tool {name} needs a type hint and a name "
-                "by which it is given"
+                f"the parameter {parameter.name} of the tool {name} must have a type hint and be "
+                "passable by name"
             )
         given = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (hints[parameter.name], given)
@@ -89,15 +95,15 @@ def make_tool(function: Callable[..., Any]) -> Tool:
 
 
 def load_tools(references: Sequence[str]) -> dict[str, Tool]:
-    """The tools that `environment.tools` names, by their names.
+    """Loads the tools listed in `environment.tools`; returns them by name.
 
     Args:
       references: `calculator`, `python`, `search:FILE`, `file.py:function` or
         `package.module:function`.
 
     Raises:
-      ValueError: for a reference that cannot be loaded, a function that makes no tool, or two tools
-        of one name.
+      ValueError: if a reference cannot be loaded, a function is not a valid tool, or two tools have
+        the same name.
     """
     tools: dict[str, Tool] = {}
     for reference in references:
@@ -118,7 +124,7 @@ def load_tools(references: Sequence[str]) -> dict[str, Tool]:
 
 
 def calls_in(text: str) -> list[Call]:
-    """The calls in a turn, those that are wrong too."""
+    """Parses the calls in a turn, including malformed ones."""
     return [_read(body, bool(end)) for body, end in _CALL.findall(text)]
 
 
@@ -128,7 +134,7 @@ def _read(body: str, ended: bool) -> Call:
     try:
         content = json.loads(body)
     except (ValueError, RecursionError) as error:
-        return Call("", {}, f"the call is no JSON: {error}")
+        return Call("", {}, f"the call is not JSON: {error}")
     name = content.get("name") if isinstance(content, dict) else None
     arguments = content.get("arguments", {}) if isinstance(content, dict) else None
     if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -137,17 +143,22 @@ def _read(body: str, ended: bool) -> Call:
 
 
 class Answer(NamedTuple):
-    """What a call came to: the text for the model, and whether it is an error."""
+    """The result of a call.
+
+    Attributes:
+      text: shown to the model.
+      failed: true if the text is an error.
+    """
 
     text: str
     failed: bool
 
 
 async def answer(call: Call, tools: Mapping[str, Tool]) -> Answer:
-    """Runs a call. What is wrong with it, or raised by the tool, is said to the model.
+    """Runs a call. Errors in the call and exceptions of the tool become text for the model.
 
     Raises:
-      SandboxError: if this machine offers no sandbox; the model can do nothing about that.
+      SandboxError: if this machine has no sandbox, which the model cannot fix.
     """
     try:
         if call.wrong is not None:
