@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices: its HLO text, read."""
+"""Communication volume of a compiled program, parsed from its HLO text."""
 
 import dataclasses
 import math
@@ -20,9 +20,9 @@ class Traffic:
     """Collectives of one kind in one run of a program.
 
     Attributes:
-      count: how many are started.
-      size: bytes of their results on one device; of what goes in for a reduce-scatter.
-      sent: bytes that one device sends if they run in rings, which no algorithm undercuts.
+      count: number of collectives started.
+      size: bytes of their results on one device; for a reduce-scatter, of its input.
+      sent: bytes that one device sends with ring algorithms, which are optimal in bytes.
     """
 
     count: int = 0
@@ -34,14 +34,14 @@ class Traffic:
 
 
 def collectives(hlo: str, *, trips: Callable[[int], int]) -> dict[str, Traffic]:
-    """Traffic by kind, collectives in loops counted as often as the loop runs.
+    """Counts traffic by kind; a collective in a loop counts once per iteration.
 
     Args:
       hlo: text of a compiled program (`Compiled.as_text`).
-      trips: how often a loop runs that does not say so itself, by how many loops of that sort it
-        lies in: 0 for the outermost.
+      trips: depth -> iterations, for loops whose trip count the text does not give. Depth is the
+        number of such loops around it: 0 for the outermost.
 
-    Kinds that do not occur are left out.
+    Kinds that do not occur are omitted.
     """
     entry, computations = _computations(hlo)
     found: dict[str, Traffic] = {}
@@ -84,7 +84,7 @@ def _called(line: str) -> Iterator[str]:
 
 
 def _trip_count(line: str, computations: Mapping[str, list[str]]) -> int | None:
-    """How often a while loop runs, where the program has it as a number."""
+    """Returns the iterations of a while loop; None if the program has no constant for it."""
     if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
         return int(match[1])
     condition = re.search(r"condition=%?([\w.\-]+)", line)
@@ -101,7 +101,7 @@ def _trip_count(line: str, computations: Mapping[str, list[str]]) -> int | None:
 def _traffic(line: str, match: re.Match[str], *, inside: str) -> tuple[str, Traffic]:
     kind, group = match["kind"], _group_size(line)
     sizes = [_bytes(*shape) for shape in _SHAPE.findall(match["shape"])]
-    # A start returns what went in beside what will come out.
+    # An async start returns its operands along with its results.
     size = max(sizes) if match["start"] and kind != "all-reduce" else sum(sizes)
     part = (group - 1) / group
     if kind == "all-reduce" and "all-reduce-scatter" in inside:
@@ -113,7 +113,7 @@ def _traffic(line: str, match: re.Match[str], *, inside: str) -> tuple[str, Traf
 
 
 def _group_size(line: str) -> int:
-    """Devices that one collective spans. XLA writes groups in three ways."""
+    """Number of devices in one collective. XLA writes groups in three formats."""
     if match := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line):
         sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)'=(\d+)", match[1])}
         return math.prod(sizes[axis] for axis in re.findall(r"'(\w+)'", match[2]))
@@ -121,7 +121,7 @@ def _group_size(line: str) -> int:
         return int(match[2])
     if match := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return len(match[1].split(","))
-    return 2  # a permute names pairs instead
+    return 2  # a permute lists pairs instead
 
 
 def _bytes(dtype: str, dimensions: str) -> float:

@@ -1,4 +1,4 @@
-"""Builds device meshes. Nothing else in the project does."""
+"""Construction of device meshes, used by the whole project."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-# In this order over the devices, the last one fastest: what talks most is closest together.
+# Mesh order, the last axis fastest: axes that communicate most are on the closest devices.
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 # XLA's partitioner propagates shardings from the constraints that `partition.Layout` states.
@@ -25,27 +25,27 @@ def make_mesh(
     tensor: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh over all devices, with every axis of `AXES` in it.
+    """Builds a mesh over all devices that has every axis of `AXES`.
 
     Args:
-      data: number of replicas that see different rows of a batch.
-      fsdp: number of devices that a replica's parameters and rows are cut over (ZeRO stage 3,
+      data: number of replicas, each with different rows of a batch.
+      fsdp: number of devices that a replica's parameters and rows are sharded over (ZeRO stage 3,
         arXiv:1910.02054).
-      expert: number of devices that the experts of a layer are dealt out to (arXiv:2006.16668).
-      context: number of devices that the tokens of a row are cut over.
-      tensor: number of devices that one matrix product is cut over (arXiv:1909.08053).
-      devices: which `jax.Device`s; all of them by default.
+      expert: number of devices that the experts of a layer are sharded over (arXiv:2006.16668).
+      context: number of devices that the tokens of a row are sharded over.
+      tensor: number of devices that one matrix product is sharded over (arXiv:1909.08053).
+      devices: the `jax.Device`s to use; all of them by default.
 
-    One size may be -1: the number of devices that the others leave.
+    One size may be -1: it takes the remaining devices.
 
     Raises:
-      ValueError: if the sizes do not multiply to the number of devices; with the numbers.
+      ValueError: if the product of the sizes is not the number of devices; the message gives both.
     """
     devices = jax.devices() if devices is None else devices
     given: dict[str, int] = dict(zip(AXES, (data, fsdp, expert, context, tensor), strict=True))
     sizes = _resolve(given, devices=len(devices))
-    # As jax.make_mesh, which refuses 8 x 8 on chips that are wired 4 x 4 x 4: an axis of the wires
-    # is divided between two of the mesh where there is no other way.
+    # jax.make_mesh refuses 8 x 8 on chips wired 4 x 4 x 4. This splits a physical axis between two
+    # mesh axes if there is no other way.
     arranged = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     return Mesh(arranged, AXES, axis_types=(_AXIS_TYPE,) * len(AXES))
 

@@ -1,4 +1,4 @@
-"""Logical axes -> shardings, checked: nothing is cut silently otherwise than the rules say."""
+"""Logical axes -> shardings, checked: an array is sharded as the rules say or raises."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from sharding.rules import MeshAxes, Rules
 
 
 class Declared(Protocol):
-    """What says how an array is cut."""
+    """The declaration of an array: its shape and logical axes."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -27,10 +27,10 @@ class Declared(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How arrays lie on a mesh. Hashable, so that compiled functions can close over it.
+    """The placement of arrays on a mesh. Hashable, so that compiled functions can close over it.
 
-    `spec`, `sharding` and `tree` read the rules for parameters; `batch` and `constrain` those for
-    activations.
+    `spec`, `sharding` and `tree` use the rules for parameters; `batch` and `constrain` use those
+    for activations.
 
     Attributes:
       mesh: see `mesh.make_mesh`.
@@ -53,16 +53,16 @@ class Layout:
                     )
 
     def spec(self, axes: Sequence[str]) -> PartitionSpec:
-        """How a parameter with these logical axes is cut. Mesh axes of size 1 are left out.
+        """Returns the partition of a parameter with these logical axes. Mesh axes of size 1 are
+        omitted.
 
         Raises:
-          ValueError: for a logical axis without a rule, or if two dimensions are cut over one mesh
-            axis.
+          ValueError: if a logical axis has no rule, or two dimensions are cut over one mesh axis.
         """
         return _spec(self.mesh, axes, table=self.rules.parameters)
 
     def sharding(self, axes: Sequence[str]) -> NamedSharding:
-        """As `spec`, on the mesh."""
+        """Returns `spec` as a sharding on the mesh."""
         return NamedSharding(self.mesh, self.spec(axes))
 
     @property
@@ -71,21 +71,24 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def axes(self, logical: str) -> MeshAxes:
-        """The mesh axes, larger than 1, that a logical axis of activations is cut over."""
+        """Returns the mesh axes, larger than 1, that a logical axis of activations is cut over."""
         entry = (*self.batch((logical,)).spec, None)[0]
         return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
     def count(self, logical: str) -> int:
-        """Parts that a logical axis of activations is cut into."""
+        """Returns the number of parts that a logical axis of activations is cut into."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes(logical))
 
     def batch(self, axes: Sequence[str]) -> NamedSharding:
-        """How an input or an activation with these logical axes is cut."""
+        """Returns the sharding of an input or an activation with these logical axes."""
         return NamedSharding(self.mesh, _spec(self.mesh, axes, table=self.rules.activations))
 
     def constrain(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
-        """States how an activation is cut, inside a compiled function; free on one device. An array
-        of any shape, with the logical name of each dimension, and the same array.
+        """Constrains the sharding of an activation inside a compiled function; free on one device.
+
+        Args:
+          x: of any shape.
+          axes: the logical name of each dimension.
 
         Raises:
           ValueError: as `spec`, and if a dimension does not divide.
@@ -101,15 +104,16 @@ class Layout:
         inputs: Sequence[Sequence[str]],
         output: Sequence[str],
     ) -> Callable[..., jax.Array]:
-        """The function as each device runs it on its own part of its arguments; inside a compiled
-        function, and the function itself on one device.
+        """Wraps a function so that each device runs it on its own part of the arguments.
+
+        For use inside a compiled function. On one device it is the function itself.
 
         Args:
           function: of arrays, without communication.
-          inputs: logical axes of each argument, by the rules for activations. An argument that is
-            cut otherwise is brought to this layout first.
-          output: those of the result, of which the function returns one device's part. It must
-            differ over no mesh axis that these do not name.
+          inputs: logical axes of each argument, by the rules for activations. An argument with
+            another sharding is resharded first.
+          output: logical axes of the result. The function returns one device's part, which must
+            be the same along all mesh axes that these do not name.
 
         Raises:
           ValueError: as `spec`; at the call, if a dimension does not divide.
@@ -125,7 +129,7 @@ class Layout:
         )
 
     def tree(self, declared: Any) -> Any:
-        """Shardings of parameters, in the same tree.
+        """Computes the shardings of parameters, in the same tree.
 
         Args:
           declared: a tree whose leaves have a shape and logical axes (`Declared`).
@@ -137,11 +141,11 @@ class Layout:
         return jax.tree_util.tree_map_with_path(self._declared, declared, is_leaf=_is_declared)
 
     def state(self, state: Any, declared: Any) -> Any:
-        """Shardings of a whole learner state, in the same tree.
+        """Computes the shardings of a whole learner state, in the same tree.
 
-        A leaf whose path ends in a parameter's path and that has the parameter's shape (the
-        parameter itself, its moments, its accumulated gradient) lies where the parameter lies;
-        every other leaf is replicated.
+        A leaf is sharded like a parameter if its path ends in the parameter's path and the shapes
+        are equal: the parameter itself, its moments, its accumulated gradient. Every other leaf is
+        replicated.
 
         Args:
           state: a tree of arrays, or of their shapes (`jax.eval_shape`).

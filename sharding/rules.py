@@ -1,8 +1,7 @@
-"""Which mesh axes cut which logical axis: data, not code.
+"""Sharding rules, as data: logical axis -> mesh axes.
 
-A parameter and an activation may both have an axis "embed" and want it cut differently: fully
-sharded parameters are cut along the hidden size, activations along the batch. So there are two
-tables.
+Parameters and activations have separate tables. Both may have an axis "embed" that must be cut
+differently: fully sharded parameters are cut along the hidden size, activations along the batch.
 """
 
 import dataclasses
@@ -13,11 +12,11 @@ MeshAxes = tuple[str, ...]  # cut over these, the first one slowest; () is not c
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Logical axis -> mesh axes. Every logical axis that is used must be named, even if uncut.
+    """Tables of logical axis -> mesh axes. Every logical axis in use must be listed, even if uncut.
 
     Attributes:
       parameters: for the axes that parameters declare.
-      activations: for batches and for what a model passes to `constrain`.
+      activations: for batches and arrays that a model passes to `constrain`.
     """
 
     parameters: tuple[tuple[str, MeshAxes], ...]
@@ -33,7 +32,7 @@ _WHOLE: _Table = dict.fromkeys(
     ),
     (),
 )
-# "routed" is the batch where tokens meet experts: the devices with experts all see its tokens.
+# "routed" is the batch inside expert layers: every device with experts sees all of its tokens.
 _BATCH_CUT: _Table = {
     **dict.fromkeys(("batch", "routed"), ("data", "fsdp")),
     **dict.fromkeys(
@@ -42,19 +41,19 @@ _BATCH_CUT: _Table = {
 }
 _FSDP: _Table = {"embed": "fsdp"}
 _TENSOR: _Table = dict.fromkeys(("vocab", "q_heads", "kv_heads", "mlp"), "tensor")
-# Outside the experts the axis is one more to cut the batch over.
+# Outside expert layers the expert axis cuts the batch as well.
 _EXPERT: _Table = {"experts": "expert", "batch": ("data", "fsdp", "expert")}
 _CONTEXT: _Table = {"length": "context"}
 _BOTH: _Table = {"embed": ("fsdp", "context")}
 
 
 def make_rules(*, parameters: _Table, activations: _Table) -> Rules:
-    """The tables in which only the batch is cut, with changes.
+    """Makes rules from the default tables, in which only the batch is cut, with changes.
 
     Args:
       parameters: changes, for example `{"embed": "fsdp"}`, or a new logical axis; a bare name
         stands for one mesh axis.
-      activations: likewise, for example `{"mlp": "tensor"}`.
+      activations: changes, for example `{"mlp": "tensor"}`.
     """
     return Rules(
         parameters=_freeze({**_WHOLE, **parameters}),
@@ -63,11 +62,11 @@ def make_rules(*, parameters: _Table, activations: _Table) -> Rules:
 
 
 def change(rules: Rules, *, parameters: Sequence[str], activations: Sequence[str]) -> Rules:
-    """Rules with changes that are written as text, such as "embed=fsdp+context" or "vocab=".
+    """Applies changes written as text, such as "embed=fsdp+context" or "vocab=".
 
     Raises:
-      ValueError: for a text that is no such rule, a logical axis that the rules do not have, or
-        one that is named twice.
+      ValueError: if a text is not a rule, or names a logical axis that is unknown or was already
+        changed.
     """
     return make_rules(
         parameters=_changed(dict(rules.parameters), parameters),
@@ -86,7 +85,7 @@ def _changed(table: Mapping[str, MeshAxes], texts: Sequence[str]) -> dict[str, M
             )
         if logical not in table:
             raise ValueError(
-                f"rule {text!r}: nothing has an axis {logical!r} that it could cut; there are "
+                f"rule {text!r}: there is no logical axis {logical!r}; known are "
                 f"{', '.join(table)}"
             )
         found[logical] = tuple(axes.split("+")) if axes else ()
@@ -112,7 +111,7 @@ PRESETS: dict[str, Rules] = {
     ),
     # Long rows: tokens cut over devices, keys and values gathered for attention.
     "context": make_rules(parameters={**_BOTH, **_TENSOR}, activations={**_TENSOR, **_CONTEXT}),
-    # All of it: with the others' sizes 1 it equals any of the above.
+    # Everything: with the other axes at size 1 it equals any of the above.
     "all": make_rules(
         parameters={**_BOTH, **_TENSOR, "experts": "expert"},
         activations={**_TENSOR, **_EXPERT, **_CONTEXT},

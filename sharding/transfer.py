@@ -1,4 +1,4 @@
-"""Between the host's memory and devices that may belong to several processes."""
+"""Transfers between host memory and devices, which may belong to several processes."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 
 def place(tree: Any, shardings: Any) -> Any:
-    """Arrays on devices. Over several processes each puts its own parts, and nothing is sent.
+    """Puts arrays on devices. Each process puts its own parts; nothing is sent between them.
 
     Args:
-      tree: of arrays in the host's memory, the same on every process.
-      shardings: one for all of them, or a tree of the same form.
+      tree: arrays in host memory, the same on every process.
+      shardings: one sharding for all, or a tree of the same form.
     """
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
@@ -21,14 +21,14 @@ def place(tree: Any, shardings: Any) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-    """Arrays in the host's memory, whole. Over several processes all must call it."""
+    """Fetches whole arrays to host memory. With several processes all must call it."""
     if jax.process_count() > 1:
         tree = jax.tree.map(_whole, tree)
     return jax.device_get(tree)
 
 
 def _place(x: Any, sharding: Sharding) -> jax.Array:
-    # jax.device_put would compare the values of all processes, which sends each of them around.
+    # jax.device_put would send the values between processes to compare them.
     host = jax.device_get(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 

@@ -10,8 +10,8 @@ import numpy as np
 from flax import struct
 
 End = Literal["done", "max_tokens", "max_turns", "error", "timeout", "invalid"]
-"""The end of an episode: by the environment, at the limit of tokens or of turns, or because the
-environment raised, timed out or returned an invalid step."""
+"""The reason an episode ended: the environment finished it, it reached the limit of tokens or of
+turns, or the environment raised, timed out or returned an invalid step."""
 
 
 class Episode(NamedTuple):
@@ -19,8 +19,8 @@ class Episode(NamedTuple):
 
     Attributes:
       turns: (start, end, reward) of each turn, as positions in the completion.
-      end: the reason of its end.
-      metrics: of the environment.
+      end: the reason it ended.
+      metrics: the environment's.
     """
 
     turns: tuple[tuple[int, int, float], ...]
@@ -120,7 +120,7 @@ def action_sequences(batch: TokenBatch) -> jax.Array:
 
 
 def segment_totals(values: jax.Array, segments: jax.Array) -> jax.Array:
-    """Sums over each sequence: [B, T] -> [B, T + 1]; entry s of a row is that of its segment s."""
+    """Sums over each sequence: [B, T] -> [B, T + 1]; entry s of a row is the sum of segment s."""
     empty = jnp.zeros((segments.shape[0], segments.shape[1] + 1), values.dtype)
     return jax.vmap(lambda zeros, s, v: zeros.at[s].add(v))(empty, segments, values)
 
@@ -153,9 +153,9 @@ def from_json(content: Mapping[str, Any]) -> Rollout:
 class Minibatch:
     """The input of one optimizer step; see `packing.pack_minibatch`.
 
-    The rows of `batch` are those of its microbatches, interleaved; only the first `microbatches`
-    of these are computed, so one compiled step serves every number of rows. A score that no loss
-    needs is None.
+    The rows of `batch` are those of its microbatches, interleaved. Only the first `microbatches`
+    are computed, so one compiled step serves every number of rows. A score that no loss needs is
+    None.
     """
 
     batch: TokenBatch  # [N, T]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces a file atomically: concurrent readers, and a program killed in between, find either
-    the old file or the new one."""
+    """Replaces a file atomically. Readers see the old content or the new one, even if the writer is
+    killed."""
     new = path.with_name(path.name + ".new")
     new.write_text(text, encoding="utf-8")
     new.replace(path)

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 T = TypeVar("T")
 R = TypeVar("R")
 
-_SMALLEST = 4096  # bytes; a program is compiled for every size
+_SMALLEST = 4096  # bytes; each size compiles a program
 
 
 class ReportedError(RuntimeError):
@@ -43,7 +43,7 @@ class _Outcome(NamedTuple):
 
 
 def report(error: Exception) -> None:
-    """Prints to stderr that this process ends, and why."""
+    """Prints to stderr that this process failed, with the error."""
     if os.environ.get("JAXRL_TRACEBACK"):
         traceback.print_exc()
     print(
@@ -75,7 +75,7 @@ class Hosts:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Prints an error of the block before any cleanup, which may wait for other processes.
+        """Prints an error of the block before its cleanup, which may wait for other processes.
 
         Raises:
           ReportedError: instead of any other error, with several processes.
@@ -161,9 +161,10 @@ class Hosts:
     def consume_on_leader(
         self, source: Iterable[T], function: Callable[[Iterable[T]], R]
     ) -> R | None:
-        """Returns `function(source)` on process 0 and None on the others, which iterate over the
-        source as well: for items that all processes compute together. `function` must iterate over
-        it exactly once."""
+        """Returns `function(source)` on process 0 and None on the others.
+
+        For a source whose items all processes compute together: the others iterate over it too.
+        `function` must iterate over it exactly once."""
         if self.leads:
             return function(source)
         deque(source, maxlen=0)

@@ -1,7 +1,7 @@
 """Packs ragged rollouts into rows of a fixed length, and rows into the microbatches of a step.
 
-`pack_minibatch` is the whole way from rollouts to what an optimizer step takes; `unpack` is the way
-back for per-token results. The other functions are its parts.
+`pack_minibatch` turns rollouts into the input of an optimizer step. `unpack` maps per-token results
+back to rollouts. The other functions are its parts.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ class MinibatchShape:
 
     Attributes:
       row_length: tokens in a row.
-      rows_per_microbatch: rows that are computed at once.
-      max_rows: rows that a minibatch has room for, rounded up to whole microbatches. With one for
-        each sequence the step compiles once; None makes room for the rows in use only.
-      packed: several sequences share a row where they fit; otherwise each has its own.
+      rows_per_microbatch: rows computed at once.
+      max_rows: rows that a minibatch has room for, rounded up to whole microbatches. With one row
+        per sequence the step compiles once; None makes room for the rows in use only.
+      packed: sequences share a row where they fit; otherwise each has its own.
       together: consecutive rollouts that always share a row: 2 for pairs.
-      sharding: of arrays [rows, tokens]; None for the default device.
+      sharding: sharding of arrays [rows, tokens]; None for the default device.
     """
 
     row_length: int
@@ -62,7 +62,7 @@ def pack_minibatch(
     Args:
       rollouts: the samples.
       advantages: for each rollout one number, or f32[C] for its completion tokens.
-      shape: of the minibatch.
+      shape: the shape of the minibatch.
       values: for each rollout f32[C], of a critic; None without one.
       returns: f32[C] for each rollout, the critic's targets; None without one.
 
@@ -93,7 +93,7 @@ def plan_rows(rollouts: Sequence[Rollout], shape: MinibatchShape) -> Rows:
     """Assigns rollouts to the rows of a minibatch. Deterministic.
 
     Raises:
-      ValueError: if a sequence is longer than a row, or there are more rows than room.
+      ValueError: if a sequence is longer than a row, or the rows exceed `max_rows`.
     """
     size, per = shape.together, shape.rows_per_microbatch
     units = [range(i, i + size) for i in range(0, len(rollouts), size)]
@@ -127,7 +127,7 @@ def assign_rows(lengths: Sequence[int], *, row_length: int) -> list[list[int]]:
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if lengths[i] > row_length:
             raise ValueError(
-                f"sequence {i} has {lengths[i]} tokens and a row holds {row_length}; raise "
+                f"sequence {i} has {lengths[i]} tokens but a row holds {row_length}; raise "
                 "the row length or shorten prompts and completions"
             )
         row = next((r for r, room in enumerate(free) if room >= lengths[i]), None)
@@ -150,19 +150,19 @@ def interleave(
 
     Args:
       rows: the sequences of each row, as `assign_rows` returns them.
-      rows_per_microbatch: rows that are computed at once.
+      rows_per_microbatch: rows computed at once.
       max_microbatches: microbatches that the batch has room for.
 
     Returns:
       (rows with empty ones added, for `pack`; number of microbatches in use).
 
     Raises:
-      ValueError: if there are more rows than room.
+      ValueError: if the rows exceed the microbatches.
     """
     used = max(1, -(-len(rows) // rows_per_microbatch))
     if used > max_microbatches:
         raise ValueError(
-            f"{len(rows)} rows fill {used} microbatches of {rows_per_microbatch} rows, and the "
+            f"{len(rows)} rows fill {used} microbatches of {rows_per_microbatch} rows, but the "
             f"batch has room for {max_microbatches}"
         )
     # Deal row by row over the microbatches in use, so that all are about equally full.
@@ -193,16 +193,16 @@ def pack(
       row_length: tokens in a row.
 
     Raises:
-      ValueError: for a rollout without a prompt (its first token would have nothing to be scored
-        from), one whose arrays differ in length, a row that does not hold its rollouts, or another
-        number of advantages than of rollouts; the message names it.
+      ValueError: if a rollout has no prompt (its first token could not be scored) or arrays of
+        different lengths, if the rollouts of a row exceed its length, or if there is not one
+        advantage per rollout; the message names it.
     """
     if len(advantages) != len(rollouts):
-        raise ValueError(f"{len(advantages)} advantages for {len(rollouts)} rollouts")
+        raise ValueError(f"{len(advantages)} advantages for {len(rollouts)} rollouts; give one each")
     for r, members in enumerate(rows):
         used = sum(rollouts[i].length for i in members)
         if used > row_length:
-            raise ValueError(f"row {r} is given {used} tokens and holds {row_length}")
+            raise ValueError(f"row {r} is given {used} tokens but holds only {row_length}")
         for i in members:
             _check_rollout(rollouts[i], index=i)
     shape = (len(rows), row_length)

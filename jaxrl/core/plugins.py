@@ -1,4 +1,4 @@
-"""Functions named in a config: ours by name, the user's by file or module."""
+"""Lookup of functions named in a config: built-in ones by name, the user's by file or module."""
 
 import difflib
 import importlib
@@ -12,18 +12,18 @@ from typing import Any
 
 
 def load_function(reference: str, *, builtin: ModuleType, key: str) -> Callable[..., Any]:
-    """The function that a config names.
+    """Loads the function that a config names.
 
     Args:
       reference: a public function of `builtin`, `path/to/file.py:function` or
         `package.module:function`.
-      builtin: where plain names are looked up.
+      builtin: the module in which plain names are looked up.
       key: the config key, for messages.
 
     Raises:
-      ValueError: if there is no such file, module or function, or it is no function; the message
-        names the key, what was looked for and the nearest name. What importing the user's file
-        raises is chained to it.
+      ValueError: if the file, module or function does not exist, or the name is not a function; the
+        message gives the key, the reference and the nearest name. An exception raised by the
+        user's file is chained to it.
     """
     where, colon, name = reference.rpartition(":")
     if not colon:
@@ -37,7 +37,7 @@ def load_function(reference: str, *, builtin: ModuleType, key: str) -> Callable[
     if not callable(function) or (module is builtin and name not in names):
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}"
-        own = "" if colon else "; for a function of your own write file.py:function"
+        own = "" if colon else "; to name your own function, write file.py:function"
         raise ValueError(
             f"{key} = {reference!r}: {module.__name__} has no function {name!r}; {hint}{own}"
         )
@@ -57,11 +57,11 @@ def check_parameters(
       function: takes the arguments.
       parameters: the keys of the table.
       key: the table, for messages.
-      also: further keys that the table may have.
+      also: other keys that the table may contain.
 
     Raises:
-      ValueError: for a parameter that the function does not take, or one without a default that is
-        missing; the message names the key and the nearest parameter.
+      ValueError: if the table has a key that is not a parameter, or lacks a parameter without a
+        default; the message gives the key and the nearest parameter.
     """
     declared = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in declared.values()):
@@ -84,11 +84,11 @@ def divide_parameters(
     *,
     key: str,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keyword arguments of a config table that `function` takes, and the rest of them, which
-    must be keyword-only parameters of `other`.
+    """Divides a config table into the arguments of `function` and those of `other`. The latter must
+    be keyword-only parameters of `other`.
 
     Raises:
-      ValueError: as `check_parameters`, where neither takes a parameter.
+      ValueError: as `check_parameters`, if neither function takes a parameter.
     """
     declared = inspect.signature(function).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in declared.values())
@@ -104,8 +104,8 @@ def divide_parameters(
 
 def _load_file(path: Path, *, reference: str, key: str) -> ModuleType:
     if not path.is_file():
-        raise ValueError(f"{key} = {reference!r}: there is no file {path}")
-    # A name that no package has, the same for the same file, so that a file is executed once.
+        raise ValueError(f"{key} = {reference!r}: the file {path} does not exist")
+    # A unique module name per file, so that each file is executed once.
     name = f"jaxrl_plugin_{path.resolve().as_posix()}"
     if name in sys.modules:
         return sys.modules[name]
@@ -130,7 +130,7 @@ def _import(name: str, *, reference: str, key: str) -> ModuleType:
 
 
 def _public_functions(module: ModuleType) -> list[str]:
-    """Functions in the module's `__all__`; without one, those that it defines itself."""
+    """Lists the functions in the module's `__all__`, or else those that the module defines."""
     listed = getattr(module, "__all__", None)
     return [
         name

@@ -1,8 +1,8 @@
-"""A policy and its critic, learnt together: the critic a network of its own, or a head on the
-policy's trunk.
+"""Joint training of a policy and its critic.
 
-Such a head has a state of its own, too. So the policy's parameters are those of a language model in
-either case, and nothing that is published, exported or sampled from can hold the head.
+The critic is a separate network or a head on the policy's trunk. The head, too, has its own state.
+The policy's parameters are therefore always those of a language model: the head is never published,
+exported or sampled from.
 """
 
 import dataclasses
@@ -25,21 +25,21 @@ from jaxrl.models.spec import Params
 
 
 class State(NamedTuple):
-    """What learns: the policy, and the critic of a recipe that has one."""
+    """Learner states of the policy and, if the recipe has one, of the critic."""
 
     policy: LearnerState
     critic: LearnerState | None = None
 
     @property
     def critic_state(self) -> LearnerState:
-        """The critic of a recipe that has one."""
+        """The critic's state; the recipe must have a critic."""
         assert self.critic is not None, "a run without a critic has no values"
         return self.critic
 
 
 def with_new_loss_scale(state: State, precision: Precision) -> State:
-    """The state with the loss scale that a policy begins with, for a run that changes to it; the
-    skipped steps are still counted from the start of the run."""
+    """Resets the loss scale to the initial one of `precision`, for a run resumed under a new dtype
+    policy. Skipped steps are still counted from the start of the run."""
 
     def begun(learner: LearnerState) -> LearnerState:
         old = learner.loss_scale
@@ -55,11 +55,14 @@ class ActorCritic(NamedTuple):
 
     Attributes:
       init: the critic's params -> its state before the first step.
-      values: (states, minibatch) -> f32[N, T], what the critic expects before each action token,
-        without gradient; 0 elsewhere.
-      pretrain: (states, minibatch) -> (states, metrics); the policy stays as it is, bit for bit.
-      step: likewise, both learn. Both read `batch.values` and `batch.returns`; metrics of the
-        critic begin with "value/".
+      values: (states, minibatch) -> f32[N, T], the critic's value before each action token, without
+        gradient; 0 elsewhere.
+      pretrain: (states, minibatch) -> (states, metrics); updates the critic only. The policy is
+        unchanged, bit for bit.
+      step: (states, minibatch) -> (states, metrics); updates both.
+
+    `pretrain` and `step` read `batch.values` and `batch.returns`. The critic's metrics begin with
+    "value/".
     """
 
     init: Callable[[Params], LearnerState]
@@ -69,7 +72,7 @@ class ActorCritic(NamedTuple):
 
 
 def side_by_side(learner: Learner, critic: CriticLearner) -> ActorCritic:
-    """Two networks, each with its own loss, gradient and optimizer."""
+    """Combines two networks, each with its own loss, gradient and optimizer."""
 
     def values(states: State, minibatch: Minibatch) -> jax.Array:
         return critic.values(states.critic_state.params, minibatch)
@@ -98,29 +101,30 @@ def shared_trunk(
     temperature: float = 1.0,
     param_shardings: Any = None,
 ) -> ActorCritic:
-    """One network: the critic is a head on the policy's last hidden states, {"score": [1, D]}.
+    """Builds one network whose critic is a head on the policy's last hidden states,
+    {"score": [1, D]}.
 
-    The loss is the policy's + `coefficient` x the critic's, reduced once, as the policy's is; its
-    gradient reaches the trunk from both. Policy and head are clipped and updated apart, each by its
-    optimizer. In pre-training the trunk is fixed and the head alone learns.
+    The loss is the policy's + `coefficient` x the critic's, reduced once, as the policy's is. Both
+    terms send gradient to the trunk. Policy and head are clipped and updated separately, each by
+    its optimizer. Pre-training updates the head only; the trunk is frozen.
 
     Args:
       model: the policy's.
-      recipe: one with a critic.
+      recipe: must have a critic.
       coefficient: of the critic's loss.
       optimizer: of the policy's parameters.
       head_optimizer: of the head.
-      precision: the dtype policy, of the head as of the rest.
+      precision: the dtype policy, also of the head.
       rows_per_microbatch: as in `make_learner`.
       temperature: as in `make_learner`.
-      param_shardings: as in `make_learner`, with that of the head.
+      param_shardings: as in `make_learner`, including the head.
 
     Raises:
       ValueError: if the recipe has no critic.
     """
     critic = recipe.critic
     if critic is None:
-        raise ValueError("shared_trunk is for a recipe with a critic; ppo has one")
+        raise ValueError("shared_trunk needs a recipe with a critic, such as ppo")
     scorer = model._replace(unembedding=lambda params: params[VALUE_HEAD])
     shapes: dict[str, Any] = {
         "precision": precision,
@@ -170,7 +174,7 @@ def shared_trunk(
 def _apart(
     optimizer: optax.GradientTransformation, head_optimizer: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Each for its own parameters; the state is the pair of theirs."""
+    """Applies each optimizer to its own parameters; the state is the pair of theirs."""
 
     def init(params: Params) -> tuple[Any, Any]:
         policy, head = _split(params)
@@ -188,13 +192,13 @@ def _apart(
 
 
 def _split(params: Params) -> tuple[Params, Params]:
-    """The policy's parameters, and the head."""
+    """Splits parameters into the policy's and the head."""
     policy = {name: value for name, value in params.items() if name != VALUE_HEAD}
     return policy, {VALUE_HEAD: params[VALUE_HEAD]}
 
 
 def _joined(states: State) -> LearnerState:
-    """Both as one state; steps and the loss scale are the policy's."""
+    """Merges both states into one; the step count and loss scale are the policy's."""
     policy, critic = states.policy, states.critic_state
     return dataclasses.replace(
         policy, params=policy.params | critic.params, opt_state=(policy.opt_state, critic.opt_state)
@@ -202,7 +206,7 @@ def _joined(states: State) -> LearnerState:
 
 
 def _divided(state: LearnerState, *, critic: LearnerState) -> State:
-    """The inverse of `_joined`; `critic` is what it was before the step."""
+    """Inverts `_joined`; `critic` is its state before the step."""
     params, head = _split(state.params)
     own, head_own = state.opt_state
     return State(

@@ -1,7 +1,7 @@
 """PPO's critic: a decoder whose head predicts the reward of a completion, trained with the policy.
 
-It has parameters and an optimizer of its own; like the learner it is pure functions over one state.
-`jaxrl.learner.actor_critic` puts the two together.
+It has its own parameters and optimizer. Like the learner it is pure functions over one state.
+`jaxrl.learner.actor_critic` combines the two.
 """
 
 import functools
@@ -28,10 +28,10 @@ class CriticLearner(NamedTuple):
 
     Attributes:
       init: params -> state before the first step.
-      values: (params, minibatch) -> f32[N, T], what the critic expects before each action token,
-        without gradient; 0 elsewhere.
-      step: (state, minibatch) -> (state, metrics); reads `batch.values` and `batch.returns`. The
-        names of the metrics begin with "value/".
+      values: (params, minibatch) -> f32[N, T], the critic's value before each action token, without
+        gradient; 0 elsewhere.
+      step: (state, minibatch) -> (state, metrics); reads `batch.values` and `batch.returns`. Metric
+        names begin with "value/".
     """
 
     init: Callable[[Params], LearnerState]
@@ -51,11 +51,11 @@ def make_critic(
     """Builds a critic.
 
     Args:
-      model: a scorer, whose `config.scored` holds.
-      recipe: what is minimised.
+      model: a scorer (`config.scored` is true).
+      recipe: the critic's loss.
       optimizer: any optax transformation; it sees unscaled f32 gradients and f32 parameters.
       precision: the dtype policy.
-      rows_per_microbatch: rows that are computed at once; divides the rows of every minibatch.
+      rows_per_microbatch: rows computed at once; divides the rows of every minibatch.
       param_shardings: as in `make_learner`.
     """
     constrain = constrainer(param_shardings)
@@ -110,10 +110,10 @@ def critic_values(
 def value_total(
     recipe: Critic, values: jax.Array, *, batch: TokenBatch
 ) -> tuple[jax.Array, Metrics]:
-    """The critic's loss alone, summed over a microbatch, and its metrics; from values f32[B, T]."""
+    """Computes the critic's loss, summed over a microbatch, and metrics from values f32[B, T]."""
     return recipe.objective.total(Scores(logprobs=jnp.zeros_like(values), values=values), batch)
 
 
 def named(metrics: Metrics) -> Metrics:
-    """The metrics of a critic's step, each name beginning with "value/"."""
+    """Prefixes the metric names of a critic's step with "value/"."""
     return {f"value/{name.removeprefix('value/')}": metric for name, metric in metrics.items()}

@@ -18,17 +18,17 @@ def minibatch(
 ) -> Minibatch:
     """Estimates advantages and packs rollouts into rows.
 
-    The mini-batch has room for one rollout to a row, so that the learner's step compiles once for
-    every mini-batch of as many rollouts.
+    The mini-batch has room for one rollout per row. The learner's step therefore compiles once per
+    number of rollouts.
 
     Args:
       rollouts: N rollouts with their rewards.
       advantages: rewards and groups -> advantages, such as `recipe.advantages`.
       row_length: tokens in a row; at least those of the longest rollout.
-      rows_per_microbatch: rows that the learner computes at once.
+      rows_per_microbatch: rows the learner computes at once.
 
     Raises:
-      ValueError: for a rollout that is longer than a row; the message names it.
+      ValueError: if a rollout is longer than a row; the message names it.
     """
     outcomes = Outcomes(
         rewards=np.array([r.reward for r in rollouts]),

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by name; the parts are optax's."""
+"""Optimizers and learning-rate schedules by name, composed from optax."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -15,8 +15,8 @@ ScheduleName = Literal["constant", "cosine", "linear"]
 def make_schedule(
     name: ScheduleName, *, learning_rate: float, warmup_steps: int, total_steps: int
 ) -> optax.Schedule:
-    """Linear warm-up from 0 over `warmup_steps`, then constant, or a cosine or a line down to 0 at
-    `total_steps` (all in optimizer steps).
+    """Builds a schedule: linear warm-up from 0 over `warmup_steps`, then constant, or cosine or
+    linear decay to 0 at `total_steps`. All are counted in optimizer steps.
 
     Raises:
       ValueError: if the warm-up is not shorter than the run.
@@ -48,11 +48,11 @@ def make_optimizer(
     clip_norm: float | None,
     specs: Mapping[str, Any],
 ) -> optax.GradientTransformation:
-    """Gradient clipping by global norm, then the optimizer.
+    """Builds an optimizer: gradient clipping by global norm, then the update rule.
 
     Weight decay is decoupled and applies to matrices only, not to norms and biases. Muon (Jordan et
-    al. 2024) orthogonalises the momentum of each layer's matrices; embedding, head and vectors are
-    AdamW's. For `sgd`, betas[0] is the momentum.
+    al. 2024) orthogonalises the momentum of each layer's matrices and uses AdamW for embedding,
+    head and vectors. For `sgd`, betas[0] is the momentum.
     """
     matrices = jax.tree.map(_is_matrix, dict(specs), is_leaf=is_spec)
     if name == "adamw":
@@ -73,7 +73,7 @@ def make_optimizer(
             adam_b2=betas[1],
             muon_weight_dimension_numbers=jax.tree.map(_muon_axes, dict(specs), is_leaf=is_spec),
         )
-        # Its own weight decay would leave out embedding and head.
+        # optax's weight decay for Muon would skip embedding and head.
         chain = optax.chain(muon, _decay(schedule, weight_decay, mask=matrices))
     else:
         sgd = optax.sgd(schedule, momentum=betas[0] or None)
@@ -85,7 +85,7 @@ def make_optimizer(
 def _decay(
     schedule: optax.Schedule, weight_decay: float, *, mask: Any
 ) -> optax.GradientTransformation:
-    """Takes learning rate x weight decay x parameter from finished updates, where `mask` holds."""
+    """Subtracts learning rate x weight decay x parameter from updates where `mask` holds."""
     alone = optax.chain(
         optax.add_decayed_weights(weight_decay, mask), optax.scale_by_learning_rate(schedule)
     )

@@ -1,7 +1,7 @@
-"""The learner: three pure functions over one state.
+"""The learner: pure functions over one state.
 
-It computes the scores that an objective needs and hands them to it; `jaxrl.learner.update` takes
-the step. Nothing here knows which loss, which model or which mesh it is.
+It computes the scores that an objective needs and evaluates the objective; `jaxrl.learner.update`
+takes the step. Nothing here depends on a particular loss, model or mesh.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jaxrl.models.logprobs import token_logprobs, token_logprobs_and_entropy
 from jaxrl.models.scorer import token_values
 from jaxrl.models.spec import Params
 
-# Among the parameters, the head of a critic that shares the policy's trunk: [1, D].
+# Key in the parameters of the critic head, [1, D], on the policy's trunk.
 VALUE_HEAD = "score"
 
 
@@ -35,12 +35,12 @@ class Learner(NamedTuple):
     Attributes:
       init: params -> state before the first step.
       score: (params, minibatch) -> f32[N, T] log-probs of the action tokens, without gradient,
-        computed as `step` computes them; anchor and reference scores come from here. Where the
-        batch says which experts tokens were sent to, they are sent there, in `shadow` and `step`
-        as well: the routers' weights are those of the parameters, their choice is not.
-      shadow: likewise, but of the weights that are published, computed in the sampler's dtypes.
+        computed as in `step`. Used for anchor and reference scores. If the batch records the
+        experts of its tokens, `score`, `shadow` and `step` replay them: the routing weights are
+        the router's own, the choice of experts is the recorded one.
+      shadow: as `score`, with the published weights and in the sampler's dtypes.
       step: (state, minibatch) -> (state, metrics). `metrics` has the objective's, those of
-        `diagnostics.mismatch`, and "loss", "grad_norm" (before clipping), "loss_scale",
+        `losses.mismatch`, and "loss", "grad_norm" (before clipping), "loss_scale",
         "skipped_steps" (since the start).
     """
 
@@ -64,19 +64,19 @@ def make_learner(
     """Builds a learner.
 
     Args:
-      model: what turns tokens into hidden states.
-      objective: what is minimised; the scores it needs are computed, others are not. For one that
-        needs values, the parameters hold `VALUE_HEAD` besides the model's.
+      model: tokens -> hidden states.
+      objective: the loss; only the scores it needs are computed. If it needs values, the parameters
+        must hold `VALUE_HEAD` besides the model's.
       optimizer: any optax transformation; it sees unscaled f32 gradients and f32 parameters.
       precision: the dtype policy.
-      rows_per_microbatch: rows that are computed at once; divides the rows of every minibatch.
-      temperature: of the sampling distribution; the learner's log-probs are of the tempered one.
+      rows_per_microbatch: rows computed at once; divides the rows of every minibatch.
+      temperature: of the sampling distribution; the learner's log-probs are tempered alike.
       param_shardings: tree of shardings that parameters, their compute copies and gradients keep;
         None on a single device.
-      as_published: parameters -> those that samplers compute with, before they are rounded.
+      as_published: parameters -> the weights that samplers use, before rounding.
 
     Raises:
-      ValueError: if the objective balances experts and the model has none.
+      ValueError: if the objective balances experts but the model has none.
     """
     constrain = constrainer(param_shardings)
     constrain_merged = constrainer(lora.frozen(param_shardings))
@@ -85,7 +85,7 @@ def make_learner(
     with_entropy = Need.ENTROPY in objective.needs
     if Need.IMBALANCE in objective.needs and model.hidden_routed is None:
         raise ValueError(
-            "the loss balances experts and the model has none; set the coefficient `balance` to 0"
+            "the loss balances experts but the model has none; set the coefficient `balance` to 0"
         )
 
     def published(params: Params) -> Params:
@@ -146,7 +146,7 @@ def make_learner(
         _check(minibatch, objective, rows_per_microbatch=rows_per_microbatch)
         if Need.VALUES in objective.needs and VALUE_HEAD not in state.params:
             raise ValueError(
-                "the loss needs a critic's values and the parameters have no head for them; see "
+                "the loss needs a critic's values but the parameters have no value head; see "
                 "actor_critic.shared_trunk"
             )
         return update.step(
@@ -179,7 +179,7 @@ def _score_fn(
 def _hidden(
     model: Model, weights: Params, batch: TokenBatch, *, precision: Precision
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Hidden states and, of a mixture of experts, how unevenly it uses them."""
+    """Computes hidden states and, for a mixture of experts, its imbalance."""
     inputs = (weights, batch.tokens, batch.positions, batch.segments)
     if model.hidden_routed is None:
         return model.hidden(*inputs, precision=precision), None
@@ -196,10 +196,10 @@ def _check(minibatch: Minibatch, objective: Objective, *, rows_per_microbatch: i
     if rows % rows_per_microbatch:
         raise ValueError(
             f"a minibatch of {rows} rows does not divide into microbatches of "
-            f"{rows_per_microbatch}; pad it with learner.interleave"
+            f"{rows_per_microbatch}; pad it with packing.pack_minibatch"
         )
     if Need.REFERENCE in objective.needs and minibatch.reference is None:
         raise ValueError(
-            "the loss needs reference scores and the minibatch has none; score the reference "
+            "the loss needs reference scores but the minibatch has none; score the reference "
             "parameters with Learner.score, or set the KL coefficient to 0"
         )

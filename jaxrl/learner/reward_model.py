@@ -1,4 +1,4 @@
-"""A trained reward model as a reward: it reads the token ids that were sampled, never text."""
+"""Reward models: scoring of sampled token ids, and training on preference pairs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ Scores = Callable[[Params, Minibatch], jax.Array]
 def make_scores(
     model: Model, *, precision: Precision, rows_per_microbatch: int, param_shardings: Any = None
 ) -> Scores:
-    """The function that scores batches, to be compiled by the caller.
+    """Builds the function that scores batches, to be compiled by the caller.
 
     Args:
       model: a scorer.
@@ -44,7 +44,7 @@ def make_scores(
 
 
 class Ranker(NamedTuple):
-    """A learner of rewards: pure functions, as those of `learner.Learner`."""
+    """The learner of a reward model: pure functions, as in `policy.Learner`."""
 
     init: Callable[[Params], LearnerState]
     step: Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]

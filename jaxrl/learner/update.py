@@ -1,7 +1,8 @@
-"""The optimizer step of any loss.
+"""The optimizer step, for any loss.
 
-Value-and-grad over microbatches with the denominator of the whole batch, then the loss scale and
-the optimizer; a step with a non-finite gradient changes nothing but the loss scale.
+A step sums gradients over microbatches, divided by the denominator of the whole batch. Then it
+removes the loss scale and applies the optimizer. A non-finite gradient skips the update: only the
+loss scale and the step count change.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from jaxrl.models.spec import Params
 
 @struct.dataclass
 class LearnerState:
-    """Everything that a step changes; the checkpoint holds exactly this."""
+    """Everything that a step changes, plus frozen parameters. See `checkpoint_view`."""
 
     step: jax.Array  # i32[], optimizer steps taken, skipped ones included
     params: Any  # Params in precision.params; or lora.Adapted, whose frozen part is in any dtype
@@ -32,8 +33,8 @@ class LearnerState:
 
 
 def checkpoint_view(state: LearnerState) -> LearnerState:
-    """Returns the part of a state that a checkpoint holds: all but frozen parameters, which lie in
-    the model that the run began with."""
+    """Returns the part of a state that is checkpointed: all but frozen parameters, which are
+    reloaded from the initial model."""
     return dataclasses.replace(state, params=lora.trainable(state.params))
 
 
@@ -48,13 +49,13 @@ def applied_steps(state: LearnerState) -> int:
 
 
 class Update(NamedTuple):
-    """What a learner is made of, whatever its loss and its model.
+    """Pure functions common to all learners.
 
     Attributes:
       init: params -> state before the first step.
-      step: (state, minibatch, fixed=..., denominator=f32[]) -> (state, metrics). `fixed` is what
-        all microbatches share. The metrics are the loss's own and "loss", "grad_norm" (before
-        clipping), "loss_scale", "skipped_steps" (since the start).
+      step: (state, minibatch, fixed=..., denominator=f32[]) -> (state, metrics). `fixed` is
+        passed to every microbatch. The metrics are those of the loss, and "loss",
+        "grad_norm" (before clipping), "loss_scale", "skipped_steps" (since the start).
     """
 
     init: Callable[[Any], LearnerState]
@@ -73,13 +74,13 @@ def make_update(
     rows_per_microbatch: int,
     param_shardings: Any = None,
 ) -> Update:
-    """Builds the optimizer step of any loss that is a sum over a batch.
+    """Builds the optimizer step of a loss that is a sum over a batch.
 
     Args:
-      total: the sum over a microbatch, before its division by the denominator of the whole batch.
+      total: the sum over a microbatch, before division by the denominator of the whole batch.
       optimizer: any optax transformation; it sees unscaled f32 gradients and f32 parameters.
       precision: the dtype policy.
-      rows_per_microbatch: rows that are computed at once; divides the rows of a minibatch.
+      rows_per_microbatch: rows computed at once; divides the rows of a minibatch.
       param_shardings: tree of shardings that parameters, their compute copies and gradients keep;
         None on a single device.
     """
@@ -116,7 +117,7 @@ def make_update(
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale.scale, grads)
         grad_norm = optax.tree.norm(grads)
         new_state = _apply(state, grads, jnp.isfinite(grad_norm), optimizer, precision)
-        # A step that changed a shape or a dtype of its state would compile again at every call.
+        # A step that changes a shape or dtype of its state would recompile at the next call.
         chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
         own = {
             "loss": Mean(value, denominator),
@@ -142,7 +143,7 @@ def make_update(
 def by_microbatch(
     fn: Callable[[Params, TokenBatch], jax.Array], *, rows_per_microbatch: int
 ) -> Callable[[Params, Minibatch], jax.Array]:
-    """Applies `fn` to the microbatches of a minibatch one after the other.
+    """Wraps `fn` to run over the microbatches of a minibatch one after the other.
 
     Returns:
       (weights, minibatch) -> the results [N, ...] in the minibatch's rows; unused rows are 0.
@@ -162,7 +163,7 @@ def by_microbatch(
 
 
 def constrainer(shardings: Any) -> Callable[[Params], Params]:
-    """Imposes shardings on a tree of parameters; None imposes nothing."""
+    """Returns a function that constrains a tree to these shardings; None constrains nothing."""
     if shardings is None:
         return lambda tree: tree
     return lambda tree: jax.lax.with_sharding_constraint(tree, shardings)
@@ -175,10 +176,10 @@ def _apply(
     optimizer: optax.GradientTransformation,
     precision: Precision,
 ) -> LearnerState:
-    """The state after the optimizer's update, or after a skipped step where `finite` is False."""
+    """Applies the optimizer's update; skips it where `finite` is False."""
     f32 = jnp.dtype(jnp.float32)
     trained = lora.trainable(state.params)
-    # Where moments lie in the host's memory they are fetched, and put back there.
+    # Moments offloaded to host memory are fetched for the update and put back after it.
     fetched = jax.tree.map(_move, state.opt_state)
     master, moments = cast(trained, f32), cast(fetched, f32)
     updates, moments = optimizer.update(grads, moments, master)
@@ -198,7 +199,7 @@ def _apply(
 
 
 def _move(x: jax.Array, like: jax.Array | None = None) -> jax.Array:
-    """The array in the memory that another one lies in; by default in the devices'."""
+    """Moves an array to the memory space of `like`; by default to device memory."""
     wanted = jax.memory.Space.Device if like is None else jax.typeof(like).memory_space
     return x if jax.typeof(x).memory_space == wanted else jax.device_put(x, wanted)
 

@@ -1,4 +1,4 @@
-"""How far learner and sampler disagree about the tokens of a batch: what every step can afford."""
+"""Log-prob mismatch between learner and sampler, cheap enough to measure at every step."""
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,13 @@ from jaxrl.losses.ratios import LOG_RATIO_LIMIT
 
 
 def mismatch(logprobs: jax.Array, batch: TokenBatch) -> Metrics:
-    """Statistics of delta = learner - sampler over the action tokens whose sampler log-prob is
-    known. What the policy has moved since it was sampled is part of delta; `split.split` tells it
-    from the arithmetic.
+    """Computes statistics of delta = learner - sampler over action tokens with a known sampler
+    log-prob. Delta includes the policy's change since sampling; `split.split` separates that
+    change from rounding.
 
     Args:
-      logprobs: f32[B, T] of the learner.
-      batch: with the sampler's.
+      logprobs: f32[B, T], the learner's.
+      batch: holds the sampler's log-probs.
 
     Returns:
       "mismatch/" "kl" E[-delta] and "k3_kl" E[w - log w - 1], nats, estimates of the divergence

@@ -238,9 +238,9 @@ def test_the_rules_of_a_mesh_can_be_chosen_and_changed():
         ({"mesh__parameters": ["embed=stage"]}, "names the mesh axis 'stage'; expected .*'tensor'"),
         (
             {"mesh__parameters": ["embd="]},
-            "'embd=': nothing has an axis 'embd' .* layers, vocab",
+            "'embd=': there is no logical axis 'embd'; .* layers, vocab",
         ),
-        ({"mesh__activations": ["norm="]}, "nothing has an axis 'norm' .* there are batch, routed"),
+        ({"mesh__activations": ["norm="]}, "no logical axis 'norm'; known are batch, routed"),
         ({"mesh__activations": ["embed"]}, "rule 'embed': expected one LOGICAL=MESH"),
     ],
 )

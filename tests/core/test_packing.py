@@ -45,7 +45,7 @@ def test_assign_rows_places_each_once_within_capacity(lengths):
 
 def test_assign_rows_keeps_the_order_of_ties():
     assert assign_rows([6, 6, 6, 6], row_length=12) == [[0, 1], [2, 3]]
-    with pytest.raises(ValueError, match="sequence 1 has 13 tokens and a row holds 12"):
+    with pytest.raises(ValueError, match="sequence 1 has 13 tokens but a row holds 12"):
         assign_rows([1, 13], row_length=12)
 
 
@@ -88,7 +88,7 @@ def test_pack_broadcasts_one_advantage_over_a_completion():
         (rollout(2, 3, action_mask=np.ones(1, bool)), "action_mask has 1 entries for 3 completion"),
         (rollout(2, 3, logprobs=np.ones(2)), "logprobs has 2 entries"),
         (rollout(2, 3, version=np.ones(4, int)), "version has 4 entries"),
-        (rollout(2, 9), "row 0 is given 11 tokens and holds 10"),
+        (rollout(2, 9), "row 0 is given 11 tokens but holds only 10"),
     ],
 )
 def test_pack_refuses_malformed_rollouts(sample, message):

@@ -93,7 +93,7 @@ def test_failures_are_nan_and_counted(tmp_path):
     [
         ("exact_mach", "did you mean exact_match?"),
         ("re", "no function 're'"),
-        ("none.py:f", "there is no file none.py"),
+        ("none.py:f", "the file none.py does not exist"),
         ("{file}:halff", "did you mean half?"),
         ("{broken}:f", "importing .*broken.py failed: ZeroDivisionError"),
         ("no.such.module:f", "importing no.such.module failed"),

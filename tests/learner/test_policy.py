@@ -105,7 +105,7 @@ def test_packing_microbatching_and_padding_change_no_gradient(recipe, config):
 
 
 def test_balancing_the_experts_of_a_dense_model_is_an_error():
-    with pytest.raises(ValueError, match="balances experts and the model has none"):
+    with pytest.raises(ValueError, match="balances experts but the model has none"):
         learner(rows=2, recipe=with_terms(GRPO, balance=0.1))
 
 

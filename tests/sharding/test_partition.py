@@ -93,7 +93,7 @@ def test_rules_are_changed_by_text():
     for wrong in (["embed"], ["=fsdp"], ["embed=fsdp", "embed="]):
         with pytest.raises(ValueError, match=f"rule '{wrong[-1]}': expected one LOGICAL=MESH"):
             change(PRESETS["all"], parameters=wrong, activations=[])
-    with pytest.raises(ValueError, match="'embd=fsdp': nothing has an axis 'embd' that it could"):
+    with pytest.raises(ValueError, match="'embd=fsdp': there is no logical axis 'embd'"):
         change(PRESETS["all"], parameters=["embd=fsdp"], activations=[])
 
 
