@@ -85,8 +85,7 @@ def _changed(table: Mapping[str, MeshAxes], texts: Sequence[str]) -> dict[str, M
             )
         if logical not in table:
             raise ValueError(
-                f"rule {text!r}: there is no logical axis {logical!r}; known are "
-                f"{', '.join(table)}"
+                f"rule {text!r}: there is no logical axis {logical!r}; known are {', '.join(table)}"
             )
         found[logical] = tuple(axes.split("+")) if axes else ()
     return {**table, **found}
