@@ -226,8 +226,8 @@ def save(
     source_dir: str | Path | None = None,
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:
-    """Writes a checkpoint that `transformers.AutoModelForCausalLM` and vLLM can load. A reward model
-    is loaded by `AutoModelForSequenceClassification` instead.
+    """Writes a checkpoint that `transformers.AutoModelForCausalLM` and vLLM can load. For a reward
+    model it is `AutoModelForSequenceClassification` instead.
 
     Args:
       directory: created if it does not exist; weights of an earlier save are replaced.

@@ -92,7 +92,7 @@ _embed.defvjp(_embed_forward, _embed_backward)
 
 
 def embed(table: jax.Array, tokens: jax.Array, *, precision: Precision) -> jax.Array:
-    """Looks up rows of the embedding: [V, D] and i32[B, T] -> [B, T, D] in `precision.activations`."""
+    """Looks up rows of the embedding: [V, D] and i32[B, T] -> [B, T, D], in `activations`."""
     return _embed(table, tokens, precision)
 
 

@@ -56,8 +56,8 @@ def token_logprobs(
       unembedding: compute[V, D].
       tokens: i32[B, T].
       mask: bool[B, T], the tokens to score. The cost is set by the row with most of them.
-      precision: products have operands in `compute`; logits and result are rounded to `logits`. Sums
-        over the vocabulary are in f32 or wider.
+      precision: products have operands in `compute`; logits and result are rounded to `logits`.
+        Sums over the vocabulary are in f32 or wider.
       temperature: divides the logits. No gradient flows to it.
       chunk: affects memory and speed; the result changes by rounding only.
 
