@@ -198,9 +198,7 @@ def pack(
         advantage per rollout; the message names it.
     """
     if len(advantages) != len(rollouts):
-        raise ValueError(
-            f"{len(advantages)} advantages for {len(rollouts)} rollouts; give one each"
-        )
+        raise ValueError(f"{len(advantages)} advantages for {len(rollouts)} rollouts")
     for r, members in enumerate(rows):
         used = sum(rollouts[i].length for i in members)
         if used > row_length:

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.core.precision import Precision
 from jaxrl.models.products import transposed
 
-# Names the results that a remat policy may keep so that attention is not run again.
+# Checkpoint name of the results that a remat policy may keep, to avoid recomputing attention.
 KEPT = "attention"
 
 # Queries go in blocks, each against the keys up to its own end: that skips almost half of the
@@ -19,14 +19,14 @@ _MIN_BLOCK, _MAX_BLOCKS = 128, 8
 
 
 class Part(NamedTuple):
-    """Queries that are a part of their rows, where keys and values are of the whole rows."""
+    """Position of queries that are part of their rows; keys and values cover the whole rows."""
 
-    first: jax.Array  # i32[], index in the row of the first query
-    segments: jax.Array  # i32[B, S], of the whole rows
+    first: jax.Array  # i32[], index of the first query in the row
+    segments: jax.Array  # i32[B, S], segments of the whole rows
 
 
 class Attend(Protocol):
-    """What the decoder wants of attention, see `attention`."""
+    """Interface of attention in the decoder; see `attention`."""
 
     def __call__(
         self,
@@ -38,7 +38,7 @@ class Attend(Protocol):
         window: jax.Array | None,
         precision: Precision,
     ) -> jax.Array:
-        """Arguments and result of `attention`."""
+        """Takes the arguments of `attention` and returns its result."""
         ...
 
 
@@ -52,12 +52,12 @@ def attention(
     precision: Precision,
     part: Part | None = None,
 ) -> jax.Array:
-    """Grouped-query attention of whole sequences (arXiv:1706.03762, 2305.13245).
+    """Computes grouped-query attention over whole sequences (arXiv:1706.03762, 2305.13245).
 
-    A token sees the tokens of its own segment up to itself, by their index in the row. Padding is a
-    segment like any other: it sees padding only, so that every row of the softmax has an entry
-    and nothing of it reaches a real token. The backward pass recomputes the probabilities from q, k
-    and the log of the softmax's denominator (arXiv:2205.14135).
+    A token attends to the tokens of its own segment up to itself, by their index in the row.
+    Padding is a segment of its own: every row of the softmax has an entry, and padding never
+    affects a real token. The backward pass recomputes the probabilities from q, k and the log of
+    the softmax's denominator (arXiv:2205.14135).
 
     Args:
       q: [B, T, H, hd].
@@ -65,9 +65,9 @@ def attention(
         `part` the length of the whole row.
       v: like k.
       segments: i32[B, T], 0 for padding.
-      window: i32[], how many tokens a token sees, itself included; None for all.
+      window: i32[], number of tokens that a token attends to, including itself; None for all.
       precision: the dtype policy; scores and softmax are in `accumulate`.
-      part: which part of their rows the queries are; None for all of it.
+      part: the part of their rows that the queries are; None for whole rows.
 
     Returns:
       [B, T, H, hd] in `precision.activations`.
@@ -130,11 +130,11 @@ _attention.defvjp(_forward, _backward)
 
 
 def _blocks(q: jax.Array, k: jax.Array, part: Part | None) -> list[tuple[int, int, int]]:
-    """First query, the one after the last, and the end of the keys that they can see."""
+    """Lists (first query, end of queries, end of the keys visible to them) of each block."""
     length = q.shape[3]
     size = max(_MIN_BLOCK, -(-length // _MAX_BLOCKS))
     blocks = [(start, min(start + size, length)) for start in range(0, length, size)]
-    # Where a part begins is not known while compiling, so its blocks go against all keys.
+    # The start of a part is not known at compile time, so its blocks use all keys.
     return [(*block, block[1] if part is None else k.shape[2]) for block in blocks]
 
 
@@ -152,8 +152,8 @@ def _dot(equation: str, x: jax.Array, y: jax.Array, *, precision: Precision) -> 
 
 
 def _scores(q, k, segments, window, part, *, start, stop, end, precision):
-    """Scores of the queries in [start, stop) with the keys before `end`; the lowest number where a
-    query does not see a key."""
+    """Computes scores of the queries in [start, stop) with the keys before `end`; the lowest finite
+    number where a key is masked."""
     q, k = q[..., start:stop, :], k[..., :end, :]
     scores = _dot("bkgtd,bksd->bkgts", q, k, precision=precision) * q.shape[-1] ** -0.5
     first, of_keys = (0, segments) if part is None else part

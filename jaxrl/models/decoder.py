@@ -1,5 +1,5 @@
-"""One decoder for all families: a scan over stacked layers, so that the compiled program does not
-grow with their number."""
+"""One decoder for all families: a scan over stacked layers, so that the size of the compiled
+program does not depend on their number."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -36,25 +36,25 @@ class Hidden(Protocol):
         *,
         precision: Precision,
     ) -> jax.Array:
-        """i32[B, T] tokens, positions within the segment, segments (0: padding) -> the residual
-        stream after the final norm, [B, T, D] in `precision.activations`.
+        """Computes the residual stream after the final norm, [B, T, D] in `precision.activations`.
 
-        The caller casts `params` to `precision.compute` once a step; what differs is cast here.
-        They may be `lora.Adapted`.
+        `tokens`, `positions` (within the segment) and `segments` (0: padding) are i32[B, T]. The
+        caller casts `params` to `precision.compute` once per step; other dtypes are cast here.
+        `params` may be `lora.Adapted`.
         """
         ...
 
 
 class Routed(NamedTuple):
-    """What a decoder with experts can say besides its hidden states."""
+    """Hidden states of a decoder with experts, and its routing."""
 
     hidden: jax.Array  # as `Hidden` returns it
-    imbalance: jax.Array  # f32[B, T], see `experts.imbalance`; the mean over layers
-    experts: jax.Array  # i32[B, T, L, k], where each layer sent the tokens
+    imbalance: jax.Array  # f32[B, T], see `experts.imbalance`; mean over layers
+    experts: jax.Array  # i32[B, T, L, k], the experts chosen in each layer
 
 
 class HiddenRouted(Protocol):
-    """`Hidden` of a decoder with experts, and what its routers did."""
+    """`Hidden` of a decoder with experts, with its routing."""
 
     def __call__(
         self,
@@ -66,19 +66,19 @@ class HiddenRouted(Protocol):
         precision: Precision,
         recorded: jax.Array | None = None,
     ) -> Routed:
-        """`recorded`: i32[B, T, L, k], experts to send tokens to; negative where a token has none
-        (`experts.feed_forward`)."""
+        """Computes hidden states and routing. `recorded`: i32[B, T, L, k], experts to replay;
+        negative where a token has none (`experts.feed_forward`)."""
         ...
 
 
 class Model(NamedTuple):
-    """What the learner and the sampler see of a model; hashable."""
+    """A model as the learner and the sampler use it; hashable."""
 
     config: DecoderConfig
     specs: Specs
     hidden: Hidden
     unembedding: Callable[[Params], jax.Array]  # the head [V, D], tied or not; a scorer's [1, D]
-    hidden_routed: HiddenRouted | None = None  # where config.experts is not None
+    hidden_routed: HiddenRouted | None = None  # unless config.experts is None
     local: Local = undivided
 
     def __hash__(self) -> int:  # the specs are a dict and follow from the config
@@ -88,7 +88,7 @@ class Model(NamedTuple):
 _policies = jax.checkpoint_policies
 _KEEP_ATTENTION = _policies.save_only_these_names(KEPT)
 
-# What the backward pass finds in memory; the rest it computes again.
+# Results kept for the backward pass; the rest is recomputed.
 _REMAT: dict[str, Callable[..., Any]] = {
     "matmuls": _policies.save_from_both_policies(
         _policies.dots_with_no_batch_dims_saveable, _KEEP_ATTENTION
@@ -106,15 +106,15 @@ def decoder(
     local: Local = undivided,
     attend: Attend = attention,
 ) -> Model:
-    """A decoder-only transformer.
+    """Builds a decoder-only transformer.
 
     Args:
       config: its family and sizes.
-      remat: what the backward pass computes again. "none": nothing. "matmuls": norms, rope and the
-        like; outputs of projections and of attention are kept, which takes less than half of the
-        memory and on CPU is the fastest, since less is written. "attention": everything but
-        attention. "layer": everything; only each layer's input is kept.
-      constrain: imposes a layout on activations.
+      remat: the results that the backward pass recomputes. "none": nothing. "matmuls": norms, rope
+        and other cheap operations; outputs of projections and attention are kept. This takes less
+        than half of the memory and is the fastest on CPU, because less is written. "attention":
+        everything but attention. "layer": everything; only each layer's input is kept.
+      constrain: constrains the sharding of activations.
       local: runs experts on the devices that hold them.
       attend: attention, see `kernels.attend`.
 
@@ -184,7 +184,7 @@ def _imbalance_and_experts(routing: Routing, segments: jax.Array) -> tuple[jax.A
 
 
 def param_specs(config: DecoderConfig) -> Specs:
-    """Every parameter of a decoder: shape, axes, initial value and Hugging Face name."""
+    """Declares the parameters of a decoder: shape, axes, initial value and Hugging Face name."""
     hidden = (config.hidden_size, "embed")
     queries = (config.num_heads * config.head_dim, "q_heads")
     keys = (config.num_kv_heads * config.head_dim, "kv_heads")
@@ -240,7 +240,7 @@ def param_specs(config: DecoderConfig) -> Specs:
         "final_norm": spec("model.norm.weight", norm, scale=None),
     }
     if config.scored:
-        # Zeros, where a language model becomes a reward model: its answers are worth the same.
+        # Zeros: a reward model initialised from a language model scores every completion alike.
         specs["score"] = spec("score.weight", (1, "label"), hidden, scale=0.0)
     elif not config.tied:
         specs["head"] = spec("lm_head.weight", vocab, hidden, scale=std)

@@ -29,7 +29,7 @@ class Local(Protocol):
         inputs: Sequence[Sequence[str]],
         output: Sequence[str],
     ) -> Callable[..., jax.Array]:
-        """`inputs` and `output` are the logical axes of the arguments and of the result."""
+        """Wraps `function`; `inputs` and `output` are the logical axes of arguments and result."""
         ...
 
 
@@ -39,17 +39,17 @@ def undivided(
     inputs: Sequence[Sequence[str]],
     output: Sequence[str],
 ) -> Callable[..., jax.Array]:
-    """The `Local` of a single device."""
+    """Returns the function unchanged: `Local` on a single device."""
     del inputs, output
     return function
 
 
 class Routing(NamedTuple):
-    """Where the tokens of one layer went."""
+    """Routing decisions of one layer."""
 
-    probs: jax.Array  # [B, T, E] of all experts, in `accumulate`
+    probs: jax.Array  # [B, T, E], over all experts, in `accumulate`
     experts: jax.Array  # i32[B, T, k]
-    weights: jax.Array  # [B, T, k], what the experts' outputs are multiplied by
+    weights: jax.Array  # [B, T, k], factors of the experts' outputs
 
 
 def feed_forward(
@@ -62,21 +62,21 @@ def feed_forward(
     local: Local = undivided,
     recorded: jax.Array | None = None,
 ) -> tuple[jax.Array, Routing | None]:
-    """The feed-forward part of a layer, dense or a mixture of experts.
+    """Computes the feed-forward part of a layer, dense or a mixture of experts.
 
     Args:
       x: [B, T, D], the residual stream.
       layer: parameters of one layer.
       config: the decoder's.
       precision: the dtype policy.
-      constrain: imposes a layout on activations.
+      constrain: constrains the sharding of activations.
       local: runs the experts on the devices that hold them.
-      recorded: i32[B, T, k], experts to send tokens to instead of the router's choice (routing
-        replay, arXiv:2510.11370); a token with a negative entry has none recorded. The weights are
-        the router's own for these experts, so it still learns.
+      recorded: i32[B, T, k], experts to use instead of the router's choice (routing replay,
+        arXiv:2510.11370). A negative entry means that none are recorded for the token. The weights
+        are the router's own for these experts, so the router still learns.
 
     Returns:
-      [B, T, D] to be added to the stream, and the routing; None for a dense decoder.
+      [B, T, D] to be added to the stream, and the routing, None for a dense decoder.
     """
     if config.experts is None:
         dims = {"config": config, "precision": precision, "constrain": constrain}
@@ -95,7 +95,7 @@ def feed_forward(
             projection,
             ("experts", "embed", "mlp"),
         ),
-        # Each device has a part of the sum over experts, and over their hidden units.
+        # Each device holds a part of the sum over experts and over their hidden units.
         output=("experts", "mlp", *rows, "embed"),
     )
     numbers = jnp.arange(config.experts.count, dtype=jnp.int32)
@@ -113,7 +113,7 @@ def route(
     precision: Precision,
     recorded: jax.Array | None = None,
 ) -> Routing:
-    """Chooses each token's experts: those of the largest softmax probabilities.
+    """Chooses each token's experts: those with the largest softmax probabilities.
 
     Args:
       x: [B, T, D], normed.
@@ -136,12 +136,12 @@ def route(
 
 
 def imbalance(routing: Routing, segments: jax.Array) -> jax.Array:
-    """What unevenly used experts cost, per token: f32[B, T], 0 at padding.
+    """Computes the load-balancing loss per token: f32[B, T], 0 at padding.
 
-    The mean over a sequence is that of E * sum over experts of (share of the sequence's tokens sent
-    to the expert) * (its mean probability) (arXiv:2101.03961, with the shares of one sequence as in
-    arXiv:2412.19437). It is k, the experts per token, when all are used alike. Shares are taken
-    within sequences because then neither packing nor microbatches change it.
+    Its mean over a sequence is E * sum over experts of (share of the sequence's tokens sent to the
+    expert) * (the expert's mean probability) (arXiv:2101.03961, with the shares of one sequence as
+    in arXiv:2412.19437). It equals k, the experts per token, when all experts are used equally.
+    Shares are taken within a sequence, so packing and microbatches do not change the loss.
     """
     batch, length, count = routing.probs.shape
     rows = jnp.arange(batch)[:, None, None]
@@ -155,16 +155,16 @@ def imbalance(routing: Routing, segments: jax.Array) -> jax.Array:
 
 
 def _mixture(x, experts, weights, numbers, gate, up, down, *, precision):
-    """The part of the mixture that the experts `numbers` [e] add, in `accumulate`:
-    [1, 1, B, T, D]. The weights are [e, F, D], [e, F, D] and [e, D, F]."""
+    """Computes the contribution of the experts `numbers` [e] to the mixture, in `accumulate`:
+    [1, 1, B, T, D]. The matrices are [e, F, D], [e, F, D] and [e, D, F]."""
     *shape, chosen = experts.shape
     here = experts.reshape(-1) - numbers[0]
     here = jnp.where((here >= 0) & (here < len(numbers)), here, len(numbers))  # others come last
     order = jnp.argsort(here, stable=True)
     sizes = jnp.bincount(here, length=len(numbers) + 1)[:-1].astype(jnp.int32)
-    # Rows of other devices' experts: what a ragged product leaves there is not defined.
+    # The ragged product leaves the rows of other devices' experts undefined.
     inside = (jnp.arange(len(order)) < jnp.sum(sizes))[:, None]
-    # A token's gradient is a sum over its experts: not in 8 or 11 bits of mantissa.
+    # A token's gradient sums over its experts, so it needs more than 8 or 11 bits of mantissa.
     tokens = x.reshape(-1, 1, x.shape[-1]).astype(precision.accumulate)
     tokens = jnp.repeat(tokens, chosen, axis=1).reshape(-1, x.shape[-1])[order]
     tokens = jnp.where(inside, tokens, 0)
@@ -187,8 +187,8 @@ def _dimensions(contract: tuple[int, int], *, group: Sequence[int]) -> Any:
 
 
 def _grouped(x, weight, *, sizes, precision):
-    """`x @ weight[g].T` for the rows of each group g: [M, in] and [G, out, in] -> [M, out] in
-    `activations`; the first `sizes[0]` rows are group 0's, and so on."""
+    """Computes `x @ weight[g].T` for the rows of each group g: [M, in] and [G, out, in] -> [M, out]
+    in `activations`. The first `sizes[0]` rows are those of group 0, and so on."""
     x = x.astype(precision.activations)
     return _product(x, weight.astype(precision.compute), sizes, precision)
 

@@ -1,8 +1,8 @@
-"""Model families as configurations: a Hugging Face config.json becomes a `DecoderConfig`, and back.
+"""Model families: conversion between a Hugging Face config.json and a `DecoderConfig`.
 
-Both spellings are read: transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`), which most
-checkpoints have, and transformers 5 (`rope_parameters`, `dtype`). What the decoder does not compute
-is refused by name, never ignored.
+Two formats are read: transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`), which most
+checkpoints have, and transformers 5 (`rope_parameters`, `dtype`). A setting that the decoder does
+not support is an error that names it; none is ignored.
 """
 
 import dataclasses
@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Frequency-dependent scaling of Llama 3.1 and later: wavelengths longer than
-    `original_max_positions / low_freq_factor` are stretched by `factor`, those shorter than
-    `original_max_positions / high_freq_factor` are kept, those between are interpolated."""
+    """Frequency-dependent scaling of Llama 3.1 and later.
+
+    Wavelengths longer than `original_max_positions / low_freq_factor` are stretched by `factor`.
+    Those shorter than `original_max_positions / high_freq_factor` are kept. Those between are
+    interpolated.
+    """
 
     factor: float
     low_freq_factor: float
@@ -39,13 +42,13 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts in the place of every feed-forward network.
+    """A mixture of experts in place of every feed-forward network.
 
     Attributes:
-      count: experts of a layer.
-      per_token: experts that a token is sent to.
-      intermediate_size: of one expert.
-      renormalise: whether a token's weights are divided by their sum.
+      count: experts per layer.
+      per_token: experts per token.
+      intermediate_size: hidden units of one expert.
+      renormalise: true if a token's weights are divided by their sum.
     """
 
     count: int
@@ -56,20 +59,20 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Everything that the decoder's shape and function depend on.
+    """Everything that determines the decoder's shapes and function.
 
     Attributes:
       model_type: Hugging Face's name of the family, one of `FAMILIES`.
-      windows: for each layer how many tokens a token sees, itself included, None for all; () if no
-        layer has a window.
-      intermediate_size: of the feed-forward networks; unused, though kept, where there are experts.
+      windows: for each layer the number of tokens that a token attends to, including itself; None
+        for all. () if no layer has a window.
+      intermediate_size: hidden units of the feed-forward networks; kept but unused with experts.
       experts: None for a dense decoder.
-      scored: whether the head gives each token one score, as that of a reward model, and not one
-        logit for each entry of the vocabulary.
-      max_positions: longest sequence that the checkpoint was made for, in tokens.
+      scored: true for a reward model, whose head gives each token one score instead of one logit
+        per vocabulary entry.
+      max_positions: longest sequence that the checkpoint supports, in tokens.
       initializer_range: standard deviation of the initial weights.
-      bos_id, pad_id: token ids, None if the checkpoint names none.
-      eos_ids: token ids that end an answer.
+      bos_id, pad_id: token ids; None if the checkpoint has none.
+      eos_ids: token ids that end a completion.
     """
 
     model_type: str
@@ -96,7 +99,7 @@ class DecoderConfig:
 
 
 class Family(NamedTuple):
-    """What a `model_type` fixes without saying so in config.json."""
+    """Properties of a `model_type` that config.json does not state."""
 
     architecture: str
     qkv_bias: bool
@@ -117,7 +120,7 @@ FAMILIES = {
 
 _SCORED = "ForSequenceClassification"
 
-# Keys that change the function and the only values that the decoder computes.
+# Keys that change the function, with the only values that the decoder supports.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
@@ -136,8 +139,8 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Reads the content of a config.json of transformers 4 or 5.
 
     Raises:
-      ValueError: for a `model_type`, a rope type or another setting that the decoder does not
-        have, a missing key, or sizes that contradict each other; the message names it.
+      ValueError: if a `model_type`, rope type or other setting is not supported, a key is missing,
+        or sizes contradict each other; the message names it.
     """
     model_type = raw.get("model_type")
     if model_type not in FAMILIES:
@@ -184,10 +187,10 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
-    """The content of a config.json that transformers 4 and 5, and vLLM, read.
+    """Builds the content of a config.json that transformers 4 and 5 and vLLM can read.
 
     Args:
-      config: what to write.
+      config: the decoder's.
       dtype: the weights' dtype by its long name, such as "bfloat16".
     """
     rope = _write_rope(config.rope)
@@ -214,14 +217,14 @@ def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
         "eos_token_id": list(config.eos_ids) if len(config.eos_ids) != 1 else config.eos_ids[0],
         "pad_token_id": config.pad_id,
         "use_cache": True,
-        # transformers 5 and 4 spell these two differently; each ignores the other's.
+        # transformers 5 and 4 use different keys; each ignores the other's.
         "dtype": dtype,
         "torch_dtype": dtype,
         "rope_parameters": {"rope_theta": config.rope.theta, **rope},
         "rope_theta": config.rope.theta,
         "rope_scaling": rope if config.rope.scaling else None,
     }
-    # Without these transformers gives a classifier two labels.
+    # Without these keys transformers gives a classifier two labels.
     label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if config.scored else {}
     return content | _write_windows(config) | _write_experts(config.experts) | label
 
@@ -234,7 +237,7 @@ def _size(raw: Mapping[str, Any], key: str) -> int:
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """The ids in a value of `eos_token_id`, which is one, several or none."""
+    """Returns the ids in a value of `eos_token_id`: one, several or none."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
@@ -358,7 +361,7 @@ def _write_windows(config: DecoderConfig) -> dict[str, Any]:
         return {"sliding_window": window}
     kinds = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
     full = ["full_attention"] * config.num_layers
-    # transformers 4 knows windows only as "every layer from this one on".
+    # transformers 4 supports windows only as "every layer from this one on".
     return {
         "use_sliding_window": window is not None,
         "sliding_window": window,

@@ -1,7 +1,7 @@
 """Hugging Face checkpoint directories <-> parameters, driven by the `ParamSpec`s.
 
-Tensors are read one by one from memory-mapped files and written bit for bit; every tensor of a
-checkpoint is used exactly once, and what does not fit is an error that names it.
+Tensors are read one by one from memory-mapped files and written bit for bit. Every tensor of a
+checkpoint is used exactly once; a missing, surplus or misshapen one is an error that names it.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from jaxrl.models.spec import Params, ParamSpec
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 
-# (path such as "layers/q", host array) -> array where it shall live.
+# (path such as "layers/q", host array) -> array in its final place.
 Put = Callable[[str, np.ndarray], Any]
 
 
@@ -41,22 +41,22 @@ def load_config(directory: str | Path) -> DecoderConfig:
     """Reads config.json.
 
     Raises:
-      FileNotFoundError: if there is none.
+      FileNotFoundError: if it does not exist.
       ValueError: if it is not JSON, or as `families.from_hf_config`.
     """
     return families.from_hf_config(_read_json(Path(directory) / "config.json"))
 
 
 def load_tokenizer(directory: str | Path) -> Any:
-    """The tokenizer of a checkpoint directory, a `transformers.PreTrainedTokenizerBase`.
+    """Loads the tokenizer of a checkpoint directory, a `transformers.PreTrainedTokenizerBase`.
 
     Raises:
-      ValueError: if there is no such directory, or no model in it.
+      ValueError: if the directory does not exist, or has no model in it.
     """
     if not Path(directory).is_dir():
         raise ValueError(
-            f"the model '{directory}' is no directory here; models are read from disk: "
-            f"`hf download {directory} --local-dir DIRECTORY` brings one of that name"
+            f"the model '{directory}' is not a directory; models are read from disk: download it "
+            f"with `hf download {directory} --local-dir DIRECTORY` and name that directory"
         )
     if not (Path(directory) / "config.json").exists():
         inside = Path(directory) / "model"
@@ -68,8 +68,8 @@ def load_tokenizer(directory: str | Path) -> Any:
 
 
 def load_end_ids(directory: str | Path) -> tuple[int, ...]:
-    """Token ids that end an answer: those of config.json and, since chat models often name theirs
-    only there, of generation_config.json."""
+    """Reads the token ids that end a completion, from config.json and generation_config.json. Chat
+    models often list theirs only in the latter."""
     config = load_config(directory)
     path = Path(directory) / "generation_config.json"
     generation = _read_json(path).get("eos_token_id") if path.exists() else None
@@ -83,12 +83,12 @@ def load(
 
     Args:
       directory: holds config.json and model.safetensors or its shards and their index.
-      dtype: what the parameters are cast to; None keeps the files' dtype.
-      put: places each parameter, such as on the devices of a mesh.
+      dtype: dtype to cast parameters to; None keeps the files' dtype.
+      put: places each parameter, for example on the devices of a mesh.
 
     Raises:
       FileNotFoundError: if a file is missing.
-      ValueError: for a corrupt file, a missing, surplus or misshapen tensor, or a dtype that is not
+      ValueError: if a file is corrupt, a tensor is missing, surplus or misshapen, or a dtype is not
         floating-point; the message names it. Also as `load_config`.
     """
     config = load_config(directory)
@@ -103,10 +103,11 @@ def load(
 def load_scorer(
     directory: str | Path, *, dtype: DType, put: Put = _on_default_device
 ) -> tuple[DecoderConfig, Params]:
-    """Reads a reward model, `transformers.AutoModelForSequenceClassification` with one label, or
-    begins one from a language model: its head is left out, and the score is 0 for every text.
+    """Reads a reward model, or initialises one from a language model.
 
-    Arguments and errors are those of `load`.
+    A reward model is a `transformers.AutoModelForSequenceClassification` with one label. From a
+    language model the head is replaced by zeros, so the score of every text is 0. Arguments and
+    errors are those of `load`.
     """
     config = load_config(directory)
     scorer = dataclasses.replace(config, scored=True)
@@ -125,7 +126,7 @@ def load_scorer(
 
 @contextlib.contextmanager
 def _checked_tensors(directory: Path, config: DecoderConfig) -> Iterator[dict[str, Any]]:
-    """Tensor name -> the open file that holds it; the names are those of the config's decoder."""
+    """Opens a checkpoint as `_open_tensors`; checks that its names are those of the decoder."""
     flat = spec.flatten(param_specs(config))
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(directory, stack)
@@ -136,7 +137,7 @@ def _checked_tensors(directory: Path, config: DecoderConfig) -> Iterator[dict[st
 
 
 def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """Tensor name -> the open file that holds it."""
+    """Opens the files of a checkpoint; returns tensor name -> the open file that holds it."""
     index = directory / _INDEX
     if index.exists():
         weight_map = _read_json(index).get("weight_map", {})
@@ -158,15 +159,15 @@ def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any
             tensors[tensor] = file
     for tensor in weight_map or {}:
         if tensor not in tensors:
-            raise ValueError(f"{index} names tensor {tensor!r}, which none of the files holds")
+            raise ValueError(f"{index} names tensor {tensor!r}, which no file contains")
     return tensors
 
 
 def _check_names(
     expected: set[str], found: set[str], *, config: DecoderConfig, directory: Path
 ) -> None:
-    # Two kinds of surplus are harmless: buffers that old exports stored although they follow from
-    # the config, and the second copy of a tied head, once `_check_tied_head` has compared it.
+    # Two kinds of surplus are harmless: buffers in old exports that follow from the config, and the
+    # second copy of a tied head, which `_check_tied_head` compares.
     ignored = {name for name in found if name.endswith("rotary_emb.inv_freq")}
     if config.tied:
         ignored.add("lm_head.weight")
@@ -189,7 +190,7 @@ def _check_tied_head(tensors: Mapping[str, Any], *, config: DecoderConfig, direc
         if not np.array_equal(a, b):
             raise ValueError(
                 f"{directory}: config.json ties the head to the embedding, but {head!r} differs "
-                f"from {table!r}; set tie_word_embeddings to false if the head is its own"
+                f"from {table!r}; set tie_word_embeddings to false if the head is separate"
             )
 
 
@@ -225,17 +226,17 @@ def save(
     source_dir: str | Path | None = None,
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:
-    """Writes a checkpoint that `transformers.AutoModelForCausalLM` and vLLM load; that of a reward
-    model is for `AutoModelForSequenceClassification`.
+    """Writes a checkpoint that `transformers.AutoModelForCausalLM` and vLLM can load. For a reward
+    model it is `AutoModelForSequenceClassification` instead.
 
     Args:
-      directory: is made if it does not exist; weights of an earlier save in it are replaced.
+      directory: created if it does not exist; weights of an earlier save are replaced.
       params: the decoder's parameters, on any devices; fetched one at a time.
       config: the decoder's.
-      dtype: what the tensors are cast to.
-      source_dir: where tokenizer and generation files are copied from.
-      max_shard_bytes: a file holds no more than this unless a single tensor does; more files come
-        with an index.
+      dtype: dtype to cast tensors to.
+      source_dir: directory to copy tokenizer and generation files from.
+      max_shard_bytes: largest size of a file, unless a single tensor is larger. Several files get
+        an index.
 
     Raises:
       ValueError: if `params` are not those of `config`; the message names the parameter.
@@ -259,8 +260,11 @@ def save_tensors(
     source_dir: str | Path | None = None,
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:
-    """As `save`, of (name, tensor) in the order of the decoder's specs, which are in `dtype`;
-    shapes are those of Hugging Face, one layer or expert at a time."""
+    """Writes a checkpoint as `save`, from a stream of (Hugging Face name, tensor).
+
+    Tensors are in `dtype` and in the order of the decoder's specs. Their shapes are those of
+    Hugging Face, one tensor per layer or expert.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     flat = spec.flatten(param_specs(config))
@@ -270,7 +274,7 @@ def save_tensors(
     for i, names in enumerate(shards, start=1):
         file = _SINGLE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
         content = dict(next(stream) for _ in names)
-        # transformers reads the format from here and refuses files without it.
+        # transformers rejects files without this metadata.
         save_file(content, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
@@ -279,7 +283,7 @@ def save_tensors(
         _write_json(directory / _INDEX, {"metadata": metadata, "weight_map": weight_map})
     content = families.to_hf_config(config, dtype=np.dtype(dtype).name)
     _write_json(directory / "config.json", content)
-    # Files of an earlier save with another number of shards would be read instead of these.
+    # Files left by an earlier save with another number of shards would be read instead of these.
     current = {*weight_map.values(), *([_INDEX] if len(shards) > 1 else [])}
     for path in (*directory.glob("model*.safetensors"), directory / _INDEX):
         if path.name not in current:
@@ -303,7 +307,7 @@ _TOKENIZER_FILES = (
 
 
 def copy_tokenizer(source_dir: str | Path, directory: str | Path) -> None:
-    """Copies what belongs to a checkpoint besides weights and config.json, where it exists."""
+    """Copies tokenizer and generation files from one checkpoint to another, if they exist."""
     for name in _TOKENIZER_FILES:
         source = Path(source_dir) / name
         target = Path(directory) / name
@@ -330,7 +334,7 @@ def _plan_shards(
 def _tensors(
     params: Params, flat: Mapping[str, ParamSpec], *, dtype: DType
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(Hugging Face name, host tensor) in the order of the specs."""
+    """Yields (Hugging Face name, host tensor) in the order of the specs."""
     given: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")  # pyright: ignore
     if unknown := sorted(set(given) ^ set(flat)):
         raise ValueError(f"parameters do not fit the config: {', '.join(unknown)}")

@@ -1,7 +1,7 @@
-"""Attention on a mesh, by the kernels that its devices have.
+"""Attention on a mesh, with the kernels available on its devices.
 
-`xla` is `attention.attention`, which runs everywhere; `splash` the TPU's flash attention from
-jax.experimental.pallas; `cudnn` NVIDIA's, through jax.nn.dot_product_attention.
+`xla` is `attention.attention`, which runs everywhere. `splash` is the TPU's flash attention from
+jax.experimental.pallas. `cudnn` is NVIDIA's, through jax.nn.dot_product_attention.
 """
 
 import functools
@@ -21,8 +21,8 @@ from sharding.partition import Layout
 Kernel = Literal["xla", "splash", "cudnn"]
 Wanted = Kernel | Literal["auto"]
 
-_LANES = 128  # of a TPU's vector unit; splash attention wants multiples of it
-_BLOCKS = (512, 256, 128)  # tokens that it works on at a time, the first that divides a row
+_LANES = 128  # of a TPU's vector unit; splash attention needs multiples of it
+_BLOCKS = (512, 256, 128)  # tokens per block of it; the first that divides a row is used
 
 
 def choose(
@@ -33,10 +33,10 @@ def choose(
     precision: Precision,
     length: int,
 ) -> Kernel:
-    """The kernel for rows of `length` tokens on the layout's devices.
+    """Chooses the kernel for rows of `length` tokens on the layout's devices.
 
     Raises:
-      ValueError: if a kernel is wanted that does not compute this; says why.
+      ValueError: if the kernel asked for does not support this; the message gives the reason.
     """
     if wanted == "xla":
         return "xla"
@@ -56,34 +56,34 @@ def choose(
 
 def _no_splash(platform: str, config: DecoderConfig, precision: Precision, own: int) -> str | None:
     if platform != "tpu":
-        return f"is for TPUs, and the devices are of the platform {platform!r}"
+        return f"is for TPUs, but the devices are of the platform {platform!r}"
     if config.head_dim % _LANES or own % _LANES:
         return (
-            f"wants multiples of {_LANES}; the model's head_dim is {config.head_dim}, and a device "
-            f"has {own} tokens of a row"
+            f"needs multiples of {_LANES}, but the model's head_dim is {config.head_dim} and a "
+            f"device has {own} tokens of a row"
         )
     if config.windows:
-        return "knows no windows that differ by layer"
+        return "does not support windows that differ by layer"
     if precision.compute == jnp.float16:
-        return "has no f16, which the TPU's vector unit lacks"
+        return "does not support f16, which the TPU's vector unit lacks"
     return None
 
 
 def _no_cudnn(platform: str, config: DecoderConfig, precision: Precision) -> str | None:
     if platform not in ("gpu", "cuda"):
-        return f"is for NVIDIA GPUs, and the devices are of the platform {platform!r}"
+        return f"is for NVIDIA GPUs, but the devices are of the platform {platform!r}"
     if precision.compute.itemsize != 2:
-        return f"computes in bf16 or f16, and precision.compute is {precision.compute.name}"
+        return f"computes in bf16 or f16, but precision.compute is {precision.compute.name}"
     if config.head_dim % 8 or config.head_dim > 128:
-        return f"wants a head_dim of at most 128 and a multiple of 8, not {config.head_dim}"
+        return f"needs a head_dim that is a multiple of 8 and at most 128, not {config.head_dim}"
     if config.windows:
-        return "knows no windows that differ by layer"
+        return "does not support windows that differ by layer"
     return None
 
 
 def attend(wanted: Wanted, *, layout: Layout, config: DecoderConfig) -> Attend:
-    """Attention that a decoder on the layout's mesh can call. It raises as `choose`, which looks
-    at the rows and the dtypes of every call, and as `by_kernel`."""
+    """Builds attention for a decoder on the layout's mesh; the kernel is chosen at each call. The
+    result raises as `choose` and `by_kernel`."""
 
     def chosen(q, k, v, segments, *, window, precision):
         kernel = choose(
@@ -96,20 +96,20 @@ def attend(wanted: Wanted, *, layout: Layout, config: DecoderConfig) -> Attend:
 
 
 def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Attend:
-    """Attention by a kernel that the caller knows to be there.
+    """Builds attention with a kernel, without checking that the devices support it.
 
-    Rows stay where they are and heads are dealt out as the rules say. Where the rules cut "length",
-    every device has its part of the queries and gathers the keys and values of the whole rows.
+    Rows and heads are sharded as the rules say. Where the rules cut "length", every device keeps
+    its part of the queries and gathers the keys and values of the whole rows.
 
     Args:
-      kernel: which one.
+      kernel: the kernel to run.
       layout: the mesh and its rules.
       interpret: run splash attention's program without a TPU, slowly.
 
     The result raises ValueError if rows, tokens or heads do not divide over their devices.
     """
     if kernel == "xla" and layout.count("length") == 1:
-        return attention  # XLA cuts it over rows and heads by itself
+        return attention  # XLA shards it over rows and heads itself
 
     def on_mesh(q, k, v, segments, *, window, precision):
         constant = None
@@ -122,7 +122,7 @@ def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Att
 
 
 def _on_mesh(local, layout, q, k, v, segments, window, constant):
-    """`local(q, k, v, segments, window, part, constant)` on each device's own part."""
+    """Runs `local(q, k, v, segments, window, part, constant)` on each device's own part."""
     tokens = ("batch", "length")
     q = layout.constrain(q, (*tokens, "q_heads", "head_dim"))
     k, v = (layout.constrain(x, (*tokens, "kv_heads", "head_dim")) for x in (k, v))
@@ -162,8 +162,7 @@ def _xla(q, k, v, segments, window, part, constant, *, precision):
 
 
 def _splash_kernel(q: jax.Array, layout: Layout, *, interpret: bool) -> Any:
-    """Splash attention for queries [B, T, H, hd], with the blocks of scores that each device can
-    leave out."""
+    """Builds splash attention for queries [B, T, H, hd]; each device skips its masked blocks."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # slow to import
 
     length, shards = q.shape[1], layout.count("length")
@@ -189,7 +188,7 @@ def _splash_kernel(q: jax.Array, layout: Layout, *, interpret: bool) -> Any:
 def _splash(q, k, v, segments, window, part, constant, *, precision):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    del window  # `choose` does not take it for models with windows
+    del window  # `choose` rejects models with windows
     # The kernel does not scale: queries are rounded once more than in `attention`.
     scaled = (q.astype(precision.accumulate) * q.shape[-1] ** -0.5).astype(precision.compute)
     k, v = k.astype(precision.compute), v.astype(precision.compute)

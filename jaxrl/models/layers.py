@@ -1,7 +1,7 @@
 """The decoder's layers as pure functions of arrays; every cast follows the `Precision`.
 
-Matrix products take operands in `compute`, accumulate in `accumulate` and hand on `activations`, in
-the forward and in the backward pass. Norms, rotary embedding and silu are computed in `accumulate`.
+Matrix products take operands in `compute`, accumulate in `accumulate` and return `activations`, in
+the forward and backward passes. Norms, rotary embedding and silu are computed in `accumulate`.
 """
 
 import functools
@@ -17,13 +17,13 @@ from jaxrl.core.precision import Precision
 from jaxrl.models.families import DecoderConfig, LinearScaling, Rope
 from jaxrl.models.products import transposed
 
-# (activation, logical name of each dimension) -> the same activation, with a layout imposed on it.
+# (activation, logical name of each dimension) -> the activation, its sharding constrained.
 Constrain = Callable[[jax.Array, Sequence[str]], jax.Array]
 Layer = Mapping[str, jax.Array]  # one layer's parameters, without the "layers" dimension
 
 
 def identity(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The `Constrain` of a single device: an array of any shape as it is."""
+    """Returns an array of any shape unchanged: `Constrain` on a single device."""
     del axes
     return x
 
@@ -52,7 +52,7 @@ _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def matmul(x: jax.Array, weight: jax.Array, *, precision: Precision) -> jax.Array:
-    """`x @ weight.T`: [..., in] and [out, in] -> [..., out] in `precision.activations`."""
+    """Computes `x @ weight.T`: [..., in] and [out, in] -> [..., out], in `activations`."""
     x = x.astype(precision.activations)
     flat = x.reshape(-1, x.shape[-1])
     y = _matmul(flat, weight.astype(precision.compute), precision)
@@ -60,7 +60,7 @@ def matmul(x: jax.Array, weight: jax.Array, *, precision: Precision) -> jax.Arra
 
 
 def project(x: jax.Array, layer: Layer, name: str, *, precision: Precision) -> jax.Array:
-    """`matmul` with a matrix of the layer and, where it has one, its adapter: W x + B (A x);
+    """Multiplies by a matrix of the layer and its adapter, if it has one: W x + B (A x);
     [..., in] -> [..., out] in `precision.activations`."""
     y = matmul(x, layer[name], precision=precision)
     if f"{name}_a" not in layer:
@@ -79,7 +79,7 @@ def _embed_forward(table, tokens, precision):
 def _embed_backward(precision, residuals, dy):
     tokens, table = residuals
     zeros = jnp.zeros((table.shape[0], dy.shape[-1]), precision.accumulate)
-    # A frequent token adds up many gradients: not in 8 or 11 bits of mantissa.
+    # A frequent token sums many gradients, so it needs more than 8 or 11 bits of mantissa.
     dtable = zeros.at[tokens].add(dy.astype(precision.accumulate))
     return dtable.astype(table.dtype), None
 
@@ -92,13 +92,13 @@ _embed.defvjp(_embed_forward, _embed_backward)
 
 
 def embed(table: jax.Array, tokens: jax.Array, *, precision: Precision) -> jax.Array:
-    """Rows of the embedding: [V, D] and i32[B, T] -> [B, T, D] in `precision.activations`."""
+    """Looks up rows of the embedding: [V, D] and i32[B, T] -> [B, T, D], in `activations`."""
     return _embed(table, tokens, precision)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, precision: Precision) -> jax.Array:
-    """Root-mean-square norm over the last axis (arXiv:1910.07467): [..., D] and the weight [D] ->
-    [..., D] in `precision.activations`."""
+    """Applies the root-mean-square norm over the last axis (arXiv:1910.07467): [..., D] and the
+    weight [D] -> [..., D] in `precision.activations`."""
     wide = x.astype(precision.accumulate)
     inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     scale = weight.astype(precision.accumulate).reshape((1,) * (x.ndim - 1) + weight.shape)
@@ -106,8 +106,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, precision: Precisio
 
 
 def rope_frequencies(rope: Rope, *, head_dim: int) -> np.ndarray:
-    """Angle per position of each pair of dimensions, f32[head_dim / 2]."""
-    # In f32 because the checkpoints' authors did: at position 30,000 its rounding shows.
+    """Computes the angle per position of each pair of dimensions, f32[head_dim / 2]."""
+    # In f32, as the checkpoints were trained: its rounding is visible at position 30,000.
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = np.float32(1.0) / np.float32(rope.theta) ** exponents
     scaling = rope.scaling
@@ -115,7 +115,7 @@ def rope_frequencies(rope: Rope, *, head_dim: int) -> np.ndarray:
         return frequencies
     if isinstance(scaling, LinearScaling):
         return frequencies / np.float32(scaling.factor)
-    # Turns that a pair makes over the original context: few are stretched, many are kept.
+    # Turns of a pair over the original context: pairs with few are stretched, with many kept.
     turns = scaling.original_max_positions * frequencies / np.float32(2 * np.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = np.clip((turns - low) / (high - low), 0, 1)
@@ -125,7 +125,7 @@ def rope_frequencies(rope: Rope, *, head_dim: int) -> np.ndarray:
 def rope_table(
     positions: jax.Array, *, rope: Rope, head_dim: int, precision: Precision
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines for i32[B, T] positions, each [B, T, 1, head_dim / 2]."""
+    """Computes cosines and sines for i32[B, T] positions, each [B, T, 1, head_dim / 2]."""
     frequencies = jnp.asarray(rope_frequencies(rope, head_dim=head_dim), precision.accumulate)
     angles = positions[:, :, None, None] * frequencies.reshape(1, 1, 1, -1)
     return jnp.cos(angles), jnp.sin(angles)
@@ -150,7 +150,7 @@ def project_qkv(
     precision: Precision,
     constrain: Constrain = identity,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What attention needs of the residual stream: norm, projections, biases, head norms, rope.
+    """Computes queries, keys and values: norm, projections, biases, head norms, rope.
 
     Args:
       x: [B, T, D], the residual stream.
@@ -158,7 +158,7 @@ def project_qkv(
       table: see `rope_table`.
       config: the decoder's.
       precision: the dtype policy.
-      constrain: imposes a layout on activations.
+      constrain: constrains the sharding of activations.
 
     Returns:
       q [B, T, H, hd], k and v [B, T, K, hd], in `precision.activations`.
@@ -188,8 +188,8 @@ def feed_forward(
     precision: Precision,
     constrain: Constrain = identity,
 ) -> jax.Array:
-    """SwiGLU (arXiv:2002.05202) of the normed residual stream: [B, T, D] -> [B, T, D], to be added
-    to the stream."""
+    """Computes SwiGLU (arXiv:2002.05202) of the normed residual stream: [B, T, D] -> [B, T, D], to
+    be added to the stream."""
     x = rms_norm(x, layer["mlp_norm"], eps=config.rms_norm_eps, precision=precision)
     gate = project(x, layer, "gate", precision=precision).astype(precision.accumulate)
     up = project(x, layer, "up", precision=precision).astype(precision.accumulate)

@@ -1,10 +1,10 @@
 """Per-token log-probs and entropy from hidden states, without the [B, T, V] array of logits.
 
-The output layer is the largest product of a small model and its logits the largest array of any.
-Here logits exist for one chunk of positions times one chunk of the vocabulary at a time: the
-forward pass keeps running sums (the online softmax of Milakov and Gimelshein 2018,
-arXiv:1805.02867), the backward pass computes the logits again. Positions outside the mask, such as
-prompts and padding, are left out of both.
+The output layer is the largest product of a small model, and the logits are the largest array of
+any model. Here logits exist only for one chunk of positions and one chunk of the vocabulary. The
+forward pass keeps running sums (online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867). The
+backward pass recomputes the logits. Both skip positions outside the mask, such as prompts and
+padding.
 """
 
 import dataclasses
@@ -22,13 +22,14 @@ from jaxrl.models.products import transposed
 
 
 class Chunk(NamedTuple):
-    """How much of the logits exists at a time: B * positions * vocab entries.
+    """Size of a chunk of logits: B * positions * vocab entries.
 
     Attributes:
       positions: tokens per row; None is a quarter of the row, at least 64. Large chunks use an
-        accelerator better, and where rows are sharded the gradient of the unembedding is reduced
-        over devices once per chunk; small chunks fit a cache and waste less at the end of a row.
-      vocab: the most entries of the vocabulary.
+        accelerator better. With sharded rows they also save communication, because the gradient
+        of the unembedding is reduced over devices once per chunk. Small chunks fit a cache and
+        waste less at the end of a row.
+      vocab: largest number of vocabulary entries.
     """
 
     positions: int | None = None
@@ -48,22 +49,22 @@ def token_logprobs(
     temperature: float | jax.Array = 1.0,
     chunk: Chunk = DEFAULT_CHUNK,
 ) -> jax.Array:
-    """Log-probability of each token given the tokens before it.
+    """Computes the log-probability of each token given the tokens before it.
 
     Args:
       hidden: activations[B, T, D] after the final norm; position t - 1 scores token t.
       unembedding: compute[V, D].
       tokens: i32[B, T].
-      mask: bool[B, T], the tokens to score. The work is that of the row with the most of them.
-      precision: products have operands in `compute`; logits are rounded to `logits`, and so is the
-        result. Sums over the vocabulary have at least f32.
+      mask: bool[B, T], the tokens to score. The cost is set by the row with most of them.
+      precision: products have operands in `compute`; logits and result are rounded to `logits`.
+        Sums over the vocabulary are in f32 or wider.
       temperature: divides the logits. No gradient flows to it.
-      chunk: changes memory and speed, and the result by rounding only.
+      chunk: affects memory and speed; the result changes by rounding only.
 
     Returns:
       f32[B, T] (f64 if `precision.logits` is): entry t is log p(tokens[:, t] | tokens[:, :t]).
-      Entries outside the mask, and entry 0 which nothing predicts, are 0 and have no gradient,
-      whatever `hidden` holds there.
+      Entries outside the mask are 0 and have no gradient, whatever `hidden` holds there. So is
+      entry 0, which no token predicts.
 
     Raises:
       ValueError: if the temperature or a chunk size is not positive.
@@ -83,7 +84,7 @@ def token_logprobs_and_entropy(
     temperature: float | jax.Array = 1.0,
     chunk: Chunk = DEFAULT_CHUNK,
 ) -> tuple[jax.Array, jax.Array]:
-    """`token_logprobs` and the entropy of the distributions that they are taken from.
+    """Computes `token_logprobs` and the entropy of the same distributions.
 
     Arguments and errors are those of `token_logprobs`. The entropy, in nats, has the shape, dtype
     and mask of the log-probs and is differentiable too.
@@ -94,7 +95,7 @@ def token_logprobs_and_entropy(
 
 
 def position_chunks(length: int, *, chunk: Chunk = DEFAULT_CHUNK) -> int:
-    """How many chunks a row of `length` tokens has, all of which are to be scored."""
+    """Returns the number of chunks in a row of `length` tokens if all of them are scored."""
     return -(-length // _positions(length, chunk))
 
 
@@ -104,7 +105,7 @@ def _positions(length: int, chunk: Chunk) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What is static about one call."""
+    """Static settings of one call."""
 
     compute: DType
     accumulate: DType
@@ -116,8 +117,8 @@ class _Plan:
 
     @property
     def stats(self) -> DType:
-        """Dtype of sums over the vocabulary: thousands of terms in half precision would measure
-        the summation, not the policy."""
+        """Dtype of sums over the vocabulary: in half precision the error of thousands of additions
+        would dominate the result."""
         return jnp.promote_types(self.logits, jnp.float32)
 
     @property
@@ -131,9 +132,9 @@ class _Plan:
 
 
 class _Slots(NamedTuple):
-    """The scored tokens of each row moved to its front: slot s of a row holds its s-th."""
+    """Scored tokens compacted to the front of each row: slot s holds the s-th scored token."""
 
-    entry: jax.Array  # i32[B, S], index of the slot's token in its row; 0 behind the last one
+    entry: jax.Array  # i32[B, S], index of the slot's token in its row; 0 after the last one
     target: jax.Array  # i32[B, S], the token
     count: jax.Array  # i32[B], slots in use
     trips: jax.Array  # i32[], chunks until the fullest row is done
@@ -176,8 +177,8 @@ def _token_scores(
 
 
 def _vocab_chunks(vocab_size: int, most: int) -> int:
-    """Number of chunks of at most `most` entries. One that divides the vocabulary is preferred,
-    because the unembedding must be padded, hence copied, otherwise."""
+    """Returns a number of chunks of at most `most` entries. Prefers a divisor of the vocabulary,
+    because otherwise the unembedding must be padded, hence copied."""
     least = -(-vocab_size // most)
     return next((n for n in range(least, 2 * least) if vocab_size % n == 0), least)
 
@@ -204,7 +205,7 @@ def _scores(plan, hidden, unembedding, slots, temperature):
 
 
 def _scores_forward(plan, hidden, unembedding, slots, temperature):
-    """Returns (log-probs, entropy) and what the backward pass needs."""
+    """Returns (log-probs, entropy) and the residuals of the backward pass."""
     weights = _interleave(plan, unembedding)
 
     def per_chunk(i, filled):
@@ -228,7 +229,7 @@ def _scores_forward(plan, hidden, unembedding, slots, temperature):
         start = (zeros + plan.lowest, zeros, zeros, zeros)
         top, total, moment, chosen = lax.fori_loop(0, plan.vocab_chunks, per_vocab_chunk, start)
         log_total = jnp.log(total)
-        # In this order no log-prob exceeds 0 by rounding.
+        # In this order rounding cannot push a log-prob above 0.
         values = (chosen - top - log_total, top + log_total, log_total - moment / total)
         return tuple(_put(plan, x, value, i) for x, value in zip(filled, values, strict=True))
 
@@ -290,7 +291,7 @@ _scores.defvjp(_scores_forward, _scores_backward)
 
 
 def _take(plan: _Plan, values: jax.Array, i: jax.Array) -> jax.Array:
-    """Chunk i of [B, S]: [B, positions]."""
+    """Returns chunk i of [B, S]: [B, positions]."""
     return lax.dynamic_slice_in_dim(values, i * plan.positions, plan.positions, axis=1)
 
 
@@ -303,31 +304,31 @@ def _put(plan: _Plan, array: jax.Array, values: jax.Array, i: jax.Array) -> jax.
 def _chunk(
     plan: _Plan, hidden: jax.Array, slots: _Slots, i: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Hidden states [B * positions, D] and tokens [B * positions] of chunk i of the slots."""
+    """Gathers hidden states [B * positions, D] and tokens [B * positions] of slot chunk i."""
     at = jnp.maximum(_take(plan, slots.entry, i) - 1, 0)
     used = i * plan.positions + jnp.arange(plan.positions)[None, :] < slots.count[:, None]
     h = jnp.take_along_axis(hidden, at[:, :, None], axis=1).astype(plan.compute)
-    # A slot that is not in use reads a position outside the mask, where anything may stand.
+    # An unused slot reads a position outside the mask, which may hold any value.
     h = jnp.where(used[:, :, None], h, 0)
     return h.reshape(-1, hidden.shape[2]), _take(plan, slots.target, i).reshape(-1)
 
 
 def _interleave(plan: _Plan, unembedding: jax.Array) -> jax.Array:
-    """[V, D] to [vocab_chunks, chunk_size, D]. Column c of chunk j is entry c * vocab_chunks + j:
-    every chunk has entries from everywhere, so that a vocabulary that is sharded over devices keeps
-    them all at work."""
+    """Divides [V, D] into [vocab_chunks, chunk_size, D]. Column c of chunk j is entry
+    c * vocab_chunks + j: every chunk has entries from the whole vocabulary, so that all devices
+    work on each chunk when the vocabulary is sharded."""
     padding = plan.chunk_size * plan.vocab_chunks - plan.vocab_size
     padded = jnp.pad(unembedding, ((0, padding), (0, 0))) if padding else unembedding
     return padded.reshape(plan.chunk_size, plan.vocab_chunks, -1).swapaxes(0, 1)
 
 
 def _restore(plan: _Plan, chunks: jax.Array) -> jax.Array:
-    """The inverse of `_interleave`."""
+    """Inverts `_interleave`."""
     return chunks.swapaxes(0, 1).reshape(-1, chunks.shape[2])[: plan.vocab_size]
 
 
 def _logits(plan: _Plan, h, weights, j, temperature) -> jax.Array:
-    """stats[N, chunk_size]: tempered logits of chunk j of the vocabulary."""
+    """Computes tempered logits of chunk j of the vocabulary, stats[N, chunk_size]."""
     z = _dot(plan, h, weights[j], contract=(1, 1))
     z = z.astype(plan.logits).astype(plan.stats) / temperature
     if plan.chunk_size * plan.vocab_chunks == plan.vocab_size:

@@ -1,7 +1,7 @@
 """Low-rank adapters (arXiv:2106.09685): a second pytree beside frozen parameters.
 
-A matrix W of the layers becomes W + alpha / rank * B A, with A [rank, in] and B [out, rank] trained
-and W kept as it is. `Adapted` stands wherever parameters do; the functions below accept both.
+A matrix W of the layers becomes W + alpha / rank * B A. A [rank, in] and B [out, rank] are trained,
+W is frozen. `Adapted` can replace parameters anywhere; the functions below accept both.
 """
 
 import fnmatch
@@ -20,8 +20,7 @@ from jaxrl.models.spec import Params, ParamSpec, Specs
 
 @struct.dataclass
 class Adapted:
-    """Frozen parameters and what is trained instead; also for the specs, shapes and shardings of
-    both."""
+    """Frozen parameters and trained adapters; also their specs, shapes or shardings."""
 
     adapters: Any  # {"layers": {"q_a": [L, rank, in], "q_b": [L, out, rank], ...}}
     frozen: Any  # as the decoder declares them
@@ -29,27 +28,27 @@ class Adapted:
 
     @property
     def rank(self) -> int:
-        """Of every adapter."""
+        """Rank of every adapter."""
         leaves = jax.tree.leaves_with_path(self.adapters, is_leaf=spec.is_spec)
         return next(x.shape[-2] for path, x in leaves if path[-1].key.endswith("_a"))
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """Factor of B A: alpha / rank."""
         return self.alpha / self.rank
 
 
 def adapter_specs(specs: Specs, *, rank: int, targets: Sequence[str]) -> Specs:
-    """Declares the adapters of some matrices, under the names that PEFT gives them.
+    """Declares the adapters of some matrices, under PEFT's names.
 
     Args:
-      specs: of the decoder.
-      rank: of every adapter.
-      targets: patterns with * and ? of module names, such as "q_proj" or "*_proj". Experts are not
-        adapted.
+      specs: the decoder's.
+      rank: rank of every adapter.
+      targets: patterns of module names with * and ?, such as "q_proj" or "*_proj". Experts cannot
+        be adapted.
 
     Raises:
-      ValueError: for a pattern that matches no matrix; the message lists the modules.
+      ValueError: if a pattern matches no matrix; the message lists the modules.
     """
     modules = {
         path.removeprefix("layers/"): (one, one.name.removesuffix(".weight").rpartition(".")[2])
@@ -82,7 +81,7 @@ def adapter_specs(specs: Specs, *, rank: int, targets: Sequence[str]) -> Specs:
 
 
 def abstract(specs: Any, *, trained: DType, kept: DType) -> Any:
-    """Shapes and dtypes without memory; `kept` is that of frozen parameters."""
+    """Returns shapes and dtypes without allocating; `kept` is the dtype of frozen parameters."""
     if not isinstance(specs, Adapted):
         return spec.abstract(specs, dtype=trained)
     adapters = spec.abstract(specs.adapters, dtype=trained)
@@ -90,31 +89,31 @@ def abstract(specs: Any, *, trained: DType, kept: DType) -> Any:
 
 
 def declared(specs: Any) -> Any:
-    """All parameters in one tree of the decoder's form: adapters lie beside their matrices."""
+    """Merges specs into one tree of the decoder's form: adapters are beside their matrices."""
     if not isinstance(specs, Adapted):
         return specs
     return {**specs.frozen, "layers": {**specs.frozen["layers"], **specs.adapters["layers"]}}
 
 
 def trainable(params: Any) -> Any:
-    """What the optimizer changes: the adapters, or all parameters."""
+    """Returns the part that the optimizer updates: the adapters, or all parameters."""
     return params.adapters if isinstance(params, Adapted) else params
 
 
 def with_trainable(params: Any, changed: Any) -> Any:
-    """The parameters with what `trainable` returns exchanged."""
+    """Replaces the part that `trainable` returns."""
     if not isinstance(params, Adapted):
         return changed
     return Adapted(changed, params.frozen, params.alpha)
 
 
 def frozen(params: Any) -> Any:
-    """In the form that the decoder declares: the frozen part, or all parameters."""
+    """Returns the parameters that the decoder declares: the frozen part, or all parameters."""
     return params.frozen if isinstance(params, Adapted) else params
 
 
 def attach(params: Any) -> Params:
-    """What the decoder computes with: adapters beside their matrices, with the scale in B."""
+    """Builds the decoder's input: adapters beside their matrices, with the scale folded into B."""
     if not isinstance(params, Adapted):
         return params
     adapters = {
@@ -127,8 +126,8 @@ def attach(params: Any) -> Params:
 
 
 def merge(params: Any) -> Params:
-    """The parameters of a plain decoder that computes the same: W + alpha / rank * B A, added in
-    f32 and rounded to W's dtype."""
+    """Folds adapters into plain parameters: W + alpha / rank * B A, added in f32 and rounded to W's
+    dtype."""
     return _merge(params) if isinstance(params, Adapted) else params
 
 

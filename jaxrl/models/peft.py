@@ -1,4 +1,4 @@
-"""Adapter directories as the library PEFT writes and reads them."""
+"""Adapter directories in the format of the PEFT library."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from jaxrl.models.spec import Params
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
-# What an adapter may say of itself, where it says anything: nothing else is computed here.
+# The only supported values of these keys; a key may also be absent.
 _PLAIN = {
     "peft_type": "LORA",
     "bias": "none",
@@ -31,14 +31,14 @@ _PLAIN = {
 def save(
     directory: str | Path, adapters: Params, *, specs: Adapted, base: str, dtype: DType
 ) -> None:
-    """Writes adapters that `peft.PeftModel.from_pretrained` and vLLM load.
+    """Writes adapters that `peft.PeftModel.from_pretrained` and vLLM can load.
 
     Args:
-      directory: is made if it does not exist.
+      directory: created if it does not exist.
       adapters: on any devices.
-      specs: theirs and the model's.
-      base: directory or hub id of the model that they belong to.
-      dtype: what the tensors are cast to.
+      specs: of the adapters and the model.
+      base: directory or hub id of the base model.
+      dtype: dtype to cast tensors to.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -62,11 +62,11 @@ def save(
 
 
 def load(directory: str | Path, specs: Adapted, *, dtype: DType) -> Params:
-    """Reads adapters of these specs.
+    """Reads adapters that match these specs.
 
     Raises:
       FileNotFoundError: if a file is missing.
-      ValueError: if they have another rank, alpha or kind, or other tensors; the message names it.
+      ValueError: if their rank, alpha, kind or tensors differ; the message names it.
     """
     directory = Path(directory)
     config = json.loads((directory / _CONFIG).read_text())
@@ -74,8 +74,8 @@ def load(directory: str | Path, specs: Adapted, *, dtype: DType) -> Params:
     for ours, (key, value) in wanted.items():
         if config.get(key) != value:
             raise ValueError(
-                f"{directory}: {key} is {config.get(key)!r} and {ours} is {value!r}; set {ours} to "
-                "what the adapters were trained with"
+                f"{directory}: {key} is {config.get(key)!r} but {ours} is {value!r}; set {ours} to "
+                "the value that the adapters were trained with"
             )
     for key, value in _PLAIN.items():
         if config.get(key) not in (value, None):
@@ -95,7 +95,7 @@ def load(directory: str | Path, specs: Adapted, *, dtype: DType) -> Params:
             if tensors[name].shape != one.tensor_shape:
                 raise ValueError(
                     f"{directory}: {name} has shape {tensors[name].shape}, expected "
-                    f"{one.tensor_shape}; they belong to another model"
+                    f"{one.tensor_shape}; the adapters belong to another model"
                 )
         stacked = np.stack([tensors[name] for name in one.hf_names()])
         values[path] = jnp.asarray(stacked.astype(dtype))

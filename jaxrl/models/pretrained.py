@@ -1,4 +1,4 @@
-"""Loads everything that a checkpoint directory holds: the model, its parameters, its tokenizer."""
+"""Loading of a checkpoint directory: the model, its parameters and its tokenizer."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,8 +34,8 @@ def load(directory: str | Path, *, precision: Precision = PRESETS["fp32"]) -> Pr
 
     Raises:
       FileNotFoundError: if a file is missing.
-      ValueError: if there is no such directory, or its files do not fit together; the message names
-        the file or tensor. Also for a reward model.
+      ValueError: if the directory does not exist, its files do not fit together, or it holds a
+        reward model; the message names the file or tensor.
     """
     tokenizer = huggingface.load_tokenizer(directory)
     config, params = huggingface.load(directory, dtype=precision.params)

@@ -1,4 +1,4 @@
-"""Transposes that matrix products can use on every backend."""
+"""Transposes as operands of matrix products, on every backend."""
 
 import functools
 
@@ -8,11 +8,11 @@ from jax import lax
 
 
 def transposed(x: jax.Array) -> jax.Array:
-    """[..., M, N] -> [..., N, M], as the first operand of a product.
+    """Transposes [..., M, N] -> [..., N, M], for the first operand of a product.
 
-    XLA on CPU has kernels with bf16 operands for plain products only. There their transpose is kept
-    from being folded into the product, which would be slow, or, on a processor without bf16
-    instructions, fail at run time.
+    On CPU, XLA has bf16 kernels for plain products only. If it folded the transpose into the
+    product, that would be slow, or fail at run time on a processor without bf16 instructions. A
+    barrier prevents the folding.
     """
     swap = functools.partial(jnp.swapaxes, axis1=-1, axis2=-2)
     if x.dtype != jnp.bfloat16:

@@ -1,7 +1,7 @@
-"""Scores of whole sequences: a decoder whose head gives each token one number, a reward model.
+"""Scores of a reward model: a decoder whose head gives each token one number.
 
-It is what `transformers.AutoModelForSequenceClassification` is with one label. The score of a
-sequence is that of its last token which is not the padding token, as there.
+It equals `transformers.AutoModelForSequenceClassification` with one label. As there, the score of a
+sequence is the score of its last token that is not the padding token.
 """
 
 import jax
@@ -14,12 +14,12 @@ from jaxrl.models.spec import Params
 
 
 def token_scores(hidden: jax.Array, head: jax.Array, *, precision: Precision) -> jax.Array:
-    """The head's output at each token.
+    """Computes the head's output at each token.
 
     Args:
       hidden: activations[B, T, D] after the final norm.
       head: compute[1, D].
-      precision: operands are rounded to `compute`, the sum has at least f32 and is rounded to
+      precision: operands are rounded to `compute`; the sum is in f32 or wider and is rounded to
         `logits`.
 
     Returns:
@@ -33,12 +33,12 @@ def token_scores(hidden: jax.Array, head: jax.Array, *, precision: Precision) ->
 def token_values(
     hidden: jax.Array, head: jax.Array, batch: TokenBatch, *, precision: Precision
 ) -> jax.Array:
-    """What a value head expects before each action token: its output at the token before.
+    """Computes the value before each action token: the value head's output at the previous token.
 
     Args:
       hidden: activations[B, T, D] after the final norm.
       head: compute[1, D].
-      batch: says which tokens are actions; none begins a sequence, since a prompt precedes it.
+      batch: its action mask is used; a sequence never begins with an action, but with a prompt.
       precision: the dtype policy.
 
     Returns:
@@ -51,16 +51,16 @@ def token_values(
 def sequence_scores(
     model: Model, weights: Params, batch: TokenBatch, *, precision: Precision
 ) -> jax.Array:
-    """The score of each sequence of a batch.
+    """Computes the score of each sequence of a batch.
 
     Args:
-      model: a scorer, whose `config.scored` holds.
+      model: a scorer (`config.scored` is true).
       weights: its parameters in `precision.compute`.
       batch: tokens in rows, in any layout.
       precision: the dtype policy.
 
     Returns:
-      f32[B, T + 1]: entry s of a row is the score of its sequence s; 0 where there is none.
+      f32[B, T + 1]: entry s of a row is the score of its sequence s; 0 if it has no sequence s.
     """
     tokens, segments = batch.tokens, batch.segments
     hidden = model.hidden(weights, tokens, batch.positions, segments, precision=precision)
@@ -74,7 +74,7 @@ def _not_padding(tokens: jax.Array, pad_id: int | None) -> jax.Array:
 
 
 def _last(segments: jax.Array, counts: jax.Array) -> jax.Array:
-    """i32[T + 1]: where in a row the last token that counts of each sequence stands, -1 without."""
+    """Finds the index of each sequence's last counted token, i32[T + 1]; -1 if it has none."""
     size = segments.shape[0]
     places = jnp.where(counts, jnp.arange(size), -1)
     return jnp.full(size + 1, -1).at[segments].max(places)

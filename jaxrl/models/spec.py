@@ -1,4 +1,4 @@
-"""One declaration per parameter: shape, axes, initial value and Hugging Face name."""
+"""Declarations of parameters: shape, axes, initial value and Hugging Face name."""
 
 import itertools
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from jaxrl.core.precision import DType
 
 
 class ParamSpec(NamedTuple):
-    """How one parameter looks everywhere.
+    """Declaration of one parameter.
 
-    Matrices keep Hugging Face's orientation, [out, in], contracted on the last axis. A parameter
-    of the layers has their number as its first dimension and the axis "layers" there; one of
-    experts has theirs, and the axis "experts", after it.
+    Matrices keep Hugging Face's orientation, [out, in], contracted on the last axis. Parameters of
+    the layers are stacked along a first dimension, with the axis "layers". Those of experts are
+    stacked along a second one, with the axis "experts".
 
     Attributes:
-      shape: with the layers, and the experts, in front.
+      shape: includes the leading dimensions of layers and experts.
       axes: logical name of each dimension; sharding rules map them to mesh axes.
       name: Hugging Face's name; "{layer}" stands for the layer's index, "{expert}" for the
         expert's.
@@ -42,8 +42,7 @@ class ParamSpec(NamedTuple):
         return self.shape[self.stacked :]
 
     def hf_names(self) -> list[str]:
-        """Names of the Hugging Face tensors that this parameter holds: one, or those of the layers
-        in order, and of a layer those of the experts in order."""
+        """Lists the Hugging Face tensors that this parameter stacks: by layer, then by expert."""
         indices = itertools.product(*map(range, self.shape[: self.stacked]))
         fields = ("layer", "expert")
         return [self.name.format(**dict(zip(fields, index, strict=False))) for index in indices]
@@ -54,18 +53,18 @@ Params = dict[str, Any]  # the same nesting with arrays
 
 
 def is_spec(x: Any) -> bool:
-    """For tree maps over specs, whose leaves are tuples."""
+    """Recognises leaves in tree maps over specs; the leaves are tuples."""
     return isinstance(x, ParamSpec)
 
 
 def flatten(specs: Specs) -> dict[str, ParamSpec]:
-    """{"layers/q": spec, ...}: the paths by which errors and sharding rules name parameters."""
+    """Flattens specs to {"layers/q": spec, ...}, the paths used in error messages."""
     flat = traverse_util.flatten_dict(dict(specs), sep="/", is_leaf=lambda _, x: is_spec(x))
     return {str(path): spec for path, spec in flat.items()}  # pyright: ignore
 
 
 def init(specs: Specs, key: jax.Array, *, dtype: DType) -> Params:
-    """Random parameters of the declared shapes, one independent key each."""
+    """Draws random parameters of the declared shapes, with an independent key for each."""
     flat = flatten(specs)
     keys = jax.random.split(key, len(flat))
 
@@ -79,7 +78,7 @@ def init(specs: Specs, key: jax.Array, *, dtype: DType) -> Params:
 
 
 def abstract(specs: Specs, *, dtype: DType) -> Params:
-    """Shapes and dtypes without memory."""
+    """Returns shapes and dtypes without allocating."""
     return jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), dict(specs), is_leaf=is_spec
     )

@@ -142,5 +142,5 @@ def test_what_does_not_fit_is_refused(minibatch):
     with pytest.raises(ValueError, match="a recipe with a critic"):
         shared_trunk(tiny.model(), grpo(), **rest)
     headless = make_learner(decoder(tiny.CONFIG), RECIPE.critic.objective, optimizer=SGD, **SHAPES)
-    with pytest.raises(ValueError, match="no head"):
+    with pytest.raises(ValueError, match="no value head"):
         headless.step(headless.init(tiny.params()), minibatch)

@@ -177,7 +177,7 @@ def test_a_damaged_file_is_named(broken):
 
 
 def test_a_name_without_a_directory_is_an_error_that_says_how_to_get_it():
-    with pytest.raises(ValueError, match=r"no directory here.*hf download org/model --local-dir"):
+    with pytest.raises(ValueError, match=r"is not a directory.*hf download org/model --local-dir"):
         huggingface.load_tokenizer("org/model")
 
 

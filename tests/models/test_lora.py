@@ -84,8 +84,8 @@ def test_adapter_files_have_pefts_names_and_come_back_bit_for_bit(tmp_path):
         with pytest.raises(ValueError, match=message):
             peft.load(tmp_path, lora.Adapted(specs, MODEL.specs, alpha), dtype=FP32.params)
 
-    refused("lora_alpha is 6 and lora.alpha is 5.0; set lora.alpha", alpha=5.0)
-    refused("r is 3 and lora.rank is 4", rank=4)
+    refused("lora_alpha is 6 but lora.alpha is 5.0; set lora.alpha", alpha=5.0)
+    refused("r is 3 but lora.rank is 4", rank=4)
     refused(r"not those of lora\.targets: .*down_proj", targets=["q_proj"])
     (tmp_path / "adapter_config.json").write_text(json.dumps(written | {"use_dora": True}))
     refused("use_dora is True, which is not supported")
