@@ -387,7 +387,7 @@ def test_adapters_are_published_alone(material, takes_adapters, tmp_path):
 
 
 def test_the_doctor_uses_a_running_server(material, tmp_path, capsys):
-    keys = {"prompts": "4", "sampling.max_tokens": "12", "repeat": "0", "precisions": "fp32"}
+    keys = {"prompts": "4", "sampling.max_tokens": "12", "timed_steps": "0", "precisions": "fp32"}
     keys |= {"server": material.url, "out": str(tmp_path)}
     given = [f"--{key}={value}" for key, value in keys.items()]
     assert main(["doctor", str(material.directory / "model"), *given]) == 0

@@ -333,7 +333,7 @@ def test_page_shows_discarded_steps(page, gone_back, tmp_path):
     heads = page.run("[...document.querySelectorAll('.alarm h3')].map((e) => e.textContent)")
     assert heads[1:] == [
         "step 8: gradient-norm spike, paused, discarded by rollback 1",
-        "step 12: no group has any spread, discarded by rollback 1",
+        "step 12: no group has reward variance, discarded by rollback 1",
         "step 12: KL spike, rollback 1",
     ]
     assert page.run("drawn[0].series.map((s) => s.label)") == [
