@@ -96,6 +96,7 @@ def devices(hosts: Hosts) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit it ignored
     name, address, count, index = sys.argv[1:-1]
     numbers = {} if address == "auto" else {"processes": int(count), "process": int(index)}
     cluster.HEARTBEAT = 5
