@@ -51,11 +51,11 @@ class PairEvalConfig(Section):
 
 
 class BradleyTerryConfig(Section):
-    """-log sigmoid(chosen - rejected - margin) + centring (chosen + rejected)^2."""
+    """-log sigmoid(chosen - rejected - margin) + center_rewards (chosen + rejected)^2."""
 
-    centring: NonNegativeFloat = 0.0
+    center_rewards: NonNegativeFloat = 0.0
     """Coefficient that keeps rewards near 0, since differences leave their mean undetermined; 0.01
-    is usual."""
+    is usual (TRL: center_rewards_coefficient)."""
 
 
 class PairLossConfig(Section):

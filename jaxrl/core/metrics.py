@@ -41,10 +41,15 @@ Metrics = dict[str, Mean]
 
 def masked_mean(values: jax.Array, mask: jax.Array) -> Mean:
     """Averages the entries of `values` where `mask` holds; both have one shape. Entries outside the
-    mask may be anything, including NaN."""
+    mask may be anything, including NaN. No gradient passes."""
     mask = mask.astype(bool)
-    total = jnp.sum(jnp.where(mask, values, 0).astype(jnp.float32))
+    total = jnp.sum(jnp.where(mask, jax.lax.stop_gradient(values), 0).astype(jnp.float32))
     return Mean(total, jnp.sum(mask, dtype=jnp.float32))
+
+
+def masked_means(values: Mapping[str, jax.Array], mask: jax.Array) -> Metrics:
+    """Averages each of several arrays by `masked_mean`."""
+    return {name: masked_mean(array, mask) for name, array in values.items()}
 
 
 def merge(first: Mapping[str, Mean], second: Mapping[str, Mean]) -> Metrics:

@@ -53,7 +53,7 @@ class Ranker(NamedTuple):
 def make_ranker(
     model: Model,
     *,
-    centring: float,
+    center_rewards: float,
     optimizer: optax.GradientTransformation,
     precision: Precision,
     rows_per_microbatch: int,
@@ -63,7 +63,7 @@ def make_ranker(
 
     Args:
       model: a scorer.
-      centring: as in `preference.bradley_terry`.
+      center_rewards: as in `preference.bradley_terry`.
       optimizer: any optax transformation.
       precision: the dtype policy.
       rows_per_microbatch: rows that are computed at once; divides the rows of every minibatch.
@@ -74,7 +74,7 @@ def make_ranker(
         del fixed
         batch = minibatch.batch
         scores = sequence_scores(model, weights, batch, precision=precision)
-        return ranked(scores, batch, centring=centring)
+        return ranked(scores, batch, center_rewards=center_rewards)
 
     update = make_update(
         total,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.core.batch import TokenBatch
-from jaxrl.core.metrics import Metrics, masked_mean
+from jaxrl.core.metrics import Metrics, masked_mean, masked_means
 from jaxrl.losses.algebra import Weights
 from jaxrl.losses.formulas import with_formula
 from jaxrl.losses.ratios import Ratio, missing
@@ -117,8 +117,6 @@ def _check_bounds(low: float, high: float) -> None:
 def _reported(
     weights: jax.Array, outside: jax.Array, batch: TokenBatch, ratio: Ratio
 ) -> tuple[jax.Array, Metrics]:
-    metrics = {
-        "correction/mean": masked_mean(weights, batch.action_mask),
-        "correction/outside": masked_mean(outside, batch.action_mask),
-    }
+    reports = {"correction/mean": weights, "correction/outside": outside}
+    metrics = masked_means(reports, batch.action_mask)
     return weights, metrics | missing(ratio, batch, name="correction/missing")

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.core.batch import TokenBatch
-from jaxrl.core.metrics import Metrics, masked_mean
+from jaxrl.core.metrics import Metrics, masked_means
 from jaxrl.losses.ratios import LOG_RATIO_LIMIT
 
 
@@ -24,14 +24,14 @@ def mismatch(logprobs: jax.Array, batch: TokenBatch) -> Metrics:
     """
     known = batch.action_mask & ~jnp.isnan(batch.sampler_logprobs)
     sampler = jnp.where(known, batch.sampler_logprobs, 0)
-    learner = jnp.where(known, jax.lax.stop_gradient(logprobs), 0).astype(jnp.float32)
+    learner = jnp.where(known, logprobs, 0).astype(jnp.float32)
     delta = jnp.clip(learner - sampler, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     w = jnp.exp(delta)
     values = {
-        "kl": -delta,
-        "k3_kl": w - delta - 1,
-        "chi2": w * w - 1,
-        "token_mult_error": jnp.exp(jnp.abs(delta)),
-        "prob_diff": jnp.abs(jnp.exp(learner) - jnp.exp(sampler)),
+        "mismatch/kl": -delta,
+        "mismatch/k3_kl": w - delta - 1,
+        "mismatch/chi2": w * w - 1,
+        "mismatch/token_mult_error": jnp.exp(jnp.abs(delta)),
+        "mismatch/prob_diff": jnp.abs(jnp.exp(learner) - jnp.exp(sampler)),
     }
-    return {f"mismatch/{name}": masked_mean(value, known) for name, value in values.items()}
+    return masked_means(values, known)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.core.batch import TokenBatch, segment_totals
-from jaxrl.core.metrics import Mean, Metrics, masked_mean
+from jaxrl.core.metrics import Metrics, masked_means
 from jaxrl.losses import bounds
 from jaxrl.losses.algebra import Aggregation, TokenLoss, token_loss
 from jaxrl.losses.formulas import Formula, with_formula
@@ -122,26 +122,26 @@ def ipo_summed(*, beta: float = 0.1) -> PairLoss:
 
 
 def bradley_terry(
-    chosen: jax.Array, rejected: jax.Array, *, margin: jax.Array, centring: float
+    chosen: jax.Array, rejected: jax.Array, *, margin: jax.Array, center_rewards: float
 ) -> jax.Array:
-    """-log sigmoid(chosen - rejected - margin) + centring (chosen + rejected)^2, per pair.
+    """-log sigmoid(chosen - rejected - margin) + center_rewards (chosen + rejected)^2, per pair.
 
     The margin is that of Llama 2 (arXiv:2307.09288). The second term keeps rewards around 0; the
     first does not fix their mean (arXiv:2312.09244).
 
     Example:
       >>> chosen, rejected = jnp.array([2.0, 4.0]), jnp.array([0.0, 0.0])
-      >>> bradley_terry(chosen, rejected, margin=jnp.array([2.0, 2.0]), centring=0.0).round(2)
+      >>> bradley_terry(chosen, rejected, margin=jnp.array([2.0, 2.0]), center_rewards=0.0).round(2)
       Array([0.69, 0.13], dtype=float32)
 
     Args:
       chosen: f32[...], the reward of the better completion.
       rejected: f32[...], the reward of the worse completion.
       margin: f32[...], the smallest difference of rewards that is wanted.
-      centring: coefficient; TRL's suggestion is 0.01.
+      center_rewards: TRL's center_rewards_coefficient, 0.01 there.
     """
     apart = jax.nn.log_sigmoid(chosen - rejected - margin)
-    return -apart + centring * (chosen + rejected) ** 2
+    return -apart + center_rewards * (chosen + rejected) ** 2
 
 
 @with_formula
@@ -171,29 +171,29 @@ def pairwise(loss: PairLoss) -> TokenLoss:
         chosen, rejected = of_completions(scores.logprobs - require(scores, Need.REFERENCE))
         # Where there is no pair the lengths are 0, and 0 / 0 must not reach a gradient.
         lengths = [jnp.maximum(x, 1) for x in of_completions(jnp.ones_like(scores.logprobs))]
-        value = loss.apply(LogRatios(chosen, rejected, lengths[0], lengths[1]))
+        value = loss.apply(LogRatios(chosen, rejected, *lengths))
         parts = jnp.where(there, value / lengths[0], 0)
         shares = jnp.zeros((mask.shape[0], mask.shape[1] + 1), parts.dtype)
         shares = shares.at[:, 1 : 2 * parts.shape[1] : 2].set(parts)
         per_token = jnp.where(mask, jnp.take_along_axis(shares, batch.segments, axis=1), 0)
 
-        logprobs = of_completions(jax.lax.stop_gradient(scores.logprobs))
-        better, worse = (loss.beta * jax.lax.stop_gradient(x) for x in (chosen, rejected))
-        return per_token, _compared("reward", better, worse, there=there) | {
-            "logprobs/chosen": masked_mean(logprobs[0], there),
-            "logprobs/rejected": masked_mean(logprobs[1], there),
-        }
+        logprobs = of_completions(scores.logprobs)
+        reports = _compared("reward", loss.beta * chosen, loss.beta * rejected)
+        reports |= {"logprobs/chosen": logprobs[0], "logprobs/rejected": logprobs[1]}
+        return per_token, masked_means(reports, there)
 
     return token_loss(apply, Need.REFERENCE)
 
 
-def ranked(scores: jax.Array, batch: TokenBatch, *, centring: float) -> tuple[jax.Array, Metrics]:
+def ranked(
+    scores: jax.Array, batch: TokenBatch, *, center_rewards: float
+) -> tuple[jax.Array, Metrics]:
     """Computes the Bradley-Terry loss of a batch.
 
     Args:
       scores: f32[B, T + 1], the reward of each sequence, as `models.scorer` gives it.
       batch: its pairs, with their margins.
-      centring: as in `bradley_terry`.
+      center_rewards: as in `bradley_terry`.
 
     Returns:
       The sum over pairs, to be divided by `pair_count`, and means over pairs: the rewards
@@ -202,8 +202,8 @@ def ranked(scores: jax.Array, batch: TokenBatch, *, centring: float) -> tuple[ja
     there = pairs_there(batch)
     chosen, rejected = split_pairs(scores)
     margin, _ = split_pairs(segment_totals(batch.advantages, batch.segments))
-    value = bradley_terry(chosen, rejected, margin=margin, centring=centring)
-    metrics = _compared("score", *jax.lax.stop_gradient((chosen, rejected)), there=there)
+    value = bradley_terry(chosen, rejected, margin=margin, center_rewards=center_rewards)
+    metrics = masked_means(_compared("score", chosen, rejected), there)
     return jnp.sum(jnp.where(there, value, 0)), metrics
 
 
@@ -231,12 +231,10 @@ pair_mean = Aggregation(
 """Mean over pairs of the sum over the tokens of both completions."""
 
 
-def _compared(
-    name: str, chosen: jax.Array, rejected: jax.Array, *, there: jax.Array
-) -> dict[str, Mean]:
+def _compared(name: str, chosen: jax.Array, rejected: jax.Array) -> dict[str, jax.Array]:
     return {
-        "accuracy": masked_mean((chosen > rejected).astype(jnp.float32), there),
-        f"{name}/chosen": masked_mean(chosen, there),
-        f"{name}/rejected": masked_mean(rejected, there),
-        f"{name}/margin": masked_mean(chosen - rejected, there),
+        "accuracy": chosen > rejected,
+        f"{name}/chosen": chosen,
+        f"{name}/rejected": rejected,
+        f"{name}/margin": chosen - rejected,
     }

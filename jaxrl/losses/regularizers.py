@@ -86,8 +86,7 @@ def _value_and_gradient(value: jax.Array, gradient: jax.Array) -> jax.Array:
 
 @with_formula
 def kl_penalty(estimator: KLEstimator = k3, *, ratio: Ratio | None = None) -> TokenLoss:
-    """Divergence of the learner from the reference, per token; "kl/reference" reports its
-    mean.
+    """Divergence of the learner from the reference, per token; "kl/reference" reports its mean.
 
     With a `ratio` the estimate is multiplied by it, gradient included, which makes it unbiased for
     tokens that another policy sampled (DeepSeek-V3.2, arXiv:2512.02556).
@@ -103,11 +102,9 @@ def kl_penalty(estimator: KLEstimator = k3, *, ratio: Ratio | None = None) -> To
         value = estimator(require(scores, Need.REFERENCE) - scores.logprobs)
         if ratio is not None:
             value = ratio.value(scores, batch) * value
-        mean = masked_mean(jax.lax.stop_gradient(value), batch.action_mask)
-        return value, {"kl/reference": mean}
+        return value, {"kl/reference": masked_mean(value, batch.action_mask)}
 
-    needs = frozenset({Need.REFERENCE})
-    return TokenLoss(needs if ratio is None else needs | ratio.needs, apply)
+    return token_loss(apply, Need.REFERENCE, *(ratio.needs if ratio else ()))
 
 
 @with_formula
@@ -124,9 +121,9 @@ def drift_penalty(ratio: Ratio) -> TokenLoss:
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         value = jnp.clip(ratio.log(scores, batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) ** 2
-        return value, {"drift": masked_mean(jax.lax.stop_gradient(value), batch.action_mask)}
+        return value, {"drift": masked_mean(value, batch.action_mask)}
 
-    return TokenLoss(ratio.needs, apply)
+    return token_loss(apply, *ratio.needs)
 
 
 @with_formula
@@ -153,7 +150,7 @@ def positive_likelihood(threshold: float = 0.0) -> TokenLoss:
             )
         right = batch.action_mask & (batch.rewards > threshold)
         value = jnp.where(right, -scores.logprobs, 0)
-        return value, {"nll/positive": masked_mean(jax.lax.stop_gradient(value), right)}
+        return value, {"nll/positive": masked_mean(value, right)}
 
     return token_loss(apply)
 
@@ -172,7 +169,7 @@ def entropy_bonus() -> TokenLoss:
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         entropy = require(scores, Need.ENTROPY)
-        return -entropy, {"entropy": masked_mean(jax.lax.stop_gradient(entropy), batch.action_mask)}
+        return -entropy, {"entropy": masked_mean(entropy, batch.action_mask)}
 
     return token_loss(apply, Need.ENTROPY)
 
@@ -219,8 +216,7 @@ def load_balance() -> TokenLoss:
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         value = require(scores, Need.IMBALANCE)
-        mean = masked_mean(jax.lax.stop_gradient(value), batch.action_mask)
-        return value, {"imbalance": mean}
+        return value, {"imbalance": masked_mean(value, batch.action_mask)}
 
     return token_loss(apply, Need.IMBALANCE)
 
@@ -229,11 +225,6 @@ def load_balance() -> TokenLoss:
 class EntropyController:
     """Raises the coefficient of the entropy bonus while the policy's entropy is below a target, and
     lowers it while it is above (Skywork-OR1, arXiv:2505.22312).
-
-    Attributes:
-      initial: the first coefficient.
-      target: entropy, nats per token.
-      step: change of the coefficient after each rollout; it stays in [0, 1].
 
     Example:
       >>> controller = EntropyController(target=0.5, step=0.25)
@@ -244,9 +235,9 @@ class EntropyController:
       ValueError: for a number out of range.
     """
 
-    initial: float = 0.0
-    target: float = 0.2
-    step: float = 0.005
+    initial: float = 0.0  # the first coefficient; all stay in [0, 1]
+    target: float = 0.2  # entropy, nats per token
+    step: float = 0.005  # change of the coefficient after each rollout
 
     def __post_init__(self) -> None:
         bounds.fraction("entropy", self.initial)

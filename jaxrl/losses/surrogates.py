@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.core.batch import TokenBatch
-from jaxrl.core.metrics import Metrics, masked_mean
+from jaxrl.core.metrics import Metrics, masked_means
 from jaxrl.losses import bounds
 from jaxrl.losses.algebra import TokenLoss, token_loss
 from jaxrl.losses.formulas import with_formula
@@ -55,15 +55,11 @@ def surrogate(fn: SurrogateFn, ratio: Ratio, *, marks: MarksFn | None = None) ->
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         r = ratio.value(scores, batch)
-        loss = fn(r, batch.advantages)
-        fixed = jax.lax.stop_gradient(r)
-        reports = {
-            "ratio/mean": fixed,
-            "ratio/kl": fixed - 1 - jnp.log(fixed),
-            **(marks(fixed, batch.advantages) if marks else {}),
-        }
-        metrics = {name: masked_mean(x, batch.action_mask) for name, x in reports.items()}
-        return loss, metrics | missing(ratio, batch, name="ratio/missing")
+        reports = {"ratio/mean": r, "ratio/kl": r - 1 - jnp.log(r)}
+        if marks is not None:
+            reports |= marks(jax.lax.stop_gradient(r), batch.advantages)
+        metrics = masked_means(reports, batch.action_mask)
+        return fn(r, batch.advantages), metrics | missing(ratio, batch, name="ratio/missing")
 
     return TokenLoss(ratio.needs, apply, ratio.weighted)
 
@@ -225,11 +221,11 @@ def geometric_clipped(ratio: Ratio, *, low: float = 0.4, high: float = 0.4) -> T
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         loss, metrics = mean.apply(scores, batch)
-        d = jax.lax.stop_gradient(ratio.log(scores, batch))
+        d = ratio.log(scores, batch)
         shares = {
             "clip/low": (batch.advantages < 0) & (d < -low),
             "clip/high": (batch.advantages > 0) & (d > high),
         }
-        return loss, metrics | {k: masked_mean(x, batch.action_mask) for k, x in shares.items()}
+        return loss, metrics | masked_means(shares, batch.action_mask)
 
     return TokenLoss(mean.needs, apply, mean.weighted)

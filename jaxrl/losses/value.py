@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl.advantages import Outcomes
 from jaxrl.core.batch import TokenBatch
-from jaxrl.core.metrics import Metrics, masked_mean
+from jaxrl.core.metrics import Metrics, masked_means
 from jaxrl.losses import bounds
 from jaxrl.losses.algebra import Objective, TokenLoss, token_loss
 from jaxrl.losses.formulas import shown, with_formula
@@ -19,10 +19,8 @@ from jaxrl.losses.scores import Need, Scores, require
 class Critic(NamedTuple):
     """The critic of a recipe.
 
-    Attributes:
-      objective: the quantity that the critic minimises; it reads `Scores.values`.
-      returns: outcomes with the critic's values -> for each completion f32[C], the target before
-        each token.
+    The objective reads `Scores.values`. Outcomes with the critic's values give the returns, its
+    targets before each token: f32[C] for each completion.
     """
 
     objective: Objective
@@ -80,13 +78,8 @@ def value_loss(*, clip: float = 0.2) -> TokenLoss:
                 "value_loss: batch.values or batch.returns is None; give both to pack()"
             )
         loss = clipped_value_loss(values, batch.values, batch.returns, clip=clip)
-        fixed = jax.lax.stop_gradient(values)
-        free = 0.5 * (fixed - batch.returns) ** 2
-        reports = {
-            "value/loss": jax.lax.stop_gradient(loss),
-            "value/mean": fixed,
-            "value/clipped": jax.lax.stop_gradient(loss) > free,
-        }
-        return loss, {name: masked_mean(x, batch.action_mask) for name, x in reports.items()}
+        beyond = loss > 0.5 * (values - batch.returns) ** 2
+        reports = {"value/loss": loss, "value/mean": values, "value/clipped": beyond}
+        return loss, masked_means(reports, batch.action_mask)
 
     return token_loss(apply, Need.VALUES)

@@ -55,7 +55,7 @@ def test_bradley_terry_by_hand():
         jnp.float32([2.0, 0.0]),
         jnp.float32([0.5, 1.0]),
         margin=jnp.float32([1.0, 0.0]),
-        centring=0.1,
+        center_rewards=0.1,
     )
     expected = [softplus(-(1.5 - 1.0)) + 0.1 * 2.5**2, softplus(1.0) + 0.1 * 1.0]
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
@@ -76,7 +76,7 @@ def test_gradients_of_pair_losses_are_numerical_ones(name):
 
 def test_gradient_of_bradley_terry_is_the_numerical_one():
     check_grads(
-        lambda c, r: preference.bradley_terry(c, r, margin=jnp.float32(0.7), centring=0.05),
+        lambda c, r: preference.bradley_terry(c, r, margin=jnp.float32(0.7), center_rewards=0.05),
         (jnp.float32(0.4), jnp.float32(-0.3)),
         order=1,
         modes=["rev"],
@@ -188,7 +188,7 @@ def test_ranked_scores_meet_their_margins_in_any_layout(layout):
     scores = np.full((len(rows), width + 1), 7.0, np.float32)  # where there is no sequence
     for r, row in enumerate(rows):
         scores[r, 1 : len(row) + 1] = rewards[row]
-    total, metrics = preference.ranked(jnp.asarray(scores), batch, centring=0.1)
+    total, metrics = preference.ranked(jnp.asarray(scores), batch, center_rewards=0.1)
     assert float(preference.pair_count(batch)) == 3
     chosen, rejected = rewards[::2], rewards[1::2]
     expected = [

@@ -299,7 +299,7 @@ def test_packing_and_microbatches_do_not_change_a_step(model, material, tokenize
     for name, one in given.items():
         learner = make_ranker(
             decoder(decoder_config),
-            centring=0.1,
+            center_rewards=0.1,
             optimizer=optax.sgd(1.0),
             precision=PRESETS["fp32"],
             rows_per_microbatch=one.microbatch_rows,

@@ -1,7 +1,7 @@
 """The available recipes, terms, estimators and parts, read from the code.
 
 A recipe's docstring is a summary that names its paper, and the sections "Formula:", "Args:",
-"Example:" and "Raises:".
+"Example:" and "Raises:". A parameter that it does not describe is that of `grpo`.
 """
 
 import ast
@@ -84,15 +84,12 @@ def _texts_of(module: ModuleType) -> list[tuple[Any, str]]:
 
 def describe(function: Callable[..., Any]) -> Entry:
     """Describes a function from its docstring and signature."""
-    sections = re.split(
-        r"^(Formula|Args|Example|Raises):\n", inspect.getdoc(function) or "", flags=re.M
-    )
-    text = dict(zip(sections[1::2], sections[2::2], strict=True))
-    meanings = dict(re.findall(r"^  (\w+): ((?:.|\n {4})*)", text.get("Args", ""), flags=re.M))
+    summary, text = _sections(function)
+    meanings = _meanings(recipes.grpo) | _meanings(function)
     declared = inspect.signature(function).parameters.values()
     return Entry(
         name=getattr(function, "__name__", str(function)),
-        summary=_one_line(re.sub(r"Raises as .*", "", sections[0])),
+        summary=_one_line(re.sub(r"Raises as .*", "", summary)),
         formula=tuple(
             _one_line(line)
             for line in re.findall(r"^  (\S.*(?:\n {4}.*)*)", text.get("Formula", ""), flags=re.M)
@@ -103,6 +100,19 @@ def describe(function: Callable[..., Any]) -> Entry:
             if p.kind is p.KEYWORD_ONLY
         ),
     )
+
+
+def _sections(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """Returns the summary of a docstring, and its sections by title."""
+    summary, *found = re.split(
+        r"^(Formula|Args|Example|Raises):\n", inspect.getdoc(function) or "", flags=re.M
+    )
+    return summary, dict(zip(found[::2], found[1::2], strict=True))
+
+
+def _meanings(function: Callable[..., Any]) -> dict[str, str]:
+    text = _sections(function)[1].get("Args", "")
+    return dict(re.findall(r"^  (\w+): ((?:.|\n {4})*)", text, flags=re.M))
 
 
 def _default(parameter: inspect.Parameter) -> str | None:

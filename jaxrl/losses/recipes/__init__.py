@@ -1,7 +1,8 @@
 """Published algorithms, each a few lines of algebra.
 
 A recipe is a function of keyword parameters that returns a `Recipe`. All can be named in a config,
-with their parameters as keys, and take the keys of `recipe.with_terms` besides.
+with their parameters as keys, and take the keys of `recipe.Terms` besides. A parameter without a
+description of its own is that of `grpo`.
 """
 
 from jaxrl.losses.recipes.baselines import (

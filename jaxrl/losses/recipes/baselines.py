@@ -27,10 +27,7 @@ def rloo(
       A = reward - mean of the others in the group
 
     Args:
-      clip_low: as in grpo.
-      clip_high: as in grpo.
       level: `product`, or `token` for a ratio of each token.
-      ratio: the policies that are compared.
 
     Example:
       >>> rloo()
@@ -57,9 +54,6 @@ def reinforce_pp(
 
     Args:
       gamma: discount from one token to the next.
-      clip_low: as in grpo.
-      clip_high: as in grpo.
-      ratio: the policies that are compared.
 
     Example:
       >>> reinforce_pp()
@@ -84,11 +78,6 @@ def reinforce_pp_baseline(
     Formula:
       token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
       A = (a - mean) / std over the tokens of the batch, a = reward - mean of the group
-
-    Args:
-      clip_low: as in grpo.
-      clip_high: as in grpo.
-      ratio: the policies that are compared.
 
     Example:
       >>> reinforce_pp_baseline()
@@ -143,11 +132,6 @@ def pass_at_k(
       sequence mean of token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
       A = reward - second best reward for the best of the group, 0 for the others
 
-    Args:
-      clip_low: as in grpo.
-      clip_high: as in grpo.
-      ratio: the policies that are compared.
-
     Example:
       >>> pass_at_k()
       Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), sequence_mean_token_mean),
@@ -165,11 +149,6 @@ def max_rl(*, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over
       token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
       A = (reward - mean) / mean of the group
 
-    Args:
-      clip_low: as in grpo.
-      clip_high: as in grpo.
-      ratio: the policies that are compared.
-
     Example:
       >>> max_rl()
       Recipe(objective(clipped(over_sampler, low=0.2, high=0.2), token_mean), max_rl)
@@ -185,11 +164,6 @@ def gdpo(*, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over_s
     Formula:
       sequence mean of token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
       A = (a - mean) / std over the batch, a = sum of weight (reward - mean) / std of the group
-
-    Args:
-      clip_low: as in grpo.
-      clip_high: as in grpo.
-      ratio: the policies that are compared.
 
     Example:
       >>> gdpo()

@@ -70,9 +70,6 @@ def dr_grpo(
     Args:
       max_length: the longest completion that the sampler may draw, in tokens; in a config
         sampling.max_tokens when absent.
-      clip_low: as in grpo.
-      clip_high: as in grpo.
-      ratio: the policies that are compared.
 
     Example:
       >>> dr_grpo(max_length=1024)
@@ -90,11 +87,6 @@ def dapo(*, clip_low: float = 0.2, clip_high: float = 0.28, ratio: Ratio = over_
       token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
       A as in grpo
 
-    Args:
-      clip_low: as in grpo.
-      clip_high: as in grpo.
-      ratio: the policies that are compared.
-
     Example:
       >>> dapo()
       Recipe(objective(clipped(over_sampler, low=0.2, high=0.28), token_mean), group_relative)
@@ -110,11 +102,6 @@ def bnpo(*, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over_s
     Formula:
       token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
       A as in grpo
-
-    Args:
-      clip_low: as in grpo.
-      clip_high: as in grpo.
-      ratio: the policies that are compared.
 
     Example:
       >>> bnpo()
@@ -139,12 +126,9 @@ def gspo(
       A as in grpo
 
     Args:
-      clip_low: as in grpo.
-      clip_high: as in grpo.
       level: `sequence` gives each token the gradient of its own log-prob (veRL, SkyRL); `geometric`
         lets the gradient through the mean (TRL, OpenRLHF, NeMo). They differ where the tokens of a
         sequence differ in advantage or weight.
-      ratio: the policies that are compared.
 
     Example:
       >>> gspo()
@@ -167,7 +151,6 @@ def gmpo(*, clip_low: float = 0.4, clip_high: float = 0.4, ratio: Ratio = over_s
     Args:
       clip_low: bound on the log-ratio below 0.
       clip_high: bound on the log-ratio above 0.
-      ratio: the policies that are compared.
 
     Example:
       >>> gmpo()
@@ -189,7 +172,6 @@ def sapo(*, positive: float = 1.0, negative: float = 1.05, ratio: Ratio = over_s
     Args:
       positive: temperature of the gate where A > 0.
       negative: temperature elsewhere; larger fades sooner.
-      ratio: the policies that are compared.
 
     Example:
       >>> sapo()
@@ -210,8 +192,6 @@ def grpo_token_tis(*, high: float = 2.0, clip_low: float = 0.2, clip_high: float
 
     Args:
       high: bound on the weight.
-      clip_low: as in grpo.
-      clip_high: as in grpo.
 
     Example:
       >>> grpo_token_tis()
@@ -233,8 +213,6 @@ def grpo_seq_mis(*, high: float = 10.0, clip_low: float = 0.2, clip_high: float 
 
     Args:
       high: sequences of larger weight are left out.
-      clip_low: as in grpo.
-      clip_high: as in grpo.
 
     Example:
       >>> grpo_seq_mis()
@@ -262,9 +240,6 @@ def opsm(
 
     Args:
       delta: nats per token; the paper gives none, TRL's manual 0.5, slime's default is 1e-4.
-      clip_low: as in grpo.
-      clip_high: as in grpo.
-      ratio: the policies that are compared.
 
     Example:
       >>> opsm()

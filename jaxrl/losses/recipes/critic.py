@@ -32,14 +32,11 @@ def ppo(
       critic: token mean of max((v - returns)^2, (clip(v, V -+ value_clip) - returns)^2) / 2
 
     Args:
-      clip_low: as in grpo.
-      clip_high: as in grpo.
       gamma: discount from one token to the next.
       lam: 0 trusts the critic, 1 the rewards (arXiv:1506.02438).
       value_clip: largest change of a value, per rollout, that pays.
       value_lam: lam of the critic's returns; that of the advantages when absent. With 1 the critic
         learns from the rewards alone, so it may start untrained (VC-PPO, arXiv:2503.01491).
-      ratio: the policies that are compared.
 
     Example:
       >>> ppo()

@@ -31,7 +31,6 @@ def pg_seq_is(*, high: float = math.inf, ratio: Ratio = over_sampler) -> Recipe:
     Args:
       high: bound on the weight (3 in the paper's "_seq_mis" scripts, which truncate); none by
         default.
-      ratio: the policies that are compared.
 
     Example:
       >>> pg_seq_is()
@@ -51,7 +50,6 @@ def pg_token_is(*, high: float = math.inf, ratio: Ratio = over_sampler) -> Recip
 
     Args:
       high: bound on the weight; none by default.
-      ratio: the policies that are compared.
 
     Example:
       >>> pg_token_is()
@@ -72,7 +70,6 @@ def cispo(*, low: float = 0.0, high: float = 5.0, ratio: Ratio = over_sampler) -
     Args:
       low: least weight.
       high: largest weight.
-      ratio: the policies that are compared.
 
     Example:
       >>> cispo()
@@ -103,7 +100,6 @@ def vespo(
       lam_positive: lam where A >= 0.
       k_negative: k where A < 0.
       lam_negative: lam where A < 0.
-      ratio: the policies that are compared.
 
     Example:
       >>> vespo()
@@ -138,7 +134,6 @@ def dppo(
       low: largest fall of a probability.
       high: largest rise of a probability.
       cap: bound on the weight.
-      ratio: the policies that are compared.
 
     Example:
       >>> dppo()
@@ -171,7 +166,6 @@ def prime(
       low: largest fall of a probability.
       high: largest rise of a probability.
       drift: coefficient of the penalty.
-      ratio: the policies that are compared.
 
     Example:
       >>> prime()

@@ -47,18 +47,20 @@ def train_reward_model(config: RewardModelConfig) -> Result:
         attention=config.train.attention,
     )
     optimizer = make_optimizer(config.optimizer, total_steps=config.train.steps, specs=model.specs)
-    centring = config.loss.centring
+    center_rewards = config.loss.center_rewards
     shared: dict[str, Any] = {
         "precision": policy,
         "rows_per_microbatch": config.microbatch_rows,
         "param_shardings": layout.tree(model.specs) if layout.mesh.size > 1 else None,
     }
-    learner = make_ranker(model, centring=centring, optimizer=optimizer.transformation, **shared)
+    learner = make_ranker(
+        model, center_rewards=center_rewards, optimizer=optimizer.transformation, **shared
+    )
     scores = make_scores(model, **shared)
 
     @jax.jit
     def measure(params: Params, minibatch: Minibatch) -> Metrics:
-        return ranked(scores(params, minibatch), minibatch.batch, centring=centring)[1]
+        return ranked(scores(params, minibatch), minibatch.batch, center_rewards=center_rewards)[1]
 
     shape = supervised_shape(config, layout=layout, together=2)
     task = Task(
