@@ -25,7 +25,7 @@ FUNCTIONS = {
     f"{module.__name__}.{name}": function
     for module in (losses, recipes, advantages, estimators)
     for name, function in vars(module).items()
-    if name in module.__all__ and inspect.isfunction(function)
+    if inspect.isfunction(function)
 }
 
 

@@ -14,45 +14,29 @@ from jaxrl.core import plugins
 from jaxrl.losses import aggregation, presets, ratios, recipes, regularizers
 from jaxrl.losses.algebra import Aggregation, Objective, TokenLoss, Weights, both, objective
 from jaxrl.losses.ratios import Level, Ratio
-from jaxrl.losses.recipe import Recipe, with_terms
+from jaxrl.losses.recipe import Recipe, Terms, with_terms
 from jaxrl.losses.regularizers import KLEstimator
 from jaxrl.losses.shape_check import blaming, check_shapes
 
+
+def _named(module: types.ModuleType, names: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names.split()}
+
+
 # A parameter annotated with one of these types takes one of these names in a config.
 PARTS: Mapping[Any, Mapping[str, Any]] = {
-    Ratio: {
-        "on_policy": ratios.on_policy,
-        "over_anchor": ratios.over_anchor,
-        "over_sampler": ratios.over_sampler,
-        "shadowed": ratios.shadowed,
-    },
-    Level: {
-        "token": ratios.token,
-        "sequence": ratios.sequence,
-        "geometric": ratios.geometric,
-        "product": ratios.product,
-    },
-    Weights: {
-        "token_tis": presets.token_tis,
-        "sequence_tis": presets.sequence_tis,
-        "sequence_mis": presets.sequence_mis,
-        "sequence_mis_3": presets.sequence_mis_3,
-        "icepop": presets.icepop,
-        "geometric_mask": presets.geometric_mask,
-        "k3_mask": presets.k3_mask,
-        "veto": presets.veto,
-    },
-    Aggregation: {
-        "token_mean": aggregation.token_mean,
-        "sequence_mean_token_mean": aggregation.sequence_mean_token_mean,
-        "sequence_mean_token_sum": aggregation.sequence_mean_token_sum,
-        "token_sum": aggregation.token_sum,
-        "fixed_length": aggregation.fixed_length,  # of the longest completion: see `build`
-    },
+    Ratio: _named(ratios, "on_policy over_anchor over_sampler shadowed"),
+    Level: _named(ratios, "token sequence geometric product"),
+    Weights: _named(
+        presets,
+        "token_tis sequence_tis sequence_mis sequence_mis_3 icepop geometric_mask k3_mask veto",
+    ),
+    Aggregation: _named(  # fixed_length is that of the longest completion: see `build`
+        aggregation,
+        "token_mean sequence_mean_token_mean sequence_mean_token_sum token_sum fixed_length",
+    ),
     KLEstimator: {
-        "k1": regularizers.k1,
-        "k2": regularizers.k2,
-        "k3": regularizers.k3,
+        **_named(regularizers, "k1 k2 k3"),
         "k1+": regularizers.k1_plus,
         "k3+": regularizers.k3_plus,
     },
@@ -77,7 +61,7 @@ def build(
       name: a function of `losses.recipes`, `path/to/file.py:function` or `package.module:function`.
         The function takes keyword parameters and returns a Recipe, or an Objective (whose
         advantages are then `group_relative`), or a TokenLoss (also reduced by `token_mean`).
-      parameters: its keyword arguments, and those of `recipe.with_terms` that it does not take
+      parameters: its keyword arguments, and the attributes of `recipe.Terms` that it does not take
         itself. Ratios, levels, corrections, aggregations and KL estimators are given by name.
       advantage: a function of `jaxrl.advantages.estimators`, or one of the user's named as above,
         that replaces the recipe's own.
@@ -94,7 +78,7 @@ def build(
     declared = inspect.signature(function).parameters
     needed = [key for key, parameter in declared.items() if parameter.default is parameter.empty]
     parameters = {key: known[key] for key in needed if key in known} | dict(parameters)
-    own, more = plugins.divide_parameters(function, with_terms, parameters, key="loss")
+    own, more = plugins.divide_parameters(function, Terms, parameters, key="loss")
     given = arguments(function, own)
     with blaming(function, name=name):
         made = function(**given)
@@ -109,8 +93,7 @@ def build(
 
 
 def _terms(values: Mapping[str, Any], *, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `with_terms`."""
-    terms = arguments(with_terms, values)
+    terms = arguments(Terms, values)
     if terms.get("aggregation") is aggregation.fixed_length:
         if "max_length" not in known:
             raise ValueError(
@@ -119,11 +102,6 @@ def _terms(values: Mapping[str, Any], *, known: Mapping[str, Any]) -> dict[str, 
             )
         terms["aggregation"] = aggregation.fixed_length(known["max_length"])
     return terms
-
-
-def kl_estimator(name: str) -> KLEstimator:
-    """Returns the KL estimator that a config names."""
-    return _part(name, KLEstimator, key="kl_estimator")
 
 
 def arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,32 +79,13 @@ class Recipe:
     __rmul__ = __mul__
 
 
-def with_terms(
-    recipe: Recipe,
-    *,
-    correction: Weights | None = None,
-    kl: float = 0.0,
-    kl_estimator: KLEstimator = k3,
-    kl_ratio: Ratio | None = None,
-    entropy: float = 0.0,
-    entropy_target: float | None = None,
-    entropy_step: float = 0.005,
-    positive_nll: float = 0.0,
-    balance: float = 0.0,
-    aggregation: Aggregation | None = None,
-    advantage_eps: float | None = None,
-) -> Recipe:
-    """Adds terms to a recipe. A term whose coefficient is 0 is left out, and so are the scores
-    that it needs.
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """Terms that any recipe takes: in a config the shared keys of the table [loss].
 
-    Example:
-      >>> from jaxrl.losses import opo
-      >>> with_terms(opo(), kl=0.001, entropy=0.01)
-      Recipe(objective(unclipped(on_policy) + 0.001 * kl_penalty(k3) + 0.01 * entropy_bonus(),
-                       token_mean), opo)
+    A term whose coefficient is 0 is left out, and so are the scores that it needs.
 
-    Args:
-      recipe: any algorithm.
+    Attributes:
       correction: weights of the policy term; the terms below are not weighted.
       kl: coefficient of the divergence from the reference model (.04 in GRPO's paper). Long runs
         without it are reported to have slowly growing gradient norms, and .001 to prevent them;
@@ -123,6 +104,36 @@ def with_terms(
         estimator's own by default (1e-6 within a group; TRL 1e-4, oat 1e-8).
 
     Raises:
+      ValueError: for a negative coefficient.
+    """
+
+    correction: Weights | None = None
+    kl: float = 0.0
+    kl_estimator: KLEstimator = k3
+    kl_ratio: Ratio | None = None
+    entropy: float = 0.0
+    entropy_target: float | None = None
+    entropy_step: float = 0.005
+    positive_nll: float = 0.0
+    balance: float = 0.0
+    aggregation: Aggregation | None = None
+    advantage_eps: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("kl", "entropy", "positive_nll", "balance"):
+            bounds.not_negative(name, getattr(self, name))
+
+
+def with_terms(recipe: Recipe, **terms: Any) -> Recipe:
+    """Adds terms to a recipe; the keywords are the attributes of `Terms`.
+
+    Example:
+      >>> from jaxrl.losses import opo
+      >>> with_terms(opo(), kl=0.001, entropy=0.01)
+      Recipe(objective(unclipped(on_policy) + 0.001 * kl_penalty(k3) + 0.01 * entropy_bonus(),
+                       token_mean), opo)
+
+    Raises:
       ValueError: for a negative coefficient, a correction for a change of policy that the recipe's
         ratio accounts for already, or an eps for an advantage that takes none.
     """
@@ -131,27 +142,26 @@ def with_terms(
             f"with_terms: {shown(recipe)} is not a Recipe; write a recipe such as grpo(), or "
             "Recipe(objective(loss, token_mean), group_relative)"
         )
-    terms = {"kl": kl, "entropy": entropy, "positive_nll": positive_nll, "balance": balance}
-    for name, value in terms.items():
-        bounds.not_negative(name, value)
-    loss, controller = recipe.objective.loss, recipe.entropy
-    if correction is not None:
-        loss = reweight(loss, correction)
-    if kl:
-        loss = loss + kl * kl_penalty(kl_estimator, ratio=kl_ratio)
-    if entropy_target is not None:
-        controller = EntropyController(initial=entropy, target=entropy_target, step=entropy_step)
+    add = Terms(**terms)
+    loss, estimator, controller = recipe.objective.loss, recipe.advantages, recipe.entropy
+    if add.correction is not None:
+        loss = reweight(loss, add.correction)
+    if add.kl:
+        loss = loss + add.kl * kl_penalty(add.kl_estimator, ratio=add.kl_ratio)
+    if add.entropy_target is not None:
+        controller = EntropyController(
+            initial=add.entropy, target=add.entropy_target, step=add.entropy_step
+        )
         loss = loss + adaptive_entropy_bonus()
-    elif entropy:
-        loss = loss + entropy * entropy_bonus()
-    if positive_nll:
-        loss = loss + positive_nll * positive_likelihood()
-    if balance:
-        loss = loss + balance * load_balance()
-    reduced = objective(loss, aggregation or recipe.objective.aggregation)
-    estimator = recipe.advantages
-    if advantage_eps is not None:
-        estimator = _with_eps(estimator, advantage_eps)
+    elif add.entropy:
+        loss = loss + add.entropy * entropy_bonus()
+    if add.positive_nll:
+        loss = loss + add.positive_nll * positive_likelihood()
+    if add.balance:
+        loss = loss + add.balance * load_balance()
+    if add.advantage_eps is not None:
+        estimator = _with_eps(estimator, add.advantage_eps)
+    reduced = objective(loss, add.aggregation or recipe.objective.aggregation)
     return dataclasses.replace(recipe, objective=reduced, advantages=estimator, entropy=controller)
 
 

@@ -134,7 +134,7 @@ MADE = {
     **{f"loss {name}": loss for name, loss in LOSSES.items()},
     **{f"recipe {name}": recipe for name, recipe in RECIPES.items()},
     **{f"{name} in a config": part for parts in PARTS.values() for name, part in parts.items()},
-    **{name: getattr(losses, name) for name in losses.__all__},
+    **{name: part for name, part in vars(losses).items() if name[0] != "_"},
     "adaptive": with_terms(grpo(), entropy_target=0.2, kl=0.1, correction=None),
     "pairs": preference.pairwise(preference.sigmoid()),
 }

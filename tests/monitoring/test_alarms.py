@@ -8,7 +8,8 @@ import pytest
 from jaxrl.config import toml_file
 from jaxrl.config.alarms import Limits
 from jaxrl.config.training import Config
-from jaxrl.losses import recipes, with_terms
+from jaxrl.losses import recipes
+from jaxrl.losses.recipe import Terms
 from jaxrl.monitoring.alarms.causes import CAUSES
 from jaxrl.monitoring.alarms.rules import RULES, replay_alarms
 
@@ -218,7 +219,7 @@ def test_probes_of_an_earlier_precision_are_ignored():
 def test_every_alarm_names_existing_keys_to_change():
     assert RULES.keys() == CAUSES.keys()
     known = {key.name for key in toml_file.keys(Config)}
-    functions = (with_terms, *(getattr(recipes, name) for name in recipes.__all__))
+    functions = (Terms, *(getattr(recipes, name) for name in recipes.__all__))
     known |= {f"loss.{name}" for f in functions for name in inspect.signature(f).parameters}
     named = {key for cause in CAUSES.values() for key in cause.keys}
     assert named <= known

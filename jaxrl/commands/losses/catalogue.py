@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxrl.advantages import estimators
 from jaxrl.losses import aggregation, from_config, presets, ratios, recipes
-from jaxrl.losses.recipe import with_terms
+from jaxrl.losses.recipe import Terms
 
 
 class Parameter(NamedTuple):
@@ -51,7 +51,7 @@ def list_estimators() -> list[Entry]:
 
 def list_terms() -> tuple[Parameter, ...]:
     """Describes the keys shared by every recipe."""
-    return describe(with_terms).parameters
+    return describe(Terms).parameters
 
 
 def list_parts() -> dict[str, list[Entry]]:
@@ -105,13 +105,14 @@ def describe(function: Callable[..., Any]) -> Entry:
 def _sections(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     """Returns the summary of a docstring, and its sections by title."""
     summary, *found = re.split(
-        r"^(Formula|Args|Example|Raises):\n", inspect.getdoc(function) or "", flags=re.M
+        r"^(Formula|Args|Attributes|Example|Raises):\n", inspect.getdoc(function) or "", flags=re.M
     )
     return summary, dict(zip(found[::2], found[1::2], strict=True))
 
 
 def _meanings(function: Callable[..., Any]) -> dict[str, str]:
-    text = _sections(function)[1].get("Args", "")
+    sections = _sections(function)[1]
+    text = sections.get("Args") or sections.get("Attributes", "")
     return dict(re.findall(r"^  (\w+): ((?:.|\n {4})*)", text, flags=re.M))
 
 

@@ -10,6 +10,7 @@ from jaxrl.losses.recipes.baselines import (
     max_rl,
     opo,
     pass_at_k,
+    ppo,
     reinforce_pp,
     reinforce_pp_baseline,
     remax,
@@ -27,7 +28,6 @@ from jaxrl.losses.recipes.clipping import (
     opsm,
     sapo,
 )
-from jaxrl.losses.recipes.critic import ppo
 from jaxrl.losses.recipes.weighting import cispo, dppo, pg_seq_is, pg_token_is, prime, vespo
 
 __all__ = [
