@@ -1,9 +1,10 @@
-"""Advantages that need more than rewards and groups: lengths, components, a greedy completion."""
+"""Advantages that need more than rewards and groups: lengths, components, turns, a greedy
+completion."""
 
 import numpy as np
 
-from jaxrl.advantages.gae import gae
-from jaxrl.advantages.groups import group_relative
+from jaxrl.advantages.critic import gae
+from jaxrl.advantages.groups import group_mean, group_relative, grouped
 from jaxrl.advantages.outcomes import Outcomes, by_component, within_group
 
 
@@ -100,13 +101,11 @@ def reinforce_pp(outcomes: Outcomes, *, gamma: float = 1.0, eps: float = 1e-8) -
         gae(rewards, np.zeros(len(rewards)), mask, gamma=gamma, lam=1.0)[0]
         for rewards, mask in zip(outcomes.token_rewards(), outcomes.action_masks, strict=True)
     ]
-    counted = [
-        np.asarray(mask, bool) & (not unknown)
-        for mask, unknown in zip(outcomes.action_masks, np.isnan(outcomes.rewards), strict=True)
-    ]
-    every, mask = np.concatenate([*returns, []]), np.concatenate([*counted, np.zeros(0, bool)])
+    if not returns:
+        return []
+    every, mask = np.concatenate(returns), np.concatenate(outcomes.counted)
     every = np.where(mask, _relative(every, mask.astype(float), eps=eps), 0).astype(np.float32)
-    return np.split(every, np.cumsum([len(r) for r in returns])[:-1]) if returns else []
+    return np.split(every, np.cumsum([len(r) for r in returns])[:-1])
 
 
 @within_group
@@ -123,13 +122,47 @@ def reinforce_pp_baseline(outcomes: Outcomes, *, eps: float = 1e-8) -> np.ndarra
       >>> reinforce_pp_baseline(outcomes).round(2)
       array([ 0.55, -0.55,  1.1 , -1.1 ], dtype=float32)
     """
-    known = ~np.isnan(outcomes.rewards)
-    _, index = np.unique(outcomes.groups, return_inverse=True)
-    count = np.bincount(index, known)
-    mean = np.bincount(index, np.nan_to_num(outcomes.rewards)) / np.maximum(count, 1)
-    centred = np.nan_to_num(outcomes.rewards - np.where(count > 1, mean, 0.0)[index])
-    relative = _relative(centred, (outcomes.lengths * known).astype(float), eps=eps)
-    return np.where(known, relative, 0).astype(np.float32)
+    rewards, index, count = grouped(outcomes.rewards, outcomes.groups)
+    mean = np.where(count[index] > 1, group_mean(rewards, index, count), 0.0)
+    weights = np.array([float(mask.sum()) for mask in outcomes.counted])
+    relative = _relative(np.nan_to_num(rewards - mean), weights, eps=eps)
+    return np.where(np.isnan(rewards), 0, relative).astype(np.float32)
+
+
+@within_group
+def turn_relative(outcomes: Outcomes) -> list[np.ndarray]:
+    """Reward of an episode from a turn on, minus its mean over the episodes of the group that reach
+    the turn: at each token of the turn; for each completion f32[C].
+
+    A turn gets no credit for rewards before it. After the turn-level advantages of
+    arXiv:2505.11821. Completions of a single turn get the advantages of `centred`. A reward that is
+    NaN is left out of every mean, and its advantage is 0.
+
+    Example:
+      >>> outcomes = Outcomes(
+      ...     rewards=np.array([1.0, 3.0]),
+      ...     groups=np.array([7, 7]),
+      ...     action_masks=[np.ones(2, bool)] * 2,
+      ...     turns=[[(0, 1, 1.0), (1, 2, 0.0)], [(0, 1, 0.0), (1, 2, 3.0)]],
+      ... )
+      >>> [found.tolist() for found in turn_relative(outcomes)]
+      [[-1.0, -1.5], [1.0, 1.5]]
+    """
+    masks = outcomes.counted
+    turns = outcomes.turns or [((0, len(mask), 0.0),) for mask in masks]
+    _, groups = np.unique(outcomes.groups, return_inverse=True)
+    later: dict[tuple[int, int], dict[int, float]] = {}  # (group, turn) -> by completion
+    for i, rewards in enumerate(outcomes.token_rewards()):
+        if masks[i].any():
+            for k, (start, _, _) in enumerate(turns[i]):
+                later.setdefault((int(groups[i]), k), {})[i] = float(rewards[start:].sum())
+    advantages = [np.zeros(len(mask), np.float32) for mask in masks]
+    for (_, k), returns in later.items():
+        mean = sum(returns.values()) / len(returns)
+        for i, value in returns.items():
+            start, end, _ = turns[i][k]
+            advantages[i][start:end] = np.where(masks[i][start:end], value - mean, 0.0)
+    return advantages
 
 
 def _relative(values: np.ndarray, weights: np.ndarray, *, eps: float) -> np.ndarray:

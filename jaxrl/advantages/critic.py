@@ -4,10 +4,58 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl.advantages.gae import gae
 from jaxrl.advantages.outcomes import Outcomes
 
-_EPS = 1e-8
+
+def gae(
+    rewards: np.ndarray,
+    values: np.ndarray,
+    action_mask: np.ndarray,
+    *,
+    gamma: float,
+    lam: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Generalized advantage estimation (arXiv:1506.02438) over one completion.
+
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}, where t + 1 is the
+    next token that the policy chose; after the last one V and A are 0. Tokens that the policy did
+    not choose are skipped: their rewards and values are not read, they discount nothing, and the
+    result there is 0.
+
+    Example:
+      >>> rewards, values, chosen = np.array([0, 9, 1]), np.array([0.5, 9, 0.75]), [1, 0, 1]
+      >>> gae(rewards, values, chosen, gamma=1.0, lam=0.5)  # the tool's token is skipped
+      (array([0.375, 0.   , 0.25 ], dtype=float32), array([0.875, 0.   , 1.   ], dtype=float32))
+
+    Args:
+      rewards: f[T], received for each token.
+      values: f[T], the critic's expectation before each token.
+      action_mask: bool[T], True where the policy chose the token.
+      gamma: discount from one chosen token to the next.
+      lam: 0 trusts the critic, 1 the rewards.
+
+    Returns:
+      (advantages, returns), both f32[T]; the returns, advantages + values, are the critic's target.
+
+    Raises:
+      ValueError: if the three arrays do not have one shape [T].
+    """
+    rewards, values = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
+    chosen = np.asarray(action_mask, bool)
+    if rewards.ndim != 1 or not rewards.shape == values.shape == chosen.shape:
+        raise ValueError(
+            f"gae: rewards {rewards.shape}, values {values.shape} and action_mask {chosen.shape} "
+            "must all have shape [T]"
+        )
+    expected = values[chosen]
+    surprises = rewards[chosen] + gamma * np.append(expected[1:], 0.0)[: len(expected)] - expected
+    found, following = np.zeros(len(surprises)), 0.0
+    for t in reversed(range(len(surprises))):
+        following = surprises[t] + gamma * lam * following
+        found[t] = following
+    advantages, returns = np.zeros(len(chosen), np.float32), np.zeros(len(chosen), np.float32)
+    advantages[chosen], returns[chosen] = found, found + expected
+    return advantages, returns
 
 
 def generalized(outcomes: Outcomes, *, gamma: float = 1.0, lam: float = 0.95) -> list[np.ndarray]:
@@ -34,8 +82,8 @@ def generalized(outcomes: Outcomes, *, gamma: float = 1.0, lam: float = 0.95) ->
     known = _chosen(found, outcomes)
     mean, spread = (known.mean(), known.std(ddof=1)) if known.size > 1 else (0.0, 1.0)
     return [
-        np.where(mask, (a - mean) / (spread + _EPS), 0).astype(np.float32)
-        for a, mask in zip(found, _masks(outcomes), strict=True)
+        np.where(mask, (a - mean) / (spread + 1e-8), 0).astype(np.float32)
+        for a, mask in zip(found, outcomes.counted, strict=True)
     ]
 
 
@@ -83,12 +131,8 @@ def explained_variance(returns: Sequence[np.ndarray], outcomes: Outcomes) -> flo
 
 
 def _estimated(outcomes: Outcomes, gamma: float, lam: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    return [
-        gae(rewards, values, mask, gamma=gamma, lam=lam)
-        for rewards, values, mask in zip(
-            outcomes.token_rewards(), _values(outcomes), _masks(outcomes), strict=True
-        )
-    ]
+    given = zip(outcomes.token_rewards(), _values(outcomes), outcomes.counted, strict=True)
+    return [gae(*arrays, gamma=gamma, lam=lam) for arrays in given]
 
 
 def _values(outcomes: Outcomes) -> Sequence[np.ndarray]:
@@ -100,14 +144,6 @@ def _values(outcomes: Outcomes) -> Sequence[np.ndarray]:
     return outcomes.values
 
 
-def _masks(outcomes: Outcomes) -> list[np.ndarray]:
-    """Marks the tokens that the policy chose, in completions whose reward is known."""
-    return [
-        np.asarray(mask, bool) & (not unknown)
-        for mask, unknown in zip(outcomes.action_masks, np.isnan(outcomes.rewards), strict=True)
-    ]
-
-
 def _chosen(arrays: Sequence[np.ndarray], outcomes: Outcomes) -> np.ndarray:
-    picked = [np.asarray(a, float)[m] for a, m in zip(arrays, _masks(outcomes), strict=True)]
+    picked = [np.asarray(a, float)[m] for a, m in zip(arrays, outcomes.counted, strict=True)]
     return np.concatenate([*picked, np.zeros(0)])

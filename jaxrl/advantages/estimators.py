@@ -1,8 +1,14 @@
 """The estimators that a config can name."""
 
-from jaxrl.advantages.baselines import gdpo, opo, reinforce_pp, reinforce_pp_baseline, remax
+from jaxrl.advantages.baselines import (
+    gdpo,
+    opo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    remax,
+    turn_relative,
+)
 from jaxrl.advantages.groups import centred, group_relative, leave_one_out, max_rl, pass_at_k
-from jaxrl.advantages.turns import turn_relative
 
 __all__ = [
     "centred",

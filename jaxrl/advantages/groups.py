@@ -22,8 +22,8 @@ def group_relative(rewards: np.ndarray, groups: np.ndarray, *, eps: float = 1e-6
     Raises:
       ValueError: if the two arrays do not have one shape [N], or a reward is infinite.
     """
-    rewards, index, count = _grouped(rewards, groups)
-    centred = rewards - _group_mean(rewards, index, count)
+    rewards, index, count = grouped(rewards, groups)
+    centred = rewards - group_mean(rewards, index, count)
     total = np.bincount(index, _or_zero(centred**2), minlength=len(count))
     std = np.sqrt(total / np.maximum(count - 1, 1))[index]
     return _finished(np.where(count[index] > 1, centred / (std + eps), rewards))
@@ -39,8 +39,8 @@ def centred(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
       >>> centred(np.array([1.0, 0.0, 9.0]), np.array([7, 7, 8]))
       array([ 0.5, -0.5,  0. ], dtype=float32)
     """
-    rewards, index, count = _grouped(rewards, groups)
-    return _finished(rewards - _group_mean(rewards, index, count))
+    rewards, index, count = grouped(rewards, groups)
+    return _finished(rewards - group_mean(rewards, index, count))
 
 
 @within_group
@@ -53,10 +53,10 @@ def leave_one_out(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
       >>> leave_one_out(np.array([1.0, 0.0, 0.0, 9.0]), np.array([7, 7, 7, 8]))
       array([ 1. , -0.5, -0.5,  9. ], dtype=float32)
     """
-    rewards, index, count = _grouped(rewards, groups)
+    rewards, index, count = grouped(rewards, groups)
     n = count[index]
     factor = n / np.maximum(n - 1, 1)
-    value = factor * (rewards - _group_mean(rewards, index, count))
+    value = factor * (rewards - group_mean(rewards, index, count))
     return _finished(np.where(n > 1, value, rewards))
 
 
@@ -72,7 +72,7 @@ def pass_at_k(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
       >>> pass_at_k(np.array([1.0, 0.75, 0.0, 9.0]), np.array([7, 7, 7, 8]))
       array([0.25, 0.  , 0.  , 9.  ], dtype=float32)
     """
-    rewards, index, _ = _grouped(rewards, groups)
+    rewards, index, _ = grouped(rewards, groups)
     order = np.lexsort((rewards, index))  # by group, then by reward; NaN comes last
     order = order[~np.isnan(rewards[order])]
     advantages = np.zeros(len(rewards))
@@ -97,14 +97,14 @@ def max_rl(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     Raises:
       ValueError: for a negative reward, too.
     """
-    rewards, index, count = _grouped(rewards, groups)
+    rewards, index, count = grouped(rewards, groups)
     negative = np.flatnonzero(rewards < 0)
     if negative.size:
         raise ValueError(
             f"max_rl: the reward of rollout {negative[0]} is {rewards[negative[0]]}, and max_rl "
             "divides by the mean reward; give rewards >= 0, without penalties"
         )
-    mean = _group_mean(rewards, index, count)
+    mean = group_mean(rewards, index, count)
     return _finished(np.where(mean > 0, rewards / np.where(mean > 0, mean, 1.0) - 1, 0.0))
 
 
@@ -115,14 +115,14 @@ def zero_std_groups(rewards: np.ndarray, groups: np.ndarray) -> int:
       >>> zero_std_groups(np.array([1.0, 1.0, 1.0, 0.0]), np.array([7, 7, 8, 8]))
       1
     """
-    rewards, index, count = _grouped(rewards, groups)
+    rewards, index, count = grouped(rewards, groups)
     highest, lowest = np.full(len(count), -np.inf), np.full(len(count), np.inf)
     np.fmax.at(highest, index, rewards)
     np.fmin.at(lowest, index, rewards)
     return int(np.sum((count > 1) & (highest == lowest)))
 
 
-def _grouped(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def grouped(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns rewards in f64, the index of each one's group, and the known rewards per group."""
     rewards, groups = np.asarray(rewards, np.float64), np.asarray(groups)
     if rewards.ndim != 1 or rewards.shape != groups.shape:
@@ -139,7 +139,8 @@ def _grouped(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.nd
     return rewards, index, np.bincount(index, ~np.isnan(rewards))
 
 
-def _group_mean(rewards: np.ndarray, index: np.ndarray, count: np.ndarray) -> np.ndarray:
+def group_mean(rewards: np.ndarray, index: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Computes the mean of the known rewards of each one's group, from what `grouped` returns."""
     total = np.bincount(index, _or_zero(rewards), minlength=len(count))
     return (total / np.maximum(count, 1))[index]
 

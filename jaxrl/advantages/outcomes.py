@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -58,7 +58,13 @@ class Outcomes:
     @property
     def lengths(self) -> np.ndarray:
         """The number of tokens that the policy chose, i[N]."""
-        return np.array([int(np.sum(mask)) for mask in self.action_masks], int)
+        return np.array([np.sum(mask) for mask in self.action_masks], int)
+
+    @property
+    def counted(self) -> list[np.ndarray]:
+        """The tokens that the policy chose in completions whose reward is known: bool[C] each."""
+        known = ~np.isnan(self.rewards)
+        return [np.asarray(m, bool) & k for m, k in zip(self.action_masks, known, strict=True)]
 
     def token_rewards(self) -> list[np.ndarray]:
         """Divides each reward over its tokens, f64[C] for each completion.
@@ -80,24 +86,10 @@ class Outcomes:
         return found
 
 
-class FromRewards(Protocol):
-    """(rewards f[N], groups i[N]) -> advantages f32[N]."""
-
-    def __call__(self, rewards: np.ndarray, groups: np.ndarray, /) -> np.ndarray:
-        """Of the reward of each completion and the index of its group."""
-        ...
-
-
-class FromOutcomes(Protocol):
-    """(outcomes) -> advantages."""
-
-    def __call__(self, outcomes: Outcomes, /) -> Advantages:
-        """f32[N], or f32[C] for each completion."""
-        ...
-
-
-AdvantageEstimator = FromRewards | FromOutcomes
-
+AdvantageEstimator = (
+    Callable[[np.ndarray, np.ndarray], np.ndarray] | Callable[[Outcomes], Advantages]
+)
+"""(rewards f[N], groups i[N]) -> advantages f32[N], or (outcomes) -> advantages."""
 
 E = TypeVar("E", bound=Callable[..., Advantages])
 
@@ -110,7 +102,7 @@ def within_group(estimator: E) -> E:
       >>> @within_group
       ... def above_mean(rewards, groups):
       ...     return rewards - rewards.mean()
-      >>> compares_group(above_mean)
+      >>> is_marked(above_mean, within_group)
       True
     """
     estimator.within_group = True  # pyright: ignore[reportFunctionMemberAccess]
@@ -125,39 +117,26 @@ def by_component(estimator: E) -> E:
       >>> @by_component
       ... def only_the_first(outcomes):
       ...     return next(iter(outcomes.components.values()))
-      >>> reads_components(only_the_first)
+      >>> is_marked(only_the_first, by_component)
       True
     """
     estimator.by_component = True  # pyright: ignore[reportFunctionMemberAccess]
     return estimator
 
 
-def compares_group(estimator: AdvantageEstimator) -> bool:
-    """Returns True if `within_group` marked the estimator, or the function of a partial one.
+def is_marked(estimator: AdvantageEstimator, mark: Callable[[Any], Any]) -> bool:
+    """Returns True if `mark` marked the estimator, or the function of a partial one.
 
     Example:
-      >>> from jaxrl.advantages import group_relative, remax
-      >>> compares_group(functools.partial(group_relative, eps=1e-4)), compares_group(remax)
-      (True, False)
+      >>> from jaxrl.advantages import gdpo, group_relative, remax
+      >>> is_marked(functools.partial(group_relative, eps=1e-4), within_group)
+      True
+      >>> is_marked(remax, within_group), is_marked(gdpo, by_component)
+      (False, True)
     """
-    return _marked(estimator, "within_group")
-
-
-def reads_components(estimator: AdvantageEstimator) -> bool:
-    """Returns True if `by_component` marked the estimator, or the function of a partial one.
-
-    Example:
-      >>> from jaxrl.advantages import gdpo, remax
-      >>> reads_components(gdpo), reads_components(remax)
-      (True, False)
-    """
-    return _marked(estimator, "by_component")
-
-
-def _marked(estimator: AdvantageEstimator, mark: str) -> bool:
     while isinstance(estimator, functools.partial):
         estimator = estimator.func
-    return getattr(estimator, mark, False)
+    return getattr(estimator, mark.__name__, False)
 
 
 def estimate(estimator: AdvantageEstimator, outcomes: Outcomes) -> Advantages:
@@ -182,22 +161,17 @@ def estimate(estimator: AdvantageEstimator, outcomes: Outcomes) -> Advantages:
         for p in inspect.signature(estimator).parameters.values()
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
-    if len(required) == 1:
-        found = estimator(outcomes)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    elif len(required) == 2:
-        found = estimator(outcomes.rewards, outcomes.groups)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    else:
+    name = getattr(estimator, "__name__", repr(estimator))
+    given = {1: (outcomes,), 2: (outcomes.rewards, outcomes.groups)}.get(len(required))
+    if given is None:
         raise ValueError(
-            f"the advantage estimator {_name(estimator)} needs {len(required)} arguments; write "
+            f"the advantage estimator {name} needs {len(required)} arguments; write "
             "one that takes (rewards, groups), or (outcomes)"
         )
+    found = estimator(*given)  # pyright: ignore[reportCallIssue, reportArgumentType]
     if len(found) != len(outcomes.rewards):
         raise ValueError(
-            f"the advantage estimator {_name(estimator)} returned {len(found)} advantages for "
+            f"the advantage estimator {name} returned {len(found)} advantages for "
             f"{len(outcomes.rewards)} completions; return one for each"
         )
     return found
-
-
-def _name(estimator: AdvantageEstimator) -> str:
-    return getattr(estimator, "__name__", repr(estimator))

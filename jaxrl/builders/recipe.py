@@ -1,7 +1,7 @@
 """Builds the recipe that a config names: its loss and its advantage estimator."""
 
 from jaxrl import losses
-from jaxrl.advantages import compares_group, reads_components
+from jaxrl.advantages import by_component, is_marked, within_group
 from jaxrl.config.training import Config
 from jaxrl.losses import Need, Recipe
 
@@ -20,12 +20,12 @@ def make_recipe(config: Config) -> Recipe:
         advantage=config.loss.advantage,
         known={"max_length": config.sampling.max_tokens},
     )
-    if config.train.group_size == 1 and compares_group(recipe.advantages):
+    if config.train.group_size == 1 and is_marked(recipe.advantages, within_group):
         raise ValueError(
             "train.group_size = 1, but the advantage compares the completions of a group; set "
             "train.group_size to 2 or more, or choose another loss.advantage"
         )
-    if config.reward.kl and reads_components(recipe.advantages):
+    if config.reward.kl and is_marked(recipe.advantages, by_component):
         raise ValueError(
             f"reward.kl = {config.reward.kl:g} would change nothing: the advantage reads the "
             "components of the reward, and the KL penalty is not one; use loss.kl"

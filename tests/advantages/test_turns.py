@@ -3,7 +3,7 @@
 import numpy as np
 
 from jaxrl.advantages import Outcomes, centred
-from jaxrl.advantages.turns import turn_relative
+from jaxrl.advantages.baselines import turn_relative
 
 MASK = np.array([True, True, False, True])  # two turns with an observation between
 TURNS = [(0, 2, 0.25), (3, 4, 0.0)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl import advantages
-from jaxrl.advantages import compares_group, estimators
+from jaxrl.advantages import estimators, is_marked, within_group
 from jaxrl.losses import Objective, Recipe, build, one_sequence, recipes
 from tests.losses.cases import RECIPES
 
@@ -53,12 +53,18 @@ def test_advantage_replaces_the_recipes_own(user_file):
 
 
 def test_what_may_learn_from_one_answer_to_each_prompt(user_file):
-    alone = {name for name in recipes.__all__ if not compares_group(RECIPES[name].advantages)}
+    alone = {
+        name for name in recipes.__all__ if not is_marked(RECIPES[name].advantages, within_group)
+    }
     assert alone == {"ppo", "reinforce_pp", "remax"}
-    alone = {name for name in estimators.__all__ if not compares_group(getattr(estimators, name))}
+    alone = {
+        name
+        for name in estimators.__all__
+        if not is_marked(getattr(estimators, name), within_group)
+    }
     assert alone == {"reinforce_pp", "remax"}
-    assert not compares_group(build("grpo", {}, advantage=f"{user_file}:mine").advantages)
-    assert compares_group(build(f"{user_file}:token", {}).advantages)
+    assert not is_marked(build("grpo", {}, advantage=f"{user_file}:mine").advantages, within_group)
+    assert is_marked(build(f"{user_file}:token", {}).advantages, within_group)
 
 
 def test_what_a_users_function_may_return(user_file):
@@ -144,7 +150,7 @@ def test_the_eps_of_an_advantage_can_be_chosen():
             ),
         )
         np.testing.assert_allclose(found, [0.5 / (0.5**0.5 + 1), -0.5 / (0.5**0.5 + 1)], rtol=1e-6)
-        assert compares_group(recipe.advantages)
+        assert is_marked(recipe.advantages, within_group)
     with pytest.raises(ValueError, match="the advantage centred takes no eps"):
         build("dr_grpo", {"advantage_eps": 1.0}, known={"max_length": 8})
 
