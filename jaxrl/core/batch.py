@@ -1,7 +1,7 @@
 """Samples: ragged on the host (`Rollout`), rectangular on the device (`TokenBatch`)."""
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,17 +15,11 @@ turns, or the environment raised, timed out or returned an invalid step."""
 
 
 class Episode(NamedTuple):
-    """The course of a multi-turn rollout.
+    """The course of a multi-turn rollout."""
 
-    Attributes:
-      turns: (start, end, reward) of each turn, as positions in the completion.
-      end: the reason it ended.
-      metrics: the environment's.
-    """
-
-    turns: tuple[tuple[int, int, float], ...]
+    turns: tuple[tuple[int, int, float], ...]  # start, end (positions in the completion), reward
     end: End
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float]  # the environment's
 
     @property
     def failed(self) -> bool:
@@ -36,39 +30,42 @@ class Episode(NamedTuple):
 class Rollout(NamedTuple):
     """One sampled completion with its prompt and reward (host, ragged).
 
-    Attributes:
-      prompt: i32[P] token ids of the prompt.
-      completion: i32[C] token ids after the prompt; EOS included.
-      logprobs: f32[C] log-probability of each completion token under the distribution it was
-        sampled from; NaN where the sampler reported none.
-      action_mask: bool[C], true at tokens that the policy chose (false at tool output).
-      version: i32[C] policy version that sampled each token; at a token that the policy did not
-        choose, that of the token before.
-      group: number of the prompt, shared by all completions of it.
-      reward: scalar reward; NaN if it could not be computed.
-      components: the value of each part of the reward, before its weight; NaN where it failed.
-      truncated: true if the completion ended at the limit of tokens or of turns.
-      episode: its turns; None for a single turn without an environment.
-      experts: [N, L, k], the experts that the sampler's layers routed the first N tokens of prompt
-        and completion to, usually all but the last token; None if they were not recorded.
+    `logprobs` are those of the distribution that each token was sampled from, NaN where the sampler
+    reported none. `version` is the policy version that sampled the token; at a token that the
+    policy did not choose, that of the token before. `experts` are those that the sampler's layers
+    routed the first N tokens of prompt and completion to, usually all but the last token; None if
+    they were not recorded.
     """
 
-    prompt: np.ndarray
-    completion: np.ndarray
-    logprobs: np.ndarray
-    action_mask: np.ndarray
-    version: np.ndarray
-    group: int
-    reward: float = float("nan")
-    components: tuple[float, ...] = ()
-    truncated: bool = False
-    episode: Episode | None = None
-    experts: np.ndarray | None = None
+    prompt: np.ndarray  # i32[P], token ids
+    completion: np.ndarray  # i32[C], token ids after the prompt; EOS included
+    logprobs: np.ndarray  # f32[C]
+    action_mask: np.ndarray  # bool[C], true at tokens that the policy chose (false at tool output)
+    version: np.ndarray  # i32[C]
+    group: int  # number of the prompt, shared by all completions of it
+    reward: float = float("nan")  # NaN if it could not be computed
+    components: tuple[float, ...] = ()  # parts of the reward, before their weights; NaN if failed
+    truncated: bool = False  # the completion ended at the limit of tokens or of turns
+    episode: Episode | None = None  # None for a single turn without an environment
+    experts: np.ndarray | None = None  # [N, L, k]
 
     @property
     def length(self) -> int:
         """Number of prompt and completion tokens."""
         return len(self.prompt) + len(self.completion)
+
+
+def given_rollout(prompt: Sequence[int], completion: Sequence[int]) -> Rollout:
+    """Returns a rollout of a data set's token ids: all are actions, and their log-probs are NaN."""
+    size = len(completion)
+    return Rollout(
+        prompt=np.asarray(prompt, np.int32),
+        completion=np.asarray(completion, np.int32),
+        logprobs=np.full(size, np.nan, np.float32),
+        action_mask=np.ones(size, bool),
+        version=np.zeros(size, np.int32),
+        group=0,
+    )
 
 
 @struct.dataclass(kw_only=True)

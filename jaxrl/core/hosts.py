@@ -12,7 +12,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -26,20 +26,6 @@ _SMALLEST = 4096  # bytes; each size compiles a program
 
 class ReportedError(RuntimeError):
     """An error that was already printed."""
-
-
-class _Call(NamedTuple):
-    number: int
-    arguments: tuple[Any, ...]
-    named: dict[str, Any]
-
-
-class _Failure(NamedTuple):
-    text: str
-
-
-class _Outcome(NamedTuple):
-    value: Any
 
 
 def report(error: Exception) -> None:
@@ -56,12 +42,7 @@ def report(error: Exception) -> None:
 
 
 class Hosts:
-    """The processes of a run; with one process every method is a no-op.
-
-    Attributes:
-      index: number of this process.
-      count: number of processes.
-    """
+    """The processes of a run, `count` of them; with one process every method is a no-op."""
 
     def __init__(self) -> None:
         self.index, self.count = jax.process_index(), jax.process_count()
@@ -120,7 +101,7 @@ class Hosts:
 
         def call(*arguments: Any, **named: Any) -> R:
             if self._leading:
-                self.share(_Call(number, arguments, named))
+                self.share(("call", number, arguments, named))
             return function(*arguments, **named)
 
         return call
@@ -137,13 +118,13 @@ class Hosts:
         if self.leads:
             return self._lead(function)
         while True:
-            message: Any = self.share(None)
-            if isinstance(message, _Call):
-                self._functions[message.number](*message.arguments, **message.named)
-            elif isinstance(message, _Failure):
-                raise RuntimeError(f"process 0: {message.text}")
-            else:
-                return message.value
+            match self.share(None):
+                case ("call", number, arguments, named):
+                    self._functions[number](*arguments, **named)
+                case ("failure", text):
+                    raise RuntimeError(f"process 0: {text}")
+                case ("result", found):
+                    return found
 
     def _lead(self, function: Callable[[], R]) -> R:
         self._leading = True
@@ -151,11 +132,11 @@ class Hosts:
             found = function()
         except Exception as error:
             with suppress(Exception):  # the error may be that no process can be reached
-                self.share(_Failure(str(error)))
+                self.share(("failure", str(error)))
             raise
         finally:
             self._leading = False
-        self.share(_Outcome(found))
+        self.share(("result", found))
         return found
 
     def consume_on_leader(

@@ -19,34 +19,23 @@ from sharding.transfer import place
 class MinibatchShape:
     """Shape of the minibatches of one compiled step.
 
-    Attributes:
-      row_length: tokens in a row.
-      rows_per_microbatch: rows computed at once.
-      max_rows: rows that a minibatch has room for, rounded up to whole microbatches. With one row
-        per sequence the step compiles once; None makes room for the rows in use only.
-      packed: sequences share a row where they fit; otherwise each has its own.
-      together: consecutive rollouts that always share a row: 2 for pairs.
-      sharding: sharding of arrays [rows, tokens]; None for the default device.
+    There is room for `max_rows`, rounded up to whole microbatches. With one row per sequence the
+    step compiles once; None makes room for the rows in use only.
     """
 
-    row_length: int
-    rows_per_microbatch: int
+    row_length: int  # in tokens
+    rows_per_microbatch: int  # those computed at once
     max_rows: int | None = None
-    packed: bool = True
-    together: int = 1
-    sharding: Any = None
+    packed: bool = True  # sequences share a row where they fit; otherwise each has its own
+    together: int = 1  # consecutive rollouts that always share a row: 2 for pairs
+    sharding: Any = None  # of arrays [rows, tokens]; None for the default device
 
 
 class Rows(NamedTuple):
-    """Rollouts by row.
+    """Rollouts by row."""
 
-    Attributes:
-      members: for each row the indices of its rollouts; empty rows are padding.
-      microbatches: number of microbatches in use.
-    """
-
-    members: list[Sequence[int]]
-    microbatches: int
+    members: list[Sequence[int]]  # indices of the rollouts of each row; empty rows are padding
+    microbatches: int  # those in use
 
 
 def pack_minibatch(
@@ -57,18 +46,8 @@ def pack_minibatch(
     values: Sequence[np.ndarray] | None = None,
     returns: Sequence[np.ndarray] | None = None,
 ) -> Minibatch:
-    """Packs rollouts into a minibatch on the devices.
-
-    Args:
-      rollouts: the samples.
-      advantages: for each rollout one number, or f32[C] for its completion tokens.
-      shape: the shape of the minibatch.
-      values: for each rollout f32[C], of a critic; None without one.
-      returns: f32[C] for each rollout, the critic's targets; None without one.
-
-    Raises:
-      ValueError: as `plan_rows` and `pack`.
-    """
+    """Packs rollouts into a minibatch on the devices; arguments and errors are those of `pack` and
+    `plan_rows`."""
     rows = plan_rows(rollouts, shape)
     batch = pack(
         rollouts,
@@ -104,20 +83,12 @@ def plan_rows(rollouts: Sequence[Rollout], shape: MinibatchShape) -> Rows:
         assigned = [[u] for u in range(len(units))]
     rows = [[i for u in row for i in units[u]] for row in assigned]
     room = len(rows) if shape.max_rows is None else shape.max_rows
-    return Rows(
-        *interleave(rows, rows_per_microbatch=per, max_microbatches=max(1, -(-room // per)))
-    )
+    return _interleave(rows, rows_per_microbatch=per, max_microbatches=max(1, -(-room // per)))
 
 
 def assign_rows(lengths: Sequence[int], *, row_length: int) -> list[list[int]]:
-    """Packs sequences into rows by first-fit decreasing.
-
-    Args:
-      lengths: number of tokens of each sequence.
-      row_length: capacity of a row in tokens.
-
-    Returns:
-      For each row the indices of its sequences. Deterministic: ties keep the given order.
+    """Packs sequences of these lengths into rows by first-fit decreasing: returns the indices of
+    the sequences of each row. Deterministic: ties keep the given order.
 
     Raises:
       ValueError: if a sequence is longer than a row; the message names it.
@@ -140,21 +111,13 @@ def assign_rows(lengths: Sequence[int], *, row_length: int) -> list[list[int]]:
     return rows
 
 
-def interleave(
+def _interleave(
     rows: Sequence[Sequence[int]], *, rows_per_microbatch: int, max_microbatches: int
-) -> tuple[list[Sequence[int]], int]:
+) -> Rows:
     """Orders rows so that the compiled step can stop after the last microbatch in use.
 
     The step splits its batch with a stride (row i belongs to microbatch i mod n), which keeps each
     microbatch spread evenly over the devices that hold the rows.
-
-    Args:
-      rows: the sequences of each row, as `assign_rows` returns them.
-      rows_per_microbatch: rows computed at once.
-      max_microbatches: microbatches that the batch has room for.
-
-    Returns:
-      (rows with empty ones added, for `pack`; number of microbatches in use).
 
     Raises:
       ValueError: if the rows exceed the microbatches.
@@ -169,7 +132,7 @@ def interleave(
     placed: list[Sequence[int]] = [()] * (rows_per_microbatch * max_microbatches)
     for i, row in enumerate(rows):
         placed[(i % used) + (i // used) * max_microbatches] = row
-    return placed, used
+    return Rows(placed, used)
 
 
 def pack(
@@ -205,47 +168,37 @@ def pack(
             raise ValueError(f"row {r} is given {used} tokens but holds only {row_length}")
         for i in members:
             _check_rollout(rollouts[i], index=i)
+    given: dict[str, Any] = {"advantages": advantages, "values": values, "returns": returns}
+    given = {name: of_rollouts for name, of_rollouts in given.items() if of_rollouts is not None}
+    given["sampler_logprobs"] = [rollout.logprobs for rollout in rollouts]
+    given["rewards"] = [np.nan_to_num(rollout.reward) for rollout in rollouts]
     shape = (len(rows), row_length)
-    tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
-    action_mask = np.zeros(shape, bool)
-    logprobs, token_advantages, rewards = (np.zeros(shape, np.float32) for _ in range(3))
-    of_critic = {
-        name: (np.zeros(shape, np.float32), given)
-        for name, given in (("values", values), ("returns", returns))
-        if given is not None
+    arrays: dict[str, Any] = {
+        name: np.zeros(shape, np.int32) for name in ("tokens", "segments", "positions")
     }
+    arrays["action_mask"] = np.zeros(shape, bool)
+    arrays |= {name: np.zeros(shape, np.float32) for name in given}
     sent = next((r.experts for r in rollouts if r.experts is not None), None)
-    experts = None if sent is None else np.full((*shape, *sent.shape[1:]), -1, np.int16)
+    if sent is not None:
+        arrays["experts"] = np.full((*shape, *sent.shape[1:]), -1, np.int16)
     for r, members in enumerate(rows):
         start = 0
         for segment, i in enumerate(members, start=1):
             rollout = rollouts[i]
             whole = slice(start, start + rollout.length)
             completion = slice(start + len(rollout.prompt), start + rollout.length)
-            tokens[r, whole] = np.concatenate([rollout.prompt, rollout.completion])
-            segments[r, whole] = segment
-            positions[r, whole] = np.arange(rollout.length)
-            action_mask[r, completion] = rollout.action_mask
-            # 0 where the policy did not choose: 0 x NaN must not reach a gradient.
-            logprobs[r, completion] = np.where(rollout.action_mask, rollout.logprobs, 0)
-            token_advantages[r, completion] = np.where(rollout.action_mask, advantages[i], 0)
-            for array, given in of_critic.values():
-                array[r, completion] = np.where(rollout.action_mask, given[i], 0)
-            rewards[r, completion] = np.where(rollout.action_mask, np.nan_to_num(rollout.reward), 0)
-            if experts is not None and rollout.experts is not None:
-                experts[r, start : start + len(rollout.experts)] = rollout.experts
+            arrays["tokens"][r, whole] = np.concatenate([rollout.prompt, rollout.completion])
+            arrays["segments"][r, whole] = segment
+            arrays["positions"][r, whole] = np.arange(rollout.length)
+            arrays["action_mask"][r, completion] = rollout.action_mask
+            for name, of_rollouts in given.items():
+                # 0 where the policy did not choose: 0 x NaN must not reach a gradient.
+                chosen = np.where(rollout.action_mask, of_rollouts[i], 0)
+                arrays[name][r, completion] = chosen
+            if rollout.experts is not None:
+                arrays["experts"][r, start : start + len(rollout.experts)] = rollout.experts
             start += rollout.length
-    return TokenBatch(
-        tokens=tokens,  # pyright: ignore[reportArgumentType] — numpy until it is put on devices
-        segments=segments,  # pyright: ignore[reportArgumentType]
-        positions=positions,  # pyright: ignore[reportArgumentType]
-        action_mask=action_mask,  # pyright: ignore[reportArgumentType]
-        sampler_logprobs=logprobs,  # pyright: ignore[reportArgumentType]
-        advantages=token_advantages,  # pyright: ignore[reportArgumentType]
-        rewards=rewards,  # pyright: ignore[reportArgumentType]
-        **{name: array for name, (array, _) in of_critic.items()},  # pyright: ignore[reportArgumentType]
-        experts=experts,  # pyright: ignore[reportArgumentType]
-    )
+    return TokenBatch(**arrays)  # numpy until it is on devices
 
 
 def gather(

@@ -12,13 +12,8 @@ from typing import Any
 
 
 def load_function(reference: str, *, builtin: ModuleType, key: str) -> Callable[..., Any]:
-    """Loads the function that a config names.
-
-    Args:
-      reference: a public function of `builtin`, `path/to/file.py:function` or
-        `package.module:function`.
-      builtin: the module in which plain names are looked up.
-      key: the config key, for messages.
+    """Loads the function that a config names: a public function of `builtin`,
+    `path/to/file.py:function` or `package.module:function`.
 
     Raises:
       ValueError: if the file, module or function does not exist, or the name is not a function; the
@@ -26,12 +21,16 @@ def load_function(reference: str, *, builtin: ModuleType, key: str) -> Callable[
         user's file is chained to it.
     """
     where, colon, name = reference.rpartition(":")
-    if not colon:
-        module, name = builtin, reference
-    elif where.endswith(".py"):
-        module = _load_file(Path(where), reference=reference, key=key)
-    else:
-        module = _import(where, reference=reference, key=key)
+    is_file = where.endswith(".py")
+    if is_file and not Path(where).is_file():
+        raise ValueError(f"{key} = {reference!r}: the file {where} does not exist")
+    module = builtin
+    if colon:
+        try:
+            module = _load_file(Path(where)) if is_file else importlib.import_module(where)
+        except Exception as error:
+            text = f"{key} = {reference!r}: importing {where} failed: {error!r}"
+            raise ValueError(text) from error
     function = getattr(module, name, None)
     names = _public_functions(module)
     if not callable(function) or (module is builtin and name not in names):
@@ -51,20 +50,15 @@ def check_parameters(
     key: str,
     also: Sequence[str] = (),
 ) -> None:
-    """Checks keyword arguments of a config table against the function's signature.
-
-    Args:
-      function: takes the arguments.
-      parameters: the keys of the table.
-      key: the table, for messages.
-      also: other keys that the table may contain.
+    """Checks the keys of the config table `key` against the parameters of the function that takes
+    them. The table may contain the keys `also` besides.
 
     Raises:
       ValueError: if the table has a key that is not a parameter, or lacks a parameter without a
         default; the message gives the key and the nearest parameter.
     """
     declared = inspect.signature(function).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in declared.values()):
+    if any(p.kind is p.VAR_KEYWORD for p in declared.values()):
         return
     known = [*declared, *also]
     for name in parameters:
@@ -84,27 +78,21 @@ def divide_parameters(
     *,
     key: str,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divides a config table into the arguments of `function` and those of `other`. The latter must
-    be keyword-only parameters of `other`.
+    """Divides a config table into the arguments of `function` and those of `other` alone.
 
     Raises:
       ValueError: as `check_parameters`, if neither function takes a parameter.
     """
     declared = inspect.signature(function).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in declared.values())
-    theirs = [
-        name
-        for name, p in inspect.signature(other).parameters.items()
-        if p.kind is inspect.Parameter.KEYWORD_ONLY and name not in declared and not takes_all
-    ]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in declared.values())
+    others = () if takes_all else inspect.signature(other).parameters
+    theirs = [name for name in others if name not in declared]
     check_parameters(function, parameters, key=key, also=theirs)
     own = {name: value for name, value in parameters.items() if name not in theirs}
     return own, {name: value for name, value in parameters.items() if name in theirs}
 
 
-def _load_file(path: Path, *, reference: str, key: str) -> ModuleType:
-    if not path.is_file():
-        raise ValueError(f"{key} = {reference!r}: the file {path} does not exist")
+def _load_file(path: Path) -> ModuleType:
     # A unique module name per file, so that each file is executed once.
     name = f"jaxrl_plugin_{path.resolve().as_posix()}"
     if name in sys.modules:
@@ -116,17 +104,10 @@ def _load_file(path: Path, *, reference: str, key: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look their module up here
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except Exception:
         del sys.modules[name]
-        raise ValueError(f"{key} = {reference!r}: importing {path} failed: {error!r}") from error
+        raise
     return module
-
-
-def _import(name: str, *, reference: str, key: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise ValueError(f"{key} = {reference!r}: importing {name} failed: {error!r}") from error
 
 
 def _public_functions(module: ModuleType) -> list[str]:

@@ -5,23 +5,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.core.batch import Rollout
+from jaxrl.core.batch import Rollout, given_rollout
 from jaxrl.data import prompts
 from jaxrl.data.prompts import RawPrompt, Rendering, Row, Tokenizer
-from jaxrl.data.texts import end_token, given_rollout
 
 
 class Pair(NamedTuple):
-    """Two completions of one prompt; both end with the end-of-sequence token.
-
-    Attributes:
-      chosen, rejected: the better and the worse completion.
-      margin: by which the chosen one should score higher.
-    """
+    """Two completions of one prompt; both end with the end-of-sequence token."""
 
     chosen: Rollout
     rejected: Rollout
-    margin: float
+    margin: float  # by which the chosen one should score higher
 
     @property
     def length(self) -> int:
@@ -30,30 +24,19 @@ class Pair(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Pairs in the order of the file.
+    """Pairs in the order of the file."""
 
-    Attributes:
-      pairs: those that fit into a row.
-      too_long: number of longer pairs, which were dropped.
-    """
-
-    pairs: Sequence[Pair]
-    too_long: int
+    pairs: Sequence[Pair]  # those that fit into a row
+    too_long: int  # number of longer pairs, which were dropped
 
 
 class PairColumns(NamedTuple):
-    """Names of the columns that hold a pair.
+    """Names of the columns that hold a pair."""
 
-    Attributes:
-      prompt: None if the messages before the chosen completion are the prompt.
-      chosen, rejected: the two completions.
-      margin: by which the chosen one should score higher; None for 0.
-    """
-
-    prompt: str | None
+    prompt: str | None  # None if the messages before the chosen completion are the prompt
     chosen: str
     rejected: str
-    margin: str | None = None
+    margin: str | None = None  # None for 0
 
 
 def read_pairs(
@@ -64,21 +47,14 @@ def read_pairs(
     rendering: Rendering,
     max_tokens: int,
 ) -> Pairs:
-    """Tokenises pairs; prompt and completion separately, as in sampling.
-
-    Args:
-      rows: from `prompts.read_rows`.
-      tokenizer: the model's.
-      columns: names of the columns.
-      rendering: of prompts to text.
-      max_tokens: pairs with more tokens are dropped and counted.
+    """Tokenises pairs of at most `max_tokens`; prompt and completion separately, as in sampling.
 
     Raises:
       ValueError: for a missing column or one of the wrong type, completions of different prompts, a
         margin that is not a number, a tokenizer without an end-of-sequence token, or if no pair is
         left; the message names file, line and key.
     """
-    end = end_token(tokenizer)
+    end = prompts.end_token(tokenizer)
     render = prompts.make_renderer(tokenizer, rendering)
     pairs: list[Pair] = []
     too_long, where = 0, "the data"

@@ -49,45 +49,31 @@ class Row(NamedTuple):
 
 
 class Example(NamedTuple):
-    """One prompt.
+    """One prompt. Its record is the row with the rendered text as `prompt` and the reference answer
+    as `answer`."""
 
-    Attributes:
-      tokens: i32[P], the rendered prompt.
-      record: the row, with the rendered text as `prompt` and the reference answer as `answer`.
-      row: the row as it stands in the data.
-    """
-
-    tokens: np.ndarray
+    tokens: np.ndarray  # i32[P], the rendered prompt
     record: Mapping[str, Any]
-    row: Mapping[str, Any]
+    row: Mapping[str, Any]  # as it stands in the data
 
 
 class Prompts(NamedTuple):
-    """Prompts in the order of the file.
+    """Prompts in the order of the file."""
 
-    Attributes:
-      examples: those within the length limit.
-      too_long: number of longer prompts, which were dropped.
-    """
-
-    examples: Sequence[Example]
-    too_long: int
+    examples: Sequence[Example]  # those within the length limit
+    too_long: int  # number of longer prompts, which were dropped
 
 
 class Rendering(NamedTuple):
     """The rendering of prompts to text.
 
-    Attributes:
-      template: "chat" applies the chat template, "text" does not, "auto" if there is one.
-      system_prompt: content of a first message; needs a chat template.
-      prompt_format: text in which {prompt} is replaced by the prompt.
-      tools: JSON schemas for the chat template.
+    The template "chat" applies the chat template, "text" does not, "auto" does if there is one.
     """
 
     template: Literal["auto", "chat", "text"] = "auto"
-    system_prompt: str | None = None
-    prompt_format: str = "{prompt}"
-    tools: tuple[Mapping[str, Any], ...] = ()
+    system_prompt: str | None = None  # content of a first message; needs a chat template
+    prompt_format: str = "{prompt}"  # {prompt} is replaced by the prompt
+    tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas for the chat template
 
 
 def read_rows(path: str, *, split: str = "train") -> Iterator[Row]:
@@ -102,11 +88,11 @@ def read_rows(path: str, *, split: str = "train") -> Iterator[Row]:
         message names file and line.
       ModuleNotFoundError: for a hub id without the package datasets.
     """
-    suffix = Path(path).suffix
-    if suffix == ".jsonl":
-        return _read_jsonl(_existing(path))
-    if suffix == ".parquet":
-        return _read_parquet(_existing(path))
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    if (read := readers.get(Path(path).suffix)) is not None:
+        if not Path(path).is_file():
+            raise ValueError(f"{path} is not a file; relative paths start at {Path.cwd()}")
+        return read(Path(path))
     if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ValueError(f"{path}: expected a .jsonl or .parquet file, or a hub data set")
     name, subset, named_split, *more = [*path.split(":"), "", ""]
@@ -125,16 +111,10 @@ def load_prompts(
     max_tokens: int,
     limit: int | None = None,
 ) -> Prompts:
-    """Renders and tokenises prompts.
+    """Renders and tokenises prompts of at most `max_tokens`, `limit` of them unless it is None.
 
-    Args:
-      rows: from `read_rows`.
-      tokenizer: the model's.
-      prompt_key: column with a text or a list of {role, content} messages.
-      answer_key: column that becomes `record["answer"]`; None without reference answers.
-      rendering: of prompts to text.
-      max_tokens: longer prompts are dropped and counted.
-      limit: number of prompts to read; None for all.
+    The column `prompt_key` has a text or a list of {role, content} messages. The column
+    `answer_key` becomes `record["answer"]`; None without reference answers.
 
     Raises:
       ValueError: for a missing column or one of the wrong type, or if no prompt is left; the
@@ -160,6 +140,17 @@ def load_prompts(
             f"{where}: no prompt fits; {too_long} have more than {max_tokens} tokens, the limit"
         )
     return Prompts(examples, too_long)
+
+
+def end_token(tokenizer: Tokenizer) -> int:
+    """Returns the id of the end-of-sequence token.
+
+    Raises:
+      ValueError: if the tokenizer has none.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no end-of-sequence token; set eos_token in its config")
+    return tokenizer.eos_token_id
 
 
 class Render(Protocol):
@@ -215,16 +206,10 @@ def make_renderer(tokenizer: Tokenizer, rendering: Rendering) -> Render:
 
 
 def next_indices(size: int, *, position: int, count: int, seed: int) -> np.ndarray:
-    """Returns the indices of the next examples, i64[count].
+    """Returns the indices of the next examples out of `size`, i64[count].
 
-    Each epoch is a permutation that depends only on the seed and the epoch's number, so a
-    checkpoint needs only the position.
-
-    Args:
-      size: number of examples.
-      position: examples taken since the start; the next position is `position + count`.
-      count: examples to take.
-      seed: of the order.
+    Each epoch is a permutation that depends only on the seed and the epoch's number. So a
+    checkpoint needs only the position: the number of examples taken since the start.
     """
     places = np.arange(position, position + count)
     return np.array([_permutation(size, int(p) // size, seed)[p % size] for p in places])
@@ -253,21 +238,15 @@ def read_prompt(record: Mapping[str, Any], key: str, *, where: str) -> RawPrompt
       ValueError: if it is neither a text nor messages; the message names the place.
     """
     value = read_column(record, key, where=where)
-    messages = list(value) if isinstance(value, (list, tuple, np.ndarray)) else None
     if isinstance(value, str):
         return value
+    messages = list(value) if isinstance(value, (list, tuple, np.ndarray)) else None
     if messages and all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages):
         return [{"role": m["role"], "content": m["content"]} for m in messages]
     raise ValueError(
         f"{where}: {key!r} is {value!r:.80}, "
         "expected a text or a list of {role, content} messages"
     )
-
-
-def _existing(path: str) -> Path:
-    if not Path(path).is_file():
-        raise ValueError(f"{path} is not a file; relative paths start at {Path.cwd()}")
-    return Path(path)
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
@@ -288,12 +267,10 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
 def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
-    number = 0
     with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches():
-            for record in batch.to_pylist():
-                number += 1
-                yield Row(f"{path}: row {number}", record)
+        records = (record for batch in file.iter_batches() for record in batch.to_pylist())
+        for number, record in enumerate(records, start=1):
+            yield Row(f"{path}: row {number}", record)
 
 
 def _read_hub(path: str, *, split: str, subset: str | None) -> Iterator[Row]:

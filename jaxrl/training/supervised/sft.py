@@ -14,12 +14,11 @@ from jaxrl.builders.model import load_model
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.builders.prompts import rendering
 from jaxrl.config.sft import SFTConfig, SFTDataConfig
-from jaxrl.core.batch import Minibatch, Rollout, TokenBatch
+from jaxrl.core.batch import Minibatch, Rollout, TokenBatch, given_rollout
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.packing import pack_minibatch
 from jaxrl.data import prompts
 from jaxrl.data.prompts import Row, Tokenizer
-from jaxrl.data.texts import end_token, given_rollout
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import TokenLoss, objective, token_loss
@@ -106,7 +105,7 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
       ValueError: for a row that lacks a key, a tokenizer without an end-of-sequence token, or if
         every text is too long; the message names file, line and key.
     """
-    end = end_token(tokenizer)
+    end = prompts.end_token(tokenizer)
     render = prompts.make_renderer(tokenizer, rendering(config))
 
     def split(row: Row) -> tuple[list[int], list[int]]:
