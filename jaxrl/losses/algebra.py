@@ -9,7 +9,7 @@ import dataclasses
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,35 +29,36 @@ class Shift(enum.StrEnum):
     MISMATCH = "mismatch"  # from the sampler to the anchor
 
 
-class TokenLossFn(Protocol):
-    """Per-token loss f32[B, T] and metrics. Entries outside `batch.action_mask` are ignored, but
-    must be finite where the inputs are."""
-
-    def __call__(self, scores: Scores, batch: TokenBatch, /) -> tuple[jax.Array, Metrics]:
-        """Of a microbatch."""
-        ...
+TermFn = Callable[[Scores, TokenBatch], tuple[jax.Array, Metrics]]
+"""Losses or weights per token of a microbatch, f32[B, T], and metrics. Entries outside
+`batch.action_mask` are ignored, but must be finite where the inputs are."""
 
 
 @dataclass(frozen=True, repr=False)
-class TokenLoss(Formula):
-    """A loss before its reduction. It prints as its formula.
+class Term(Formula):
+    """One number per token, from the scores of a microbatch: the base of losses and of weights.
 
     Attributes:
       needs: the scores, beyond the learner's log-probs, that `apply` reads.
-      apply: the per-token loss and its metrics.
-      weighted: the shifts that the loss already carries an importance weight for.
+      apply: (scores, batch) -> the numbers, f32[B, T], and metrics.
+      weighted: the shifts that an importance weight in it accounts for; none in a mask.
+    """
+
+    needs: frozenset[Need]
+    apply: TermFn
+    weighted: frozenset[Shift] = frozenset()
+
+    __array_ufunc__ = None  # numpy leaves its products with a term to the term
+
+
+class TokenLoss(Term):
+    """A loss before its reduction. It prints as its formula.
 
     Example:
       >>> from jaxrl.losses import clipped, entropy_bonus, kl_penalty, over_sampler
       >>> clipped(over_sampler) + 0.001 * (kl_penalty() - entropy_bonus())
       clipped(over_sampler, low=0.2, high=0.2) + 0.001 * (kl_penalty(k3) - entropy_bonus())
     """
-
-    needs: frozenset[Need]
-    apply: TokenLossFn
-    weighted: frozenset[Shift] = frozenset()
-
-    __array_ufunc__ = None  # numpy leaves its products with a loss to the loss
 
     def __add__(self, other: "TokenLoss") -> "TokenLoss":
         return add(self, other)
@@ -88,7 +89,7 @@ class TokenLoss(Formula):
         return dataclasses.replace(quotient, formula=f"{grouped(self)} / {shown(divisor)}")
 
 
-def token_loss(apply: TokenLossFn, *needs: Need) -> TokenLoss:
+def token_loss(apply: TermFn, *needs: Need) -> TokenLoss:
     """Makes a loss from a function and the scores that it reads. It prints as the function's name.
 
     Example:
@@ -147,20 +148,13 @@ def scale(loss: TokenLoss, factor: float) -> TokenLoss:
         value, metrics = loss.apply(scores, batch)
         return factor * value, metrics
 
-    formula = f"{shown(factor)} * {grouped(loss)}"
-    return TokenLoss(loss.needs, apply, loss.weighted, formula=formula)
+    return dataclasses.replace(loss, apply=apply, formula=f"{shown(factor)} * {grouped(loss)}")
 
 
-@dataclass(frozen=True, repr=False)
-class Weights(Formula):
+class Weights(Term):
     """Factors of a policy term, one per token, such as the corrections of `losses.corrections`.
 
-    `weights * loss` is `reweight`, `weights * weights` is `both`.
-
-    Attributes:
-      needs: the scores, beyond the learner's log-probs, that `apply` reads.
-      apply: (scores, batch) -> f32[B, T] factors and metrics; `reweight` lets no gradient through.
-      weighted: the shifts that the factors account for; empty for a mask of zeros and ones.
+    `weights * loss` is `reweight`, which lets no gradient through; `weights * weights` is `both`.
 
     Example:
       >>> from jaxrl.losses import anchor_over_sampler, clipped, over_anchor, truncated, vetoed
@@ -169,12 +163,6 @@ class Weights(Formula):
       vetoed(anchor_over_sampler, below=0.0001) * truncated(anchor_over_sampler, low=0.0, high=2)
       * clipped(over_anchor, low=0.2, high=0.2)
     """
-
-    needs: frozenset[Need]
-    apply: TokenLossFn
-    weighted: frozenset[Shift] = frozenset()
-
-    __array_ufunc__ = None
 
     def __mul__(self, other: Any) -> Any:
         return both(self, other) if isinstance(other, Weights) else reweight(other, self)
@@ -188,10 +176,10 @@ class Weights(Formula):
     __radd__ = __sub__ = __rsub__ = __add__
 
 
-Term = TypeVar("Term", TokenLoss, Weights)
+T = TypeVar("T", bound=Term)
 
 
-def prefix(term: Term, text: str) -> Term:
+def prefix(term: T, text: str) -> T:
     """Puts `text` in front of the names of the metrics of a loss, or of weights.
 
     Example:
@@ -226,21 +214,13 @@ def reweight(loss: TokenLoss, weights: Weights) -> TokenLoss:
     if not (isinstance(loss, TokenLoss) and isinstance(weights, Weights)):
         other = loss if isinstance(weights, Weights) else weights
         raise TypeError(operands.mistake("multiply", other, to=weights if other is loss else loss))
-    _refuse_double_counting(loss.weighted, weights.weighted)
 
-    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        value, metrics = _applied(loss, scores, batch)
-        factors, more = _applied(weights, scores, batch)
+    def multiply(value: jax.Array, factors: jax.Array) -> jax.Array:
         factors = jax.lax.stop_gradient(factors)
         # Select first: a removed token must not bring its infinity or its NaN along.
-        return jnp.where(factors != 0, value, 0) * factors, _merged(metrics, more)
+        return jnp.where(factors != 0, value, 0) * factors
 
-    return TokenLoss(
-        loss.needs | weights.needs,
-        apply,
-        loss.weighted | weights.weighted,
-        formula=f"{weights!r} * {grouped(loss)}",
-    )
+    return _product(loss, weights, multiply=multiply)
 
 
 def both(first: Weights, second: Weights) -> Weights:
@@ -258,18 +238,31 @@ def both(first: Weights, second: Weights) -> Weights:
     for weights, other in ((first, second), (second, first)):
         if not isinstance(weights, Weights):
             raise TypeError(operands.mistake("multiply", weights, to=other))
-    _refuse_double_counting(first.weighted, second.weighted)
+    return _product(second, first, multiply=jnp.multiply)
+
+
+def _product(
+    term: T, weights: Weights, *, multiply: Callable[[jax.Array, jax.Array], jax.Array]
+) -> T:
+    if twice := sorted(term.weighted & weights.weighted):
+        raise ValueError(
+            f"an importance ratio accounts for the {' and the '.join(twice)} already, and the "
+            "weights would count it again (update: anchor to learner; mismatch: sampler to "
+            "anchor). Correct with anchor_over_sampler a loss whose ratio is over_anchor, or with "
+            "over_sampler one whose ratio is on_policy; in a config, loss.correction goes with "
+            "loss.ratio = 'over_anchor'"
+        )
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        factors, metrics = _applied(first, scores, batch)
-        others, more = _applied(second, scores, batch)
-        return factors * others, _merged(metrics, more)
+        value, metrics = _applied(term, scores, batch)
+        factors, more = _applied(weights, scores, batch)
+        return multiply(value, factors), _merged(metrics, more)
 
-    return Weights(
-        first.needs | second.needs,
+    return type(term)(
+        term.needs | weights.needs,
         apply,
-        first.weighted | second.weighted,
-        formula=f"{first!r} * {grouped(second)}",
+        term.weighted | weights.weighted,
+        formula=f"{weights!r} * {grouped(term)}",
     )
 
 
@@ -279,9 +272,7 @@ def _loss(operand: Any, *, operation: str = "add") -> TokenLoss:
     return operand
 
 
-def _applied(
-    term: TokenLoss | Weights, scores: Scores, batch: TokenBatch
-) -> tuple[jax.Array, Metrics]:
+def _applied(term: Term, scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
     found = term.apply(scores, batch)
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
         got = "an array" if isinstance(found, jax.Array) else type(found).__name__
@@ -299,17 +290,6 @@ def _applied(
             f"{scores.logprobs.shape}; do not reduce: loss.aggregation does, once"
         )
     return value, metrics
-
-
-def _refuse_double_counting(first: frozenset[Shift], second: frozenset[Shift]) -> None:
-    if twice := sorted(first & second):
-        raise ValueError(
-            f"an importance ratio accounts for the {' and the '.join(twice)} already, and the "
-            "weights would count it again (update: anchor to learner; mismatch: sampler to "
-            "anchor). Correct with anchor_over_sampler a loss whose ratio is over_anchor, or with "
-            "over_sampler one whose ratio is on_policy; in a config, loss.correction goes with "
-            "loss.ratio = 'over_anchor'"
-        )
 
 
 def _merged(metrics: Metrics, more: Metrics) -> Metrics:

@@ -6,6 +6,8 @@ sequences. `weights * loss` lets no gradient through them and refuses to count t
 policy twice. Bounds are on the learner's side over the sampler's.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -33,13 +35,7 @@ def truncated(ratio: Ratio, *, low: float = 0.0, high: float) -> Weights:
     Raises:
       ValueError: unless 0 <= low < 1 < high.
     """
-    _check_bounds(low, high)
-
-    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        w = ratio.value(scores, batch)
-        return _reported(jnp.clip(w, low, high), (w < low) | (w > high), batch, ratio)
-
-    return Weights(ratio.needs, apply, ratio.weighted)
+    return _bounded(ratio, low=low, high=high, weights=lambda w, outside: jnp.clip(w, low, high))
 
 
 @with_formula
@@ -58,14 +54,7 @@ def masked(ratio: Ratio, *, low: float = 0.0, high: float) -> Weights:
     Raises:
       ValueError: unless 0 <= low < 1 < high.
     """
-    _check_bounds(low, high)
-
-    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        w = ratio.value(scores, batch)
-        outside = (w < low) | (w > high)
-        return _reported(jnp.where(outside, 0, w), outside, batch, ratio)
-
-    return Weights(ratio.needs, apply, ratio.weighted)
+    return _bounded(ratio, low=low, high=high, weights=lambda w, outside: jnp.where(outside, 0, w))
 
 
 @with_formula
@@ -109,14 +98,19 @@ def gamma_shaped(
     return Weights(ratio.needs, apply, ratio.weighted)
 
 
-def _check_bounds(low: float, high: float) -> None:
+def _bounded(
+    ratio: Ratio, *, low: float, high: float, weights: Callable[[jax.Array, jax.Array], jax.Array]
+) -> Weights:
+    """Makes weights of the ratio w and the marks where it is out of bounds."""
     if not 0 <= low < 1 < high:
         raise ValueError(f"a correction needs 0 <= low < 1 < high, got low={low}, high={high}")
 
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        w = ratio.value(scores, batch)
+        outside = (w < low) | (w > high)
+        reports = {"correction/mean": weights(w, outside), "correction/outside": outside}
+        metrics = masked_means(reports, batch.action_mask)
+        metrics |= missing(ratio, batch, name="correction/missing")
+        return reports["correction/mean"], metrics
 
-def _reported(
-    weights: jax.Array, outside: jax.Array, batch: TokenBatch, ratio: Ratio
-) -> tuple[jax.Array, Metrics]:
-    reports = {"correction/mean": weights, "correction/outside": outside}
-    metrics = masked_means(reports, batch.action_mask)
-    return weights, metrics | missing(ratio, batch, name="correction/missing")
+    return Weights(ratio.needs, apply, ratio.weighted)

@@ -20,11 +20,8 @@ from jax.core import Tracer
 
 @dataclass(frozen=True, kw_only=True)
 class Formula:
-    """Base of the parts: losses, weights, ratios, aggregations.
-
-    Attributes:
-      formula: the expression that makes the part. It takes no part in comparisons and hashes.
-    """
+    """Base of the parts: losses, weights, ratios, aggregations. The expression that makes a part
+    takes no part in comparisons and hashes."""
 
     formula: str = dataclasses.field(default="", compare=False)
 

@@ -10,12 +10,8 @@ from jaxrl.losses.ratios import LOG_RATIO_LIMIT
 
 def mismatch(logprobs: jax.Array, batch: TokenBatch) -> Metrics:
     """Computes statistics of delta = learner - sampler over action tokens with a known sampler
-    log-prob. Delta includes the policy's change since sampling; `split.split` separates that
-    change from rounding.
-
-    Args:
-      logprobs: f32[B, T], the learner's.
-      batch: holds the sampler's log-probs.
+    log-prob; `logprobs`, f32[B, T], are the learner's. Delta includes the policy's change since
+    sampling; `split.split` separates that change from rounding.
 
     Returns:
       "mismatch/" "kl" E[-delta] and "k3_kl" E[w - log w - 1], nats, estimates of the divergence

@@ -33,11 +33,8 @@ class LogRatios(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class PairLoss(Formula):
-    """A loss of the DPO family.
-
-    Attributes:
-      beta: strength of the reference; beta times the log-ratio is the implicit reward.
-      apply: log-ratios -> one loss per pair.
+    """A loss of the DPO family: log-ratios -> one loss per pair. Beta is the strength of the
+    reference; beta times the log-ratio is the implicit reward.
 
     Raises:
       ValueError: for a beta that is not positive: it would prefer the rejected completion, or
@@ -126,19 +123,14 @@ def bradley_terry(
 ) -> jax.Array:
     """-log sigmoid(chosen - rejected - margin) + center_rewards (chosen + rejected)^2, per pair.
 
-    The margin is that of Llama 2 (arXiv:2307.09288). The second term keeps rewards around 0; the
-    first does not fix their mean (arXiv:2312.09244).
+    The margin, the smallest difference of the rewards that is wanted, is that of Llama 2
+    (arXiv:2307.09288). The second term keeps rewards around 0; the first does not fix their mean
+    (arXiv:2312.09244). TRL calls its factor center_rewards_coefficient and suggests 0.01.
 
     Example:
       >>> chosen, rejected = jnp.array([2.0, 4.0]), jnp.array([0.0, 0.0])
       >>> bradley_terry(chosen, rejected, margin=jnp.array([2.0, 2.0]), center_rewards=0.0).round(2)
       Array([0.69, 0.13], dtype=float32)
-
-    Args:
-      chosen: f32[...], the reward of the better completion.
-      rejected: f32[...], the reward of the worse completion.
-      margin: f32[...], the smallest difference of rewards that is wanted.
-      center_rewards: TRL's center_rewards_coefficient, 0.01 there.
     """
     apart = jax.nn.log_sigmoid(chosen - rejected - margin)
     return -apart + center_rewards * (chosen + rejected) ** 2
@@ -188,12 +180,8 @@ def pairwise(loss: PairLoss) -> TokenLoss:
 def ranked(
     scores: jax.Array, batch: TokenBatch, *, center_rewards: float
 ) -> tuple[jax.Array, Metrics]:
-    """Computes the Bradley-Terry loss of a batch.
-
-    Args:
-      scores: f32[B, T + 1], the reward of each sequence, as `models.scorer` gives it.
-      batch: its pairs, with their margins.
-      center_rewards: as in `bradley_terry`.
+    """Computes the Bradley-Terry loss of a batch of pairs, whose advantages are their margins, from
+    the reward of each sequence, f32[B, T + 1], as `models.scorer` gives it.
 
     Returns:
       The sum over pairs, to be divided by `pair_count`, and means over pairs: the rewards

@@ -22,6 +22,7 @@ Example:
   '1.649 shadowed'
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,20 +41,13 @@ LOG_RATIO_LIMIT = 20.0
 _SEQUENCE_LIMIT = 10.0
 
 
-class LogRatioFn(Protocol):
-    """Log-ratio f32[B, T] of each token; entries outside `batch.action_mask` are ignored."""
-
-    def __call__(self, scores: Scores, batch: TokenBatch, /) -> jax.Array:
-        """Of a microbatch."""
-        ...
-
-
 @dataclass(frozen=True, repr=False)
 class Ratio(Formula):
     """An importance ratio. It prints as its formula.
 
     Attributes:
-      log: (scores, batch) -> f32[B, T], the log-ratio, not clamped.
+      log: (scores, batch) -> f32[B, T], the log-ratio, not clamped. Entries outside
+        `batch.action_mask` are ignored.
       weighted: the shifts of policy that it accounts for.
       needs: the scores, beyond the learner's log-probs, that `log` reads.
       whole: True if it is one number for the whole sequence, found at each of its tokens.
@@ -63,7 +57,7 @@ class Ratio(Formula):
       product(over_sampler)
     """
 
-    log: LogRatioFn
+    log: Callable[[Scores, TokenBatch], jax.Array]
     weighted: frozenset[Shift]
     needs: frozenset[Need] = frozenset()
     whole: bool = False

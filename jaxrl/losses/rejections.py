@@ -6,7 +6,7 @@ denominator. Ratios are the learner's side over the sampler's. Each reports the 
 tokens that it rejects.
 """
 
-from typing import Protocol
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,11 @@ from jaxrl.losses.ratios import LOG_RATIO_LIMIT, Ratio, per_token, sequence_mean
 from jaxrl.losses.scores import Scores
 
 
-class _Rejects(Protocol):
-    """(log-ratio f32[B, T], scores, batch) -> bool[B, T]."""
+def _rejection(
+    rejects: Callable[[jax.Array, Scores, TokenBatch], jax.Array], ratio: Ratio, *, name: str
+) -> Weights:
+    """Makes weights of (log-ratio f32[B, T], scores, batch) -> bool[B, T]."""
 
-    def __call__(self, d: jax.Array, scores: Scores, batch: TokenBatch, /) -> jax.Array: ...
-
-
-def _rejection(rejects: _Rejects, ratio: Ratio, *, name: str) -> Weights:
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         d = jnp.clip(ratio.log(scores, batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         d = jax.lax.stop_gradient(d)

@@ -49,18 +49,13 @@ def _check(goal: Objective, batch: TokenBatch) -> None:
 def _batch(recipe: Recipe) -> TokenBatch:
     # Scores that only a critic's loss may read are refused by `builders.recipe`.
     judged = recipe.critic is not None or Need.VALUES in recipe.objective.needs
-    critic = _array() if judged else None
+    numbers = ["sampler_logprobs", "advantages", "rewards"]
+    numbers += ["values", "returns"] if judged else []
+    numbers += [] if recipe.entropy is None else ["entropy_weights"]
     return TokenBatch(
-        tokens=_array(jnp.int32),
-        segments=_array(jnp.int32),
-        positions=_array(jnp.int32),
+        **dict.fromkeys(("tokens", "segments", "positions"), _array(jnp.int32)),
+        **dict.fromkeys(numbers, _array()),
         action_mask=_array(jnp.bool_),
-        sampler_logprobs=_array(),
-        advantages=_array(),
-        rewards=_array(),
-        values=critic,
-        returns=critic,
-        entropy_weights=None if recipe.entropy is None else _array(),
     )
 
 
@@ -70,13 +65,8 @@ def _array(dtype: Any = jnp.float32) -> Any:
 
 @contextlib.contextmanager
 def blaming(function: Callable[..., Any], *, name: str) -> Iterator[None]:
-    """Turns any error inside into a ValueError that names the function and the line.
-
-    Args:
-      function: the function that the config names; the last line of its file in the traceback is
-        given.
-      name: `loss.name`, for the message.
-    """
+    """Turns any error inside into a ValueError that gives `loss.name` and the last line of the
+    function's file in the traceback."""
     try:
         yield
     except Exception as error:

@@ -36,18 +36,13 @@ def clipped_value_loss(
     """max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2 per token (arXiv:2005.12729).
 
     Beyond the clip the loss cannot fall further, so a value moves at most that far towards its
-    target before the values are computed anew. Movement away from the target is not bounded.
+    target before the values are computed anew. Movement away from the target is not bounded. All
+    are f32[B, T]; `old` are the values when the advantages were computed.
 
     Example:
       >>> values, returns = jnp.array([0.5, 0.75]), jnp.ones(2)
       >>> print(clipped_value_loss(values, jnp.zeros(2), returns, clip=0.5))  # 0.75 counts as 0.5
       [0.125 0.125]
-
-    Args:
-      values: f32[B, T], differentiated.
-      old: f32[B, T], the critic's values when the advantages were computed.
-      returns: f32[B, T], the targets.
-      clip: largest change of a value that still pays.
     """
     bounded = old + jnp.clip(values - old, -clip, clip)
     return 0.5 * jnp.maximum((values - returns) ** 2, (bounded - returns) ** 2)
