@@ -47,7 +47,8 @@ def read_pairs(
     rendering: Rendering,
     max_tokens: int,
 ) -> Pairs:
-    """Tokenises pairs of at most `max_tokens`; prompt and completion separately, as in sampling.
+    """Tokenises pairs; prompt and completion separately, as in sampling. Pairs with more than
+    `max_tokens` are dropped and counted.
 
     Raises:
       ValueError: for a missing column or one of the wrong type, completions of different prompts, a

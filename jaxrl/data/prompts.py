@@ -67,7 +67,7 @@ class Prompts(NamedTuple):
 class Rendering(NamedTuple):
     """The rendering of prompts to text.
 
-    The template "chat" applies the chat template, "text" does not, "auto" does if there is one.
+    "chat" applies the chat template, "text" does not, "auto" does if there is one.
     """
 
     template: Literal["auto", "chat", "text"] = "auto"
@@ -111,10 +111,11 @@ def load_prompts(
     max_tokens: int,
     limit: int | None = None,
 ) -> Prompts:
-    """Renders and tokenises prompts of at most `max_tokens`, `limit` of them unless it is None.
+    """Renders and tokenises prompts; those longer than `max_tokens` are dropped and counted.
 
     The column `prompt_key` has a text or a list of {role, content} messages. The column
-    `answer_key` becomes `record["answer"]`; None without reference answers.
+    `answer_key` becomes `record["answer"]`; None without reference answers. Reading stops after
+    `limit` prompts; None reads all.
 
     Raises:
       ValueError: for a missing column or one of the wrong type, or if no prompt is left; the

@@ -36,17 +36,11 @@ TermFn = Callable[[Scores, TokenBatch], tuple[jax.Array, Metrics]]
 
 @dataclass(frozen=True, repr=False)
 class Term(Formula):
-    """One number per token, from the scores of a microbatch: the base of losses and of weights.
+    """One number per token, from the scores of a microbatch: the base of losses and of weights."""
 
-    Attributes:
-      needs: the scores, beyond the learner's log-probs, that `apply` reads.
-      apply: (scores, batch) -> the numbers, f32[B, T], and metrics.
-      weighted: the shifts that an importance weight in it accounts for; none in a mask.
-    """
-
-    needs: frozenset[Need]
+    needs: frozenset[Need]  # the scores, beyond the learner's log-probs, that `apply` reads
     apply: TermFn
-    weighted: frozenset[Shift] = frozenset()
+    weighted: frozenset[Shift] = frozenset()  # shifts that its importance weights account for
 
     __array_ufunc__ = None  # numpy leaves its products with a term to the term
 

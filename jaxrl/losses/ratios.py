@@ -45,12 +45,7 @@ _SEQUENCE_LIMIT = 10.0
 class Ratio(Formula):
     """An importance ratio. It prints as its formula.
 
-    Attributes:
-      log: (scores, batch) -> f32[B, T], the log-ratio, not clamped. Entries outside
-        `batch.action_mask` are ignored.
-      weighted: the shifts of policy that it accounts for.
-      needs: the scores, beyond the learner's log-probs, that `log` reads.
-      whole: True if it is one number for the whole sequence, found at each of its tokens.
+    Its logarithm is f32[B, T], not clamped; entries outside `batch.action_mask` are ignored.
 
     Example:
       >>> product(over_sampler)
@@ -58,9 +53,9 @@ class Ratio(Formula):
     """
 
     log: Callable[[Scores, TokenBatch], jax.Array]
-    weighted: frozenset[Shift]
-    needs: frozenset[Need] = frozenset()
-    whole: bool = False
+    weighted: frozenset[Shift]  # the shifts of policy that it accounts for
+    needs: frozenset[Need] = frozenset()  # the scores, beyond the learner's log-probs, for `log`
+    whole: bool = False  # one number for the whole sequence, found at each of its tokens
 
     def value(self, scores: Scores, batch: TokenBatch) -> jax.Array:
         """Returns exp(log-ratio clamped to +-20), f32[B, T]; the gradient is 0 where clamped."""

@@ -28,11 +28,7 @@ from jaxrl.losses.value import Critic
 class Recipe:
     """An algorithm. It prints as its formula, and terms are added to it like to a loss.
 
-    Attributes:
-      objective: the quantity that the learner minimises.
-      advantages: rewards -> advantages; `dataclasses.replace(recipe, advantages=...)` exchanges it.
-      entropy: sets the coefficient of an adaptive entropy bonus; None without one.
-      critic: the critic that the advantages read; None without one.
+    `dataclasses.replace(recipe, advantages=...)` exchanges the estimator.
 
     Example:
       >>> from jaxrl.losses import kl_penalty, max_rl
@@ -44,10 +40,10 @@ class Recipe:
       TypeError: for an objective that is not one.
     """
 
-    objective: Objective
-    advantages: AdvantageEstimator
-    entropy: EntropyController | None = None
-    critic: Critic | None = None
+    objective: Objective  # the quantity that the learner minimises
+    advantages: AdvantageEstimator  # rewards -> advantages
+    entropy: EntropyController | None = None  # of the coefficient of an adaptive entropy bonus
+    critic: Critic | None = None  # that the advantages read
 
     def __post_init__(self) -> None:
         if not isinstance(self.objective, Objective):
