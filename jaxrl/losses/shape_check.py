@@ -53,8 +53,8 @@ def _batch(recipe: Recipe) -> TokenBatch:
     numbers += ["values", "returns"] if judged else []
     numbers += [] if recipe.entropy is None else ["entropy_weights"]
     return TokenBatch(
-        **dict.fromkeys(("tokens", "segments", "positions"), _array(jnp.int32)),
-        **dict.fromkeys(numbers, _array()),
+        **{name: _array(jnp.int32) for name in ("tokens", "segments", "positions")},
+        **{name: _array() for name in numbers},
         action_mask=_array(jnp.bool_),
     )
 
