@@ -41,7 +41,8 @@ def collectives(hlo: str, *, trips: Callable[[int], int]) -> dict[str, Traffic]:
       trips: depth -> iterations, for loops whose trip count the text does not give. Depth is the
         number of such loops around it: 0 for the outermost.
 
-    Kinds that do not occur are omitted.
+    Returns:
+      The kinds that occur.
     """
     entry, computations = _computations(hlo)
     found: dict[str, Traffic] = {}
