@@ -38,7 +38,7 @@ class _UnreachableError(_ServerFaultError):
 
 
 class VllmServer:
-    """A `Server` that was started with VLLM_SERVER_DEV_MODE=1 and jaxrl's weight-transfer backend.
+    """A server that was started with VLLM_SERVER_DEV_MODE=1 and jaxrl's weight-transfer backend.
 
     Attributes:
       url: address of the server.
@@ -71,14 +71,25 @@ class VllmServer:
         self._init_info: dict[str, str] = {}
 
     def connect(self, *, root: str, wire: str, sampler: str) -> None:
-        """See `Server.connect`."""
+        """Announces the directory of the payloads and the dtypes. A server that does not answer is
+        connected at the next update.
+
+        Raises:
+          RefusedError: if the server computes in another dtype than `sampler`, or does not find
+            `root`.
+        """
         self._init_info = {"root": root, "wire": wire, "sampler": sampler}
         with contextlib.suppress(_ServerFaultError):
             self._connect()
 
     def update(self, payload: str, *, version: int, in_flight: InFlight) -> Timings:
-        """See `Server.update`. While the server is paused, every failure except a refusal counts as
-        poisoned."""
+        """Pauses, loads the directory `payload` below the root, sets the version and resumes.
+
+        Raises:
+          RefusedError: the old weights keep serving.
+          PoisonedError: any other failure while the server is paused; it stays paused.
+          UnavailableError: the server does not answer.
+        """
         with self._tracked():
             if not self.connected:
                 self._call("GET", "/health", timeout=_PROBE_TIMEOUT)
@@ -100,22 +111,27 @@ class VllmServer:
         return Timings(pause=pause, load=load, resume=resume)
 
     def serves(self, label: str) -> bool:
-        """See `AdapterServer.serves`."""
+        """Tells whether the server samples from the weights that were published as `label`.
+
+        Raises:
+          UnavailableError: the server does not answer.
+        """
         with self._tracked():
-            timeout = None if self.connected else _PROBE_TIMEOUT
-            found = self._call("GET", "/weight_info", timeout=timeout)["weight_version"]
+            found = self.weight_version(timeout=None if self.connected else _PROBE_TIMEOUT)
         self.connected = found == label
         return self.connected
 
     def load_adapter(self, name: str, directory: Path) -> None:
-        """See `AdapterServer.load_adapter`. vLLM checks an adapter before it replaces another."""
+        """Loads an adapter in PEFT's format; vLLM checks it before it replaces another.
+
+        Raises:
+          RefusedError: the server continues without the adapter.
+          UnavailableError: the server does not answer.
+        """
+        adapter = {"lora_name": name, "lora_path": str(directory)}
         with self._tracked():
             try:
-                self._call(
-                    "POST",
-                    "/v1/load_lora_adapter",
-                    {"lora_name": name, "lora_path": str(directory)},
-                )
+                self._call("POST", "/v1/load_lora_adapter", adapter)
             except _UnreachableError:
                 raise
             except ControlError as error:
@@ -125,16 +141,15 @@ class VllmServer:
                 ) from None
 
     def unload_adapter(self, name: str) -> None:
-        """See `AdapterServer.unload_adapter`."""
+        """Unloads the adapter; does nothing if the server does not know it or does not answer."""
+        adapter = {"lora_name": name}
         with contextlib.suppress(ControlError):
             if self.connected:
-                self._call(
-                    "POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout=_PROBE_TIMEOUT
-                )
+                self._call("POST", "/v1/unload_lora_adapter", adapter, timeout=_PROBE_TIMEOUT)
 
-    def weight_version(self) -> str:
+    def weight_version(self, *, timeout: float | None = None) -> str:
         """Returns the version that the server reports; "default" before the first publish."""
-        return self._call("GET", "/weight_info")["weight_version"]
+        return self._call("GET", "/weight_info", timeout=timeout)["weight_version"]
 
     def dtype(self) -> str:
         """Returns the dtype that the server computes in, such as "bfloat16". It takes 15 seconds,
@@ -199,11 +214,9 @@ class VllmServer:
     def _call(
         self, method: str, path: str, body: Any = None, *, timeout: float | None = None
     ) -> Any:
-        where = f"{method} {self.url}{path}"
+        where, timeout = f"{method} {self.url}{path}", timeout or self._timeout
         try:
-            response = self._client.request(
-                method, path, json=body, timeout=timeout or self._timeout
-            )
+            response = self._client.request(method, path, json=body, timeout=timeout)
         except httpx2.RequestError as error:
             raise _UnreachableError(f"{where}: {error!r}") from None
         if response.status_code != 200:
