@@ -1,5 +1,6 @@
 """The interface of every sampler: token ids in, token ids and their log-probs out."""
 
+import abc
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -123,20 +124,19 @@ class Sampler(Protocol):
             vocabulary, or if `group_size` is below 1.
           ClosedError: while iterating, after `close`.
         """
-        ...
+        return self.sample_turns(group_turns(prompts, params, group_size=group_size), params)
 
+    @abc.abstractmethod
     def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
         """Samples one continuation per sequence and yields each as it finishes.
 
-        Turns of whole groups give what `sample` gives. `params.max_tokens` is ignored; each turn
-        has its own. Raises as `sample`.
+        `params.max_tokens` is ignored; each turn has its own. Raises as `sample`.
         """
         ...
 
     def close(self) -> None:
         """Aborts sampling: a thread that iterates over completions gets an error. The sampler
         cannot be used afterwards."""
-        ...
 
 
 def group_turns(

@@ -44,24 +44,9 @@ class Router:
     """
 
     def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        max_requests: int,
-        timeout: float,
-        headers: Mapping[str, str],
+        self, urls: Sequence[str], *, max_requests: int, timeout: float, headers: Mapping[str, str]
     ) -> None:
-        """Makes the router without connecting.
-
-        Args:
-          urls: addresses of the servers.
-          max_requests: concurrent requests per server.
-          timeout: seconds until a request counts as failed.
-          headers: of every request.
-
-        Raises:
-          ValueError: if `urls` is empty or has an entry that is not an http:// address.
-        """
+        """Makes the router without connecting; arguments and errors are those of `VllmSampler`."""
         if not urls:
             raise ValueError("urls is empty; give the address of at least one server")
         self._clients = {url: _client(url, timeout=timeout, headers=headers) for url in urls}
