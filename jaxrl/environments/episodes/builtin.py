@@ -4,6 +4,7 @@ A user's own environment is a class or function with the same signature: it take
 `EnvironmentContext`, and the other keys of the config table `environment` as keyword arguments.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 
@@ -16,16 +17,12 @@ from jaxrl.environments.episodes.chat import Chat
 from jaxrl.environments.tools.schema import Tool
 
 
+@dataclasses.dataclass(frozen=True)
 class EnvironmentContext:
-    """The policy's side of an environment.
+    """The policy's side of an environment."""
 
-    Attributes:
-      tokenizer: the policy's.
-      tools: the tools of the config, by name.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, tools: Mapping[str, Tool]) -> None:
-        self.tokenizer, self.tools = tokenizer, tools
+    tokenizer: Tokenizer
+    tools: Mapping[str, Tool]  # of the config, by name
 
     @functools.cached_property
     def chat(self) -> Chat:

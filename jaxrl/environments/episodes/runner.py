@@ -25,29 +25,18 @@ from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn
 
 
 class EpisodeResults(NamedTuple):
-    """Finished episodes, `group_size` for each prompt, in the order of the prompts.
+    """Finished episodes, `group_size` for each prompt, in the order of the prompts."""
 
-    Attributes:
-      rollouts: without rewards of reward functions; training ignores those that failed.
-      first_failure: message of the first failed environment, for the log; None without one.
-    """
-
-    rollouts: list[Rollout]
-    first_failure: str | None
+    rollouts: list[Rollout]  # without rewards of functions; training ignores those that failed
+    first_failure: str | None  # message of an environment, for the log
 
 
 class EpisodeRunner(NamedTuple):
-    """Runs episodes of one environment.
+    """Runs episodes of one environment."""
 
-    Attributes:
-      make: () -> the environment of one episode.
-      limits: of each episode.
-      scheduler: decides which turns are sampled together.
-    """
-
-    make: base.MakeEnvironment
-    limits: base.EpisodeLimits
-    scheduler: type["TurnScheduler"]
+    make: base.MakeEnvironment  # of one episode
+    limits: base.EpisodeLimits  # of each episode
+    scheduler: type["TurnScheduler"]  # decides which turns are sampled together
 
     def run(
         self,
@@ -97,7 +86,6 @@ class TurnScheduler(abc.ABC):
     """Collects the turns that episodes request, and samples some of them together."""
 
     def __init__(self, sampler: Sampler, params: SamplingParams, *, episodes: int) -> None:
-        """Serves a number of episodes; `params.max_tokens` is ignored."""
         self._sampler, self._params, self._running = sampler, params, episodes
         self._waiting: list[_Request] = []
         self._pool = ThreadPoolExecutor(episodes, thread_name_prefix="turns")

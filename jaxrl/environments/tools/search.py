@@ -42,20 +42,16 @@ class Index:
         return [self._texts[number] for number in order[:most]]
 
 
+@functools.cache
 def make_search(path: str) -> Callable[[str], str]:
     """Returns the tool that searches a corpus; raises as `read_corpus`."""
-    index = _index(path)
+    index = Index(read_corpus(path))
 
     def search(query: str) -> str:
         """Returns the passages of the corpus that match the words of a query best."""
         return "\n\n".join(index.best(query, most=_RESULTS)) or "(nothing found)"
 
     return search
-
-
-@functools.cache
-def _index(path: str) -> Index:
-    return Index(read_corpus(path))
 
 
 def read_corpus(path: str) -> list[str]:
