@@ -19,10 +19,6 @@ class Layout:
     `sharding`, `tree` and `state` use the rules for parameters; the others use those for
     activations.
 
-    Attributes:
-      mesh: see `mesh.make_mesh`.
-      rules: see `rules.PRESETS`.
-
     Raises:
       ValueError: if a rule names an axis that the mesh does not have.
     """

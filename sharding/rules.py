@@ -14,9 +14,7 @@ MeshAxes = tuple[str, ...]  # cut over these, the first one slowest; () is not c
 class Rules:
     """Tables of logical axis -> mesh axes. Every logical axis in use must be listed, even if uncut.
 
-    Attributes:
-      parameters: for the axes that parameters declare.
-      activations: for batches and arrays that a model passes to `constrain`.
+    Those of `activations` are for batches and for arrays that a model passes to `constrain`.
     """
 
     parameters: tuple[tuple[str, MeshAxes], ...]
