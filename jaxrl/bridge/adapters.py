@@ -53,7 +53,7 @@ class AdapterPublisher:
           base: path of the base model, recorded in the adapter's files.
           wire: dtype in which adapters and weights are sent.
           publish_base: called with the servers that do not hold the base weights, for instance
-            after a restart, and the version of the next adapters.
+            after a restart.
           keep: versions to keep, because requests may still name them.
         """
         self._servers, self._root = servers, root.resolve()
@@ -97,8 +97,7 @@ class AdapterPublisher:
         return name, timings._replace(write=written)
 
     def _with_base(self, params: Adapted, version: int) -> list[VllmServer]:
-        """Returns the servers, at least one, that hold the base weights after publishing them to
-        those that do not; raises as `publish`."""
+        """Publishes the base weights where they are missing; returns the servers that hold them."""
         ready: list[VllmServer] = []
         without: list[VllmServer] = []
         failures: list[Exception] = []

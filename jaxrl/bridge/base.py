@@ -16,17 +16,11 @@ completions in new requests."""
 
 
 class TensorSpec(NamedTuple):
-    """Name, shape and dtype of one tensor in Hugging Face's convention.
-
-    Attributes:
-      name: Hugging Face's name.
-      shape: full, in Hugging Face's orientation.
-      dtype: "float32", "bfloat16" or "float16".
-    """
+    """Name and full shape of one tensor in Hugging Face's convention, and its dtype."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # "float32", "bfloat16" or "float16"
 
 
 class WeightSource(Protocol):

@@ -22,13 +22,9 @@ _KEEP = 2  # published versions: a server may still read the last
 def write_checkpoint(
     source: WeightSource, directory: Path, *, version: int, model_dir: Path
 ) -> None:
-    """Writes a checkpoint directory with a manifest; it appears whole or not at all.
+    """Writes a checkpoint with a manifest; its directory appears whole or not at all.
 
-    Args:
-      source: the weights.
-      directory: the new directory; its parent must exist.
-      version: recorded in the manifest.
-      model_dir: the checkpoint to copy configuration and tokenizer from.
+    Configuration and tokenizer are copied from the checkpoint `model_dir`.
 
     Raises:
       FileExistsError: if `directory` exists.
@@ -79,18 +75,9 @@ class DirectoryPublisher(WeightPublisher):
         sampler: np.dtype,
         in_flight: InFlight = "keep",
     ) -> None:
-        """Connects the servers, which must see the directory under the same path.
+        """Connects the servers as `WeightPublisher` does; creates the root if it is missing.
 
-        Args:
-          servers: the servers to update.
-          root: created if missing.
-          model_dir: the checkpoint to copy configuration and tokenizer from.
-          wire: dtype of the published tensors.
-          sampler: dtype that the servers compute in.
-          in_flight: what happens to requests in flight.
-
-        Raises:
-          RefusedError: if a server computes in another dtype than `sampler`.
+        Configuration and tokenizer of each version are copied from the checkpoint `model_dir`.
         """
         root.mkdir(parents=True, exist_ok=True)
         self._model_dir = model_dir

@@ -1,11 +1,12 @@
 """Writes the tensors of a source to the files of a payload, and maps and checks them."""
 
+import itertools
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,12 +19,8 @@ from jaxrl.bridge.safetensors_file import SafetensorsFile
 _THREADS = 2
 
 
-class WriteBytes(Protocol):
-    """Writes u8[N] to a file of the payload at an offset; called from several threads."""
-
-    def __call__(self, file: str, offset: int, data: np.ndarray) -> None:
-        """Writes all bytes of `data`."""
-        ...
+WriteBytes = Callable[[str, int, np.ndarray], None]
+"""Writes u8[N] to a file of the payload at an offset; called from several threads."""
 
 
 def write_tensors(
@@ -66,15 +63,10 @@ def write_manifest(directory: Path, content: Manifest) -> None:
 
 
 class MappedTensor(NamedTuple):
-    """A tensor of a payload, mapped into memory.
-
-    Attributes:
-      entry: entry of the manifest.
-      data: u8[N] bytes, not copied.
-    """
+    """A tensor of a payload, mapped into memory."""
 
     entry: Entry
-    data: np.ndarray
+    data: np.ndarray  # u8[N], not copied
 
 
 def resolve(root: Path, payload: str) -> Path:
@@ -100,10 +92,11 @@ def open_tensors(directory: Path, entries: Sequence[Entry]) -> list[MappedTensor
     files = {name: _map(directory / name) for name in dict.fromkeys(e.file for e in entries)}
     mapped = []
     for entry in entries:
-        data = files[entry.file][entry.offset : entry.offset + entry.nbytes]
-        if data.nbytes != entry.nbytes:
+        size = manifest.tensor_bytes(entry)
+        data = files[entry.file][entry.offset : entry.offset + size]
+        if data.nbytes != size:
             raise ManifestError(
-                f"{entry.name}: needs {entry.nbytes} bytes at {entry.offset} of {entry.file}, "
+                f"{entry.name}: needs {size} bytes at {entry.offset} of {entry.file}, "
                 f"which has {files[entry.file].nbytes}"
             )
         mapped.append(MappedTensor(entry, data))
@@ -116,32 +109,23 @@ def check_bytes(tensors: Sequence[MappedTensor]) -> None:
     Raises:
       ManifestError: if one differs.
     """
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for tensor, found in zip(tensors, _checksums(pool, tensors), strict=True):
-            if found != tensor.entry.checksum:
-                raise ManifestError(
-                    f"{tensor.entry.name}: checksum {found}; the manifest has "
-                    f"{tensor.entry.checksum}"
-                )
-
-
-def _checksums(pool: ThreadPoolExecutor, tensors: Sequence[MappedTensor]) -> Iterator[str]:
     parts = [manifest.chunks(tensor.data) for tensor in tensors]
-    sums = pool.map(manifest.chunk_sums, (chunk for chunks in parts for chunk in chunks))
-    for tensor, chunks in zip(tensors, parts, strict=True):
-        yield manifest.combine_sums([next(sums) for _ in chunks], nbytes=tensor.data.nbytes)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        sums = pool.map(manifest.chunk_sums, itertools.chain(*parts))
+        for (entry, data), chunks in zip(tensors, parts, strict=True):
+            own = list(itertools.islice(sums, len(chunks)))
+            found = manifest.combine_sums(own, nbytes=data.nbytes)
+            if found != entry.checksum:
+                raise ManifestError(
+                    f"{entry.name}: checksum {found}; the manifest has {entry.checksum}"
+                )
 
 
 def _map(path: Path) -> np.ndarray:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            # Private, so that consumers that need writable memory get it.
-            content = mmap.mmap(
-                descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-            )
-        finally:
-            os.close(descriptor)
+        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW)) as file:
+            # Copied on write, so that consumers that need writable memory get it.
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
         raise ManifestError(f"{path} cannot be mapped: {error}") from None
     return np.frombuffer(content, np.uint8)

@@ -60,11 +60,7 @@ class SharedMemoryPublisher(WeightPublisher):
         in_flight: InFlight = "keep",
         memory: Path = MEMORY,
     ) -> None:
-        """Connects the servers.
-
-        Raises:
-          RefusedError: if a server computes in another dtype than `sampler`.
-        """
+        """Connects the servers as `WeightPublisher` does."""
         _remove_leftovers(memory)
         root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=memory))
         self._specs: list[TensorSpec] = []

@@ -33,6 +33,18 @@ class WeightPublisher(abc.ABC):
         sampler: np.dtype,
         in_flight: InFlight,
     ) -> None:
+        """Connects the servers, which must see the root under the same path.
+
+        Args:
+          servers: the servers to update.
+          root: parent of the payloads.
+          wire: dtype of the published tensors.
+          sampler: dtype that the servers compute in.
+          in_flight: what happens to requests in flight.
+
+        Raises:
+          RefusedError: if a server computes in another dtype than `sampler`.
+        """
         self._servers, self._root = servers, root
         self._in_flight: InFlight = in_flight
         for server in servers:
@@ -64,16 +76,8 @@ def swap_weights(servers: Sequence[VllmServer], update: Callable[[VllmServer], T
     """Updates all servers at once and returns the slowest one's timings, with `write` 0.
 
     Failed servers are skipped if at least one has taken the version: ending the run for one failed
-    server would leave some with the new weights and some with the old.
-
-    Args:
-      servers: the servers.
-      update: updates one server; raises as `VllmServer.update`.
-
-    Raises:
-      PoisonedError: if no server has taken the version and a load failed halfway.
-      RefusedError: if none has, none is poisoned and one refused.
-      UnavailableError: if no server is available.
+    server would leave some with the new weights and some with the old. Otherwise it raises the
+    worst error of `update`: PoisonedError, then RefusedError, then UnavailableError.
     """
 
     def attempt(server: VllmServer) -> Timings | Exception:

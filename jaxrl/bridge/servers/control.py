@@ -49,10 +49,7 @@ class VllmServer:
     def __init__(self, url: str, *, timeout: float = 600.0, api_key: str | None = None) -> None:
         """Makes the client without connecting.
 
-        Args:
-          url: such as http://127.0.0.1:8000.
-          timeout: seconds per operation. vLLM can hang forever, even in /health.
-          api_key: key of the server; None for no key.
+        The timeout is in seconds per operation: vLLM can hang forever, even in /health.
 
         Raises:
           ValueError: if `url` is not an http:// address.
@@ -87,7 +84,7 @@ class VllmServer:
 
         Raises:
           RefusedError: the old weights keep serving.
-          PoisonedError: any other failure while the server is paused; it stays paused.
+          PoisonedError: any other error while the server is paused; it stays paused.
           UnavailableError: the server does not answer.
         """
         with self._tracked():
@@ -98,7 +95,7 @@ class VllmServer:
             # The KV cache belongs to the old weights; for requests in flight it is recomputed.
             self._call("POST", f"/pause?mode={in_flight}&clear_cache=true")
             marks.append(time.perf_counter())
-            refusal = self._load(payload, version)
+            refusal = self._load({"payload": payload, "version": version})
             marks.append(time.perf_counter())
             self._while_paused("/resume")
             marks.append(time.perf_counter())
@@ -182,20 +179,14 @@ class VllmServer:
 
     def _connect(self) -> None:
         self.connected = False
-        try:
-            self._call("POST", "/init_weight_transfer_engine", {"init_info": self._init_info})
-        except ControlError as error:
-            if REFUSED in str(error):
-                raise RefusedError(_reason(error, REFUSED)) from None
-            raise
+        self._call("POST", "/init_weight_transfer_engine", {"init_info": self._init_info})
         self.connected = True
 
-    def _load(self, payload: str, version: int) -> RefusedError | None:
-        info = {"payload": payload, "version": version}
+    def _load(self, info: dict[str, Any]) -> RefusedError | None:
         try:
             self._while_paused("/start_weight_update")
             self._while_paused("/update_weights", {"update_info": info})
-            self._while_paused("/finish_weight_update", {"weight_version": str(version)})
+            self._while_paused("/finish_weight_update", {"weight_version": str(info["version"])})
         except RefusedError as error:
             return error
         return None
@@ -207,9 +198,7 @@ class VllmServer:
         except _UnreachableError:
             raise
         except ControlError as error:
-            if REFUSED in str(error):
-                raise RefusedError(_reason(error, REFUSED)) from None
-            raise PoisonedError(f"stays paused: {_reason(error, POISONED)}") from error
+            raise PoisonedError(f"stays paused: {_from(POISONED, str(error))}") from error
 
     def _call(
         self, method: str, path: str, body: Any = None, *, timeout: float | None = None
@@ -220,13 +209,14 @@ class VllmServer:
         except httpx2.RequestError as error:
             raise _UnreachableError(f"{where}: {error!r}") from None
         if response.status_code != 200:
+            if REFUSED in response.text:
+                raise RefusedError(_from(REFUSED, response.text))
             kind = ControlError if response.status_code < 500 else _ServerFaultError
             raise kind(f"{where}: {response.status_code} {response.text}")
         is_json = response.headers.get("Content-Type", "").startswith("application/json")
         return response.json() if response.content and is_json else None
 
 
-def _reason(error: Exception, marker: str) -> str:
-    """Extracts the engine's message from the server's."""
-    text = str(error)
-    return text[text.find(marker) :] if marker in text else text
+def _from(marker: str, text: str) -> str:
+    """Drops what the server wrote before the engine's message."""
+    return text[max(0, text.find(marker)) :]
