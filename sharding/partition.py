@@ -63,10 +63,6 @@ class Layout:
     def constrain(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
         """Constrains the sharding of an activation inside a compiled function; free on one device.
 
-        Args:
-          x: of any shape.
-          axes: the logical name of each dimension.
-
         Raises:
           ValueError: as `sharding`, and if a dimension does not divide.
         """

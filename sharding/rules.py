@@ -42,10 +42,8 @@ _EMBED: _Table = {"embed": ("fsdp", "context")}
 def make_rules(*, parameters: _Table, activations: _Table) -> Rules:
     """Makes rules from the default tables, in which only the batch is cut, with changes.
 
-    Args:
-      parameters: changes, for example `{"embed": "fsdp"}`, or a new logical axis; a bare name
-        stands for one mesh axis.
-      activations: changes, for example `{"mlp": "tensor"}`.
+    A change is for example `{"embed": "fsdp"}`, or a new logical axis; a bare name stands for one
+    mesh axis.
     """
     return Rules(
         parameters=_freeze({**_WHOLE, **parameters}),

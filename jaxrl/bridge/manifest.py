@@ -84,12 +84,8 @@ def dump(manifest: Manifest) -> str:
 
 
 def parse(text: str) -> Manifest:
-    """Reads the text of a manifest file.
-
-    Raises:
-      ManifestError: if `dump` could not have written the text, a dtype is unknown, a file name
-        leaves the directory, or a tensor occurs twice.
-    """
+    """Reads the text of a manifest file; raises ManifestError if `dump` could not have written the
+    text, a dtype is unknown, a file name leaves the directory, or a tensor occurs twice."""
     try:
         raw = json.loads(text)
     except json.JSONDecodeError as error:
@@ -110,11 +106,7 @@ def parse(text: str) -> Manifest:
 
 
 def read(directory: Path) -> Manifest:
-    """Reads the manifest of a payload.
-
-    Raises:
-      ManifestError: if it is missing or invalid.
-    """
+    """Reads the manifest of a payload; raises ManifestError if it is missing or invalid."""
     try:
         return parse((directory / FILE).read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -122,11 +114,8 @@ def read(directory: Path) -> Manifest:
 
 
 def check_tensors(entries: Sequence[Entry], expected: Sequence[TensorSpec]) -> None:
-    """Checks that a manifest has exactly the tensors that a model needs.
-
-    Raises:
-      ManifestError: if a tensor is missing, unexpected, or of another shape or dtype.
-    """
+    """Checks that a manifest has exactly the tensors that a model needs; raises ManifestError if a
+    tensor is missing, unexpected, or of another shape or dtype."""
     needed, held = {spec.name: spec for spec in expected}, {entry.name for entry in entries}
     for name in needed:
         if name not in held:

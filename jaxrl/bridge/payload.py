@@ -26,11 +26,8 @@ WriteBytes = Callable[[str, int, np.ndarray], None]
 def write_tensors(
     source: WeightSource, files: Sequence[SafetensorsFile], write_bytes: WriteBytes, *, version: int
 ) -> Manifest:
-    """Writes every tensor and returns the manifest.
-
-    Raises:
-      ValueError: if the source yields a tensor that differs from its spec.
-    """
+    """Writes every tensor and returns the manifest; raises ValueError if the source yields a tensor
+    that differs from its spec."""
     locations = [(file.name, spec, offset) for file in files for spec, offset in file.tensors]
     entries = []
     for file in files:
@@ -70,11 +67,8 @@ class MappedTensor(NamedTuple):
 
 
 def resolve(root: Path, payload: str) -> Path:
-    """Returns the directory of a payload.
-
-    Raises:
-      ManifestError: if it is not an existing directory below the root after following links.
-    """
+    """Returns the directory of a payload; raises ManifestError if it is not an existing directory
+    below the root after following links."""
     directory = (root / payload).resolve()
     if directory == root or not directory.is_relative_to(root):
         raise ManifestError(f"{payload!r} leads out of the root {root}")
@@ -84,11 +78,8 @@ def resolve(root: Path, payload: str) -> Path:
 
 
 def open_tensors(directory: Path, entries: Sequence[Entry]) -> list[MappedTensor]:
-    """Maps the files and locates every tensor without reading it.
-
-    Raises:
-      ManifestError: if a file is a link, cannot be opened or is too short.
-    """
+    """Maps the files and locates every tensor without reading it; raises ManifestError if a file is
+    a link, cannot be opened or is too short."""
     files = {name: _map(directory / name) for name in dict.fromkeys(e.file for e in entries)}
     mapped = []
     for entry in entries:
@@ -104,11 +95,7 @@ def open_tensors(directory: Path, entries: Sequence[Entry]) -> list[MappedTensor
 
 
 def check_bytes(tensors: Sequence[MappedTensor]) -> None:
-    """Compares every tensor's bytes with its checksum.
-
-    Raises:
-      ManifestError: if one differs.
-    """
+    """Compares every tensor's bytes with its checksum; raises ManifestError if one differs."""
     parts = [manifest.chunks(tensor.data) for tensor in tensors]
     with ThreadPoolExecutor(_THREADS) as pool:
         sums = pool.map(manifest.chunk_sums, itertools.chain(*parts))

@@ -86,19 +86,14 @@ class Completion(NamedTuple):
 class Turn(NamedTuple):
     """A request to continue one sequence.
 
-    Attributes:
-      context: i32[P] token ids so far.
-      prompt_index, sample_index: identify the sequence. Its random numbers depend on them and on
-        the seed, and on nothing else.
-      max_tokens: maximum length of the continuation.
-      prompt_length: leading tokens of the context that the whole group shares; None for all.
+    The two indices identify it. Its random numbers depend on them and on the seed alone.
     """
 
-    context: np.ndarray
+    context: np.ndarray  # i32[P] token ids so far
     prompt_index: int
     sample_index: int
-    max_tokens: int
-    prompt_length: int | None = None
+    max_tokens: int  # of the continuation
+    prompt_length: int | None = None  # leading tokens that the whole group shares; None for all
 
 
 class Sampler(Protocol):

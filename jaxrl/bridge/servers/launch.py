@@ -172,11 +172,8 @@ class LocalServer:
 
 
 def free_port(host: str, port: int) -> int:
-    """Returns the port, or any free port if it is 0.
-
-    Raises:
-      ServerFailedError: if the port is in use; that program would be mistaken for the server.
-    """
+    """Returns the port, or any free port if it is 0; raises ServerFailedError if the port is in
+    use; that program would be mistaken for the server."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         # Like vLLM, ignore connections of a server that has ended.

@@ -20,11 +20,8 @@ class Chat:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Prepares the chat template of a tokenizer.
-
-        Raises:
-          ValueError: if the tokenizer has no chat template, or one that drops messages.
-        """
+        """Prepares the chat template of a tokenizer; raises ValueError if the tokenizer has no chat
+        template, or one that drops messages."""
         if not tokenizer.chat_template:
             raise ValueError(
                 "the environment needs the model's chat template, and its tokenizer has none; "

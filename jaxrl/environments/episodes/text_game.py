@@ -41,11 +41,8 @@ class TextGame:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     async def step(self, completion: np.ndarray) -> Step:
-        """Passes the turn to the game as text, stripped and without control tokens.
-
-        Raises:
-          ValueError: if the game returns neither 4 nor 5 values.
-        """
+        """Passes the turn to the game as text, stripped and without control tokens; raises
+        ValueError if the game returns neither 4 nor 5 values."""
         text = self._tokenizer.decode(completion, skip_special_tokens=True).strip()
         returned = self._game.step(text)
         if len(returned) not in (4, 5):

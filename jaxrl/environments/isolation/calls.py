@@ -107,9 +107,8 @@ def call_each(
 
 
 def _call(function: Callable[..., Any], arguments: tuple[Any, ...], *, timeout: float) -> Any:
-    worker, deadline = Worker(), Deadline(timeout)
-    future = worker.submit(function, *arguments, deadline=deadline)
-    worker.end()
+    deadline = Deadline(timeout)
+    future = run_in_thread(function, *arguments, deadline=deadline)
     while not future.done() and (seconds := deadline.remaining()):
         wait([future], seconds)
     if not future.done():
@@ -150,11 +149,7 @@ def _call_async(
 
 
 async def wait_for(awaitable: Awaitable[Any], deadline: Deadline) -> Any:
-    """Awaits a result until a deadline.
-
-    Raises:
-      TimeoutError: at the deadline; the awaitable is cancelled.
-    """
+    """Awaits a result; at the deadline cancels it and raises TimeoutError."""
     future = asyncio.ensure_future(awaitable)
     try:
         while not future.done() and (seconds := deadline.remaining()):
@@ -168,6 +163,16 @@ async def wait_for(awaitable: Awaitable[Any], deadline: Deadline) -> Any:
 
 def _too_long(timeout: float) -> TimeoutError:
     return TimeoutError(f"it took longer than {timeout:g} s")
+
+
+def run_in_thread(
+    function: Callable[..., Any], *arguments: Any, deadline: Deadline | None = None
+) -> Future[Any]:
+    """Makes one call, as `Worker.submit`, in a daemon thread of its own."""
+    worker = Worker()
+    future = worker.submit(function, *arguments, deadline=deadline)
+    worker.end()
+    return future
 
 
 class Worker:

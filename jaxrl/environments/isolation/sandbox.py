@@ -46,14 +46,11 @@ class ProgramResult:
 def run_python(
     code: str, *, then: Sequence[str] = (), limits: SandboxLimits | None = None
 ) -> ProgramResult:
-    """Runs a program as soon as a processor is free of other programs.
+    """Runs Python that needs only the standard library, once a processor is free of other programs.
 
-    Args:
-      code: Python that needs only the standard library. It runs as `__main__`, or as a module of
-        another name if `then` follows.
-      then: more Python, run one after the other in the same module until one raises. Each part
-        enters the process only after the parts before it have run.
-      limits: of the program.
+    It runs as `__main__`; if `then` follows, as a module of another name, and the parts of `then`
+    after it in the same module until one raises. A part enters the process only after the parts
+    before it have run.
 
     Raises:
       SandboxError: if the sandbox cannot be set up on this machine.

@@ -42,11 +42,8 @@ def batched(function: RewardFn) -> RewardFn:
 def load_rewards(
     paths: Sequence[str], weights: Sequence[float] = (), *, timeout: float = 60.0
 ) -> list[Reward]:
-    """Loads the reward functions of `reward.path`, with weights or 1 each.
-
-    Raises:
-      ValueError: for a function that cannot be loaded, or two of the same name.
-    """
+    """Loads the reward functions of `reward.path`, with weights or 1 each; raises ValueError for a
+    function that cannot be loaded, or two of the same name."""
     functions = [plugins.load_function(p, builtin=builtin, key="reward.path") for p in paths]
     names = [path.rpartition(":")[2] for path in paths]
     twice = [name for name in names if names.count(name) > 1]

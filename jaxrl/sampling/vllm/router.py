@@ -69,15 +69,11 @@ class Router:
         about: str,
         keys: Sequence[Hashable] = (),
     ) -> T:
-        """Posts a request and returns `read` of the response's text; queues and retries.
+        """Posts JSON and returns `read` of the response's text; queues and retries.
 
-        Args:
-          path: path of the request.
-          body: JSON.
-          read: raises UnpublishedWeightsError if the server must not be used.
-          about: the request's subject, for error messages.
-          keys: affinity keys. The server that got the last request with the first key is preferred;
-            later requests with any of the keys prefer the server of this one.
+        `read` raises UnpublishedWeightsError if the server must not be used. `about` is the subject
+        of error messages. The server that got the last request with the first affinity key is
+        preferred; later requests with any of the keys prefer the server of this one.
 
         Raises:
           SamplerError: if a server refuses the request, or no server answers it.

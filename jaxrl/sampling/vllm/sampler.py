@@ -88,13 +88,8 @@ class VllmSampler(Sampler):
         return self._served.version
 
     def use_version(self, version: int, *, urls: Sequence[str], adapter: str | None = None) -> None:
-        """Samples from `version` from now on, at the servers that serve it.
-
-        Args:
-          version: the policy version.
-          urls: addresses of these servers; failed ones among them get requests again.
-          adapter: name of the adapter that is this version; None if the weights are.
-        """
+        """Samples from a policy version from now on, at the servers that serve it; failed ones
+        among them get requests again. The version is that of the adapter, else of the weights."""
         self._router.use(urls)
         self._served = _Served(version, adapter)
 
@@ -115,9 +110,7 @@ class VllmSampler(Sampler):
         served = self._served
         most = max((turn.prompt_index for turn in turns), default=-1) + 1
         seeds = np.random.SeedSequence(params.seed).generate_state(most, np.uint64) >> 2
-        requests = [
-            _HttpRequest(group, int(seeds[group[0].prompt_index]), served) for group in groups
-        ]
+        requests = [_HttpRequest(g, int(seeds[g[0].prompt_index]), served) for g in groups]
         return self._completions(requests, params)
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -126,13 +119,10 @@ class VllmSampler(Sampler):
         They are those at temperature 1 without truncation: vLLM computes no others for a prompt,
         and one token's log-prob does not determine its value at another temperature.
 
-        Args:
-          sequences: i32[T] token ids each; the first token is only context.
-
         Returns:
-          For each sequence f32[T]: entry t is log p(tokens[t] | tokens[:t]). Entry 0 is NaN. So is
-          the last entry of a sequence that fills the model's positions, because the server samples
-          one more token than it scores.
+          For each sequence, i32[T], its f32[T]: entry t is log p(tokens[t] | tokens[:t]). Entry 0
+          is NaN. So is the last entry of a sequence that fills the model's positions, because the
+          server samples one more token than it scores.
 
         Raises:
           ValueError: if a sequence is empty, too long or outside the vocabulary.
