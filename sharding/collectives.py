@@ -17,17 +17,11 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind in one run of a program.
+    """Collectives of one kind in one run of a program."""
 
-    Attributes:
-      count: number of collectives started.
-      size: bytes of their results on one device; for a reduce-scatter, of its input.
-      sent: bytes that one device sends with ring algorithms, which are optimal in bytes.
-    """
-
-    count: int = 0
-    size: float = 0.0
-    sent: float = 0.0
+    count: int = 0  # collectives started
+    size: float = 0.0  # bytes of their results on one device; for a reduce-scatter, of its input
+    sent: float = 0.0  # bytes that one device sends with ring algorithms, which need the fewest
 
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(self.count + other.count, self.size + other.size, self.sent + other.sent)
@@ -41,7 +35,8 @@ def collectives(hlo: str, *, trips: Callable[[int], int]) -> dict[str, Traffic]:
       trips: depth -> iterations, for loops whose trip count the text does not give. Depth is the
         number of such loops around it: 0 for the outermost.
 
-    Kinds that do not occur are omitted.
+    Returns:
+      The kinds that occur.
     """
     entry, computations = _computations(hlo)
     found: dict[str, Traffic] = {}

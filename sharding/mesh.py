@@ -11,10 +11,6 @@ from jax.sharding import AxisType, Mesh
 # Mesh order, the last axis fastest: axes that communicate most are on the closest devices.
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 
-# XLA's partitioner propagates shardings from the constraints that `partition.Layout` states.
-# With Explicit axes, the default, every operation must agree on them itself.
-_AXIS_TYPE = AxisType.Auto
-
 
 def make_mesh(
     *,
@@ -47,7 +43,9 @@ def make_mesh(
     # jax.make_mesh refuses 8 x 8 on chips wired 4 x 4 x 4. This splits a physical axis between two
     # mesh axes if there is no other way.
     arranged = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    return Mesh(arranged, AXES, axis_types=(_AXIS_TYPE,) * len(AXES))
+    # XLA's partitioner propagates shardings from the constraints that `partition.Layout` states.
+    # With Explicit axes, the default, every operation must agree on them itself.
+    return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def _resolve(sizes: dict[str, int], *, devices: int) -> tuple[int, ...]:

@@ -3,38 +3,21 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
+from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.rules import MeshAxes, Rules
-
-
-class Declared(Protocol):
-    """The declaration of an array: its shape and logical axes."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The size of each dimension."""
-        ...
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The logical name of each dimension."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The placement of arrays on a mesh. Hashable, so that compiled functions can close over it.
 
-    `spec`, `sharding` and `tree` use the rules for parameters; `batch` and `constrain` use those
-    for activations.
-
-    Attributes:
-      mesh: see `mesh.make_mesh`.
-      rules: see `rules.PRESETS`.
+    `sharding`, `tree` and `state` use the rules for parameters; the others use those for
+    activations.
 
     Raises:
       ValueError: if a rule names an axis that the mesh does not have.
@@ -52,18 +35,17 @@ class Layout:
                         f"has {', '.join(self.mesh.axis_names)}"
                     )
 
-    def spec(self, axes: Sequence[str]) -> PartitionSpec:
-        """Returns the partition of a parameter with these logical axes. Mesh axes of size 1 are
-        omitted.
+    def sharding(self, axes: Sequence[str]) -> NamedSharding:
+        """Returns the sharding of a parameter with these logical axes, without mesh axes of size 1.
 
         Raises:
           ValueError: if a logical axis has no rule, or two dimensions are cut over one mesh axis.
         """
-        return _spec(self.mesh, axes, table=self.rules.parameters)
+        return _sharding(self.mesh, axes, rules=dict(self.rules.parameters))
 
-    def sharding(self, axes: Sequence[str]) -> NamedSharding:
-        """Returns `spec` as a sharding on the mesh."""
-        return NamedSharding(self.mesh, self.spec(axes))
+    def batch(self, axes: Sequence[str]) -> NamedSharding:
+        """Returns the sharding of an input or an activation; raises as `sharding`."""
+        return _sharding(self.mesh, axes, rules=dict(self.rules.activations))
 
     @property
     def replicated(self) -> NamedSharding:
@@ -72,29 +54,20 @@ class Layout:
 
     def axes(self, logical: str) -> MeshAxes:
         """Returns the mesh axes, larger than 1, that a logical axis of activations is cut over."""
-        entry = (*self.batch((logical,)).spec, None)[0]
-        return (entry,) if isinstance(entry, str) else tuple(entry or ())
+        return _mesh_axes((*self.batch((logical,)).spec, None)[0])
 
     def count(self, logical: str) -> int:
         """Returns the number of parts that a logical axis of activations is cut into."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes(logical))
 
-    def batch(self, axes: Sequence[str]) -> NamedSharding:
-        """Returns the sharding of an input or an activation with these logical axes."""
-        return NamedSharding(self.mesh, _spec(self.mesh, axes, table=self.rules.activations))
-
     def constrain(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
         """Constrains the sharding of an activation inside a compiled function; free on one device.
 
-        Args:
-          x: of any shape.
-          axes: the logical name of each dimension.
-
         Raises:
-          ValueError: as `spec`, and if a dimension does not divide.
+          ValueError: as `sharding`, and if a dimension does not divide.
         """
         sharding = self.batch(axes)
-        _check(x.shape, axes, sharding=sharding, path="activation")
+        _check(x.shape, axes, sharding=sharding, name="activation")
         return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, sharding)
 
     def local(
@@ -116,7 +89,7 @@ class Layout:
             be the same along all mesh axes that these do not name.
 
         Raises:
-          ValueError: as `spec`; at the call, if a dimension does not divide.
+          ValueError: as `sharding`; at the call, if a dimension does not divide.
         """
         if self.mesh.size == 1:
             return function
@@ -132,13 +105,13 @@ class Layout:
         """Computes the shardings of parameters, in the same tree.
 
         Args:
-          declared: a tree whose leaves have a shape and logical axes (`Declared`).
+          declared: a tree whose leaves have a `shape` and logical `axes`, a name per dimension.
 
         Raises:
-          ValueError: as `spec`, and if a dimension does not divide; the message names the
+          ValueError: as `sharding`, and if a dimension does not divide; the message names the
             parameter by its path.
         """
-        return jax.tree_util.tree_map_with_path(self._declared, declared, is_leaf=_is_declared)
+        return tree_util.tree_map_with_path(self._declared, declared, is_leaf=_is_declared)
 
     def state(self, state: Any, declared: Any) -> Any:
         """Computes the shardings of a whole learner state, in the same tree.
@@ -154,7 +127,7 @@ class Layout:
         Raises:
           ValueError: as `tree`.
         """
-        leaves, _ = jax.tree_util.tree_flatten_with_path(declared, is_leaf=_is_declared)
+        leaves = tree_util.tree_leaves_with_path(declared, is_leaf=_is_declared)
         known = [(_parts(path), leaf.shape, self._declared(path, leaf)) for path, leaf in leaves]
         # The longest path first: "layers/embed" is a better match than "embed".
         known.sort(key=lambda parameter: -len(parameter[0]))
@@ -166,22 +139,19 @@ class Layout:
                     return sharding
             return self.replicated
 
-        return jax.tree_util.tree_map_with_path(one, state)
+        return tree_util.tree_map_with_path(one, state)
 
-    def _declared(self, path: tuple[Any, ...], leaf: Declared) -> NamedSharding:
-        name = "/".join(_parts(path))
+    def _declared(self, path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        name = f"parameter {'/'.join(_parts(path))!r}"
         try:
             sharding = self.sharding(leaf.axes)
         except ValueError as error:
-            raise ValueError(f"parameter {name!r}: {error}") from None
-        _check(leaf.shape, leaf.axes, sharding=sharding, path=f"parameter {name!r}")
+            raise ValueError(f"{name}: {error}") from None
+        _check(leaf.shape, leaf.axes, sharding=sharding, name=name)
         return sharding
 
 
-def _spec(
-    mesh: Mesh, axes: Sequence[str], *, table: tuple[tuple[str, MeshAxes], ...]
-) -> PartitionSpec:
-    rules = dict(table)
+def _sharding(mesh: Mesh, axes: Sequence[str], *, rules: dict[str, MeshAxes]) -> NamedSharding:
     taken: dict[str, str] = {}
     entries: list[str | MeshAxes | None] = []
     for logical in axes:
@@ -201,25 +171,26 @@ def _spec(
         entries.append(cut[0] if len(cut) == 1 else cut or None)
     while entries and entries[-1] is None:  # the form in which compiled programs report them
         entries.pop()
-    return PartitionSpec(*entries)
+    return NamedSharding(mesh, PartitionSpec(*entries))
 
 
 def _check(
-    shape: tuple[int, ...], axes: Sequence[str], *, sharding: NamedSharding, path: str
+    shape: tuple[int, ...], axes: Sequence[str], *, sharding: NamedSharding, name: str
 ) -> None:
     if len(shape) != len(axes):
-        raise ValueError(f"{path} has shape {tuple(shape)} and {len(axes)} axes {tuple(axes)}")
+        raise ValueError(f"{name} has shape {tuple(shape)} and {len(axes)} axes {tuple(axes)}")
     for size, logical, entry in zip(shape, axes, sharding.spec, strict=False):
-        over = (entry,) if isinstance(entry, str) else entry or ()
-        count = 1
-        for axis in over:
-            count *= sharding.mesh.shape[axis]
-        if size % count:
-            sizes = " x ".join(f"{axis}={sharding.mesh.shape[axis]}" for axis in over)
+        cuts = {axis: sharding.mesh.shape[axis] for axis in _mesh_axes(entry)}
+        if size % (count := math.prod(cuts.values())):
+            sizes = " x ".join(f"{axis}={n}" for axis, n in cuts.items())
             raise ValueError(
-                f"{path} of shape {tuple(shape)}: {logical!r} has size {size}, which does not "
+                f"{name} of shape {tuple(shape)}: {logical!r} has size {size}, which does not "
                 f"divide over {count} devices ({sizes}); change the size, the mesh or the rule"
             )
+
+
+def _mesh_axes(entry: str | MeshAxes | None) -> MeshAxes:
+    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def _is_declared(x: Any) -> bool:
@@ -227,4 +198,4 @@ def _is_declared(x: Any) -> bool:
 
 
 def _parts(path: tuple[Any, ...]) -> list[str]:
-    return [jax.tree_util.keystr((key,), simple=True) for key in path]
+    return [tree_util.keystr((key,), simple=True) for key in path]

@@ -14,9 +14,7 @@ MeshAxes = tuple[str, ...]  # cut over these, the first one slowest; () is not c
 class Rules:
     """Tables of logical axis -> mesh axes. Every logical axis in use must be listed, even if uncut.
 
-    Attributes:
-      parameters: for the axes that parameters declare.
-      activations: for batches and arrays that a model passes to `constrain`.
+    Those of `activations` are for batches and for arrays that a model passes to `constrain`.
     """
 
     parameters: tuple[tuple[str, MeshAxes], ...]
@@ -25,35 +23,27 @@ class Rules:
 
 _Table = Mapping[str, str | MeshAxes]
 
-_WHOLE: _Table = dict.fromkeys(
-    (
-        *("layers", "vocab", "embed", "q_heads", "kv_heads", "mlp", "norm"),
-        *("experts", "router", "label", "rank"),
-    ),
-    (),
-)
+_BOTH_KNOW = ("vocab", "embed", "q_heads", "kv_heads", "mlp", "experts")
+_WHOLE: _Table = dict.fromkeys(("layers", *_BOTH_KNOW, "norm", "router", "label", "rank"), ())
 # "routed" is the batch inside expert layers: every device with experts sees all of its tokens.
 _BATCH_CUT: _Table = {
     **dict.fromkeys(("batch", "routed"), ("data", "fsdp")),
-    **dict.fromkeys(
-        ("length", "vocab", "embed", "q_heads", "kv_heads", "head_dim", "mlp", "experts"), ()
-    ),
+    **dict.fromkeys(("length", "head_dim", *_BOTH_KNOW), ()),
 }
 _FSDP: _Table = {"embed": "fsdp"}
 _TENSOR: _Table = dict.fromkeys(("vocab", "q_heads", "kv_heads", "mlp"), "tensor")
+_EXPERTS: _Table = {"experts": "expert"}
 # Outside expert layers the expert axis cuts the batch as well.
-_EXPERT: _Table = {"experts": "expert", "batch": ("data", "fsdp", "expert")}
-_CONTEXT: _Table = {"length": "context"}
-_BOTH: _Table = {"embed": ("fsdp", "context")}
+_EXPERT_BATCH: _Table = {**_EXPERTS, "batch": ("data", "fsdp", "expert")}
+_LENGTH: _Table = {"length": "context"}
+_EMBED: _Table = {"embed": ("fsdp", "context")}
 
 
 def make_rules(*, parameters: _Table, activations: _Table) -> Rules:
     """Makes rules from the default tables, in which only the batch is cut, with changes.
 
-    Args:
-      parameters: changes, for example `{"embed": "fsdp"}`, or a new logical axis; a bare name
-        stands for one mesh axis.
-      activations: changes, for example `{"mlp": "tensor"}`.
+    A change is for example `{"embed": "fsdp"}`, or a new logical axis; a bare name stands for one
+    mesh axis.
     """
     return Rules(
         parameters=_freeze({**_WHOLE, **parameters}),
@@ -95,24 +85,20 @@ def _freeze(table: _Table) -> tuple[tuple[str, MeshAxes], ...]:
     return tuple((k, (v,) if isinstance(v, str) else v) for k, v in table.items())
 
 
-PRESETS: dict[str, Rules] = {
+_CHANGES: dict[str, tuple[_Table, _Table]] = {  # of parameters, of activations
     # Every device holds all parameters.
-    "data": make_rules(parameters={}, activations={}),
+    "data": ({}, {}),
     # Parameters and optimizer state cut along the hidden size, gathered where they are used.
-    "fsdp": make_rules(parameters=_FSDP, activations={}),
+    "fsdp": (_FSDP, {}),
     # Heads, feed-forward columns and vocabulary cut; one sum over devices after each block.
-    "tensor": make_rules(parameters=_TENSOR, activations=_TENSOR),
+    "tensor": (_TENSOR, _TENSOR),
     # Both: with an axis of size 1 it equals one of the above.
-    "fsdp_tensor": make_rules(parameters={**_FSDP, **_TENSOR}, activations=_TENSOR),
+    "fsdp_tensor": ({**_FSDP, **_TENSOR}, _TENSOR),
     # Each device has some experts of every layer and sends tokens to where theirs are.
-    "expert": make_rules(
-        parameters={**_FSDP, **_TENSOR, "experts": "expert"}, activations={**_TENSOR, **_EXPERT}
-    ),
+    "expert": ({**_FSDP, **_TENSOR, **_EXPERTS}, {**_TENSOR, **_EXPERT_BATCH}),
     # Long rows: tokens cut over devices, keys and values gathered for attention.
-    "context": make_rules(parameters={**_BOTH, **_TENSOR}, activations={**_TENSOR, **_CONTEXT}),
+    "context": ({**_EMBED, **_TENSOR}, {**_TENSOR, **_LENGTH}),
     # Everything: with the other axes at size 1 it equals any of the above.
-    "all": make_rules(
-        parameters={**_BOTH, **_TENSOR, "experts": "expert"},
-        activations={**_TENSOR, **_EXPERT, **_CONTEXT},
-    ),
+    "all": ({**_EMBED, **_TENSOR, **_EXPERTS}, {**_TENSOR, **_EXPERT_BATCH, **_LENGTH}),
 }
+PRESETS = {name: make_rules(parameters=p, activations=a) for name, (p, a) in _CHANGES.items()}

@@ -7,11 +7,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 
 def place(tree: Any, shardings: Any) -> Any:
-    """Puts arrays on devices. Each process puts its own parts; nothing is sent between them.
-
-    Args:
-      tree: arrays in host memory, the same on every process.
-      shardings: one sharding for all, or a tree of the same form.
+    """Puts arrays in host memory, the same on every process, on devices. Each process puts its own
+    parts; nothing is sent between them. There is one sharding for all, or a tree of the same form.
     """
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)

@@ -11,55 +11,22 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from jaxrl.bridge.base import (
     PoisonedError,
     RefusedError,
-    Server,
     Timings,
     UnavailableError,
     WeightSource,
 )
+from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.bridge.swap import swap_weights
 from jaxrl.core.precision import DType
 from jaxrl.models import peft
 from jaxrl.models.lora import Adapted
 
-
-class AdapterServer(Server, Protocol):
-    """Control interface of a server that takes adapters."""
-
-    @property
-    def url(self) -> str:
-        """Address of the server."""
-        ...
-
-    def serves(self, label: str) -> bool:
-        """Tells whether the server samples from the weights that were published as `label`.
-
-        Raises:
-          UnavailableError: the server does not answer.
-        """
-        ...
-
-    def load_adapter(self, name: str, directory: Path) -> None:
-        """Loads an adapter in PEFT's format under a name.
-
-        Raises:
-          RefusedError: the server continues without the adapter.
-          UnavailableError: the server does not answer.
-        """
-        ...
-
-    def unload_adapter(self, name: str) -> None:
-        """Unloads the adapter; new requests cannot name it. Does nothing if the server does not
-        know it or does not answer."""
-        ...
-
-
-PublishBase = Callable[[Sequence[AdapterServer], WeightSource, int], None]
+PublishBase = Callable[[Sequence[VllmServer], WeightSource, int], None]
 """Publishes the base weights to some servers as a version; raises as `WeightPublisher.publish`."""
 
 
@@ -68,7 +35,7 @@ class AdapterPublisher:
 
     def __init__(
         self,
-        servers: Sequence[AdapterServer],
+        servers: Sequence[VllmServer],
         root: Path,
         *,
         specs: Adapted,
@@ -86,7 +53,7 @@ class AdapterPublisher:
           base: path of the base model, recorded in the adapter's files.
           wire: dtype in which adapters and weights are sent.
           publish_base: called with the servers that do not hold the base weights, for instance
-            after a restart, and the version of the next adapters.
+            after a restart.
           keep: versions to keep, because requests may still name them.
         """
         self._servers, self._root = servers, root.resolve()
@@ -113,10 +80,14 @@ class AdapterPublisher:
         peft.save(draft, params.adapters, specs=self._specs, base=self._base, dtype=self._wire)
         draft.rename(directory)
         written = time.perf_counter() - start
+
+        def load(server: VllmServer) -> Timings:
+            start = time.perf_counter()
+            server.load_adapter(name, directory)
+            return Timings(load=time.perf_counter() - start)
+
         try:
-            timings = swap_weights(
-                self._with_base(params, version), lambda server: _load(server, name, directory)
-            )
+            timings = swap_weights(self._with_base(params, version), load)
         except RefusedError:
             self._remove(name)
             raise
@@ -125,11 +96,10 @@ class AdapterPublisher:
             self._remove(self._names.pop(0))
         return name, timings._replace(write=written)
 
-    def _with_base(self, params: Adapted, version: int) -> list[AdapterServer]:
-        """Returns the servers, at least one, that hold the base weights after publishing them to
-        those that do not; raises as `publish`."""
-        ready: list[AdapterServer] = []
-        without: list[AdapterServer] = []
+    def _with_base(self, params: Adapted, version: int) -> list[VllmServer]:
+        """Publishes the base weights where they are missing; returns the servers that hold them."""
+        ready: list[VllmServer] = []
+        without: list[VllmServer] = []
         failures: list[Exception] = []
         for server in self._servers:
             label = self._labels.get(server.url)
@@ -149,7 +119,7 @@ class AdapterPublisher:
             raise failures[0] if failures else UnavailableError("no server has the base weights")
         return ready
 
-    def _took_base(self, server: AdapterServer, version: int) -> bool:
+    def _took_base(self, server: VllmServer, version: int) -> bool:
         with contextlib.suppress(UnavailableError):
             if server.serves(str(version)):
                 self._labels[server.url] = str(version)
@@ -160,9 +130,3 @@ class AdapterPublisher:
         for server in self._servers:
             server.unload_adapter(name)
         shutil.rmtree(self._root / name, ignore_errors=True)
-
-
-def _load(server: AdapterServer, name: str, directory: Path) -> Timings:
-    start = time.perf_counter()
-    server.load_adapter(name, directory)
-    return Timings(load=time.perf_counter() - start)

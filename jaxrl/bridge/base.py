@@ -1,4 +1,4 @@
-"""Interfaces of the bridge: a source of weights, servers, and a publisher between them.
+"""Types that both sides of the bridge share: specs, a source of weights, timings and errors.
 
 Neither this module nor `manifest`, `safetensors_file` and `payload` import jax: vLLM's processes
 import them too.
@@ -16,17 +16,11 @@ completions in new requests."""
 
 
 class TensorSpec(NamedTuple):
-    """Name, shape and dtype of one tensor in Hugging Face's convention.
-
-    Attributes:
-      name: Hugging Face's name.
-      shape: full, in Hugging Face's orientation.
-      dtype: "float32", "bfloat16" or "float16".
-    """
+    """Name and full shape of one tensor in Hugging Face's convention, and its dtype."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # "float32", "bfloat16" or "float16"
 
 
 class WeightSource(Protocol):
@@ -68,41 +62,3 @@ class PoisonedError(RuntimeError):
 
 class UnavailableError(RuntimeError):
     """The server does not answer or fails; other servers may continue without it."""
-
-
-class Server(Protocol):
-    """Control interface of one sampling server."""
-
-    def connect(self, *, root: str, wire: str, sampler: str) -> None:
-        """Announces the directory of the payloads and the dtypes. A server that does not answer is
-        connected at the next update.
-
-        Raises:
-          RefusedError: if the server computes in another dtype than `sampler`, or does not find
-            `root`.
-        """
-        ...
-
-    def update(self, payload: str, *, version: int, in_flight: InFlight) -> Timings:
-        """Pauses, loads the directory `payload` below the root, sets the version and resumes.
-
-        Raises:
-          RefusedError: the old weights keep serving.
-          PoisonedError: the server stays paused.
-          UnavailableError: the server does not answer.
-        """
-        ...
-
-
-class WeightPublisher(Protocol):
-    """Publishes weights to every server."""
-
-    def publish(self, source: WeightSource, *, version: int) -> Timings:
-        """Returns once every healthy server, at least one, serves `version`.
-
-        Raises:
-          RefusedError: every server refused and serves its old version.
-          PoisonedError: no server serves `version`, and one stays paused; publish again.
-          UnavailableError: no server answers.
-        """
-        ...

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,30 +9,22 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.bridge import payload, safetensors_file
-from jaxrl.bridge.base import InFlight, Server, Timings, WeightSource
-from jaxrl.bridge.swap import swap_weights
+from jaxrl.bridge.base import InFlight, Timings, WeightSource
+from jaxrl.bridge.servers.control import VllmServer
+from jaxrl.bridge.swap import WeightPublisher
 
 # Weights of the model's checkpoint; all its other files are copied.
 _NOT_COPIED = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
-_MAX_FILE_BYTES = 5 * 10**9
+_MAX_FILE_BYTES = 5 * 10**9  # exceeded only by a single larger tensor
+_KEEP = 2  # published versions: a server may still read the last
 
 
 def write_checkpoint(
-    source: WeightSource,
-    directory: Path,
-    *,
-    version: int,
-    model_dir: Path,
-    max_file_bytes: int = _MAX_FILE_BYTES,
+    source: WeightSource, directory: Path, *, version: int, model_dir: Path
 ) -> None:
-    """Writes a checkpoint directory with a manifest; it appears whole or not at all.
+    """Writes a checkpoint with a manifest; its directory appears whole or not at all.
 
-    Args:
-      source: the weights.
-      directory: the new directory; its parent must exist.
-      version: recorded in the manifest.
-      model_dir: the checkpoint to copy configuration and tokenizer from.
-      max_file_bytes: limit for a safetensors file, exceeded only by a single larger tensor.
+    Configuration and tokenizer are copied from the checkpoint `model_dir`.
 
     Raises:
       FileExistsError: if `directory` exists.
@@ -43,7 +34,7 @@ def write_checkpoint(
     draft = directory.with_name(f".{directory.name}.{os.getpid()}")
     draft.mkdir()
     try:
-        files = safetensors_file.plan_files(source.specs(), max_file_bytes=max_file_bytes)
+        files = safetensors_file.plan_files(source.specs(), max_file_bytes=_MAX_FILE_BYTES)
         if len(files) > 1:
             (draft / "model.safetensors.index.json").write_text(safetensors_file.index_json(files))
         for item in sorted(model_dir.iterdir()):
@@ -67,67 +58,44 @@ def write_checkpoint(
         raise
 
 
-class DirectoryPublisher:
-    """A `WeightPublisher` through a shared file system.
+class DirectoryPublisher(WeightPublisher):
+    """Publishes through a shared file system.
 
-    Version n becomes the checkpoint `root/version-n`, which any program can load. The last `keep`
-    published versions are kept. A resumed run publishes some versions again and replaces them.
+    Version n becomes the checkpoint `root/version-n`, which any program can load. The last two are
+    kept. A resumed run publishes some versions again and replaces them.
     """
 
     def __init__(
         self,
-        servers: Sequence[Server],
+        servers: Sequence[VllmServer],
         root: Path,
         *,
         model_dir: Path,
         wire: np.dtype,
         sampler: np.dtype,
         in_flight: InFlight = "keep",
-        keep: int = 2,
     ) -> None:
-        """Connects the servers, which must see the directory under the same path.
+        """Connects the servers as `WeightPublisher` does; creates the root if it is missing.
 
-        Args:
-          servers: the servers to update.
-          root: created if missing.
-          model_dir: the checkpoint to copy configuration and tokenizer from.
-          wire: dtype of the published tensors.
-          sampler: dtype that the servers compute in.
-          in_flight: what happens to requests in flight.
-          keep: versions to keep, at least 2, so that none is deleted while a server reads it.
-
-        Raises:
-          RefusedError: if a server computes in another dtype than `sampler`.
-          ValueError: if `keep` is below 2.
+        Configuration and tokenizer of each version are copied from the checkpoint `model_dir`.
         """
-        if keep < 2:
-            raise ValueError(
-                f"keep={keep}: it must be at least 2, as a server may still read the last"
-            )
         root.mkdir(parents=True, exist_ok=True)
-        self._root, self._model_dir = root, model_dir
-        self._servers = servers
-        self._in_flight: InFlight = in_flight
-        self._keep = keep
-        earlier = root.glob("version-*")
-        self._published = sorted(earlier, key=lambda path: path.stat().st_mtime)
-        for server in servers:
-            server.connect(root=str(root.resolve()), wire=wire.name, sampler=sampler.name)
+        self._model_dir = model_dir
+        self._published = sorted(root.glob("version-*"), key=lambda path: path.stat().st_mtime)
+        super().__init__(servers, root, wire=wire, sampler=sampler, in_flight=in_flight)
 
     def publish(self, source: WeightSource, *, version: int) -> Timings:
         """See `WeightPublisher.publish`."""
-        start = time.perf_counter()
+        timings = super().publish(source, version=version)
+        while len(self._published) > _KEEP:
+            shutil.rmtree(self._published.pop(0))
+        return timings
+
+    def _write(self, source: WeightSource, *, version: int) -> str:
         directory = self._root / f"version-{version}"
         if directory in self._published:
             self._published.remove(directory)
             shutil.rmtree(directory)
         write_checkpoint(source, directory, version=version, model_dir=self._model_dir)
         self._published.append(directory)
-        written = time.perf_counter() - start
-        name, in_flight = directory.name, self._in_flight
-        timings = swap_weights(
-            self._servers, lambda s: s.update(name, version=version, in_flight=in_flight)
-        )
-        while len(self._published) > self._keep:
-            shutil.rmtree(self._published.pop(0))
-        return timings._replace(write=written)
+        return directory.name

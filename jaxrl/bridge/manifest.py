@@ -30,38 +30,26 @@ class ManifestError(ValueError):
 
 
 class Entry(NamedTuple):
-    """One tensor of a payload.
-
-    Attributes:
-      name, shape, dtype: as in `TensorSpec`.
-      file: name of the file that holds it, beside the manifest.
-      offset: of the first byte in the file; bytes are little-endian, in C order, without gaps.
-      checksum: of these bytes, see `checksum`.
-    """
+    """One tensor of a payload; the first three fields are those of its `TensorSpec`."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    file: str
-    offset: int
-    checksum: str
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensor in bytes."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+    file: str  # beside the manifest
+    offset: int  # of the first byte; bytes are little-endian, in C order, without gaps
+    checksum: str  # of these bytes, see `combine_sums`
 
 
 class Manifest(NamedTuple):
-    """Contents of a payload.
-
-    Attributes:
-      version: the learner's policy version, 0 or more.
-      entries: one for each tensor.
-    """
+    """Contents of a payload, as tensors, with the learner's policy version, 0 or more."""
 
     version: int
     entries: tuple[Entry, ...]
+
+
+def tensor_bytes(tensor: TensorSpec | Entry) -> int:
+    """Returns the size of a tensor in bytes."""
+    return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
 
 
 def chunk_sums(chunk: np.ndarray) -> bytes:
@@ -77,7 +65,7 @@ def chunk_sums(chunk: np.ndarray) -> bytes:
 
 
 def combine_sums(sums: Sequence[bytes], *, nbytes: int) -> str:
-    """The checksum of data whose consecutive chunks have these sums."""
+    """Returns the 128-bit checksum, in hexadecimal, of data whose `chunks` have these sums."""
     digest = hashlib.blake2b(nbytes.to_bytes(8, "little"), digest_size=16)
     for part in sums:
         digest.update(part)
@@ -89,11 +77,6 @@ def chunks(data: np.ndarray) -> list[np.ndarray]:
     return [data[i : i + CHUNK_BYTES] for i in range(0, data.nbytes, CHUNK_BYTES)]
 
 
-def checksum(data: np.ndarray) -> str:
-    """Returns a 128-bit checksum of u8[N] as hexadecimal digits."""
-    return combine_sums([chunk_sums(chunk) for chunk in chunks(data)], nbytes=data.nbytes)
-
-
 def dump(manifest: Manifest) -> str:
     """Returns the text of a manifest file."""
     entries = [entry._asdict() for entry in manifest.entries]
@@ -101,12 +84,8 @@ def dump(manifest: Manifest) -> str:
 
 
 def parse(text: str) -> Manifest:
-    """Reads the text of a manifest file.
-
-    Raises:
-      ManifestError: if `dump` could not have written the text, a dtype is unknown, a file name
-        leaves the directory, or a tensor occurs twice.
-    """
+    """Reads the text of a manifest file; raises ManifestError if `dump` could not have written the
+    text, a dtype is unknown, a file name leaves the directory, or a tensor occurs twice."""
     try:
         raw = json.loads(text)
     except json.JSONDecodeError as error:
@@ -127,11 +106,7 @@ def parse(text: str) -> Manifest:
 
 
 def read(directory: Path) -> Manifest:
-    """Reads the manifest of a payload.
-
-    Raises:
-      ManifestError: if it is missing or invalid.
-    """
+    """Reads the manifest of a payload; raises ManifestError if it is missing or invalid."""
     try:
         return parse((directory / FILE).read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -139,11 +114,8 @@ def read(directory: Path) -> Manifest:
 
 
 def check_tensors(entries: Sequence[Entry], expected: Sequence[TensorSpec]) -> None:
-    """Checks that a manifest has exactly the tensors that a model needs.
-
-    Raises:
-      ManifestError: if a tensor is missing, unexpected, or of another shape or dtype.
-    """
+    """Checks that a manifest has exactly the tensors that a model needs; raises ManifestError if a
+    tensor is missing, unexpected, or of another shape or dtype."""
     needed, held = {spec.name: spec for spec in expected}, {entry.name for entry in entries}
     for name in needed:
         if name not in held:

@@ -1,11 +1,12 @@
 """Writes the tensors of a source to the files of a payload, and maps and checks them."""
 
+import itertools
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,22 +19,15 @@ from jaxrl.bridge.safetensors_file import SafetensorsFile
 _THREADS = 2
 
 
-class WriteBytes(Protocol):
-    """Writes u8[N] to a file of the payload at an offset; called from several threads."""
-
-    def __call__(self, file: str, offset: int, data: np.ndarray) -> None:
-        """Writes all bytes of `data`."""
-        ...
+WriteBytes = Callable[[str, int, np.ndarray], None]
+"""Writes u8[N] to a file of the payload at an offset; called from several threads."""
 
 
 def write_tensors(
     source: WeightSource, files: Sequence[SafetensorsFile], write_bytes: WriteBytes, *, version: int
 ) -> Manifest:
-    """Writes every tensor and returns the manifest.
-
-    Raises:
-      ValueError: if the source yields a tensor that differs from its spec.
-    """
+    """Writes every tensor and returns the manifest; raises ValueError if the source yields a tensor
+    that differs from its spec."""
     locations = [(file.name, spec, offset) for file in files for spec, offset in file.tensors]
     entries = []
     for file in files:
@@ -66,23 +60,15 @@ def write_manifest(directory: Path, content: Manifest) -> None:
 
 
 class MappedTensor(NamedTuple):
-    """A tensor of a payload, mapped into memory.
-
-    Attributes:
-      entry: entry of the manifest.
-      data: u8[N] bytes, not copied.
-    """
+    """A tensor of a payload, mapped into memory."""
 
     entry: Entry
-    data: np.ndarray
+    data: np.ndarray  # u8[N], not copied
 
 
 def resolve(root: Path, payload: str) -> Path:
-    """Returns the directory of a payload.
-
-    Raises:
-      ManifestError: if it is not an existing directory below the root after following links.
-    """
+    """Returns the directory of a payload; raises ManifestError if it is not an existing directory
+    below the root after following links."""
     directory = (root / payload).resolve()
     if directory == root or not directory.is_relative_to(root):
         raise ManifestError(f"{payload!r} leads out of the root {root}")
@@ -92,18 +78,16 @@ def resolve(root: Path, payload: str) -> Path:
 
 
 def open_tensors(directory: Path, entries: Sequence[Entry]) -> list[MappedTensor]:
-    """Maps the files and locates every tensor without reading it.
-
-    Raises:
-      ManifestError: if a file is a link, cannot be opened or is too short.
-    """
+    """Maps the files and locates every tensor without reading it; raises ManifestError if a file is
+    a link, cannot be opened or is too short."""
     files = {name: _map(directory / name) for name in dict.fromkeys(e.file for e in entries)}
     mapped = []
     for entry in entries:
-        data = files[entry.file][entry.offset : entry.offset + entry.nbytes]
-        if data.nbytes != entry.nbytes:
+        size = manifest.tensor_bytes(entry)
+        data = files[entry.file][entry.offset : entry.offset + size]
+        if data.nbytes != size:
             raise ManifestError(
-                f"{entry.name}: needs {entry.nbytes} bytes at {entry.offset} of {entry.file}, "
+                f"{entry.name}: needs {size} bytes at {entry.offset} of {entry.file}, "
                 f"which has {files[entry.file].nbytes}"
             )
         mapped.append(MappedTensor(entry, data))
@@ -111,37 +95,24 @@ def open_tensors(directory: Path, entries: Sequence[Entry]) -> list[MappedTensor
 
 
 def check_bytes(tensors: Sequence[MappedTensor]) -> None:
-    """Compares every tensor's bytes with its checksum.
-
-    Raises:
-      ManifestError: if one differs.
-    """
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for tensor, found in zip(tensors, _checksums(pool, tensors), strict=True):
-            if found != tensor.entry.checksum:
-                raise ManifestError(
-                    f"{tensor.entry.name}: checksum {found}; the manifest has "
-                    f"{tensor.entry.checksum}"
-                )
-
-
-def _checksums(pool: ThreadPoolExecutor, tensors: Sequence[MappedTensor]) -> Iterator[str]:
+    """Compares every tensor's bytes with its checksum; raises ManifestError if one differs."""
     parts = [manifest.chunks(tensor.data) for tensor in tensors]
-    sums = pool.map(manifest.chunk_sums, (chunk for chunks in parts for chunk in chunks))
-    for tensor, chunks in zip(tensors, parts, strict=True):
-        yield manifest.combine_sums([next(sums) for _ in chunks], nbytes=tensor.data.nbytes)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        sums = pool.map(manifest.chunk_sums, itertools.chain(*parts))
+        for (entry, data), chunks in zip(tensors, parts, strict=True):
+            own = list(itertools.islice(sums, len(chunks)))
+            found = manifest.combine_sums(own, nbytes=data.nbytes)
+            if found != entry.checksum:
+                raise ManifestError(
+                    f"{entry.name}: checksum {found}; the manifest has {entry.checksum}"
+                )
 
 
 def _map(path: Path) -> np.ndarray:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            # Private, so that consumers that need writable memory get it.
-            content = mmap.mmap(
-                descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-            )
-        finally:
-            os.close(descriptor)
+        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW)) as file:
+            # Copied on write, so that consumers that need writable memory get it.
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
         raise ManifestError(f"{path} cannot be mapped: {error}") from None
     return np.frombuffer(content, np.uint8)

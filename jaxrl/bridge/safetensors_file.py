@@ -5,6 +5,7 @@ and the tensors' bytes without gaps. Files are written here tensor by tensor: th
 needs all tensors in memory at once.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl.bridge.base import TensorSpec
-from jaxrl.bridge.manifest import ITEM_BYTES
+from jaxrl.bridge.manifest import tensor_bytes
 
 _TO_FORMAT = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _FROM_FORMAT = {code: dtype for dtype, code in _TO_FORMAT.items()}
@@ -20,24 +21,12 @@ _ALIGNMENT = 64
 
 
 class SafetensorsFile(NamedTuple):
-    """Contents of a file to be written.
+    """Contents of a file to be written."""
 
-    Attributes:
-      name: file name in the payload's directory.
-      header: the bytes before the first tensor.
-      tensors: (tensor, offset of its first byte in the file), in order.
-      nbytes: size of the file in bytes.
-    """
-
-    name: str
-    header: bytes
-    tensors: tuple[tuple[TensorSpec, int], ...]
-    nbytes: int
-
-
-def tensor_bytes(spec: TensorSpec) -> int:
-    """Returns the size of a tensor in bytes."""
-    return math.prod(spec.shape) * ITEM_BYTES[spec.dtype]
+    name: str  # in the payload's directory
+    header: bytes  # before the first tensor
+    tensors: tuple[tuple[TensorSpec, int], ...]  # with the offset of the first byte, in order
+    nbytes: int  # of the whole file
 
 
 def plan_files(
@@ -53,11 +42,10 @@ def plan_files(
         if groups[-1] and sum(map(tensor_bytes, groups[-1])) + tensor_bytes(spec) > max_file_bytes:
             groups.append([])
         groups[-1].append(spec)
-    if len(groups) == 1:
-        return [_file("model.safetensors", groups[0])]
+    count = len(groups)
+    suffixes = [""] if count == 1 else [f"-{i:05}-of-{count:05}" for i in range(1, count + 1)]
     return [
-        _file(f"model-{i:05}-of-{len(groups):05}.safetensors", group)
-        for i, group in enumerate(groups, start=1)
+        _file(f"model{s}.safetensors", group) for s, group in zip(suffixes, groups, strict=True)
     ]
 
 
@@ -90,20 +78,15 @@ def read_specs(directory: Path) -> list[TensorSpec]:
 
 def _file(name: str, specs: Sequence[TensorSpec]) -> SafetensorsFile:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts, end = [], 0
-    for spec in specs:
-        starts.append(end)
-        end += tensor_bytes(spec)
-        entries[spec.name] = {
-            "dtype": _TO_FORMAT[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [starts[-1], end],
-        }
+    ends = list(itertools.accumulate(map(tensor_bytes, specs), initial=0))
+    for spec, offsets in zip(specs, itertools.pairwise(ends), strict=True):
+        dtype, shape = _TO_FORMAT[spec.dtype], list(spec.shape)
+        entries[spec.name] = {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    tensors = tuple((spec, len(header) + start) for spec, start in zip(specs, starts, strict=True))
-    return SafetensorsFile(name, header, tensors, len(header) + end)
+    starts = [len(header) + end for end in ends]
+    return SafetensorsFile(name, header, tuple(zip(specs, starts, strict=False)), starts[-1])
 
 
 def _read_header(file: Path) -> list[TensorSpec]:

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -14,9 +13,10 @@ from typing import Self
 import numpy as np
 
 from jaxrl.bridge import manifest, payload
-from jaxrl.bridge.base import InFlight, Server, TensorSpec, Timings, WeightSource
+from jaxrl.bridge.base import InFlight, TensorSpec, WeightSource
 from jaxrl.bridge.safetensors_file import SafetensorsFile, plan_files
-from jaxrl.bridge.swap import swap_weights
+from jaxrl.bridge.servers.control import VllmServer
+from jaxrl.bridge.swap import WeightPublisher
 
 MEMORY = Path("/dev/shm")
 _PREFIX = "jaxrl-"
@@ -43,8 +43,8 @@ class _Slot:
         self._bytes[offset : offset + data.nbytes] = data
 
 
-class SharedMemoryPublisher:
-    """A `WeightPublisher` for servers on the same host.
+class SharedMemoryPublisher(WeightPublisher):
+    """Publishes to servers on the same host.
 
     Two slots, each a safetensors file with its manifest, are written in turn, so that none is
     written while a server may read it. They occupy twice the weights' size in the wire dtype until
@@ -53,46 +53,23 @@ class SharedMemoryPublisher:
 
     def __init__(
         self,
-        servers: Sequence[Server],
+        servers: Sequence[VllmServer],
         *,
         wire: np.dtype,
         sampler: np.dtype,
         in_flight: InFlight = "keep",
         memory: Path = MEMORY,
     ) -> None:
-        """Connects the servers.
-
-        Raises:
-          RefusedError: if a server computes in another dtype than `sampler`.
-        """
+        """Connects the servers as `WeightPublisher` does."""
         _remove_leftovers(memory)
-        self._root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=memory))
-        self._servers = servers
-        self._in_flight: InFlight = in_flight
+        root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=memory))
         self._specs: list[TensorSpec] = []
         self._slots: list[_Slot] = []
         try:
-            for server in servers:
-                server.connect(root=str(self._root), wire=wire.name, sampler=sampler.name)
+            super().__init__(servers, root, wire=wire, sampler=sampler, in_flight=in_flight)
         except BaseException:
             self.close()
             raise
-
-    def publish(self, source: WeightSource, *, version: int) -> Timings:
-        """See `WeightPublisher.publish`. Servers keep sampling while the slot is written."""
-        start = time.perf_counter()
-        specs = list(source.specs())
-        if specs != self._specs:
-            self._make_slots(specs)
-        slot = self._slots.pop(0)
-        self._slots.append(slot)
-        slot.fill(source, version=version)
-        written = time.perf_counter() - start
-        name, in_flight = slot.directory.name, self._in_flight
-        timings = swap_weights(
-            self._servers, lambda s: s.update(name, version=version, in_flight=in_flight)
-        )
-        return timings._replace(write=written)
 
     def close(self) -> None:
         """Frees the memory; servers keep the weights they have loaded."""
@@ -105,13 +82,19 @@ class SharedMemoryPublisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _make_slots(self, specs: list[TensorSpec]) -> None:
-        self._slots.clear()
-        for directory in self._root.iterdir():
-            shutil.rmtree(directory)
-        (file,) = plan_files(specs)
-        self._slots = [_Slot(self._root / f"slot-{i}", file) for i in range(2)]
-        self._specs = specs
+    def _write(self, source: WeightSource, *, version: int) -> str:
+        specs = list(source.specs())
+        if specs != self._specs:
+            self._slots.clear()
+            for directory in self._root.iterdir():
+                shutil.rmtree(directory)
+            (file,) = plan_files(specs)
+            self._slots = [_Slot(self._root / f"slot-{i}", file) for i in range(2)]
+            self._specs = specs
+        slot = self._slots.pop(0)
+        self._slots.append(slot)
+        slot.fill(source, version=version)
+        return slot.directory.name
 
 
 def _remove_leftovers(memory: Path) -> None:
@@ -119,15 +102,6 @@ def _remove_leftovers(memory: Path) -> None:
         owner = re.fullmatch(rf"{_PREFIX}(\d+)-.*", directory.name)
         # Directories of other users and of running processes stay.
         with contextlib.suppress(OSError):
-            if owner and directory.stat().st_uid == os.getuid() and not _alive(int(owner[1])):
+            own = directory.stat().st_uid == os.getuid()
+            if owner and own and not Path(f"/proc/{owner[1]}").exists():
                 shutil.rmtree(directory)
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

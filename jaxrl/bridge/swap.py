@@ -1,33 +1,86 @@
 """Weight swap: brings a written version into service on every server."""
 
+import abc
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from pathlib import Path
 
-from jaxrl.bridge.base import PoisonedError, RefusedError, Timings, UnavailableError
+import numpy as np
+
+from jaxrl.bridge.base import (
+    InFlight,
+    PoisonedError,
+    RefusedError,
+    Timings,
+    UnavailableError,
+    WeightSource,
+)
+from jaxrl.bridge.servers.control import VllmServer
 
 _FAILURES = PoisonedError, RefusedError, UnavailableError  # the worst first
 
-S = TypeVar("S")
+
+class WeightPublisher(abc.ABC):
+    """Publishes whole weights to every server; a subclass writes them below a directory."""
+
+    def __init__(
+        self,
+        servers: Sequence[VllmServer],
+        root: Path,
+        *,
+        wire: np.dtype,
+        sampler: np.dtype,
+        in_flight: InFlight,
+    ) -> None:
+        """Connects the servers, which must see the root under the same path.
+
+        Args:
+          servers: the servers to update.
+          root: parent of the payloads.
+          wire: dtype of the published tensors.
+          sampler: dtype that the servers compute in.
+          in_flight: what happens to requests in flight.
+
+        Raises:
+          RefusedError: if a server computes in another dtype than `sampler`.
+        """
+        self._servers, self._root = servers, root
+        self._in_flight: InFlight = in_flight
+        for server in servers:
+            server.connect(root=str(root.resolve()), wire=wire.name, sampler=sampler.name)
+
+    def publish(self, source: WeightSource, *, version: int) -> Timings:
+        """Returns once every healthy server, at least one, serves `version`. Servers keep sampling
+        while it is written.
+
+        Raises:
+          RefusedError: every server refused and serves its old version.
+          PoisonedError: no server serves `version`, and one stays paused; publish again.
+          UnavailableError: no server answers.
+        """
+        start = time.perf_counter()
+        name = self._write(source, version=version)
+        written = time.perf_counter() - start
+        timings = swap_weights(
+            self._servers, lambda s: s.update(name, version=version, in_flight=self._in_flight)
+        )
+        return timings._replace(write=written)
+
+    @abc.abstractmethod
+    def _write(self, source: WeightSource, *, version: int) -> str:
+        """Writes a payload; returns its directory's name below the root."""
 
 
-def swap_weights(servers: Sequence[S], update: Callable[[S], Timings]) -> Timings:
+def swap_weights(servers: Sequence[VllmServer], update: Callable[[VllmServer], Timings]) -> Timings:
     """Updates all servers at once and returns the slowest one's timings, with `write` 0.
 
     Failed servers are skipped if at least one has taken the version: ending the run for one failed
-    server would leave some with the new weights and some with the old.
-
-    Args:
-      servers: the servers.
-      update: updates one server; raises as `Server.update`.
-
-    Raises:
-      PoisonedError: if no server has taken the version and a load failed halfway.
-      RefusedError: if none has, none is poisoned and one refused.
-      UnavailableError: if no server is available.
+    server would leave some with the new weights and some with the old. Otherwise it raises the
+    worst error of `update`: PoisonedError, then RefusedError, then UnavailableError.
     """
 
-    def attempt(server: S) -> Timings | Exception:
+    def attempt(server: VllmServer) -> Timings | Exception:
         try:
             return update(server)
         except _FAILURES as error:

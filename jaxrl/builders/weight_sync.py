@@ -8,11 +8,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Protocol
 
 from jaxrl.bridge.adapters import AdapterPublisher
-from jaxrl.bridge.base import Server, Timings, WeightPublisher, WeightSource
+from jaxrl.bridge.base import Timings, WeightSource
 from jaxrl.bridge.directory import DirectoryPublisher
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.shared_memory import MEMORY, SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
+from jaxrl.bridge.swap import WeightPublisher
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.core.precision import Precision
 from jaxrl.models import lora
@@ -134,8 +135,8 @@ def _send_whole(publisher: WeightPublisher, weights: Weights) -> Send:
 
 def _base_publisher(
     config: SamplerConfig, weights: Weights
-) -> Callable[[Sequence[Server], WeightSource, int], None]:
-    def publish_base(servers: Sequence[Server], source: WeightSource, version: int) -> None:
+) -> Callable[[Sequence[VllmServer], WeightSource, int], None]:
+    def publish_base(servers: Sequence[VllmServer], source: WeightSource, version: int) -> None:
         # The base is published once in a run, so its publisher is not kept open.
         with _open_publisher(config, weights, servers=servers) as publisher:
             publisher.publish(source, version=version)
@@ -155,7 +156,7 @@ def _open_adapter_root(config: SamplerConfig) -> Iterator[Path]:
 
 @contextmanager
 def _open_publisher(
-    config: SamplerConfig, weights: Weights, *, servers: Sequence[Server]
+    config: SamplerConfig, weights: Weights, *, servers: Sequence[VllmServer]
 ) -> Iterator[WeightPublisher]:
     policy = weights.policy
     if config.directory is not None:

@@ -1,5 +1,6 @@
 """The interface of every sampler: token ids in, token ids and their log-probs out."""
 
+import abc
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -85,19 +86,14 @@ class Completion(NamedTuple):
 class Turn(NamedTuple):
     """A request to continue one sequence.
 
-    Attributes:
-      context: i32[P] token ids so far.
-      prompt_index, sample_index: identify the sequence. Its random numbers depend on them and on
-        the seed, and on nothing else.
-      max_tokens: maximum length of the continuation.
-      prompt_length: leading tokens of the context that the whole group shares; None for all.
+    The two indices identify it. Its random numbers depend on them and on the seed alone.
     """
 
-    context: np.ndarray
+    context: np.ndarray  # i32[P] token ids so far
     prompt_index: int
     sample_index: int
-    max_tokens: int
-    prompt_length: int | None = None
+    max_tokens: int  # of the continuation
+    prompt_length: int | None = None  # leading tokens that the whole group shares; None for all
 
 
 class Sampler(Protocol):
@@ -123,20 +119,19 @@ class Sampler(Protocol):
             vocabulary, or if `group_size` is below 1.
           ClosedError: while iterating, after `close`.
         """
-        ...
+        return self.sample_turns(group_turns(prompts, params, group_size=group_size), params)
 
+    @abc.abstractmethod
     def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
         """Samples one continuation per sequence and yields each as it finishes.
 
-        Turns of whole groups give what `sample` gives. `params.max_tokens` is ignored; each turn
-        has its own. Raises as `sample`.
+        `params.max_tokens` is ignored; each turn has its own. Raises as `sample`.
         """
         ...
 
     def close(self) -> None:
         """Aborts sampling: a thread that iterates over completions gets an error. The sampler
         cannot be used afterwards."""
-        ...
 
 
 def group_turns(

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from jaxrl.core.hosts import Hosts
-from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn, group_turns
+from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn
 
 
-class MultihostSampler:
+class MultihostSampler(Sampler):
     """A sampler on the devices of all processes: all run the requests that process 0 makes within
     `Hosts.on_leader`."""
 
@@ -24,12 +22,6 @@ class MultihostSampler:
         """See `Sampler.version`."""
         return self._sampler.version
 
-    def sample(
-        self, prompts: Sequence[np.ndarray], params: SamplingParams, *, group_size: int
-    ) -> Iterator[Completion]:
-        """See `Sampler.sample`; yields after the last completion has finished."""
-        return self.sample_turns(group_turns(prompts, params, group_size=group_size), params)
-
     def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
         """See `Sampler.sample_turns`; yields after the last completion has finished."""
         return iter(self._sample_turns(list(turns), params))
@@ -39,20 +31,14 @@ class MultihostSampler:
         self._sampler.close()
 
 
-class NullSampler:
+class NullSampler(Sampler):
     """The sampler of processes other than 0, which alone talks to the servers."""
 
-    version = 0
-
-    def sample(
-        self, prompts: Sequence[np.ndarray], params: SamplingParams, *, group_size: int
-    ) -> Iterator[Completion]:
-        """Raises RuntimeError: only process 0 samples."""
-        return self.sample_turns((), params)
+    @property
+    def version(self) -> int:
+        """Of no weights."""
+        return 0
 
     def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
         """Raises RuntimeError: only process 0 samples."""
         raise RuntimeError("only process 0 samples; call the sampler within Hosts.on_leader")
-
-    def close(self) -> None:
-        """See `Sampler.close`."""

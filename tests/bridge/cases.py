@@ -86,7 +86,7 @@ class ListSource:
 
 
 class Recorder:
-    """A `Server` that reads and checks every payload and copies its tensors."""
+    """A stand-in for `VllmServer` that reads and checks every payload and copies its tensors."""
 
     def __init__(self) -> None:
         self.root = Path()

@@ -1,4 +1,4 @@
-"""vLLM's engine in a child process, as a `Server`."""
+"""vLLM's engine in a child process, with the interface of `VllmServer`."""
 
 import json
 import subprocess

@@ -131,13 +131,14 @@ def test_a_resumed_run_replaces_a_published_version(tmp_path: Path) -> None:
     assert {path.name for path in root.iterdir()} == {"version-2", "version-3"}
 
 
-def test_checkpoints_have_several_files_and_leave_no_draft(tmp_path: Path) -> None:
+def test_checkpoints_have_several_files_and_leave_no_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxrl.bridge.directory._MAX_FILE_BYTES", 50_000)
     tree = params(QWEN3, 0)
     huggingface.save(tmp_path / "model", tree, QWEN3, dtype=F32)
     source = ParamsSource(tree, SPECS, dtype=F32)
-    write_checkpoint(
-        source, tmp_path / "a", version=3, model_dir=tmp_path / "model", max_file_bytes=50_000
-    )
+    write_checkpoint(source, tmp_path / "a", version=3, model_dir=tmp_path / "model")
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 2
     _, loaded = huggingface.load(tmp_path / "a", dtype=F32)
     jax.tree.map(np.testing.assert_array_equal, loaded, tree)

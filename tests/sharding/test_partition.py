@@ -59,20 +59,20 @@ def layout(preset="fsdp_tensor", **sizes):
     ],
 )
 def test_presets_cut_parameters(preset, axes, expected):
-    assert layout(preset, data=2, fsdp=2, tensor=2).spec(axes) == expected
+    assert layout(preset, data=2, fsdp=2, tensor=2).sharding(axes).spec == expected
 
 
 def test_experts_and_long_rows_have_axes_of_their_own():
     experts = ("layers", "experts", "mlp", "embed")
     cut = layout("expert", fsdp=2, expert=4)
-    assert cut.spec(experts) == PartitionSpec(None, "expert", None, "fsdp")
+    assert cut.sharding(experts).spec == PartitionSpec(None, "expert", None, "fsdp")
     assert cut.batch(("batch", "length")).spec == PartitionSpec(("fsdp", "expert"))
     cut = layout("context", fsdp=2, context=4)
-    assert cut.spec(("vocab", "embed")) == PartitionSpec(None, ("fsdp", "context"))
+    assert cut.sharding(("vocab", "embed")).spec == PartitionSpec(None, ("fsdp", "context"))
     assert cut.batch(("batch", "length", "mlp")).spec == PartitionSpec("fsdp", "context")
     assert (cut.axes("length"), cut.count("length"), cut.count("mlp")) == (("context",), 4, 1)
     cut = layout("all", expert=2, context=2, tensor=2)
-    assert cut.spec(experts) == PartitionSpec(None, "expert", "tensor", "context")
+    assert cut.sharding(experts).spec == PartitionSpec(None, "expert", "tensor", "context")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -86,7 +86,7 @@ def test_rules_are_changed_by_text():
         PRESETS["all"], parameters=["embed=data+fsdp", "vocab="], activations=["length="]
     )
     cut = Layout(make_mesh(data=2, fsdp=2, tensor=2), rules)
-    assert cut.spec(("vocab", "embed")) == PartitionSpec(None, ("data", "fsdp"))
+    assert cut.sharding(("vocab", "embed")).spec == PartitionSpec(None, ("data", "fsdp"))
     assert cut.batch(("batch", "length", "mlp")).spec == PartitionSpec(
         ("data", "fsdp"), None, "tensor"
     )
@@ -103,12 +103,12 @@ def test_parameters_and_activations_have_their_own_rules():
     assert cut.batch(("batch", "length", "mlp")).spec == PartitionSpec(
         ("data", "fsdp"), None, "tensor"
     )
-    assert cut.spec(("embed",)) == PartitionSpec("fsdp")
+    assert cut.sharding(("embed",)).spec == PartitionSpec("fsdp")
 
 
 def test_mesh_axes_of_size_one_are_left_out():
     cut = layout(data=2, tensor=4)
-    assert cut.spec(("vocab", "embed")) == PartitionSpec("tensor")
+    assert cut.sharding(("vocab", "embed")).spec == PartitionSpec("tensor")
     assert cut.batch(("batch", "length")).spec == PartitionSpec("data")
 
 
@@ -158,7 +158,7 @@ def test_moments_lie_where_their_parameter_lies(name):
     found = [sharding.spec for leaf, sharding in pairs if leaf.shape == matrix.shape]
     # `q` and its copies in the optimizer's state; adafactor keeps factors of other shapes instead.
     copies = {"adamw": 2, "clipped": 1, "two groups": 1, "accumulating": 3, "factored": 0}[name]
-    assert found == [cut.spec(matrix.axes)] * (1 + copies)
+    assert found == [cut.sharding(matrix.axes).spec] * (1 + copies)
     placed = jax.jit(OPTIMIZERS[name].init, out_shardings=shardings["opt_state"])(parameters())
     jax.tree.map(np.testing.assert_array_equal, placed, OPTIMIZERS[name].init(parameters()))
 
@@ -180,7 +180,7 @@ def test_one_device_costs_nothing():
 def test_two_dimensions_over_one_mesh_axis_are_an_error():
     rules = make_rules(parameters={"vocab": "fsdp", "embed": ("tensor", "fsdp")}, activations={})
     with pytest.raises(ValueError, match=r"'vocab' and 'embed' are both cut over .* axis 'fsdp'"):
-        Layout(make_mesh(fsdp=8), rules).spec(("vocab", "embed"))
+        Layout(make_mesh(fsdp=8), rules).sharding(("vocab", "embed"))
     with pytest.raises(ValueError, match=r"parameter 'embed': .*both cut"):
         Layout(make_mesh(devices=jax.devices()[:1]), rules).tree(DECLARED)
     with pytest.raises(ValueError, match="'mlp' and 'mlp' are both cut"):
@@ -189,7 +189,7 @@ def test_two_dimensions_over_one_mesh_axis_are_an_error():
 
 def test_an_unknown_axis_is_an_error():
     with pytest.raises(ValueError, match=r"no rule for 'stages'; the rules know layers, vocab"):
-        layout(fsdp=8).spec(("stages", "embed"))
+        layout(fsdp=8).sharding(("stages", "embed"))
     with pytest.raises(ValueError, match=r"'a/b': .*no rule for 'stages'"):
         layout(fsdp=8).tree({"a": {"b": Leaf((8,), ("stages",))}})
     rules = make_rules(parameters={"layers": "stage"}, activations={})

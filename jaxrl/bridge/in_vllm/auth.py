@@ -31,11 +31,7 @@ class RequireKey:
     """ASGI middleware that answers 401 to requests without the key, except health and metrics."""
 
     def __init__(self, app: App) -> None:
-        """Reads the key from the environment.
-
-        Raises:
-          KeyError: if it is not set.
-        """
+        """Reads the key from the environment; raises KeyError if it is not set."""
         self._app = app
         self._expected = f"Bearer {os.environ[KEY]}".encode()
 

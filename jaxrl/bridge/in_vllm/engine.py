@@ -37,30 +37,19 @@ _LOGPROBS = "processed_logprobs"  # after the temperature; vLLM's default is bef
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Announcement of a learner that connects.
+    """Announcement of a learner that connects."""
 
-    Attributes:
-      root: directory of all payloads.
-      wire: dtype of all tensors, such as "bfloat16".
-      sampler: dtype that the learner expects this server to compute in.
-    """
-
-    root: str
-    wire: str
-    sampler: str
+    root: str  # directory of all payloads
+    wire: str  # dtype of all tensors, such as "bfloat16"
+    sampler: str  # dtype that the learner expects this server to compute in
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Announcement of one payload.
+    """Announcement of one payload."""
 
-    Attributes:
-      payload: directory, relative to the root.
-      version: version that the manifest must have.
-    """
-
-    payload: str
-    version: int
+    payload: str  # directory, relative to the root
+    version: int  # that the manifest must have
 
 
 class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -149,23 +138,22 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _load(self, tensors: list[MappedTensor]) -> None:
         with _opened(self.model, self.model_config):
             self.model.load_weights(map(_to_torch, tensors))
-        heads = [m for m in self.model.modules() if isinstance(m, ParallelLMHead)]
-        if self.model_config.hf_config.tie_word_embeddings:
-            for module in heads:
+        for module in self.model.modules():
+            if self._tied and isinstance(module, ParallelLMHead):
                 # A tied head gets no weights of its own and would keep its packed copy of the old.
                 module.quant_method.process_weights_after_loading(module)
+
+    @property
+    def _tied(self) -> bool:
+        return self.model_config.hf_config.tie_word_embeddings
 
     def _model_specs(self, wire: str) -> tuple[TensorSpec, ...]:
         try:
             specs = read_specs(Path(self.model_config.model))
         except ValueError as error:
             raise ValueError(f"{REFUSED} {error}; serve a local checkpoint directory") from error
-        tied = self.model_config.hf_config.tie_word_embeddings
-        return tuple(
-            spec._replace(dtype=wire)
-            for spec in specs
-            if not (tied and spec.name == "lm_head.weight")
-        )
+        left_out = "lm_head.weight" if self._tied else None
+        return tuple(spec._replace(dtype=wire) for spec in specs if spec.name != left_out)
 
 
 @contextmanager

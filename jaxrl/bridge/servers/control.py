@@ -38,7 +38,7 @@ class _UnreachableError(_ServerFaultError):
 
 
 class VllmServer:
-    """A `Server` that was started with VLLM_SERVER_DEV_MODE=1 and jaxrl's weight-transfer backend.
+    """A server that was started with VLLM_SERVER_DEV_MODE=1 and jaxrl's weight-transfer backend.
 
     Attributes:
       url: address of the server.
@@ -49,10 +49,7 @@ class VllmServer:
     def __init__(self, url: str, *, timeout: float = 600.0, api_key: str | None = None) -> None:
         """Makes the client without connecting.
 
-        Args:
-          url: such as http://127.0.0.1:8000.
-          timeout: seconds per operation. vLLM can hang forever, even in /health.
-          api_key: key of the server; None for no key.
+        The timeout is in seconds per operation: vLLM can hang forever, even in /health.
 
         Raises:
           ValueError: if `url` is not an http:// address.
@@ -71,14 +68,25 @@ class VllmServer:
         self._init_info: dict[str, str] = {}
 
     def connect(self, *, root: str, wire: str, sampler: str) -> None:
-        """See `Server.connect`."""
+        """Announces the directory of the payloads and the dtypes. A server that does not answer is
+        connected at the next update.
+
+        Raises:
+          RefusedError: if the server computes in another dtype than `sampler`, or does not find
+            `root`.
+        """
         self._init_info = {"root": root, "wire": wire, "sampler": sampler}
         with contextlib.suppress(_ServerFaultError):
             self._connect()
 
     def update(self, payload: str, *, version: int, in_flight: InFlight) -> Timings:
-        """See `Server.update`. While the server is paused, every failure except a refusal counts as
-        poisoned."""
+        """Pauses, loads the directory `payload` below the root, sets the version and resumes.
+
+        Raises:
+          RefusedError: the old weights keep serving.
+          PoisonedError: any other error while the server is paused; it stays paused.
+          UnavailableError: the server does not answer.
+        """
         with self._tracked():
             if not self.connected:
                 self._call("GET", "/health", timeout=_PROBE_TIMEOUT)
@@ -87,7 +95,7 @@ class VllmServer:
             # The KV cache belongs to the old weights; for requests in flight it is recomputed.
             self._call("POST", f"/pause?mode={in_flight}&clear_cache=true")
             marks.append(time.perf_counter())
-            refusal = self._load(payload, version)
+            refusal = self._load({"payload": payload, "version": version})
             marks.append(time.perf_counter())
             self._while_paused("/resume")
             marks.append(time.perf_counter())
@@ -100,22 +108,27 @@ class VllmServer:
         return Timings(pause=pause, load=load, resume=resume)
 
     def serves(self, label: str) -> bool:
-        """See `AdapterServer.serves`."""
+        """Tells whether the server samples from the weights that were published as `label`.
+
+        Raises:
+          UnavailableError: the server does not answer.
+        """
         with self._tracked():
-            timeout = None if self.connected else _PROBE_TIMEOUT
-            found = self._call("GET", "/weight_info", timeout=timeout)["weight_version"]
+            found = self.weight_version(timeout=None if self.connected else _PROBE_TIMEOUT)
         self.connected = found == label
         return self.connected
 
     def load_adapter(self, name: str, directory: Path) -> None:
-        """See `AdapterServer.load_adapter`. vLLM checks an adapter before it replaces another."""
+        """Loads an adapter in PEFT's format; vLLM checks it before it replaces another.
+
+        Raises:
+          RefusedError: the server continues without the adapter.
+          UnavailableError: the server does not answer.
+        """
+        adapter = {"lora_name": name, "lora_path": str(directory)}
         with self._tracked():
             try:
-                self._call(
-                    "POST",
-                    "/v1/load_lora_adapter",
-                    {"lora_name": name, "lora_path": str(directory)},
-                )
+                self._call("POST", "/v1/load_lora_adapter", adapter)
             except _UnreachableError:
                 raise
             except ControlError as error:
@@ -125,16 +138,15 @@ class VllmServer:
                 ) from None
 
     def unload_adapter(self, name: str) -> None:
-        """See `AdapterServer.unload_adapter`."""
+        """Unloads the adapter; does nothing if the server does not know it or does not answer."""
+        adapter = {"lora_name": name}
         with contextlib.suppress(ControlError):
             if self.connected:
-                self._call(
-                    "POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout=_PROBE_TIMEOUT
-                )
+                self._call("POST", "/v1/unload_lora_adapter", adapter, timeout=_PROBE_TIMEOUT)
 
-    def weight_version(self) -> str:
+    def weight_version(self, *, timeout: float | None = None) -> str:
         """Returns the version that the server reports; "default" before the first publish."""
-        return self._call("GET", "/weight_info")["weight_version"]
+        return self._call("GET", "/weight_info", timeout=timeout)["weight_version"]
 
     def dtype(self) -> str:
         """Returns the dtype that the server computes in, such as "bfloat16". It takes 15 seconds,
@@ -167,20 +179,14 @@ class VllmServer:
 
     def _connect(self) -> None:
         self.connected = False
-        try:
-            self._call("POST", "/init_weight_transfer_engine", {"init_info": self._init_info})
-        except ControlError as error:
-            if REFUSED in str(error):
-                raise RefusedError(_reason(error, REFUSED)) from None
-            raise
+        self._call("POST", "/init_weight_transfer_engine", {"init_info": self._init_info})
         self.connected = True
 
-    def _load(self, payload: str, version: int) -> RefusedError | None:
-        info = {"payload": payload, "version": version}
+    def _load(self, info: dict[str, Any]) -> RefusedError | None:
         try:
             self._while_paused("/start_weight_update")
             self._while_paused("/update_weights", {"update_info": info})
-            self._while_paused("/finish_weight_update", {"weight_version": str(version)})
+            self._while_paused("/finish_weight_update", {"weight_version": str(info["version"])})
         except RefusedError as error:
             return error
         return None
@@ -192,28 +198,25 @@ class VllmServer:
         except _UnreachableError:
             raise
         except ControlError as error:
-            if REFUSED in str(error):
-                raise RefusedError(_reason(error, REFUSED)) from None
-            raise PoisonedError(f"stays paused: {_reason(error, POISONED)}") from error
+            raise PoisonedError(f"stays paused: {_from(POISONED, str(error))}") from error
 
     def _call(
         self, method: str, path: str, body: Any = None, *, timeout: float | None = None
     ) -> Any:
-        where = f"{method} {self.url}{path}"
+        where, timeout = f"{method} {self.url}{path}", timeout or self._timeout
         try:
-            response = self._client.request(
-                method, path, json=body, timeout=timeout or self._timeout
-            )
+            response = self._client.request(method, path, json=body, timeout=timeout)
         except httpx2.RequestError as error:
             raise _UnreachableError(f"{where}: {error!r}") from None
         if response.status_code != 200:
+            if REFUSED in response.text:
+                raise RefusedError(_from(REFUSED, response.text))
             kind = ControlError if response.status_code < 500 else _ServerFaultError
             raise kind(f"{where}: {response.status_code} {response.text}")
         is_json = response.headers.get("Content-Type", "").startswith("application/json")
         return response.json() if response.content and is_json else None
 
 
-def _reason(error: Exception, marker: str) -> str:
-    """Extracts the engine's message from the server's."""
-    text = str(error)
-    return text[text.find(marker) :] if marker in text else text
+def _from(marker: str, text: str) -> str:
+    """Drops what the server wrote before the engine's message."""
+    return text[max(0, text.find(marker)) :]

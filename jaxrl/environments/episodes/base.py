@@ -53,30 +53,18 @@ MakeEnvironment = Callable[[], Environment]
 
 
 class EpisodeLimits(NamedTuple):
-    """Limits of one episode.
+    """Limits of one episode."""
 
-    Attributes:
-      max_turns: turns of the policy.
-      max_tokens: tokens after the prompt, observations included.
-      max_prompt_tokens: tokens of the prompt.
-      timeout: seconds for `reset` and for each `step`.
-      vocab_size: of the policy; every token id is below it.
-    """
-
-    max_turns: int
-    max_tokens: int
+    max_turns: int  # of the policy
+    max_tokens: int  # after the prompt, observations included
     max_prompt_tokens: int
-    timeout: float
-    vocab_size: int
+    timeout: float  # seconds for `reset` and for each `step`
+    vocab_size: int  # of the policy; every token id is below it
 
 
 class EpisodeError(Exception):
-    """A failure of the environment, which ends its episode.
-
-    Attributes:
-      end: kind of failure: "error", "timeout" or "invalid".
-    """
+    """A failure of the environment, which ends its episode."""
 
     def __init__(self, end: End, message: str) -> None:
         super().__init__(message)
-        self.end: End = end
+        self.end: End = end  # "error", "timeout" or "invalid"

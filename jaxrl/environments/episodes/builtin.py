@@ -4,6 +4,7 @@ A user's own environment is a class or function with the same signature: it take
 `EnvironmentContext`, and the other keys of the config table `environment` as keyword arguments.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 
@@ -16,24 +17,17 @@ from jaxrl.environments.episodes.chat import Chat
 from jaxrl.environments.tools.schema import Tool
 
 
+@dataclasses.dataclass(frozen=True)
 class EnvironmentContext:
-    """The policy's side of an environment.
+    """The policy's side of an environment."""
 
-    Attributes:
-      tokenizer: the policy's.
-      tools: the tools of the config, by name.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, tools: Mapping[str, Tool]) -> None:
-        self.tokenizer, self.tools = tokenizer, tools
+    tokenizer: Tokenizer
+    tools: Mapping[str, Tool]  # of the config, by name
 
     @functools.cached_property
     def chat(self) -> Chat:
-        """Renders text as chat messages of token ids.
-
-        Raises:
-          ValueError: if the chat template is missing or unsuitable; see `Chat`.
-        """
+        """Renders text as chat messages of token ids; raises ValueError if the chat template is
+        missing or unsuitable; see `Chat`."""
         return Chat(self.tokenizer)
 
 
@@ -42,10 +36,7 @@ def agent(
 ) -> Environment:
     """Lets the policy call tools until a turn contains no call; see `Agent`.
 
-    Args:
-      context: with at least one tool.
-      call_cost: subtracted from the reward for each call.
-      max_characters: of a tool result; the rest is dropped.
+    Each call costs `call_cost` of the reward. Of a tool result `max_characters` are kept.
 
     Raises:
       ValueError: without tools, or without a chat template.
@@ -58,10 +49,8 @@ def agent(
 def text_game(context: EnvironmentContext, *, game: str) -> Environment:
     """Lets the policy play a text game; see `TextGame`.
 
-    Args:
-      context: supplies the tokenizer and the chat template.
-      game: `file.py:function` or `package.module:Class`, called without arguments for each episode;
-        it returns an object with Gymnasium's `reset` and `step`.
+    The game is `file.py:function` or `package.module:Class`, called without arguments for each
+    episode; it returns an object with Gymnasium's `reset` and `step`.
 
     Raises:
       ValueError: if the game cannot be loaded, or without a chat template.

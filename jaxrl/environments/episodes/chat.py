@@ -20,11 +20,8 @@ class Chat:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Prepares the chat template of a tokenizer.
-
-        Raises:
-          ValueError: if the tokenizer has no chat template, or one that drops messages.
-        """
+        """Prepares the chat template of a tokenizer; raises ValueError if the tokenizer has no chat
+        template, or one that drops messages."""
         if not tokenizer.chat_template:
             raise ValueError(
                 "the environment needs the model's chat template, and its tokenizer has none; "
@@ -35,21 +32,19 @@ class Chat:
         self._control = sorted(filter(_CONTROL.fullmatch, added), key=len, reverse=True)
         if _MARK not in self._rendered([{"role": "user", "content": _MARK}]):
             raise ValueError("the model's chat template drops user messages")
-        self._has_tools = self._renders_tool_role()
+        try:
+            self._has_tools = _MARK in self._rendered([{"role": "tool", "content": _MARK}])
+        except Exception:  # a template may raise anything for a role that it does not know
+            self._has_tools = False
 
     def decode(self, tokens: np.ndarray) -> str:
         """Returns the text of token ids, i[C], control tokens included."""
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def user_message(self, text: str, *, after: np.ndarray) -> np.ndarray:
-        """Renders a user message up to the beginning of the policy's next turn.
+        """Renders a user message after the policy's turn i32[C], up to the beginning of its next.
 
-        Args:
-          text: of the message; its control tokens are escaped.
-          after: i32[C], the policy's last turn.
-
-        Returns:
-          Token ids, i32[N].
+        Returns token ids, i32[N]. Control tokens in the text are escaped.
         """
         return self._encode([{"role": "user", "content": self.escape(text)}], after=after)
 
@@ -84,9 +79,3 @@ class Chat:
             [*before, *messages], tokenize=False, add_generation_prompt=True
         )
         return whole.partition(_MARK)[2]
-
-    def _renders_tool_role(self) -> bool:
-        try:
-            return _MARK in self._rendered([{"role": "tool", "content": _MARK}])
-        except Exception:  # a template may raise anything for a role that it does not know
-            return False

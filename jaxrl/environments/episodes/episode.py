@@ -1,6 +1,7 @@
 """One episode as token ids: turns and observations are appended and never tokenised again."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
@@ -11,17 +12,15 @@ from jaxrl.core.batch import End, Episode, Rollout
 from jaxrl.environments.episodes.base import EpisodeError, EpisodeLimits, Step
 from jaxrl.sampling.base import Completion, Turn
 
+_invalid = functools.partial(EpisodeError, "invalid")
+
 
 class EpisodeBuilder:
     """An episode in progress: a prompt, then turns of the policy with observations between them."""
 
     def __init__(self, prompt: np.ndarray, index: tuple[int, int]) -> None:
-        """Begins an episode.
-
-        Args:
-          prompt: i32[P], token ids.
-          index: prompt index and sample index, on which the random numbers depend.
-        """
+        """Begins an episode from token ids i32[P]. The random numbers depend on the index: of the
+        prompt, and of the sample."""
         self._prompt, self._index = prompt, index
         self._length, self._truncated = 0, False
         # Tokens, log-probs, action mask and versions of each turn or observation.
@@ -53,9 +52,8 @@ class EpisodeBuilder:
     def add_step(self, step: Step, limits: EpisodeLimits) -> End | None:
         """Adds the environment's response to the last turn, as `check_step` returns it.
 
-        Returns:
-          How the episode ended; None if it continues. An observation that no turn can follow is
-          dropped.
+        Returns the end of the episode, or None if it continues. An observation that no turn can
+        follow is dropped.
         """
         self._turns[-1] = (*self._turns[-1][:2], step.reward)
         for name, value in step.metrics.items():
@@ -131,47 +129,35 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def check_prompt(returned: Any, limits: EpisodeLimits) -> np.ndarray:
-    """Returns the prompt that `reset` returned, as i32[P].
-
-    Raises:
-      EpisodeError: if it is not a prompt for the policy.
-    """
+    """Returns the prompt that `reset` returned, as i32[P]; raises EpisodeError if it is none."""
     with _reading("the prompt"):
         prompt = _token_ids(returned, limits, what="the prompt")
     if not 0 < len(prompt) <= limits.max_prompt_tokens:
-        raise EpisodeError(
-            "invalid",
+        raise _invalid(
             f"reset returned a prompt of {len(prompt)} tokens; return 1 to "
-            f"data.max_prompt_tokens = {limits.max_prompt_tokens}",
+            f"data.max_prompt_tokens = {limits.max_prompt_tokens}"
         )
     return prompt
 
 
 def check_step(returned: Any, limits: EpisodeLimits) -> Step:
-    """Returns what `step` returned, its numbers converted to Python's.
-
-    Raises:
-      EpisodeError: if it is not a valid `Step`.
-    """
+    """Returns what `step` returned, with Python's numbers; raises EpisodeError if it is invalid."""
     with _reading("what step returned"):
         if not isinstance(returned, tuple) or not 3 <= len(returned) <= 4:
-            raise EpisodeError("invalid", f"step returned {returned!r:.200}, expected a Step")
+            raise _invalid(f"step returned {returned!r:.200}, expected a Step")
         observation, reward, done, metrics = Step(*returned)
         if not isinstance(done, (bool, np.bool_)):
-            raise EpisodeError("invalid", f"step returned done = {done!r:.200}, expected a bool")
+            raise _invalid(f"step returned done = {done!r:.200}, expected a bool")
         try:
             earned, values = float(reward), {str(k): float(v) for k, v in metrics.items()}
         except (TypeError, ValueError, AttributeError, OverflowError):
-            raise EpisodeError(
-                "invalid",
+            raise _invalid(
                 f"step returned reward = {reward!r:.200} and metrics = {metrics!r:.200}, "
-                "expected numbers",
+                "expected numbers"
             ) from None
         for name, value in (("reward", earned), *values.items()):
             if not math.isfinite(value):
-                raise EpisodeError(
-                    "invalid", f"step returned {name} = {value}, which is not finite"
-                )
+                raise _invalid(f"step returned {name} = {value}, which is not finite")
         tokens = () if done else _token_ids(observation, limits, what="the observation")
         return Step(tokens, earned, bool(done), values)
 
@@ -184,7 +170,7 @@ def _reading(what: str) -> Iterator[None]:
     except EpisodeError:
         raise
     except Exception as error:
-        raise EpisodeError("invalid", f"{what} cannot be read: {error!r}") from error
+        raise _invalid(f"{what} cannot be read: {error!r}") from error
 
 
 def _token_ids(returned: Any, limits: EpisodeLimits, *, what: str) -> np.ndarray:
@@ -192,11 +178,10 @@ def _token_ids(returned: Any, limits: EpisodeLimits, *, what: str) -> np.ndarray
     if ids.size == 0 and ids.ndim == 1:
         return np.zeros(0, np.int32)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise EpisodeError("invalid", f"{what} is {returned!r:.200}, expected token ids")
+        raise _invalid(f"{what} is {returned!r:.200}, expected token ids")
     if ids.min() < 0 or ids.max() >= limits.vocab_size:
-        raise EpisodeError(
-            "invalid",
+        raise _invalid(
             f"{what} has token ids from {ids.min()} to {ids.max()}; the policy's are 0 to "
-            f"{limits.vocab_size - 1}",
+            f"{limits.vocab_size - 1}"
         )
     return ids.astype(np.int32)

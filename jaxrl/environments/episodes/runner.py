@@ -20,34 +20,23 @@ from jaxrl.environments.episodes import base
 from jaxrl.environments.episodes.base import EpisodeError
 from jaxrl.environments.episodes.episode import EpisodeBuilder, check_prompt, check_step
 from jaxrl.environments.episodes.open_file_limit import max_open_episodes, reserve_files
-from jaxrl.environments.isolation.calls import Deadline, Worker, wait_for
+from jaxrl.environments.isolation.calls import Deadline, Worker, run_in_thread, wait_for
 from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn
 
 
 class EpisodeResults(NamedTuple):
-    """Finished episodes, `group_size` for each prompt, in the order of the prompts.
+    """Finished episodes, `group_size` for each prompt, in the order of the prompts."""
 
-    Attributes:
-      rollouts: without rewards of reward functions; training ignores those that failed.
-      first_failure: message of the first failed environment, for the log; None without one.
-    """
-
-    rollouts: list[Rollout]
-    first_failure: str | None
+    rollouts: list[Rollout]  # without rewards of functions; training ignores those that failed
+    first_failure: str | None  # message of an environment, for the log
 
 
 class EpisodeRunner(NamedTuple):
-    """Runs episodes of one environment.
+    """Runs episodes of one environment."""
 
-    Attributes:
-      make: () -> the environment of one episode.
-      limits: of each episode.
-      scheduler: decides which turns are sampled together.
-    """
-
-    make: base.MakeEnvironment
-    limits: base.EpisodeLimits
-    scheduler: type["TurnScheduler"]
+    make: base.MakeEnvironment  # of one episode
+    limits: base.EpisodeLimits  # of each episode
+    scheduler: type["TurnScheduler"]  # decides which turns are sampled together
 
     def run(
         self,
@@ -63,32 +52,22 @@ class EpisodeRunner(NamedTuple):
         environment that raises, times out or returns an invalid step ends its own episode only. An
         episode of a single turn equals what `sampler.sample` draws.
 
-        Args:
-          examples: by the number of their group.
-          sampler: samples the policy's turns.
-          params: of sampling; the runner's limits replace `max_tokens`.
-          group_size: episodes for each example.
-
-        Raises:
-          Exception: whatever the sampler raises.
+        Examples are given by the number of their group. Raises what the sampler raises. The limits
+        of the runner replace `params.max_tokens`.
         """
         prompts, finished = list(enumerate(examples.items())), list[_Episode]()
         chunk = max(1, max_open_episodes() // group_size)
-        worker = Worker()
-        try:
-            for first in range(0, len(prompts), chunk):
-                some = prompts[first : first + chunk]
-                with reserve_files(len(some) * group_size):
-                    groups = [
-                        [_Episode(self, example, group, (i, j)) for j in range(group_size)]
-                        for i, (group, example) in some
-                    ]
-                    scheduler = self.scheduler(sampler, params, episodes=len(some) * group_size)
-                    # In another thread, because a notebook's thread already has an event loop.
-                    worker.submit(asyncio.run, _run_groups(groups, scheduler)).result()
-                    finished += itertools.chain(*groups)
-        finally:
-            worker.end()
+        for first in range(0, len(prompts), chunk):
+            some = prompts[first : first + chunk]
+            with reserve_files(len(some) * group_size):
+                groups = [
+                    [_Episode(self, example, group, (i, j)) for j in range(group_size)]
+                    for i, (group, example) in some
+                ]
+                scheduler = self.scheduler(sampler, params, episodes=len(some) * group_size)
+                # In another thread, because a notebook's thread already has an event loop.
+                run_in_thread(asyncio.run, _run_groups(groups, scheduler)).result()
+                finished += itertools.chain(*groups)
         failures = (e.failure for e in finished if e.failure is not None)
         return EpisodeResults([e.rollout() for e in finished], next(failures, None))
 
@@ -97,7 +76,6 @@ class TurnScheduler(abc.ABC):
     """Collects the turns that episodes request, and samples some of them together."""
 
     def __init__(self, sampler: Sampler, params: SamplingParams, *, episodes: int) -> None:
-        """Serves a number of episodes; `params.max_tokens` is ignored."""
         self._sampler, self._params, self._running = sampler, params, episodes
         self._waiting: list[_Request] = []
         self._pool = ThreadPoolExecutor(episodes, thread_name_prefix="turns")

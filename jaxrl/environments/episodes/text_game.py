@@ -16,22 +16,17 @@ class TextGame:
     """An `Environment` whose observations are user messages from a game."""
 
     def __init__(self, make: Callable[[], Any], *, chat: Chat, tokenizer: Tokenizer) -> None:
-        """Creates one episode.
+        """Creates one episode: `make()` returns its game.
 
-        Args:
-          make: () -> the game. `reset` returns a text, or a text and an info. `step` takes the
-            policy's text and returns (text, reward, done, info), or (text, reward, terminated,
-            truncated, info).
-          chat: renders observations for the policy.
-          tokenizer: the policy's.
+        The game's `reset` returns a text, or a text and an info. `step` takes the policy's text and
+        returns (text, reward, done, info), or (text, reward, terminated, truncated, info).
         """
         self._game, self._chat, self._tokenizer = make(), chat, tokenizer
 
     async def reset(self, example: Example) -> np.ndarray:
-        """Begins the game and returns the prompt, i32[P].
+        """Returns the prompt, i32[P], with the game's first observation for {observation}.
 
-        The game gets the column `seed` if the data has one. Its first observation replaces
-        {observation} in the prompt.
+        The game gets the column `seed` if the data has one.
 
         Raises:
           ValueError: if the prompt has no {observation}.
@@ -46,11 +41,8 @@ class TextGame:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     async def step(self, completion: np.ndarray) -> Step:
-        """Passes the turn to the game as text, stripped and without control tokens.
-
-        Raises:
-          ValueError: if the game returns neither 4 nor 5 values.
-        """
+        """Passes the turn to the game as text, stripped and without control tokens; raises
+        ValueError if the game returns neither 4 nor 5 values."""
         text = self._tokenizer.decode(completion, skip_special_tokens=True).strip()
         returned = self._game.step(text)
         if len(returned) not in (4, 5):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import contextvars
+import functools
 import inspect
 import os
 import queue
@@ -87,47 +88,33 @@ def call_each(
 
     Calls run one after the other; marked by `uses_processes`, as many at once as there are
     processors; asynchronous, up to 64 at once. Python cannot end a thread, so a call that times out
-    keeps running in a daemon thread.
-
-    Args:
-      function: `def` or `async def`.
-      arguments: of each call.
-      timeout: seconds for each call.
+    keeps running in its own, a daemon.
 
     Returns:
       For each call its result, or the exception that it raised, SystemExit included; TimeoutError
-      if it took too long.
+      if it took more than `timeout` seconds.
     """
     if inspect.iscoroutinefunction(function):
         return _call_async(function, arguments, timeout=timeout)
+    call = functools.partial(_call, function, timeout=timeout)
     if not hasattr(function, _USES_PROCESSES):
-        return _call_in_turn(function, arguments, timeout=timeout)
+        return list(map(call, arguments))
     threads = ThreadPoolExecutor(_PROCESSORS)
     try:
-        calls = [
-            threads.submit(_call_in_turn, function, [call], timeout=timeout) for call in arguments
-        ]
-        return [call.result()[0] for call in calls]
+        return list(threads.map(call, arguments))
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _call_in_turn(
-    function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, timeout: float
-) -> list[Any]:
-    outcomes: list[Any] = []
-    worker = Worker()
-    try:
-        for call in arguments:
-            deadline = Deadline(timeout)
-            future = worker.submit(function, *call, deadline=deadline)
-            outcomes.append(_outcome(future, deadline, timeout=timeout))
-            if not future.done():
-                worker.end()
-                worker = Worker()
-    finally:
-        worker.end()
-    return outcomes
+def _call(function: Callable[..., Any], arguments: tuple[Any, ...], *, timeout: float) -> Any:
+    deadline = Deadline(timeout)
+    future = run_in_thread(function, *arguments, deadline=deadline)
+    while not future.done() and (seconds := deadline.remaining()):
+        wait([future], seconds)
+    if not future.done():
+        return _too_long(timeout)
+    error = future.exception()
+    return future.result() if error is None else error
 
 
 def _call_async(
@@ -155,32 +142,14 @@ def _call_async(
     async def call_all() -> list[Any]:
         return await asyncio.gather(*map(limited, arguments), return_exceptions=True)
 
-    worker = Worker()
-    try:
-        # A call that blocks the event loop delays all others; one more timeout for that.
-        seconds = (1 - (-len(arguments) // _ASYNC_CALLS)) * timeout
-        future = worker.submit(asyncio.run, call_all())
-        outcomes = _outcome(future, Deadline(seconds), timeout=seconds)
-    finally:
-        worker.end()
+    # A call that blocks the event loop delays all others; one more timeout for that.
+    seconds = (1 - (-len(arguments) // _ASYNC_CALLS)) * timeout
+    outcomes = _call(asyncio.run, (call_all(),), timeout=seconds)
     return [outcomes] * len(arguments) if isinstance(outcomes, BaseException) else outcomes
 
 
-def _outcome(future: Future[Any], deadline: Deadline, *, timeout: float) -> Any:
-    while not future.done() and (seconds := deadline.remaining()):
-        wait([future], seconds)
-    if not future.done():
-        return _too_long(timeout)
-    error = future.exception()
-    return future.result() if error is None else error
-
-
 async def wait_for(awaitable: Awaitable[Any], deadline: Deadline) -> Any:
-    """Awaits a result until a deadline.
-
-    Raises:
-      TimeoutError: at the deadline; the awaitable is cancelled.
-    """
+    """Awaits a result; at the deadline cancels it and raises TimeoutError."""
     future = asyncio.ensure_future(awaitable)
     try:
         while not future.done() and (seconds := deadline.remaining()):
@@ -194,6 +163,16 @@ async def wait_for(awaitable: Awaitable[Any], deadline: Deadline) -> Any:
 
 def _too_long(timeout: float) -> TimeoutError:
     return TimeoutError(f"it took longer than {timeout:g} s")
+
+
+def run_in_thread(
+    function: Callable[..., Any], *arguments: Any, deadline: Deadline | None = None
+) -> Future[Any]:
+    """Makes one call, as `Worker.submit`, in a daemon thread of its own."""
+    worker = Worker()
+    future = worker.submit(function, *arguments, deadline=deadline)
+    worker.end()
+    return future
 
 
 class Worker:

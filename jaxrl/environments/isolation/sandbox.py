@@ -25,64 +25,45 @@ class SandboxError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """Limits of a program.
+    """Limits of a program, in the order of the child's arguments."""
 
-    Attributes:
-      seconds: of wall-clock time.
-      memory: bytes of address space of each process, and of files.
-      processes: at once; Linux does not apply this limit to root.
-      output: bytes kept of each of the two streams.
-    """
-
-    seconds: float = 5.0
-    memory: int = 512 << 20
-    processes: int = 16
-    output: int = 64 << 10
+    seconds: float = 5.0  # of wall-clock time
+    memory: int = 512 << 20  # bytes of address space of each process, and of files
+    processes: int = 16  # at once; Linux does not apply this limit to root
+    output: int = 64 << 10  # bytes kept of each of the two streams
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramResult:
-    """The outcome of a program.
+    """The outcome of a program."""
 
-    Attributes:
-      status: exit status; negative for a signal.
-      stdout, stderr: its output, truncated at `SandboxLimits.output`.
-      timed_out: True if it was killed at the time limit.
-    """
-
-    status: int
-    stdout: str
+    status: int  # exit status; negative for a signal
+    stdout: str  # truncated at `SandboxLimits.output`
     stderr: str
-    timed_out: bool
+    timed_out: bool  # it was killed at the time limit
 
 
 def run_python(
     code: str, *, then: Sequence[str] = (), limits: SandboxLimits | None = None
 ) -> ProgramResult:
-    """Runs a program as soon as a processor is free of other programs.
+    """Runs Python that needs only the standard library, once a processor is free of other programs.
 
-    Args:
-      code: Python that needs only the standard library. It runs as `__main__`, or as a module of
-        another name if `then` follows.
-      then: more Python, run one after the other in the same module until one raises. Each part
-        enters the process only after the parts before it have run.
-      limits: of the program.
+    It runs as `__main__`; if `then` follows, as a module of another name, and the parts of `then`
+    after it in the same module until one raises. A part enters the process only after the parts
+    before it have run.
 
     Raises:
       SandboxError: if the sandbox cannot be set up on this machine.
     """
     limits = limits or SandboxLimits()
-    numbers = (limits.seconds, limits.memory, limits.processes, limits.output)
+    command = [sys.executable, "-I", "-S", str(_CHILD), *map(str, dataclasses.astuple(limits))]
     parts = [part.encode() for part in (code, *then)]
-    command = [sys.executable, "-I", "-S", str(_CHILD), *map(str, numbers)]
+    headed = (b"%d %d\n%s" % (len(parts) - i, len(p), p) for i, p in enumerate(parts, start=1))
     try:
         with hold_processor():
             done = subprocess.run(
                 command,
-                input=b"".join(
-                    b"%d %d\n%s" % (len(parts) - 1 - i, len(part), part)
-                    for i, part in enumerate(parts)
-                ),
+                input=b"".join(headed),
                 capture_output=True,
                 env={"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
                 timeout=limits.seconds + _STARTUP_SECONDS,

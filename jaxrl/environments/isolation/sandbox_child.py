@@ -149,10 +149,8 @@ def filter_program(machine: str) -> "list[tuple[int, int, int, int]]":
     steps += [call, (AT_LEAST, 0, 1, X32), deny]
     for denied in (*known["denied"], IO_URING_SETUP, MEMFD_SECRET):
         steps += [(EQUAL, 0, 1, denied), deny]
-    steps += [
-        (EQUAL, 0, 1, CLONE3),
-        absent,
-    ]  # so that libc falls back to clone, whose flags a filter can read
+    # Absent, so that libc falls back to clone, whose flags a filter can read.
+    steps += [(EQUAL, 0, 1, CLONE3), absent]
     for name, then in (
         ("clone", [first, (ANY_BIT, 0, 1, NEW_USER), deny]),
         ("prctl", [first, (EQUAL, 0, 1, PR_SET_PDEATHSIG), deny]),  # it must end with its parent

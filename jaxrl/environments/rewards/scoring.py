@@ -10,41 +10,27 @@ from jaxrl.core import plugins
 from jaxrl.environments.isolation.calls import call_each
 from jaxrl.environments.rewards import builtin
 
-RewardFn = Callable[..., Any]
+RewardFn = Callable[..., Any]  # `def` or `async def`
 
 _BATCHED = "_jaxrl_batched"
 
 
 class Reward(NamedTuple):
-    """One term of the reward.
+    """One term of the reward."""
 
-    Attributes:
-      name: for metrics and messages.
-      function: (completion, example) -> number, or marked by `batched`; `def` or `async def`.
-      weight: its factor in the sum.
-      timeout: seconds for each call.
-    """
-
-    name: str
-    function: RewardFn
-    weight: float
-    timeout: float = 60.0
+    name: str  # for metrics and messages
+    function: RewardFn  # (completion, example) -> number, or marked by `batched`
+    weight: float  # its factor in the sum
+    timeout: float = 60.0  # seconds for each call
 
 
 class Scores(NamedTuple):
-    """Rewards of N completions.
+    """Rewards of N completions."""
 
-    Attributes:
-      total: f64[N], the weighted sum; NaN where a function failed, so that training ignores it.
-      components: f64[N] for each reward name, before the weight.
-      failures: number of failed completions for each reward name.
-      first_failure: message of the first failure, for the log; None without one.
-    """
-
-    total: np.ndarray
-    components: dict[str, np.ndarray]
-    failures: dict[str, int]
-    first_failure: str | None
+    total: np.ndarray  # f64[N], weighted; NaN where a function failed, so that training ignores it
+    components: dict[str, np.ndarray]  # f64[N] for each reward name, before the weight
+    failures: dict[str, int]  # number of failed completions for each reward name
+    first_failure: str | None  # message for the log
 
 
 def batched(function: RewardFn) -> RewardFn:
@@ -56,16 +42,8 @@ def batched(function: RewardFn) -> RewardFn:
 def load_rewards(
     paths: Sequence[str], weights: Sequence[float] = (), *, timeout: float = 60.0
 ) -> list[Reward]:
-    """Loads the reward functions of `reward.path`.
-
-    Args:
-      paths: names of builtin functions, `file.py:function` or `package.module:function`.
-      weights: one for each path; 1 each if empty.
-      timeout: seconds for each call.
-
-    Raises:
-      ValueError: for a function that cannot be loaded, or two of the same name.
-    """
+    """Loads the reward functions of `reward.path`, with weights or 1 each; raises ValueError for a
+    function that cannot be loaded, or two of the same name."""
     functions = [plugins.load_function(p, builtin=builtin, key="reward.path") for p in paths]
     names = [path.rpartition(":")[2] for path in paths]
     twice = [name for name in names if names.count(name) > 1]
@@ -125,16 +103,14 @@ def _apply(
         return call_each(term.function, pairs, timeout=term.timeout)
     batch = (list(completions), list(examples))
     (returned,) = call_each(term.function, [batch], timeout=term.timeout)
-    if isinstance(returned, BaseException):
-        return [returned] * len(completions)
-    try:
-        values = list(returned)
-    except Exception as error:
-        return [error] * len(completions)
-    if len(values) != len(completions):
-        wrong = ValueError(f"{len(values)} rewards for {len(completions)} completions")
-        return [wrong] * len(completions)
-    return values
+    if not isinstance(returned, BaseException):
+        try:
+            returned = list(returned)
+        except Exception as error:
+            returned = error
+    if isinstance(returned, list) and len(returned) != len(completions):
+        returned = ValueError(f"{len(returned)} rewards for {len(completions)} completions")
+    return returned if isinstance(returned, list) else [returned] * len(completions)
 
 
 def _finite(returned: Any) -> float | BaseException:

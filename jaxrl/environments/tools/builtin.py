@@ -68,11 +68,8 @@ def python(code: str) -> str:
 
 
 def _value(node: ast.expr) -> Number:
-    """Evaluates an expression.
-
-    Raises:
-      ValueError: for anything but arithmetic on numbers, or a number that is too large.
-    """
+    """Evaluates an expression; raises ValueError for anything but arithmetic on numbers, or a
+    number that is too large."""
     match node:
         case ast.Constant(value=value) if type(value) in (int, float):
             return _bounded(value)

@@ -35,24 +35,18 @@ class ToolCall(NamedTuple):
 
 
 class ToolResult(NamedTuple):
-    """The result of a call: a text for the model, and True for an error."""
+    """The result of a call."""
 
-    text: str
+    text: str  # for the model
     failed: bool
 
 
 class Tool(NamedTuple):
-    """A function that a model can call.
-
-    Attributes:
-      name: by which it is called.
-      schema: JSON schema in the form that chat templates take.
-      run: arguments -> result; raises ToolError for invalid arguments.
-    """
+    """A function that a model can call."""
 
     name: str
-    schema: dict[str, Any]
-    run: Callable[[Mapping[str, Any]], Any]
+    schema: dict[str, Any]  # JSON schema in the form that chat templates take
+    run: Callable[[Mapping[str, Any]], Any]  # raises ToolError for invalid arguments
 
 
 def make_tool(function: Callable[..., Any]) -> Tool:
@@ -95,11 +89,8 @@ def make_tool(function: Callable[..., Any]) -> Tool:
 
 
 def load_tools(references: Sequence[str]) -> dict[str, Tool]:
-    """Loads the tools of `environment.tools`, by name.
-
-    Args:
-      references: `calculator`, `python`, `search:FILE`, `file.py:function` or
-        `package.module:function`.
+    """Loads the tools of `environment.tools`, by name: `calculator`, `python`, `search:FILE`,
+    `file.py:function` or `package.module:function`.
 
     Raises:
       ValueError: for a tool that cannot be loaded or made, or two of the same name.

@@ -22,7 +22,7 @@ class Index:
         self._lengths: list[int] = []
         self._found: dict[str, list[tuple[int, int]]] = {}  # word -> (text, number of occurrences)
         for number, text in enumerate(texts):
-            words = _words(text)
+            words = _WORD.findall(text.lower())
             self._lengths.append(len(words))
             for word, count in Counter(words).items():
                 self._found.setdefault(word, []).append((number, count))
@@ -31,7 +31,7 @@ class Index:
     def best(self, query: str, *, most: int) -> list[str]:
         """Returns the texts that match a query best, in order; each has one of its words."""
         scores: dict[int, float] = {}
-        for word in set(_words(query)):
+        for word in set(_WORD.findall(query.lower())):
             places = self._found.get(word, [])
             rare = math.log(1 + (len(self._texts) - len(places) + 0.5) / (len(places) + 0.5))
             for number, count in places:
@@ -42,20 +42,16 @@ class Index:
         return [self._texts[number] for number in order[:most]]
 
 
+@functools.cache
 def make_search(path: str) -> Callable[[str], str]:
     """Returns the tool that searches a corpus; raises as `read_corpus`."""
-    index = _index(path)
+    index = Index(read_corpus(path))
 
     def search(query: str) -> str:
         """Returns the passages of the corpus that match the words of a query best."""
         return "\n\n".join(index.best(query, most=_RESULTS)) or "(nothing found)"
 
     return search
-
-
-@functools.cache
-def _index(path: str) -> Index:
-    return Index(read_corpus(path))
 
 
 def read_corpus(path: str) -> list[str]:
@@ -88,7 +84,3 @@ def _passage(line: str, where: str) -> str:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f'{where}: expected {{"text": "...", "title": "..."}}') from None
     return f"{title}\n{text}" if title else str(text)
-
-
-def _words(text: str) -> list[str]:
-    return _WORD.findall(text.lower())

@@ -44,24 +44,9 @@ class Router:
     """
 
     def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        max_requests: int,
-        timeout: float,
-        headers: Mapping[str, str],
+        self, urls: Sequence[str], *, max_requests: int, timeout: float, headers: Mapping[str, str]
     ) -> None:
-        """Makes the router without connecting.
-
-        Args:
-          urls: addresses of the servers.
-          max_requests: concurrent requests per server.
-          timeout: seconds until a request counts as failed.
-          headers: of every request.
-
-        Raises:
-          ValueError: if `urls` is empty or has an entry that is not an http:// address.
-        """
+        """Makes the router without connecting; arguments and errors are those of `VllmSampler`."""
         if not urls:
             raise ValueError("urls is empty; give the address of at least one server")
         self._clients = {url: _client(url, timeout=timeout, headers=headers) for url in urls}
@@ -84,15 +69,11 @@ class Router:
         about: str,
         keys: Sequence[Hashable] = (),
     ) -> T:
-        """Posts a request and returns `read` of the response's text; queues and retries.
+        """Posts JSON and returns `read` of the response's text; queues and retries.
 
-        Args:
-          path: path of the request.
-          body: JSON.
-          read: raises UnpublishedWeightsError if the server must not be used.
-          about: the request's subject, for error messages.
-          keys: affinity keys. The server that got the last request with the first key is preferred;
-            later requests with any of the keys prefer the server of this one.
+        `read` raises UnpublishedWeightsError if the server must not be used. `about` is the subject
+        of error messages. The server that got the last request with the first affinity key is
+        preferred; later requests with any of the keys prefer the server of this one.
 
         Raises:
           SamplerError: if a server refuses the request, or no server answers it.

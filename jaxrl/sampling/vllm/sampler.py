@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.sampling.base import Completion, SamplingParams, Turn, check_turns, group_turns
+from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn, check_turns
 from jaxrl.sampling.vllm.router import Router, SamplerError, UnpublishedWeightsError
 
 _PATH = "/inference/v1/generate"
@@ -36,24 +36,20 @@ class _Partial(NamedTuple):
 
 
 class _HttpRequest(NamedTuple):
-    """One HTTP request: for `count` completions that continue `partial`."""
+    """One HTTP request: for the completions of turns with equal contexts, or to continue one."""
 
-    prompt_index: int
-    first: int  # sample index of the first completion
-    count: int
-    prompt: list[int]
-    max_tokens: int
+    turns: Sequence[Turn]
     seed: int
     served: _Served
-    prompt_hash: int  # of the prompt that the whole group shares
     partial: _Partial = _Partial([], [], [])
 
 
-class VllmSampler:
-    """A `Sampler` that asks vLLM servers.
+class VllmSampler(Sampler):
+    """Asks vLLM servers.
 
     Completions are reproducible if the server's numerics do not depend on its load: a retry sends
-    the same token ids and seed. Each completion is yielded once.
+    the same token ids and seed. Each completion is yielded once. Log-probs that the server omits,
+    or that are NaN or positive, are NaN.
     """
 
     def __init__(
@@ -92,31 +88,18 @@ class VllmSampler:
         return self._served.version
 
     def use_version(self, version: int, *, urls: Sequence[str], adapter: str | None = None) -> None:
-        """Samples from `version` from now on, at the servers that serve it.
-
-        Args:
-          version: the policy version.
-          urls: addresses of these servers; failed ones among them get requests again.
-          adapter: name of the adapter that is this version; None if the weights are.
-        """
+        """Samples from a policy version from now on, at the servers that serve it; failed ones
+        among them get requests again. The version is that of the adapter, else of the weights."""
         self._router.use(urls)
         self._served = _Served(version, adapter)
 
-    def sample(
-        self, prompts: Sequence[np.ndarray], params: SamplingParams, *, group_size: int
-    ) -> Iterator[Completion]:
-        """See `Sampler.sample`. Log-probs that the server omits, or that are NaN or positive, are
-        NaN.
+    def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
+        """See `Sampler.sample_turns`. Consecutive turns with the same context are one request.
 
         Raises:
           SamplerError: while iterating, if a server does not answer after several attempts or
             refuses a request. Completions that were yielded before stay valid.
         """
-        return self.sample_turns(group_turns(prompts, params, group_size=group_size), params)
-
-    def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
-        """See `Sampler.sample_turns`; raises as `sample`. Consecutive turns with the same context
-        are one request."""
         turns = check_turns(turns, max_positions=self._max_positions, vocab_size=self._vocab_size)
         groups: list[list[Turn]] = []
         for turn in turns:
@@ -127,20 +110,7 @@ class VllmSampler:
         served = self._served
         most = max((turn.prompt_index for turn in turns), default=-1) + 1
         seeds = np.random.SeedSequence(params.seed).generate_state(most, np.uint64) >> 2
-        requests = [
-            _HttpRequest(
-                prompt_index=first.prompt_index,
-                first=first.sample_index,
-                count=len(group),
-                prompt=first.context.tolist(),
-                max_tokens=first.max_tokens,
-                seed=int(seeds[first.prompt_index]),
-                served=served,
-                prompt_hash=hash(first.context[: first.prompt_length].tobytes()),
-            )
-            for group in groups
-            for first in group[:1]
-        ]
+        requests = [_HttpRequest(g, int(seeds[g[0].prompt_index]), served) for g in groups]
         return self._completions(requests, params)
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -149,17 +119,14 @@ class VllmSampler:
         They are those at temperature 1 without truncation: vLLM computes no others for a prompt,
         and one token's log-prob does not determine its value at another temperature.
 
-        Args:
-          sequences: i32[T] token ids each; the first token is only context.
-
         Returns:
-          For each sequence f32[T]: entry t is log p(tokens[t] | tokens[:t]). Entry 0 is NaN. So is
-          the last entry of a sequence that fills the model's positions, because the server samples
-          one more token than it scores.
+          For each sequence, i32[T], its f32[T]: entry t is log p(tokens[t] | tokens[:t]). Entry 0
+          is NaN. So is the last entry of a sequence that fills the model's positions, because the
+          server samples one more token than it scores.
 
         Raises:
           ValueError: if a sequence is empty, too long or outside the vocabulary.
-          SamplerError: as `sample`, or if a server serves another version than `self.version`.
+          SamplerError: as `sample_turns`; if a server serves another version than `self.version`.
         """
         turns = [Turn(sequence, i, 0, 1) for i, sequence in enumerate(sequences)]
         turns = check_turns(
@@ -191,23 +158,25 @@ class VllmSampler:
         todo = [request]
         while todo:
             one = todo.pop()
-            for index, choice in enumerate(self._generate(one, params)):
+            for turn, choice in zip(one.turns, self._generate(one, params), strict=True):
                 partial = _parse_choice(choice, one)
                 reason = choice["finish_reason"]
                 if reason == "abort":
-                    todo.append(one._replace(first=one.first + index, count=1, partial=partial))
+                    todo.append(one._replace(turns=[turn], partial=partial))
                 else:
-                    done.append(_completion(one, index, partial, reason=reason, stop=params.stop))
+                    done.append(_completion(turn, partial, reason=reason, stop=params.stop))
         return done
 
     def _generate(self, request: _HttpRequest, params: SamplingParams) -> list[dict[str, Any]]:
+        first = request.turns[0]
+        prompt_hash = hash(first.context[: first.prompt_length].tobytes())
         return self._router.post(
             _PATH,
             json.dumps(_body(request, params)),
             read=lambda text: _parse_choices(text, request),
-            about=f"prompt {request.prompt_index}",
+            about=f"prompt {first.prompt_index}",
             # The server that sampled an episode's last turn has the episode in its prefix cache.
-            keys=[(request.prompt_hash, request.first + i) for i in range(request.count)],
+            keys=[(prompt_hash, turn.sample_index) for turn in request.turns],
         )
 
     def _score(self, turn: Turn) -> np.ndarray:
@@ -238,23 +207,23 @@ def _follows(turn: Turn, before: Turn) -> bool:
 
 
 def _body(request: _HttpRequest, params: SamplingParams) -> dict[str, Any]:
-    done = request.partial.tokens
+    first, done = request.turns[0], request.partial.tokens
     settings: dict[str, Any] = {
-        "n": request.count,
-        "max_tokens": request.max_tokens - len(done),
+        "n": len(request.turns),
+        "max_tokens": first.max_tokens - len(done),
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
         "min_p": params.min_p,
         # A continuation needs another seed, or it would draw the same random numbers again.
-        "seed": request.seed + request.first + len(done),
+        "seed": request.seed + first.sample_index + len(done),
         "logprobs": 0,  # of the token itself and no other
         "detokenize": False,
         # Only `params` ends a completion, whatever the server's own configuration says.
         "ignore_eos": True,
         "stop_token_ids": [stop[0] for stop in params.stop if len(stop) == 1],
     }
-    asked = {"token_ids": request.prompt + done, "sampling_params": settings}
+    asked = {"token_ids": first.context.tolist() + done, "sampling_params": settings}
     return asked | _model(request.served)
 
 
@@ -264,16 +233,16 @@ def _model(served: _Served) -> dict[str, str]:
 
 def _parse_choices(text: str, request: _HttpRequest) -> list[dict[str, Any]]:
     choices = sorted(json.loads(text)["choices"], key=lambda choice: choice["index"])
-    if len(choices) != request.count:
+    if len(choices) != len(request.turns):
         raise SamplerError(
-            f"prompt {request.prompt_index}: requested {request.count} completions, received "
-            f"{len(choices)}"
+            f"prompt {request.turns[0].prompt_index}: requested {len(request.turns)} completions, "
+            f"received {len(choices)}"
         )
-    labels = {span["version"] for c in choices for span in c.get("weight_versions") or ()}
-    for label in labels:
-        if not label.isdigit():
+    for span in (span for c in choices for span in c.get("weight_versions") or ()):
+        if not span["version"].isdigit():
             raise UnpublishedWeightsError(
-                f"the server samples from weights {label!r}, which no learner has published"
+                f"the server samples from weights {span['version']!r}, which no learner has "
+                "published"
             )
     return choices
 
@@ -318,18 +287,13 @@ def _valid_logprob(logprob: float | None) -> float:
 
 
 def _completion(
-    request: _HttpRequest,
-    index: int,
-    whole: _Partial,
-    *,
-    reason: str,
-    stop: Sequence[Sequence[int]],
+    turn: Turn, whole: _Partial, *, reason: str, stop: Sequence[Sequence[int]]
 ) -> Completion:
     end = _stop_sequence_end(whole.tokens, stop)
     tokens, logprobs, versions = (part[:end] for part in whole)
     return Completion(
-        prompt_index=request.prompt_index,
-        sample_index=request.first + index,
+        prompt_index=turn.prompt_index,
+        sample_index=turn.sample_index,
         tokens=np.asarray(tokens, np.int32),
         logprobs=np.asarray(logprobs, np.float32),
         versions=np.asarray(versions, np.int32),
