@@ -6,14 +6,13 @@ in `training.rollouts.stream` while the learner trains; rollouts become minibatc
 `training.minibatches`; `learner.update` is the optimizer step.
 """
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
-from jaxrl.builders.learner import Learning, check_attention
+from jaxrl.builders.learner import Learning
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.hosts import Hosts
@@ -89,8 +88,7 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
         ) as collect,
         open_profile(run.config, run.records, done=progress.step, hosts=run.hosts) as profile,
     ):
-        check_changed = functools.partial(check_attention, run.learning)
-        alarms = AlarmActions(run.config, run.records, check_changed=check_changed)
+        alarms = AlarmActions(run.config, run.records, check_changed=run.learning.check_attention)
         if progress.step == 0:
             progress.initial_accuracy = evaluate(run, progress)
         verdict, signum = None, run.hosts.largest(interrupt.signum or 0)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxrl.builders.model import load_scorer
+from jaxrl.builders.model import load_model
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Rollout
 from jaxrl.core.packing import MinibatchShape, pack_minibatch, plan_rows
@@ -43,7 +43,7 @@ def load_reward_model(
             "model from it with `jaxrl reward-model`"
         )
     policy = config.policy
-    model, params = load_scorer(path, layout=layout, dtype=policy.compute)
+    model, params = load_model(path, layout=layout, dtype=policy.compute, output="scores")
     check_vocabulary(
         path,
         own=huggingface.load_tokenizer(path),

@@ -44,8 +44,8 @@ def load_task(config: Config, *, with_prompts: bool) -> TaskData:
     tools = load_tools(config.environment.tools)
     prompts, held_out = Prompts((), 0), None
     if with_prompts:
-        prompts = load_training_prompts(config.data, tokenizer, tools=tools)
-        held_out = load_held_out_prompts(config.data, tokenizer, tools=tools)
+        prompts = load_training_prompts(config.data, tokenizer, tools=tools.values())
+        held_out = load_held_out_prompts(config.data, tokenizer, tools=tools.values())
     rewards = load_rewards(
         config.reward.path, config.reward.function_weights, timeout=config.reward.timeout
     )

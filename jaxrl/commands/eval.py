@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     )
     tokenizer = huggingface.load_tokenizer(config.model.path)
     tools = load_tools(config.environment.tools)
-    prompts = load_held_out_prompts(config.data, tokenizer, tools=tools)
+    prompts = load_held_out_prompts(config.data, tokenizer, tools=tools.values())
     assert prompts is not None
     model, params = load_model(config.model.path, layout=layout, dtype=policy.params)
     sampler = EmbeddedSampler(

@@ -138,7 +138,8 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             publish=serving.publish,
             records=Records(directory, checkpoints, tracker),
         )
-        for line in filter(None, (*_notes(config, task, hosts=hosts), change, learning.attention)):
+        attention = learning.check_attention(config)
+        for line in filter(None, (*_notes(config, task, hosts=hosts), change, attention)):
             note(line)
         try:
             yield run, state, progress
