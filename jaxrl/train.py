@@ -20,7 +20,7 @@ from jaxrl.core.metrics import Metrics, merge, to_floats
 from jaxrl.learner.actor_critic import State
 from jaxrl.learner.update import applied_steps
 from jaxrl.training.alarm_actions import AlarmActions, Verdict
-from jaxrl.training.evaluate import evaluate_held_out
+from jaxrl.training.evaluate import evaluate_greedily
 from jaxrl.training.export import export
 from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.minibatches import (
@@ -84,7 +84,7 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
         open_run(config) as (run, state, progress),
         run.hosts.reporting(),
         open_collector(
-            run.source, run.config, progress=progress, interrupt=interrupt, hosts=run.hosts
+            run.source, progress=progress, interrupt=interrupt, hosts=run.hosts
         ) as collect,
         open_profile(run.config, run.records, done=progress.step, hosts=run.hosts) as profile,
     ):
@@ -135,7 +135,12 @@ def learn(
     with clock(seconds, "time/score"):
         parts = split_minibatches(len(rollouts), updates=updates)
         targets, numbers = compute_advantages(
-            run.learning, run.shaping, state=state, rollouts=rollouts, parts=parts
+            run.learning,
+            run.source,
+            state=state,
+            rollouts=rollouts,
+            parts=parts,
+            hosts=run.hosts,
         )
         minibatches = [
             prepare_minibatch(
@@ -212,11 +217,9 @@ def evaluate(run: Run, progress: Progress) -> float | None:
         return None
 
     def measure() -> float | None:
-        if run.held_out is None:
+        if run.source.task.held_out is None:
             return None
-        found = evaluate_held_out(
-            run.held_out.examples, generator=run.source.generator, scorer=run.source.scorer
-        )
+        found = evaluate_greedily(run.source)
         numbers = {f"eval/{name}": value for name, value in found.numbers.items()}
         run.records.tracker.log(step, {"eval/accuracy": found.accuracy} | numbers)
         return found.accuracy

@@ -23,20 +23,15 @@ RewardModel = Callable[[Sequence[Rollout]], np.ndarray]
 """Rollouts -> the reward of each, f64[N]."""
 
 
-def load_reward_model(
-    config: Config, path: str, tokenizer: Tokenizer, *, layout: Layout
-) -> RewardModel:
-    """Loads the reward model of a run; it runs on the learner's devices in `precision.compute`.
-
-    Args:
-      config: of the run; rows and microbatches are the learner's.
-      path: the reward model's directory.
-      tokenizer: the policy's.
-      layout: the learner's devices.
+def load_reward_model(config: Config, tokenizer: Tokenizer, *, layout: Layout) -> RewardModel:
+    """Loads the reward model of a run, whose policy has the tokenizer. It runs on the learner's
+    devices in `precision.compute`; rows and microbatches are the learner's.
 
     Raises:
       ValueError: if it is not a reward model, or its tokenizer is not the policy's.
     """
+    path = config.reward.model
+    assert path is not None
     if not huggingface.load_config(path).scored:
         raise ValueError(
             f"reward.model = {path!r} is a language model, which has no scores; train a reward "

@@ -241,7 +241,7 @@ def test_alarm_on_the_last_evaluation_pauses_the_run(material, tmp_path, monkeyp
     """The held-out score falls behind the last step: paused, and the same command ends the run."""
     scores = iter([0.9, 0.2])
     found = (SimpleNamespace(accuracy=score, numbers={}) for score in scores)
-    monkeypatch.setattr(train, "evaluate_held_out", lambda *_, **__: next(found))
+    monkeypatch.setattr(train, "evaluate_greedily", lambda *_, **__: next(found))
     (tmp_path / "rising.py").write_text(
         "calls = 0\ndef rising(completion, example):\n    global calls\n"
         "    calls += 1\n    return calls\n"

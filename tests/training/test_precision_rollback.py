@@ -95,7 +95,7 @@ def check_restored(run: Run, state: LearnerState) -> None:
         np.testing.assert_array_equal(ours, saved)
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {policy.params}
     assert float(state.loss_scale.scale) == policy.loss_scale.initial == 4.0
-    sampler = cast(EmbeddedSampler, run.source.generator.sampler)
+    sampler = cast(EmbeddedSampler, run.source.sampler)
     assert sampler._weights.params["embed"].dtype == policy.sampler
 
 

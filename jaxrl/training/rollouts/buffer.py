@@ -8,8 +8,6 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable
 
-import numpy as np
-
 from jaxrl.config.rollouts import Order
 from jaxrl.core.batch import Rollout
 from jaxrl.training.rollouts import dynamic_sampling
@@ -148,24 +146,27 @@ class Buffer:
 
     def _drop_stale(self, *, step: int) -> None:
         for number, rollouts in list(self._waiting.items()):
-            oldest, newest = _versions(rollouts, step=step)
-            if newest > step:
-                raise RuntimeError(
-                    f"the sampler serves policy version {newest} and the learner is at {step}; "
-                    "another run publishes to the same servers"
-                )
-            if step - oldest > self._max_staleness:
+            check_versions(rollouts, step=step)
+            if max(staleness(rollouts, step=step)) > self._max_staleness:
                 self.counts.stale += 1
                 del self._waiting[number]
 
 
 def staleness(rollouts: Iterable[Rollout], *, step: int) -> list[int]:
-    """Returns, for each rollout, the number of versions that its oldest token is behind `step`."""
-    return [step - _versions([rollout], step=step)[0] for rollout in rollouts]
-
-
-def _versions(rollouts: Iterable[Rollout], *, step: int) -> tuple[int, int]:
-    """Returns the oldest and the newest version that sampled any of the tokens; `step` twice
+    """Returns, for each rollout, the number of versions that its oldest token is behind `step`; 0
     without tokens, as in an episode that could not begin."""
-    versions = np.concatenate([r.version for r in rollouts])
-    return (int(versions.min()), int(versions.max())) if versions.size else (step, step)
+    return [step - int(r.version.min(initial=step)) for r in rollouts]
+
+
+def check_versions(rollouts: Iterable[Rollout], *, step: int) -> None:
+    """Checks that the learner has reached the policy version of every token.
+
+    Raises:
+      RuntimeError: if the sampler serves a policy newer than the learner's.
+    """
+    newest = max((int(r.version.max(initial=0)) for r in rollouts), default=0)
+    if newest > step:
+        raise RuntimeError(
+            f"the sampler serves policy version {newest} and the learner is at {step}; another run "
+            "publishes to the same servers"
+        )
