@@ -19,6 +19,7 @@ from jaxrl.core.hosts import Hosts
 from jaxrl.core.metrics import Metrics, merge, to_floats
 from jaxrl.learner.actor_critic import State
 from jaxrl.learner.update import applied_steps
+from jaxrl.monitoring.tracking.profile import Profile, explain_no_trace
 from jaxrl.training.alarm_actions import AlarmActions, Verdict
 from jaxrl.training.evaluate import evaluate_greedily
 from jaxrl.training.export import export
@@ -30,12 +31,11 @@ from jaxrl.training.minibatches import (
     with_entropy_weights,
 )
 from jaxrl.training.probes import run_probes
-from jaxrl.training.profiling import open_profile
 from jaxrl.training.progress import Progress
+from jaxrl.training.rollouts.collect import step_metrics
 from jaxrl.training.rollouts.stream import open_collector
 from jaxrl.training.run import Run, open_run
 from jaxrl.training.schedule import is_due
-from jaxrl.training.step_metrics import step_metrics
 from jaxrl.training.storage.resume import save, save_if_due
 from jaxrl.training.storage.run_directory import lock
 from jaxrl.training.timing import Numbers, clock
@@ -86,9 +86,14 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
         open_collector(
             run.source, progress=progress, interrupt=interrupt, hosts=run.hosts
         ) as collect,
-        open_profile(run.config, run.records, done=progress.step, hosts=run.hosts) as profile,
+        _open_profile(run, done=progress.step) as profile,
     ):
-        alarms = AlarmActions(run.config, run.records, check_changed=run.learning.check_attention)
+        alarms = AlarmActions(
+            run.config,
+            run.checkpoints,
+            run.tracker,
+            check_changed=run.learning.check_attention,
+        )
         if progress.step == 0:
             progress.initial_accuracy = evaluate(run, progress)
         verdict, signum = None, run.hosts.largest(interrupt.signum or 0)
@@ -99,7 +104,7 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
                 rollouts = collect(seconds=seconds)  # prompts -> sample -> reward
                 if rollouts is None:  # a signal came during the wait
                     signum = run.hosts.largest(interrupt.signum or 0)
-                    save(run.records.checkpoints, state, progress=progress)
+                    save(run.checkpoints, state, progress=progress)
                     break
                 with clock(seconds, "time/learn"):
                     state, learned = learn(run, state, rollouts=rollouts.batch, progress=progress)
@@ -107,14 +112,14 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
                     progress.step += 1
                     published = run.publish(state.policy.params, version=progress.step)
             numbers = run.hosts.share(rollouts.numbers | learned | published | seconds)
-            run.records.tracker.log(progress.step, step_metrics(rollouts, numbers))
+            run.tracker.log(progress.step, step_metrics(rollouts, numbers))
             accuracy = evaluate(run, progress)
             verdict = run.hosts.on_leader(alarms.check)
             signum = run.hosts.largest(interrupt.signum or 0)
             if verdict is None or verdict.action == "pause":
                 save_if_due(
                     run.config,
-                    run.records.checkpoints,
+                    run.checkpoints,
                     state=state,
                     progress=progress,
                     metric=accuracy,
@@ -125,6 +130,14 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
             model = export(run.config, run.learning, params=state.policy.params, hosts=run.hosts)
         accuracies = progress.initial_accuracy, progress.accuracy
         return Result(progress.step, signum or None, *accuracies, model, verdict)
+
+
+def _open_profile(run: Run, *, done: int) -> Profile:
+    """Opens the profiler of process 0; warns if the run is past the steps to profile."""
+    steps = run.config.train.profile_steps
+    if (note := explain_no_trace(steps, done=done, total=run.config.train.steps)) is not None:
+        run.tracker.note(note)
+    return Profile(Path(run.config.run_dir, "profile"), steps=steps if run.hosts.leads else None)
 
 
 def learn(
@@ -221,7 +234,7 @@ def evaluate(run: Run, progress: Progress) -> float | None:
             return None
         found = evaluate_greedily(run.source)
         numbers = {f"eval/{name}": value for name, value in found.numbers.items()}
-        run.records.tracker.log(step, {"eval/accuracy": found.accuracy} | numbers)
+        run.tracker.log(step, {"eval/accuracy": found.accuracy} | numbers)
         return found.accuracy
 
     accuracy = run.hosts.on_leader(measure)

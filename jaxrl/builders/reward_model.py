@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -51,7 +50,8 @@ def load_reward_model(config: Config, tokenizer: Tokenizer, *, layout: Layout) -
         rows_per_microbatch=config.microbatch_rows,
         param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
     )
-    compiled = CompiledRewardModel(
+    return functools.partial(
+        score_rollouts,
         params=params,
         scores=jax.jit(scores),
         shape=MinibatchShape(
@@ -60,49 +60,24 @@ def load_reward_model(config: Config, tokenizer: Tokenizer, *, layout: Layout) -
             sharding=layout.batch(("batch", "length")),
         ),
     )
-    return functools.partial(score_rollouts, compiled)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CompiledRewardModel:
-    """A compiled reward model.
-
-    Attributes:
-      params: in `precision.compute`.
-      scores: compiled.
-      shape: of its minibatches.
-    """
-
-    params: Params
-    scores: Scores
-    shape: MinibatchShape
-
-
-class _Place(NamedTuple):
-    row: int
-    segment: int
-
-
-def score_rollouts(model: CompiledRewardModel, rollouts: Sequence[Rollout]) -> np.ndarray:
-    """Returns the reward of each rollout, f64[N]; NaN where it is not finite."""
+def score_rollouts(
+    rollouts: Sequence[Rollout], *, params: Params, scores: Scores, shape: MinibatchShape
+) -> np.ndarray:
+    """Returns the compiled `scores` of each rollout, f64[N]; NaN where they are not finite."""
     # Sized for the worst case, one sequence per row, so that it compiles once.
-    shape = dataclasses.replace(model.shape, max_rows=len(rollouts))
+    shape = dataclasses.replace(shape, max_rows=len(rollouts))
     minibatch = pack_minibatch(rollouts, [0.0] * len(rollouts), shape=shape)
-    scores = np.asarray(fetch(model.scores(model.params, minibatch)), np.float64)
-    rows = plan_rows(rollouts, shape).members
-    places = {i: _Place(r, s) for r, row in enumerate(rows) for s, i in enumerate(row, start=1)}
-    values = np.array([scores[places[i]] for i in range(len(rollouts))])
+    found = np.asarray(fetch(scores(params, minibatch)), np.float64)
+    values = np.zeros(len(rollouts))
+    for row, members in enumerate(plan_rows(rollouts, shape).members):
+        values[list(members)] = found[row, 1 : len(members) + 1]
     return np.where(np.isfinite(values), values, np.nan)
 
 
 def check_vocabulary(path: str, *, own: Tokenizer, policy: Tokenizer, vocab_size: int) -> None:
-    """Checks that the reward model has the policy's tokenizer.
-
-    Args:
-      path: of the reward model, for the message.
-      own: the reward model's tokenizer.
-      policy: the policy's.
-      vocab_size: rows of the reward model's embedding.
+    """Checks that the reward model has the policy's tokenizer, and an embedding for every token.
 
     Raises:
       ValueError: if it has not; the message names the first difference.

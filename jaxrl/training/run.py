@@ -32,7 +32,6 @@ from jaxrl.training.probes import Probes
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts.collect import RolloutSource
 from jaxrl.training.storage.checkpoint import Checkpoints
-from jaxrl.training.storage.records import Records
 from jaxrl.training.storage.resume import restore
 from jaxrl.training.storage.run_directory import check_config, record_start
 from sharding.partition import Layout
@@ -50,7 +49,8 @@ class Run(NamedTuple):
       learning: the compiled learner, and its critic if the recipe has one.
       probes: diagnostics before the update.
       publish: sends weights to the sampler.
-      records: checkpoints and metrics.
+      checkpoints: in the run directory.
+      tracker: takes metrics and notes; a NullTracker on processes other than 0.
     """
 
     config: Config
@@ -59,7 +59,8 @@ class Run(NamedTuple):
     learning: Learning
     probes: Probes
     publish: Publish
-    records: Records
+    checkpoints: Checkpoints
+    tracker: Tracker | NullTracker
 
 
 @contextmanager
@@ -118,9 +119,10 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
                 note=tracker.note,
             ),
             learning=learning,
-            probes=Probes(config.probe, learning.learner, serving.score, samples, learning.shape),
+            probes=Probes(config.probe, learning, serving.score, samples),
             publish=serving.publish,
-            records=Records(directory, checkpoints, tracker),
+            checkpoints=checkpoints,
+            tracker=tracker,
         )
         attention = learning.check_attention(config)
         for line in filter(None, (*_notes(config, task, hosts=hosts), change, attention)):
@@ -152,13 +154,15 @@ def _open_serving(
         adapters = Adapters(learning.specs, 2 + config.rollouts.max_staleness)
     model_dir = Path(config.model.path)
     return open_sampler(
-        config,
+        config.sampler,
         Weights(learning.model, params, version, policy=config.policy, model_dir=model_dir),
         layout=learning.layout,
         directory=Path(config.run_dir),
         note=note,
         hosts=hosts,
         needs=SamplerNeeds(
+            config.longest_sequence,
+            config.sampling.max_batch,
             adapters=adapters,
             record_experts=config.train.replay_routing,
             completions=config.concurrent_completions,

@@ -20,7 +20,6 @@ from jaxrl.monitoring.alarms.rules import replay_alarms
 from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
 from jaxrl.training import rollbacks
 from jaxrl.training.alarm_actions import AlarmActions
-from jaxrl.training.storage.records import Records
 from tests import tiny
 
 # What is wanted is a digit in front; what also pays, and more, is a row of a's.
@@ -278,8 +277,8 @@ def watched(material, directory, **changes):
     tracker = SimpleNamespace(
         history=history, note=said.append, event=lambda step, event: noted.append(event)
     )
-    records = Records(directory, cast(Any, None), cast(Any, tracker))
-    return AlarmActions(config_, records, check_changed=pytest.fail), said, noted
+    actions = AlarmActions(config_, cast(Any, None), cast(Any, tracker), check_changed=pytest.fail)
+    return actions, said, noted
 
 
 def test_most_severe_action_wins_and_all_alarms_are_logged(material, tmp_path):

@@ -9,6 +9,7 @@ import numpy as np
 from jaxrl.core.batch import Rollout
 from jaxrl.data import prompts
 from jaxrl.data.prompts import Example
+from jaxrl.monitoring.completion_metrics import completion_metrics
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts import dynamic_sampling
@@ -72,6 +73,23 @@ def collect(source: RolloutSource, *, progress: Progress, seconds: Numbers) -> R
                 "prompts are too easy or too hard, or train.dynamic_sampling_rounds is too small"
             )
     return RolloutBatch(batch, sampled, numbers)
+
+
+def step_metrics(rollouts: RolloutBatch, numbers: Numbers) -> Numbers:
+    """Returns all metrics of a step: `numbers`, and lengths, throughput and diversity."""
+    lengths = np.array([len(r.completion) for r in rollouts.sampled])
+    tokens = sum(r.length for r in rollouts.batch)
+    derived = {
+        "completion_length": float(lengths.mean()),
+        "completion_length/max": float(lengths.max()),
+        "completion/truncated": float(np.mean([r.truncated for r in rollouts.sampled])),
+        "tokens_per_second": tokens / numbers["time/step"],
+        "tokens_per_second/sample": float(lengths.sum()) / max(numbers["time/sample"], 1e-9),
+        "tokens_per_second/learn": tokens / numbers["time/learn"],
+        # Without a reference model: the divergence from the policy that was sampled.
+        "kl": numbers.get("kl/reference", numbers.get("mismatch/k3_kl", float("nan"))),
+    }
+    return completion_metrics(rollouts.sampled) | numbers | derived
 
 
 def prompts_at(source: RolloutSource, numbers: Iterable[int]) -> dict[int, Example]:
