@@ -36,7 +36,7 @@ from jaxrl.training.rollouts.collect import step_metrics
 from jaxrl.training.rollouts.stream import open_collector
 from jaxrl.training.run import Run, open_run
 from jaxrl.training.schedule import is_due
-from jaxrl.training.storage.resume import save, save_if_due
+from jaxrl.training.storage.resume import save
 from jaxrl.training.storage.run_directory import lock
 from jaxrl.training.timing import Numbers, clock
 
@@ -117,14 +117,10 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
             verdict = run.hosts.on_leader(alarms.check)
             signum = run.hosts.largest(interrupt.signum or 0)
             if verdict is None or verdict.action == "pause":
-                save_if_due(
-                    run.config,
-                    run.checkpoints,
-                    state=state,
-                    progress=progress,
-                    metric=accuracy,
-                    stopping=signum > 0 or verdict is not None,
-                )
+                due = is_due(run.config.checkpoint.every, progress.step) or accuracy is not None
+                last = progress.step == config.train.steps
+                if due or last or signum > 0 or verdict is not None:
+                    save(run.checkpoints, state, progress=progress, metric=accuracy)
         model = None
         if progress.step == config.train.steps and verdict is None:
             model = export(run.config, run.learning, params=state.policy.params, hosts=run.hosts)

@@ -33,7 +33,7 @@ def open_critic(
 ) -> tuple[ActorCritic, LearnerState]:
     """Compiles policy and critic together; returns them with the critic's initial state.
 
-    Learner, which is not compiled, model and shardings are the policy's.
+    The learner, not compiled, the model and the shardings of the state are the policy's.
 
     Raises:
       FileNotFoundError, ValueError: for a checkpoint that cannot be used; the message names it.

@@ -67,14 +67,8 @@ def open_sampler(
 ) -> Iterator[Serving]:
     """Opens the sampler of the config, which serves `weights` from the start.
 
-    Args:
-      config: of the sampler.
-      weights: the learner's.
-      layout: the learner's devices.
-      needs: of the run.
-      directory: the run's; the log of a server that is started goes there.
-      note: shows a line to the user.
-      hosts: the processes of the run, the first of which talks to servers; None for one.
+    Weights and layout are the learner's. The log of a server that is started goes to `directory`.
+    Of several `hosts` the first talks to servers. `note` shows a line to the user.
 
     Raises:
       ValueError, FileNotFoundError: as `started_server`.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from jaxrl.bridge.adapters import AdapterPublisher
 from jaxrl.bridge.base import Server, Timings, WeightPublisher, WeightSource
@@ -17,16 +17,10 @@ from jaxrl.config.sampler import SamplerConfig
 from jaxrl.core.precision import Precision
 from jaxrl.models import lora
 from jaxrl.models.decoder import Model
-from jaxrl.models.spec import Params
 from jaxrl.sampling.vllm.sampler import VllmSampler
 
-
-class Publish(Protocol):
-    """Publishes the learner's weights to the sampler."""
-
-    def __call__(self, params: Params, *, version: int) -> dict[str, float]:
-        """Returns metrics, such as seconds, once everything is sampled from `params`."""
-        ...
+Publish = Callable[..., dict[str, float]]
+"""(params, version=...) -> metrics, such as seconds, once everything is sampled from `params`."""
 
 
 class Adapters(NamedTuple):

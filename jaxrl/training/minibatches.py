@@ -14,7 +14,7 @@ from jaxrl.advantages import Advantages, estimate, explained_variance
 from jaxrl.builders.learner import Learning
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.hosts import Hosts
-from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
+from jaxrl.core.packing import pack_minibatch, unpack
 from jaxrl.learner.actor_critic import State
 from jaxrl.learner.policy import LearnerState
 from jaxrl.losses.scores import Need
@@ -67,7 +67,14 @@ def compute_advantages(
     `state` is that before any update of this step; `parts` are the rollouts of each minibatch.
     """
     recipe, policy = learning.recipe, state.policy.params
-    by_token = functools.partial(score_tokens, rollouts=rollouts, parts=parts, shape=learning.shape)
+
+    def by_token(score: Callable[[Minibatch], jax.Array]) -> list[np.ndarray]:
+        """For each rollout f32[C], 0 where the policy did not choose the token."""
+        found: list[np.ndarray] = []
+        for some in (rollouts[part] for part in parts):
+            minibatch = pack_minibatch(some, [0.0] * len(some), shape=learning.shape)
+            found += unpack(fetch(score(minibatch)), some, shape=learning.shape)
+        return found
 
     def logprobs() -> tuple[LogProbs, LogProbs]:
         assert learning.reference is not None, "the config needs one for reward.kl"
@@ -126,20 +133,3 @@ def with_entropy_weights(minibatch: Minibatch, coefficient: float) -> Minibatch:
     weights = jnp.full_like(minibatch.batch.advantages, coefficient)
     batch = dataclasses.replace(minibatch.batch, entropy_weights=weights)
     return dataclasses.replace(minibatch, batch=batch)
-
-
-def score_tokens(
-    score: Callable[[Minibatch], jax.Array],
-    *,
-    rollouts: Sequence[Rollout],
-    parts: Sequence[slice],
-    shape: MinibatchShape,
-) -> list[np.ndarray]:
-    """Returns `score` of the completion tokens of each rollout, f32[C]; 0 where the policy did not
-    choose the token."""
-    found: list[np.ndarray] = []
-    for part in parts:
-        some = rollouts[part]
-        minibatch = pack_minibatch(some, [0.0] * len(some), shape=shape)
-        found += unpack(fetch(score(minibatch)), some, shape=shape)
-    return found

@@ -45,11 +45,7 @@ def run_probes(
     step: int,
 ) -> Numbers:
     """Probes a minibatch of the step after `step` and logs some of its rollouts, where either is
-    due. `params` are those before any update of this step.
-
-    Returns:
-      The metrics of the probe.
-    """
+    due; returns the metrics of the probe. `params` are those before any update of this step."""
     numbers, beta = _split_ratio(probes, params, minibatch=minibatch, step=step)
     if probes.samples.due(step):
         betas = None if beta is None else unpack(beta, rollouts, shape=probes.learning.shape)

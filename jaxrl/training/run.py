@@ -5,7 +5,7 @@ they meet what outlives the program: the run directory, rollbacks, checkpoints a
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,7 +105,10 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         ) as serving,
         closing(checkpoints),
     ):
-        samples = _open_samples(config, task, start_step=progress.step, hosts=hosts)
+        samples = NullSamples()
+        if hosts.leads:
+            path, given = directory / "samples.jsonl", config.samples
+            samples = Samples(path, given, tokenizer=task.tokenizer, start_step=progress.step)
         run = Run(
             config=config,
             hosts=hosts,
@@ -128,15 +131,6 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         for line in filter(None, (*_notes(config, task, hosts=hosts), change, attention)):
             tracker.note(line)
         yield run, state, progress
-
-
-def _open_samples(
-    config: Config, task: TaskData, *, start_step: int, hosts: Hosts
-) -> Samples | NullSamples:
-    if not hosts.leads:
-        return NullSamples()
-    path = Path(config.run_dir) / "samples.jsonl"
-    return Samples(path, config.samples, tokenizer=task.tokenizer, start_step=start_step)
 
 
 def _open_serving(
@@ -170,25 +164,22 @@ def _open_serving(
     )
 
 
-@contextmanager
 def _open_tracker(
     config: Config, progress: Progress, *, hosts: Hosts, layout: Layout
-) -> Iterator[Tracker | NullTracker]:
+) -> AbstractContextManager[Tracker | NullTracker]:
     """Opens the tracker of a run on process 0, and a NullTracker on the others."""
     if not hosts.leads:
-        yield NullTracker()
-        return
+        return nullcontext(NullTracker())
     directory = Path(config.run_dir)
     record_start(directory, step=progress.step, devices=list(layout.mesh.devices.flat))
-    with open_tracker(
+    return open_tracker(
         directory,
         start_step=progress.step,
         total_steps=config.train.steps,
         services=lambda note: open_services(
             config.tracking, directory, resolved=flatten(config), note=note
         ),
-    ) as tracker:
-        yield tracker
+    )
 
 
 def _notes(config: Config, task: TaskData, *, hosts: Hosts) -> Iterator[str]:

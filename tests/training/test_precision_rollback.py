@@ -72,14 +72,14 @@ def asked(tmp_path_factory) -> Config:
 
 def kill_at(monkeypatch: Any, step: int, *, policy: str) -> None:
     """The program dies after a step of a policy, before it is saved."""
-    save_if_due = train.save_if_due
+    evaluate = train.evaluate
 
-    def dying(config: Config, *arguments: Any, progress: Progress, **named: Any) -> None:
-        if progress.step == step and config.precision == policy:
+    def dying(run: Run, progress: Progress) -> float | None:
+        if progress.step == step and run.config.precision == policy:
             raise KilledError
-        save_if_due(config, *arguments, progress=progress, **named)
+        return evaluate(run, progress)
 
-    monkeypatch.setattr(train, "save_if_due", dying)
+    monkeypatch.setattr(train, "evaluate", dying)
 
 
 def check_restored(run: Run, state: LearnerState) -> None:

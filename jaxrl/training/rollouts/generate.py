@@ -57,14 +57,8 @@ def generate(
     params: SamplingParams,
     group_size: int,
 ) -> Iterator[Generated]:
-    """Samples `group_size` rollouts for each example, in the order in which they finish.
-
-    Args:
-      source: samples the completions.
-      examples: by the number of their group.
-      params: sampling parameters with the seed of this request.
-      group_size: rollouts for each example.
-    """
+    """Samples `group_size` rollouts for each example, in the order in which they finish. Examples
+    have the number of their group."""
     mask_truncated = source.config.train.mask_truncated
     if source.episode_runner is None:
         numbers, prompts = list(examples), [example.tokens for example in examples.values()]

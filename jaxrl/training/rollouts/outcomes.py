@@ -28,14 +28,10 @@ def shaped_outcomes(
     logprobs: Callable[[], tuple[LogProbs, LogProbs]],
     greedy: Callable[[], np.ndarray],
 ) -> tuple[Outcomes, Numbers]:
-    """Adds the penalties of a config to the rewards.
+    """Adds the penalties of a config to the rewards, whose parts have `weights`.
 
-    Args:
-      config: of the run.
-      rollouts: with their rewards.
-      weights: of the parts of the reward, by name.
-      logprobs: returns those of the learner and of the reference; called only for a KL penalty.
-      greedy: returns f64[N], the reward of the greedy completion of each prompt.
+    `logprobs` returns those of the learner and of the reference; it is called only for a KL
+    penalty. `greedy` returns f64[N], the reward of the greedy completion of each prompt.
 
     Returns:
       (the outcomes, metrics of the penalties).

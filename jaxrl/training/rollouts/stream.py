@@ -9,9 +9,9 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 
@@ -30,12 +30,9 @@ from jaxrl.training.timing import Numbers
 GRACE = 10.0  # seconds for running rewards to end
 
 
-class Collect(Protocol):
-    """Returns the next batch of rollouts to train on."""
-
-    def __call__(self, *, seconds: Numbers) -> RolloutBatch | None:
-        """Adds the time of each part to `seconds`; returns None if a signal ended the wait."""
-        ...
+Collect = Callable[..., RolloutBatch | None]
+"""(seconds=...) -> the next batch of rollouts to train on; None if a signal ended the wait. It
+adds the time of each part to `seconds`."""
 
 
 @contextmanager

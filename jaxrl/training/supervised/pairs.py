@@ -55,12 +55,7 @@ def tokenize(
 
 def pack_pairs(pairs: Sequence[Pair], *, shape: MinibatchShape) -> Minibatch:
     """Packs pairs, each within one row, the chosen completion first. The advantages of the chosen
-    completion add up to the margin.
-
-    Args:
-      pairs: at most as many as the shape has rows.
-      shape: with two sequences `together`.
-    """
+    completion add up to the margin."""
     advantages: list[np.ndarray | float] = []
     for pair in pairs:
         margin = np.zeros(len(pair.chosen.completion), np.float32)
@@ -78,15 +73,8 @@ def fit_pairs(
     measure: Callable[[Params, Minibatch], Metrics],
     **task: Any,
 ) -> Result:
-    """Trains on pairs and measures the held-out ones; raises as `fit`.
-
-    Args:
-      config: of the run.
-      data: its pairs.
-      setup: its model.
-      measure: metrics of a minibatch of pairs.
-      task: the other attributes of `Task`.
-    """
+    """Trains on pairs and measures batches of the held-out ones; `task` has the other attributes
+    of `Task`. Raises as `fit`."""
     size = config.train.batch_size
     shape = supervised_shape(config, layout=setup.layout, together=2)
 
