@@ -82,12 +82,6 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
             config, recipe, learner=pure, model=model, shardings=shardings, layout=layout
         )
         state = state._replace(critic=critics_state)
-    learner = Learner(
-        init=pure.init,
-        score=jax.jit(pure.score),
-        shadow=jax.jit(pure.shadow),
-        step=jax.jit(pure.step, donate_argnums=0, out_shardings=(shardings, None)),
-    )
     learning = Learning(
         recipe=recipe,
         layout=layout,
@@ -100,7 +94,11 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
         ),
         model=model,
         specs=specs,
-        learner=learner,
+        learner=pure._replace(
+            score=jax.jit(pure.score),
+            shadow=jax.jit(pure.shadow),
+            step=jax.jit(pure.step, donate_argnums=0, out_shardings=(shardings, None)),
+        ),
         learning_rate=optimizer.learning_rate,
         critic=critic,
         reference=reference,

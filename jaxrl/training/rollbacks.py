@@ -154,8 +154,8 @@ def _remove_steps(directory: Path, last: Rollback, *, number: int) -> None:
     event = {"action": "rollback", "number": number, **last._replace(done=True)._asdict()}
     kept = [e for e in kept if e.get("event", {}).get("number") != number]
     # The changes of earlier rollbacks stay, even if this one goes back further.
-    moved = [e | {"step": last.to} for e in entries if e["step"] > last.to]
-    kept += [e for e in moved if e.get("event", {}).get("number")]
+    later = (e for e in entries if e["step"] > last.to)
+    kept += [e | {"step": last.to} for e in later if e.get("event", {}).get("number")]
     time = entries[-1]["time"] if entries else 0.0
     kept.append({"step": last.to, "time": time, "event": event})
     write_lines(directory / "metrics.jsonl", kept)
