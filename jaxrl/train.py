@@ -91,7 +91,7 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
         alarms = AlarmActions(
             run.config,
             run.checkpoints,
-            run.tracker,
+            tracker=run.tracker,
             check_changed=run.learning.check_attention,
         )
         if progress.step == 0:

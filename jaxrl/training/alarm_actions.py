@@ -34,8 +34,8 @@ class AlarmActions:
         self,
         config: Config,
         checkpoints: Checkpoints,
-        tracker: Tracker | NullTracker,
         *,
+        tracker: Tracker | NullTracker,
         check_changed: Callable[[Config], object],
     ) -> None:
         """Reads the alarms that the run has raised so far. `check_changed` raises ValueError for a

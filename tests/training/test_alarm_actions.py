@@ -277,7 +277,9 @@ def watched(material, directory, **changes):
     tracker = SimpleNamespace(
         history=history, note=said.append, event=lambda step, event: noted.append(event)
     )
-    actions = AlarmActions(config_, cast(Any, None), cast(Any, tracker), check_changed=pytest.fail)
+    actions = AlarmActions(
+        config_, cast(Any, None), tracker=cast(Any, tracker), check_changed=pytest.fail
+    )
     return actions, said, noted
 
 

@@ -139,7 +139,7 @@ def _train(
     ):
         for note in notes:
             tracker.note(note)
-        log = _Log(task, tracker, result)
+        log = _Log(task, tracker, result=result)
         if result.step == 0:
             result.first = log.held_out(state)
         stopping = result.step == config.train.steps
@@ -176,7 +176,7 @@ def compile_step(config: SupervisedConfig, task: Task) -> tuple[LearnerState, Up
 class _Log:
     """Writes the metrics of a run and measures its throughput."""
 
-    def __init__(self, task: Task, tracker: Tracker, result: Result) -> None:
+    def __init__(self, task: Task, tracker: Tracker, *, result: Result) -> None:
         self._task, self._tracker, self._result = task, tracker, result
         self._since, self._tokens = time.perf_counter(), 0
 
