@@ -6,22 +6,22 @@ in `training.rollouts.stream` while the learner trains; rollouts become minibatc
 `training.minibatches`; `learner.update` is the optimizer step.
 """
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
-from jaxrl.builders.learner import Learning, check_attention
+from jaxrl.builders.learner import Learning
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.metrics import Metrics, merge, to_floats
 from jaxrl.learner.actor_critic import State
 from jaxrl.learner.update import applied_steps
+from jaxrl.monitoring.tracking.profile import Profile, explain_no_trace
 from jaxrl.training.alarm_actions import AlarmActions, Verdict
-from jaxrl.training.evaluate import evaluate_held_out
+from jaxrl.training.evaluate import evaluate_greedily
 from jaxrl.training.export import export
 from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.minibatches import (
@@ -31,13 +31,12 @@ from jaxrl.training.minibatches import (
     with_entropy_weights,
 )
 from jaxrl.training.probes import run_probes
-from jaxrl.training.profiling import open_profile
 from jaxrl.training.progress import Progress
+from jaxrl.training.rollouts.collect import step_metrics
 from jaxrl.training.rollouts.stream import open_collector
 from jaxrl.training.run import Run, open_run
 from jaxrl.training.schedule import is_due
-from jaxrl.training.step_metrics import step_metrics
-from jaxrl.training.storage.resume import save, save_if_due
+from jaxrl.training.storage.resume import save
 from jaxrl.training.storage.run_directory import lock
 from jaxrl.training.timing import Numbers, clock
 
@@ -85,12 +84,16 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
         open_run(config) as (run, state, progress),
         run.hosts.reporting(),
         open_collector(
-            run.source, run.config, progress=progress, interrupt=interrupt, hosts=run.hosts
+            run.source, progress=progress, interrupt=interrupt, hosts=run.hosts
         ) as collect,
-        open_profile(run.config, run.records, done=progress.step, hosts=run.hosts) as profile,
+        _open_profile(run, done=progress.step) as profile,
     ):
-        check_changed = functools.partial(check_attention, run.learning)
-        alarms = AlarmActions(run.config, run.records, check_changed=check_changed)
+        alarms = AlarmActions(
+            run.config,
+            run.checkpoints,
+            tracker=run.tracker,
+            check_changed=run.learning.check_attention,
+        )
         if progress.step == 0:
             progress.initial_accuracy = evaluate(run, progress)
         verdict, signum = None, run.hosts.largest(interrupt.signum or 0)
@@ -101,7 +104,7 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
                 rollouts = collect(seconds=seconds)  # prompts -> sample -> reward
                 if rollouts is None:  # a signal came during the wait
                     signum = run.hosts.largest(interrupt.signum or 0)
-                    save(run.records.checkpoints, state, progress=progress)
+                    save(run.checkpoints, state, progress=progress)
                     break
                 with clock(seconds, "time/learn"):
                     state, learned = learn(run, state, rollouts=rollouts.batch, progress=progress)
@@ -109,24 +112,28 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
                     progress.step += 1
                     published = run.publish(state.policy.params, version=progress.step)
             numbers = run.hosts.share(rollouts.numbers | learned | published | seconds)
-            run.records.tracker.log(progress.step, step_metrics(rollouts, numbers))
+            run.tracker.log(progress.step, step_metrics(rollouts, numbers))
             accuracy = evaluate(run, progress)
             verdict = run.hosts.on_leader(alarms.check)
             signum = run.hosts.largest(interrupt.signum or 0)
             if verdict is None or verdict.action == "pause":
-                save_if_due(
-                    run.config,
-                    run.records.checkpoints,
-                    state=state,
-                    progress=progress,
-                    metric=accuracy,
-                    stopping=signum > 0 or verdict is not None,
-                )
+                due = is_due(run.config.checkpoint.every, progress.step) or accuracy is not None
+                last = progress.step == config.train.steps
+                if due or last or signum > 0 or verdict is not None:
+                    save(run.checkpoints, state, progress=progress, metric=accuracy)
         model = None
         if progress.step == config.train.steps and verdict is None:
             model = export(run.config, run.learning, params=state.policy.params, hosts=run.hosts)
         accuracies = progress.initial_accuracy, progress.accuracy
         return Result(progress.step, signum or None, *accuracies, model, verdict)
+
+
+def _open_profile(run: Run, *, done: int) -> Profile:
+    """Opens the profiler of process 0; warns if the run is past the steps to profile."""
+    steps = run.config.train.profile_steps
+    if (note := explain_no_trace(steps, done=done, total=run.config.train.steps)) is not None:
+        run.tracker.note(note)
+    return Profile(Path(run.config.run_dir, "profile"), steps=steps if run.hosts.leads else None)
 
 
 def learn(
@@ -137,7 +144,12 @@ def learn(
     with clock(seconds, "time/score"):
         parts = split_minibatches(len(rollouts), updates=updates)
         targets, numbers = compute_advantages(
-            run.learning, run.shaping, state=state, rollouts=rollouts, parts=parts
+            run.learning,
+            run.source,
+            state=state,
+            rollouts=rollouts,
+            parts=parts,
+            hosts=run.hosts,
         )
         minibatches = [
             prepare_minibatch(
@@ -214,13 +226,11 @@ def evaluate(run: Run, progress: Progress) -> float | None:
         return None
 
     def measure() -> float | None:
-        if run.held_out is None:
+        if run.source.task.held_out is None:
             return None
-        found = evaluate_held_out(
-            run.held_out.examples, generator=run.source.generator, scorer=run.source.scorer
-        )
+        found = evaluate_greedily(run.source)
         numbers = {f"eval/{name}": value for name, value in found.numbers.items()}
-        run.records.tracker.log(step, {"eval/accuracy": found.accuracy} | numbers)
+        run.tracker.log(step, {"eval/accuracy": found.accuracy} | numbers)
         return found.accuracy
 
     accuracy = run.hosts.on_leader(measure)

@@ -3,9 +3,10 @@
 import dataclasses
 
 import jax
+import optax
 
-from jaxrl.builders.model import load_scorer
-from jaxrl.builders.optimizer import Optimizer, make_optimizer, state_shardings
+from jaxrl.builders.model import load_model
+from jaxrl.builders.optimizer import make_optimizer, state_shardings
 from jaxrl.config.training import Config
 from jaxrl.learner.actor_critic import ActorCritic, State, shared_trunk, side_by_side
 from jaxrl.learner.critic import make_critic
@@ -32,19 +33,15 @@ def open_critic(
 ) -> tuple[ActorCritic, LearnerState]:
     """Compiles policy and critic together; returns them with the critic's initial state.
 
-    Args:
-      config: of the run.
-      recipe: one with a critic.
-      learner: the policy's, not compiled.
-      model: the policy's.
-      shardings: of the policy's state.
-      layout: the learner's devices.
+    The learner, not compiled, the model and the shardings of the state are the policy's.
 
     Raises:
       FileNotFoundError, ValueError: for a checkpoint that cannot be used; the message names it.
     """
-    make = _shared_trunk if config.critic.trunk == "shared" else _own_network
-    pure, params, specs = make(config, recipe, learner=learner, model=model, layout=layout)
+    if config.critic.trunk == "shared":
+        pure, params, specs = _shared_trunk(config, recipe, model=model, layout=layout)
+    else:
+        pure, params, specs = _own_network(config, recipe, learner=learner, layout=layout)
     own = state_shardings(config.optimizer, pure.init, params, layout=layout, specs=specs)
     step, pretrain = (
         jax.jit(function, donate_argnums=0, out_shardings=(State(shardings, own), None))
@@ -55,23 +52,22 @@ def open_critic(
 
 
 def _own_network(
-    config: Config, recipe: Recipe, *, learner: Learner, model: Model, layout: Layout
+    config: Config, recipe: Recipe, *, learner: Learner, layout: Layout
 ) -> tuple[ActorCritic, Params, Specs]:
-    del model
     assert recipe.critic is not None
-    policy = config.policy
-    scorer, params = load_scorer(
+    scorer, params = load_model(
         config.critic.path or config.model.path,
         layout=layout,
-        dtype=policy.params,
+        dtype=config.policy.params,
         remat=config.train.remat,
         attention=config.train.attention,
+        output="scores",
     )
     critic = make_critic(
         scorer,
         recipe.critic,
-        optimizer=_optimizer(config, scorer.specs).transformation,
-        precision=policy,
+        optimizer=_optimizer(config, scorer.specs, learning_rate=config.critic.learning_rate),
+        precision=config.policy,
         rows_per_microbatch=config.microbatch_rows,
         param_shardings=layout.tree(scorer.specs) if layout.mesh.size > 1 else None,
     )
@@ -79,35 +75,34 @@ def _own_network(
 
 
 def _shared_trunk(
-    config: Config, recipe: Recipe, *, learner: Learner, model: Model, layout: Layout
+    config: Config, recipe: Recipe, *, model: Model, layout: Layout
 ) -> tuple[ActorCritic, Params, Specs]:
-    del learner
-    policy = config.policy
     scorer = param_specs(dataclasses.replace(model.config, scored=True))
     specs = {VALUE_HEAD: scorer[VALUE_HEAD]}
     both = {**model.specs, **specs}
-    optimizer = make_optimizer(
-        config.optimizer, total_steps=config.optimizer_steps, specs=model.specs
-    )
     pure = shared_trunk(
         model,
         recipe,
         coefficient=_COEFFICIENT,
-        optimizer=optimizer.transformation,
-        head_optimizer=_optimizer(config, specs).transformation,
-        precision=policy,
+        optimizer=_optimizer(config, model.specs, learning_rate=config.optimizer.learning_rate),
+        head_optimizer=_optimizer(config, specs, learning_rate=config.critic.learning_rate),
+        precision=config.policy,
         rows_per_microbatch=config.microbatch_rows,
         temperature=config.sampling.temperature,
         param_shardings=layout.tree(both) if layout.mesh.size > 1 else None,
     )
-    head = spec.init(specs, jax.random.key(0), dtype=policy.params)  # zeros: its spec says so
+    head = spec.init(
+        specs, jax.random.key(0), dtype=config.policy.params
+    )  # zeros: its spec says so
     return pure, place(head, layout.tree(specs)), specs
 
 
-def _optimizer(config: Config, specs: Specs) -> Optimizer:
-    """Makes the policy's optimizer with the critic's learning rate."""
+def _optimizer(
+    config: Config, specs: Specs, *, learning_rate: float
+) -> optax.GradientTransformation:
+    """Makes the policy's optimizer with another learning rate."""
     return make_optimizer(
-        config.optimizer.model_copy(update={"learning_rate": config.critic.learning_rate}),
+        config.optimizer.model_copy(update={"learning_rate": learning_rate}),
         total_steps=config.optimizer_steps,
         specs=specs,
-    )
+    ).transformation

@@ -22,13 +22,8 @@ def make_episode_runner(
 ) -> EpisodeRunner | None:
     """Builds what plays the episodes of a run; None if rollouts have a single turn.
 
-    One environment is made at once, so that a wrong parameter ends the run at its start.
-
-    Args:
-      config: of the run.
-      tokenizer: the policy's.
-      tools: by name.
-      vocab_size: of the policy.
+    One environment is made at once, so that a wrong parameter ends the run at its start. Tokenizer
+    and vocabulary are the policy's.
 
     Raises:
       ValueError: for an environment that cannot be loaded or made, or a parameter that it does not

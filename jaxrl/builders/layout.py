@@ -14,11 +14,8 @@ from sharding.rules import PRESETS
 
 
 def make_layout(mesh: MeshConfig, *, devices: Sequence[Any] | None = None) -> Layout:
-    """Arranges devices in a mesh, with its sharding rules.
-
-    Args:
-      mesh: sizes and rules.
-      devices: to use, all of them; by default all that jax finds, or one if all sizes are 1.
+    """Arranges devices in a mesh, with its sharding rules. By default it takes all devices that jax
+    finds, or one if all sizes are 1.
 
     Raises:
       ValueError: if the product of the sizes is not the number of devices, or a rule does not fit.

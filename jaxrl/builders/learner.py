@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrl.builders.critic import open_critic
-from jaxrl.builders.minibatches import minibatch_shape
 from jaxrl.builders.model import attention_note, load_trained, trained_specs
 from jaxrl.builders.optimizer import Optimizer, make_optimizer, state_shardings
-from jaxrl.config.lora import LoraConfig
 from jaxrl.config.training import Config
 from jaxrl.core import precision
 from jaxrl.core.packing import MinibatchShape
@@ -36,7 +34,8 @@ class Learning(NamedTuple):
       critic: compiled in the same way; None unless the recipe has one.
       reference: the initial trainable parameters, in precision.compute; None unless the loss or the
         reward needs them.
-      attention: the kernel in use, for the log.
+      check_attention: describes the attention kernel that a config gets on these devices; raises
+        as `attention_note`.
     """
 
     recipe: Recipe
@@ -48,7 +47,7 @@ class Learning(NamedTuple):
     learning_rate: Callable[[Any], Any]
     critic: ActorCritic | None
     reference: Params | None
-    attention: str
+    check_attention: Callable[[Config], str]
 
 
 def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Learning, State]:
@@ -57,9 +56,12 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
     Raises:
       ValueError: for a model or a kernel that cannot be used; the message names the key.
     """
-    policy = config.policy
     model, params, specs = load_trained(config, layout=layout)
-    attention = _attention(config, model, layout=layout)
+
+    def check_attention(config: Config) -> str:
+        return attention_note(config, model, layout=layout, length=config.row_length)
+
+    check_attention(config)
     optimizer = make_optimizer(
         config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
     )
@@ -72,7 +74,7 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
     reference = None
     if Need.REFERENCE in recipe.objective.needs or config.reward.kl:
         trained = lora.trainable(params)
-        reference = jax.jit(precision.cast, static_argnums=1)(trained, policy.compute)
+        reference = jax.jit(precision.cast, static_argnums=1)(trained, config.policy.compute)
     init = jax.jit(pure.init, donate_argnums=0, out_shardings=shardings)
     state, critic = State(init(params)), None
     if recipe.critic is not None:
@@ -80,49 +82,29 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
             config, recipe, learner=pure, model=model, shardings=shardings, layout=layout
         )
         state = state._replace(critic=critics_state)
-    learner = Learner(
-        init=pure.init,
-        score=jax.jit(pure.score),
-        shadow=jax.jit(pure.shadow),
-        step=jax.jit(pure.step, donate_argnums=0, out_shardings=(shardings, None)),
-    )
     learning = Learning(
         recipe=recipe,
         layout=layout,
-        shape=minibatch_shape(config, layout=layout),
+        shape=MinibatchShape(
+            row_length=config.row_length,
+            rows_per_microbatch=config.microbatch_rows,
+            max_rows=config.minibatch_completions,
+            packed=config.train.packing,
+            sharding=layout.batch(("batch", "length")),
+        ),
         model=model,
         specs=specs,
-        learner=learner,
+        learner=pure._replace(
+            score=jax.jit(pure.score),
+            shadow=jax.jit(pure.shadow),
+            step=jax.jit(pure.step, donate_argnums=0, out_shardings=(shardings, None)),
+        ),
         learning_rate=optimizer.learning_rate,
         critic=critic,
         reference=reference,
-        attention=attention,
+        check_attention=check_attention,
     )
     return learning, state
-
-
-def check_attention(learning: Learning, config: Config) -> None:
-    """Checks that the devices of a run can compute the attention that another config asks for.
-
-    Raises:
-      ValueError: for a kernel that cannot be used; the message names the key.
-    """
-    _attention(config, learning.model, layout=learning.layout)
-
-
-def _attention(config: Config, model: Model, *, layout: Layout) -> str:
-    return attention_note(
-        config.train.attention,
-        config=model.config,
-        layout=layout,
-        policy=config.policy,
-        length=config.row_length,
-    )
-
-
-def as_published(config: LoraConfig) -> Callable[[Any], Any]:
-    """Returns the function from the learner's parameters to those that samplers compute with."""
-    return lora.merge if config.publish == "merged" else lambda params: params
 
 
 def build_learner(
@@ -147,5 +129,5 @@ def build_learner(
         rows_per_microbatch=config.microbatch_rows,
         temperature=config.sampling.temperature,
         param_shardings=layout.tree(specs) if layout.mesh.size > 1 else None,
-        as_published=as_published(config.lora),
+        as_published=lora.merge if config.lora.publish == "merged" else lambda params: params,
     )

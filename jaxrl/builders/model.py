@@ -1,15 +1,15 @@
 """Loads models from the checkpoint that a config names."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from flax import traverse_util
 
 from jaxrl.config.lora import LoraConfig
+from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
-from jaxrl.core.precision import DType, Precision
+from jaxrl.core.precision import DType
 from jaxrl.models import huggingface, kernels, lora, peft, spec
 from jaxrl.models.decoder import Model, decoder
 from jaxrl.models.families import DecoderConfig
@@ -17,6 +17,8 @@ from jaxrl.models.kernels import Wanted
 from jaxrl.models.spec import Params, Specs
 from sharding.partition import Layout
 from sharding.transfer import place
+
+Output = Literal["tokens", "scores"]
 
 
 def make_decoder(
@@ -33,14 +35,20 @@ def make_decoder(
 
 
 def attention_note(
-    wanted: Wanted, *, config: DecoderConfig, layout: Layout, policy: Precision, length: int
+    config: Config | SupervisedConfig, model: Model, *, layout: Layout, length: int
 ) -> str:
     """Describes the attention kernel for rows of `length` tokens, for the log.
 
     Raises:
       ValueError: as `kernels.choose`.
     """
-    kernel = kernels.choose(wanted, layout=layout, config=config, precision=policy, length=length)
+    kernel = kernels.choose(
+        config.train.attention,
+        layout=layout,
+        config=model.config,
+        precision=config.policy,
+        length=length,
+    )
     first = layout.mesh.devices.flat[0]
     return f"attention by {kernel} on {layout.mesh.size} x {first.device_kind}"
 
@@ -52,50 +60,28 @@ def load_model(
     dtype: DType,
     remat: str = "none",
     attention: Wanted = "auto",
+    output: Output = "tokens",
 ) -> tuple[Model, Params]:
-    """Loads a language model's checkpoint, its parameters sharded by the layout.
+    """Loads a checkpoint, its parameters sharded by the layout.
+
+    A model of `tokens` is a language model. One of `scores`, a reward model or a critic, may begin
+    from a language model.
 
     Raises:
-      FileNotFoundError, ValueError: as `huggingface.load`; also for a reward model.
+      FileNotFoundError, ValueError: as `huggingface.load` and `huggingface.load_scorer`; also for a
+        reward model where tokens are wanted.
     """
-    config = huggingface.load_config(path)
-    if config.scored:
+    config, load = huggingface.load_config(path), huggingface.load
+    if output == "scores":
+        config, load = dataclasses.replace(config, scored=True), huggingface.load_scorer
+    elif config.scored:
         raise ValueError(f"{path} is a reward model; a causal language model is required")
     model = make_decoder(config, layout=layout, remat=remat, attention=attention)
-    return model, _load(model, path, load=huggingface.load, layout=layout, dtype=dtype)
-
-
-def load_scorer(
-    path: str,
-    *,
-    layout: Layout,
-    dtype: DType,
-    remat: str = "none",
-    attention: Wanted = "auto",
-) -> tuple[Model, Params]:
-    """Loads a reward model, or starts one from a language model; otherwise as `load_model`.
-
-    Raises:
-      FileNotFoundError, ValueError: as `huggingface.load_scorer`.
-    """
-    config = dataclasses.replace(huggingface.load_config(path), scored=True)
-    model = make_decoder(config, layout=layout, remat=remat, attention=attention)
-    return model, _load(model, path, load=huggingface.load_scorer, layout=layout, dtype=dtype)
-
-
-def _load(
-    model: Model,
-    path: str,
-    *,
-    load: Callable[..., tuple[DecoderConfig, Params]],
-    layout: Layout,
-    dtype: DType,
-) -> Params:
     shardings: dict[str, Any] = traverse_util.flatten_dict(  # pyright: ignore[reportAssignmentType]
         layout.tree(model.specs), sep="/"
     )
     _, params = load(path, dtype=dtype, put=lambda name, array: place(array, shardings[name]))
-    return params
+    return model, params
 
 
 def trained_specs(config: LoraConfig, specs: Specs) -> Any:

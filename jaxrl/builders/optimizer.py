@@ -50,14 +50,8 @@ def state_shardings(
     layout: Layout,
     specs: Specs,
 ) -> Any:
-    """Returns the shardings of the state that `init(params)` makes, as the same tree.
-
-    Args:
-      config: `offload` places the moments in host memory.
-      init: a learner's.
-      params: arrays, or their shapes.
-      layout: of the parameters.
-      specs: of the parameters.
+    """Returns the shardings of the state that `init(params)` makes, as the same tree. `params` are
+    arrays or their shapes. `optimizer.offload` places the moments in host memory.
 
     Raises:
       ValueError: for `offload` on devices without access to host memory.

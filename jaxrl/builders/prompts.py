@@ -1,17 +1,14 @@
 """Loads prompts and builds sampling parameters from a config."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator
 
 from jaxrl.config.sampler import SamplingConfig
 from jaxrl.config.tables import DataConfig, PromptConfig
 from jaxrl.data import prompts
-from jaxrl.data.prompts import Prompts, Rendering, Tokenizer
+from jaxrl.data.prompts import Prompts, Rendering, Row, Tokenizer
 from jaxrl.environments.tools.schema import Tool
 from jaxrl.models import huggingface
 from jaxrl.sampling.base import SamplingParams
-
-NO_TOOLS: Mapping[str, Tool] = MappingProxyType({})
 
 
 def rendering(config: PromptConfig) -> Rendering:
@@ -20,45 +17,36 @@ def rendering(config: PromptConfig) -> Rendering:
 
 
 def load_training_prompts(
-    config: DataConfig, tokenizer: Tokenizer, *, tools: Mapping[str, Tool] = NO_TOOLS
+    config: DataConfig, tokenizer: Tokenizer, *, tools: Iterable[Tool] = ()
 ) -> Prompts:
     """Loads the prompts of `data.path`, with the tools; raises as `prompts.load_prompts`."""
-    return _load_prompts(
-        config, tokenizer, tools=tools, path=config.path, split="train", limit=None
-    )
+    return _load(config, tokenizer, tools=tools, rows=prompts.read_rows(config.path))
 
 
 def load_held_out_prompts(
-    config: DataConfig, tokenizer: Tokenizer, *, tools: Mapping[str, Tool] = NO_TOOLS
+    config: DataConfig, tokenizer: Tokenizer, *, tools: Iterable[Tool] = ()
 ) -> Prompts | None:
     """Loads the prompts of `data.eval_path` in the same way; None without one."""
     if config.eval_path is None:
         return None
-    return _load_prompts(
-        config,
-        tokenizer,
-        tools=tools,
-        path=config.eval_path,
-        split="test",
-        limit=config.eval_limit,
-    )
+    rows = prompts.read_rows(config.eval_path, split="test")
+    return _load(config, tokenizer, tools=tools, rows=rows, limit=config.eval_limit)
 
 
-def _load_prompts(
+def _load(
     config: DataConfig,
     tokenizer: Tokenizer,
     *,
-    tools: Mapping[str, Tool],
-    path: str,
-    split: str,
-    limit: int | None,
+    tools: Iterable[Tool],
+    rows: Iterator[Row],
+    limit: int | None = None,
 ) -> Prompts:
     return prompts.load_prompts(
-        prompts.read_rows(path, split=split),
+        rows,
         tokenizer,
         prompt_key=config.prompt_key,
         answer_key=config.answer_key,
-        rendering=rendering(config)._replace(tools=tuple(t.schema for t in tools.values())),
+        rendering=rendering(config)._replace(tools=tuple(tool.schema for tool in tools)),
         max_tokens=config.max_prompt_tokens,
         limit=limit,
     )

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from jaxrl.bridge.in_vllm import auth
 from jaxrl.bridge.servers.control import VllmServer
@@ -27,43 +27,19 @@ from sharding.collectives import collectives
 from sharding.partition import Layout
 
 
-class Batching(Protocol):
-    """The keys of `[sampling]` that a sampler is built from."""
-
-    @property
-    def max_batch(self) -> int:
-        """Completions that the embedded sampler decodes at once."""
-        ...
-
-
-class ServingConfig(Protocol):
-    """The parts of a config that a sampler is built from."""
-
-    @property
-    def sampling(self) -> Batching:
-        """The sampling table."""
-        ...
-
-    @property
-    def sampler(self) -> SamplerConfig:
-        """The sampler's table."""
-        ...
-
-    @property
-    def longest_sequence(self) -> int:
-        """Maximum length of a prompt with its completion, in tokens."""
-        ...
-
-
 class SamplerNeeds(NamedTuple):
     """A run's requirements of its sampler.
 
     Attributes:
+      longest_sequence: maximum length of a prompt with its completion, in tokens.
+      max_batch: completions that the embedded sampler decodes at once.
       adapters: given if servers receive adapters instead of whole weights.
       record_experts: the embedded sampler's completions name the experts of each token.
       completions: number that is requested at the same time.
     """
 
+    longest_sequence: int
+    max_batch: int
     adapters: Adapters | None = None
     record_experts: bool = False
     completions: int = 1
@@ -78,30 +54,21 @@ class Serving(NamedTuple):
     score: Score | None = None
 
 
-_NO_NEEDS = SamplerNeeds()
-
-
 @contextmanager
 def open_sampler(
-    config: ServingConfig,
+    config: SamplerConfig,
     weights: Weights,
     *,
     layout: Layout,
+    needs: SamplerNeeds,
     directory: Path,
     note: Callable[[str], None],
     hosts: Hosts | None = None,
-    needs: SamplerNeeds = _NO_NEEDS,
 ) -> Iterator[Serving]:
     """Opens the sampler of the config, which serves `weights` from the start.
 
-    Args:
-      config: of the run.
-      weights: the learner's.
-      layout: the learner's devices.
-      directory: the run's; the log of a server that is started goes there.
-      note: shows a line to the user.
-      hosts: the processes of the run, the first of which talks to servers; None for one.
-      needs: what the run needs of the sampler.
+    Weights and layout are the learner's. The log of a server that is started goes to `directory`.
+    Of several `hosts` the first talks to servers. `note` shows a line to the user.
 
     Raises:
       ValueError, FileNotFoundError: as `started_server`.
@@ -109,8 +76,8 @@ def open_sampler(
       RefusedError: if a server computes in another dtype than the policy says.
     """
     hosts = hosts or Hosts()
-    if config.sampler.name == "embedded":
-        serving = _embedded(config, weights, layout=layout, record_experts=needs.record_experts)
+    if config.name == "embedded":
+        serving = _embedded(config, weights, layout=layout, needs=needs)
         if hosts.count > 1:
             serving = serving._replace(sampler=MultihostSampler(serving.sampler, hosts))
         yield serving
@@ -121,7 +88,13 @@ def open_sampler(
             "lora.publish = 'merged'"
         )
     if not hosts.leads:
-        follow = _follow(weights)
+        # The other processes only take part in gathering the tensors.
+        def follow(params: Params, *, version: int) -> dict[str, float]:
+            del version
+            specs, dtype = weights.model.specs, weights.policy.wire
+            deque(ParamsSource(lora.merge(params), specs, dtype=dtype), maxlen=0)
+            return {}
+
         follow(weights.params, version=weights.version)
         yield Serving(NullSampler(), follow)
         return
@@ -132,29 +105,29 @@ def open_sampler(
 
 @contextmanager
 def _open_client(
-    config: ServingConfig,
+    config: SamplerConfig,
     weights: Weights,
     *,
+    needs: SamplerNeeds,
     directory: Path,
     note: Callable[[str], None],
-    needs: SamplerNeeds,
 ) -> Iterator[Serving]:
     """Opens a client of the config's servers, or of one that is started here."""
-    c, limit = config.sampler, weights.model.config.max_positions
+    limit = weights.model.config.max_positions
     # Anybody with an account on this machine could use a server without a key.
-    key = api_key() if c.url else api_key() or secrets.token_hex(16)
+    key = api_key() if config.url else api_key() or secrets.token_hex(16)
     work = Workload(
         weights.policy.sampler,
         # A sequence that is only scored needs one more: vLLM always draws a token.
-        max_model_len=min(config.longest_sequence + 1, limit),
+        max_model_len=min(needs.longest_sequence + 1, limit),
         completions=needs.completions,
         max_lora_rank=0 if needs.adapters is None else needs.adapters.specs.rank,
     )
     with ExitStack() as stack:
-        urls = c.url or (
+        urls = config.url or (
             stack.enter_context(
                 servers.started_server(
-                    c,
+                    config,
                     weights.model_dir,
                     work=work,
                     log=directory / "vllm.log",
@@ -167,30 +140,32 @@ def _open_client(
             urls,
             max_positions=limit,
             vocab_size=weights.model.config.vocab_size,
-            max_requests=c.max_requests,
-            timeout=c.timeout,
+            max_requests=config.max_requests,
+            timeout=config.timeout,
             headers=auth.headers(key),
         )
         stack.callback(client.close)
-        named = [VllmServer(url, timeout=c.timeout, api_key=key) for url in urls]
-        send = stack.enter_context(open_send(c, weights, servers=named, adapters=needs.adapters))
+        named = [VllmServer(url, timeout=config.timeout, api_key=key) for url in urls]
+        send = stack.enter_context(
+            open_send(config, weights, servers=named, adapters=needs.adapters)
+        )
         yield Serving(client, PublishToServers(send, named, client=client, note=note), client.score)
 
 
 def _embedded(
-    config: ServingConfig, weights: Weights, *, layout: Layout, record_experts: bool
+    config: SamplerConfig, weights: Weights, *, layout: Layout, needs: SamplerNeeds
 ) -> Serving:
     """Builds the sampler on the learner's devices."""
-    own, several = sampler_layout(config.sampler, layout), layout.mesh.size > 1
+    own, several = sampler_layout(config, layout), layout.mesh.size > 1
     merged = lora.merge(weights.params)
     sampler = EmbeddedSampler(
         weights.model._replace(local=own.local) if several else weights.model,
         merged,
         precision=weights.policy,
         version=weights.version,
-        max_batch=config.sampling.max_batch,
+        max_batch=needs.max_batch,
         layout=own if several else None,
-        record_experts=record_experts,
+        record_experts=needs.record_experts,
     )
     numbers: dict[str, float] = {}
     if several:
@@ -202,16 +177,3 @@ def _embedded(
         return numbers
 
     return Serving(sampler, publish)
-
-
-def _follow(weights: Weights) -> Publish:
-    """Builds the publish function of the other processes, which only take part in gathering the
-    tensors."""
-
-    def follow(params: Params, *, version: int) -> dict[str, float]:
-        del version
-        specs, dtype = weights.model.specs, weights.policy.wire
-        deque(ParamsSource(lora.merge(params), specs, dtype=dtype), maxlen=0)
-        return {}
-
-    return follow

@@ -69,13 +69,7 @@ def started_server(
 ) -> Iterator[LocalServer]:
     """Starts a vLLM server, waits until it is ready, and stops it at the end of the block.
 
-    Args:
-      config: of the server.
-      model_dir: the checkpoint that it serves.
-      work: what it computes.
-      log: file for its output.
-      note: shows a line to the user.
-      address: where it listens.
+    Its output goes to `log`; `note` shows a line to the user.
 
     Raises:
       ValueError: for a host that others can reach without a key, or a KV cache that does not hold

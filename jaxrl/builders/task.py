@@ -1,6 +1,6 @@
 """Loads the task of a run: its prompts and rewards."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxrl.builders.prompts import load_held_out_prompts, load_training_prompts
@@ -9,6 +9,8 @@ from jaxrl.data.prompts import Prompts, Tokenizer
 from jaxrl.environments.rewards.scoring import Reward, load_rewards
 from jaxrl.environments.tools.schema import Tool, load_tools
 from jaxrl.models import huggingface
+
+MODEL, ENVIRONMENT = "model", "environment"  # the parts of a reward that are not functions
 
 
 class TaskData(NamedTuple):
@@ -20,6 +22,7 @@ class TaskData(NamedTuple):
       prompts: the training prompts.
       held_out: the evaluation prompts; None without any.
       rewards: the reward functions.
+      weights: of the parts of the reward, by name: functions, then MODEL, then ENVIRONMENT.
     """
 
     tokenizer: Tokenizer
@@ -27,26 +30,27 @@ class TaskData(NamedTuple):
     prompts: Prompts
     held_out: Prompts | None
     rewards: Sequence[Reward]
+    weights: Mapping[str, float]
 
 
-def load_task(config: Config, *, with_prompts: bool) -> TaskData:
-    """Loads the prompts and rewards that the config names.
-
-    Args:
-      config: of the run.
-      with_prompts: false on processes that sample nothing, which read no data.
+def load_task(config: Config, *, splits: Container[str]) -> TaskData:
+    """Loads the rewards that the config names, and the prompts of "train" and "test" in `splits`.
 
     Raises:
       ValueError: for a tokenizer, data, tools or rewards that cannot be used; the message names
         the key.
     """
+    c, tools = config.reward, load_tools(config.environment.tools)
     tokenizer = huggingface.load_tokenizer(config.model.path)
-    tools = load_tools(config.environment.tools)
     prompts, held_out = Prompts((), 0), None
-    if with_prompts:
-        prompts = load_training_prompts(config.data, tokenizer, tools=tools)
-        held_out = load_held_out_prompts(config.data, tokenizer, tools=tools)
-    rewards = load_rewards(
-        config.reward.path, config.reward.function_weights, timeout=config.reward.timeout
-    )
-    return TaskData(tokenizer, tools, prompts, held_out, rewards)
+    if "train" in splits:
+        prompts = load_training_prompts(config.data, tokenizer, tools=tools.values())
+    if "test" in splits:
+        held_out = load_held_out_prompts(config.data, tokenizer, tools=tools.values())
+    rewards = load_rewards(c.path, c.function_weights, timeout=c.timeout)
+    weights = {reward.name: reward.weight for reward in rewards}
+    if c.model is not None:
+        weights[MODEL] = c.model_weight
+    if config.environment.name is not None:
+        weights[ENVIRONMENT] = 1.0
+    return TaskData(tokenizer, tools, prompts, held_out, rewards, weights)

@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from jaxrl.bridge.adapters import AdapterPublisher
 from jaxrl.bridge.base import Timings, WeightSource
@@ -18,16 +18,10 @@ from jaxrl.config.sampler import SamplerConfig
 from jaxrl.core.precision import Precision
 from jaxrl.models import lora
 from jaxrl.models.decoder import Model
-from jaxrl.models.spec import Params
 from jaxrl.sampling.vllm.sampler import VllmSampler
 
-
-class Publish(Protocol):
-    """Publishes the learner's weights to the sampler."""
-
-    def __call__(self, params: Params, *, version: int) -> dict[str, float]:
-        """Returns metrics, such as seconds, once everything is sampled from `params`."""
-        ...
+Publish = Callable[..., dict[str, float]]
+"""(params, version=...) -> metrics, such as seconds, once everything is sampled from `params`."""
 
 
 class Adapters(NamedTuple):
@@ -60,12 +54,9 @@ class Weights(NamedTuple):
     model_dir: Path
 
 
-class Send(Protocol):
-    """Sends parameters to all servers; returns the adapter that requests must name, and seconds."""
-
-    def __call__(self, params: Any, *, version: int) -> tuple[str | None, Timings]:
-        """Returns once all servers that can be reached have the parameters."""
-        ...
+Send = Callable[..., tuple[str | None, Timings]]
+"""(params, version=...) -> the adapter that requests must name, and seconds, once all servers that
+can be reached have the parameters."""
 
 
 @contextmanager
@@ -77,18 +68,35 @@ def open_send(
     adapters: Adapters | None,
 ) -> Iterator[Send]:
     """Opens the way from the learner to the servers: whole weights, or the adapters alone."""
+    wire = weights.policy.wire
     if adapters is None:
         with _open_publisher(config, weights, servers=servers) as publisher:
-            yield _send_whole(publisher, weights)
+
+            def send(params: Any, *, version: int) -> tuple[None, Timings]:
+                source = ParamsSource(lora.merge(params), weights.model.specs, dtype=wire)
+                return None, publisher.publish(source, version=version)
+
+            yield send
         return
-    with _open_adapter_root(config) as root:
+
+    def publish_base(servers: Sequence[VllmServer], source: WeightSource, version: int) -> None:
+        # The base is published once in a run, so its publisher is not kept open.
+        with _open_publisher(config, weights, servers=servers) as publisher:
+            publisher.publish(source, version=version)
+
+    with (
+        TemporaryDirectory(prefix=f"jaxrl-{os.getpid()}-", dir=MEMORY)
+        if config.directory is None
+        else nullcontext(config.directory)
+    ) as directory:
+        Path(directory).mkdir(parents=True, exist_ok=True)
         yield AdapterPublisher(
             servers,
-            root,
+            Path(directory),
             specs=adapters.specs,
             base=str(weights.model_dir),
-            wire=weights.policy.wire,
-            publish_base=_base_publisher(config, weights),
+            wire=wire,
+            publish_base=publish_base,
             keep=adapters.keep,
         ).publish
 
@@ -125,51 +133,18 @@ class PublishToServers:
         return seconds | {"sampler/servers": float(len(self._serving))}
 
 
-def _send_whole(publisher: WeightPublisher, weights: Weights) -> Send:
-    def send(params: Any, *, version: int) -> tuple[None, Timings]:
-        source = ParamsSource(lora.merge(params), weights.model.specs, dtype=weights.policy.wire)
-        return None, publisher.publish(source, version=version)
-
-    return send
-
-
-def _base_publisher(
-    config: SamplerConfig, weights: Weights
-) -> Callable[[Sequence[VllmServer], WeightSource, int], None]:
-    def publish_base(servers: Sequence[VllmServer], source: WeightSource, version: int) -> None:
-        # The base is published once in a run, so its publisher is not kept open.
-        with _open_publisher(config, weights, servers=servers) as publisher:
-            publisher.publish(source, version=version)
-
-    return publish_base
-
-
-@contextmanager
-def _open_adapter_root(config: SamplerConfig) -> Iterator[Path]:
-    if config.directory is not None:
-        Path(config.directory).mkdir(parents=True, exist_ok=True)
-        yield Path(config.directory)
-        return
-    with TemporaryDirectory(prefix=f"jaxrl-{os.getpid()}-", dir=MEMORY) as root:
-        yield Path(root)
-
-
-@contextmanager
 def _open_publisher(
     config: SamplerConfig, weights: Weights, *, servers: Sequence[VllmServer]
-) -> Iterator[WeightPublisher]:
-    policy = weights.policy
-    if config.directory is not None:
-        yield DirectoryPublisher(
-            servers,
-            Path(config.directory),
-            model_dir=weights.model_dir,
-            wire=policy.wire,
-            sampler=policy.sampler,
-            in_flight=config.in_flight,
-        )
-        return
-    with SharedMemoryPublisher(
-        servers, wire=policy.wire, sampler=policy.sampler, in_flight=config.in_flight
-    ) as publisher:
-        yield publisher
+) -> AbstractContextManager[WeightPublisher]:
+    wire, sampler, in_flight = weights.policy.wire, weights.policy.sampler, config.in_flight
+    if config.directory is None:
+        return SharedMemoryPublisher(servers, wire=wire, sampler=sampler, in_flight=in_flight)
+    publisher = DirectoryPublisher(
+        servers,
+        Path(config.directory),
+        model_dir=weights.model_dir,
+        wire=wire,
+        sampler=sampler,
+        in_flight=in_flight,
+    )
+    return nullcontext(publisher)

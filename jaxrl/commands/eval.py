@@ -7,12 +7,11 @@ from pathlib import Path
 from jaxrl.builders import environment
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
-from jaxrl.builders.prompts import load_held_out_prompts, sampling_params
+from jaxrl.builders.prompts import sampling_params
+from jaxrl.builders.task import load_task
 from jaxrl.commands import options
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.config.training import Config
-from jaxrl.environments.rewards.scoring import load_rewards
-from jaxrl.environments.tools.schema import load_tools
 
 DESCRIPTION = """Samples one greedy completion for each prompt in data.eval_path and prints their
 accuracy by the first reward. It accepts the keys, and so the config file, of `jaxrl train`.
@@ -28,23 +27,19 @@ def main(argv: Sequence[str]) -> int:
     if config.data.eval_path is None:
         raise ValueError("data.eval_path is missing: name a file of held-out prompts")
 
-    from jaxrl.models import huggingface
     from jaxrl.sampling.embedded.sampler import EmbeddedSampler
     from jaxrl.training.evaluate import evaluate_greedily
+    from jaxrl.training.rollouts.generate import RolloutSource
 
     policy = config.policy
     layout = make_layout(config.mesh)
-    rewards = load_rewards(
-        config.reward.path, config.reward.function_weights, timeout=config.reward.timeout
-    )
-    tokenizer = huggingface.load_tokenizer(config.model.path)
-    tools = load_tools(config.environment.tools)
-    prompts = load_held_out_prompts(config.data, tokenizer, tools=tools)
+    task = load_task(config, splits=("test",))
+    rewards, prompts, tokenizer = task.rewards, task.held_out, task.tokenizer
     assert prompts is not None
-    model, params = load_model(config.model.path, layout=layout, dtype=policy.params)
+    model, weights = load_model(config.model.path, layout=layout, dtype=policy.params)
     sampler = EmbeddedSampler(
         model,
-        params,
+        weights,
         precision=policy,
         max_batch=config.sampling.max_batch,
         layout=layout if layout.mesh.size > 1 else None,
@@ -52,15 +47,11 @@ def main(argv: Sequence[str]) -> int:
     # This command samples in its own process even if the config names servers.
     here = config.model_copy(update={"sampler": SamplerConfig()})
     episode_runner = environment.make_episode_runner(
-        here, tokenizer, tools, vocab_size=model.config.vocab_size
+        here, tokenizer, task.tools, vocab_size=model.config.vocab_size
     )
+    params = sampling_params(config.sampling, config.model.path, tokenizer, seed=config.seed)
     result = evaluate_greedily(
-        sampler,
-        prompts.examples,
-        sampling=sampling_params(config.sampling, config.model.path, tokenizer, seed=config.seed),
-        reward=rewards[0] if rewards else None,
-        tokenizer=tokenizer,
-        episode_runner=episode_runner,
+        RolloutSource(here, task, sampler, params, episode_runner, reward_model=None, note=print)
     )
     if arguments.completions is not None:
         name = rewards[0].name if rewards else "reward"

@@ -1,14 +1,15 @@
 """Actions of a run on its alarms: log, pause, roll back, stop."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jaxrl.config.training import Config
 from jaxrl.monitoring.alarms.causes import CAUSES
 from jaxrl.monitoring.alarms.rules import Alarm, check_alarms
-from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.monitoring.tracking.tracking import NullTracker, Tracker, read_metrics
 from jaxrl.training import rollbacks
-from jaxrl.training.storage.records import Records
+from jaxrl.training.storage.checkpoint import Checkpoints
 
 _MAX_ROLLBACKS = 2  # in a run: a problem that two changes do not solve needs a person
 _SEVERITY = ("log", "pause", "rollback", "stop")  # of several alarms the most severe acts
@@ -30,24 +31,26 @@ class AlarmActions:
     """Checks the metrics of a run after each step and acts on alarms."""
 
     def __init__(
-        self, config: Config, records: Records, *, check_changed: Callable[[Config], object]
+        self,
+        config: Config,
+        checkpoints: Checkpoints,
+        *,
+        tracker: Tracker | NullTracker,
+        check_changed: Callable[[Config], object],
     ) -> None:
-        """Reads the alarms that the run has raised so far.
-
-        Args:
-          config: of the run.
-          records: its metrics and checkpoints.
-          check_changed: raises ValueError for a config that the run's devices cannot compute.
-        """
-        self._config, self._records, self._check_changed = config, records, check_changed
-        entries = read_metrics(records.directory / "metrics.jsonl")
+        """Reads the alarms that the run has raised so far. `check_changed` raises ValueError for a
+        config that the run's devices cannot compute."""
+        self._config, self._directory = config, Path(config.run_dir)
+        self._checkpoints, self._tracker = checkpoints, tracker
+        self._check_changed = check_changed
+        entries = read_metrics(self._directory / "metrics.jsonl")
         events = (e["event"] for e in entries if "event" in e)
         self._raised = {e["alarm"]: e["at"] for e in events if e["action"] != "rollback"}
 
     def check(self) -> Verdict | None:
         """Checks the newest step and logs every alarm; returns None if the run continues."""
         config = self._config.alarms
-        alarms = check_alarms(self._records.tracker.history, config.limits, raised=self._raised)
+        alarms = check_alarms(self._tracker.history, config.limits, raised=self._raised)
         alarms = [alarm for alarm in alarms if config.action(alarm.name) != "off"]
         if not alarms:
             return None
@@ -70,7 +73,7 @@ class AlarmActions:
                 kind, more = "pause", f"no rollback: {error}"
         self._log(alarm, action=kind, more=more)
         message = f"{_described(alarm)}{'; ' * bool(more)}{more}\n"
-        directory = self._records.directory
+        directory = self._directory
         if kind == "pause":
             return Verdict(
                 "pause",
@@ -89,26 +92,25 @@ class AlarmActions:
         Raises:
           ValueError: if there is no checkpoint to go back to, or no change that can be made.
         """
-        config, records = self._config, self._records
-        before = len(rollbacks.read(records.directory))
+        config, checkpoints = self._config, self._checkpoints
+        before = len(rollbacks.read(self._directory))
         if before >= _MAX_ROLLBACKS:
             raise ValueError(f"the run was rolled back {before} times already")
-        records.checkpoints.wait()
-        to = rollbacks.target(config, records.checkpoints.directory, healthy=alarm.healthy)
+        checkpoints.wait()
+        to = rollbacks.target(config, checkpoints.directory, healthy=alarm.healthy)
         if to is None:
             raise ValueError(f"no checkpoint from before step {alarm.healthy + 1} is left")
         changes = rollbacks.remedy(config.alarms.action(alarm.name), config)
         self._check_changed(rollbacks.changed(config, changes))
-        decided = rollbacks.decide(records.directory, alarm, to=to, config=config, changes=changes)
+        decided = rollbacks.decide(self._directory, alarm, to=to, config=config, changes=changes)
         more = f"back to step {to} with {decided.in_words}"
         self._log(alarm, action="rollback", more=more)
         return Verdict("rollback", f"{_described(alarm)}; {more} (rollback {before + 1})")
 
     def _log(self, alarm: Alarm, *, action: str, more: str) -> None:
-        tracker = self._records.tracker
         acted = f"; {action}" * (action != "log")
-        tracker.note(f"{_described(alarm)}{acted}{'; ' * bool(more)}{more}")
-        tracker.event(
+        self._tracker.note(f"{_described(alarm)}{acted}{'; ' * bool(more)}{more}")
+        self._tracker.event(
             alarm.step,
             {
                 "alarm": alarm.name,

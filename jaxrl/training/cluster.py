@@ -90,13 +90,8 @@ def _check_alone(processes: int | None, process: int | None) -> None:
 
 @contextmanager
 def _waiting(who: str, address: str, *, at_most: int) -> Iterator[None]:
-    """Exits the process if the block takes too long; jax cannot be interrupted in it.
-
-    Args:
-      who: name of this process, for messages.
-      address: of the coordinator.
-      at_most: seconds.
-    """
+    """Exits the process if the block takes more than `at_most` seconds; jax cannot be interrupted
+    in it."""
 
     def end() -> None:
         _say(

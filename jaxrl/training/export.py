@@ -20,9 +20,7 @@ def export(config: Config, learning: Learning, *, params: Params, hosts: Hosts) 
     """Writes the model as a Hugging Face checkpoint, with its served weights, and draws the curves.
     Adapters are merged into the model, and also written by themselves.
 
-    Returns:
-      The model's directory, on every process once it is complete.
-    """
+    Returns the model's directory, on every process once it is complete."""
     directory, policy, base = Path(config.run_dir), config.policy, config.model.path
     model = learning.model
     tensors = ParamsSource(lora.merge(params), model.specs, dtype=policy.exported)

@@ -1,7 +1,7 @@
 """SIGTERM and Ctrl-C as a flag that a loop checks where it can stop cleanly."""
 
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 
@@ -20,12 +20,7 @@ class Interrupt:
             signal.signal(s, self._note)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore()
 
     def _note(self, signum: int, frame: FrameType | None) -> None:

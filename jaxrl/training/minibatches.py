@@ -13,12 +13,15 @@ import numpy as np
 from jaxrl.advantages import Advantages, estimate, explained_variance
 from jaxrl.builders.learner import Learning
 from jaxrl.core.batch import Minibatch, Rollout
-from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
+from jaxrl.core.hosts import Hosts
+from jaxrl.core.packing import pack_minibatch, unpack
 from jaxrl.learner.actor_critic import State
 from jaxrl.learner.policy import LearnerState
 from jaxrl.losses.scores import Need
 from jaxrl.models import lora
-from jaxrl.training.rollouts.outcomes import LogProbs, Shaping, shaped_outcomes
+from jaxrl.training.rollouts.collect import greedy_rewards
+from jaxrl.training.rollouts.generate import RolloutSource
+from jaxrl.training.rollouts.outcomes import LogProbs, shaped_outcomes
 from jaxrl.training.timing import Numbers
 from sharding.transfer import fetch
 
@@ -52,47 +55,46 @@ def split_minibatches(count: int, *, updates: int) -> list[slice]:
 
 def compute_advantages(
     learning: Learning,
-    shaping: Shaping,
+    source: RolloutSource,
     *,
     state: State,
     rollouts: Sequence[Rollout],
     parts: Sequence[slice],
+    hosts: Hosts,
 ) -> tuple[Targets, Numbers]:
     """Computes the advantages and, with a critic, its values and targets.
 
-    Args:
-      learning: the learner, its recipe and its critic.
-      shaping: penalties on the rewards.
-      state: before any update of this step.
-      rollouts: with their rewards.
-      parts: the rollouts of each minibatch.
+    `state` is that before any update of this step; `parts` are the rollouts of each minibatch.
     """
-    recipe = learning.recipe
+    recipe, policy = learning.recipe, state.policy.params
+
+    def by_token(score: Callable[[Minibatch], jax.Array]) -> list[np.ndarray]:
+        """For each rollout f32[C], 0 where the policy did not choose the token."""
+        found: list[np.ndarray] = []
+        for some in (rollouts[part] for part in parts):
+            minibatch = pack_minibatch(some, [0.0] * len(some), shape=learning.shape)
+            found += unpack(fetch(score(minibatch)), some, shape=learning.shape)
+        return found
 
     def logprobs() -> tuple[LogProbs, LogProbs]:
-        params = state.policy.params
         assert learning.reference is not None, "the config needs one for reward.kl"
-        reference = lora.with_trainable(params, learning.reference)
+        reference = lora.with_trainable(policy, learning.reference)
         mine, theirs = (
-            score_tokens(
-                functools.partial(learning.learner.score, weights),
-                rollouts,
-                parts=parts,
-                shape=learning.shape,
-            )
-            for weights in (params, reference)
+            by_token(functools.partial(learning.learner.score, weights))
+            for weights in (policy, reference)
         )
         return mine, theirs
 
-    outcomes, numbers = shaped_outcomes(shaping, rollouts, logprobs=logprobs)
+    outcomes, numbers = shaped_outcomes(
+        source.config,
+        rollouts,
+        weights=source.task.weights,
+        logprobs=logprobs,
+        greedy=lambda: hosts.on_leader(lambda: greedy_rewards(source, rollouts)),
+    )
     if learning.critic is None or recipe.critic is None:
         return Targets(estimate(recipe.advantages, outcomes)), numbers
-    values = score_tokens(
-        functools.partial(learning.critic.values, state),
-        rollouts,
-        parts=parts,
-        shape=learning.shape,
-    )
+    values = by_token(functools.partial(learning.critic.values, state))
     outcomes = dataclasses.replace(outcomes, values=values)
     returns = recipe.critic.returns(outcomes)
     numbers["value/explained_variance"] = explained_variance(returns, outcomes)
@@ -108,15 +110,7 @@ def prepare_minibatch(
     updates: int,
 ) -> Minibatch:
     """Packs a minibatch and adds the scores that the loss needs and that its update does not
-    change.
-
-    Args:
-      learning: the learner and its recipe.
-      policy: before any update of this step.
-      rollouts: those of the minibatch.
-      targets: theirs.
-      updates: updates per rollout batch; with one, the anchor is the learner itself.
-    """
+    change. With one update per rollout batch, the anchor is the learner itself."""
     minibatch = pack_minibatch(
         rollouts,
         list(targets.advantages),
@@ -139,20 +133,3 @@ def with_entropy_weights(minibatch: Minibatch, coefficient: float) -> Minibatch:
     weights = jnp.full_like(minibatch.batch.advantages, coefficient)
     batch = dataclasses.replace(minibatch.batch, entropy_weights=weights)
     return dataclasses.replace(minibatch, batch=batch)
-
-
-def score_tokens(
-    score: Callable[[Minibatch], jax.Array],
-    rollouts: Sequence[Rollout],
-    *,
-    parts: Sequence[slice],
-    shape: MinibatchShape,
-) -> list[np.ndarray]:
-    """Returns `score` of the completion tokens of each rollout, f32[C]; 0 where the policy did not
-    choose the token."""
-    found: list[np.ndarray] = []
-    for part in parts:
-        some = rollouts[part]
-        minibatch = pack_minibatch(some, [0.0] * len(some), shape=shape)
-        found += unpack(fetch(score(minibatch)), some, shape=shape)
-    return found

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.advantages import Advantages
+from jaxrl.builders.learner import Learning
 from jaxrl.config.tables import ProbeConfig
 from jaxrl.core.batch import Minibatch, Rollout
-from jaxrl.core.packing import MinibatchShape, unpack
-from jaxrl.learner.policy import Learner
+from jaxrl.core.packing import unpack
 from jaxrl.models.spec import Params
 from jaxrl.monitoring.ratio.replay import Score, log_ratio_parts, replay_batch, summarize_parts
 from jaxrl.monitoring.ratio.split import known_tokens, split_log_ratio
@@ -24,17 +24,15 @@ class Probes(NamedTuple):
 
     Attributes:
       config: schedule and bounds of the alpha/beta split.
-      learner: compiled.
+      learning: the compiled learner, and the shape of its minibatches.
       replay: the server's log-probs of given tokens; None without a server.
       samples: writes rollouts for people to read.
-      shape: of the minibatches.
     """
 
     config: ProbeConfig
-    learner: Learner
+    learning: Learning
     replay: Score | None
     samples: Samples | NullSamples
-    shape: MinibatchShape
 
 
 def run_probes(
@@ -46,22 +44,11 @@ def run_probes(
     minibatch: Minibatch,
     step: int,
 ) -> Numbers:
-    """Probes a minibatch and logs some of its rollouts, at the steps where either is due.
-
-    Args:
-      probes: the diagnostics of the run.
-      params: of the policy, before any update of this step.
-      rollouts: those of the minibatch.
-      advantages: theirs.
-      minibatch: the same, packed.
-      step: rollout batches trained on before this one.
-
-    Returns:
-      The metrics of the probe.
-    """
+    """Probes a minibatch of the step after `step` and logs some of its rollouts, where either is
+    due; returns the metrics of the probe. `params` are those before any update of this step."""
     numbers, beta = _split_ratio(probes, params, minibatch=minibatch, step=step)
     if probes.samples.due(step):
-        betas = None if beta is None else unpack(beta, rollouts, shape=probes.shape)
+        betas = None if beta is None else unpack(beta, rollouts, shape=probes.learning.shape)
         probes.samples.write(step + 1, rollouts, advantages=advantages, betas=betas)
     return numbers
 
@@ -79,8 +66,8 @@ def _split_ratio(
         return {}, None
     arrays = fetch(
         {
-            "learner": probes.learner.score(params, minibatch),
-            "shadow": probes.learner.shadow(params, minibatch),
+            "learner": probes.learning.learner.score(params, minibatch),
+            "shadow": probes.learning.learner.shadow(params, minibatch),
             "sampler": batch.sampler_logprobs,
         }
     )

@@ -152,13 +152,13 @@ def _remove_steps(directory: Path, last: Rollback, *, number: int) -> None:
         directory / "metrics.jsonl", directory / f"rolled_back_{number}.jsonl", after=last.to
     )
     event = {"action": "rollback", "number": number, **last._replace(done=True)._asdict()}
-    kept = [e for e in kept if _number(e) != number]
+    kept = [e for e in kept if e.get("event", {}).get("number") != number]
     # The changes of earlier rollbacks stay, even if this one goes back further.
-    kept += [e | {"step": last.to} for e in entries if e["step"] > last.to and _number(e)]
+    later = (e for e in entries if e["step"] > last.to)
+    kept += [e | {"step": last.to} for e in later if e.get("event", {}).get("number")]
     time = entries[-1]["time"] if entries else 0.0
-    write_lines(
-        directory / "metrics.jsonl", [*kept, {"step": last.to, "time": time, "event": event}]
-    )
+    kept.append({"step": last.to, "time": time, "event": event})
+    write_lines(directory / "metrics.jsonl", kept)
     for path in (directory / "checkpoints").iterdir():
         if path.name.isdigit() and int(path.name) > last.to:
             shutil.rmtree(path)
@@ -172,11 +172,6 @@ def _move_steps(path: Path, rolled_back: Path, *, after: int) -> list[dict[str, 
     if later and not rolled_back.exists():
         write_lines(rolled_back, later)
     return [entry for entry in entries if entry["step"] <= after]
-
-
-def _number(entry: Mapping[str, Any]) -> int | None:
-    """Returns the number of the rollback in an entry of the metrics; None for other entries."""
-    return entry.get("event", {}).get("number")
 
 
 def _check_known(config: Config, found: Sequence[Rollback]) -> None:

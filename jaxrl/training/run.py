@@ -4,30 +4,24 @@
 they meet what outlives the program: the run directory, rollbacks, checkpoints and the tracker.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 from jaxrl.builders import environment
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.learner import Learning, open_learning
 from jaxrl.builders.prompts import sampling_params
 from jaxrl.builders.recipe import make_recipe
-from jaxrl.builders.reward_model import RewardModel, load_reward_model
+from jaxrl.builders.reward_model import load_reward_model
 from jaxrl.builders.sampler import SamplerNeeds, Serving, open_sampler
 from jaxrl.builders.task import TaskData, load_task
 from jaxrl.builders.weight_sync import Adapters, Publish, Weights
 from jaxrl.config.toml_file import flatten
 from jaxrl.config.training import Config
 from jaxrl.core import precision
-from jaxrl.core.batch import Rollout
 from jaxrl.core.hosts import Hosts
-from jaxrl.data.prompts import Prompts
-from jaxrl.environments.episodes.runner import EpisodeRunner
-from jaxrl.environments.rewards.scoring import Reward
 from jaxrl.learner.actor_critic import State
 from jaxrl.models.spec import Params
 from jaxrl.monitoring.tracking.samples import NullSamples, Samples
@@ -36,12 +30,8 @@ from jaxrl.monitoring.tracking.tracking import NullTracker, Tracker, open_tracke
 from jaxrl.training import rollbacks
 from jaxrl.training.probes import Probes
 from jaxrl.training.progress import Progress
-from jaxrl.training.rollouts.collect import RolloutSource, greedy_rewards
-from jaxrl.training.rollouts.generate import Generator
-from jaxrl.training.rollouts.outcomes import Shaping
-from jaxrl.training.rollouts.score import ENVIRONMENT, MODEL, Scorer
+from jaxrl.training.rollouts.collect import RolloutSource
 from jaxrl.training.storage.checkpoint import Checkpoints
-from jaxrl.training.storage.records import Records
 from jaxrl.training.storage.resume import restore
 from jaxrl.training.storage.run_directory import check_config, record_start
 from sharding.partition import Layout
@@ -55,24 +45,22 @@ class Run(NamedTuple):
     Attributes:
       config: of the run, with the changes of its rollbacks.
       hosts: the processes of the run.
-      source: samples and scores rollouts.
-      held_out: evaluation prompts; None without any.
-      shaping: penalties on rewards.
+      source: prompts, and what samples and scores rollouts of them.
       learning: the compiled learner, and its critic if the recipe has one.
       probes: diagnostics before the update.
       publish: sends weights to the sampler.
-      records: checkpoints and metrics.
+      checkpoints: in the run directory.
+      tracker: takes metrics and notes; a NullTracker on processes other than 0.
     """
 
     config: Config
     hosts: Hosts
     source: RolloutSource
-    held_out: Prompts | None
-    shaping: Shaping
     learning: Learning
     probes: Probes
     publish: Publish
-    records: Records
+    checkpoints: Checkpoints
+    tracker: Tracker | NullTracker
 
 
 @contextmanager
@@ -89,16 +77,15 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     directory, hosts = Path(config.run_dir), Hosts()
     config = hosts.on_leader(lambda: rollbacks.settle(directory, config))
     recipe, layout = make_recipe(config), make_layout(config.mesh)
-    task = load_task(config, with_prompts=hosts.leads)
+    task = load_task(config, splits=("train", "test") if hosts.leads else ())
     learning, state = open_learning(config, recipe, layout=layout)
     episode_runner = environment.make_episode_runner(
         config, task.tokenizer, task.tools, vocab_size=learning.model.config.vocab_size
     )
+    params = sampling_params(config.sampling, config.model.path, task.tokenizer, seed=config.seed)
     reward_model = None
     if config.reward.model is not None:
-        load = load_reward_model(config, config.reward.model, task.tokenizer, layout=layout)
-        reward_model = hosts.on_all(load)
-
+        reward_model = hosts.on_all(load_reward_model(config, task.tokenizer, layout=layout))
     change = hosts.on_leader(lambda: check_config(directory, config))
     checkpoints = Checkpoints(
         directory / "checkpoints",
@@ -116,96 +103,34 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             note=tracker.note,
             hosts=hosts,
         ) as serving,
+        closing(checkpoints),
     ):
-        note = tracker.note
-        source = RolloutSource(
-            prompts=task.prompts.examples,
-            seed=config.seed,
-            generator=_make_generator(
-                config, task, serving=serving, episode_runner=episode_runner, note=note
-            ),
-            scorer=_make_scorer(config, task, model=reward_model, note=note),
-        )
-        samples = _open_samples(config, task, start_step=progress.step, hosts=hosts)
+        samples = NullSamples()
+        if hosts.leads:
+            path, given = directory / "samples.jsonl", config.samples
+            samples = Samples(path, given, tokenizer=task.tokenizer, start_step=progress.step)
         run = Run(
             config=config,
             hosts=hosts,
-            source=source,
-            held_out=task.held_out,
-            shaping=_make_shaping(config, source, hosts=hosts),
+            source=RolloutSource(
+                config=config,
+                task=task,
+                sampler=serving.sampler,
+                params=params,
+                episode_runner=episode_runner,
+                reward_model=reward_model,
+                note=tracker.note,
+            ),
             learning=learning,
-            probes=Probes(config.probe, learning.learner, serving.score, samples, learning.shape),
+            probes=Probes(config.probe, learning, serving.score, samples),
             publish=serving.publish,
-            records=Records(directory, checkpoints, tracker),
+            checkpoints=checkpoints,
+            tracker=tracker,
         )
-        for line in filter(None, (*_notes(config, task, hosts=hosts), change, learning.attention)):
-            note(line)
-        try:
-            yield run, state, progress
-        finally:
-            checkpoints.close()
-
-
-def reward_weights(config: Config, rewards: Sequence[Reward]) -> dict[str, float]:
-    """Returns the weights of the parts of the reward: its functions, the reward model, the
-    environment."""
-    weights = {term.name: term.weight for term in rewards}
-    if config.reward.model is not None:
-        weights[MODEL] = config.reward.model_weight
-    if config.environment.name is not None:
-        weights[ENVIRONMENT] = 1.0
-    return weights
-
-
-def _make_generator(
-    config: Config,
-    task: TaskData,
-    *,
-    serving: Serving,
-    episode_runner: EpisodeRunner | None,
-    note: Note,
-) -> Generator:
-    params = sampling_params(config.sampling, config.model.path, task.tokenizer, seed=config.seed)
-    return Generator(
-        sampler=serving.sampler,
-        params=params,
-        episode_runner=episode_runner,
-        mask_truncated=config.train.mask_truncated,
-        note=note,
-    )
-
-
-def _make_scorer(
-    config: Config, task: TaskData, *, model: RewardModel | None, note: Note
-) -> Scorer:
-    return Scorer(
-        functions=task.rewards,
-        model=model,
-        weights=reward_weights(config, task.rewards),
-        tokenizer=task.tokenizer,
-        note=note,
-    )
-
-
-def _make_shaping(config: Config, source: RolloutSource, *, hosts: Hosts) -> Shaping:
-    def greedy(rollouts: Sequence[Rollout]) -> np.ndarray:
-        return hosts.on_leader(lambda: greedy_rewards(source, rollouts))
-
-    return Shaping(
-        config=config.reward,
-        max_tokens=config.sampling.max_tokens,
-        weights=source.scorer.weights,
-        greedy_rewards=greedy,
-    )
-
-
-def _open_samples(
-    config: Config, task: TaskData, *, start_step: int, hosts: Hosts
-) -> Samples | NullSamples:
-    if not hosts.leads:
-        return NullSamples()
-    path = Path(config.run_dir) / "samples.jsonl"
-    return Samples(path, config.samples, tokenizer=task.tokenizer, start_step=start_step)
+        attention = learning.check_attention(config)
+        for line in filter(None, (*_notes(config, task, hosts=hosts), change, attention)):
+            tracker.note(line)
+        yield run, state, progress
 
 
 def _open_serving(
@@ -223,13 +148,15 @@ def _open_serving(
         adapters = Adapters(learning.specs, 2 + config.rollouts.max_staleness)
     model_dir = Path(config.model.path)
     return open_sampler(
-        config,
+        config.sampler,
         Weights(learning.model, params, version, policy=config.policy, model_dir=model_dir),
         layout=learning.layout,
         directory=Path(config.run_dir),
         note=note,
         hosts=hosts,
         needs=SamplerNeeds(
+            config.longest_sequence,
+            config.sampling.max_batch,
             adapters=adapters,
             record_experts=config.train.replay_routing,
             completions=config.concurrent_completions,
@@ -237,25 +164,22 @@ def _open_serving(
     )
 
 
-@contextmanager
 def _open_tracker(
     config: Config, progress: Progress, *, hosts: Hosts, layout: Layout
-) -> Iterator[Tracker | NullTracker]:
+) -> AbstractContextManager[Tracker | NullTracker]:
     """Opens the tracker of a run on process 0, and a NullTracker on the others."""
     if not hosts.leads:
-        yield NullTracker()
-        return
+        return nullcontext(NullTracker())
     directory = Path(config.run_dir)
     record_start(directory, step=progress.step, devices=list(layout.mesh.devices.flat))
-    with open_tracker(
+    return open_tracker(
         directory,
         start_step=progress.step,
         total_steps=config.train.steps,
         services=lambda note: open_services(
             config.tracking, directory, resolved=flatten(config), note=note
         ),
-    ) as tracker:
-        yield tracker
+    )
 
 
 def _notes(config: Config, task: TaskData, *, hosts: Hosts) -> Iterator[str]:

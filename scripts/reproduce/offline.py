@@ -47,7 +47,7 @@ def measured(directory: Path, keys: Mapping[str, str]) -> Scores:
             batch = scoring.minibatch(run, rollouts)
             found[f"learner {dtype}"] = _answers(scoring.score(run, state.policy, batch).learner)
             if dtype in SERVED:
-                sampled: Any = run.source.generator.sampler
+                sampled: Any = run.source.sampler
                 served = sampled.score([np.concatenate([r.prompt, r.completion]) for r in rollouts])
                 tails = [scores[-TOKENS:] for scores in served]
                 found[f"vllm {dtype}"] = np.array(tails, np.float64)
@@ -56,10 +56,10 @@ def measured(directory: Path, keys: Mapping[str, str]) -> Scores:
 
 
 def _sequences(run: Any) -> list[Rollout]:
-    prompts = [example.tokens for example in run.source.prompts[:8]]
-    endless = dataclasses.replace(run.source.generator.params, stop=())
+    prompts = [example.tokens for example in run.source.task.prompts.examples[:8]]
+    endless = dataclasses.replace(run.source.params, stop=())
     drawn = sorted(
-        run.source.generator.sampler.sample(prompts, endless, group_size=8),
+        run.source.sampler.sample(prompts, endless, group_size=8),
         key=lambda c: (c.prompt_index, c.sample_index),
     )
     everything = np.ones(TOKENS, bool)

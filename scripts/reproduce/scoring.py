@@ -22,7 +22,7 @@ class Scored(NamedTuple):
 
 def sampled(run: Run, progress: Progress) -> list[Rollout]:
     """Samples a rollout with rewards."""
-    return collect(run.source, run.config.train, progress=progress, seconds={}).batch
+    return collect(run.source, progress=progress, seconds={}).batch
 
 
 def minibatch(run: Run, rollouts: Sequence[Rollout]) -> Minibatch:

@@ -70,9 +70,10 @@ def test_server_of_a_run_gets_a_secret_key(monkeypatch, tmp_path):
         with (
             pytest.raises(StartedError),
             sampler.open_sampler(
-                config,
+                config.sampler,
                 Weights(tiny.model(), {}, 0, PRESETS["fp32"], Path("m")),
                 layout=make_layout(config.mesh),
+                needs=sampler.SamplerNeeds(config.longest_sequence, max_batch=1),
                 directory=tmp_path,
                 note=print,
             ),

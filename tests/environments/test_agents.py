@@ -92,14 +92,11 @@ def config(*arguments: Path, **changes: str) -> Config:
 def test_a_single_turn_environment_changes_no_bit_of_the_training_data(material, tmp_path):
     single = {"environment.name": f"{material / 'mine.py'}:Single", "train.mask_truncated": "true"}
     with open_run(config(material, tmp_path / "run", **single)) as (run, _, _):
-        source, train_config = run.source, run.config.train
-        found = collect(source, train_config, progress=Progress(), seconds={})
-        weights = {"shorter": source.scorer.weights["shorter"]}
-        single_turn = source._replace(
-            generator=source.generator._replace(episode_runner=None),
-            scorer=source.scorer._replace(weights=weights),
-        )
-        plain = collect(single_turn, train_config, progress=Progress(), seconds={})
+        source, task = run.source, run.source.task
+        found = collect(source, progress=Progress(), seconds={})
+        task = task._replace(weights={"shorter": task.weights["shorter"]})
+        single_turn = source._replace(episode_runner=None, task=task)
+        plain = collect(single_turn, progress=Progress(), seconds={})
     for one, other in zip(found.batch, plain.batch, strict=True):
         assert one.components == (other.reward, 0.0)
         assert to_json(one._replace(episode=None, components=other.components)) == to_json(other)

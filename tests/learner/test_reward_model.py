@@ -1,6 +1,7 @@
 """A reward model as the reward: the scores of single sequences, by the ids that were sampled."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from jaxrl import train
-from jaxrl.builders.reward_model import CompiledRewardModel, score_rollouts
+from jaxrl.builders.reward_model import score_rollouts
 from jaxrl.config.toml_file import ConfigError, load
 from jaxrl.config.training import Config
 from jaxrl.core.packing import MinibatchShape
@@ -35,7 +36,8 @@ def params(seed=0):
 @pytest.fixture(scope="module")
 def reward_model():
     model = decoder(CONFIG)
-    return CompiledRewardModel(
+    return functools.partial(
+        score_rollouts,
         params=params(),
         scores=jax.jit(make_scores(model, precision=FP32, rows_per_microbatch=2)),
         shape=MinibatchShape(row_length=24, rows_per_microbatch=2, sharding=jax.devices()[0]),
@@ -44,25 +46,25 @@ def reward_model():
 
 def test_ratings_are_those_of_each_sequence_alone_in_the_order_given(reward_model):
     rollouts = tiny.rollouts(11)
-    got = score_rollouts(reward_model, rollouts)
+    got = reward_model(rollouts)
     model = decoder(CONFIG)
     for rollout, value in zip(rollouts, got, strict=True):
         tokens = jnp.asarray([*rollout.prompt, *rollout.completion])[None]
         hidden = model.hidden(
-            reward_model.params,
+            params(),
             tokens,
             jnp.arange(tokens.shape[1])[None],
             jnp.ones_like(tokens),
             precision=FP32,
         )
-        alone = token_scores(hidden, reward_model.params["score"], precision=FP32)[0, -1]
+        alone = token_scores(hidden, params()["score"], precision=FP32)[0, -1]
         np.testing.assert_allclose(value, alone, rtol=1e-4, atol=1e-5)
     assert np.ptp(got) > 0.1
 
 
 def test_a_score_that_is_not_finite_is_a_failure(reward_model):
-    broken = reward_model.params | {"score": jnp.full((1, CONFIG.hidden_size), jnp.inf)}
-    values = score_rollouts(dataclasses.replace(reward_model, params=broken), tiny.rollouts(3))
+    broken = params() | {"score": jnp.full((1, CONFIG.hidden_size), jnp.inf)}
+    values = reward_model(tiny.rollouts(3), params=broken)
     assert np.isnan(values).all()
     scored = scoring.with_component(
         scoring.score([], ["a", "b", "c"], [{}] * 3), "model", values=values, weight=1.0

@@ -71,12 +71,16 @@ def opened(
     layout = make_layout(made.mesh)
     model, params, specs = load_trained(made, layout=layout)
     with open_sampler(
-        made,
+        made.sampler,
         Weights(model, params, 0, FP32, material.directory / "model"),
         layout=layout,
         directory=material.directory,
         note=note,
-        needs=SamplerNeeds(Adapters(specs, 2) if made.lora.publish == "adapters" else None),
+        needs=SamplerNeeds(
+            made.longest_sequence,
+            made.sampling.max_batch,
+            Adapters(specs, 2) if made.lora.publish == "adapters" else None,
+        ),
     ) as serving:
         yield serving
 

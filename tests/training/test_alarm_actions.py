@@ -20,7 +20,6 @@ from jaxrl.monitoring.alarms.rules import replay_alarms
 from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
 from jaxrl.training import rollbacks
 from jaxrl.training.alarm_actions import AlarmActions
-from jaxrl.training.storage.records import Records
 from tests import tiny
 
 # What is wanted is a digit in front; what also pays, and more, is a row of a's.
@@ -241,7 +240,7 @@ def test_alarm_on_the_last_evaluation_pauses_the_run(material, tmp_path, monkeyp
     """The held-out score falls behind the last step: paused, and the same command ends the run."""
     scores = iter([0.9, 0.2])
     found = (SimpleNamespace(accuracy=score, numbers={}) for score in scores)
-    monkeypatch.setattr(train, "evaluate_held_out", lambda *_, **__: next(found))
+    monkeypatch.setattr(train, "evaluate_greedily", lambda *_, **__: next(found))
     (tmp_path / "rising.py").write_text(
         "calls = 0\ndef rising(completion, example):\n    global calls\n"
         "    calls += 1\n    return calls\n"
@@ -278,8 +277,10 @@ def watched(material, directory, **changes):
     tracker = SimpleNamespace(
         history=history, note=said.append, event=lambda step, event: noted.append(event)
     )
-    records = Records(directory, cast(Any, None), cast(Any, tracker))
-    return AlarmActions(config_, records, check_changed=pytest.fail), said, noted
+    actions = AlarmActions(
+        config_, cast(Any, None), tracker=cast(Any, tracker), check_changed=pytest.fail
+    )
+    return actions, said, noted
 
 
 def test_most_severe_action_wins_and_all_alarms_are_logged(material, tmp_path):

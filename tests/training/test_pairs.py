@@ -10,8 +10,8 @@ import pytest
 from orbax.checkpoint import StandardCheckpointer
 
 from jaxrl.builders.layout import make_layout
-from jaxrl.builders.minibatches import supervised_shape
 from jaxrl.builders.model import load_model
+from jaxrl.builders.supervised import supervised_shape
 from jaxrl.cli import main
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.preference import DPOConfig, RewardModelConfig
@@ -26,12 +26,7 @@ from jaxrl.models.scorer import sequence_scores
 from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.training.supervised import pairs
 from jaxrl.training.supervised.dpo import load_loss
-from jaxrl.training.supervised.pairs import (
-    load_held_out_pairs,
-    load_training_pairs,
-    pack_pairs,
-    tokenize,
-)
+from jaxrl.training.supervised.pairs import load_pairs, pack_pairs, tokenize
 from tests import tiny
 
 ROW_LENGTH = 56  # two pairs of the material
@@ -142,9 +137,9 @@ def test_pairs_from_parquet_with_margins(model, tokenizer, material, tmp_path):
 
     rows = [{"prompt": "cd", "chosen": "a", "rejected": "bb", "by": m} for m in (0.5, 2.0)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "pairs.parquet")
-    keys = {"data.path": f"{tmp_path}/pairs.parquet", "data.margin_key": "by"}
-    given = config(model, material, **keys)
-    found = load_training_pairs(given.data, tokenizer, max_tokens=ROW_LENGTH)
+    keys = {"path": f"{tmp_path}/pairs.parquet", "margin_key": "by", "eval_path": "none"}
+    given = config(model, material, **{f"data.{key}": value for key, value in keys.items()})
+    found = load_pairs(given.data, tokenizer, max_tokens=ROW_LENGTH).training
     assert [pair.margin for pair in found.pairs] == [0.5, 2.0]
     batch = jax.device_get(packed_pairs(found.pairs, given).batch)
     row = int(np.argmax(batch.segments.max(axis=1)))
@@ -215,7 +210,7 @@ def test_reward_model_learns_to_rank(reward_model, model, material, tokenizer):
     decoder_config, params = huggingface.load(directory, dtype=None)
     assert decoder_config.scored
     given = config(model, material)
-    held_out = load_held_out_pairs(given.data, tokenizer, max_tokens=ROW_LENGTH)
+    held_out = load_pairs(given.data, tokenizer, max_tokens=ROW_LENGTH).held_out
     one = config(model, material, **{"train.packing": "false"})
     batch = packed_pairs(held_out.pairs[:8], one).batch
     scores = np.asarray(
@@ -291,7 +286,7 @@ def test_packing_and_microbatches_do_not_change_a_step(model, material, tokenize
             **{"train.packing": "false", "train.microbatch_tokens": str(8 * ROW_LENGTH)},
         ),
     }
-    found = load_training_pairs(given["packed"].data, tokenizer, max_tokens=ROW_LENGTH)
+    found = load_pairs(given["packed"].data, tokenizer, max_tokens=ROW_LENGTH).training
     chosen = [pair._replace(margin=i / 4) for i, pair in enumerate(found.pairs[:8])]
     decoder_config, params = huggingface.load_scorer(model, dtype=np.dtype("float32"))
     params["score"] = jax.random.normal(jax.random.key(0), params["score"].shape)

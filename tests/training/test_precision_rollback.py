@@ -72,20 +72,20 @@ def asked(tmp_path_factory) -> Config:
 
 def kill_at(monkeypatch: Any, step: int, *, policy: str) -> None:
     """The program dies after a step of a policy, before it is saved."""
-    save_if_due = train.save_if_due
+    evaluate = train.evaluate
 
-    def dying(config: Config, *arguments: Any, progress: Progress, **named: Any) -> None:
-        if progress.step == step and config.precision == policy:
+    def dying(run: Run, progress: Progress) -> float | None:
+        if progress.step == step and run.config.precision == policy:
             raise KilledError
-        save_if_due(config, *arguments, progress=progress, **named)
+        return evaluate(run, progress)
 
-    monkeypatch.setattr(train, "save_if_due", dying)
+    monkeypatch.setattr(train, "evaluate", dying)
 
 
 def check_restored(run: Run, state: LearnerState) -> None:
     """The state is the checkpoint's of step 2, for a policy that has just begun."""
     policy = run.config.policy
-    there = run.records.checkpoints.restore(2, state).state
+    there = run.checkpoints.restore(2, state).state
     assert float(there.loss_scale.scale) == 1.0
     for ours, saved in zip(
         jax.tree.leaves((state.step, state.params, state.opt_state)),
@@ -95,7 +95,7 @@ def check_restored(run: Run, state: LearnerState) -> None:
         np.testing.assert_array_equal(ours, saved)
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {policy.params}
     assert float(state.loss_scale.scale) == policy.loss_scale.initial == 4.0
-    sampler = cast(EmbeddedSampler, run.source.generator.sampler)
+    sampler = cast(EmbeddedSampler, run.source.sampler)
     assert sampler._weights.params["embed"].dtype == policy.sampler
 
 

@@ -263,7 +263,7 @@ def test_rollouts_of_a_run_record_experts(tmp_path):
         "train.microbatch_tokens": "64",
     }
     with open_run(config(**changes)) as (run, _, progress):
-        found = collect(run.source, run.config.train, progress=progress, seconds={})
+        found = collect(run.source, progress=progress, seconds={})
         progress.pending = found.batch
     again = Progress.from_json(json.loads(json.dumps(progress.to_json()))).pending
     assert len(again) == 12

@@ -123,13 +123,15 @@ def _sample(inputs: _Inputs, policy: Precision, *, note: Callable[[str], None]) 
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     with open_sampler(
-        config,
+        config.sampler,
         Weights(inputs.model, inputs.params, 0, policy, Path(config.model.path)),
         layout=layout,
         directory=out,
         note=note,
         needs=SamplerNeeds(
-            completions=min(config.sampler.max_requests, config.prompts) * config.completions
+            config.longest_sequence,
+            config.sampling.max_batch,
+            completions=min(config.sampler.max_requests, config.prompts) * config.completions,
         ),
     ) as serving:
         completions = serving.sampler.sample(

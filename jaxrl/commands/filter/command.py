@@ -114,14 +114,16 @@ def _measure(
     with (
         ProgressDisplay("filter", start_step=done, total_steps=len(examples)) as progress,
         open_sampler(
-            config,
+            config.sampler,
             Weights(model, params, 0, policy, Path(config.model.path)),
             layout=layout,
             directory=arguments.out.parent,
             note=progress.note,
             needs=SamplerNeeds(
+                config.longest_sequence,
+                config.sampling.max_batch,
                 completions=min(config.sampler.max_requests, config.train.train_batch)
-                * arguments.samples
+                * arguments.samples,
             ),
         ) as serving,
     ):

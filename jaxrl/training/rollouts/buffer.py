@@ -8,8 +8,6 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable
 
-import numpy as np
-
 from jaxrl.config.rollouts import Order
 from jaxrl.core.batch import Rollout
 from jaxrl.training.rollouts import dynamic_sampling
@@ -52,16 +50,8 @@ class Buffer:
         zero_variance_per_batch: int = 0,
         counts: Counts | None = None,
     ) -> None:
-        """Creates an empty buffer.
-
-        Args:
-          batch: groups that the learner trains on per version.
-          batches: batches of the whole run.
-          max_staleness: most versions between sampling and training.
-          order: the order in which groups are trained on.
-          zero_variance_per_batch: groups with equal rewards that may be dropped per batch.
-          counts: counts of the run so far.
-        """
+        """Creates an empty buffer for `batches` batches of groups. Of each batch, up to
+        `zero_variance_per_batch` further groups with equal rewards may be dropped."""
         self.counts = counts or Counts()
         self._batch, self._batches, self._max_staleness = batch, batches, max_staleness
         self._order = order
@@ -83,24 +73,14 @@ class Buffer:
     def restore(self, rollouts: Iterable[Rollout], running: Iterable[int]) -> None:
         """Restores `waiting` and `running` from a checkpoint; the running groups are sampled again,
         before new ones."""
-        self._waiting = {}
-        for rollout in rollouts:
-            self._waiting.setdefault(rollout.group, []).append(rollout)
+        self._waiting = dynamic_sampling.by_group(rollouts)
         self._again = deque(running)
 
     def begin(self, *, next_number: int, step: int, most: int) -> list[int]:
-        """Admits up to `most` groups at the learner's version `step`.
+        """Admits up to `most` groups at the learner's version `step`; none if the buffer is full.
 
-        Groups that were running at the checkpoint come first and are always admitted.
-
-        Args:
-          next_number: number of the first group that was never started; new groups are numbered
-            `next_number`, `next_number + 1`, ...
-          step: the learner's version.
-          most: groups that the caller can sample now.
-
-        Returns:
-          The numbers of the admitted groups; empty if the buffer is full.
+        Groups that were running at the checkpoint come first and are always admitted. Groups that
+        were never started are numbered from `next_number` on.
         """
         again = [self._again.popleft() for _ in range(min(most, len(self._again)))]
         self._running.update(again)
@@ -148,24 +128,27 @@ class Buffer:
 
     def _drop_stale(self, *, step: int) -> None:
         for number, rollouts in list(self._waiting.items()):
-            oldest, newest = _versions(rollouts, step=step)
-            if newest > step:
-                raise RuntimeError(
-                    f"the sampler serves policy version {newest} and the learner is at {step}; "
-                    "another run publishes to the same servers"
-                )
-            if step - oldest > self._max_staleness:
+            check_versions(rollouts, step=step)
+            if max(staleness(rollouts, step=step)) > self._max_staleness:
                 self.counts.stale += 1
                 del self._waiting[number]
 
 
 def staleness(rollouts: Iterable[Rollout], *, step: int) -> list[int]:
-    """Returns, for each rollout, the number of versions that its oldest token is behind `step`."""
-    return [step - _versions([rollout], step=step)[0] for rollout in rollouts]
-
-
-def _versions(rollouts: Iterable[Rollout], *, step: int) -> tuple[int, int]:
-    """Returns the oldest and the newest version that sampled any of the tokens; `step` twice
+    """Returns, for each rollout, the number of versions that its oldest token is behind `step`; 0
     without tokens, as in an episode that could not begin."""
-    versions = np.concatenate([r.version for r in rollouts])
-    return (int(versions.min()), int(versions.max())) if versions.size else (step, step)
+    return [step - int(r.version.min(initial=step)) for r in rollouts]
+
+
+def check_versions(rollouts: Iterable[Rollout], *, step: int) -> None:
+    """Checks that the learner has reached the policy version of every token.
+
+    Raises:
+      RuntimeError: if the sampler serves a policy newer than the learner's.
+    """
+    newest = max((int(r.version.max(initial=0)) for r in rollouts), default=0)
+    if newest > step:
+        raise RuntimeError(
+            f"the sampler serves policy version {newest} and the learner is at {step}; another run "
+            "publishes to the same servers"
+        )

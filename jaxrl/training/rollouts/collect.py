@@ -6,31 +6,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.config.tables import TrainConfig
 from jaxrl.core.batch import Rollout
 from jaxrl.data import prompts
 from jaxrl.data.prompts import Example
+from jaxrl.monitoring.completion_metrics import completion_metrics
+from jaxrl.sampling.base import SamplingParams
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts import dynamic_sampling
-from jaxrl.training.rollouts.generate import Generator, generate
-from jaxrl.training.rollouts.score import Scorer, reward_metrics, score_rollouts
+from jaxrl.training.rollouts.buffer import check_versions
+from jaxrl.training.rollouts.generate import RolloutSource, generate
+from jaxrl.training.rollouts.score import reward_metrics, score_rollouts
 from jaxrl.training.timing import Numbers, clock
-
-
-class RolloutSource(NamedTuple):
-    """Samples and scores rollouts.
-
-    Attributes:
-      prompts: the training prompts.
-      seed: of the run: of the order of the prompts, and of every sampling request.
-      generator: prompts -> rollouts.
-      scorer: rollouts -> their rewards.
-    """
-
-    prompts: Sequence[Example]
-    seed: int
-    generator: Generator
-    scorer: Scorer
 
 
 class RolloutBatch(NamedTuple):
@@ -47,32 +33,26 @@ class RolloutBatch(NamedTuple):
     numbers: Numbers
 
 
-def collect(
-    source: RolloutSource, config: TrainConfig, *, progress: Progress, seconds: Numbers
-) -> RolloutBatch:
+def collect(source: RolloutSource, *, progress: Progress, seconds: Numbers) -> RolloutBatch:
     """Samples and scores one batch of rollouts.
 
     With dynamic sampling it repeats, up to `dynamic_sampling_rounds` more times, until the batch is
     full of groups whose rewards differ.
     """
+    config, names = source.config.train, list(source.task.weights)
     extra_rounds = config.dynamic_sampling_rounds
     found, sampled, rounds = progress.pending, list[Rollout](), 0
     rollouts: list[Rollout] = []
     while rounds <= extra_rounds and dynamic_sampling.count_groups(found) < config.train_batch:
         with clock(seconds, "time/sample"):
-            examples = next_prompts(source, progress, count=config.train_batch)
-            rollouts = sample(
-                source,
-                examples,
-                step=progress.step,
-                request=rounds,
-                group_size=config.group_size,
-            )
+            first, progress.position = progress.position, progress.position + config.train_batch
+            examples = prompts_at(source, range(first, progress.position))
+            rollouts = _sample(source, examples, step=progress.step, request=rounds)
         with clock(seconds, "time/reward"):
-            rollouts = score_rollouts(source.scorer, rollouts, examples=examples)
+            rollouts = score_rollouts(source, rollouts, examples=examples)
         kept = dynamic_sampling.informative(rollouts) if extra_rounds else rollouts
         found, sampled, rounds = [*found, *kept], [*sampled, *rollouts], rounds + 1
-    numbers = reward_metrics(sampled, names=list(source.scorer.weights))
+    numbers = reward_metrics(sampled, names=names)
     groups = dynamic_sampling.count_groups(found)
     # Where all rewards are equal, the last round is trained on: a KL term still has a gradient.
     batch, progress.pending = dynamic_sampling.split_groups(
@@ -87,7 +67,7 @@ def collect(
     if groups < config.train_batch:
         progress.short_batches += 1
         if progress.short_batches == 1:
-            source.generator.note(
+            source.note(
                 f"dynamic sampling found {groups} groups of train.train_batch = "
                 f"{config.train_batch} in {rounds} rounds; training on these (groups/trained). The "
                 "prompts are too easy or too hard, or train.dynamic_sampling_rounds is too small"
@@ -95,76 +75,61 @@ def collect(
     return RolloutBatch(batch, sampled, numbers)
 
 
-def next_prompts(source: RolloutSource, progress: Progress, *, count: int) -> dict[int, Example]:
-    """Takes the next prompts, by their number in the run; advances the position in the data."""
-    first = progress.position
-    progress.position += count
-    return prompts_at(source, range(first, progress.position))
+def step_metrics(rollouts: RolloutBatch, numbers: Numbers) -> Numbers:
+    """Returns all metrics of a step: `numbers`, and lengths, throughput and diversity."""
+    lengths = np.array([len(r.completion) for r in rollouts.sampled])
+    tokens = sum(r.length for r in rollouts.batch)
+    derived = {
+        "completion_length": float(lengths.mean()),
+        "completion_length/max": float(lengths.max()),
+        "completion/truncated": float(np.mean([r.truncated for r in rollouts.sampled])),
+        "tokens_per_second": tokens / numbers["time/step"],
+        "tokens_per_second/sample": float(lengths.sum()) / max(numbers["time/sample"], 1e-9),
+        "tokens_per_second/learn": tokens / numbers["time/learn"],
+        # Without a reference model: the divergence from the policy that was sampled.
+        "kl": numbers.get("kl/reference", numbers.get("mismatch/k3_kl", float("nan"))),
+    }
+    return completion_metrics(rollouts.sampled) | numbers | derived
 
 
 def prompts_at(source: RolloutSource, numbers: Iterable[int]) -> dict[int, Example]:
     """Returns prompts by their number in the run."""
-    examples = source.prompts
-    return {
-        number: examples[
-            prompts.next_indices(len(examples), position=number, count=1, seed=source.seed)[0]
-        ]
-        for number in numbers
-    }
+    examples, seed = source.task.prompts.examples, source.config.seed
+
+    def index(number: int) -> int:
+        return prompts.next_indices(len(examples), position=number, count=1, seed=seed)[0]
+
+    return {number: examples[index(number)] for number in numbers}
 
 
-def sample(
-    source: RolloutSource,
-    examples: Mapping[int, Example],
-    *,
-    step: int,
-    request: int,
-    group_size: int,
+def request_params(source: RolloutSource, *, step: int, request: int) -> SamplingParams:
+    """Returns the sampling parameters of a request of a step. Each request has its own seed, the
+    same when the step is repeated."""
+    entropy = np.random.SeedSequence((source.config.seed, step, request))
+    return dataclasses.replace(source.params, seed=int(entropy.generate_state(1)[0]))
+
+
+def _sample(
+    source: RolloutSource, examples: Mapping[int, Example], *, step: int, request: int
 ) -> list[Rollout]:
-    """Samples `group_size` rollouts for every prompt, without rewards, in the prompts' order.
-
-    Args:
-      source: samples the rollouts.
-      examples: by their number in the run.
-      step: version of the learner's policy.
-      request: number of the request within the step; each has its own seed.
-      group_size: rollouts for each prompt.
-
-    Raises:
-      RuntimeError: if the sampler serves a policy version newer than the learner's.
-    """
-    params = dataclasses.replace(
-        source.generator.params, seed=request_seed(source.seed, step=step, request=request)
-    )
+    """Samples the groups of some prompts, without rewards, in the prompts' order."""
+    params = request_params(source, step=step, request=request)
     order = {number: i for i, number in enumerate(examples)}
     # They arrive as they finish; training must not depend on that.
     generated = sorted(
-        generate(source.generator, examples, params=params, group_size=group_size),
+        generate(source, examples, params=params, group_size=source.config.train.group_size),
         key=lambda one: (order[one.rollout.group], one.index),
     )
-    for _, rollout in generated:
-        if (newest := int(rollout.version.max(initial=0))) > step:
-            raise RuntimeError(
-                f"the sampler serves policy version {newest} and the learner is at {step}; "
-                "another run publishes to the same servers"
-            )
-    return [rollout for _, rollout in generated]
+    rollouts = [rollout for _, rollout in generated]
+    check_versions(rollouts, step=step)
+    return rollouts
 
 
 def greedy_rewards(source: RolloutSource, rollouts: Sequence[Rollout]) -> np.ndarray:
     """Computes the whole reward of the greedy completion of each rollout's prompt, f64[N]; NaN
     where a reward failed."""
     examples = prompts_at(source, sorted({r.group for r in rollouts}))
-    greedy = dataclasses.replace(
-        source.generator.params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0
-    )
-    generated = generate(source.generator, examples, params=greedy, group_size=1)
+    generated = generate(source, examples, params=source.greedy, group_size=1)
     completed = [rollout for _, rollout in generated]
-    scored = score_rollouts(source.scorer, completed, examples=examples)
-    by_group = {r.group: r.reward for r in scored}
+    by_group = {r.group: r.reward for r in score_rollouts(source, completed, examples=examples)}
     return np.array([by_group[r.group] for r in rollouts])
-
-
-def request_seed(seed: int, *, step: int, request: int) -> int:
-    """Derives the seed of a sampling request, the same when its step is repeated."""
-    return int(np.random.SeedSequence((seed, step, request)).generate_state(1)[0])

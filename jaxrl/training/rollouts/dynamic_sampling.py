@@ -5,37 +5,26 @@ loop samples more prompts until a batch is full of other groups; surplus groups 
 step.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from jaxrl.core.batch import Rollout
 
 
-class Split(NamedTuple):
-    """Rollouts divided at the size of a batch.
-
-    Attributes:
-      batch: those to train on now.
-      kept: those for the next step.
-    """
-
-    batch: list[Rollout]
-    kept: list[Rollout]
-
-
 def informative(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Returns the rollouts, in their order, of groups whose known rewards differ and that hold an
     action token."""
-    return [r for group in _groups(rollouts) if _is_informative(group) for r in group]
+    groups = by_group(rollouts).values()
+    return [r for group in groups if _is_informative(group) for r in group]
 
 
-def split_groups(rollouts: Sequence[Rollout], *, groups: int) -> Split:
+def split_groups(
+    rollouts: Sequence[Rollout], *, groups: int
+) -> tuple[list[Rollout], list[Rollout]]:
     """Splits the rollouts after the first `groups` groups."""
-    found = _groups(rollouts)
-    first, rest = found[:groups], found[groups:]
-    return Split([r for group in first for r in group], [r for group in rest for r in group])
+    found = list(by_group(rollouts).values())
+    return [r for g in found[:groups] for r in g], [r for g in found[groups:] for r in g]
 
 
 def count_groups(rollouts: Sequence[Rollout]) -> int:
@@ -43,12 +32,12 @@ def count_groups(rollouts: Sequence[Rollout]) -> int:
     return len({r.group for r in rollouts})
 
 
-def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+def by_group(rollouts: Iterable[Rollout]) -> dict[int, list[Rollout]]:
     """Groups rollouts by prompt, in the order in which the prompts first occur."""
     found: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         found.setdefault(rollout.group, []).append(rollout)
-    return list(found.values())
+    return found
 
 
 def _is_informative(group: Sequence[Rollout]) -> bool:

@@ -1,10 +1,14 @@
 """Rollouts from prompts: completions of a single turn, or episodes with an environment."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxrl.builders.reward_model import RewardModel
+from jaxrl.builders.task import TaskData
+from jaxrl.config.training import Config
 from jaxrl.core.batch import Rollout
 from jaxrl.data.prompts import Example
 from jaxrl.environments.episodes.runner import EpisodeRunner
@@ -12,22 +16,31 @@ from jaxrl.environments.episodes.single_turn import as_rollout
 from jaxrl.sampling.base import Sampler, SamplingParams
 
 
-class Generator(NamedTuple):
-    """Turns prompts into rollouts.
+class RolloutSource(NamedTuple):
+    """Samples and scores rollouts.
 
     Attributes:
+      config: of the run.
+      task: prompts and reward functions.
       sampler: serves the policy.
       params: sampling parameters, with the seed of the run.
       episode_runner: plays episodes; None for completions of a single turn.
-      mask_truncated: nothing is learned from truncated rollouts.
+      reward_model: None without one.
       note: shows a line to the user.
     """
 
+    config: Config
+    task: TaskData
     sampler: Sampler
     params: SamplingParams
     episode_runner: EpisodeRunner | None
-    mask_truncated: bool
+    reward_model: RewardModel | None
     note: Callable[[str], None]
+
+    @property
+    def greedy(self) -> SamplingParams:
+        """The sampling parameters without randomness."""
+        return dataclasses.replace(self.params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
 
 class Generated(NamedTuple):
@@ -38,37 +51,28 @@ class Generated(NamedTuple):
 
 
 def generate(
-    generator: Generator,
+    source: RolloutSource,
     examples: Mapping[int, Example],
     *,
     params: SamplingParams,
     group_size: int,
 ) -> Iterator[Generated]:
-    """Samples `group_size` rollouts for each example, in the order in which they finish.
-
-    Args:
-      generator: samples the completions.
-      examples: by the number of their group.
-      params: sampling parameters with the seed of this request.
-      group_size: rollouts for each example.
-    """
-    sampler, episode_runner = generator.sampler, generator.episode_runner
-    if episode_runner is None:
+    """Samples `group_size` rollouts for each example, in the order in which they finish. Examples
+    have the number of their group."""
+    mask_truncated = source.config.train.mask_truncated
+    if source.episode_runner is None:
         numbers, prompts = list(examples), [example.tokens for example in examples.values()]
-        for completion in sampler.sample(prompts, params, group_size=group_size):
-            group = numbers[completion.prompt_index]
-            rollout = as_rollout(
-                completion,
-                examples[group].tokens,
-                group=group,
-                mask_truncated=generator.mask_truncated,
-            )
-            yield Generated(completion.sample_index, rollout)
+        for one in source.sampler.sample(prompts, params, group_size=group_size):
+            group, prompt = numbers[one.prompt_index], prompts[one.prompt_index]
+            rollout = as_rollout(one, prompt, group=group, mask_truncated=mask_truncated)
+            yield Generated(one.sample_index, rollout)
         return
-    played = episode_runner.run(examples, sampler=sampler, params=params, group_size=group_size)
+    played = source.episode_runner.run(
+        examples, sampler=source.sampler, params=params, group_size=group_size
+    )
     if played.first_failure is not None:
-        generator.note(f"an environment failed: {played.first_failure}")
+        source.note(f"an environment failed: {played.first_failure}")
     for i, rollout in enumerate(played.rollouts):
-        if rollout.truncated and generator.mask_truncated:
+        if rollout.truncated and mask_truncated:
             rollout = rollout._replace(action_mask=np.zeros(len(rollout.completion), bool))
         yield Generated(i % group_size, rollout)

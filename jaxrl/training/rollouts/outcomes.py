@@ -4,64 +4,49 @@ The metric "reward" is that of the task; the penalties are added here and are me
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.advantages import Outcomes
-from jaxrl.config.reward import RewardConfig
+from jaxrl.builders.task import ENVIRONMENT
+from jaxrl.config.training import Config
 from jaxrl.core.batch import Rollout
 from jaxrl.losses.regularizers import k1
 from jaxrl.sampling.embedded.buckets import count_bucket
-from jaxrl.training.rollouts.score import ENVIRONMENT
 from jaxrl.training.timing import Numbers
 
 LogProbs = Sequence[np.ndarray]
 """f32[C] for each rollout: log-probs of its completion tokens."""
 
 
-class Shaping(NamedTuple):
-    """Reward shaping of a run.
-
-    Attributes:
-      config: the penalties.
-      max_tokens: the most tokens of a completion.
-      weights: of the parts of the reward, by name.
-      greedy_rewards: rollouts -> f64[N], the reward of the greedy completion of each prompt.
-    """
-
-    config: RewardConfig
-    max_tokens: int
-    weights: Mapping[str, float]
-    greedy_rewards: Callable[[Sequence[Rollout]], np.ndarray]
-
-
 def shaped_outcomes(
-    shaping: Shaping,
+    config: Config,
     rollouts: Sequence[Rollout],
     *,
+    weights: Mapping[str, float],
     logprobs: Callable[[], tuple[LogProbs, LogProbs]],
+    greedy: Callable[[], np.ndarray],
 ) -> tuple[Outcomes, Numbers]:
-    """Adds the penalties to the rewards.
+    """Adds the penalties of a config to the rewards, whose parts have `weights`.
 
-    Args:
-      shaping: of the run.
-      rollouts: with their rewards.
-      logprobs: returns those of the learner and of the reference; called only for a KL penalty.
+    `logprobs` returns those of the learner and of the reference; it is called only for a KL
+    penalty. `greedy` returns f64[N], the reward of the greedy completion of each prompt.
 
     Returns:
       (the outcomes, metrics of the penalties).
     """
-    c = shaping.config
+    c, turns = config.reward, None
+    if ENVIRONMENT in weights:
+        turns = [list(r.episode.turns) if r.episode else [] for r in rollouts]
     rewards = np.array([r.reward for r in rollouts])
     components = np.array([r.components for r in rollouts]).reshape(len(rollouts), -1).T
-    weights = dict(shaping.weights)
-    named = dict(zip(weights, components, strict=False))
-    numbers: Numbers = {}
+    masks, numbers = [r.action_mask for r in rollouts], Numbers()
+    weights, named = dict(weights), dict(zip(weights, components, strict=False))
     if c.overlong_buffer:
         lengths = np.array([len(r.completion) for r in rollouts])
-        overlong = overlong_penalty(lengths, longest=shaping.max_tokens, buffer=c.overlong_buffer)
+        longest = config.sampling.max_tokens
+        overlong = overlong_penalty(lengths, longest=longest, buffer=c.overlong_buffer)
         rewards = rewards + overlong
         named, weights = named | {"overlong": overlong}, weights | {"overlong": 1.0}
         numbers["reward/overlong"] = float(overlong.mean())
@@ -69,10 +54,7 @@ def shaped_outcomes(
     if c.kl:
         learner, reference = logprobs()
         penalties = kl_penalties(
-            learner=learner,
-            reference=reference,
-            masks=[r.action_mask for r in rollouts],
-            coefficient=c.kl,
+            learner=learner, reference=reference, masks=masks, coefficient=c.kl
         )
         paid = np.array([p.sum() for p in penalties])
         rewards = rewards - paid
@@ -80,28 +62,18 @@ def shaped_outcomes(
     return Outcomes(
         rewards=rewards,
         groups=np.array([r.group for r in rollouts]),
-        action_masks=[r.action_mask for r in rollouts],
+        action_masks=masks,
         components=named,
         weights=weights,
         penalties=penalties,
-        turns=_turns(rollouts) if ENVIRONMENT in shaping.weights else None,
-        greedy=lambda: shaping.greedy_rewards(rollouts),
+        turns=turns,
+        greedy=greedy,
     ), numbers
-
-
-def _turns(rollouts: Sequence[Rollout]) -> list[list[tuple[int, int, float]]]:
-    return [list(r.episode.turns) if r.episode else [] for r in rollouts]
 
 
 def overlong_penalty(lengths: np.ndarray, *, longest: int, buffer: int) -> np.ndarray:
     """Computes DAPO's length penalty (arXiv:2503.14476): 0 up to longest - buffer tokens, then
-    linear down to -1 at `longest`; f64[N].
-
-    Args:
-      lengths: i[N], tokens of each completion.
-      longest: the most tokens of a completion.
-      buffer: tokens over which the penalty grows.
-    """
+    linear down to -1 at `longest`; f64[N]."""
     return np.minimum((longest - buffer - np.asarray(lengths)) / buffer, 0.0)
 
 

@@ -1,63 +1,42 @@
 """Rewards of rollouts: reward functions, a reward model, the environment."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from jaxrl.advantages import zero_std_groups
-from jaxrl.builders.reward_model import RewardModel
+from jaxrl.builders.task import ENVIRONMENT, MODEL
 from jaxrl.core.batch import Rollout
-from jaxrl.data.prompts import Example, Tokenizer
+from jaxrl.data.prompts import Example
 from jaxrl.environments.episodes.episode import environment_reward, episode_metrics, last_turn
 from jaxrl.environments.rewards import scoring
-from jaxrl.environments.rewards.scoring import Reward
+from jaxrl.training.rollouts.generate import RolloutSource
 from jaxrl.training.timing import Numbers
-
-MODEL, ENVIRONMENT = "model", "environment"  # the parts of a reward that are not functions
-
-
-class Scorer(NamedTuple):
-    """Computes the rewards of rollouts.
-
-    Attributes:
-      functions: the reward functions.
-      model: the reward model; None without one.
-      weights: of the parts of the reward, by name: functions, then MODEL, then ENVIRONMENT.
-      tokenizer: the policy's.
-      note: shows a line to the user.
-    """
-
-    functions: Sequence[Reward]
-    model: RewardModel | None
-    weights: Mapping[str, float]
-    tokenizer: Tokenizer
-    note: Callable[[str], None]
 
 
 def score_rollouts(
-    scorer: Scorer, rollouts: Sequence[Rollout], *, examples: Mapping[int, Example]
+    source: RolloutSource, rollouts: Sequence[Rollout], *, examples: Mapping[int, Example]
 ) -> list[Rollout]:
     """Returns the rollouts with their rewards.
 
     A rollout whose reward failed is masked, so that nothing is learned from it. Reward functions
     read the last turn; they are not called for an episode whose environment failed.
     """
+    task, weights = source.task, source.task.weights
     known = [i for i, r in enumerate(rollouts) if r.episode is None or not r.episode.failed]
-    decode = scorer.tokenizer.decode
+    decode = task.tokenizer.decode
     texts = [decode(last_turn(rollouts[i]), skip_special_tokens=True) for i in known]
     records = [examples[rollouts[i].group].record for i in known]
-    scored, weights = scoring.score(scorer.functions, texts, records), scorer.weights
-    if scorer.model is not None:
-        values = scorer.model(rollouts)[known]
-        scored = scoring.with_component(scored, MODEL, values=values, weight=weights[MODEL])
+    scored = scoring.score(task.rewards, texts, records)
+    further: dict[str, np.ndarray] = {}
+    if source.reward_model is not None:
+        further[MODEL] = source.reward_model(rollouts)[known]
     if ENVIRONMENT in weights:
-        values = np.array([environment_reward(rollouts[i]) for i in known])
-        scored = scoring.with_component(
-            scored, ENVIRONMENT, values=values, weight=weights[ENVIRONMENT]
-        )
+        further[ENVIRONMENT] = np.array([environment_reward(rollouts[i]) for i in known])
+    for name, values in further.items():
+        scored = scoring.with_component(scored, name, values=values, weight=weights[name])
     if scored.first_failure is not None:
-        scorer.note(scored.first_failure)
+        source.note(scored.first_failure)
     total = np.full(len(rollouts), np.nan)
     components = np.full((len(rollouts), len(weights)), np.nan)
     total[known] = scored.total
@@ -74,11 +53,7 @@ def score_rollouts(
 
 
 def reward_metrics(rollouts: Sequence[Rollout], *, names: Sequence[str]) -> Numbers:
-    """Computes means over the known rewards, and counts of the rest.
-
-    Args:
-      rollouts: with their rewards.
-      names: of the parts of the reward.
+    """Computes means over the known rewards, also of the named parts, and counts of the rest.
 
     Raises:
       RuntimeError: if every reward failed.

@@ -6,16 +6,15 @@ there are too few.
 """
 
 import dataclasses
+import functools
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import TracebackType
-from typing import Protocol, Self
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Self
 
 import numpy as np
 
-from jaxrl.config.training import Config
 from jaxrl.core.batch import Rollout
 from jaxrl.core.hosts import Hosts
 from jaxrl.data.prompts import Example
@@ -23,70 +22,45 @@ from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts import dynamic_sampling
 from jaxrl.training.rollouts.buffer import Buffer, Counts, staleness
-from jaxrl.training.rollouts.collect import (
-    RolloutBatch,
-    RolloutSource,
-    collect,
-    prompts_at,
-    request_seed,
-)
-from jaxrl.training.rollouts.generate import Generated, generate
+from jaxrl.training.rollouts.collect import RolloutBatch, collect, prompts_at, request_params
+from jaxrl.training.rollouts.generate import Generated, RolloutSource, generate
 from jaxrl.training.rollouts.score import reward_metrics, score_rollouts
 from jaxrl.training.timing import Numbers
 
 GRACE = 10.0  # seconds for running rewards to end
 
 
-class Collect(Protocol):
-    """Returns the next batch of rollouts to train on."""
-
-    def __call__(self, *, seconds: Numbers) -> RolloutBatch | None:
-        """Adds the time of each part to `seconds`; returns None if a signal ended the wait."""
-        ...
+Collect = Callable[..., RolloutBatch | None]
+"""(seconds=...) -> the next batch of rollouts to train on; None if a signal ended the wait. It
+adds the time of each part to `seconds`."""
 
 
 @contextmanager
 def open_collector(
-    source: RolloutSource,
-    config: Config,
-    *,
-    progress: Progress,
-    interrupt: Interrupt,
-    hosts: Hosts,
+    source: RolloutSource, *, progress: Progress, interrupt: Interrupt, hosts: Hosts
 ) -> Iterator[Collect]:
-    """Opens the rollouts of a run: synchronous, or sampled while the learner trains."""
-    if config.rollouts.max_staleness == 0 or not hosts.leads:
+    """Opens the rollouts of a run: synchronous, or sampled while the learner trains. Process 0
+    collects them for all processes."""
+    with ExitStack() as stack:
+        take: Collect = functools.partial(collect, source, progress=progress)
+        if source.config.rollouts.max_staleness and hosts.leads:
+            take = stack.enter_context(Stream(source, progress, interrupt=interrupt)).collect
 
-        def synchronous(*, seconds: Numbers) -> RolloutBatch:
-            return collect(source, config.train, progress=progress, seconds=seconds)
+        def broadcast(*, seconds: Numbers) -> RolloutBatch | None:
+            rollouts, timed = hosts.on_leader(lambda: (take(seconds=seconds), seconds))
+            seconds |= timed
+            return rollouts
 
-        yield _broadcast(hosts, synchronous)
-    else:
-        with Stream(source, config, progress=progress, interrupt=interrupt) as stream:
-            yield _broadcast(hosts, stream.collect)
-
-
-def _broadcast(hosts: Hosts, collect: Collect) -> Collect:
-    """Wraps `collect` so that process 0 runs it and all processes return its result."""
-
-    def broadcast(*, seconds: Numbers) -> RolloutBatch | None:
-        rollouts, timed = hosts.on_leader(lambda: (collect(seconds=seconds), seconds))
-        seconds |= timed
-        return rollouts
-
-    return broadcast
+        yield broadcast
 
 
 class Stream:
     """The rollouts of a run whose sampler does not wait for the learner."""
 
-    def __init__(
-        self, source: RolloutSource, config: Config, *, progress: Progress, interrupt: Interrupt
-    ) -> None:
+    def __init__(self, source: RolloutSource, progress: Progress, *, interrupt: Interrupt) -> None:
         """Resumes from `progress`; sampling starts when the context is entered."""
-        c = config
+        c = source.config
         self._source, self._progress, self._interrupt = source, progress, interrupt
-        self._group_size = c.train.group_size
         self._buffer = Buffer(
             batch=c.train.train_batch,
             batches=c.train.steps,
@@ -116,17 +90,12 @@ class Stream:
             thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stops the threads and drops requests in flight."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._source.generator.sampler.close()
+        self._source.sampler.close()
         until = time.monotonic() + GRACE
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -152,7 +121,7 @@ class Stream:
             progress.counts = dataclasses.asdict(self._buffer.counts)
         if batch is None:
             return None
-        numbers = reward_metrics(batch, names=list(self._source.scorer.weights))
+        numbers = reward_metrics(batch, names=list(self._source.task.weights))
         return RolloutBatch(batch, batch, numbers | self._numbers(batch))
 
     def _wait(self) -> list[Rollout] | None:
@@ -202,12 +171,11 @@ class Stream:
         return None
 
     def _sample(self, numbers: list[int]) -> None:
-        generator, size = self._source.generator, self._group_size
-        examples = prompts_at(self._source, numbers)
-        seed = request_seed(self._source.seed, step=self._step, request=numbers[0])
-        params = dataclasses.replace(generator.params, seed=seed)
+        source, size = self._source, self._source.config.train.group_size
+        examples = prompts_at(source, numbers)
+        params = request_params(source, step=self._step, request=numbers[0])
         groups: dict[int, list[Generated]] = {number: [] for number in numbers}
-        for one in generate(generator, examples, params=params, group_size=size):
+        for one in generate(source, examples, params=params, group_size=size):
             number = one.rollout.group
             groups[number].append(one)
             if len(groups[number]) == size:
@@ -219,7 +187,7 @@ class Stream:
         with self._changed:
             self._sampling.stop()
             self._rewarding.start()
-        rollouts = score_rollouts(self._source.scorer, ordered, examples={number: example})
+        rollouts = score_rollouts(self._source, ordered, examples={number: example})
         with self._changed:
             self._rewarding.stop()
             self._buffer.finish(number, rollouts)

@@ -5,7 +5,8 @@ killed while saving leaves at most a temporary directory, which the next writer 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -144,19 +145,15 @@ class Checkpoints:
                 f"step {step} is not new: {self.directory} holds {self._steps()}; resume from "
                 "the latest, or write to another directory"
             )
-        try:
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(state),
-                    host=ocp.args.JsonSave(dict(host)),
-                    **{} if critic is None else {"critic": ocp.args.StandardSave(critic)},
-                ),
-                metrics={} if metric is None else {"metric": float(metric)},
-                force=True,
-            )
-        except Exception as error:
-            raise self._failure(error) from error
+        items = {
+            "state": ocp.args.StandardSave(state),
+            "host": ocp.args.JsonSave(dict(host)),
+        }
+        if critic is not None:
+            items["critic"] = ocp.args.StandardSave(critic)
+        metrics = {} if metric is None else {"metric": float(metric)}
+        with self._saving():
+            self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
     def latest_step(self) -> int | None:
         """Returns the step of the last checkpoint; None without one."""
@@ -185,26 +182,27 @@ class Checkpoints:
         if step not in self._manager.all_steps():
             raise CheckpointError(f"there is no checkpoint {path}; steps there: {self._steps()}")
         wanted = {"state": like} | ({} if critic is None else {"critic": critic})
-        for item, tree in wanted.items():
-            try:
-                metadata = self._manager.item_metadata(step)[item]
-                if metadata is None:
-                    raise FileNotFoundError(f"the list of its arrays ({item}) is missing")
-                saved = _signature(metadata.tree)
-            except Exception as error:
-                raise self._unreadable(path, error) from error
-            _check_same(_signature(tree), saved, path=path)
         arrays = {
             item: ocp.args.StandardRestore(tree)  # pyright: ignore[reportArgumentType]
             for item, tree in wanted.items()
         }
         try:
+            for item, tree in wanted.items():
+                metadata = self._manager.item_metadata(step)[item]
+                if metadata is None:
+                    raise FileNotFoundError(f"the list of its arrays ({item}) is missing")
+                _check_same(_signature(tree), _signature(metadata.tree), path=path)
             restored = self._manager.restore(
                 step, args=ocp.args.Composite(host=ocp.args.JsonRestore(), **arrays)
             )
-            return Restored(restored["state"], restored["host"], restored.get("critic"))
+        except CheckpointError:
+            raise
         except Exception as error:
-            raise self._unreadable(path, error) from error
+            raise CheckpointError(
+                f"checkpoint {path} cannot be read; move it away to resume from another of the "
+                f"steps {self._steps()}: {type(error).__name__}: {error}"
+            ) from error
+        return Restored(restored["state"], restored["host"], restored.get("critic"))
 
     def wait(self) -> None:
         """Waits until all saves are on disk.
@@ -212,10 +210,8 @@ class Checkpoints:
         Raises:
           CheckpointError: as `save`.
         """
-        try:
+        with self._saving():
             self._manager.wait_until_finished()
-        except Exception as error:
-            raise self._failure(error) from error
 
     def close(self) -> None:
         """Waits for saves and ends the saving threads.
@@ -231,17 +227,15 @@ class Checkpoints:
     def _steps(self) -> str:
         return ", ".join(map(str, self._manager.all_steps())) or "none"
 
-    def _failure(self, error: Exception) -> CheckpointError:
-        self._manager.reload()  # drops its list of checkpoints to delete
-        return CheckpointError(
-            f"saving to {self.directory} failed; complete checkpoints: {self._steps()}: {error}"
-        )
-
-    def _unreadable(self, path: Path, error: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"checkpoint {path} cannot be read; move it away to resume from another of the steps "
-            f"{self._steps()}: {type(error).__name__}: {error}"
-        )
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._manager.reload()  # drops its list of checkpoints to delete
+            raise CheckpointError(
+                f"saving to {self.directory} failed; complete checkpoints: {self._steps()}: {error}"
+            ) from error
 
 
 def _rank(metrics: Mapping[str, float]) -> float:

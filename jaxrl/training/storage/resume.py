@@ -1,12 +1,10 @@
 """Saves and restores the learner's state and the progress of a run."""
 
-from jaxrl.config.training import Config
 from jaxrl.core import precision
 from jaxrl.core.precision import Precision
 from jaxrl.learner.actor_critic import State, with_new_loss_scale
 from jaxrl.learner.update import checkpoint_view, from_checkpoint
 from jaxrl.training.progress import Progress
-from jaxrl.training.schedule import is_due
 from jaxrl.training.storage.checkpoint import Checkpoints
 
 
@@ -31,30 +29,6 @@ def adapt_precision(state: State, progress: Progress, *, policy: Precision) -> S
     if (before.wire, before.sampler) != (policy.wire, policy.sampler):
         progress.drop_pending()
     return with_new_loss_scale(state, policy)
-
-
-def save_if_due(
-    config: Config,
-    checkpoints: Checkpoints,
-    *,
-    state: State,
-    progress: Progress,
-    metric: float | None,
-    stopping: bool,
-) -> None:
-    """Saves a checkpoint at the steps that the config names, after an evaluation, and at the end.
-
-    Args:
-      config: of the run.
-      checkpoints: the run's.
-      state: of the learner.
-      progress: of the run.
-      metric: held-out accuracy; None if it was not measured after this step.
-      stopping: the run ends after this step.
-    """
-    stopping |= progress.step == config.train.steps
-    if stopping or metric is not None or is_due(config.checkpoint.every, progress.step):
-        save(checkpoints, state, progress=progress, metric=metric)
 
 
 def save(

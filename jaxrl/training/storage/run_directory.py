@@ -40,19 +40,8 @@ _FREE = (
 )
 # These change only the order in which numbers are added.
 _ORDER = ("mesh.", "train.attention", "train.microbatch_tokens", "train.remat")
-
-
 _PATIENCE = 5.0  # seconds: a network file system may show a new file late
-_PACKAGES = (
-    "jaxrl",
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "transformers",
-    "numpy",
-)
+_PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 
 
 class ResumeError(ValueError):
@@ -158,13 +147,8 @@ def check_config(directory: Path, config: Config | SupervisedConfig) -> str | No
 
 
 def record_start(directory: Path, *, step: int, devices: Sequence[Any]) -> None:
-    """Appends the time, devices and versions of this start or resumption to starts.jsonl.
-
-    Args:
-      directory: the run directory.
-      step: steps done so far.
-      devices: devices of the mesh.
-    """
+    """Appends the time, devices and versions of this start, or resumption after `step` steps, to
+    starts.jsonl."""
     entry = {
         "time": round(time.time(), 3),
         "step": step,

@@ -8,10 +8,7 @@ import dataclasses
 
 import jax
 
-from jaxrl.builders.layout import make_layout
-from jaxrl.builders.minibatches import supervised_shape
-from jaxrl.builders.model import load_model
-from jaxrl.builders.optimizer import make_optimizer
+from jaxrl.builders.supervised import set_up
 from jaxrl.config.preference import DPOConfig, PairLossConfig
 from jaxrl.core import plugins, precision
 from jaxrl.core.batch import Minibatch
@@ -23,13 +20,8 @@ from jaxrl.losses.preference import PairLoss
 from jaxrl.losses.scores import Scores
 from jaxrl.models import huggingface
 from jaxrl.models.spec import Params
-from jaxrl.training.supervised.fit import Result, Task, fit, too_long_note
-from jaxrl.training.supervised.pairs import (
-    load_held_out_pairs,
-    load_training_pairs,
-    measure_pairs,
-    pair_batches,
-)
+from jaxrl.training.supervised.fit import Result
+from jaxrl.training.supervised.pairs import fit_pairs, load_pairs
 
 
 def train_dpo(config: DPOConfig) -> Result:
@@ -40,29 +32,15 @@ def train_dpo(config: DPOConfig) -> Result:
       ValueError: for a loss, data, a model or a run directory that cannot be used; the message
         names it.
     """
-    policy = config.policy
     goal = objective(preference.pairwise(load_loss(config.loss)), preference.pair_mean)
-    layout = make_layout(config.mesh)
     tokenizer = huggingface.load_tokenizer(config.model.path)
-    longest = config.train.row_length
-    training = load_training_pairs(config.data, tokenizer, max_tokens=longest)
-    held_out = load_held_out_pairs(config.data, tokenizer, max_tokens=longest)
-    model, params = load_model(
-        config.model.path,
-        layout=layout,
-        dtype=policy.params,
-        remat=config.train.remat,
-        attention=config.train.attention,
+    data = load_pairs(config.data, tokenizer, max_tokens=config.train.row_length)
+    setup = set_up(config)
+    reference: Params = jax.jit(precision.cast, static_argnums=1)(
+        setup.params, config.policy.compute
     )
-    reference: Params = jax.jit(precision.cast, static_argnums=1)(params, policy.compute)
-    optimizer = make_optimizer(config.optimizer, total_steps=config.train.steps, specs=model.specs)
     learner = make_learner(
-        model,
-        goal,
-        optimizer=optimizer.transformation,
-        precision=policy,
-        rows_per_microbatch=config.microbatch_rows,
-        param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
+        setup.model, goal, optimizer=setup.optimizer.transformation, **setup.numerics
     )
     score = jax.jit(learner.score)
 
@@ -74,26 +52,15 @@ def train_dpo(config: DPOConfig) -> Result:
         scores = Scores(logprobs=logprobs, reference=minibatch.reference)
         return goal.total(scores, minibatch.batch)[1]
 
-    shape = supervised_shape(config, layout=layout, together=2)
-    task = Task(
+    return fit_pairs(
+        config,
+        data,
+        setup=setup,
+        measure=lambda params, batch: compare(score(params, batch), prepare(batch)),
         title="dpo",
-        model=model,
-        params=params,
-        init=learner.init,
-        step=learner.step,
-        learning_rate=optimizer.learning_rate,
-        batch=pair_batches(training.pairs, config, shape=shape),
+        learner=learner,
         prepare=prepare,
-        measure=lambda params: measure_pairs(
-            held_out.pairs,
-            lambda minibatch: compare(score(params, minibatch), prepare(minibatch)),
-            batch_size=config.train.batch_size,
-            shape=shape,
-        ),
-        notes=too_long_note("data.path", training.too_long, config=config)
-        + too_long_note("data.eval_path", held_out.too_long, config=config),
     )
-    return fit(config, task, layout=layout, eval_every=config.eval.every)
 
 
 def load_loss(config: PairLossConfig) -> PairLoss:

@@ -1,78 +1,44 @@
-"""Loads, packs and measures preference pairs."""
+"""Runs on preference pairs: loads, packs and measures them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl.builders.prompts import rendering
-from jaxrl.config.preference import PairDataConfig, RankedDataConfig
-from jaxrl.config.supervised import SupervisedConfig
+from jaxrl.builders.supervised import Setup, supervised_shape
+from jaxrl.config.preference import (
+    DPOConfig,
+    PairDataConfig,
+    RankedDataConfig,
+    RewardModelConfig,
+)
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import Metrics, merge, to_floats
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.data import prompts
 from jaxrl.data.pairs import Pair, PairColumns, Pairs, read_pairs
 from jaxrl.data.prompts import Row, Tokenizer
-from jaxrl.training.supervised.fit import batch_indices
+from jaxrl.models.spec import Params
+from jaxrl.training.supervised.fit import Result, Task, batch_indices, fit, too_long_note
 
 
-def load_training_pairs(config: PairDataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> Pairs:
-    """Reads and tokenizes the pairs of `data.path`; raises as `read_pairs`."""
+class PairData(NamedTuple):
+    """The pairs of `data.path` and of `data.eval_path`, none without the latter."""
+
+    training: Pairs
+    held_out: Pairs
+
+
+def load_pairs(config: PairDataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> PairData:
+    """Reads and tokenizes training and held-out pairs; raises as `read_pairs`."""
     rows = prompts.read_rows(config.path)
-    return tokenize(rows, tokenizer, config=config, max_tokens=max_tokens)
-
-
-def load_held_out_pairs(config: PairDataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> Pairs:
-    """Reads and tokenizes the pairs of `data.eval_path`, if any; raises as `read_pairs`."""
+    training = tokenize(rows, tokenizer, config=config, max_tokens=max_tokens)
     if config.eval_path is None:
-        return Pairs([], 0)
+        return PairData(training, Pairs([], 0))
     rows = prompts.read_rows(config.eval_path, split="test")
-    found = tokenize(rows, tokenizer, config=config, max_tokens=max_tokens)
-    return found._replace(pairs=found.pairs[: config.eval_limit])
-
-
-def pack_pairs(pairs: Sequence[Pair], *, shape: MinibatchShape) -> Minibatch:
-    """Packs pairs, each within one row, the chosen completion first. The advantages of the chosen
-    completion add up to the margin.
-
-    Args:
-      pairs: at most as many as the shape has rows.
-      shape: with two sequences `together`.
-    """
-    advantages: list[np.ndarray | float] = []
-    for pair in pairs:
-        margin = np.zeros(len(pair.chosen.completion), np.float32)
-        margin[-1] = pair.margin
-        advantages += [margin, 0.0]
-    sequences = [one for pair in pairs for one in (pair.chosen, pair.rejected)]
-    return pack_minibatch(sequences, advantages, shape=shape)
-
-
-def pair_batches(
-    pairs: Sequence[Pair], config: SupervisedConfig, *, shape: MinibatchShape
-) -> Callable[[int], Minibatch]:
-    """Returns the function from an optimizer step to its minibatch of pairs."""
-
-    def batch(step: int) -> Minibatch:
-        indices = batch_indices(len(pairs), step=step, config=config)
-        return pack_pairs([pairs[i] for i in indices], shape=shape)
-
-    return batch
-
-
-def measure_pairs(
-    pairs: Sequence[Pair],
-    measure: Callable[[Minibatch], Metrics],
-    *,
-    batch_size: int,
-    shape: MinibatchShape,
-) -> dict[str, float]:
-    """Measures batches of pairs and merges the results; empty without pairs."""
-    found: Metrics = {}
-    for start in range(0, len(pairs), batch_size):
-        batch = pack_pairs(pairs[start : start + batch_size], shape=shape)
-        found = merge(found, measure(batch))
-    return to_floats(found)
+    held_out = tokenize(rows, tokenizer, config=config, max_tokens=max_tokens)
+    return PairData(training, held_out._replace(pairs=held_out.pairs[: config.eval_limit]))
 
 
 def tokenize(
@@ -85,3 +51,52 @@ def tokenize(
     return read_pairs(
         rows, tokenizer, columns=columns, rendering=rendering(config), max_tokens=max_tokens
     )
+
+
+def pack_pairs(pairs: Sequence[Pair], *, shape: MinibatchShape) -> Minibatch:
+    """Packs pairs, each within one row, the chosen completion first. The advantages of the chosen
+    completion add up to the margin."""
+    advantages: list[np.ndarray | float] = []
+    for pair in pairs:
+        margin = np.zeros(len(pair.chosen.completion), np.float32)
+        margin[-1] = pair.margin
+        advantages += [margin, 0.0]
+    sequences = [one for pair in pairs for one in (pair.chosen, pair.rejected)]
+    return pack_minibatch(sequences, advantages, shape=shape)
+
+
+def fit_pairs(
+    config: DPOConfig | RewardModelConfig,
+    data: PairData,
+    *,
+    setup: Setup,
+    measure: Callable[[Params, Minibatch], Metrics],
+    **task: Any,
+) -> Result:
+    """Trains on pairs and measures batches of the held-out ones; `task` has the other attributes
+    of `Task`. Raises as `fit`."""
+    size = config.train.batch_size
+    shape = supervised_shape(config, layout=setup.layout, together=2)
+
+    def batch(step: int) -> Minibatch:
+        pairs = data.training.pairs
+        indices = batch_indices(len(pairs), step=step, config=config)
+        return pack_pairs([pairs[i] for i in indices], shape=shape)
+
+    def measured(params: Params) -> dict[str, float]:
+        pairs, found = data.held_out.pairs, Metrics()
+        for start in range(0, len(pairs), size):
+            some = pack_pairs(pairs[start : start + size], shape=shape)
+            found = merge(found, measure(params, some))
+        return to_floats(found)
+
+    made = Task(
+        setup=setup,
+        batch=batch,
+        measure=measured,
+        eval_every=config.eval.every,
+        notes=too_long_note("data.path", data.training.too_long, config=config)
+        + too_long_note("data.eval_path", data.held_out.too_long, config=config),
+        **task,
+    )
+    return fit(config, made)

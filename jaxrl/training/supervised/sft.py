@@ -8,11 +8,8 @@ from typing import NamedTuple
 
 import jax
 
-from jaxrl.builders.layout import make_layout
-from jaxrl.builders.minibatches import supervised_shape
-from jaxrl.builders.model import load_model
-from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.builders.prompts import rendering
+from jaxrl.builders.supervised import set_up, supervised_shape
 from jaxrl.config.sft import SFTConfig, SFTDataConfig
 from jaxrl.core.batch import Minibatch, Rollout, TokenBatch, given_rollout
 from jaxrl.core.metrics import Metrics
@@ -56,27 +53,10 @@ def finetune(config: SFTConfig) -> Result:
       ResumeError, CheckpointError: as `supervised.fit`.
       ValueError: for data, a model or a run directory that cannot be used; the message names it.
     """
-    policy = config.policy
-    layout = make_layout(config.mesh)
     tokenizer = huggingface.load_tokenizer(config.model.path)
     texts = load_texts(config.data, tokenizer, max_tokens=config.train.row_length)
-    model, params = load_model(
-        config.model.path,
-        layout=layout,
-        dtype=policy.params,
-        remat=config.train.remat,
-        attention=config.train.attention,
-    )
-    optimizer = make_optimizer(config.optimizer, total_steps=config.train.steps, specs=model.specs)
-    learner = make_learner(
-        model,
-        objective(cross_entropy(), token_mean),
-        optimizer=optimizer.transformation,
-        precision=policy,
-        rows_per_microbatch=config.microbatch_rows,
-        param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
-    )
-    shape = supervised_shape(config, layout=layout)
+    setup = set_up(config)
+    shape = supervised_shape(config, layout=setup.layout)
 
     def batch(step: int) -> Minibatch:
         indices = batch_indices(len(texts.sequences), step=step, config=config)
@@ -85,15 +65,17 @@ def finetune(config: SFTConfig) -> Result:
 
     task = Task(
         title="sft",
-        model=model,
-        params=params,
-        init=learner.init,
-        step=learner.step,
-        learning_rate=optimizer.learning_rate,
+        setup=setup,
+        learner=make_learner(
+            setup.model,
+            objective(cross_entropy(), token_mean),
+            optimizer=setup.optimizer.transformation,
+            **setup.numerics,
+        ),
         batch=batch,
         notes=too_long_note("data.path", texts.too_long, config=config),
     )
-    return fit(config, task, layout=layout)
+    return fit(config, task)
 
 
 def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> Texts:

@@ -4,13 +4,12 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from jaxrl.builders.task import TaskData
 from jaxrl.config.training import Config
-from jaxrl.data.prompts import Example
+from jaxrl.data.prompts import Example, Prompts
 from jaxrl.environments.rewards.scoring import Reward
 from jaxrl.sampling.base import SamplingParams
-from jaxrl.training.rollouts.collect import RolloutSource
-from jaxrl.training.rollouts.generate import Generator
-from jaxrl.training.rollouts.score import Scorer
+from jaxrl.training.rollouts.generate import RolloutSource
 
 
 def make_source(
@@ -23,12 +22,13 @@ def make_source(
 ) -> RolloutSource:
     """The text of a completion is its token ids, separated by spaces."""
     tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
-    generator = Generator(
+    rewards = [Reward("earned", reward, 1.0)]
+    return RolloutSource(
+        config=config,
+        task=TaskData(tokenizer, {}, Prompts(prompts, 0), None, rewards, {"earned": 1.0}),
         sampler=sampler,
         params=SamplingParams(max_tokens=2),
         episode_runner=None,
-        mask_truncated=config.train.mask_truncated,
+        reward_model=None,
         note=note,
     )
-    scorer = Scorer([Reward("earned", reward, 1.0)], None, {"earned": 1.0}, tokenizer, note)
-    return RolloutSource(prompts, config.seed, generator, scorer)

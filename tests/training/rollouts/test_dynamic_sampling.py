@@ -66,13 +66,13 @@ def hand_made(**train: Any) -> SimpleNamespace:
     notes: list[str] = []
     sampler = HandMade()
     source = make_source(config, examples, sampler=sampler, reward=earned, note=notes.append)
-    return SimpleNamespace(train=config.train, sampler=sampler, source=source, notes=notes)
+    return SimpleNamespace(sampler=sampler, source=source, notes=notes)
 
 
 def steps(run: Any, progress: Progress, count: int) -> list[Any]:
     found = []
     for _ in range(count):
-        found.append(collect(run.source, run.train, progress=progress, seconds={}))
+        found.append(collect(run.source, progress=progress, seconds={}))
         progress.step += 1
     return found
 

@@ -67,19 +67,19 @@ def test_gather_inverts_pack():
         )
 
 
-def shaping(**reward) -> outcomes.Shaping:
+def shaped(rollouts, *, logprobs=pytest.fail, **reward):
     keys = {
         "model": {"path": "m"},
         "data": {"path": "d"},
         "reward": {"path": ["a", "b"]} | reward,
         "sampling": {"max_tokens": 8},
     }
-    config = toml_file.validate(Config, keys)
-    return outcomes.Shaping(
-        config=config.reward,
-        max_tokens=config.sampling.max_tokens,
+    return outcomes.shaped_outcomes(
+        toml_file.validate(Config, keys),
+        rollouts,
         weights={"a": 1.0, "b": 0.5},
-        greedy_rewards=pytest.fail,
+        logprobs=logprobs,
+        greedy=pytest.fail,
     )
 
 
@@ -87,10 +87,11 @@ def test_outcomes_hold_penalties_and_components():
     rollouts = [r._replace(components=(1.0, 2.0), reward=2.0) for r in tiny.rollouts(3)]
     lengths = np.array([len(r.completion) for r in rollouts])
 
-    known, numbers = outcomes.shaped_outcomes(
-        shaping(kl=0.2, overlong_buffer=8),
+    known, numbers = shaped(
         rollouts,
         logprobs=lambda: ([np.full(n, -1.0) for n in lengths], [np.full(n, -1.5) for n in lengths]),
+        kl=0.2,
+        overlong_buffer=8,
     )
     paid = np.array([0.1 * r.action_mask.sum() for r in rollouts])
     np.testing.assert_allclose(known.rewards, 2.0 - lengths / 8 - paid)
@@ -111,10 +112,10 @@ def test_with_a_critic_each_token_pays_its_own_kl_penalty():
         completion=np.arange(4), action_mask=np.array([True, True, False, True]), reward=1.0
     )
     learner, reference = [-1.0, -2.0, -9.0, -0.5], [-1.5, -1.0, 0.0, -0.5]
-    known, _ = outcomes.shaped_outcomes(
-        shaping(kl=0.1),
+    known, _ = shaped(
         [rollout._replace(components=(1.0, 0.0))],
         logprobs=lambda: ([np.array(learner)], [np.array(reference)]),
+        kl=0.1,
     )
     np.testing.assert_allclose(known.token_rewards(), [[-0.05, 0.1, 0.0, 1.0]], atol=1e-7)
     with_values = dataclasses.replace(known, values=[np.array([0.5, 0.6, 7.0, 0.8])])
@@ -125,7 +126,7 @@ def test_with_a_critic_each_token_pays_its_own_kl_penalty():
 
 def test_without_shaping_rewards_are_unchanged():
     rollouts = [r._replace(components=(1.0, 2.0), reward=2.0) for r in tiny.rollouts(3)]
-    known, numbers = outcomes.shaped_outcomes(shaping(), rollouts, logprobs=pytest.fail)
+    known, numbers = shaped(rollouts)
     np.testing.assert_array_equal(known.rewards, [2.0] * 3)
     assert known.penalties is None
     assert numbers == {}
@@ -133,7 +134,7 @@ def test_without_shaping_rewards_are_unchanged():
 
 def test_overlong_buffer_longer_than_completions_is_refused():
     with pytest.raises(ValueError, match=r"reward\.overlong_buffer = 9"):
-        shaping(overlong_buffer=9)
+        shaped([], overlong_buffer=9)
 
 
 def test_run_with_all_shaping(material, tmp_path):  # noqa: F811

@@ -22,7 +22,8 @@ from jaxrl.sampling.base import ClosedError, Completion
 from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts import stream as stream_module
-from jaxrl.training.rollouts.collect import RolloutSource, prompts_at
+from jaxrl.training.rollouts.collect import prompts_at
+from jaxrl.training.rollouts.generate import RolloutSource
 from jaxrl.training.rollouts.stream import Stream
 from tests import tiny
 from tests.processes import JAXRL
@@ -95,7 +96,7 @@ def source_of(run: Any) -> RolloutSource:
 
 def streaming(run: Any, progress: Progress, *, interrupt: Interrupt | None = None) -> Stream:
     interrupt = interrupt or Interrupt()
-    return Stream(source_of(run), run.config, progress=progress, interrupt=interrupt)
+    return Stream(source_of(run), progress, interrupt=interrupt)
 
 
 def prompts_of(run: Any, count: int) -> list[int]:
