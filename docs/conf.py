@@ -20,8 +20,9 @@ extensions = [
     "sphinx_design",
     "extension",
 ]
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
+highlight_language = "text"
 copybutton_exclude = ".linenos, .gp, .go"  # copies the commands of a session, not their output
 
 html_theme = "furo"
@@ -37,16 +38,18 @@ pygments_dark_style = "github-dark"
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-autodoc_class_signature = "mixed"
+autodoc_preserve_defaults = True
 autodoc_mock_imports = ["torch", "vllm"]
 python_maximum_signature_line_length = 88
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False  # the signature has the types
 default_role = "py:obj"  # `name` in a docstring is code, and a link where the name is documented
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:obj", ".*"),
     ("py:class", r"(jax|numpy|optax|collections|pathlib|decimal)\..*"),
     ("py:class", r"jaxrl\..*\.(E|T|Term|Tree)"),  # type variables
+    ("py:class", r"jaxrl\.models\.(attention\.Attend|experts\.Local)"),  # how layers are called
 ]

@@ -1,6 +1,7 @@
 """The reference of the `jaxrl` commands."""
 
 import argparse
+import textwrap
 
 from extension.parsers import own_options, parser, tables
 from jaxrl import cli
@@ -29,7 +30,7 @@ def _usage(made: argparse.ArgumentParser) -> str:
 def _paragraphs(description: str) -> str:
     """Formats indented paragraphs, which are commands, as blocks."""
     return "\n\n".join(
-        f"```console\n{part}\n```" if part.startswith("  ") else part
+        f"```bash\n{textwrap.dedent(part)}\n```" if part.startswith("  ") else part
         for part in description.split("\n\n")
     )
 

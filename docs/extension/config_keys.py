@@ -19,7 +19,7 @@ def text() -> str:
 
 
 def _table(table: Table) -> str:
-    head = f"### [{table.name}]" if table.name else "### Without a table"
+    head = f"### [{table.name}]" if table.name else "### Outside of tables"
     return "\n\n".join([head, table.text, *(_entry(key, index=True) for key in table.keys)])
 
 
@@ -33,7 +33,7 @@ def _differences(table: Table, *, known: set[Key]) -> str:
 
 
 def _entry(key: Key, *, index: bool) -> str:
-    lines = [f":::{{confval}} {key.name}", f":type: `{key.type.lower()}`"]
-    lines += [f":default: `{key.default}`"]
-    lines += [] if index else [":no-index:"]
-    return "\n".join([*lines, "", key.text, ":::"])
+    default = "required" if key.default == "required" else f"default `{key.default}`"
+    lines = [f":::{{confval}} {key.name}", *([] if index else [":no-index:"]), ""]
+    kind = key.type.strip("{}").replace(",", " | ") if key.type[0] == "{" else key.type.lower()
+    return "\n".join([*lines, f"`{kind}`, {default}", "", key.text, ":::"])

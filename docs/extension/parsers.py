@@ -58,9 +58,7 @@ def tables(made: argparse.ArgumentParser) -> list[Table]:
 def own_options(made: argparse.ArgumentParser) -> list[argparse.Action]:
     """Returns the arguments of a command that are no config keys, without --help."""
     keys = {key.name for table in tables(made) for key in table.keys}
-    return [
-        action for action in made._actions if action.dest not in keys and action.dest != "help"
-    ]
+    return [action for action in made._actions if action.dest not in keys and action.dest != "help"]
 
 
 def _key(action: argparse.Action) -> Key:

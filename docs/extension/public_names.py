@@ -1,4 +1,6 @@
-"""The reference of the library's names. A page of docs/reference holds these markers:
+"""The reference of the library's names.
+
+A page of docs/reference holds these markers:
 
 `<!-- names of jaxrl -->`
     a table of the names that a package exports, each linked to its reference
@@ -55,14 +57,16 @@ def _exported(package: str, home: str) -> str:
     module = importlib.import_module(package)
     names = [name for name in homes(package)[home] if name in module.__all__]
     lines = [f".. py:currentmodule:: {package}", ""]
-    lines += [f".. {_directive(getattr(module, name))}:: {name}" for name in names]
+    lines += [_directive(getattr(module, name), name=name) for name in names]
     return "\n".join(["```{eval-rst}", *lines, "```"])
 
 
-def _directive(value: Any) -> str:
+def _directive(value: Any, *, name: str) -> str:
     if inspect.isclass(value):
-        return "autoclass"
-    return "autofunction" if inspect.isfunction(value) else "autodata"
+        return f".. autoclass:: {name}"
+    if inspect.isfunction(value):
+        return f".. autofunction:: {name}"
+    return f".. autodata:: {name}\n   :no-value:"
 
 
 def _members(module: str) -> str:
@@ -72,8 +76,8 @@ def _members(module: str) -> str:
 def skip_field(
     app: Sphinx, kind: str, name: str, value: Any, skip: bool, options: Any
 ) -> bool | None:
-    """Skips the fields of named tuples, which `Attributes:` describes."""
-    return True if type(value).__name__ == "_tuplegetter" else None
+    """Skips the fields of named tuples, which `Attributes:` describes, and flax's `replace`."""
+    return True if type(value).__name__ == "_tuplegetter" or name == "replace" else None
 
 
 def write_docstring(
@@ -87,3 +91,10 @@ def write_docstring(
             if short in names:
                 lines[:] = ModuleAnalyzer.for_module(home).find_attr_docs().get(("", short), lines)
     lines[:] = docstrings.to_rst(lines, kind=kind)
+
+
+def hide_signature(
+    app: Sphinx, kind: str, name: str, value: Any, options: Any, signature: str, returns: str
+) -> tuple[str, None] | None:
+    """Hides the constructor of a protocol, which nobody calls."""
+    return ("", None) if getattr(value, "_is_protocol", False) else None
