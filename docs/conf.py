@@ -52,4 +52,5 @@ nitpick_ignore_regex = [
     ("py:class", r"(jax|numpy|optax|collections|pathlib|decimal)\..*"),
     ("py:class", r"jaxrl\..*\.(E|T|Term|Tree)"),  # type variables
     ("py:class", r"jaxrl\.models\.(attention\.Attend|experts\.Local)"),  # how layers are called
+    ("py:class", r"jaxrl\.\w+\.\w+\.(\w+Fn|From\w+)"),  # functions, which tables describe
 ]
