@@ -45,9 +45,9 @@ def _names(package: str) -> str:
     module = importlib.import_module(package)
     found = {name: home for home, names in homes(package).items() for name in names}
     rows = ["| name | |", "| --- | --- |"]
-    for name in module.__all__:
+    for name in (name for name in module.__all__ if name in found):
         value = getattr(module, name)
-        if name in found and not inspect.ismodule(value):
+        if not inspect.ismodule(value):
             text = (inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " ")
             rows.append(f"| {{py:obj}}`{package}.{name} <{found[name]}.{name}>` | {text} |")
     return "\n".join(rows)
