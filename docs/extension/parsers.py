@@ -1,0 +1,66 @@
+"""The parser of each `jaxrl` command, and the config keys among its options."""
+
+import argparse
+from typing import Any, NamedTuple
+from unittest import mock
+
+from jaxrl import cli
+
+
+class _BuiltError(Exception):
+    """Carries a parser out of the command that built it."""
+
+
+class Key(NamedTuple):
+    """A config key as `--help` shows it."""
+
+    name: str
+    type: str
+    default: str
+    text: str
+
+
+class Table(NamedTuple):
+    """A table of a config; the keys outside of all tables have the name ""."""
+
+    name: str
+    text: str
+    keys: list[Key]
+
+
+def parser(command: str) -> argparse.ArgumentParser:
+    """Returns the parser that a command builds."""
+
+    def stop(self: argparse.ArgumentParser, *_: Any) -> None:
+        raise _BuiltError(self)
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", stop):
+        try:
+            cli.load(command).main([])
+        except _BuiltError as built:
+            return built.args[0]
+    raise ValueError(f"jaxrl {command} reads its arguments without argparse; document it by hand")
+
+
+def tables(made: argparse.ArgumentParser) -> list[Table]:
+    """Returns the tables of config keys of a command; none for a command without a config."""
+    return [
+        Table(
+            (group.title or "").strip("[]") if group.title != "keys" else "",
+            group.description or "",
+            [_key(action) for action in group._group_actions],
+        )
+        for group in made._action_groups
+        if group.title == "keys" or (group.title or "").startswith("[")
+    ]
+
+
+def own_options(made: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Returns the arguments of a command that are no config keys, without --help."""
+    keys = {key.name for table in tables(made) for key in table.keys}
+    return [action for action in made._actions if action.dest not in keys and action.dest != "help"]
+
+
+def _key(action: argparse.Action) -> Key:
+    text, _, default = (action.help or "").replace("%%", "%").rpartition(" (")
+    return Key(action.dest, str(action.metavar), default[:-1].removeprefix("default: "), text)
