@@ -104,7 +104,7 @@ class AlarmsConfig(Section):
     held_out: Action = "log"
     """Held-out accuracy 0.1 below its best, while the reward is higher than it was then."""
 
-    zero_spread: Action = "log"
+    zero_variance: Action = "log"
     """For 20 steps, no group has completions with different rewards."""
 
     sequence_mismatch: Action = "log"

@@ -71,7 +71,7 @@ CAUSES: Mapping[str, Cause] = {
         "the policy exploits the training reward or memorizes the prompts",
         ("reward.path", "data.path", "loss.kl", "train.steps"),
     ),
-    "zero_spread": Cause(
+    "zero_variance": Cause(
         "no group has reward variance",
         "the prompts are too easy (the run is done) or too hard, or the reward is constant",
         ("data.path", "train.dynamic_sampling_rounds", "reward.path", "train.group_size"),

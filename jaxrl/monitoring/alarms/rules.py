@@ -91,7 +91,7 @@ def gradient_spike(history: History, limits: Limits) -> Finding | None:
     at least a quarter of the first steps', so that recovery from nothing is no spike.
     """
     value, first = history.newest("grad_norm"), history.first("grad_norm", limits.warmup)
-    before = _norms_with_spread(history, limits.window) or list(first)
+    before = _norms_with_variance(history, limits.window) or list(first)
     if not before:
         return None
     usual = max(float(np.median(before)), float(np.median(first)) / 4)
@@ -181,7 +181,7 @@ def held_out(history: History, limits: Limits) -> Finding | None:
     return Finding(drop, limits.held_out_drop, text, since)
 
 
-def zero_spread(history: History, limits: Limits) -> Finding | None:
+def zero_variance(history: History, limits: Limits) -> Finding | None:
     """No reward variance in any group of a window, so that there is nothing to learn from."""
     flat = history.last("groups/zero_std", limits.window)
     groups = history.last("groups/sampled", limits.window)
@@ -238,7 +238,7 @@ RULES: Mapping[str, Rule] = {
         length_zero,
         entropy,
         held_out,
-        zero_spread,
+        zero_variance,
         sequence_mismatch,
         phantom,
         not_finite,
@@ -293,7 +293,7 @@ def replay_alarms(entries: Iterable[Mapping[str, Any]], limits: Limits) -> list[
     return alarms
 
 
-def _norms_with_spread(history: History, count: int) -> list[float]:
+def _norms_with_variance(history: History, count: int) -> list[float]:
     """Returns gradient norms of the last `count` earlier steps in which some group had reward
     variance, looking back at most ten times as many steps."""
     steps, values = history.series("grad_norm")
