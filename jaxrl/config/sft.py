@@ -1,15 +1,11 @@
 """Every key of a supervised fine-tuning run."""
 
 from jaxrl.config.supervised import SupervisedConfig
-from jaxrl.config.tables import PromptConfig
+from jaxrl.config.tables import TextsConfig
 
 
-class SFTDataConfig(PromptConfig):
+class SFTDataConfig(TextsConfig):
     """Texts to train on."""
-
-    path: str
-    """A .jsonl or .parquet file, or a data set on the Hugging Face hub, written `ID`, `ID:SUBSET`
-    or `ID:SUBSET:SPLIT` (split `train` if not given; needs the `hub` extra)."""
 
     prompt_key: str = "prompt"
     """Column with the prompt: a text, or a list of {role, content} messages. It is not trained

@@ -5,10 +5,9 @@
 
 import functools
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -17,7 +16,7 @@ from pydantic import (
     field_validator,
 )
 
-from jaxrl.config.section import Attention, ClipRange, Plain, Remat, Section
+from jaxrl.config.section import Attention, ClipRange, OpenSection, Remat, Section
 from jaxrl.core import precision
 from jaxrl.core.precision import Precision
 from jaxrl.learner.optimizers import OptimizerName, ScheduleName
@@ -61,15 +60,26 @@ class PromptConfig(Section):
             )
 
 
-class DataConfig(PromptConfig):
-    """Training prompts and held-out prompts."""
+class TextsConfig(PromptConfig):
+    """Prompts or texts to train on."""
 
     path: str
-    """Training prompts: a .jsonl or .parquet file, or a data set on the Hugging Face hub, written
-    `ID`, `ID:SUBSET` or `ID:SUBSET:SPLIT` (split `train` if not given; needs the `hub` extra)."""
+    """A .jsonl or .parquet file, or a data set on the Hugging Face hub, written `ID`, `ID:SUBSET`
+    or `ID:SUBSET:SPLIT` (split `train` if not given; needs the `hub` extra)."""
+
+
+class HeldOutConfig(TextsConfig):
+    """Data to train on and held-out data."""
 
     eval_path: str | None = None
-    """Held-out prompts, in the same forms (split `test` if not given)."""
+    """Held-out data, in the same forms (split `test` if not given)."""
+
+    eval_limit: PositiveInt | None = None
+    """Evaluate on the first N rows of the held-out data; on all of them if absent."""
+
+
+class DataConfig(HeldOutConfig):
+    """Training prompts and held-out prompts."""
 
     prompt_key: str = "prompt"
     """Column with the prompt: a text, or a list of {role, content} messages."""
@@ -81,16 +91,10 @@ class DataConfig(PromptConfig):
     max_prompt_tokens: PositiveInt = 512
     """Longer prompts are dropped and counted."""
 
-    eval_limit: PositiveInt | None = None
-    """Evaluate on the first N held-out prompts; on all of them if absent."""
 
-
-class LossConfig(Section):
+class LossConfig(OpenSection):
     """The loss. Further keys of this table are keyword arguments of the recipe or of
     jaxrl.losses.with_terms (kl, entropy, correction, ...); `jaxrl losses` lists them."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, Plain] = Field(init=False)
 
     name: str = "grpo"
     """Recipe: a name in jaxrl.losses.recipes, `file.py:function` or `package.module:function`."""
@@ -98,11 +102,6 @@ class LossConfig(Section):
     advantage: str | None = None
     """Advantage estimator: a name in jaxrl.advantages.estimators, `file.py:function` or
     `package.module:function`; the recipe's own if absent."""
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """Keyword arguments of the recipe; its signature checks them."""
-        return dict(self.__pydantic_extra__)
 
 
 class TrainConfig(Section):

@@ -217,7 +217,7 @@ def test_probes_of_an_earlier_precision_are_ignored():
 
 def test_every_alarm_names_existing_keys_to_change():
     assert RULES.keys() == CAUSES.keys()
-    known = {key.name for key in toml_file.keys(Config)}
+    known = {*toml_file.keys(Config)}
     functions = (with_terms, *(getattr(recipes, name) for name in recipes.__all__))
     known |= {f"loss.{name}" for f in functions for name in inspect.signature(f).parameters}
     named = {key for cause in CAUSES.values() for key in cause.keys}
