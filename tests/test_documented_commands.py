@@ -19,7 +19,7 @@ from jaxrl.commands.losses import catalogue
 from jaxrl.config import toml_file
 from jaxrl.config.doctor import DoctorConfig
 from jaxrl.config.preference import DPOConfig, RewardModelConfig
-from jaxrl.config.sft import SFTConfig
+from jaxrl.config.supervised import SFTConfig
 from jaxrl.config.training import Config
 from jaxrl.environments.tools.schema import load_tools
 from jaxrl.losses import preference

@@ -9,7 +9,7 @@ from jaxrl.builders.critic import open_critic
 from jaxrl.builders.minibatches import minibatch_shape
 from jaxrl.builders.model import attention_note, load_trained, trained_specs
 from jaxrl.builders.optimizer import Optimizer, make_optimizer, state_shardings
-from jaxrl.config.lora import LoraConfig
+from jaxrl.config.tables import LoraConfig
 from jaxrl.config.training import Config
 from jaxrl.core import precision
 from jaxrl.core.packing import MinibatchShape

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import traverse_util
 
-from jaxrl.config.lora import LoraConfig
+from jaxrl.config.tables import LoraConfig
 from jaxrl.config.training import Config
 from jaxrl.core.precision import DType, Precision
 from jaxrl.models import huggingface, kernels, lora, peft, spec

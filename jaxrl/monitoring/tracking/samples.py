@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.advantages import Advantages
-from jaxrl.config.tracking import SamplesConfig
+from jaxrl.config.tables import SamplesConfig
 from jaxrl.core.batch import Rollout
 from jaxrl.data.prompts import Tokenizer
 from jaxrl.monitoring.tracking.token_texts import token_texts

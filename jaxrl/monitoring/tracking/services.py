@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from jaxrl.config.tracking import TrackingConfig
+from jaxrl.config.tables import TrackingConfig
 
 Ending = Literal["finished", "stopped", "failed"]  # "stopped": by a signal or an alarm
 Note = Callable[[str], None]

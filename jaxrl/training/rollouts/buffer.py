@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxrl.config.rollouts import Order
+from jaxrl.config.sampler import Order
 from jaxrl.core.batch import Rollout
 from jaxrl.training.rollouts import dynamic_sampling
 

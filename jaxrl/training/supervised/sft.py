@@ -13,7 +13,7 @@ from jaxrl.builders.minibatches import supervised_shape
 from jaxrl.builders.model import load_model
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.builders.prompts import rendering
-from jaxrl.config.sft import SFTConfig, SFTDataConfig
+from jaxrl.config.supervised import SFTConfig, SFTDataConfig
 from jaxrl.core.batch import Minibatch, Rollout, TokenBatch
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.packing import pack_minibatch
