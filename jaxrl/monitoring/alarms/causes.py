@@ -5,17 +5,11 @@ from typing import NamedTuple
 
 
 class Cause(NamedTuple):
-    """The explanation of an alarm.
+    """The explanation of an alarm."""
 
-    Attributes:
-      title: the alarm in a few words.
-      causes: likely ones, the likeliest first.
-      keys: of the config, in the order in which to try them.
-    """
-
-    title: str
-    causes: str
-    keys: tuple[str, ...]
+    title: str  # the alarm in a few words
+    causes: str  # likely ones, the likeliest first
+    keys: tuple[str, ...]  # of the config, in the order in which to try them
 
 
 CAUSES: Mapping[str, Cause] = {

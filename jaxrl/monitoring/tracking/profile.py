@@ -1,7 +1,7 @@
 """Profiler traces of some steps, for Perfetto and XProf."""
 
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
 
 import jax
 
@@ -22,7 +22,7 @@ def explain_no_trace(steps: tuple[int, int] | None, *, done: int, total: int) ->
     )
 
 
-class Profile:
+class Profile(ExitStack):
     """Traces the steps `first` to `last`, counted from 1; a no-op if `steps` is None.
 
     The trace is written to `directory/plugins/profile/`. `perfetto_trace.json.gz` opens in
@@ -30,10 +30,8 @@ class Profile:
     """
 
     def __init__(self, directory: Path, *, steps: tuple[int, int] | None) -> None:
+        super().__init__()
         self._directory, self._steps, self._running = directory, steps, False
-
-    def __enter__(self) -> Self:
-        return self
 
     def before(self, step: int) -> None:
         """Begins or ends the trace if due; call it before each step.
@@ -45,14 +43,7 @@ class Profile:
         first, last = self._steps
         if not self._running and first <= step <= last:
             jax.profiler.start_trace(self._directory, create_perfetto_trace=True)
+            self.callback(jax.profiler.stop_trace)
             self._running = True
         elif step > last:
-            self._end()
-
-    def __exit__(self, *error: object) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        if self._running:
-            self._running = False
-            jax.profiler.stop_trace()
+            self.close()
