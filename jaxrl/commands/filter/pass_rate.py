@@ -26,17 +26,12 @@ COLUMN = "pass_rate"
 
 
 class Measured(NamedTuple):
-    """The outcome of one prompt.
+    """The outcome of one prompt."""
 
-    Attributes:
-      pass_rate: mean reward over the scored completions; None if the reward failed on all.
-      failed: completions on which the reward failed.
-      truncated: completions that reached max_tokens.
-    """
-
+    # Mean reward over the scored completions; None if the reward failed on all.
     pass_rate: float | None
-    failed: int
-    truncated: int
+    failed: int  # completions on which the reward failed
+    truncated: int  # completions that reached max_tokens
 
     def within(self, low: float, high: float) -> bool:
         """Tells if the pass rate lies in [low, high]."""

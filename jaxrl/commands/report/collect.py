@@ -1,13 +1,12 @@
 """Data for the page of a run, read from the run's directory."""
 
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl.commands.report.charts import drawn
-from jaxrl.commands.report.rolled_back import RolledBackSteps, read_rolled_back_steps
+from jaxrl.commands.report.rolled_back import read_rolled_back_steps
 from jaxrl.commands.report.thinning import Points, extremes, means
 from jaxrl.config.alarms import LIMITS
 from jaxrl.monitoring.alarms.causes import CAUSES, Cause
@@ -31,9 +30,12 @@ def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
     entries = read_metrics(run_dir / "metrics.jsonl")
     if not entries:
         raise ValueError(f"{run_dir} is not a run: its metrics.jsonl is missing or empty")
-    config = _config(run_dir / "config.toml")
+    path = run_dir / "config.toml"
+    config = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     starts = read_metrics(run_dir / "starts.jsonl")
     rolled_back = read_rolled_back_steps(run_dir)
+    # The alarms of discarded steps come before their rollback.
+    before = {part.number: [_explained(event) for event in part.events] for part in rolled_back}
     samples = _samples(read_metrics(run_dir / "samples.jsonl"))
     for part in rolled_back:
         samples += [sample | {"rollback": part.number} for sample in _samples(part.samples)]
@@ -51,25 +53,15 @@ def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
         "rolled_back": [
             {"number": part.number, "series": _series(part.entries, starts)} for part in rolled_back
         ],
-        "alarms": with_rolled_back(alarms(entries), rolled_back),
+        "alarms": [
+            e for one in alarms(entries) for e in (*before.get(one.get("number", 0), ()), one)
+        ],
         "samples": samples,
     }
 
 
-def with_rolled_back(
-    found: Sequence[dict[str, Any]], rolled_back: Sequence[RolledBackSteps]
-) -> list[dict[str, Any]]:
-    """Inserts before each rollback the alarms of the steps that it discarded."""
-    before = {part.number: [_explained(event) for event in part.events] for part in rolled_back}
-    return [e for event in found for e in (*before.get(event.get("number", 0), ()), event)]
-
-
 def alarms(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Lists the alarms that a run recorded, or would have raised if it had no alarms.
-
-    Args:
-      entries: the run's metrics.
-    """
+    """Lists the alarms in a run's metrics, or those that a run without alarms would have raised."""
     found = [entry["event"] for entry in entries if "event" in entry]
     if not found and not any("diversity/distinct" in entry for entry in entries):
         found = [
@@ -99,18 +91,9 @@ def _series(
     return curves | means(times, without=compiled)
 
 
-def _config(path: Path) -> dict[str, Any]:
-    return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
 def _samples(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     steps = sorted({entry["step"] for entry in entries})
     every = -(-len(steps) // _MOST_SAMPLED_STEPS) or 1
     # Counted from the end, so that the newest step is kept.
     chosen = {*steps[::-1][::every]}
     return [entry for entry in entries if entry["step"] in chosen]
-
-
-def as_script(value: Any) -> str:
-    """Encodes JSON for use inside <script>."""
-    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")

@@ -9,17 +9,11 @@ from jaxrl.monitoring.tracking.tracking import read_metrics
 
 
 class RolledBackSteps(NamedTuple):
-    """The steps that one rollback discarded.
+    """The steps that one rollback discarded."""
 
-    Attributes:
-      number: number of the rollback, from 1.
-      entries: metrics of these steps.
-      samples: sampled completions of these steps.
-    """
-
-    number: int
-    entries: Sequence[dict[str, Any]]
-    samples: Sequence[dict[str, Any]]
+    number: int  # number of the rollback, from 1
+    entries: Sequence[dict[str, Any]]  # metrics of these steps
+    samples: Sequence[dict[str, Any]]  # sampled completions of these steps
 
     @property
     def events(self) -> list[dict[str, Any]]:

@@ -13,16 +13,11 @@ _FEWEST_SEQUENCES = 8  # for a standard deviation over sequences
 
 
 class LogprobPairs(NamedTuple):
-    """Two log-probs of N tokens, in the order of their sequences.
+    """Two log-probs of N tokens, in the order of their sequences."""
 
-    Attributes:
-      learner, sampler: f64[N].
-      sequences: i64[N], index of the token's sequence, from 0.
-    """
-
-    learner: np.ndarray
-    sampler: np.ndarray
-    sequences: np.ndarray
+    learner: np.ndarray  # f64[N]
+    sampler: np.ndarray  # f64[N]
+    sequences: np.ndarray  # i64[N], index of the token's sequence, from 0
 
 
 def agreement_metrics(pairs: LogprobPairs, *, low: float, high: float) -> dict[str, float]:
