@@ -57,10 +57,6 @@ class _Samples(NamedTuple):
 def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Finding]:
     """Measures every policy of the config; policies with equal samplers share their completions.
 
-    Args:
-      config: the settings.
-      note: shows a line to the user.
-
     Raises:
       ValueError: for an unusable model or data.
       ServerFailedError, RefusedError: see `open_sampler`.

@@ -1,12 +1,12 @@
 """Data for the page of a run, read from the run's directory."""
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl.commands.report.charts import drawn
-from jaxrl.commands.report.rolled_back import read_rolled_back_steps
 from jaxrl.commands.report.thinning import Points, extremes, means
 from jaxrl.config.alarms import LIMITS
 from jaxrl.monitoring.alarms.causes import CAUSES, Cause
@@ -18,11 +18,7 @@ _MOST_SAMPLED_STEPS = 40
 
 
 def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
-    """Collects the data for a run's page as JSON values.
-
-    Args:
-      run_dir: directory of a training run, finished or not.
-      name: the run's name on the page.
+    """Collects the data for the page of a run, finished or not, as JSON values.
 
     Raises:
       ValueError: if the directory has no metrics.
@@ -33,12 +29,16 @@ def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
     path = run_dir / "config.toml"
     config = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     starts = read_metrics(run_dir / "starts.jsonl")
-    rolled_back = read_rolled_back_steps(run_dir)
-    # The alarms of discarded steps come before their rollback.
-    before = {part.number: [_explained(event) for event in part.events] for part in rolled_back}
     samples = _samples(read_metrics(run_dir / "samples.jsonl"))
-    for part in rolled_back:
-        samples += [sample | {"rollback": part.number} for sample in _samples(part.samples)]
+    discarded, alarms_before = [], dict[int, list[dict[str, Any]]]()
+    for number in _rollbacks(run_dir):
+        steps = read_metrics(run_dir / f"rolled_back_{number}.jsonl")
+        discarded.append({"number": number, "series": _series(steps, starts)})
+        events = (e["event"] | {"rollback": number} for e in steps if "event" in e)
+        # The run's own metrics have the alarm that caused the rollback.
+        alarms_before[number] = [_explained(e) for e in events if e["action"] != "rollback"]
+        found = _samples(read_metrics(run_dir / f"rolled_back_{number}_samples.jsonl"))
+        samples += [sample | {"rollback": number} for sample in found]
     return {
         "name": name,
         "path": str(run_dir),
@@ -50,14 +50,20 @@ def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
         "starts": starts,
         "last_step": max(entry["step"] for entry in entries),
         "series": _series(entries, starts),
-        "rolled_back": [
-            {"number": part.number, "series": _series(part.entries, starts)} for part in rolled_back
-        ],
+        "rolled_back": discarded,
         "alarms": [
-            e for one in alarms(entries) for e in (*before.get(one.get("number", 0), ()), one)
+            event
+            for alarm in alarms(entries)
+            for event in (*alarms_before.get(alarm.get("number", 0), ()), alarm)
         ],
         "samples": samples,
     }
+
+
+def _rollbacks(run_dir: Path) -> list[int]:
+    """Returns the numbers of a run's rollbacks, from 1."""
+    names = (re.fullmatch(r"rolled_back_(\d+)\.jsonl", path.name) for path in run_dir.iterdir())
+    return sorted(int(found[1]) for found in names if found)
 
 
 def alarms(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

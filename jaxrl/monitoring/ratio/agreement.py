@@ -24,12 +24,8 @@ def agreement_metrics(pairs: LogprobPairs, *, low: float, high: float) -> dict[s
     """Computes all metrics of the disagreement.
 
     A token is clipped on one side only, by the sign of its advantage. The sign is not known here,
-    so each token counts twice, once with either sign.
-
-    Args:
-      pairs: at least one token.
-      low: PPO clips ratios below 1 - low,
-      high: and above 1 + high.
+    so each token counts twice, once with either sign. PPO clips ratios below 1 - low and above
+    1 + high. There must be at least one token.
 
     Returns:
       The metrics of `split_log_ratio`, with the whole log-ratio as beta; "phantom_low" and

@@ -46,12 +46,8 @@ def known_tokens(
 
 
 def split_log_ratio(tokens: ActionTokens, *, low: float, high: float) -> dict[str, float]:
-    """Computes the split of the log-ratio, and the other metrics of the mismatch.
-
-    Args:
-      tokens: at least one.
-      low: PPO clips ratios below 1 - low,
-      high: and above 1 + high.
+    """Computes the split of the log-ratio of at least one token, and the mismatch's other metrics;
+    PPO clips ratios below 1 - low and above 1 + high.
 
     Returns:
       With delta the log-ratio, w = exp delta and A the advantage:

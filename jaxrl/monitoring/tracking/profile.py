@@ -7,13 +7,8 @@ import jax
 
 
 def explain_no_trace(steps: tuple[int, int] | None, *, done: int, total: int) -> str | None:
-    """Explains why none of the steps will be traced; None if some will, or none were requested.
-
-    Args:
-      steps: first and last, counted from 1; None without a request.
-      done: steps that the run has taken.
-      total: steps of the whole run.
-    """
+    """Explains why none of the steps (first and last, from 1) will be traced in a run that has
+    `done` some of its `total` steps; None if some will, or none were requested."""
     if steps is None or max(steps[0], done + 1) <= min(steps[1], total):
         return None
     return (

@@ -43,11 +43,7 @@ class Samples:
     ) -> None:
         """Logs some of a step's completions, evenly spread over the rewards.
 
-        Args:
-          step: that trained on them.
-          rollouts: with their rewards.
-          advantages: of each rollout, or of its tokens.
-          betas: f32[C] for each rollout, learner - shadow in nats; None without a probe.
+        `betas` has learner - shadow in nats for each rollout, f32[C]; None without a probe.
         """
         lines = []
         for i in _spread([r.reward for r in rollouts]):
