@@ -19,7 +19,7 @@ from jaxrl.commands.losses import catalogue
 from jaxrl.config import toml_file
 from jaxrl.config.doctor import DoctorConfig
 from jaxrl.config.preference import DPOConfig, RewardModelConfig
-from jaxrl.config.sft import SFTConfig
+from jaxrl.config.supervised import SFTConfig
 from jaxrl.config.training import Config
 from jaxrl.environments.tools.schema import load_tools
 from jaxrl.losses import preference
@@ -237,7 +237,7 @@ def test_every_piece_of_python_runs(place):
 
 def test_keys_that_are_named_are_keys():
     schemas = Config, SFTConfig, DPOConfig, RewardModelConfig, DoctorConfig, GenerateConfig
-    known = {key.name for schema in schemas for key in toml_file.keys(schema)}
+    known = {name for schema in schemas for name in toml_file.keys(schema)}
     tables = {name.partition(".")[0] for name in known if "." in name} - {"environment"}
     known |= {f"loss.{p.name}" for p in catalogue.list_terms()}
     known |= {f"loss.{p.name}" for entry in catalogue.list_recipes() for p in entry.parameters}

@@ -6,8 +6,8 @@ from typing import Any, Literal
 import jax
 from flax import traverse_util
 
-from jaxrl.config.lora import LoraConfig
 from jaxrl.config.supervised import SupervisedConfig
+from jaxrl.config.tables import LoraConfig
 from jaxrl.config.training import Config
 from jaxrl.core.precision import DType
 from jaxrl.models import huggingface, kernels, lora, peft, spec

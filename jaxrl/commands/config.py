@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.commands import options
 from jaxrl.config import toml_file
-from jaxrl.config.sft import SFTConfig
+from jaxrl.config.supervised import SFTConfig
 from jaxrl.config.training import Config
 from jaxrl.environments.rewards.scoring import load_rewards
 from jaxrl.environments.tools.schema import load_tools

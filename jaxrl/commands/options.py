@@ -31,23 +31,23 @@ def parser_with_file(
 
 
 def parser(
-    name: str, schema: type[Section], *, description: str, usage: str
+    command: str, schema: type[Section], *, description: str, usage: str
 ) -> argparse.ArgumentParser:
     """Builds a parser whose help shows every key; `usage` names the positional arguments."""
-    made = plain_parser(name, description, usage=f"{usage} [--section.key VALUE ...]")
+    made = plain_parser(command, description, usage=f"{usage} [--section.key VALUE ...]")
     groups: dict[str, Any] = {}
-    for key in toml_file.keys(schema):
-        section = key.name.rpartition(".")[0]
+    for name, field in toml_file.keys(schema).items():
+        section = name.rpartition(".")[0]
         if section not in groups:
             table = schema.model_fields[section].annotation if section else None
             text = inspect.getdoc(table) if isinstance(table, type) else None
             groups[section] = made.add_argument_group(f"[{section}]" if section else "keys", text)
         groups[section].add_argument(
-            f"--{key.name}",
-            dest=key.name,
-            metavar=_type_name(key.field.annotation),
+            f"--{name}",
+            dest=name,
+            metavar=_type_name(field.annotation),
             default=argparse.SUPPRESS,
-            help=_help(key.field),
+            help=_help(field),
         )
     return made
 
@@ -73,7 +73,7 @@ def parse(made: argparse.ArgumentParser, schema: type[C], argv: Sequence[str]) -
     """
     more, rest = _free_keys(made, schema, argv)
     arguments = made.parse_args(rest)
-    names = {key.name for key in toml_file.keys(schema)}
+    names = toml_file.keys(schema)
     given = [(name, text) for name, text in vars(arguments).items() if name in names]
     file = getattr(arguments, "file", None)
     config = toml_file.load(schema, file=file, overrides=[*given, *more])
@@ -87,7 +87,7 @@ def _free_keys(
     """Extracts keys unknown to argparse: those of a custom loss, and a table in place of its key
     `name`, as in --sampler vllm."""
     known = made._option_string_actions
-    names = {key.name for key in toml_file.keys(schema)}
+    names = toml_file.keys(schema)
     tables = toml_file.open_tables(schema)
     found, rest, tokens = [], [], iter(argv)
     for token in tokens:
@@ -108,9 +108,8 @@ def _free_keys(
 
 
 def _help(field: FieldInfo) -> str:
-    text = " ".join((field.description or "").split())
     default = "required" if field.is_required() else f"default: {_shown(field.default)}"
-    return f"{text} ({default})".replace("%", "%%")
+    return f"{toml_file.one_line(field.description)} ({default})".replace("%", "%%")
 
 
 def _shown(value: Any) -> str:

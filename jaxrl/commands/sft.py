@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxrl.commands import options, outcome
-from jaxrl.config.sft import SFTConfig
+from jaxrl.config.supervised import SFTConfig
 
 DESCRIPTION = """Fine-tunes a model on texts, with cross-entropy over the completion tokens.
 Rerun the same command to resume an interrupted run.

@@ -4,10 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import field_validator
-
 from jaxrl.config.section import Section
-from jaxrl.config.tables import parse_policy
+from jaxrl.config.tables import PolicyText, parse_policy
 from jaxrl.core.precision import Precision
 
 Action = Literal[
@@ -18,39 +16,25 @@ Action = Literal[
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
     """The thresholds of the alarm rules: healthy runs raise no alarm with them, as
-    `scripts/experiments/false_alarms.py` shows.
+    `scripts/experiments/false_alarms.py` shows."""
 
-    Attributes:
-      warmup: the first steps, which later ones are compared with; only not_finite judges them.
-      window: steps that a step is compared with, and for which an alarm stays silent after it was
-        raised. Noisy metrics are averaged over a quarter of it.
-      kl_factor, gradient_factor: times the window's median.
-      kl_floor: nats per token; a smaller KL never raises an alarm.
-      gradient_floor: a smaller gradient norm never raises an alarm.
-      distinct_factor, length_factor, entropy_factor: times the value of the first steps.
-      identical_rise, repetition_rise: fraction of the way from the first steps' share to 1.
-      truncated_share, phantom_share: shares of completions, and of tokens.
-      held_out_drop: below the best accuracy.
-      mismatch_nats: spread of the log-ratios of whole completions.
-      not_finite_steps: consecutive steps with a skipped update. A dynamic loss scale that starts
-        too high skips a few and settles: ten take it from 65536 to 64.
-    """
-
-    warmup: int = 20
-    window: int = 20
-    kl_factor: float = 5.0
-    kl_floor: float = 0.1
-    gradient_factor: float = 5.0
-    gradient_floor: float = 0.1
-    distinct_factor: float = 0.3
-    identical_rise: float = 0.9
-    repetition_rise: float = 0.5
-    truncated_share: float = 0.5
-    length_factor: float = 0.1
-    entropy_factor: float = 0.1
-    held_out_drop: float = 0.1
-    mismatch_nats: float = 0.5
-    phantom_share: float = 0.05
+    warmup: int = 20  # the first steps, which later ones are compared with
+    window: int = 20  # steps to compare with, and silence after an alarm
+    kl_factor: float = 5.0  # times the window's median
+    kl_floor: float = 0.1  # nats per token; a smaller KL never raises an alarm
+    gradient_factor: float = 5.0  # times the window's median
+    gradient_floor: float = 0.1  # a smaller gradient norm never raises an alarm
+    distinct_factor: float = 0.3  # times the share of the first steps
+    identical_rise: float = 0.9  # fraction of the way from the first steps' share to 1
+    repetition_rise: float = 0.5  # as identical_rise
+    truncated_share: float = 0.5  # of completions
+    length_factor: float = 0.1  # times the length of the first steps
+    entropy_factor: float = 0.1  # times the entropy of the first steps
+    held_out_drop: float = 0.1  # below the best accuracy
+    mismatch_nats: float = 0.5  # spread of the log-ratios of whole completions
+    phantom_share: float = 0.05  # of tokens
+    # Consecutive skipped updates. A dynamic loss scale that starts too high skips a few and
+    # settles: ten take it from 65536 to 64.
     not_finite_steps: int = 10
 
     @property
@@ -104,7 +88,7 @@ class AlarmsConfig(Section):
     held_out: Action = "log"
     """Held-out accuracy 0.1 below its best, while the reward is higher than it was then."""
 
-    zero_spread: Action = "log"
+    zero_variance: Action = "log"
     """For 20 steps, no group has completions with different rewards."""
 
     sequence_mismatch: Action = "log"
@@ -118,16 +102,9 @@ class AlarmsConfig(Section):
     """In each of the last 10 steps an update was skipped because its gradient was not finite. This
     rule also judges the first steps."""
 
-    precision: str | None = None
+    precision: PolicyText | None = None
     """Dtype policy that rollback_precision changes to; master weights and moments must keep the
     run's dtypes."""
-
-    @field_validator("precision")
-    @classmethod
-    def _parses(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_policy(value)
-        return value
 
     @property
     def policy(self) -> Precision | None:
@@ -140,26 +117,21 @@ class AlarmsConfig(Section):
         return LIMITS
 
     @property
-    def rules(self) -> list[str]:
-        """Names of the rules: the keys whose values are actions."""
-        return [
-            name for name, field in type(self).model_fields.items() if field.annotation is Action
-        ]
+    def actions(self) -> dict[str, Action]:
+        """The action of each rule."""
+        fields = type(self).model_fields.items()
+        return {name: getattr(self, name) for name, field in fields if field.annotation is Action}
 
     @property
     def rolls_back(self) -> bool:
         """True if any alarm rolls back."""
-        return any(self.action(name).startswith("rollback") for name in self.rules)
+        return any(action.startswith("rollback") for action in self.actions.values())
 
     @property
     def changes_precision(self) -> str | None:
         """The first rule whose action is rollback_precision."""
-        due = (name for name in self.rules if self.action(name) == "rollback_precision")
+        due = (name for name, action in self.actions.items() if action == "rollback_precision")
         return next(due, None)
-
-    def action(self, name: str) -> Action:
-        """Returns the action of a rule."""
-        return getattr(self, name)
 
     def reach(self, *, probe_every: int) -> int:
         """Returns how many steps back a rollback may have to go. held_out is not counted: it
@@ -167,7 +139,7 @@ class AlarmsConfig(Section):
         back = {"not_finite": self.limits.not_finite_steps}
         # Three probes, and the step before the first of them.
         back |= dict.fromkeys(("sequence_mismatch", "phantom"), 2 * probe_every + 1)
-        due = (steps for name, steps in back.items() if self.action(name).startswith("rollback"))
+        due = (steps for name, steps in back.items() if self.actions[name].startswith("rollback"))
         return max([self.limits.window, *due])
 
     def _contradictions(self) -> Iterator[str]:

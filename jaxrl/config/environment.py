@@ -1,20 +1,16 @@
 """The `[environment]` table of a config."""
 
 from collections.abc import Iterator
-from typing import Any
 
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from jaxrl.config.replaced import replacement
-from jaxrl.config.section import Plain, Section, Texts
+from jaxrl.config.section import OpenSection, Texts
 
 
-class EnvironmentConfig(Section):
+class EnvironmentConfig(OpenSection):
     """The environment of multi-turn episodes; further keys of this table are keyword arguments of
     the environment."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, Plain] = Field(init=False)
 
     name: str | None = None
     """An environment in jaxrl.environments.episodes.builtin (`agent` lets the policy call tools,
@@ -45,8 +41,3 @@ class EnvironmentConfig(Section):
             for key in self.parameters:
                 if (advice := replacement(f"environment.{key}")) is not None:
                     yield advice
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """Keyword arguments of the environment; its signature checks them."""
-        return dict(self.__pydantic_extra__)

@@ -1,27 +1,16 @@
 """Every key of the runs that train on preference pairs: reward models and DPO."""
 
 from collections.abc import Iterator
-from typing import Any
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat
 
-from jaxrl.config.section import Plain, Section
+from jaxrl.config.section import OpenSection, Section
 from jaxrl.config.supervised import SupervisedConfig
-from jaxrl.config.tables import OptimizerConfig, PromptConfig
+from jaxrl.config.tables import EvalConfig, HeldOutConfig, OptimizerConfig
 
 
-class PairDataConfig(PromptConfig):
+class PairDataConfig(HeldOutConfig):
     """Prompts with a chosen and a rejected completion each."""
-
-    path: str
-    """A .jsonl or .parquet file, or a data set on the Hugging Face hub, written `ID`, `ID:SUBSET`
-    or `ID:SUBSET:SPLIT` (split `train` if not given; needs the `hub` extra)."""
-
-    eval_path: str | None = None
-    """Held-out pairs, in the same forms (split `test` if not given)."""
-
-    eval_limit: PositiveInt | None = None
-    """Evaluate on the first N held-out pairs; on all of them if absent."""
 
     prompt_key: str | None = "prompt"
     """Column with the prompt: a text, or a list of {role, content} messages. `none` if the
@@ -43,11 +32,8 @@ class RankedDataConfig(PairDataConfig):
     absent."""
 
 
-class PairEvalConfig(Section):
+class PairEvalConfig(EvalConfig):
     """Accuracy on data.eval_path: the share of pairs in which the chosen completion wins."""
-
-    every: NonNegativeInt = 0
-    """Evaluate after this many steps; 0 evaluates only before the first and after the last."""
 
 
 class BradleyTerryConfig(Section):
@@ -58,20 +44,12 @@ class BradleyTerryConfig(Section):
     is usual (TRL: center_rewards_coefficient)."""
 
 
-class PairLossConfig(Section):
+class PairLossConfig(OpenSection):
     """The loss. Further keys of this table are its keyword arguments, such as beta."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, Plain] = Field(init=False)
 
     name: str = "sigmoid"
     """`sigmoid` (DPO), `hinge`, `ipo` (log-ratios averaged over a completion, as in TRL),
     `ipo_summed` (summed over a completion, as in OpenRLHF), or `file.py:function`."""
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """Keyword arguments of the loss; its signature checks them."""
-        return dict(self.__pydantic_extra__)
 
 
 class _PairsConfig(SupervisedConfig):

@@ -12,6 +12,7 @@ REPLACED = {
         for limit in dataclasses.fields(Limits)
     },
     "alarms.max_rollbacks": "a run rolls back twice, then the alarm pauses it",
+    "alarms.zero_spread": "use alarms.zero_variance",
     "answers": "`jaxrl doctor` calls it completions",
     "arguments": "`jaxrl serve` calls it vllm_args",
     "critic.coefficient": "on a shared trunk the critic's loss has the weight 0.1",

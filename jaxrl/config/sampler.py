@@ -1,11 +1,13 @@
-"""The tables of a config that describe sampling: its parameters, the sampler and its servers."""
+"""The tables of a config about sampling: parameters, the sampler, its servers, rollouts."""
 
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxrl.config.section import Section, Texts
+
+Order = Literal["begun", "finished"]
 
 
 class SamplingConfig(Section):
@@ -84,3 +86,18 @@ class SamplerConfig(ServerConfig):
                 f"sampler.rules = {self.rules!r} applies to sampler.name = 'embedded' only; leave "
                 "it out"
             )
+
+
+class RolloutsConfig(Section):
+    """Asynchronous training: sampling while the learner trains."""
+
+    max_staleness: NonNegativeInt = 0
+    """Maximum number of policy versions between the sampler and the learner. With 0 they take
+    turns, and the run is a function of the seed; above 0 they work at the same time, and the
+    batches depend on timing."""
+
+    order: Order = "begun"
+    """Order in which groups are trained on. `begun`: as their sampling began; the learner waits for
+    long completions and none becomes too stale. `finished`: as their sampling finished; the learner
+    does not wait, groups that became too stale are dropped and counted, and short completions are
+    favoured."""

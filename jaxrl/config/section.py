@@ -64,3 +64,15 @@ class Section(BaseModel):
         if found := list(self._contradictions()):
             raise ValueError("\n".join(found))
         return self
+
+
+class OpenSection(Section):
+    """A table with further keys: keyword arguments of a function, whose signature checks them."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Plain] = Field(init=False)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The further keys."""
+        return dict(self.__pydantic_extra__)

@@ -1,4 +1,4 @@
-"""The keys that SFT, DPO and reward-model runs share."""
+"""Every key of a supervised fine-tuning run; reward-model and DPO runs share most of them."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,13 @@ from pydantic import PositiveInt
 
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.section import Attention, Remat, Section
-from jaxrl.config.tables import CheckpointConfig, ModelConfig, OptimizerConfig, RunConfig
+from jaxrl.config.tables import (
+    CheckpointConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TextsConfig,
+)
 
 
 class SupervisedTrainConfig(Section):
@@ -66,3 +72,28 @@ class SupervisedConfig(RunConfig):
                 f"optimizer.warmup_steps = {self.optimizer.warmup_steps} covers all of the run's "
                 f"{self.train.steps} optimizer steps (train.steps); lower it"
             )
+
+
+class SFTDataConfig(TextsConfig):
+    """Texts to train on."""
+
+    prompt_key: str = "prompt"
+    """Column with the prompt: a text, or a list of {role, content} messages. It is not trained
+    on."""
+
+    completion_key: str = "completion"
+    """Column with the completion to train on; the end of the text is trained on, too."""
+
+    text_key: str | None = None
+    """Column with a whole text to train on, from its second token; replaces prompt_key and
+    completion_key."""
+
+
+class SFTConfig(SupervisedConfig):
+    """A supervised fine-tuning run."""
+
+    run_dir: str = "runs/sft"
+    """Directory of the tuned model (in `model`), checkpoints and metrics; a run found there is
+    resumed."""
+
+    data: SFTDataConfig

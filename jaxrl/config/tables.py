@@ -5,10 +5,10 @@
 
 import functools
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
-    ConfigDict,
+    AfterValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -17,13 +17,21 @@ from pydantic import (
     field_validator,
 )
 
-from jaxrl.config.section import Attention, ClipRange, Plain, Remat, Section
+from jaxrl.config.section import Attention, ClipRange, OpenSection, Remat, Section, Texts
 from jaxrl.core import precision
 from jaxrl.core.precision import Precision
 from jaxrl.learner.optimizers import OptimizerName, ScheduleName
 
 # Reading a config parses its policies; every later use takes them from here.
 parse_policy = functools.cache(precision.parse)
+
+
+def _checked(text: str) -> str:
+    parse_policy(text)
+    return text
+
+
+PolicyText = Annotated[str, AfterValidator(_checked)]
 
 
 class ModelConfig(Section):
@@ -61,15 +69,26 @@ class PromptConfig(Section):
             )
 
 
-class DataConfig(PromptConfig):
-    """Training prompts and held-out prompts."""
+class TextsConfig(PromptConfig):
+    """Prompts or texts to train on."""
 
     path: str
-    """Training prompts: a .jsonl or .parquet file, or a data set on the Hugging Face hub, written
-    `ID`, `ID:SUBSET` or `ID:SUBSET:SPLIT` (split `train` if not given; needs the `hub` extra)."""
+    """A .jsonl or .parquet file, or a data set on the Hugging Face hub, written `ID`, `ID:SUBSET`
+    or `ID:SUBSET:SPLIT` (split `train` if not given; needs the `hub` extra)."""
+
+
+class HeldOutConfig(TextsConfig):
+    """Data to train on and held-out data."""
 
     eval_path: str | None = None
-    """Held-out prompts, in the same forms (split `test` if not given)."""
+    """Held-out data, in the same forms (split `test` if not given)."""
+
+    eval_limit: PositiveInt | None = None
+    """Evaluate on the first N rows of the held-out data; on all of them if absent."""
+
+
+class DataConfig(HeldOutConfig):
+    """Training prompts and held-out prompts."""
 
     prompt_key: str = "prompt"
     """Column with the prompt: a text, or a list of {role, content} messages."""
@@ -81,16 +100,10 @@ class DataConfig(PromptConfig):
     max_prompt_tokens: PositiveInt = 512
     """Longer prompts are dropped and counted."""
 
-    eval_limit: PositiveInt | None = None
-    """Evaluate on the first N held-out prompts; on all of them if absent."""
 
-
-class LossConfig(Section):
+class LossConfig(OpenSection):
     """The loss. Further keys of this table are keyword arguments of the recipe or of
     jaxrl.losses.with_terms (kl, entropy, correction, ...); `jaxrl losses` lists them."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, Plain] = Field(init=False)
 
     name: str = "grpo"
     """Recipe: a name in jaxrl.losses.recipes, `file.py:function` or `package.module:function`."""
@@ -98,11 +111,6 @@ class LossConfig(Section):
     advantage: str | None = None
     """Advantage estimator: a name in jaxrl.advantages.estimators, `file.py:function` or
     `package.module:function`; the recipe's own if absent."""
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """Keyword arguments of the recipe; its signature checks them."""
-        return dict(self.__pydantic_extra__)
 
 
 class TrainConfig(Section):
@@ -241,18 +249,12 @@ class EvalConfig(Section):
 class BaseConfig(Section):
     """Keys of every command that loads a model."""
 
-    precision: str = "bf16_master"
+    precision: PolicyText = "bf16_master"
     """Dtype policy: a preset (fp32, bf16, bf16_master, fp16_master, phantom), a preset with changes
     (`bf16_master,wire=f32`), or every role by name."""
 
     seed: int = 0
     """Random seed; a run is a function of the config, the data and this number."""
-
-    @field_validator("precision")
-    @classmethod
-    def _parses(cls, value: str) -> str:
-        parse_policy(value)
-        return value
 
     @property
     def policy(self) -> Precision:
@@ -281,3 +283,105 @@ class RunConfig(BaseConfig):
 
     run_dir: str = "runs/latest"
     """Directory of checkpoints, metrics and plots; a run found there is resumed."""
+
+
+class CriticConfig(Section):
+    """The critic of recipes that use one (`ppo`). It is trained on the policy's mini-batches with
+    the optimizer of [optimizer]."""
+
+    trunk: Literal["own", "shared"] = "own"
+    """`own`: a separate network. `shared`: a value head on the policy's network, which the critic's
+    loss then trains as well; it halves memory and compute, but one network serves two losses."""
+
+    path: str | None = None
+    """Checkpoint that a separate critic starts from: a reward model, or a language model whose head
+    is replaced by one that outputs 0. model.path if absent."""
+
+    learning_rate: PositiveFloat = 1e-5
+    """Peak learning rate of the critic, or of the value head with a shared trunk; the schedule is
+    the policy's."""
+
+    pretrain_steps: NonNegativeInt = 0
+    """Steps at the start of the run that train only the critic (VC-PPO), or only the value head
+    with a shared trunk."""
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.trunk == "shared" and self.path is not None:
+            yield (
+                f"critic.path = {self.path!r} and critic.trunk = 'shared', whose trunk is the "
+                "policy's and whose head starts at 0; leave critic.path out"
+            )
+
+
+class LoraConfig(Section):
+    """LoRA adapters, trained instead of the policy's own parameters."""
+
+    rank: NonNegativeInt = 0
+    """Rank of the adapters; 0 trains all parameters."""
+
+    alpha: PositiveFloat = 32.0
+    """The adapters' product is scaled by alpha / rank."""
+
+    targets: Annotated[Texts, Field(min_length=1)] = ("*_proj",)
+    """Modules that get an adapter, as patterns with * and ?: `q_proj`, or `*_proj` for all matrices
+    of the layers except those of experts."""
+
+    path: str | None = None
+    """Directory of adapters in PEFT's format to start from; new adapters if absent."""
+
+    publish: Literal["merged", "adapters"] = "merged"
+    """Weights that samplers receive: whole ones with the adapters merged in, or the adapters
+    alone, which vLLM servers can load."""
+
+    def _contradictions(self) -> Iterator[str]:
+        if not self.rank and self.path is not None:
+            yield (
+                f"lora.path = {self.path!r} names adapters, but lora.rank = 0 trains none; set "
+                "lora.rank to theirs"
+            )
+        if not self.rank and self.publish == "adapters":
+            yield "lora.publish = 'adapters', but lora.rank = 0 trains none; set lora.rank"
+
+
+class HostsConfig(Section):
+    """Several processes that train one model on all of their devices."""
+
+    coordinator: str | None = None
+    """HOST:PORT of process 0, or `auto` where jax detects the cluster (Slurm, Open MPI, Kubernetes,
+    Cloud TPU). Default: the environment variable JAX_COORDINATOR_ADDRESS, else a single process."""
+
+    processes: PositiveInt | None = None
+    """Number of processes. Default: the environment variable JAX_NUM_PROCESSES, else what jax
+    detects."""
+
+    process: NonNegativeInt | None = None
+    """Index of this process, from 0. Default: the environment variable JAX_PROCESS_ID, else what
+    jax detects."""
+
+    join: int = Field(default=60, ge=1)
+    """Seconds that a process waits for the others at the start."""
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.process is not None and self.process >= (self.processes or self.process + 1):
+            yield (
+                f"hosts.process = {self.process} and hosts.processes = {self.processes}: processes "
+                f"are numbered from 0 to {(self.processes or 1) - 1}"
+            )
+
+
+class SamplesConfig(Section):
+    """Completions logged to samples.jsonl, for `jaxrl report`."""
+
+    every: NonNegativeInt = 10
+    """Log samples every this many steps; 0 logs none. |beta| of their tokens is logged in steps
+    that probe.every probes."""
+
+
+class TrackingConfig(Section):
+    """Services that receive the metrics besides metrics.jsonl and TensorBoard."""
+
+    wandb: str | None = None
+    """Weights & Biases project (pip install wandb)."""
+
+    mlflow: str | None = None
+    """MLflow experiment (pip install mlflow), at MLFLOW_TRACKING_URI."""

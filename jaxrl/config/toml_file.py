@@ -5,16 +5,16 @@ import difflib
 import json
 import tomllib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from jaxrl.config.replaced import replacement
-from jaxrl.config.section import Section
+from jaxrl.config.section import OpenSection, Section
 
 C = TypeVar("C", bound=Section)
 
@@ -23,32 +23,24 @@ class ConfigError(ValueError):
     """A config that cannot be used; the message names each wrong key and the fix."""
 
 
-class Key(NamedTuple):
-    """A key of a config: its dotted name and its declaration."""
-
-    name: str  # "train.steps"
-    field: FieldInfo
-
-
-def keys(schema: type[Section], *, prefix: str = "") -> Iterator[Key]:
-    """Yields every key of a config class, in the order of declaration."""
+def keys(schema: type[Section]) -> dict[str, FieldInfo]:
+    """Returns the declaration of every key by its dotted name, in order: {"train.steps": ...}."""
+    found = {}
     for name, field in schema.model_fields.items():
-        section = field.annotation
-        if isinstance(section, type) and issubclass(section, Section):
-            yield from keys(section, prefix=f"{prefix}{name}.")
-        else:
-            yield Key(prefix + name, field)
+        table = _table(field)
+        found |= {f"{name}.{key}": k for key, k in keys(table).items()} if table else {name: field}
+    return found
 
 
 def open_tables(schema: type[Section]) -> list[str]:
     """Returns the names of the tables that accept further keys."""
-    return [
-        name
-        for name, field in schema.model_fields.items()
-        if isinstance(section := field.annotation, type)
-        and issubclass(section, Section)
-        and section.model_config.get("extra") == "allow"
-    ]
+    tables = {name: _table(field) for name, field in schema.model_fields.items()}
+    return [name for name, table in tables.items() if table and issubclass(table, OpenSection)]
+
+
+def _table(field: FieldInfo) -> type[Section] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def load(
@@ -92,7 +84,7 @@ def parse_value(schema: type[Section], name: str, text: str) -> Any:
     Raises:
       ConfigError: for an unknown key, or a text that is not a TOML value.
     """
-    known = {key.name: key.field.annotation for key in keys(schema)}
+    known = keys(schema)
     if name not in known:
         if name.rpartition(".")[0] not in open_tables(schema):
             raise ConfigError(unknown_key(schema, name))
@@ -100,7 +92,7 @@ def parse_value(schema: type[Section], name: str, text: str) -> Any:
             return _toml_value(text)
         except tomllib.TOMLDecodeError:
             return text
-    kinds = _kinds(known[name])
+    kinds = _kinds(known[name].annotation)
     if type(None) in kinds and text == "none":
         return text
     if tuple in kinds and not text.startswith("["):
@@ -178,7 +170,7 @@ def unknown_key(schema: type[Section], name: str) -> str:
     """Returns the error for an unknown key; it names the nearest one, or what replaced it."""
     if (advice := replacement(name)) is not None:
         return advice
-    names = [key.name for key in keys(schema)]
+    names = list(keys(schema))
     section, _, leaf = name.rpartition(".")
     same_leaf = [n for n in names if n.rpartition(".")[2] == leaf]
     inside = difflib.get_close_matches(
@@ -192,39 +184,29 @@ def unknown_key(schema: type[Section], name: str) -> str:
 
 def _explain(schema: type[Section], error: dict[str, Any]) -> list[str]:
     """Translates one of pydantic's errors for the author of a config."""
-    name = ".".join(str(part) for part in error["loc"])
+    name, given, known = ".".join(map(str, error["loc"])), error["input"], keys(schema)
     if error["type"] == "extra_forbidden":
-        inner = error["input"] if isinstance(error["input"], dict) else {}
-        return [unknown_key(schema, f"{name}.{leaf}") for leaf in inner] or [
-            unknown_key(schema, name)
-        ]
+        inner = given if isinstance(given, dict) else {}
+        return [unknown_key(schema, n) for n in [f"{name}.{leaf}" for leaf in inner] or [name]]
     if error["type"] == "missing":
-        inner = [key for key in keys(schema) if key.name.startswith(f"{name}.")]
-        missing = [key for key in inner if key.field.is_required()]
-        fields = {key.name: key.field for key in missing or keys(schema)}
-        names = [key.name for key in missing] or [name]
-        return [f"{n} is missing: {_one_line(fields[n].description)}" for n in names]
+        inner = [n for n, key in known.items() if n.startswith(f"{name}.") and key.is_required()]
+        return [f"{n} is missing: {one_line(known[n].description)}" for n in inner or [name]]
     if error["type"] == "value_error":
         cause = str(error["ctx"]["error"])
-        tables = {key.name.rpartition(".")[0] for key in keys(schema)}
-        if name and name not in tables:
-            return [f"{name} = {error['input']!r}: {cause}"]
+        if name and name not in {n.rpartition(".")[0] for n in known}:
+            return [f"{name} = {given!r}: {cause}"]
         # A table that appears under several names cannot say its own.
         named = not name or f"{name}." in cause
         return [line if named else f"[{name}] {line}" for line in cause.splitlines()]
     if error["type"] == "tuple_type":
-        written = json.dumps([error["input"]], default=str, ensure_ascii=False)
-        return [f"{name} = {error['input']!r}: write a list, {name} = {written}"]
+        written = json.dumps([given], default=str, ensure_ascii=False)
+        return [f"{name} = {given!r}: write a list, {name} = {written}"]
     if error["type"].endswith("_type") and error["type"].startswith("model"):
-        return [f"[{name}] must be a table of keys, got {error['input']!r}"]
-    declared = {key.name: key.field for key in keys(schema)}.get(name)
-    meaning = f" ({_one_line(declared.description)})" if declared else ""
-    return [f"{name} = {error['input']!r}: {_lower_first(error['msg'])}{meaning}"]
+        return [f"[{name}] must be a table of keys, got {given!r}"]
+    meaning = f" ({one_line(known[name].description)})" if name in known else ""
+    return [f"{name} = {given!r}: {error['msg'][:1].lower()}{error['msg'][1:]}{meaning}"]
 
 
-def _one_line(text: str | None) -> str:
+def one_line(text: str | None) -> str:
+    """Joins the words of a text with single spaces."""
     return " ".join((text or "").split())
-
-
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]

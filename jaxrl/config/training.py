@@ -9,26 +9,26 @@ from collections.abc import Iterator
 from pydantic import Field, ValidationInfo, field_validator
 
 from jaxrl.config.alarms import AlarmsConfig
-from jaxrl.config.critic import CriticConfig
 from jaxrl.config.environment import EnvironmentConfig
-from jaxrl.config.hosts import HostsConfig
-from jaxrl.config.lora import LoraConfig
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.reward import RewardConfig
-from jaxrl.config.rollouts import RolloutsConfig
-from jaxrl.config.sampler import SamplerConfig, SamplingConfig
+from jaxrl.config.sampler import RolloutsConfig, SamplerConfig, SamplingConfig
 from jaxrl.config.tables import (
     CheckpointConfig,
+    CriticConfig,
     DataConfig,
     EvalConfig,
+    HostsConfig,
+    LoraConfig,
     LossConfig,
     ModelConfig,
     OptimizerConfig,
     ProbeConfig,
     RunConfig,
+    SamplesConfig,
+    TrackingConfig,
     TrainConfig,
 )
-from jaxrl.config.tracking import SamplesConfig, TrackingConfig
 from jaxrl.core import precision
 
 

@@ -17,10 +17,7 @@ _QUANTILES = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 
 
 def completion_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Computes the metrics of one step's completions.
-
-    Args:
-      rollouts: at least one.
+    """Computes the metrics of one step's completions, at least one.
 
     Returns:
       "diversity/distinct", distinct 3-grams / 3-grams over the first completion of every prompt

@@ -51,7 +51,7 @@ class AlarmActions:
         """Checks the newest step and logs every alarm; returns None if the run continues."""
         config = self._config.alarms
         alarms = check_alarms(self._tracker.history, config.limits, raised=self._raised)
-        alarms = [alarm for alarm in alarms if config.action(alarm.name) != "off"]
+        alarms = [alarm for alarm in alarms if config.actions[alarm.name] != "off"]
         if not alarms:
             return None
         worst = max(alarms, key=lambda alarm: _SEVERITY.index(self._kind(alarm)))
@@ -62,7 +62,7 @@ class AlarmActions:
         return self._act(worst)
 
     def _kind(self, alarm: Alarm) -> str:
-        return self._config.alarms.action(alarm.name).split("_")[0]
+        return self._config.alarms.actions[alarm.name].split("_")[0]
 
     def _act(self, alarm: Alarm) -> Verdict | None:
         kind, more = self._kind(alarm), ""
@@ -100,7 +100,7 @@ class AlarmActions:
         to = rollbacks.target(config, checkpoints.directory, healthy=alarm.healthy)
         if to is None:
             raise ValueError(f"no checkpoint from before step {alarm.healthy + 1} is left")
-        changes = rollbacks.remedy(config.alarms.action(alarm.name), config)
+        changes = rollbacks.remedy(config.alarms.actions[alarm.name], config)
         self._check_changed(rollbacks.changed(config, changes))
         decided = rollbacks.decide(self._directory, alarm, to=to, config=config, changes=changes)
         more = f"back to step {to} with {decided.in_words}"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import jax
 
-from jaxrl.config.hosts import HostsConfig
+from jaxrl.config.tables import HostsConfig
 from jaxrl.core.hosts import ReportedError, report
 
 HEARTBEAT = 30  # seconds without a sign of life: longer than any pause of a healthy process

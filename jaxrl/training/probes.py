@@ -11,7 +11,7 @@ from jaxrl.config.tables import ProbeConfig
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import unpack
 from jaxrl.models.spec import Params
-from jaxrl.monitoring.ratio.replay import Score, log_ratio_parts, replay_batch, summarize_parts
+from jaxrl.monitoring.ratio.replay import Score, log_ratio_parts, replay_batch
 from jaxrl.monitoring.ratio.split import known_tokens, split_log_ratio
 from jaxrl.monitoring.tracking.samples import NullSamples, Samples
 from jaxrl.training.schedule import is_due
@@ -81,6 +81,5 @@ def _split_ratio(
     ids = fetch(batch.tokens) if c.replay else None  # on all processes; one of them asks servers
     if ids is not None and probes.replay is not None:
         replay = replay_batch(probes.replay, tokens=ids, segments=segments)
-        three = log_ratio_parts(replay=replay[mask], **{k: v[mask] for k, v in arrays.items()})
-        found |= summarize_parts(three)
+        found |= log_ratio_parts(replay=replay[mask], **{k: v[mask] for k, v in arrays.items()})
     return {f"probe/{name}": value for name, value in found.items()}, beta

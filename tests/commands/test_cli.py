@@ -44,9 +44,9 @@ def test_help_of_train_shows_every_key_with_its_default(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    for key in toml_file.keys(Config):
-        assert f"--{key.name} " in shown
-        assert " ".join((key.field.description or "").split()) in shown
+    for name, field in toml_file.keys(Config).items():
+        assert f"--{name} " in shown
+        assert toml_file.one_line(field.description) in shown
     assert "(default: 0.9,0.95)" in shown
     assert "Each step samples a *rollout batch*" in shown
 

@@ -13,7 +13,7 @@ from jaxrl.config.toml_file import ConfigError, keys, load, validate
 from jaxrl.config.training import Config
 
 SCHEMAS = Config, DoctorConfig, GenerateConfig, ServeConfig
-KNOWN = {key.name for schema in SCHEMAS for key in keys(schema)}
+KNOWN = {name for schema in SCHEMAS for name in keys(schema)}
 
 
 @pytest.mark.parametrize("key", REPLACED)

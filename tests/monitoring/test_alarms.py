@@ -57,7 +57,7 @@ SEEN = {
     "length_limit": ({"completion__truncated": 0.5}, {"completion__truncated": 0.49}, 31),
     "length_zero": ({"completion_length": 1.9}, {"completion_length": 2.2}, 31),
     "entropy": ({"entropy__sampled": 0.04}, {"entropy__sampled": 0.06}, 31),
-    "zero_spread": ({"groups__zero_std": 8.0}, {"groups__zero_std": 7.0}, 37),
+    "zero_variance": ({"groups__zero_std": 8.0}, {"groups__zero_std": 7.0}, 37),
     "sequence_mismatch": ({"probe__sequence_std": 0.7}, {"probe__sequence_std": 0.59}, 32),
     "phantom": ({"probe__phantom": 0.02}, {"probe__phantom": 0.009}, 31),
 }
@@ -218,7 +218,7 @@ def test_probes_of_an_earlier_precision_are_ignored():
 
 def test_every_alarm_names_existing_keys_to_change():
     assert RULES.keys() == CAUSES.keys()
-    known = {key.name for key in toml_file.keys(Config)}
+    known = {*toml_file.keys(Config)}
     functions = (Terms, *(getattr(recipes, name) for name in recipes.__all__))
     known |= {f"loss.{name}" for f in functions for name in inspect.signature(f).parameters}
     named = {key for cause in CAUSES.values() for key in cause.keys}

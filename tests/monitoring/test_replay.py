@@ -3,39 +3,43 @@
 import numpy as np
 import pytest
 
-from jaxrl.monitoring.ratio.replay import log_ratio_parts, replay_batch, summarize_parts
+from jaxrl.monitoring.ratio.replay import log_ratio_parts, replay_batch
+
+NAMES = ("learner", "shadow", "replay", "sampler")
 
 
-def test_the_parts_sum_to_the_log_ratio():
-    learner, shadow, replay, sampler = np.random.default_rng(0).normal(-2, 0.3, (4, 50))
-    found = log_ratio_parts(learner=learner, shadow=shadow, replay=replay, sampler=sampler)
-    np.testing.assert_allclose(sum(found), learner - sampler, atol=1e-15)
-    numbers = summarize_parts(found)
+def test_the_parts_of_every_token_sum_to_its_log_ratio():
+    logprobs = dict(zip(NAMES, np.random.default_rng(0).normal(-2, 0.3, (4, 50)), strict=True))
+    ratios = logprobs["learner"] - logprobs["sampler"]
+    for i in range(50):
+        found = log_ratio_parts(**{name: x[i : i + 1] for name, x in logprobs.items()})
+        whole = found["dtype"] + found["engine"] + found["policy"]
+        assert whole == pytest.approx(ratios[i], abs=1e-15)
+    numbers = log_ratio_parts(**logprobs)
     whole = numbers["dtype"] + numbers["engine"] + numbers["policy"]
-    assert whole == pytest.approx((learner - sampler).mean(), abs=1e-15)
+    assert whole == pytest.approx(ratios.mean(), abs=1e-15)
 
 
 def test_each_part_is_named_for_what_differs():
-    found = log_ratio_parts(
-        learner=np.array([-1.0, -2.0]),
-        shadow=np.array([-1.5, -2.0]),
-        replay=np.array([-1.25, -2.5]),
-        sampler=np.array([-1.25, -1.5]),
-    )
-    assert found.dtype.tolist() == [0.5, 0]
-    assert found.engine.tolist() == [-0.25, 0.5]
-    assert found.policy.tolist() == [0, -1]
-    numbers = summarize_parts(found)
+    logprobs = {
+        "learner": np.array([-1.0, -2.0]),
+        "shadow": np.array([-1.5, -2.0]),
+        "replay": np.array([-1.25, -2.5]),
+        "sampler": np.array([-1.25, -1.5]),
+    }
+    for i, expected in enumerate([(0.5, -0.25, 0), (0, 0.5, -1)]):
+        one = log_ratio_parts(**{name: x[i : i + 1] for name, x in logprobs.items()})
+        assert (one["dtype"], one["engine"], one["policy"]) == expected
+    numbers = log_ratio_parts(**logprobs)
     assert (numbers["dtype"], numbers["dtype_std"]) == (0.25, 0.25)
     assert numbers["policy_p99"] == pytest.approx(0.99)
 
 
 def test_tokens_without_a_score_are_excluded_from_all_parts():
     values = dict.fromkeys(("learner", "shadow"), np.array([-1.0, -9.0, -9.0]))
-    found = log_ratio_parts(
+    numbers = log_ratio_parts(
         **values, replay=np.array([-2, np.nan, -9.0]), sampler=np.array([-4, -9, np.nan])
     )
-    numbers = summarize_parts(found)
     assert (numbers["dtype"], numbers["engine"], numbers["policy"]) == (0, 1, 2)
 
 

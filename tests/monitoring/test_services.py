@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxrl.config.tracking import TrackingConfig
+from jaxrl.config.tables import TrackingConfig
 from jaxrl.monitoring.tracking import services
 from jaxrl.monitoring.tracking.services import open_services
 from jaxrl.monitoring.tracking.tracking import open_tracker, read_metrics

@@ -15,7 +15,7 @@ import numpy as np
 from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES
 
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.config.hosts import HostsConfig
+from jaxrl.config.tables import HostsConfig
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.precision import PRESETS
 from jaxrl.models.decoder import decoder

@@ -292,14 +292,14 @@ def test_most_severe_action_wins_and_all_alarms_are_logged(material, tmp_path):
     assert verdict.action == "stop"
     assert verdict.message.startswith("stopped: step 10: gradient-norm spike: gradient norm 99")
     raised = {event["alarm"]: event["action"] for event in noted}
-    assert raised == {"gradient_spike": "stop", "kl_spike": "log", "zero_spread": "log"}
+    assert raised == {"gradient_spike": "stop", "kl_spike": "log", "zero_variance": "log"}
     assert len(said) == 3
     assert all("Likely: " in line and "Keys: " in line for line in said)
     assert actions.check() is None  # silent for a window
 
 
 def test_alarms_that_are_off_are_not_logged(material, tmp_path):
-    off = {"alarms.kl_spike": "off", "alarms.gradient_spike": "off", "alarms.zero_spread": "off"}
+    off = {"alarms.kl_spike": "off", "alarms.gradient_spike": "off", "alarms.zero_variance": "off"}
     actions, said, noted = watched(material, tmp_path, **off)
     assert actions.check() is None
     assert said == noted == []

@@ -83,7 +83,7 @@ def test_four_processes_share_and_all_end_when_one_hangs(tmp_path):
 
 ALONE = """
 from jaxrl.training.cluster import joined
-from jaxrl.config.hosts import HostsConfig
+from jaxrl.config.tables import HostsConfig
 with joined(HostsConfig(coordinator="{address}", processes=2, process={process}, join=1)):
     pass
 """

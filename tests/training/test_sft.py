@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.config.sft import SFTConfig
+from jaxrl.config.supervised import SFTConfig
 from jaxrl.config.toml_file import ConfigError, load
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.hosts import Hosts

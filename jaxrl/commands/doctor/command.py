@@ -1,5 +1,6 @@
 """`jaxrl doctor`: measures the numerical error of each dtype policy."""
 
+import functools
 import importlib.metadata
 import json
 import platform
@@ -31,19 +32,13 @@ def main(argv: Sequence[str]) -> int:
     if arguments.server is not None:
         sampler = config.sampler.model_dump() | {"name": "vllm", "url": [arguments.server]}
         config = toml_file.validate(DoctorConfig, config.model_dump() | {"sampler": sampler})
-    return _run_doctor(config)
 
-
-def _run_doctor(config: DoctorConfig) -> int:
     from jaxrl.commands.doctor.measure import examine  # takes seconds, so after --help
     from jaxrl.commands.doctor.text import recommend, table
     from jaxrl.monitoring.ratio.pictures import draw_agreement
 
-    def note(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that servers stop
-    findings = examine(config, note=note)
+    findings = examine(config, note=functools.partial(print, file=sys.stderr, flush=True))
     advice, out, (low, high) = recommend(findings), Path(config.out), config.clip_range
     draw_agreement(
         {f"{f.policy} / {f.sampler}": f.pairs for f in findings},

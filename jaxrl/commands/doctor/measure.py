@@ -21,7 +21,7 @@ from jaxrl.commands.doctor.text import Finding
 from jaxrl.config.doctor import DoctorConfig
 from jaxrl.config.sampler import SamplingConfig
 from jaxrl.core import precision
-from jaxrl.core.batch import Minibatch, Rollout, TokenBatch
+from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.core.precision import Precision
 from jaxrl.data import prompts as data
@@ -32,6 +32,7 @@ from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.monitoring.ratio import replay
 from jaxrl.monitoring.ratio.agreement import LogprobPairs, agreement_metrics
+from jaxrl.monitoring.ratio.split import known_tokens
 from jaxrl.sampling.base import SamplingParams
 from sharding.partition import Layout
 
@@ -55,10 +56,6 @@ class _Samples(NamedTuple):
 
 def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Finding]:
     """Measures every policy of the config; policies with equal samplers share their completions.
-
-    Args:
-      config: the settings.
-      note: shows a line to the user.
 
     Raises:
       ValueError: for an unusable model or data.
@@ -184,36 +181,29 @@ def _measure(
             inputs.layout.tree(inputs.model.specs) if inputs.layout.mesh.size > 1 else None
         ),
     )
-    chosen = np.asarray(batch.action_mask) & ~np.isnan(np.asarray(batch.sampler_logprobs))
-    sampled = np.asarray(batch.sampler_logprobs)[chosen]
-    scored = np.asarray(jax.jit(learner.score)(params, samples.minibatch))[chosen]
-    shadow = np.asarray(jax.jit(learner.shadow)(params, samples.minibatch))[chosen]
-    again = sampled if samples.replay is None else samples.replay[chosen]
-    three = replay.summarize_parts(
-        replay.log_ratio_parts(learner=scored, shadow=shadow, replay=again, sampler=sampled)
+    arrays: dict[str, np.ndarray] = jax.device_get(
+        {
+            "learner": jax.jit(learner.score)(params, samples.minibatch),
+            "shadow": jax.jit(learner.shadow)(params, samples.minibatch),
+            "sampler": batch.sampler_logprobs,
+        }
     )
+    mask, segments, signs = jax.device_get((batch.action_mask, batch.segments, batch.advantages))
+    tokens = known_tokens(**arrays, advantages=signs, mask=mask, segments=segments)
+    again = arrays["sampler"] if samples.replay is None else samples.replay
+    three = replay.log_ratio_parts(replay=again[mask], **{k: v[mask] for k, v in arrays.items()})
     # At equal weights the third part measures decoding. It needs a server.
     decoding = {k.replace("policy", "decoding"): three.pop(k) for k in [*three] if "policy" in k}
     if samples.replay is not None:
         three |= decoding
-    pairs = LogprobPairs(
-        learner=scored.astype(np.float64),
-        sampler=sampled.astype(np.float64),
-        sequences=np.unique(_sequences(batch)[chosen], return_inverse=True)[1],
-    )
+    pairs = LogprobPairs(tokens.learner, tokens.sampler, tokens.sequences)
     numbers = agreement_metrics(pairs, low=low, high=high) | three
-    numbers |= {"tokens": len(scored), "sequences": int(pairs.sequences.max()) + 1}
+    numbers |= {"tokens": len(pairs.learner), "sequences": int(pairs.sequences.max()) + 1}
     if config.timed_steps:
         numbers["seconds_per_step"] = min(
             _step_times(learner, params, samples=samples, count=config.timed_steps)
         )
     return Finding(name, sampler, numbers, pairs)
-
-
-def _sequences(batch: TokenBatch) -> np.ndarray:
-    """Numbers the sequences of the whole batch: i64[B, T]."""
-    segments = np.asarray(batch.segments).astype(np.int64)
-    return np.arange(len(segments))[:, None] * (segments.max() + 1) + segments
 
 
 def _step_times(learner: Learner, params: Any, *, samples: _Samples, count: int) -> Iterator[float]:

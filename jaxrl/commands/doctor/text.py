@@ -9,30 +9,19 @@ _TOKEN_ERROR, _PHANTOM = 1.01, 1e-3
 
 
 class Finding(NamedTuple):
-    """Measurements of one policy.
+    """Measurements of one policy."""
 
-    Attributes:
-      policy: its name in the config.
-      sampler: engine and dtype of the sampler, e.g. "vLLM bf16".
-      numbers: the metrics of `agreement.agreement`; "dtype", "engine" and, with a server,
-        "decoding" from `replay.summary`, which calls the last one "policy"; "seconds_per_step" if
-        steps were timed; "tokens" and "sequences".
-      pairs: the log-probs.
-    """
-
-    policy: str
-    sampler: str
+    policy: str  # its name in the config
+    sampler: str  # engine and dtype of the sampler, e.g. "vLLM bf16"
+    # `agreement_metrics` and `log_ratio_parts`, whose "policy" is called "decoding" here and needs
+    # a server; "seconds_per_step" if steps were timed; "tokens" and "sequences".
     numbers: dict[str, float]
     pairs: LogprobPairs
 
     def spreads(self) -> dict[int, float]:
         """Maps a number of tokens to the standard deviation of the log-ratio summed over them."""
-        prefix = "sequence_std_"
-        return {
-            int(name[len(prefix) :]): value
-            for name, value in self.numbers.items()
-            if name.startswith(prefix) and name[len(prefix) :].isdigit()
-        }
+        lengths = ((name.removeprefix("sequence_std_"), name) for name in self.numbers)
+        return {int(length): self.numbers[name] for length, name in lengths if length.isdigit()}
 
 
 def table(findings: Sequence[Finding]) -> str:

@@ -31,15 +31,8 @@ def export_checkpoint(
     config.json, the tokenizer and the weights below the adapters come from the model that the run
     started from, which must still exist.
 
-    Args:
-      config: the run's.
-      run_dir: the run's directory.
-      directory: where to write the model.
-      step: "latest", "best" or a number.
-      dtype: dtype of the tensors, e.g. "f32"; None for the policy's wire dtype.
-
-    Returns:
-      The step of the checkpoint.
+    `step` is "latest", "best" or a number; `dtype` is that of the tensors, such as "f32", by
+    default the policy's wire dtype. Returns the step of the checkpoint.
 
     Raises:
       CheckpointError: if there is no such checkpoint, or it is unreadable.

@@ -26,17 +26,12 @@ COLUMN = "pass_rate"
 
 
 class Measured(NamedTuple):
-    """The outcome of one prompt.
+    """The outcome of one prompt."""
 
-    Attributes:
-      pass_rate: mean reward over the scored completions; None if the reward failed on all.
-      failed: completions on which the reward failed.
-      truncated: completions that reached max_tokens.
-    """
-
+    # Mean reward over the scored completions; None if the reward failed on all.
     pass_rate: float | None
-    failed: int
-    truncated: int
+    failed: int  # completions on which the reward failed
+    truncated: int  # completions that reached max_tokens
 
     def within(self, low: float, high: float) -> bool:
         """Tells if the pass rate lies in [low, high]."""
@@ -56,19 +51,12 @@ class Journal:
     moment."""
 
     def __init__(self, path: Path, *, fingerprint: str, chunk: int, total: int):
-        """Opens or creates the file.
-
-        Args:
-          path: the file.
-          fingerprint: digest of everything that a measurement depends on.
-          chunk: prompts measured together; an incomplete chunk is dropped.
-          total: number of prompts.
+        """Opens or creates the file for `total` prompts and drops an incomplete chunk.
 
         Raises:
           ValueError: if the file has another fingerprint.
         """
         self._path, self.chunk = path, chunk
-        self.measured: list[Measured] = []
         header = json.dumps({"fingerprint": fingerprint})
         # Anything after the last line feed is an unfinished line.
         found = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
@@ -122,18 +110,10 @@ def measure(
     reward: Reward,
     tokenizer: Tokenizer,
 ) -> Iterator[Chunk]:
-    """Samples and scores `samples` completions of every prompt.
+    """Samples and scores `samples` completions of every prompt that the journal does not have.
 
-    Every chunk has its own seed, so a resumed measurement equals an uninterrupted one.
-
-    Args:
-      sampler: serves the policy.
-      examples: the prompts.
-      journal: has the pass rates of the first prompts; the others are measured.
-      samples: completions for each prompt.
-      sampling: sampling parameters.
-      reward: the score, usually 0 or 1; its weight is not applied.
-      tokenizer: the model's.
+    Every chunk has its own seed, so a resumed measurement equals an uninterrupted one. The weight
+    of the reward is not applied.
 
     Raises:
       RuntimeError: if the reward fails on every completion of the first chunk.

@@ -66,11 +66,11 @@ def main(argv: Sequence[str]) -> int:
         made.error("--link and --chip-memory must be positive")
 
     if given.estimate:
-        from jaxrl.commands.plan.estimate import Phases, estimate, read_observed  # after --help
+        from jaxrl.commands.plan.estimate import estimate, read_observed  # after --help
 
         phases = None
         if given.rollout_seconds is not None:
-            phases = Phases(rollout=given.rollout_seconds, train=given.train_seconds)
+            phases = given.rollout_seconds, given.train_seconds
         print(
             estimate(
                 config,

@@ -3,9 +3,9 @@
 Memory covers weights, gradients and optimizer state; activations need a compiled plan.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from jaxrl.builders.model import trained_specs
 from jaxrl.commands.plan.roofline import parameter_count
@@ -21,8 +21,7 @@ def bytes_per_trained(policy: Precision) -> int:
     return policy.params.itemsize + copy + policy.grads.itemsize + 2 * policy.moments.itemsize
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Models:
+class Models(NamedTuple):
     """Numbers of trained and frozen models that an algorithm holds."""
 
     trained: int
@@ -35,12 +34,7 @@ class Models:
 
 # Actor, critic, reference and reward model (arXiv:2203.02155); actor and reference
 # (arXiv:2402.03300).
-PPO, GRPO = Models(trained=2, frozen=2), Models(trained=1, frozen=1)
-
-
-def chips(size: float, *, memory: float) -> int:
-    """Returns the smallest number of chips with `memory` bytes that hold `size` bytes."""
-    return math.ceil(size / memory)
+PPO, GRPO = Models(2, 2), Models(1, 1)
 
 
 def utilisation(rollout: float, train: float, sync: float) -> tuple[float, float]:
@@ -70,14 +64,6 @@ def progress_per_time(observed: Mapping[int, tuple[float, float]]) -> dict[int, 
     return {steps: gain * used / base for steps, (gain, used) in observed.items()}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Phases:
-    """Seconds of a rollout and of a training step."""
-
-    rollout: float
-    train: float
-
-
 def read_observed(text: str) -> dict[int, tuple[float, float]]:
     """Parses "0:0.15:35,1:0.13:55": staleness, improvement per step and utilisation.
 
@@ -99,7 +85,7 @@ def estimate(
     *,
     chip_memory: float,
     link_rate: float,
-    phases: Phases | None = None,
+    phases: tuple[float, float] | None = None,
     observed: Mapping[int, tuple[float, float]] | None = None,
 ) -> str:
     """Formats memory, publish time, the learner's utilisation and the best staleness.
@@ -108,7 +94,7 @@ def estimate(
       config: the run's config; only the model's config.json is read.
       chip_memory: bytes.
       link_rate: bytes per second from the learner to the samplers.
-      phases: phase lengths; None leaves out utilisation.
+      phases: seconds of a rollout and of a training step; None leaves out utilisation.
       observed: see `progress_per_time`; None leaves out staleness.
 
     Raises:
@@ -138,7 +124,7 @@ def estimate(
         sizes = {f"GRPO adapters of rank {config.lora.rank}": count * policy.wire.itemsize + few}
     for name, size in sizes.items():
         lines.append(
-            f"  {name}{size / 1e9:10.1f} GB, at least {chips(size, memory=chip_memory)} chips of "
+            f"  {name}{size / 1e9:10.1f} GB, at least {math.ceil(size / chip_memory)} chips of "
             f"{chip_memory / 1e9:g} GB"
         )
     lines += [
@@ -147,7 +133,7 @@ def estimate(
         f"{sync:.1f} s",
     ]
     if phases is not None:
-        turns, apart = utilisation(phases.rollout, phases.train, sync)
+        turns, apart = utilisation(*phases, sync)
         lines += [
             "",
             f"Learner utilisation: {turns:.0%} in turn with sampling, {apart:.0%} with samplers "

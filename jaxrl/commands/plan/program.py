@@ -17,55 +17,32 @@ from sharding.collectives import Traffic, collectives
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Memory of the step on one device, in bytes.
+    """Memory of the step on one device, in bytes."""
 
-    Attributes:
-      params: master weights.
-      optimizer: optimizer state on the device.
-      host: optimizer state in host memory.
-      gradients: gradients accumulated over microbatches; temporary.
-      copies: weights in `compute`, if they are not the master weights; temporary.
-      activations: all other temporaries.
-      rest: batch, metrics and the program itself.
-      peak: sum of all but `host`.
-    """
-
-    params: float
-    optimizer: float
-    host: float
-    gradients: float
-    copies: float
-    activations: float
-    rest: float
-    peak: float
+    params: float  # master weights
+    optimizer: float  # optimizer state on the device
+    host: float  # optimizer state in host memory
+    gradients: float  # gradients accumulated over microbatches; temporary
+    copies: float  # weights in `compute`, if they are not the master weights; temporary
+    activations: float  # all other temporaries
+    rest: float  # batch, metrics and the program itself
+    peak: float  # sum of all but `host`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """A compiled step.
-
-    Attributes:
-      step: the parts of the step.
-      rows: rows of one microbatch, over all devices.
-      microbatches: largest number of microbatches in an optimizer step.
-      row_length: tokens in a row.
-      resident: memory held outside the step.
-      memory: memory of the step.
-      seconds: time to trace, lower and compile.
-      rejected: the compiler ran out of memory, so there is no program.
-      hlo_bytes: length of the program as text; 0 without a program.
-      traffic: data sent by one step; empty without a program.
-    """
+    """A compiled step."""
 
     step: Step
-    rows: int
-    microbatches: int
-    row_length: int
+    rows: int  # rows of one microbatch, over all devices
+    microbatches: int  # largest number of microbatches in an optimizer step
+    row_length: int  # tokens in a row
     resident: ResidentMemory
     memory: Memory
-    seconds: float
-    rejected: bool = False
-    hlo_bytes: int = 0
+    seconds: float  # time to trace, lower and compile
+    rejected: bool = False  # the compiler ran out of memory, so there is no program
+    hlo_bytes: int = 0  # length of the program as text; 0 without a program
+    # Sent by one step; empty without a program.
     traffic: dict[str, Traffic] = dataclasses.field(default_factory=dict)
 
 

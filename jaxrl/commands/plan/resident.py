@@ -22,47 +22,32 @@ from sharding.partition import Layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """The embedded sampler's KV cache at its largest.
+    """The embedded sampler's KV cache at its largest."""
 
-    Attributes:
-      rows: completions decoded together, over all devices.
-      slots: capacity of a row in tokens.
-      size: bytes on one device.
-      moving: extra bytes while the cache grows or loses rows: the previous cache, and the layer in
-        transfer.
-    """
-
-    rows: int
-    slots: int
-    size: float
+    rows: int  # completions decoded together, over all devices
+    slots: int  # capacity of a row in tokens
+    size: float  # bytes on one device
+    # Extra bytes while the cache grows or loses rows: the previous cache, and the layer in
+    # transfer.
     moving: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResidentMemory:
-    """Bytes on one device; 0 for parts that a run does not have.
+    """Bytes on one device; 0 for parts that a run does not have."""
 
-    Attributes:
-      state: learner state between two steps, also counted in the step's own memory.
-      sampler: the embedded sampler's weights; two versions if it samples while the learner trains,
-        for requests in flight and for new ones.
-      reference: the frozen policy of loss.kl and reward.kl.
-      reward_model: its weights.
-      critic: parameters and optimizer of a critic with its own trunk.
-      published: extra bytes during a publish: the sampler's next weights, and a copy in the wire
-        dtype if one is made.
-      cache: the KV cache; None if servers sample.
-      overlapped: the sampler runs while the learner does.
-    """
-
-    state: float
+    state: float  # learner state between two steps, also counted in the step's own memory
+    # The embedded sampler's weights; two versions if it samples while the learner trains,
+    # for requests in flight and for new ones.
     sampler: float
-    reference: float
-    reward_model: float
-    critic: float
+    reference: float  # the frozen policy of loss.kl and reward.kl
+    reward_model: float  # its weights
+    critic: float  # parameters and optimizer of a critic with its own trunk
+    # Extra bytes during a publish: the sampler's next weights, and a copy in the wire dtype
+    # if one is made.
     published: float
-    cache: KVCache | None
-    overlapped: bool
+    cache: KVCache | None  # the KV cache; None if servers sample
+    overlapped: bool  # the sampler runs while the learner does
 
     @property
     def always(self) -> float:

@@ -12,22 +12,14 @@ from jaxrl.models.spec import ParamSpec, Specs
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """Seconds of a step; None if the chip's rate is unknown.
+    """Seconds of a step; None if the chip's rate is unknown."""
 
-    Attributes:
-      model_flops: FLOPs of a step: three times the forward pass, less the gradients of frozen
-        weights.
-      run_flops: the same with recomputation in the backward pass.
-      compute: matrix products at peak FLOPs.
-      memory: reads and writes of weights and optimizer state at full memory bandwidth.
-      links: traffic over all of the chip's links.
-    """
-
+    # FLOPs of a step: three times the forward pass, less the gradients of frozen weights.
     model_flops: float
-    run_flops: float
-    compute: float | None
-    memory: float | None
-    links: float | None
+    run_flops: float  # the same with recomputation in the backward pass
+    compute: float | None  # matrix products at peak FLOPs
+    memory: float | None  # reads and writes of weights and optimizer state at full memory bandwidth
+    links: float | None  # traffic over all of the chip's links
 
     @property
     def overlapped(self) -> float | None:

@@ -24,31 +24,18 @@ from sharding.partition import Layout
 
 
 class Step(NamedTuple):
-    """Parts of the step.
-
-    Attributes:
-      recipe: the algorithm.
-      model: the model, without weights.
-      specs: specs of the learner's parameters: the model's, or lora.Adapted.
-      layout: the mesh and its rules.
-      policy: the dtypes.
-      kernel: the attention implementation.
-      learner: the learner, not compiled.
-      state: the learner's state as shapes with shardings.
-      state_shardings: the shardings of `state`.
-      minibatch: the minibatch as shapes with shardings.
-    """
+    """Parts of the step."""
 
     recipe: Recipe
-    model: Model
-    specs: Any
+    model: Model  # without weights
+    specs: Any  # of the learner's parameters: the model's, or lora.Adapted
     layout: Layout
     policy: Precision
-    kernel: Kernel
-    learner: Learner
-    state: LearnerState
+    kernel: Kernel  # the attention implementation
+    learner: Learner  # not compiled
+    state: LearnerState  # shapes with shardings
     state_shardings: Any
-    minibatch: Minibatch
+    minibatch: Minibatch  # shapes with shardings
 
 
 def make_step(config: Config, topology: Topology) -> Step:

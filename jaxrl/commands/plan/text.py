@@ -11,14 +11,8 @@ from jaxrl.models import lora
 
 
 def plan_text(config: Config, topology: Topology, program: Program, *, link_rate: float) -> str:
-    """Formats the plan; the last line is the verdict.
-
-    Args:
-      config: the run's config.
-      topology: the devices.
-      program: the compiled step.
-      link_rate: bytes per second from the learner to the samplers.
-    """
+    """Formats the plan; the last line is the verdict. `link_rate` is in bytes per second from the
+    learner to the samplers."""
     found = roofline(program, topology.chip, remat=config.train.remat)
     lines = [
         *_header(config, topology, program),

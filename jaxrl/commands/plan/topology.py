@@ -15,19 +15,12 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One device, by its vendor's data sheet; None for an unknown rate.
+    """One device, by its vendor's data sheet; None for an unknown rate."""
 
-    Attributes:
-      memory: bytes.
-      flops: FLOPs per second with operands in bf16 or f16.
-      memory_rate: memory bandwidth in bytes per second.
-      link_rate: bytes per second that a chip sends to its neighbours over all its links.
-    """
-
-    memory: float
-    flops: float | None = None
-    memory_rate: float | None = None
-    link_rate: float | None = None
+    memory: float  # bytes
+    flops: float | None = None  # FLOPs per second with operands in bf16 or f16
+    memory_rate: float | None = None  # memory bandwidth in bytes per second
+    link_rate: float | None = None  # bytes per second to its neighbours over all its links
 
 
 # From https://cloud.google.com/tpu/docs, the pages v5e, v5p and v6e in November 2026; memory is
@@ -43,17 +36,11 @@ _FORM = "expected v5p:4x4x4, v5e:16x16, v6e:4x4 or cpu:8, or other sizes"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Devices to compile for.
+    """Devices to compile for."""
 
-    Attributes:
-      name: the requested name, e.g. "v5p:4x4x4".
-      chip: the kind of chip.
-      devices: `jax.Device`s; TPU devices can be compiled for, not run on.
-    """
-
-    name: str
-    chip: Chip
-    devices: Sequence[Any]
+    name: str  # the requested name, e.g. "v5p:4x4x4"
+    chip: Chip  # the kind of chip
+    devices: Sequence[Any]  # `jax.Device`s; TPU devices can be compiled for, not run on
 
 
 def open_topology(name: str) -> Topology:

@@ -7,30 +7,18 @@ _QUANTILES = ("min", "p10", "p50", "p90", "max")
 
 
 class Chart(NamedTuple):
-    """One chart.
+    """One chart."""
 
-    Attributes:
-      title: heading.
-      note: unit and remarks.
-      metrics: {name of a metric: its label}.
-      rest: prefix of further metrics to draw, except those in `left_out`.
-      left_out: metrics with the prefix `rest` that are not drawn.
-      kind: "lines" shows all chosen runs; "fan" (quantiles, lowest first) and "stack" (parts of a
-        sum) show one.
-      log: logarithmic scale.
-      points: mark each value of a short curve.
-      right: the metric with its own scale on the right.
-    """
-
-    title: str
-    note: str
-    metrics: Mapping[str, str]
-    rest: str | None = None
-    left_out: Sequence[str] = ()
+    title: str  # heading
+    note: str  # unit and remarks
+    metrics: Mapping[str, str]  # {name of a metric: its label}
+    rest: str | None = None  # prefix of further metrics to draw, except those in `left_out`
+    left_out: Sequence[str] = ()  # metrics with the prefix `rest` that are not drawn
+    # "fan" (quantiles, lowest first) and "stack" (parts of a sum) show one run, "lines" several.
     kind: Literal["lines", "fan", "stack"] = "lines"
-    log: bool = False
-    points: bool = False
-    right: str | None = None
+    log: bool = False  # logarithmic scale
+    points: bool = False  # mark each value of a short curve
+    right: str | None = None  # the metric with its own scale on the right
 
     def names(self, known: Collection[str]) -> dict[str, str]:
         """Selects the known metrics that this chart draws, with their labels."""

@@ -1,13 +1,12 @@
 """Data for the page of a run, read from the run's directory."""
 
-import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl.commands.report.charts import drawn
-from jaxrl.commands.report.rolled_back import RolledBackSteps, read_rolled_back_steps
 from jaxrl.commands.report.thinning import Points, extremes, means
 from jaxrl.config.alarms import LIMITS
 from jaxrl.monitoring.alarms.causes import CAUSES, Cause
@@ -19,11 +18,7 @@ _MOST_SAMPLED_STEPS = 40
 
 
 def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
-    """Collects the data for a run's page as JSON values.
-
-    Args:
-      run_dir: directory of a training run, finished or not.
-      name: the run's name on the page.
+    """Collects the data for the page of a run, finished or not, as JSON values.
 
     Raises:
       ValueError: if the directory has no metrics.
@@ -31,12 +26,19 @@ def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
     entries = read_metrics(run_dir / "metrics.jsonl")
     if not entries:
         raise ValueError(f"{run_dir} is not a run: its metrics.jsonl is missing or empty")
-    config = _config(run_dir / "config.toml")
+    path = run_dir / "config.toml"
+    config = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     starts = read_metrics(run_dir / "starts.jsonl")
-    rolled_back = read_rolled_back_steps(run_dir)
     samples = _samples(read_metrics(run_dir / "samples.jsonl"))
-    for part in rolled_back:
-        samples += [sample | {"rollback": part.number} for sample in _samples(part.samples)]
+    discarded, alarms_before = [], dict[int, list[dict[str, Any]]]()
+    for number in _rollbacks(run_dir):
+        steps = read_metrics(run_dir / f"rolled_back_{number}.jsonl")
+        discarded.append({"number": number, "series": _series(steps, starts)})
+        events = (e["event"] | {"rollback": number} for e in steps if "event" in e)
+        # The run's own metrics have the alarm that caused the rollback.
+        alarms_before[number] = [_explained(e) for e in events if e["action"] != "rollback"]
+        found = _samples(read_metrics(run_dir / f"rolled_back_{number}_samples.jsonl"))
+        samples += [sample | {"rollback": number} for sample in found]
     return {
         "name": name,
         "path": str(run_dir),
@@ -48,28 +50,24 @@ def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
         "starts": starts,
         "last_step": max(entry["step"] for entry in entries),
         "series": _series(entries, starts),
-        "rolled_back": [
-            {"number": part.number, "series": _series(part.entries, starts)} for part in rolled_back
+        "rolled_back": discarded,
+        "alarms": [
+            event
+            for alarm in alarms(entries)
+            for event in (*alarms_before.get(alarm.get("number", 0), ()), alarm)
         ],
-        "alarms": with_rolled_back(alarms(entries), rolled_back),
         "samples": samples,
     }
 
 
-def with_rolled_back(
-    found: Sequence[dict[str, Any]], rolled_back: Sequence[RolledBackSteps]
-) -> list[dict[str, Any]]:
-    """Inserts before each rollback the alarms of the steps that it discarded."""
-    before = {part.number: [_explained(event) for event in part.events] for part in rolled_back}
-    return [e for event in found for e in (*before.get(event.get("number", 0), ()), event)]
+def _rollbacks(run_dir: Path) -> list[int]:
+    """Returns the numbers of a run's rollbacks, from 1."""
+    names = (re.fullmatch(r"rolled_back_(\d+)\.jsonl", path.name) for path in run_dir.iterdir())
+    return sorted(int(found[1]) for found in names if found)
 
 
 def alarms(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Lists the alarms that a run recorded, or would have raised if it had no alarms.
-
-    Args:
-      entries: the run's metrics.
-    """
+    """Lists the alarms in a run's metrics, or those that a run without alarms would have raised."""
     found = [entry["event"] for entry in entries if "event" in entry]
     if not found and not any("diversity/distinct" in entry for entry in entries):
         found = [
@@ -99,18 +97,9 @@ def _series(
     return curves | means(times, without=compiled)
 
 
-def _config(path: Path) -> dict[str, Any]:
-    return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
 def _samples(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     steps = sorted({entry["step"] for entry in entries})
     every = -(-len(steps) // _MOST_SAMPLED_STEPS) or 1
     # Counted from the end, so that the newest step is kept.
     chosen = {*steps[::-1][::every]}
     return [entry for entry in entries if entry["step"] in chosen]
-
-
-def as_script(value: Any) -> str:
-    """Encodes JSON for use inside <script>."""
-    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")

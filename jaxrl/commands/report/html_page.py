@@ -1,11 +1,11 @@
 """A self-contained HTML page about one or more runs."""
 
+import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
 from jaxrl.commands.report.charts import charts_of
-from jaxrl.commands.report.collect import as_script
 
 # uPlot (MIT licence, github.com/leeoniya/uPlot) draws the charts. Every page contains its released
 # file: 51 KB, and nothing to install.
@@ -19,6 +19,9 @@ def render(runs: Sequence[Mapping[str, Any]]) -> str:
 
     def read(name: str) -> str:
         return (files / name).read_text(encoding="utf-8")
+
+    def as_script(value: Any) -> str:
+        return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
 
     names = {name for run in runs for part in (run, *run["rolled_back"]) for name in part["series"]}
     parts = {

@@ -1,6 +1,5 @@
 """`jaxrl serve`: runs vLLM servers that accept weights from a learner."""
 
-import argparse
 import functools
 import signal
 import sys
@@ -66,19 +65,14 @@ def main(argv: Sequence[str]) -> int:
     text = "directory of a Hugging Face model"
     made.add_argument("model_dir", metavar="MODEL_DIR", type=Path, help=text)
     config, arguments = options.parse(made, ServeConfig, argv)
-    return _serve(config, arguments)
 
-
-def _serve(config: ServeConfig, arguments: argparse.Namespace) -> int:
     from jaxrl.bridge.servers.launch import LocalServer, free_port
     from jaxrl.builders.servers import Address, Workload, api_key, started_server
     from jaxrl.commands.serve.replicas import Replica
 
     # A restarted server keeps its port.
     first = config.port or free_port(config.host, 0)
-
-    def note(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+    note = functools.partial(print, file=sys.stderr, flush=True)
 
     def start(replica: int) -> AbstractContextManager[LocalServer]:
         log = Path(config.log)

@@ -45,11 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def render(run: Path, metrics: Tail) -> RenderableType:
-    """Renders the current state of a run.
-
-    Args:
-      run: the run's directory.
-      metrics: its metrics.jsonl.
+    """Renders the current state of a run from its directory and its metrics.jsonl.
 
     Raises:
       ValueError: if the directory is not a run's.
@@ -60,10 +56,5 @@ def render(run: Path, metrics: Tail) -> RenderableType:
         raise ValueError(f"{run} is not a run: it has no config.toml")
     if not entries:
         return "no step yet; the first one compiles"
-    config = tomllib.loads(path.read_text(encoding="utf-8"))
-    return view(
-        entries,
-        alarms(entries),
-        total=config["train"]["steps"],
-        now=time.time(),
-    )
+    total = tomllib.loads(path.read_text(encoding="utf-8"))["train"]["steps"]
+    return view(entries, alarms(entries), total=total, now=time.time())

@@ -9,8 +9,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.monitoring.tracking.progress import DISPLAYED
-from jaxrl.monitoring.tracking.time_left import RECENT_STEPS, format_duration, seconds_left
+from jaxrl.monitoring.tracking.progress import (
+    DISPLAYED,
+    RECENT_STEPS,
+    format_duration,
+    seconds_left,
+)
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40  # steps in a line of blocks

@@ -5,17 +5,11 @@ from typing import NamedTuple
 
 
 class Cause(NamedTuple):
-    """The explanation of an alarm.
+    """The explanation of an alarm."""
 
-    Attributes:
-      title: the alarm in a few words.
-      causes: likely ones, the likeliest first.
-      keys: of the config, in the order in which to try them.
-    """
-
-    title: str
-    causes: str
-    keys: tuple[str, ...]
+    title: str  # the alarm in a few words
+    causes: str  # likely ones, the likeliest first
+    keys: tuple[str, ...]  # of the config, in the order in which to try them
 
 
 CAUSES: Mapping[str, Cause] = {
@@ -71,7 +65,7 @@ CAUSES: Mapping[str, Cause] = {
         "the policy exploits the training reward or memorizes the prompts",
         ("reward.path", "data.path", "loss.kl", "train.steps"),
     ),
-    "zero_spread": Cause(
+    "zero_variance": Cause(
         "no group has reward variance",
         "the prompts are too easy (the run is done) or too hard, or the reward is constant",
         ("data.path", "train.dynamic_sampling_rounds", "reward.path", "train.group_size"),

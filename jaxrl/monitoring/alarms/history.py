@@ -49,10 +49,6 @@ class History:
         """Returns a metric; empty if it was never logged."""
         return self._series.get(name, Series([], []))
 
-    def newest(self, name: str) -> float:
-        """Returns the value of the newest step, or NaN."""
-        return self.at(name, self.step)
-
     def highest(self, name: str) -> float:
         """Returns the largest value, or -inf."""
         return self._highest.get(name, -math.inf)

@@ -7,6 +7,7 @@ and a finished run's metrics.jsonl (`replay_alarms`). Later steps are compared w
 
 import bisect
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -21,34 +22,20 @@ _SOLVED = 0.9  # of the range of rewards: above it a policy may be certain
 
 
 class Finding(NamedTuple):
-    """The result of a rule.
+    """The result of a rule."""
 
-    Attributes:
-      value: of the metric that the rule judges.
-      limit: that the value crossed.
-      text: both in words.
-      since: newest step before the problem, if it may have begun more than a window ago.
-    """
-
-    value: float
-    limit: float
-    text: str
-    since: int | None = None
+    value: float  # of the metric that the rule judges
+    limit: float  # that the value crossed
+    text: str  # both in words
+    since: int | None = None  # newest step before the problem, if maybe more than a window ago
 
 
 class Alarm(NamedTuple):
-    """A raised finding.
+    """A raised finding."""
 
-    Attributes:
-      name: of the rule, as in `RULES` and `causes.CAUSES`.
-      step: after which it was raised.
-      healthy: newest step before the problem: a window ago, or earlier.
-      value, limit, text: as in `Finding`.
-    """
-
-    name: str
-    step: int
-    healthy: int
+    name: str  # of the rule, as in `RULES` and `causes.CAUSES`
+    step: int  # after which it was raised
+    healthy: int  # newest step before the problem: a window ago, or earlier
     value: float
     limit: float
     text: str
@@ -59,7 +46,7 @@ Rule = Callable[[History, Limits], Finding | None]
 
 def kl_spike(history: History, limits: Limits) -> Finding | None:
     """KL above `kl_factor` x the median of the preceding window, and above `kl_floor`."""
-    value, before = history.newest("kl"), history.before("kl", limits.window)
+    value, before = history.at("kl", history.step), history.before("kl", limits.window)
     if not before.size:
         return None
     limit = max(limits.kl_factor * float(np.median(before)), limits.kl_floor)
@@ -70,7 +57,7 @@ def kl_spike(history: History, limits: Limits) -> Finding | None:
 def kl_with_reward(history: History, limits: Limits) -> Finding | None:
     """KL above twice the mean of the preceding window, and above `kl_floor`, while the reward
     rises."""
-    value, before = history.newest("kl"), history.before("kl", limits.window)
+    value, before = history.at("kl", history.step), history.before("kl", limits.window)
     rewards = history.last("reward", limits.window)
     if not before.size or len(rewards) < 2:
         return None
@@ -86,12 +73,12 @@ def kl_with_reward(history: History, limits: Limits) -> Finding | None:
 def gradient_spike(history: History, limits: Limits) -> Finding | None:
     """Gradient norm above `gradient_factor` x the median of a window, and above `gradient_floor`.
 
-    The window holds the last steps in which some group had reward variance: in a nearly solved task
-    most steps have none and almost no gradient. Without any, the first steps serve. The median is
+    The window holds the last steps in which some group had reward variance: a nearly solved task
+    has few, and almost no gradient in the others. Without any, the first steps serve. The median is
     at least a quarter of the first steps', so that recovery from nothing is no spike.
     """
-    value, first = history.newest("grad_norm"), history.first("grad_norm", limits.warmup)
-    before = _norms_with_spread(history, limits.window) or list(first)
+    value, first = history.at("grad_norm", history.step), history.first("grad_norm", limits.warmup)
+    before = _norms_with_variance(history, limits.window) or list(first)
     if not before:
         return None
     usual = max(float(np.median(before)), float(np.median(first)) / 4)
@@ -107,27 +94,20 @@ def diversity(history: History, limits: Limits) -> Finding | None:
 
 
 def identical(history: History, limits: Limits) -> Finding | None:
-    """Share of completions that equal another one of their prompt, over a window: risen by
-    `identical_rise` of the way from the first steps' share to 1, while the task is not solved."""
-    means = _means(history, limits, "diversity/identical", limits.window)
-    if means is None or _solved(history, limits):
-        return None
-    share, usual = means
+    """Share of identical completions over a window risen by `identical_rise` of the way from the
+    first steps' share to 1, while the task is not solved."""
+    share, usual = _means(history, limits, "diversity/identical", limits.window)
     limit = usual + limits.identical_rise * (1 - usual)
     text = (
         f"{share:.0%} of the completions equal another one of their prompt, over {limits.window} "
         f"steps, {usual:.0%} in the first steps"
     )
-    return Finding(share, limit, text) if share > limit else None
+    return Finding(share, limit, text) if share > limit and not _solved(history, limits) else None
 
 
 def repetition(history: History, limits: Limits) -> Finding | None:
-    """Share of repeated 3-grams in completions: risen by `repetition_rise` of the way from the
-    first steps' share to 1."""
-    means = _means(history, limits, "diversity/repetition", limits.short)
-    if means is None:
-        return None
-    share, usual = means
+    """Share of repeated 3-grams risen by `repetition_rise` of the way from the first steps to 1."""
+    share, usual = _means(history, limits, "diversity/repetition", limits.short)
     limit = usual + limits.repetition_rise * (1 - usual)
     text = f"{share:.0%} of a completion's 3-grams are repetitions, {usual:.0%} in the first steps"
     return Finding(share, limit, text) if share > limit else None
@@ -135,10 +115,7 @@ def repetition(history: History, limits: Limits) -> Finding | None:
 
 def length_limit(history: History, limits: Limits) -> Finding | None:
     """Share of truncated completions at least `truncated_share`, and .3 above the first steps."""
-    means = _means(history, limits, "completion/truncated", limits.short)
-    if means is None:
-        return None
-    share, usual = means
+    share, usual = _means(history, limits, "completion/truncated", limits.short)
     limit = max(limits.truncated_share, usual + 0.3)
     text = f"{share:.0%} of the completions are truncated, {usual:.0%} in the first steps"
     return Finding(share, limit, text) if share >= limit else None
@@ -151,12 +128,10 @@ def length_zero(history: History, limits: Limits) -> Finding | None:
 
 
 def entropy(history: History, limits: Limits) -> Finding | None:
-    """Entropy of sampled tokens below `entropy_factor` x that of the first steps, while the task is
-    not solved."""
-    if _solved(history, limits):
-        return None
+    """Entropy below `entropy_factor` x that of the first steps, while the task is not solved."""
     noun = "nats of entropy a token"
-    return _fallen(history, limits, "entropy/sampled", limits.entropy_factor, noun)
+    found = _fallen(history, limits, "entropy/sampled", limits.entropy_factor, noun)
+    return None if _solved(history, limits) else found
 
 
 def held_out(history: History, limits: Limits) -> Finding | None:
@@ -181,7 +156,7 @@ def held_out(history: History, limits: Limits) -> Finding | None:
     return Finding(drop, limits.held_out_drop, text, since)
 
 
-def zero_spread(history: History, limits: Limits) -> Finding | None:
+def zero_variance(history: History, limits: Limits) -> Finding | None:
     """No reward variance in any group of a window, so that there is nothing to learn from."""
     flat = history.last("groups/zero_std", limits.window)
     groups = history.last("groups/sampled", limits.window)
@@ -196,8 +171,7 @@ def sequence_mismatch(history: History, limits: Limits) -> Finding | None:
     """Spread of whole completions' log-ratios before any update: doubled, and above
     `mismatch_nats`. The early warning of arXiv:2510.26788."""
     noun = "nats of spread in the log-ratio of a completion"
-    floor = limits.mismatch_nats
-    return _grown(history, "probe/sequence_std", floor=floor, noun=noun)
+    return _grown(history, "probe/sequence_std", floor=limits.mismatch_nats, noun=noun)
 
 
 def phantom(history: History, limits: Limits) -> Finding | None:
@@ -238,7 +212,7 @@ RULES: Mapping[str, Rule] = {
         length_zero,
         entropy,
         held_out,
-        zero_spread,
+        zero_variance,
         sequence_mismatch,
         phantom,
         not_finite,
@@ -273,12 +247,7 @@ def check_alarms(history: History, limits: Limits, *, raised: Mapping[str, int])
 
 
 def replay_alarms(entries: Iterable[Mapping[str, Any]], limits: Limits) -> list[Alarm]:
-    """Returns all alarms that a run raises, or would have raised with these limits.
-
-    Args:
-      entries: of `tracking.read_metrics`.
-      limits: of the rules.
-    """
+    """Returns all alarms that a run with these entries of `tracking.read_metrics` raises."""
     history, raised, alarms = History(), dict[str, int](), list[Alarm]()
     for _, group in itertools.groupby(entries, key=lambda entry: entry["step"]):
         of_step = list(group)
@@ -293,7 +262,7 @@ def replay_alarms(entries: Iterable[Mapping[str, Any]], limits: Limits) -> list[
     return alarms
 
 
-def _norms_with_spread(history: History, count: int) -> list[float]:
+def _norms_with_variance(history: History, count: int) -> list[float]:
     """Returns gradient norms of the last `count` earlier steps in which some group had reward
     variance, looking back at most ten times as many steps."""
     steps, values = history.series("grad_norm")
@@ -322,19 +291,16 @@ def _solved(history: History, limits: Limits) -> bool:
     return float(rewards.mean()) >= low + _SOLVED * (high - low)
 
 
-def _means(history: History, limits: Limits, name: str, count: int) -> tuple[float, float] | None:
-    """Returns the means of the last `count` values and of the first steps; None without them."""
+def _means(history: History, limits: Limits, name: str, count: int) -> tuple[float, float]:
+    """Returns the means of the last `count` values and of the first steps; NaN without them."""
     values, first = history.last(name, count), history.first(name, limits.warmup)
-    return (float(values.mean()), float(first.mean())) if values.size else None
+    return (float(values.mean()), float(first.mean())) if values.size else (math.nan, math.nan)
 
 
 def _fallen(
     history: History, limits: Limits, name: str, factor: float, noun: str
 ) -> Finding | None:
-    means = _means(history, limits, name, limits.short)
-    if means is None:
-        return None
-    value, usual = means
+    value, usual = _means(history, limits, name, limits.short)
     text = f"{value:.3g} {noun}, {usual:.3g} in the first steps"
     return Finding(value, factor * usual, text) if value < factor * usual else None
 

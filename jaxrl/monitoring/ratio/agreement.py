@@ -13,28 +13,19 @@ _FEWEST_SEQUENCES = 8  # for a standard deviation over sequences
 
 
 class LogprobPairs(NamedTuple):
-    """Two log-probs of N tokens, in the order of their sequences.
+    """Two log-probs of N tokens, in the order of their sequences."""
 
-    Attributes:
-      learner, sampler: f64[N].
-      sequences: i64[N], index of the token's sequence, from 0.
-    """
-
-    learner: np.ndarray
-    sampler: np.ndarray
-    sequences: np.ndarray
+    learner: np.ndarray  # f64[N]
+    sampler: np.ndarray  # f64[N]
+    sequences: np.ndarray  # i64[N], index of the token's sequence, from 0
 
 
 def agreement_metrics(pairs: LogprobPairs, *, low: float, high: float) -> dict[str, float]:
     """Computes all metrics of the disagreement.
 
     A token is clipped on one side only, by the sign of its advantage. The sign is not known here,
-    so each token counts twice, once with either sign.
-
-    Args:
-      pairs: at least one token.
-      low: PPO clips ratios below 1 - low,
-      high: and above 1 + high.
+    so each token counts twice, once with either sign. PPO clips ratios below 1 - low and above
+    1 + high. There must be at least one token.
 
     Returns:
       The metrics of `split_log_ratio`, with the whole log-ratio as beta; "phantom_low" and

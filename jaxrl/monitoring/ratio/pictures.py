@@ -20,14 +20,7 @@ def draw_agreement(
 
     The upper row has a panel for each policy with every token's probability by learner and sampler.
     The lower row shows how a sequence's log-ratio grows with its length, and beta by the token's
-    probability.
-
-    Args:
-      pairs: log-probs of each precision policy, at least one.
-      path: the file to write.
-      title: of the figure.
-      low: PPO clips ratios below 1 - low,
-      high: and above 1 + high.
+    probability. PPO clips ratios below 1 - low and above 1 + high.
     """
     columns = max(2, len(pairs))
     figure = matplotlib.figure.Figure(figsize=(3.4 * columns, 7.6), layout="constrained")

@@ -12,7 +12,6 @@ and older weights; at equal weights it is the difference between decoding and pr
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,22 +19,6 @@ from jaxrl.monitoring.ratio.split import moments
 
 Score = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
 """Sequences of token ids i32[T] -> f32[T] log-probs, NaN where there is none."""
-
-
-class LogRatioParts(NamedTuple):
-    """Parts of the log-ratio of N tokens, each f64[N]; they sum to learner - sampler."""
-
-    dtype: np.ndarray
-    engine: np.ndarray
-    policy: np.ndarray
-
-
-def log_ratio_parts(
-    *, learner: np.ndarray, shadow: np.ndarray, replay: np.ndarray, sampler: np.ndarray
-) -> LogRatioParts:
-    """Computes the parts of the log-ratio from four log-probs f[N] of the same tokens."""
-    a, b, c, d = (x.astype(np.float64) for x in (learner, shadow, replay, sampler))
-    return LogRatioParts(dtype=a - b, engine=b - c, policy=c - d)
 
 
 def replay_batch(score: Score, *, tokens: np.ndarray, segments: np.ndarray) -> np.ndarray:
@@ -61,11 +44,12 @@ def replay_batch(score: Score, *, tokens: np.ndarray, segments: np.ndarray) -> n
     return filled
 
 
-def summarize_parts(parts: LogRatioParts) -> dict[str, float]:
-    """Computes `moments` of each part over the tokens that have all parts."""
-    known = ~np.isnan(parts.engine + parts.policy)
-    return {
-        name: value
-        for part, values in parts._asdict().items()
-        for name, value in moments(part, values[known]).items()
-    }
+def log_ratio_parts(
+    *, learner: np.ndarray, shadow: np.ndarray, replay: np.ndarray, sampler: np.ndarray
+) -> dict[str, float]:
+    """Computes `moments` of the parts "dtype", "engine" and "policy" of the log-ratio, from
+    log-probs f[N] of the same tokens; a token counts if it has all four."""
+    a, b, c, d = (x.astype(np.float64) for x in (learner, shadow, replay, sampler))
+    known = ~np.isnan(c - d)
+    parts = {"dtype": a - b, "engine": b - c, "policy": c - d}
+    return {k: v for part, x in parts.items() for k, v in moments(part, x[known]).items()}

@@ -16,19 +16,13 @@ _DECILES = 10
 
 
 class ActionTokens(NamedTuple):
-    """Action tokens of a batch, in the order of its sequences, each f64[N].
+    """Action tokens of a batch, in the order of its sequences; the first three are log-probs."""
 
-    Attributes:
-      learner, shadow, sampler: log-probs; NaN where the sampler reported none.
-      advantages: of the tokens.
-      sequences: i64[N], index of the token's sequence.
-    """
-
-    learner: np.ndarray
-    shadow: np.ndarray
-    sampler: np.ndarray
-    advantages: np.ndarray
-    sequences: np.ndarray
+    learner: np.ndarray  # f64[N]
+    shadow: np.ndarray  # f64[N]
+    sampler: np.ndarray  # f64[N], NaN where the sampler reported none
+    advantages: np.ndarray  # f64[N]
+    sequences: np.ndarray  # i64[N], index of the token's sequence
 
 
 def known_tokens(
@@ -42,13 +36,8 @@ def known_tokens(
 ) -> ActionTokens:
     """Selects the action tokens with a sampler log-prob from rectangular arrays [B, T].
 
-    Args:
-      learner: log-probs.
-      shadow: log-probs.
-      sampler: log-probs, NaN where the sampler reported none.
-      advantages: of the tokens.
-      mask: bool, action tokens.
-      segments: i32, sequence within the row, 0 for padding.
+    `mask` is True for action tokens; `segments` numbers the sequences of a row, 0 is padding. The
+    others are as in `ActionTokens`.
     """
     chosen = mask & ~np.isnan(sampler)
     rows = np.arange(len(segments))[:, None] * (segments.max(initial=0) + 1) + segments
@@ -57,12 +46,8 @@ def known_tokens(
 
 
 def split_log_ratio(tokens: ActionTokens, *, low: float, high: float) -> dict[str, float]:
-    """Computes the split of the log-ratio, and the other metrics of the mismatch.
-
-    Args:
-      tokens: at least one.
-      low: PPO clips ratios below 1 - low,
-      high: and above 1 + high.
+    """Computes the split of the log-ratio of at least one token, and the mismatch's other metrics;
+    PPO clips ratios below 1 - low and above 1 + high.
 
     Returns:
       With delta the log-ratio, w = exp delta and A the advantage:

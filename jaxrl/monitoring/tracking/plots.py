@@ -20,9 +20,7 @@ PANELS = (
 def draw_run(entries: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draws reward, accuracy, KL, gradient norm and completion length over the steps.
 
-    Args:
-      entries: of `tracking.read_metrics`; a metric that was never logged leaves its panel empty.
-      path: the PNG to write.
+    The entries are those of `tracking.read_metrics`; a metric never logged leaves its panel empty.
     """
     figure = matplotlib.figure.Figure(figsize=(15, 7), layout="constrained")
     axes = list(figure.subplots(2, 3).flat)

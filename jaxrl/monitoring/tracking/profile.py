@@ -1,19 +1,14 @@
 """Profiler traces of some steps, for Perfetto and XProf."""
 
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
 
 import jax
 
 
 def explain_no_trace(steps: tuple[int, int] | None, *, done: int, total: int) -> str | None:
-    """Explains why none of the steps will be traced; None if some will, or none were requested.
-
-    Args:
-      steps: first and last, counted from 1; None without a request.
-      done: steps that the run has taken.
-      total: steps of the whole run.
-    """
+    """Explains why none of the steps (first and last, from 1) will be traced in a run that has
+    `done` some of its `total` steps; None if some will, or none were requested."""
     if steps is None or max(steps[0], done + 1) <= min(steps[1], total):
         return None
     return (
@@ -22,7 +17,7 @@ def explain_no_trace(steps: tuple[int, int] | None, *, done: int, total: int) ->
     )
 
 
-class Profile:
+class Profile(ExitStack):
     """Traces the steps `first` to `last`, counted from 1; a no-op if `steps` is None.
 
     The trace is written to `directory/plugins/profile/`. `perfetto_trace.json.gz` opens in
@@ -30,10 +25,8 @@ class Profile:
     """
 
     def __init__(self, directory: Path, *, steps: tuple[int, int] | None) -> None:
+        super().__init__()
         self._directory, self._steps, self._running = directory, steps, False
-
-    def __enter__(self) -> Self:
-        return self
 
     def before(self, step: int) -> None:
         """Begins or ends the trace if due; call it before each step.
@@ -45,14 +38,7 @@ class Profile:
         first, last = self._steps
         if not self._running and first <= step <= last:
             jax.profiler.start_trace(self._directory, create_perfetto_trace=True)
+            self.callback(jax.profiler.stop_trace)
             self._running = True
         elif step > last:
-            self._end()
-
-    def __exit__(self, *error: object) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        if self._running:
-            self._running = False
-            jax.profiler.stop_trace()
+            self.close()

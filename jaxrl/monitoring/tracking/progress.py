@@ -1,9 +1,11 @@
-"""The live display of a run."""
+"""The live display of a run, and the estimate of its remaining time."""
 
+import itertools
 import math
+import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 from rich import progress
@@ -11,8 +13,6 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-
-from jaxrl.monitoring.tracking.time_left import RECENT_STEPS, format_duration, seconds_left
 
 # Label, metric and format of what is displayed, in this order, if the metric exists.
 DISPLAYED = (
@@ -27,6 +27,7 @@ DISPLAYED = (
     ("tokens/s", "tokens_per_second", "{:,.0f}"),
 )
 
+RECENT_STEPS = 20  # that the estimate is made from
 _COMPILING = "compiling"  # until the first step of this process is done
 
 
@@ -93,3 +94,22 @@ class ProgressDisplay:
         for label, text in self._values():
             table.add_row(Text(label, style="dim"), text)
         return Group(self._bar, table)
+
+
+def seconds_left(times: Sequence[tuple[int, float]], *, total: int) -> float | None:
+    """Estimates the remaining seconds from the median recent step; None before two steps.
+
+    Args:
+      times: (step, seconds at its end); steps may be missing.
+      total: steps of the whole run.
+    """
+    pairs = itertools.pairwise(times[-RECENT_STEPS - 1 :])
+    durations = [(b - a) / max(1, after - before) for (before, a), (after, b) in pairs]
+    return statistics.median(durations) * (total - times[-1][0]) if durations else None
+
+
+def format_duration(seconds: float) -> str:
+    """Formats seconds as "11:59" or "1:00:00"."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 
 from jaxrl.advantages import Advantages
-from jaxrl.config.tracking import SamplesConfig
+from jaxrl.config.tables import SamplesConfig
 from jaxrl.core.batch import Rollout
 from jaxrl.data.prompts import Tokenizer
-from jaxrl.monitoring.tracking.token_texts import token_texts
 from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
 
 _DIGITS = 5
 _COUNT = 4  # of a step: as many as a reader compares at a glance
 _MOST_TOKENS = 512  # of a completion: the page of `jaxrl report` holds hundreds of them
+_UNKNOWN = "\ufffd"  # replaces bytes that are not a character
+_MOST_HELD = 16  # tokens that may wait for the end of a character; valid text needs few
 
 
 class Samples:
@@ -42,14 +43,10 @@ class Samples:
     ) -> None:
         """Logs some of a step's completions, evenly spread over the rewards.
 
-        Args:
-          step: that trained on them.
-          rollouts: with their rewards.
-          advantages: of each rollout, or of its tokens.
-          betas: f32[C] for each rollout, learner - shadow in nats; None without a probe.
+        `betas` has learner - shadow in nats for each rollout, f32[C]; None without a probe.
         """
         lines = []
-        for i in _spread([r.reward for r in rollouts], count=_COUNT):
+        for i in _spread([r.reward for r in rollouts]):
             rollout, size = rollouts[i], _MOST_TOKENS
             entry = {
                 "step": step,
@@ -78,6 +75,30 @@ class NullSamples:
         """See `Samples.write`."""
 
 
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Returns the text of every token; joined they equal the text of all tokens.
+
+    A token decoded alone may have another text: tokenizers like Llama 2's drop a leading space, and
+    a character may span several tokens. So each token is decoded after a few earlier ones, in
+    linear time. A character's last token gets all of it; the others get "".
+    """
+    texts = [""] * len(ids)
+    start = known = 0  # ids[start:known] are context, their texts are known
+
+    def text(end: int) -> str:
+        return tokenizer.decode(list(ids[start:end]), skip_special_tokens=False)
+
+    before = ""
+    for i in range(len(ids)):
+        now = text(i + 1)
+        whole = len(now) > len(before) and not now.endswith(_UNKNOWN)
+        if whole or i + 1 == len(ids) or i + 1 - known == _MOST_HELD:
+            texts[i] = now[len(before) :]
+            start, known = known, i + 1
+            before = text(known)
+    return texts
+
+
 def _numbers(values: np.ndarray | float, rollout: Rollout) -> list[float | None]:
     """Returns a number for each token of a completion; None for observations."""
     whole = np.broadcast_to(np.asarray(values, np.float64), rollout.completion.shape)
@@ -88,8 +109,8 @@ def _numbers(values: np.ndarray | float, rollout: Rollout) -> list[float | None]
     ]
 
 
-def _spread(rewards: Sequence[float], *, count: int) -> list[int]:
-    """Returns `count` indices, evenly from the lowest to the highest reward."""
+def _spread(rewards: Sequence[float]) -> list[int]:
+    """Returns a few indices, evenly from the lowest to the highest reward."""
     order = np.argsort(np.nan_to_num(np.array(rewards), nan=-np.inf), kind="stable")
-    places = np.linspace(0, len(order) - 1, min(count, len(order)))
+    places = np.linspace(0, len(order) - 1, min(_COUNT, len(order)))
     return [int(order[round(place)]) for place in places]

@@ -8,87 +8,15 @@ import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from jaxrl.config.tracking import TrackingConfig
+from jaxrl.config.tables import TrackingConfig
 
 Ending = Literal["finished", "stopped", "failed"]  # "stopped": by a signal or an alarm
 Note = Callable[[str], None]
 
 _PAUSE = 10  # times the duration of a failure
 _MOST_PARAMS = 100  # per request to MLflow; a config has more keys
-
-
-class Writer(Protocol):
-    """A run of one service."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends the metrics after a step."""
-
-    def close(self, ending: Ending) -> None:
-        """Ends the run; nothing is written afterwards."""
-
-
-class Service:
-    """A writer whose failures never end the run; only the first one is reported.
-
-    After a failure it pauses for ten times the failure's duration, so that an unresponsive service
-    costs at most a tenth of the run's time.
-    """
-
-    def __init__(self, name: str, make: Callable[[], Writer], *, note: Note) -> None:
-        self._name, self._note, self._failed = name, note, False
-        self._paused_until = -float("inf")
-        self._writer: Writer | None = self._attempt(make)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends the metrics after a step, unless paused."""
-        if self._writer is not None and time.monotonic() >= self._paused_until:
-            self._attempt(self._writer.write, step, metrics)
-
-    def close(self, ending: Ending) -> None:
-        """Sends how the run ended."""
-        if self._writer is not None:
-            self._attempt(self._writer.close, ending)
-
-    def _attempt(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        begun = time.monotonic()
-        try:
-            return function(*arguments)
-        except Exception as error:  # the package may raise anything
-            now = time.monotonic()
-            self._paused_until = now + _PAUSE * (now - begun)
-            if not self._failed:
-                self._failed = True
-                self._note(
-                    f"tracking.{self._name} failed: {error!r}. The run continues and metrics.jsonl "
-                    "has every metric; metrics missed by the service are not sent again"
-                )
-
-
-def open_services(
-    config: TrackingConfig, directory: Path, *, resolved: Mapping[str, Any], note: Note
-) -> Sequence[Service]:
-    """Opens the services of a config.
-
-    Args:
-      config: names the project or experiment of each service.
-      directory: of the run.
-      resolved: {dotted key: value} of the run's config, sent to the service.
-      note: prints the first failure of each service.
-
-    Raises:
-      ValueError: if a service's package is not installed.
-    """
-    projects = {name: getattr(config, name) for name in _WRITERS}
-    modules = {name: _import(name) for name, project in projects.items() if project is not None}
-    kwargs = {"directory": directory, "resolved": resolved}
-    return [
-        Service(
-            name, functools.partial(_WRITERS[name], module, projects[name], **kwargs), note=note
-        )
-        for name, module in modules.items()
-    ]
 
 
 class Wandb:
@@ -148,7 +76,64 @@ class MLflow:
         self._module.end_run(statuses[ending])
 
 
+Writer = Wandb | MLflow
 _WRITERS: Mapping[str, Any] = {"wandb": Wandb, "mlflow": MLflow}
+
+
+class Service:
+    """A writer whose failures never end the run; only the first one is reported.
+
+    After a failure it pauses for ten times the failure's duration, so that an unresponsive service
+    costs at most a tenth of the run's time.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Writer], *, note: Note) -> None:
+        self._name, self._note, self._failed = name, note, False
+        self._paused_until = -float("inf")
+        self._writer: Writer | None = self._attempt(make)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends the metrics after a step, unless paused."""
+        if self._writer is not None and time.monotonic() >= self._paused_until:
+            self._attempt(self._writer.write, step, metrics)
+
+    def close(self, ending: Ending) -> None:
+        """Sends how the run ended."""
+        if self._writer is not None:
+            self._attempt(self._writer.close, ending)
+
+    def _attempt(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        begun = time.monotonic()
+        try:
+            return function(*arguments)
+        except Exception as error:  # the package may raise anything
+            now = time.monotonic()
+            self._paused_until = now + _PAUSE * (now - begun)
+            if not self._failed:
+                self._failed = True
+                self._note(
+                    f"tracking.{self._name} failed: {error!r}. The run continues and metrics.jsonl "
+                    "has every metric; metrics missed by the service are not sent again"
+                )
+
+
+def open_services(
+    config: TrackingConfig, directory: Path, *, resolved: Mapping[str, Any], note: Note
+) -> Sequence[Service]:
+    """Opens the services of a config; they receive the run's config, {dotted key: value}.
+
+    Raises:
+      ValueError: if a service's package is not installed.
+    """
+    projects = {name: getattr(config, name) for name in _WRITERS}
+    modules = {name: _import(name) for name, project in projects.items() if project is not None}
+    kwargs = {"directory": directory, "resolved": resolved}
+    return [
+        Service(
+            name, functools.partial(_WRITERS[name], module, projects[name], **kwargs), note=note
+        )
+        for name, module in modules.items()
+    ]
 
 
 def _import(name: str) -> Any:

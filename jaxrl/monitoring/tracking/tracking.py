@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ class Tracker(NamedTuple):
 
     def event(self, step: int, event: Mapping[str, Any]) -> None:
         """Logs an alarm raised after `step` steps and the action taken."""
-        self.lines.write_event(step, event)
+        self.lines.write(step, {"event": dict(event)})
         metrics = {f"alarm/{event['alarm']}": event["value"]}
         for writer in (self.curves, *self.services):
             writer.write(step, metrics)
@@ -64,14 +64,10 @@ class NullTracker:
     def __init__(self) -> None:
         self.history = History()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing."""
 
-    def event(self, step: int, event: Mapping[str, Any]) -> None:
-        """See `Tracker.event`."""
-
-    def note(self, text: str) -> None:
-        """See `Tracker.note`."""
+    event = note = log
 
 
 @contextmanager
@@ -95,24 +91,22 @@ def open_tracker(
     """
     directory = Path(run_dir)
     directory.mkdir(parents=True, exist_ok=True)
-    lines = JsonLines(directory / "metrics.jsonl", start_step=start_step)
-    curves = TensorBoardCurves(directory / "tensorboard", start_step=start_step)
-    history = History()
-    for entry in read_metrics(directory / "metrics.jsonl"):
-        history.add(entry)
-    try:
-        with ProgressDisplay(title, start_step=start_step, total_steps=total_steps) as progress:
-            opened = services(progress.note)
-            ending: Ending = "failed"
-            try:
-                yield Tracker(lines, curves, progress, history, opened)
-                ending = "finished" if history.step >= total_steps else "stopped"
-            finally:
-                for service in opened:
-                    service.close(ending)
-    finally:
-        lines.close()
-        curves.close()
+    with (
+        closing(JsonLines(directory / "metrics.jsonl", start_step=start_step)) as lines,
+        closing(TensorBoardCurves(directory / "tensorboard", start_step=start_step)) as curves,
+        ProgressDisplay(title, start_step=start_step, total_steps=total_steps) as progress,
+    ):
+        history = History()
+        for entry in read_metrics(directory / "metrics.jsonl"):
+            history.add(entry)
+        opened = services(progress.note)
+        ending: Ending = "failed"
+        try:
+            yield Tracker(lines, curves, progress, history, opened)
+            ending = "finished" if history.step >= total_steps else "stopped"
+        finally:
+            for service in opened:
+                service.close(ending)
 
 
 class JsonLines:
@@ -127,17 +121,14 @@ class JsonLines:
         write_lines(path, [e for e in kept if start_step or "event" in e])
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends the metrics after a step."""
-        self._write(step, {k: v if math.isfinite(v) else None for k, v in metrics.items()})
-
-    def write_event(self, step: int, event: Mapping[str, Any]) -> None:
-        """Appends `{"step": 3, "time": ..., "event": {...}}`."""
-        self._write(step, {"event": dict(event)})
-
-    def _write(self, step: int, entry: Mapping[str, Any]) -> None:
+    def write(self, step: int, entry: Mapping[str, Any]) -> None:
+        """Appends the metrics after a step, or `{"event": {...}}`."""
         stamp = {"step": step, "time": round(time.time(), 3)}
-        self._file.write(json.dumps({**stamp, **entry}) + "\n")
+        known = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in entry.items()
+        }
+        self._file.write(json.dumps(stamp | known) + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable
 
-from jaxrl.config.rollouts import Order
+from jaxrl.config.sampler import Order
 from jaxrl.core.batch import Rollout
 from jaxrl.training.rollouts import dynamic_sampling
 

@@ -10,7 +10,7 @@ import jax
 
 from jaxrl.builders.prompts import rendering
 from jaxrl.builders.supervised import set_up, supervised_shape
-from jaxrl.config.sft import SFTConfig, SFTDataConfig
+from jaxrl.config.supervised import SFTConfig, SFTDataConfig
 from jaxrl.core.batch import Minibatch, Rollout, TokenBatch, given_rollout
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.packing import pack_minibatch

@@ -147,7 +147,7 @@ def gone_back(tmp_path_factory):
         [*scaled[1:6], event(3, "entropy", "log"), {**back, "step": 5}, *scaled[6:]],
     )
     discarded = [entry(s, slope=0.2) for s in range(6, 13)]
-    raised = [event(8, "gradient_spike", "pause"), event(12, "zero_spread", "log")]
+    raised = [event(8, "gradient_spike", "pause"), event(12, "zero_variance", "log")]
     write(run / "rolled_back_1.jsonl", [*discarded, *raised, event(12, "kl_spike", "rollback")])
     write(run / "samples.jsonl", [SAMPLE | {"step": s, "prompt": f"kept {s}"} for s in (4, 8)])
     bad = [SAMPLE | {"step": s, "prompt": f"discarded {s}", "reward": 0.0} for s in (8, 12)]
@@ -160,7 +160,7 @@ def test_discarded_steps_are_kept(gone_back):
     assert [(a["alarm"], a["action"], a.get("rollback")) for a in found["alarms"]] == [
         ("entropy", "log", None),
         ("gradient_spike", "pause", 1),
-        ("zero_spread", "log", 1),
+        ("zero_variance", "log", 1),
         ("kl_spike", "rollback", None),
     ]
     (discarded,) = found["rolled_back"]

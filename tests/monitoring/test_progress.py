@@ -1,7 +1,7 @@
 import pytest
 
 from jaxrl.monitoring.tracking import progress
-from jaxrl.monitoring.tracking.time_left import format_duration, seconds_left
+from jaxrl.monitoring.tracking.progress import format_duration, seconds_left
 
 
 def test_the_time_left_follows_the_median_recent_step():

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl.monitoring.tracking.token_texts import token_texts
+from jaxrl.monitoring.tracking.samples import token_texts
 
 WORDS = ["▁The", "▁answer", "▁is", "▁4", "▁", "a", "b", "."]
 
