@@ -34,17 +34,20 @@ settings.register_profile("jaxrl", deadline=None, derandomize=True)
 settings.load_profile("jaxrl")
 
 
-# Begun first, so that both workers end at about the same time; files that start many processes are
-# not next to each other.
+# Begun first, the longest first, so that both workers end at about the same time.
 LONGEST = (
     "test_vllm_server.py",
-    "test_train.py",
-    "test_agents.py",
-    "test_alarm_actions.py",
-    "test_stream.py",
-    "test_resume.py",
     "test_hosts.py",
+    "test_server.py",
+    "test_examples.py",
     "test_engine.py",
+    "test_resume.py",
+    "test_reproductions.py",
+    "test_alarm_actions.py",
+    "test_train.py",
+    "test_stream.py",
+    "test_compile_cache.py",
+    "test_agents.py",
 )
 
 # Files whose tests need a server, a second process or a whole run; --fast leaves them out.
