@@ -43,18 +43,4 @@ if [ -n "$server" ] && ! wait "$server"; then
     exit 1
 fi
 
-if [ -n "$fast" ]; then
-    exec "$bin/python" -m pytest -n 2 --dist loadfile -m "not alone and not whole" "$@"
-fi
-
-# A part of the tests may have none of one kind; none of both is an error.
-found=0
-run() {
-    local status=0
-    "$bin/python" -m pytest "$@" || status=$?
-    [ "$status" = 5 ] || found=1
-    [ "$status" = 0 ] || [ "$status" = 5 ] || exit "$status"
-}
-run -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" "$@"
-run -m alone "$@"
-[ "$found" = 1 ]
+exec "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${fast:+-m "not whole"} "$@"

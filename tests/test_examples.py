@@ -17,9 +17,9 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def material(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("quickstart")
     arithmetic.write(directory)
-    # The quickstart's own sizes: vLLM has no attention on CPUs for smaller heads.
     (directory / "sft").mkdir()
-    arithmetic.script.write_model(directory / "sft/model", arithmetic.script.MODEL, seed=0)
+    sizes = arithmetic.TINY | {"head_dim": 32}  # vLLM has no attention on CPUs for smaller heads
+    arithmetic.script.write_model(directory / "sft/model", sizes, seed=0)
     rows = (directory / "train.jsonl").read_text()
     (directory / "train.jsonl").write_text(rows * (256 // len(rows.splitlines())))
     return directory

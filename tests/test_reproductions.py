@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import XLA_FLAGS
+
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.alone  # it uses all cores for half a minute
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("script", "shown"),
@@ -20,10 +21,9 @@ ROOT = Path(__file__).parent.parent
     ],
 )
 def test_quick_mode(script: str, shown: str) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}  # one device
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / script, "--quick"],
-        env=environment | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": XLA_FLAGS},  # one device
         capture_output=True,
         text=True,
         check=False,

@@ -27,6 +27,14 @@ from tests.bridge.engines import LINUX, ChildEngine, child_engine
 pytestmark = LINUX
 PROMPTS = [[5, 6, 7], [9, 3, 4, 8, 10, 77, 12], [100] * 20]
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+# A family decides which tensors are published and a dtype how their bytes are read: each once.
+PAIRS = {
+    "qwen3_tied": "float32",
+    "qwen3": "bfloat16",
+    "qwen2": "float16",
+    "llama": "bfloat16",
+    "mistral": "float32",
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +48,7 @@ def checkpoint(config: DecoderConfig, seed: int, directory: Path, dtype: np.dtyp
     return directory
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), PAIRS.items())
 def test_outputs_equal_those_of_a_fresh_start(
     engine: ChildEngine, tmp_path: Path, family: str, dtype: str
 ) -> None:
@@ -61,12 +68,11 @@ def test_outputs_equal_those_of_a_fresh_start(
     assert engine.call("loaded_modules") == []
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_experts_are_exact(engine: ChildEngine, tmp_path: Path, dtype: str) -> None:
-    wire = np.dtype(DTYPES[dtype])
-    engine.open(checkpoint(EXPERTS, 1, tmp_path / "new", wire), dtype)
+def test_experts_are_exact(engine: ChildEngine, tmp_path: Path) -> None:
+    wire = np.dtype(jnp.bfloat16)
+    engine.open(checkpoint(EXPERTS, 1, tmp_path / "new", wire), "bfloat16")
     expected = engine.generate(PROMPTS)
-    engine.open(checkpoint(EXPERTS, 0, tmp_path / "old", wire), dtype)
+    engine.open(checkpoint(EXPERTS, 0, tmp_path / "old", wire), "bfloat16")
     assert engine.generate(PROMPTS) != expected
     with SharedMemoryPublisher([engine], wire=wire, sampler=wire) as publisher:
         for version in range(2):

@@ -28,7 +28,7 @@ from jaxrl.models.decoder import decoder
 from tests.bridge.cases import QWEN3, ListSource, params
 from tests.bridge.engines import LINUX, VLLM_PYTHON
 
-pytestmark = [LINUX, pytest.mark.alone]
+pytestmark = LINUX
 F32 = np.dtype(np.float32)
 SPECS = decoder(QWEN3).specs
 PROMPT = [5, 6, 7]

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 
@@ -14,6 +13,7 @@ import pytest
 from jaxrl import train
 from jaxrl.bridge.base import RefusedError
 from jaxrl.bridge.servers.control import VllmServer
+from jaxrl.bridge.servers.launch import LocalServer
 from jaxrl.builders.sampler import Serving
 from jaxrl.cli import main
 from jaxrl.core.batch import Minibatch, Rollout
@@ -232,74 +232,6 @@ def test_a_prompt_too_long_for_the_server_is_an_error(serving):
         serving.sampler.sample([np.arange(2, 60)] * 2, SamplingParams(max_tokens=100), group_size=1)
 
 
-@pytest.mark.timeout(900)  # two servers start
-def test_a_failed_server_is_skipped_and_recovers(material, monkeypatch):
-    """It is killed during requests, hangs, and is killed during a publish. The other server takes
-    over its requests, and each completion comes once."""
-    notes: list[str] = []
-    plain = SamplingParams(max_tokens=32, temperature=0)
-    drawn = dataclasses.replace(plain, temperature=1.0)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mortal = f"http://127.0.0.1:{port}"
-
-    def publish(version: int) -> float:
-        params = tiny.params(version, config=SERVED)
-        return serving.publish(params, version=version)["sampler/servers"]
-
-    def versions() -> set[int]:
-        found = sample(serving.sampler, drawn, group_size=8)
-        assert len(found) == 8 * len(PROMPTS)
-        return {int(v) for c in found for v in c.versions}
-
-    with (
-        started(material.directory, port=port) as second,
-        opened(
-            material, [material.url, mortal], note=notes.append, sampler__timeout="20"
-        ) as serving,
-    ):
-        requests = serving.sampler.sample(PROMPTS * 24, plain, group_size=1)
-        found = [next(requests)]
-        signal_all(second, signal.SIGKILL)
-        found += requests
-        assert len({(c.prompt_index, c.sample_index) for c in found}) == len(found) == 96
-        expected = [c.tokens.tolist() for c in sample(serving.sampler, plain)]
-        assert all(c.tokens.tolist() == expected[c.prompt_index % 4] for c in found)
-        assert publish(1) == 1
-        assert f"{mortal} failed; continuing with the other servers" in notes[-1]
-        assert versions() == {1}
-        with started(material.directory, port=port) as third:
-            assert publish(2) == 2
-            assert notes[-1] == f"{mortal} is back and serves version 2"
-            assert versions() == {2}
-
-            signal_all(third, signal.SIGSTOP)
-            assert versions() == {2}
-            assert publish(3) == 1
-            assert versions() == {3}
-            signal_all(third, signal.SIGCONT)
-            assert publish(4) == 2
-            assert notes[-1] == f"{mortal} is back and serves version 4"
-            assert versions() == {4}
-
-            load = VllmServer._load
-
-            def killed_meanwhile(server: VllmServer, payload: str, version: int):
-                if server.url == mortal:
-                    signal_all(third, signal.SIGKILL)
-                return load(server, payload, version)
-
-            monkeypatch.setattr(VllmServer, "_load", killed_meanwhile)
-            assert publish(5) == 1
-            assert f"{mortal} failed; continuing with the other servers" in notes[-1]
-            assert versions() == {5}
-    # A run that starts while a server is down starts with the others.
-    with opened(material, [mortal, material.url], note=notes.append) as serving:
-        assert f"{mortal} failed; continuing with the other servers" in notes[-1]
-        assert versions() == {0}
-
-
 def test_a_run_trains_through_the_server_and_resumes(material, tmp_path):
     changes = {
         "sampler__url": material.url,
@@ -342,19 +274,19 @@ def test_a_run_trains_while_the_server_samples(material, tmp_path):
     assert max(row["staleness"] for row in rows) > 0
 
 
-@pytest.fixture
-def takes_adapters(material: Material) -> Iterator[str]:
-    """Starts a server with adapters and yields its address."""
+@pytest.fixture(scope="module")
+def second(material: Material) -> Iterator[LocalServer]:
+    """A server that also takes adapters. The file's last test kills it."""
     with started(material.directory, rank=4) as server:
-        yield server.url
+        yield server
 
 
 @pytest.mark.timeout(900)  # a second server starts
-def test_adapters_are_published_alone(material, takes_adapters, tmp_path):
+def test_adapters_are_published_alone(material, second, tmp_path):
     """Trains adapters through the server, then compares them with the merged model."""
     keys = {"lora__rank": "4", "lora__publish": "adapters"}
     run = {"run_dir": str(tmp_path / "run"), "probe__every": "1", "probe__replay": "true"}
-    done = train.train(config(material.directory, sampler__url=takes_adapters, **keys, **run))
+    done = train.train(config(material.directory, sampler__url=second.url, **keys, **run))
     assert done.model is not None
     for row in read_metrics(tmp_path / "run/metrics.jsonl"):
         if "reward" in row:
@@ -362,13 +294,13 @@ def test_adapters_are_published_alone(material, takes_adapters, tmp_path):
             assert row["probe/engine_p99"] < 1e-4
     plain = SamplingParams(max_tokens=24, temperature=0)
     _, merged = huggingface.load(done.model, dtype=FP32.params)
-    with opened(material, [takes_adapters], note=print) as whole:
+    with opened(material, [second.url], note=print) as whole:
         base = sample(whole.sampler, plain)
         whole.publish(merged, version=5)
         expected = sample(whole.sampler, plain)
     assert [c.tokens.tolist() for c in base] != [c.tokens.tolist() for c in expected]
     trained = keys | {"lora__path": str(tmp_path / "run/adapter")}
-    with opened(material, [takes_adapters], note=print, **trained) as alone:
+    with opened(material, [second.url], note=print, **trained) as alone:
 
         def check() -> None:
             found = sample(alone.sampler, plain)
@@ -380,7 +312,7 @@ def test_adapters_are_published_alone(material, takes_adapters, tmp_path):
                 np.testing.assert_allclose(ours.logprobs, scores[-24:], atol=5e-5)
 
         check()
-        larger = opened(material, [takes_adapters], note=print, **keys | {"lora__rank": "16"})
+        larger = opened(material, [second.url], note=print, **keys | {"lora__rank": "16"})
         with pytest.raises(RefusedError, match="greater than max_lora_rank"), larger:
             pass
         check()  # a refused adapter leaves the old one in place
@@ -398,3 +330,65 @@ def test_the_doctor_uses_a_running_server(material, tmp_path, capsys):
     assert only["beta_p99"] < 1e-4
     whole = only["dtype"] + only["engine"] + only["decoding"]
     assert whole == pytest.approx(only["beta"], abs=1e-7)
+
+
+@pytest.mark.timeout(900)  # a server starts
+def test_a_failed_server_is_skipped_and_recovers(material, second, monkeypatch):
+    """It is killed during requests, hangs, and is killed during a publish. The other server takes
+    over its requests, and each completion comes once."""
+    notes: list[str] = []
+    plain = SamplingParams(max_tokens=32, temperature=0)
+    drawn = dataclasses.replace(plain, temperature=1.0)
+    mortal, port = second.url, int(second.url.rpartition(":")[2])
+
+    def publish(version: int) -> float:
+        params = tiny.params(version, config=SERVED)
+        return serving.publish(params, version=version)["sampler/servers"]
+
+    def versions() -> set[int]:
+        found = sample(serving.sampler, drawn, group_size=8)
+        assert len(found) == 8 * len(PROMPTS)
+        return {int(v) for c in found for v in c.versions}
+
+    with opened(
+        material, [material.url, mortal], note=notes.append, sampler__timeout="10"
+    ) as serving:
+        requests = serving.sampler.sample(PROMPTS * 24, plain, group_size=1)
+        found = [next(requests)]
+        signal_all(second, signal.SIGKILL)
+        found += requests
+        assert len({(c.prompt_index, c.sample_index) for c in found}) == len(found) == 96
+        expected = [c.tokens.tolist() for c in sample(serving.sampler, plain)]
+        assert all(c.tokens.tolist() == expected[c.prompt_index % 4] for c in found)
+        assert publish(1) == 1
+        assert f"{mortal} failed; continuing with the other servers" in notes[-1]
+        assert versions() == {1}
+        with started(material.directory, port=port) as third:
+            assert publish(2) == 2
+            assert notes[-1] == f"{mortal} is back and serves version 2"
+            assert versions() == {2}
+
+            signal_all(third, signal.SIGSTOP)
+            assert versions() == {2}
+            assert publish(3) == 1
+            assert versions() == {3}
+            signal_all(third, signal.SIGCONT)
+            assert publish(4) == 2
+            assert notes[-1] == f"{mortal} is back and serves version 4"
+            assert versions() == {4}
+
+            load = VllmServer._load
+
+            def killed_meanwhile(server: VllmServer, payload: str, version: int):
+                if server.url == mortal:
+                    signal_all(third, signal.SIGKILL)
+                return load(server, payload, version)
+
+            monkeypatch.setattr(VllmServer, "_load", killed_meanwhile)
+            assert publish(5) == 1
+            assert f"{mortal} failed; continuing with the other servers" in notes[-1]
+            assert versions() == {5}
+    # A run that starts while a server is down starts with the others.
+    with opened(material, [mortal, material.url], note=notes.append) as serving:
+        assert f"{mortal} failed; continuing with the other servers" in notes[-1]
+        assert versions() == {0}

@@ -1,5 +1,6 @@
 """The whole path on a tiny model: sample, reward, learn, publish, evaluate, save, export."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -93,8 +94,12 @@ def finished(material, tmp_path_factory) -> tuple[Path, train.Result]:
         "samples.every": "1",
         "train.profile_steps": "2,2",
     }
+    native = jax.profiler.ProfileOptions()
+    native.python_tracer_level = 0  # to write every call of Python takes longer than the run
+    begin = functools.partial(jax.profiler.start_trace, profiler_options=native)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(samples, "_MOST_TOKENS", 4)
+        patch.setattr(jax.profiler, "start_trace", begin)
         return run_dir, train.train(config(material, run_dir, **changes))
 
 

@@ -5,13 +5,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from jaxrl.models import families
 from tests import tiny
+from tests.processes import JAXRL
 
 COMPILER = Path(__file__).parents[3] / ".venv-tpu"  # see scripts/test.sh
 
@@ -35,7 +35,7 @@ def test_step_with_splash_attention_compiles_for_v5e(tmp_path):
         "mesh.fsdp": 4,
         "precision": "bf16_master",
     }
-    command = [sys.executable, "-m", "jaxrl.cli", "plan"]
+    command = [*JAXRL, "plan"]
     for key, value in keys.items():
         command += [f"--{key}", str(value)]
     # jax finds the compiler by its import path; with the tests' own flags it would simulate CPUs.
