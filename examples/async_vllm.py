@@ -9,7 +9,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import jax
 import optax
 
 import jaxrl
@@ -32,7 +31,7 @@ learner = jaxrl.make_learner(
     precision=precision,
     rows_per_microbatch=64,
 )
-step, state = jax.jit(learner.step, donate_argnums=0), learner.init(policy.params)
+step, state = jaxrl.jit(learner.step, donate_argnums=0), learner.init(policy.params)
 options = ServerOptions(
     python=Path(".venv-vllm/bin/python").absolute(),
     dtype=precision.sampler.name,

@@ -4,7 +4,6 @@ import json
 import sys
 from pathlib import Path
 
-import jax
 import optax
 
 import jaxrl
@@ -18,7 +17,7 @@ recipe, rows = grpo(), {"rows_per_microbatch": 64}
 sgd = {"optimizer": optax.adamw(2e-4), "precision": precision}
 learner = jaxrl.make_learner(policy.model, recipe.objective, **sgd, **rows)
 sampler = jaxrl.EmbeddedSampler(policy.model, policy.params, precision=precision, max_batch=256)
-step, state = jax.jit(learner.step, donate_argnums=0), learner.init(policy.params)
+step, state = jaxrl.jit(learner.step, donate_argnums=0), learner.init(policy.params)
 
 
 def reward(completion: str, example: dict) -> float:

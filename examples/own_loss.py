@@ -39,7 +39,7 @@ learner = jaxrl.make_learner(
     rows_per_microbatch=64,
 )
 sampler = jaxrl.EmbeddedSampler(policy.model, policy.params, precision=precision, max_batch=256)
-score, step = jax.jit(learner.score), jax.jit(learner.step, donate_argnums=0)
+score, step = jaxrl.jit(learner.score), jaxrl.jit(learner.step, donate_argnums=0)
 reference = jax.tree.map(jnp.copy, policy.params)  # the step donates its own copy
 state = learner.init(policy.params)
 

@@ -8,7 +8,6 @@ import json
 import sys
 from pathlib import Path
 
-import jax
 import matplotlib.pyplot as plt
 import optax
 
@@ -38,7 +37,7 @@ def run(name: str) -> list[float]:
         rows_per_microbatch=64,
     )
     sampler = jaxrl.EmbeddedSampler(policy.model, policy.params, precision=precision)
-    step, state = jax.jit(learner.step, donate_argnums=0), learner.init(policy.params)
+    step, state = jaxrl.jit(learner.step, donate_argnums=0), learner.init(policy.params)
     found = []
     for i in range(STEPS):
         rollouts = jaxrl.rollouts(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxrl import losses
     from jaxrl.core.metrics import to_floats
-    from jaxrl.core.precision import Precision
+    from jaxrl.core.precision import Precision, jit
     from jaxrl.environments.episodes.single_turn import rollouts
     from jaxrl.learner.minibatch import minibatch
     from jaxrl.learner.policy import make_learner
@@ -29,6 +29,7 @@ __all__ = [
     "SamplingParams",
     "__version__",
     "grpo",
+    "jit",
     "load",
     "losses",
     "make_learner",
@@ -42,6 +43,7 @@ _HOMES = {
     "Precision": "jaxrl.core.precision",
     "SamplingParams": "jaxrl.sampling.base",
     "grpo": "jaxrl.losses",
+    "jit": "jaxrl.core.precision",
     "load": "jaxrl.models.pretrained",
     "make_learner": "jaxrl.learner.policy",
     "minibatch": "jaxrl.learner.minibatch",

@@ -35,17 +35,21 @@ def homes(package: str) -> dict[str, list[str]]:
     """Returns the names that a package imports, by the module that it takes them from."""
     source = inspect.getsource(importlib.import_module(package))
     return {
-        node.module: [alias.name for alias in node.names]
+        node.module: _imported(node.module, [alias.name for alias in node.names])
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.ImportFrom) and node.module
     }
+
+
+def _imported(module: str, names: list[str]) -> list[str]:
+    return importlib.import_module(module).__all__ if names == ["*"] else names
 
 
 def _names(package: str) -> str:
     module = importlib.import_module(package)
     found = {name: home for home, names in homes(package).items() for name in names}
     rows = ["| name | |", "| --- | --- |"]
-    for name in (name for name in module.__all__ if name in found):
+    for name in sorted(found):
         value = getattr(module, name)
         if not inspect.ismodule(value):
             text = (inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " ")
@@ -55,9 +59,8 @@ def _names(package: str) -> str:
 
 def _exported(package: str, home: str) -> str:
     module = importlib.import_module(package)
-    names = [name for name in homes(package)[home] if name in module.__all__]
     lines = [f".. py:currentmodule:: {package}", ""]
-    lines += [_directive(getattr(module, name), name=name) for name in names]
+    lines += [_directive(getattr(module, name), name=name) for name in homes(package)[home]]
     return "\n".join(["```{eval-rst}", *lines, "```"])
 
 

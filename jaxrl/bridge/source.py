@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.bridge.base import TensorSpec
-from jaxrl.core.precision import DType
+from jaxrl.core.precision import DType, jit
 from jaxrl.models import spec
 from jaxrl.models.spec import Params, ParamSpec, Specs
 
@@ -90,4 +90,4 @@ def _converter(stacked: bool, dtype: DType, sharding: NamedSharding | None) -> C
         tensor = lax.dynamic_index_in_dim(array, i, keepdims=False) if stacked else array
         return tensor.astype(dtype)
 
-    return jax.jit(convert, out_shardings=sharding)
+    return jit(convert, out_shardings=sharding)

@@ -8,6 +8,7 @@ import optax
 from jaxrl.builders.model import load_model
 from jaxrl.builders.optimizer import make_optimizer, state_shardings
 from jaxrl.config.training import Config
+from jaxrl.core.precision import jit
 from jaxrl.learner.actor_critic import ActorCritic, State, shared_trunk, side_by_side
 from jaxrl.learner.critic import make_critic
 from jaxrl.learner.policy import VALUE_HEAD, Learner
@@ -44,11 +45,11 @@ def open_critic(
         pure, params, specs = _own_network(config, recipe, learner=learner, layout=layout)
     own = state_shardings(config.optimizer, pure.init, params, layout=layout, specs=specs)
     step, pretrain = (
-        jax.jit(function, donate_argnums=0, out_shardings=(State(shardings, own), None))
+        jit(function, donate_argnums=0, out_shardings=(State(shardings, own), None))
         for function in (pure.step, pure.pretrain)
     )
-    compiled = pure._replace(values=jax.jit(pure.values), pretrain=pretrain, step=step)
-    return compiled, jax.jit(pure.init, out_shardings=own)(params)
+    compiled = pure._replace(values=jit(pure.values), pretrain=pretrain, step=step)
+    return compiled, jit(pure.init, out_shardings=own)(params)
 
 
 def _own_network(

@@ -3,18 +3,18 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxrl.builders.critic import open_critic
 from jaxrl.builders.model import attention_note, load_trained, trained_specs
 from jaxrl.builders.optimizer import Optimizer, make_optimizer, state_shardings
 from jaxrl.config.training import Config
 from jaxrl.core import precision
 from jaxrl.core.packing import MinibatchShape
+from jaxrl.core.precision import jit
 from jaxrl.learner.actor_critic import ActorCritic, State
 from jaxrl.learner.policy import Learner, make_learner
 from jaxrl.losses import Need, Objective, Recipe
 from jaxrl.models import lora
+from jaxrl.models.attention import sequence_alignment
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from sharding.partition import Layout
@@ -74,8 +74,8 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
     reference = None
     if Need.REFERENCE in recipe.objective.needs or config.reward.kl:
         trained = lora.trainable(params)
-        reference = jax.jit(precision.cast, static_argnums=1)(trained, config.policy.compute)
-    init = jax.jit(pure.init, donate_argnums=0, out_shardings=shardings)
+        reference = jit(precision.cast, static_argnums=1)(trained, config.policy.compute)
+    init = jit(pure.init, donate_argnums=0, out_shardings=shardings)
     state, critic = State(init(params)), None
     if recipe.critic is not None:
         critic, critics_state = open_critic(
@@ -90,14 +90,20 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
             rows_per_microbatch=config.microbatch_rows,
             max_rows=config.minibatch_completions,
             packed=config.train.packing,
+            align=sequence_alignment(config.policy),
             sharding=layout.batch(("batch", "length")),
         ),
         model=model,
         specs=specs,
         learner=pure._replace(
-            score=jax.jit(pure.score),
-            shadow=jax.jit(pure.shadow),
-            step=jax.jit(pure.step, donate_argnums=0, out_shardings=(shardings, None)),
+            score=jit(pure.score, sums=config.policy.sums),
+            shadow=jit(pure.shadow, sums=config.policy.sums),
+            step=jit(
+                pure.step,
+                sums=config.policy.sums,
+                donate_argnums=0,
+                out_shardings=(shardings, None),
+            ),
         ),
         learning_rate=optimizer.learning_rate,
         critic=critic,

@@ -4,13 +4,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 
 from jaxrl.builders.model import load_model
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Rollout
 from jaxrl.core.packing import MinibatchShape, pack_minibatch, plan_rows
+from jaxrl.core.precision import jit
 from jaxrl.data.prompts import Tokenizer
 from jaxrl.learner.reward_model import Scores, make_scores
 from jaxrl.models import huggingface
@@ -53,7 +53,7 @@ def load_reward_model(config: Config, tokenizer: Tokenizer, *, layout: Layout) -
     return functools.partial(
         score_rollouts,
         params=params,
-        scores=jax.jit(scores),
+        scores=jit(scores),
         shape=MinibatchShape(
             row_length=config.row_length,
             rows_per_microbatch=config.microbatch_rows,

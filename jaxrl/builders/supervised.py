@@ -33,7 +33,7 @@ class Setup(NamedTuple):
 
 def set_up(config: SupervisedConfig, *, output: Output = "tokens") -> Setup:
     """Loads the model of a run; raises as `load_model`."""
-    layout = make_layout(config.mesh)
+    layout = make_layout(config.mesh, policy=config.policy)
     model, params = load_model(
         config.model.path,
         layout=layout,

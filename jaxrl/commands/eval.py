@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.training.rollouts.generate import RolloutSource
 
     policy = config.policy
-    layout = make_layout(config.mesh)
+    layout = make_layout(config.mesh, policy=config.policy)
     task = load_task(config, splits=("test",))
     rewards, prompts, tokenizer = task.rewards, task.held_out, task.tokenizer
     assert prompts is not None

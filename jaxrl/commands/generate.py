@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         )
         for i, text in enumerate(texts, start=1)
     ]
-    layout = make_layout(MeshConfig())
+    layout = make_layout(MeshConfig(), policy=policy)
     model, params = load_model(config.model.path, layout=layout, dtype=policy.params)
     sampler = EmbeddedSampler(model, params, precision=policy, max_batch=config.sampling.max_batch)
     c = config.sampling

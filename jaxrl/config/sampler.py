@@ -56,6 +56,11 @@ class SamplerConfig(ServerConfig):
     """Sharding rules of the embedded sampler, as in `mesh.rules`; the learner's if absent. `data`
     keeps whole weights on each device, so that decoding needs no communication."""
 
+    exact: bool = False
+    """Make the embedded sampler's log-probs equal the learner's, bit for bit: sums are taken in an
+    order that does not depend on the batch, and packed sequences begin at multiples of 64 tokens.
+    Needs a policy that computes alike on both sides; slower on CPU, see docs/precision.md."""
+
     url: Texts = ()
     """Addresses of running servers (`jaxrl serve`), such as http://127.0.0.1:8000. If empty, the
     run starts a server and stops it at the end."""
@@ -81,6 +86,8 @@ class SamplerConfig(ServerConfig):
                 f"sampler.url = {list(self.url)} and sampler.name = 'embedded', which uses no "
                 "server; set sampler.name = 'vllm'"
             )
+        if self.name != "embedded" and self.exact:
+            yield "sampler.exact = true applies to sampler.name = 'embedded' only; leave it out"
         if self.name != "embedded" and self.rules is not None:
             yield (
                 f"sampler.rules = {self.rules!r} applies to sampler.name = 'embedded' only; leave "

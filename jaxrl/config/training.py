@@ -3,6 +3,7 @@
 `jaxrl.config.toml_file` reads one from TOML and the command line.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -30,6 +31,7 @@ from jaxrl.config.tables import (
     TrainConfig,
 )
 from jaxrl.core import precision
+from jaxrl.core.precision import Precision, disagreement
 
 
 class Config(RunConfig):
@@ -55,6 +57,12 @@ class Config(RunConfig):
     alarms: AlarmsConfig = AlarmsConfig()
     samples: SamplesConfig = SamplesConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def policy(self) -> Precision:
+        """The dtype policy that `precision` and `sampler.exact` name."""
+        policy = super().policy
+        return dataclasses.replace(policy, sums="fixed") if self.sampler.exact else policy
 
     @property
     def longest_sequence(self) -> int:
@@ -115,7 +123,25 @@ class Config(RunConfig):
         yield from _algorithm(self)
         yield from _sampling(self)
         yield from _weight_sync(self)
+        yield from _exact(self)
         yield from _alarms(self)
+
+
+def _exact(c: Config) -> Iterator[str]:
+    if not c.sampler.exact:
+        return
+    if (difference := disagreement(c.policy)) is not None:
+        yield f"sampler.exact = true, but {difference}"
+    if c.lora.rank:
+        yield (
+            f"sampler.exact = true and lora.rank = {c.lora.rank}: the sampler computes with merged "
+            "weights, the learner with the adapters beside them; leave one of them out"
+        )
+    if any(size > 1 for name, size in c.mesh.sizes.items() if name != "data"):
+        yield (
+            "sampler.exact = true, but [mesh] divides the sums of one sequence over devices; use "
+            "mesh.data alone"
+        )
 
 
 def _sizes(c: Config) -> Iterator[str]:

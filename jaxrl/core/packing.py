@@ -15,6 +15,22 @@ from jaxrl.core.batch import Minibatch, Rollout, TokenBatch
 from sharding.transfer import place
 
 
+class Alignment(NamedTuple):
+    """Places in a row where sequences may begin."""
+
+    start: int  # sequences begin at multiples of this number of tokens
+    block: int  # and at one of this, if they would cross one otherwise
+
+    def begin(self, free: int, length: int) -> int:
+        """Returns where a sequence begins in a row that is free from `free` on."""
+        begin = -(-free // self.start) * self.start
+        crosses = begin // self.block != (begin + length - 1) // self.block
+        return -(-begin // self.block) * self.block if crosses else begin
+
+
+ANYWHERE = Alignment(start=1, block=2**62)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MinibatchShape:
     """Shape of the minibatches of one compiled step.
@@ -27,6 +43,7 @@ class MinibatchShape:
     rows_per_microbatch: int  # those computed at once
     max_rows: int | None = None
     packed: bool = True  # sequences share a row where they fit; otherwise each has its own
+    align: Alignment = ANYWHERE
     together: int = 1  # consecutive rollouts that always share a row: 2 for pairs
     sharding: Any = None  # of arrays [rows, tokens]; None for the default device
 
@@ -56,6 +73,7 @@ def pack_minibatch(
         returns=returns,
         rows=rows.members,
         row_length=shape.row_length,
+        align=shape.align,
     )
     return Minibatch(batch=place(batch, shape.sharding), microbatches=jnp.int32(rows.microbatches))
 
@@ -65,7 +83,8 @@ def unpack(
 ) -> list[np.ndarray]:
     """Inverts `pack_minibatch`: returns the entries of an array [N, T] for the completion of each
     rollout, [C]."""
-    return gather(array, rollouts, rows=plan_rows(rollouts, shape).members)
+    rows = plan_rows(rollouts, shape).members
+    return gather(array, rollouts, rows=rows, align=shape.align)
 
 
 def plan_rows(rollouts: Sequence[Rollout], shape: MinibatchShape) -> Rows:
@@ -77,8 +96,8 @@ def plan_rows(rollouts: Sequence[Rollout], shape: MinibatchShape) -> Rows:
     size, per = shape.together, shape.rows_per_microbatch
     units = [range(i, i + size) for i in range(0, len(rollouts), size)]
     if shape.packed:
-        lengths = [sum(rollouts[i].length for i in unit) for unit in units]
-        assigned = assign_rows(lengths, row_length=shape.row_length)
+        lengths = [_starts(rollouts, unit, shape.align)[-1] for unit in units]
+        assigned = assign_rows(lengths, row_length=shape.row_length, align=shape.align)
     else:
         assigned = [[u] for u in range(len(units))]
     rows = [[i for u in row for i in units[u]] for row in assigned]
@@ -86,7 +105,18 @@ def plan_rows(rollouts: Sequence[Rollout], shape: MinibatchShape) -> Rows:
     return _interleave(rows, rows_per_microbatch=per, max_microbatches=max(1, -(-room // per)))
 
 
-def assign_rows(lengths: Sequence[int], *, row_length: int) -> list[list[int]]:
+def _starts(rollouts: Sequence[Rollout], members: Sequence[int], align: Alignment) -> list[int]:
+    """Returns where the sequences of a row begin, and where the last one ends."""
+    starts = [0]
+    for i in members:
+        begin = align.begin(starts[-1], rollouts[i].length)
+        starts[-1:] = [begin, begin + rollouts[i].length]
+    return starts
+
+
+def assign_rows(
+    lengths: Sequence[int], *, row_length: int, align: Alignment = ANYWHERE
+) -> list[list[int]]:
     """Packs sequences of these lengths into rows by first-fit decreasing: returns the indices of
     the sequences of each row. Deterministic: ties keep the given order.
 
@@ -94,20 +124,20 @@ def assign_rows(lengths: Sequence[int], *, row_length: int) -> list[list[int]]:
       ValueError: if a sequence is longer than a row; the message names it.
     """
     rows: list[list[int]] = []
-    free: list[int] = []
+    free: list[int] = []  # where the free part of each row begins
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if lengths[i] > row_length:
             raise ValueError(
                 f"sequence {i} has {lengths[i]} tokens but a row holds {row_length}; raise "
                 "the row length or shorten prompts and completions"
             )
-        row = next((r for r, room in enumerate(free) if room >= lengths[i]), None)
-        if row is None:
+        ends = (align.begin(start, lengths[i]) + lengths[i] for start in free)
+        row = next((r for r, end in enumerate(ends) if end <= row_length), len(rows))
+        if row == len(rows):
             rows.append([])
-            free.append(row_length)
-            row = len(rows) - 1
+            free.append(0)
         rows[row].append(i)
-        free[row] -= lengths[i]
+        free[row] = align.begin(free[row], lengths[i]) + lengths[i]
     return rows
 
 
@@ -143,6 +173,7 @@ def pack(
     returns: Sequence[np.ndarray] | None = None,
     rows: Sequence[Sequence[int]],
     row_length: int,
+    align: Alignment = ANYWHERE,
 ) -> TokenBatch:
     """Writes rollouts into a TokenBatch of numpy arrays.
 
@@ -154,6 +185,7 @@ def pack(
       rows: for each row of the result the indices of its rollouts, in order; an empty row is all
         padding. See `assign_rows`; one rollout to a row is the unpacked layout.
       row_length: tokens in a row.
+      align: where sequences may begin.
 
     Raises:
       ValueError: if a rollout has no prompt (its first token could not be scored) or arrays of
@@ -163,7 +195,7 @@ def pack(
     if len(advantages) != len(rollouts):
         raise ValueError(f"{len(advantages)} advantages for {len(rollouts)} rollouts")
     for r, members in enumerate(rows):
-        used = sum(rollouts[i].length for i in members)
+        used = _starts(rollouts, members, align)[-1]
         if used > row_length:
             raise ValueError(f"row {r} is given {used} tokens but holds only {row_length}")
         for i in members:
@@ -182,8 +214,8 @@ def pack(
     if sent is not None:
         arrays["experts"] = np.full((*shape, *sent.shape[1:]), -1, np.int16)
     for r, members in enumerate(rows):
-        start = 0
-        for segment, i in enumerate(members, start=1):
+        starts = _starts(rollouts, members, align)
+        for segment, (i, start) in enumerate(zip(members, starts, strict=False), start=1):
             rollout = rollouts[i]
             whole = slice(start, start + rollout.length)
             completion = slice(start + len(rollout.prompt), start + rollout.length)
@@ -197,20 +229,22 @@ def pack(
                 arrays[name][r, completion] = chosen
             if rollout.experts is not None:
                 arrays["experts"][r, start : start + len(rollout.experts)] = rollout.experts
-            start += rollout.length
     return TokenBatch(**arrays)  # numpy until it is on devices
 
 
 def gather(
-    array: np.ndarray, rollouts: Sequence[Rollout], *, rows: Sequence[Sequence[int]]
+    array: np.ndarray,
+    rollouts: Sequence[Rollout],
+    *,
+    rows: Sequence[Sequence[int]],
+    align: Alignment = ANYWHERE,
 ) -> list[np.ndarray]:
     """Returns the entries of an array [B, T] for the completion of each rollout, [C], where `pack`
     placed it in these rows."""
     found: dict[int, np.ndarray] = {}
     for r, members in enumerate(rows):
-        end = 0
-        for i in members:
-            end += rollouts[i].length
+        for i, start in zip(members, _starts(rollouts, members, align), strict=False):
+            end = start + rollouts[i].length
             found[i] = array[r, end - len(rollouts[i].completion) : end]
     return [found[i] for i in range(len(rollouts))]
 

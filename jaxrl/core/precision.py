@@ -1,4 +1,4 @@
-"""Dtype policies: every dtype of a run is named here and nowhere else.
+"""Dtype policies: every dtype of a run, and the arithmetic of its products, is named here.
 
 A `Precision` is frozen and hashable, so it can be a static argument of a compiled function. It
 reads from and prints to one line, which is what a config file and a run directory hold::
@@ -13,12 +13,15 @@ reads from and prints to one line, which is what a config file and a run directo
 
 import dataclasses
 import difflib
+import functools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
+
+from jaxrl.core.loss_scale import LossScaleSpec, dynamic_loss_scale, parse_loss_scale
 
 DType = np.dtype
 Tree = TypeVar("Tree")
@@ -32,104 +35,22 @@ _DTYPES: dict[str, DType] = {
 }
 _SHORT = {dtype: name for name, dtype in _DTYPES.items()}
 
+# "fixed": no sum of the forward pass depends on the other rows of the batch, or on its shape.
+SUMS = ("any", "fixed")
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LossScaleSpec:
-    """The scale of the loss before the backward pass (Micikevicius et al. 2018, arXiv:1710.03740).
+_Algorithm = jax.lax.DotAlgorithmPreset
 
-    Example:
-      >>> str(LossScaleSpec()), str(LossScaleSpec(initial=1024)), str(dynamic_loss_scale())
-      ('none', 'static:1024', 'dynamic:65536:400')
-
-    Attributes:
-      initial: the first scale; 1 leaves the loss as it is.
-      growth: factor applied after `interval` consecutive finite steps; 1 keeps the scale fixed.
-      backoff: factor applied when a gradient is not finite; 1 keeps the scale fixed.
-      interval: number of finite steps between two growths.
-      floor: the scale never falls below this.
-
-    Raises:
-      ValueError: for a number that is out of range.
-    """
-
-    initial: float = 1.0
-    growth: float = 1.0
-    backoff: float = 1.0
-    interval: int = 400
-    floor: float = 1.0
-
-    def __post_init__(self) -> None:
-        finite = 0 < self.initial <= 2.0**126 and 1 <= self.growth < float("inf")
-        if not (finite and 0 < self.backoff <= 1 and self.interval >= 1 and self.floor > 0):
-            raise ValueError(
-                f"{self!r}: needs initial > 0, growth >= 1, 0 < backoff <= 1, interval >= 1 and "
-                "floor > 0, all finite"
-            )
-
-    def __str__(self) -> str:
-        if self == LossScaleSpec():
-            return "none"
-        if self == LossScaleSpec(initial=self.initial):
-            return f"static:{_number(self.initial)}"
-        numbers = [self.initial, self.interval]
-        if self != dynamic_loss_scale(self.initial, self.interval):
-            numbers += [self.growth, self.backoff, self.floor]
-        return ":".join(["dynamic", *map(_number, numbers)])
-
-
-def _number(value: float) -> str:
-    short = f"{value:g}"
-    return short if "e" not in short and float(short) == value else repr(value)
-
-
-def dynamic_loss_scale(initial: float = 2.0**16, interval: int = 400) -> LossScaleSpec:
-    """Makes a scale that doubles after `interval` finite steps, and halves and skips a step on a
-    non-finite gradient.
-
-    Example:
-      >>> dynamic_loss_scale(1024.0, 100)
-      LossScaleSpec(initial=1024.0, growth=2.0, backoff=0.5, interval=100, floor=1.0)
-    """
-    return LossScaleSpec(initial=initial, growth=2.0, backoff=0.5, interval=interval)
-
-
-def parse_loss_scale(text: str) -> LossScaleSpec:
-    """Reads `none`, `static:SCALE`, `dynamic[:SCALE[:INTERVAL]]` or
-    `dynamic:SCALE:INTERVAL:GROWTH:BACKOFF:FLOOR`.
-
-    Example:
-      >>> parse_loss_scale("dynamic:1024") == dynamic_loss_scale(1024.0, 400)
-      True
-
-    Raises:
-      ValueError: for any other text; the message names it.
-    """
-    kind, *numbers = text.split(":")
-    try:
-        if kind == "none" and not numbers:
-            spec = LossScaleSpec()
-        elif kind == "static" and len(numbers) == 1:
-            spec = LossScaleSpec(initial=float(numbers[0]))
-        elif kind == "dynamic" and len(numbers) <= 2:
-            initial, interval = [*numbers, *("65536", "400")[len(numbers) :]]
-            spec = dynamic_loss_scale(float(initial), int(interval))
-        elif kind == "dynamic" and len(numbers) == 5:
-            initial, growth, backoff, floor = (float(numbers[i]) for i in (0, 2, 3, 4))
-            spec = LossScaleSpec(
-                initial=initial,
-                growth=growth,
-                backoff=backoff,
-                interval=int(numbers[1]),
-                floor=floor,
-            )
-        else:
-            raise ValueError
-        return spec
-    except ValueError:
-        raise ValueError(
-            f"loss_scale={text!r} is not a loss scale; use 'none', 'static:1024' or "
-            "'dynamic:65536:400' (first scale, finite steps between two doublings)"
-        ) from None
+# How a product of f32 operands is computed, and the platforms that can. "exact" keeps every bit of
+# the operands: f32 units on CPU and GPU, six passes of bf16 parts on TPU.
+PRODUCTS: dict[str, tuple[Any, frozenset[str]]] = {
+    "exact": (jax.lax.Precision.HIGHEST, frozenset({"cpu", "gpu", "tpu"})),
+    "bf16x9": (_Algorithm.BF16_BF16_F32_X9, frozenset({"gpu"})),
+    "bf16x6": (_Algorithm.BF16_BF16_F32_X6, frozenset({"gpu", "tpu"})),
+    "bf16x3": (_Algorithm.BF16_BF16_F32_X3, frozenset({"gpu", "tpu"})),
+    "bf16": (_Algorithm.BF16_BF16_F32, frozenset({"gpu", "tpu"})),
+    "tf32x3": (_Algorithm.TF32_TF32_F32_X3, frozenset({"gpu"})),
+    "tf32": (_Algorithm.TF32_TF32_F32, frozenset({"gpu"})),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,6 +77,12 @@ class Precision:
       wire: the weights that are published to the sampler. f8_e4m3 is for this role alone, and for
         the embedded sampler: weights rounded to 8 bits, as engines with quantised weights have.
       sampler: operands and activations of the sampler.
+      products: how products of f32 operands are computed, in the learner and the sampler. "exact"
+        drops no bit of an operand. The others are names of JAX's dot algorithms: "bf16x9",
+        "bf16x6", "bf16x3", "bf16", "tf32x3" and "tf32". Products of other operands are exact.
+      sums: the order of additions. "fixed": the log-probs of a sequence do not depend on the rest
+        of its batch, and the embedded sampler's are the learner's, bit for bit. "any": XLA chooses,
+        which is faster on CPU.
       loss_scale: the scale of the loss before the backward pass.
 
     Raises:
@@ -171,7 +98,9 @@ class Precision:
     moments: DType
     wire: DType
     sampler: DType
-    loss_scale: LossScaleSpec = LossScaleSpec()
+    products: str = "exact"
+    sums: str = "any"
+    loss_scale: LossScaleSpec = dataclasses.field(default_factory=LossScaleSpec)
 
     def __post_init__(self) -> None:
         for role in ROLES:
@@ -182,6 +111,20 @@ class Precision:
                     f"{role}={_SHORT[dtype]}: nothing is computed in 8 bits; use another dtype, or "
                     "give 8 bits to wire alone"
                 )
+        if self.products not in PRODUCTS:
+            raise ValueError(
+                f"products={self.products!r} is not a way to compute products; use one of "
+                f"{', '.join(PRODUCTS)}"
+            )
+        if self.sums not in SUMS:
+            raise ValueError(f"sums={self.sums!r} is not an order; use one of {', '.join(SUMS)}")
+        f32 = np.dtype(np.float32)
+        if self.products != "exact" and f32 not in (self.compute, self.sampler):
+            raise ValueError(
+                f"products={self.products} is for f32 operands, but compute="
+                f"{_SHORT[self.compute]} and sampler={_SHORT[self.sampler]}; leave products out or "
+                "use compute=f32"
+            )
         if isinstance(self.loss_scale, str):
             object.__setattr__(self, "loss_scale", parse_loss_scale(self.loss_scale))
 
@@ -197,12 +140,18 @@ class Precision:
 
     def __str__(self) -> str:
         fields = [(role, _SHORT[getattr(self, role)]) for role in ROLES]
-        return ",".join(f"{k}={v}" for k, v in [*fields, ("loss_scale", str(self.loss_scale))])
+        fields += [(name, str(getattr(self, name))) for name in _SETTINGS]
+        return ",".join(f"{k}={v}" for k, v in fields)
 
     @property
     def accumulate(self) -> DType:
         """Dtype that matrix products accumulate in and return before the cast to `activations`."""
         return jnp.promote_types(self.compute, jnp.float32)
+
+    @property
+    def algorithm(self) -> Any:
+        """The `precision` argument of every product."""
+        return PRODUCTS[self.products if self.compute == jnp.float32 else "exact"][0]
 
 
 def _as_dtype(value: Any, *, role: str) -> DType:
@@ -230,7 +179,8 @@ def short_name(dtype: DType) -> str:
     return _SHORT[dtype]
 
 
-ROLES = tuple(f.name for f in dataclasses.fields(Precision) if f.name != "loss_scale")
+_SETTINGS = ("products", "sums", "loss_scale")
+ROLES = tuple(f.name for f in dataclasses.fields(Precision) if f.name not in _SETTINGS)
 
 
 def _preset(*, loss_scale: LossScaleSpec | None = None, **roles: str) -> Precision:
@@ -285,8 +235,8 @@ def parse(text: str) -> Precision:
         role, _, value = part.partition("=")
         if role in changes:
             raise ValueError(f"precision={text!r}: {role} is given twice; give it once")
-        if role not in (*ROLES, "loss_scale"):
-            known = ", ".join((*ROLES, "loss_scale"))
+        if role not in (*ROLES, *_SETTINGS):
+            known = ", ".join((*ROLES, *_SETTINGS))
             raise ValueError(f"precision={text!r}: there is no role {role!r}; roles are {known}")
         changes[role] = value
     if first in PRESETS:
@@ -298,6 +248,64 @@ def parse(text: str) -> Precision:
             f"missing: {', '.join(missing)}"
         )
     return Precision(**changes)
+
+
+def check_products(precision: Precision, platform: str) -> None:
+    """Checks that a platform can compute products as the policy says.
+
+    Example:
+      >>> check_products(parse("fp32,products=tf32"), "gpu")
+
+    Args:
+      precision: the policy.
+      platform: as JAX names it, such as "cpu", "cuda" or "tpu".
+
+    Raises:
+      ValueError: if it cannot; the message names the role and what the platform can do.
+    """
+    platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+    if platform not in PRODUCTS[precision.products][1]:
+        able = ", ".join(name for name, (_, there) in PRODUCTS.items() if platform in there)
+        raise ValueError(
+            f"precision: products={precision.products} cannot be computed on platform "
+            f"{platform!r}; use one of {able}"
+        )
+
+
+def jit(function: Callable[..., Any], *, sums: str = "any", **options: Any) -> Any:
+    """Compiles as `jax.jit` does, and keeps every cast: XLA may otherwise leave out a rounding to
+    16 bits between two operations in f32.
+
+    Example:
+      >>> third = jnp.float32(1) / 3
+      >>> float(jit(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32))(third))
+      0.333984375
+
+    Args:
+      function: to compile; a program cannot be part of another one.
+      sums: as in the policy that the function computes with.
+      options: those of `jax.jit`.
+    """
+    compiler: dict[str, Any] = {"xla_allow_excess_precision": False}
+    if sums == "fixed":
+        # The CPU's kernel library, chosen by an array's size, sums in an order of its own.
+        compiler["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+    return jax.jit(function, compiler_options=compiler, **options)
+
+
+def jit_by_policy(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a function of `precision`, a static argument, to be compiled by `jit`."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        programs = {sums: jit(function, sums=sums, **options) for sums in SUMS}
+
+        @functools.wraps(function)
+        def call(*args: Any, precision: Precision, **kwargs: Any) -> Any:
+            return programs[precision.sums](*args, precision=precision, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def sampler_precision(precision: Precision) -> Precision:
@@ -314,6 +322,7 @@ def sampler_precision(precision: Precision) -> Precision:
         params=precision.exported,
         compute=precision.sampler,
         activations=precision.sampler,
+        products=precision.products if precision.sampler == jnp.float32 else "exact",
         loss_scale=LossScaleSpec(),
     )
 
@@ -359,33 +368,6 @@ def cast(tree: Tree, dtype: DType) -> Tree:
     """
     return jax.tree.map(
         lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-    )
-
-
-@struct.dataclass
-class LossScale:
-    """State of the loss scale, part of the learner's state and of its checkpoint."""
-
-    scale: jax.Array  # f32[]
-    good_steps: jax.Array  # i32[], finite steps since the scale last changed
-    skipped: jax.Array  # i32[], steps skipped so far because a gradient was not finite
-
-
-def init_loss_scale(spec: LossScaleSpec) -> LossScale:
-    """Makes the state before the first step."""
-    return LossScale(scale=jnp.float32(spec.initial), good_steps=jnp.int32(0), skipped=jnp.int32(0))
-
-
-def update_loss_scale(state: LossScale, finite: jax.Array, *, spec: LossScaleSpec) -> LossScale:
-    """Returns the state after a step; `finite`, bool[], is True if its gradients were finite."""
-    grown = finite & (state.good_steps + 1 >= spec.interval)
-    factor = jnp.where(finite, jnp.where(grown, spec.growth, 1.0), spec.backoff)
-    # Growth stops below f32's largest power of two: an infinite scale could never come back.
-    scale = jnp.clip(state.scale * factor, spec.floor, 2.0**126)
-    return LossScale(
-        scale=jnp.where(factor == 1.0, state.scale, scale),
-        good_steps=jnp.where(finite & ~grown, state.good_steps + 1, 0),
-        skipped=state.skipped + (~finite).astype(jnp.int32),
     )
 
 

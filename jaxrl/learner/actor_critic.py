@@ -14,8 +14,9 @@ import jax
 import optax
 
 from jaxrl.core.batch import Minibatch
+from jaxrl.core.loss_scale import init_loss_scale
 from jaxrl.core.metrics import Metrics
-from jaxrl.core.precision import Precision, cast, init_loss_scale
+from jaxrl.core.precision import Precision, cast
 from jaxrl.learner.critic import CriticLearner, critic_values, named, value_total
 from jaxrl.learner.policy import VALUE_HEAD, Learner, make_learner
 from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update

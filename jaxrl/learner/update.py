@@ -16,8 +16,9 @@ import optax
 from flax import struct
 
 from jaxrl.core.batch import Minibatch, TokenBatch
+from jaxrl.core.loss_scale import LossScale, init_loss_scale, update_loss_scale
 from jaxrl.core.metrics import Latest, Mean, Metrics
-from jaxrl.core.precision import LossScale, Precision, cast, init_loss_scale, update_loss_scale
+from jaxrl.core.precision import Precision, cast
 from jaxrl.models import lora
 from jaxrl.models.spec import Params
 
@@ -182,7 +183,8 @@ def _apply(
     # Moments offloaded to host memory are fetched for the update and put back after it.
     fetched = jax.tree.map(_move, state.opt_state)
     master, moments = cast(trained, f32), cast(fetched, f32)
-    updates, moments = optimizer.update(grads, moments, master)
+    with jax.default_matmul_precision("highest"):  # products of an optimizer, such as muon's
+        updates, moments = optimizer.update(grads, moments, master)
     params = cast(optax.apply_updates(master, updates), precision.params)
     opt_state = cast(moments, precision.moments)
 

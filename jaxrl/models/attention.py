@@ -7,11 +7,17 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxrl.core.packing import ANYWHERE, Alignment
 from jaxrl.core.precision import Precision
-from jaxrl.models.products import transposed
+from jaxrl.models.products import product, transposed
 
 # Checkpoint name of the results that a remat policy may keep, to avoid recomputing attention.
 KEPT = "attention"
+
+# Keys are padded to a multiple of this number. XLA's products then add in the same order whatever
+# the number of keys, and masked keys add exactly 0: a token's result does not depend on the length
+# of its row. Sequences of a packed row begin at multiples of it where the policy fixes sums.
+TILE = 64
 
 # Queries go in blocks, each against the keys up to its own end: that skips almost half of the
 # scores, and only one block's scores exist at a time. The program grows with the number of blocks.
@@ -23,6 +29,15 @@ class Part(NamedTuple):
 
     first: jax.Array  # i32[], index of the first query in the row
     segments: jax.Array  # i32[B, S], segments of the whole rows
+
+
+class Mask(NamedTuple):
+    """The keys that queries may see; see `attention`."""
+
+    segments: jax.Array  # i32[B, T], of the queries
+    of_keys: jax.Array  # i32[B, S]
+    first: jax.Array  # i32[], index of the first query in the row
+    window: jax.Array  # i32[]
 
 
 class Attend(Protocol):
@@ -75,67 +90,108 @@ def attention(
     batch, length, heads, dim = q.shape
     groups = heads // k.shape[2]
     q = q.reshape(batch, length, -1, groups, dim).transpose(0, 2, 3, 1, 4)
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    window = jnp.int32(k.shape[2]) if window is None else window
-    out = _attention(q, k, v, segments, window, part, precision)
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
+    k, v = (_pad(x.transpose(0, 2, 1, 3), axis=2) for x in (k, v))
+    far = jnp.asarray(k.shape[2] if window is None else window, jnp.int32)
+    first, of_keys = (0, segments) if part is None else part
+    of_keys = jnp.pad(of_keys, ((0, 0), (0, k.shape[2] - of_keys.shape[1])), constant_values=-1)
+    mask = Mask(segments, of_keys, jnp.int32(first), far)
+    out = _attention(q, k, pad_values(v, precision), mask, precision, part is None)
+    return out[..., :dim].transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
 
 
-def _forward(q, k, v, segments, window, part, precision):
+def sequence_alignment(precision: Precision) -> Alignment:
+    """Returns where packed sequences may begin. With fixed sums they see their own keys at the same
+    places of XLA's products as in a row of their own; on CPU, products add 512 keys at a time."""
+    return Alignment(start=TILE, block=512) if precision.sums == "fixed" else ANYWHERE
+
+
+def pad_values(v: jax.Array, precision: Precision) -> jax.Array:
+    """Appends zeros to values [..., hd] up to a multiple of TILE, if the policy fixes the order of
+    sums: on CPU, XLA has another order for narrower matrices in a small batch."""
+    return _pad(v, axis=v.ndim - 1) if precision.sums == "fixed" else v
+
+
+def _pad(x: jax.Array, *, axis: int) -> jax.Array:
+    more = -x.shape[axis] % TILE
+    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)]) if more else x
+
+
+def softmax_product(
+    scores: jax.Array, v: jax.Array, *, precision: Precision
+) -> tuple[jax.Array, jax.Array]:
+    """Averages values with softmax weights. The weights are rounded before they are divided by
+    their sum: in training and in decoding alike, or their log-probs would differ.
+
+    Args:
+      scores: [B, K, ..., S] in `accumulate`.
+      v: [B, K, S, hd].
+      precision: the dtype policy.
+
+    Returns:
+      The average [B, K, ..., hd] in `activations`, and the log of the sums [B, K, ..., 1].
+    """
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - largest)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    out = product(weights, v, contract=(scores.ndim - 1, 2), batch=(0, 1), precision=precision)
+    return (out / total).astype(precision.activations), largest + jnp.log(total)
+
+
+def _forward(q, k, v, mask, precision, whole):
     q, k, v = (x.astype(precision.compute) for x in (q, k, v))
-    outs, log_totals = [], []
-    for start, stop, end in _blocks(q, k, part):
-        block = {"start": start, "stop": stop, "end": end, "precision": precision}
-        scores = _scores(q, k, segments, window, part, **block)
-        largest = jnp.max(scores, axis=-1, keepdims=True)
-        weights = jnp.exp(scores - largest)
-        total = jnp.sum(weights, axis=-1, keepdims=True)
-        weights = weights.astype(precision.compute)
-        out = _dot("bkgts,bksd->bkgtd", weights, v[:, :, :end], precision=precision)
-        outs.append((out / total).astype(precision.activations))
-        log_totals.append(largest + jnp.log(total))
+    found = [
+        softmax_product(
+            _scores(q, k, mask, block, precision=precision),
+            v[:, :, : block[2]],
+            precision=precision,
+        )
+        for block in _blocks(q, k, whole=whole)
+    ]
+    outs, log_totals = zip(*found, strict=True)
     out = checkpoint_name(jnp.concatenate(outs, axis=3), KEPT)
     log_total = checkpoint_name(jnp.concatenate(log_totals, axis=3), KEPT)
-    return out, (q, k, v, out, log_total, segments, window, part)
+    return out, (q, k, v, out, log_total, mask)
 
 
-def _backward(precision, residuals, dout):
-    q, k, v, out, log_total, segments, window, part = residuals
-    dot = functools.partial(_dot, precision=precision)
+def _backward(precision, whole, residuals, dout):
+    q, k, v, out, log_total, mask = residuals
+    dot = functools.partial(product, batch=(0, 1), precision=precision)
     mean = jnp.sum(
         dout.astype(precision.accumulate) * out.astype(precision.accumulate), axis=-1, keepdims=True
     )
     dout = dout.astype(precision.compute)
     dqs = []
     # Transposed, so that no product transposes an array of scores.
-    dk, dv = (jnp.zeros(k.swapaxes(2, 3).shape, precision.accumulate) for _ in range(2))
-    for start, stop, end in _blocks(q, k, part):
+    dk, dv = (jnp.zeros(x.swapaxes(2, 3).shape, precision.accumulate) for x in (k, v))
+    for block in _blocks(q, k, whole=whole):
+        start, stop, end = block
         rows, seen = (..., slice(start, stop), slice(None)), (..., slice(end))
         keys = (..., slice(end), slice(None))
-        block = {"start": start, "stop": stop, "end": end, "precision": precision}
-        scores = _scores(q, k, segments, window, part, **block)
+        scores = _scores(q, k, mask, block, precision=precision)
         probs = jnp.exp(scores - log_total[rows])
-        dprobs = dot("bkgtd,bksd->bkgts", dout[rows], v[keys])
+        dprobs = dot(dout[rows], v[keys], contract=(4, 3))
         dscores = probs * (dprobs - mean[rows]) * q.shape[-1] ** -0.5
         probs, dscores = probs.astype(precision.compute), dscores.astype(precision.compute)
-        dqs.append(dot("bkgts,bksd->bkgtd", dscores, k[keys]))
-        dk = dk.at[seen].add(dot("bkdt,bkts->bkds", _columns(q[rows]), _flat(dscores)))
-        dv = dv.at[seen].add(dot("bkdt,bkts->bkds", _columns(dout[rows]), _flat(probs)))
+        dqs.append(dot(dscores, k[keys], contract=(4, 2)))
+        dk = dk.at[seen].add(dot(_columns(q[rows]), _flat(dscores), contract=(3, 2)))
+        dv = dv.at[seen].add(dot(_columns(dout[rows]), _flat(probs), contract=(3, 2)))
     grads = (jnp.concatenate(dqs, axis=3), dk.swapaxes(2, 3), dv.swapaxes(2, 3))
-    return (*(x.astype(precision.activations) for x in grads), None, None, None)
+    return (*(x.astype(precision.activations) for x in grads), None)
 
 
-_attention: Any = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(6,))
+_attention: Any = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(4, 5))
 _attention.defvjp(_forward, _backward)
 
 
-def _blocks(q: jax.Array, k: jax.Array, part: Part | None) -> list[tuple[int, int, int]]:
-    """Lists (first query, end of queries, end of the keys visible to them) of each block."""
-    length = q.shape[3]
-    size = max(_MIN_BLOCK, -(-length // _MAX_BLOCKS))
-    blocks = [(start, min(start + size, length)) for start in range(0, length, size)]
-    # The start of a part is not known at compile time, so its blocks use all keys.
-    return [(*block, block[1] if part is None else k.shape[2]) for block in blocks]
+def _blocks(q: jax.Array, k: jax.Array, *, whole: bool) -> list[tuple[int, int, int]]:
+    """Lists (first query, end of queries, end of the keys visible to them) of each block; all keys
+    if the queries are not their `whole` rows, since their start is not known at compile time."""
+    length, keys = q.shape[3], k.shape[2]
+    size = max(_MIN_BLOCK, -(-length // _MAX_BLOCKS // TILE) * TILE)
+    return [
+        (start, min(start + size, length), min(start + size, keys) if whole else keys)
+        for start in range(0, length, size)
+    ]
 
 
 def _flat(x):
@@ -147,17 +203,14 @@ def _columns(x):
     return transposed(_flat(x))
 
 
-def _dot(equation: str, x: jax.Array, y: jax.Array, *, precision: Precision) -> jax.Array:
-    return jnp.einsum(equation, x, y, preferred_element_type=precision.accumulate)
-
-
-def _scores(q, k, segments, window, part, *, start, stop, end, precision):
+def _scores(q, k, mask: Mask, block: tuple[int, int, int], *, precision):
     """Computes scores of the queries in [start, stop) with the keys before `end`; the lowest finite
     number where a key is masked."""
+    start, stop, end = block
     q, k = q[..., start:stop, :], k[..., :end, :]
-    scores = _dot("bkgtd,bksd->bkgts", q, k, precision=precision) * q.shape[-1] ** -0.5
-    first, of_keys = (0, segments) if part is None else part
-    distance = first + jnp.arange(start, stop)[:, None] - jnp.arange(end)[None, :]
-    causal = (distance >= 0) & (distance < window)
-    seen = causal[None] & (segments[:, start:stop, None] == of_keys[:, None, :end])
+    scores = product(q, k, contract=(4, 3), batch=(0, 1), precision=precision)
+    scores = scores * q.shape[-1] ** -0.5
+    distance = mask.first + jnp.arange(start, stop)[:, None] - jnp.arange(end)[None, :]
+    causal = (distance >= 0) & (distance < mask.window)
+    seen = causal[None] & (mask.segments[:, start:stop, None] == mask.of_keys[:, None, :end])
     return jnp.where(seen[:, None, None], scores, jnp.finfo(scores.dtype).min)

@@ -9,18 +9,20 @@ import jax.numpy as jnp
 
 from jaxrl.core.precision import Precision
 from jaxrl.models.attention import KEPT, Attend, attention
-from jaxrl.models.experts import Local, Routing, feed_forward, imbalance, undivided
+from jaxrl.models.block import block
+from jaxrl.models.experts import Routing, imbalance
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.layers import (
     Constrain,
+    LayerContext,
+    Local,
     embed,
     identity,
-    project,
-    project_qkv,
-    rms_norm,
     rope_table,
+    undivided,
 )
 from jaxrl.models.lora import attach, frozen
+from jaxrl.models.products import OUTPUT
 from jaxrl.models.spec import Params, ParamSpec, Specs
 
 
@@ -67,7 +69,7 @@ class HiddenRouted(Protocol):
         recorded: jax.Array | None = None,
     ) -> Routed:
         """Computes hidden states and routing. `recorded`: i32[B, T, L, k], experts to replay;
-        negative where a token has none (`experts.feed_forward`)."""
+        negative where a token has none (`experts.mixture`)."""
         ...
 
 
@@ -86,14 +88,11 @@ class Model(NamedTuple):
 
 
 _policies = jax.checkpoint_policies
-_KEEP_ATTENTION = _policies.save_only_these_names(KEPT)
 
 # Results kept for the backward pass; the rest is recomputed.
 _REMAT: dict[str, Callable[..., Any]] = {
-    "matmuls": _policies.save_from_both_policies(
-        _policies.dots_with_no_batch_dims_saveable, _KEEP_ATTENTION
-    ),
-    "attention": _KEEP_ATTENTION,
+    "matmuls": _policies.save_only_these_names(OUTPUT, KEPT),
+    "attention": _policies.save_only_these_names(KEPT),
     "layer": _policies.nothing_saveable,
 }
 
@@ -124,15 +123,6 @@ def decoder(
     if remat != "none" and remat not in _REMAT:
         raise ValueError(f"remat={remat!r}; expected one of {', '.join(('none', *_REMAT))}")
 
-    def layer_step(x, layer, window, recorded, *, table, segments, precision):
-        dims = {"config": config, "precision": precision, "constrain": constrain}
-        q, k, v = project_qkv(x, layer, table, **dims)
-        out = attend(q, k, v, segments, window=window, precision=precision)
-        x = x + project(out.reshape(*x.shape[:2], -1), layer, "o", precision=precision)
-        x = constrain(x, ("batch", "length", "embed"))
-        more, routing = feed_forward(x, layer, **dims, local=local, recorded=recorded)
-        return constrain(x + more, ("batch", "length", "embed")), routing
-
     def run(params, tokens, positions, segments, precision, recorded, observe):
         params = attach(params)
         table = rope_table(
@@ -141,9 +131,17 @@ def decoder(
         far = jnp.iinfo(jnp.int32).max
         windows = jnp.array([far if w is None else w for w in config.windows], jnp.int32)
 
+        context = LayerContext(config, precision, constrain, local)
+
         def body(x, scanned):
-            fixed = {"table": table, "segments": segments, "precision": precision}
-            x, routing = layer_step(x, *scanned, **fixed)
+            layer, window, replay = scanned
+
+            def attention_of(q, k, v):
+                return attend(q, k, v, segments, window=window, precision=precision), None
+
+            x, _, routing = block(
+                x, layer, attention_of, table=table, context=context, recorded=replay
+            )
             return x, observe(routing, segments)
 
         if remat != "none":
@@ -152,7 +150,7 @@ def decoder(
         x = constrain(x, ("batch", "length", "embed"))
         scanned = (params["layers"], windows if config.windows else None, recorded)
         x, observed = jax.lax.scan(body, x, scanned)
-        x = rms_norm(x, params["final_norm"], eps=config.rms_norm_eps, precision=precision)
+        x = context.norm(x, params["final_norm"])
         return constrain(x, ("batch", "length", "embed")), observed
 
     def hidden(params, tokens, positions, segments, *, precision):

@@ -6,42 +6,14 @@ ragged (arXiv:2211.15841). Routing is computed in `accumulate`.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrl.core.precision import Precision
-from jaxrl.models import layers
-from jaxrl.models.families import DecoderConfig
-from jaxrl.models.layers import Constrain, Layer, identity, matmul, rms_norm
-
-
-class Local(Protocol):
-    """Runs a function on each device's part of its arguments; see `sharding.partition.Layout`."""
-
-    def __call__(
-        self,
-        function: Callable[..., jax.Array],
-        *,
-        inputs: Sequence[Sequence[str]],
-        output: Sequence[str],
-    ) -> Callable[..., jax.Array]:
-        """Wraps `function`; `inputs` and `output` are the logical axes of arguments and result."""
-        ...
-
-
-def undivided(
-    function: Callable[..., jax.Array],
-    *,
-    inputs: Sequence[Sequence[str]],
-    output: Sequence[str],
-) -> Callable[..., jax.Array]:
-    """Returns the function unchanged: `Local` on a single device."""
-    del inputs, output
-    return function
+from jaxrl.models.layers import Layer, LayerContext
+from jaxrl.models.products import grouped_matmul, matmul
 
 
 class Routing(NamedTuple):
@@ -52,39 +24,31 @@ class Routing(NamedTuple):
     weights: jax.Array  # [B, T, k], factors of the experts' outputs
 
 
-def feed_forward(
+def mixture(
     x: jax.Array,
     layer: Layer,
     *,
-    config: DecoderConfig,
-    precision: Precision,
-    constrain: Constrain = identity,
-    local: Local = undivided,
+    context: LayerContext,
     recorded: jax.Array | None = None,
-) -> tuple[jax.Array, Routing | None]:
-    """Computes the feed-forward part of a layer, dense or a mixture of experts.
+) -> tuple[jax.Array, Routing]:
+    """Computes a mixture of experts.
 
     Args:
-      x: [B, T, D], the residual stream.
+      x: [B, T, D], the normed residual stream.
       layer: parameters of one layer.
-      config: the decoder's.
-      precision: the dtype policy.
-      constrain: constrains the sharding of activations.
-      local: runs the experts on the devices that hold them.
+      context: what all layers share.
       recorded: i32[B, T, k], experts to use instead of the router's choice (routing replay,
         arXiv:2510.11370). A negative entry means that none are recorded for the token. The weights
         are the router's own for these experts, so the router still learns.
 
     Returns:
-      [B, T, D] to be added to the stream, and the routing, None for a dense decoder.
+      [B, T, D] to be added to the stream, and the routing.
     """
-    if config.experts is None:
-        dims = {"config": config, "precision": precision, "constrain": constrain}
-        return layers.feed_forward(x, layer, **dims), None
-    x = rms_norm(x, layer["mlp_norm"], eps=config.rms_norm_eps, precision=precision)
-    routing = route(x, layer["router"], config=config, precision=precision, recorded=recorded)
+    config, precision = context.config, context.precision
+    assert config.experts is not None
+    routing = route(x, layer["router"], context=context, recorded=recorded)
     rows, projection = ("routed", "length"), ("experts", "mlp", "embed")
-    run = local(
+    run = context.local(
         functools.partial(_mixture, precision=precision),
         inputs=(
             (*rows, "embed"),
@@ -102,30 +66,26 @@ def feed_forward(
     weights = (layer["expert_gate"], layer["expert_up"], layer["expert_down"])
     parts = run(x, routing.experts, routing.weights, numbers, *weights)
     y = jnp.sum(parts, axis=(0, 1)).astype(precision.activations)
-    return constrain(y, ("batch", "length", "embed")), routing
+    return context.constrain(y, ("batch", "length", "embed")), routing
 
 
 def route(
-    x: jax.Array,
-    router: jax.Array,
-    *,
-    config: DecoderConfig,
-    precision: Precision,
-    recorded: jax.Array | None = None,
+    x: jax.Array, router: jax.Array, *, context: LayerContext, recorded: jax.Array | None = None
 ) -> Routing:
     """Chooses each token's experts: those with the largest softmax probabilities.
 
     Args:
       x: [B, T, D], normed.
       router: [E, D].
-      config: the decoder's, with experts.
-      precision: the product's operands are in `compute`; its result is not rounded.
-      recorded: see `feed_forward`.
+      context: of a decoder with experts; the result of the product is not rounded.
+      recorded: see `mixture`.
     """
-    settings = config.experts
+    precision = context.precision
+    settings = context.config.experts
     assert settings is not None
     unrounded = dataclasses.replace(precision, activations=precision.accumulate)
-    probs = jax.nn.softmax(matmul(x, router, precision=unrounded), axis=-1)
+    logits = matmul(x, router, precision=unrounded)
+    probs = jax.nn.softmax(logits, axis=-1)
     _, experts = lax.top_k(lax.stop_gradient(probs), settings.per_token)
     if recorded is not None:
         experts = jnp.where(jnp.any(recorded < 0, axis=-1, keepdims=True), experts, recorded)
@@ -154,9 +114,10 @@ def imbalance(routing: Routing, segments: jax.Array) -> jax.Array:
     return jnp.where(segments > 0, cost, 0)
 
 
-def _mixture(x, experts, weights, numbers, gate, up, down, *, precision):
+def _mixture(x, experts, weights, numbers, *matrices, precision):
     """Computes the contribution of the experts `numbers` [e] to the mixture, in `accumulate`:
-    [1, 1, B, T, D]. The matrices are [e, F, D], [e, F, D] and [e, D, F]."""
+    [1, 1, B, T, D]. The matrices are gate and up [e, F, D], and down [e, D, F]."""
+    gate, up, down = matrices
     *shape, chosen = experts.shape
     here = experts.reshape(-1) - numbers[0]
     here = jnp.where((here >= 0) & (here < len(numbers)), here, len(numbers))  # others come last
@@ -168,58 +129,13 @@ def _mixture(x, experts, weights, numbers, gate, up, down, *, precision):
     tokens = x.reshape(-1, 1, x.shape[-1]).astype(precision.accumulate)
     tokens = jnp.repeat(tokens, chosen, axis=1).reshape(-1, x.shape[-1])[order]
     tokens = jnp.where(inside, tokens, 0)
-    product = functools.partial(_grouped, sizes=sizes, precision=precision)
+    product = functools.partial(grouped_matmul, sizes=sizes, precision=precision)
     a = product(tokens, gate).astype(precision.accumulate)
     b = product(tokens, up).astype(precision.accumulate)
     y = product((jax.nn.silu(a) * b).astype(precision.activations), down)
     y = jnp.where(inside, y.astype(precision.accumulate), 0)
     y = y[jnp.argsort(order)].reshape(-1, chosen, x.shape[-1])
-    y = jnp.sum(y * weights.reshape(-1, chosen, 1), axis=1)
+    weights = weights.reshape(-1, chosen, 1)
+    parts = [y[:, i] * weights[:, i] for i in range(chosen)]
+    y = functools.reduce(jnp.add, parts)  # in this order; XLA's sum has one for each shape
     return y.reshape(1, 1, *shape, x.shape[-1])
-
-
-def _dimensions(contract: tuple[int, int], *, group: Sequence[int]) -> Any:
-    return lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((contract[0],), (contract[1],)), ((), ())),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=group,
-    )
-
-
-def _grouped(x, weight, *, sizes, precision):
-    """Computes `x @ weight[g].T` for the rows of each group g: [M, in] and [G, out, in] -> [M, out]
-    in `activations`. The first `sizes[0]` rows are those of group 0, and so on."""
-    x = x.astype(precision.activations)
-    return _product(x, weight.astype(precision.compute), sizes, precision)
-
-
-def _product_forward(x, weight, sizes, precision):
-    x = x.astype(precision.compute)
-    y = lax.ragged_dot_general(
-        x,
-        weight,
-        sizes,
-        _dimensions((1, 2), group=[0]),
-        preferred_element_type=precision.accumulate,
-    )
-    return y.astype(precision.activations), (x, weight, sizes)
-
-
-def _product_backward(precision, residuals, dy):
-    x, weight, sizes = residuals
-    dy = dy.astype(precision.compute)
-    dot = functools.partial(
-        lax.ragged_dot_general,
-        group_sizes=sizes,
-        preferred_element_type=precision.accumulate,
-    )
-    dx = dot(dy, weight, ragged_dot_dimension_numbers=_dimensions((1, 1), group=[0]))
-    dweight = dot(dy, x, ragged_dot_dimension_numbers=_dimensions((0, 0), group=[]))
-    return dx.astype(precision.activations), dweight.astype(weight.dtype), None
-
-
-_product: Any = jax.custom_vjp(
-    lambda x, weight, sizes, precision: _product_forward(x, weight, sizes, precision)[0],
-    nondiff_argnums=(3,),
-)
-_product.defvjp(_product_forward, _product_backward)

@@ -46,6 +46,8 @@ def choose(
         "splash": _no_splash(platform, config, precision, own),
         "cudnn": _no_cudnn(platform, config, precision),
     }
+    if precision.sums == "fixed":
+        reasons = dict.fromkeys(reasons, "adds in an order of its own, but the policy fixes sums")
     if wanted == "auto":
         there: list[Kernel] = [name for name, reason in reasons.items() if reason is None]
         return (*there, "xla")[0]
@@ -66,6 +68,8 @@ def _no_splash(platform: str, config: DecoderConfig, precision: Precision, own: 
         return "does not support windows that differ by layer"
     if precision.compute == jnp.float16:
         return "does not support f16, which the TPU's vector unit lacks"
+    if precision.compute == jnp.float32:
+        return "computes products of f32 in one pass of bf16"
     return None
 
 

@@ -4,9 +4,8 @@ Matrix products take operands in `compute`, accumulate in `accumulate` and retur
 the forward and backward passes. Norms, rotary embedding and silu are computed in `accumulate`.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,11 @@ from jax import lax
 
 from jaxrl.core.precision import Precision
 from jaxrl.models.families import DecoderConfig, LinearScaling, Rope
-from jaxrl.models.products import transposed
+from jaxrl.models.products import matmul
 
+Layer = Mapping[str, jax.Array]  # one layer's parameters, without the "layers" dimension
 # (activation, logical name of each dimension) -> the activation, its sharding constrained.
 Constrain = Callable[[jax.Array, Sequence[str]], jax.Array]
-Layer = Mapping[str, jax.Array]  # one layer's parameters, without the "layers" dimension
 
 
 def identity(x: jax.Array, axes: Sequence[str]) -> jax.Array:
@@ -28,35 +27,49 @@ def identity(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return x
 
 
-def _matmul_forward(x, weight, precision):
-    x, weight = x.astype(precision.compute), weight.astype(precision.compute)
-    y = lax.dot_general(
-        x, weight, (((1,), (1,)), ((), ())), preferred_element_type=precision.accumulate
-    )
-    return y.astype(precision.activations), (x, weight)
+class Local(Protocol):
+    """Runs a function on each device's part of its arguments; see `sharding.partition.Layout`."""
+
+    def __call__(
+        self,
+        function: Callable[..., jax.Array],
+        *,
+        inputs: Sequence[Sequence[str]],
+        output: Sequence[str],
+    ) -> Callable[..., jax.Array]:
+        """Wraps `function`; `inputs` and `output` are the logical axes of arguments and result."""
+        ...
 
 
-def _matmul_backward(precision, residuals, dy):
-    x, weight = residuals
-    dy = dy.astype(precision.compute)
-    dot = functools.partial(lax.dot_general, preferred_element_type=precision.accumulate)
-    dx = dot(dy, weight, (((1,), (0,)), ((), ())))
-    dweight = dot(transposed(dy), x, (((1,), (0,)), ((), ())))
-    return dx.astype(precision.activations), dweight.astype(weight.dtype)
+def undivided(
+    function: Callable[..., jax.Array],
+    *,
+    inputs: Sequence[Sequence[str]],
+    output: Sequence[str],
+) -> Callable[..., jax.Array]:
+    """Returns the function unchanged: `Local` on a single device."""
+    del inputs, output
+    return function
 
 
-_matmul: Any = jax.custom_vjp(
-    lambda x, weight, precision: _matmul_forward(x, weight, precision)[0], nondiff_argnums=(2,)
-)
-_matmul.defvjp(_matmul_forward, _matmul_backward)
+class LayerContext(NamedTuple):
+    """What all layers of a forward pass share.
 
+    Attributes:
+      config: the decoder's.
+      precision: the dtype policy.
+      constrain: constrains the sharding of activations.
+      local: runs experts on the devices that hold them.
+    """
 
-def matmul(x: jax.Array, weight: jax.Array, *, precision: Precision) -> jax.Array:
-    """Computes `x @ weight.T`: [..., in] and [out, in] -> [..., out], in `activations`."""
-    x = x.astype(precision.activations)
-    flat = x.reshape(-1, x.shape[-1])
-    y = _matmul(flat, weight.astype(precision.compute), precision)
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+    config: DecoderConfig
+    precision: Precision
+    constrain: Constrain = identity
+    local: Local = undivided
+
+    def norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """Applies `rms_norm` with the decoder's epsilon."""
+        return rms_norm(x, weight, eps=self.config.rms_norm_eps, precision=self.precision)
 
 
 def project(x: jax.Array, layer: Layer, name: str, *, precision: Precision) -> jax.Array:
@@ -139,60 +152,3 @@ def apply_rope(
     first, second = jnp.split(x.astype(precision.accumulate), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(precision.activations)
-
-
-def project_qkv(
-    x: jax.Array,
-    layer: Layer,
-    table: tuple[jax.Array, jax.Array],
-    *,
-    config: DecoderConfig,
-    precision: Precision,
-    constrain: Constrain = identity,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes queries, keys and values: norm, projections, biases, head norms, rope.
-
-    Args:
-      x: [B, T, D], the residual stream.
-      layer: parameters of one layer.
-      table: see `rope_table`.
-      config: the decoder's.
-      precision: the dtype policy.
-      constrain: constrains the sharding of activations.
-
-    Returns:
-      q [B, T, H, hd], k and v [B, T, K, hd], in `precision.activations`.
-    """
-    x = rms_norm(x, layer["attn_norm"], eps=config.rms_norm_eps, precision=precision)
-
-    def heads(name: str, axis: str) -> jax.Array:
-        y = project(x, layer, name, precision=precision)
-        if config.qkv_bias:
-            bias = layer[f"{name}_bias"].astype(precision.accumulate).reshape(1, 1, -1)
-            y = (y.astype(precision.accumulate) + bias).astype(precision.activations)
-        y = constrain(y, ("batch", "length", axis))
-        y = y.reshape(*x.shape[:2], -1, config.head_dim)
-        if config.qk_norm and name != "v":
-            scale = layer[f"{name}_norm"]
-            y = rms_norm(y, scale, eps=config.rms_norm_eps, precision=precision)
-        return y if name == "v" else apply_rope(y, table, precision=precision)
-
-    return heads("q", "q_heads"), heads("k", "kv_heads"), heads("v", "kv_heads")
-
-
-def feed_forward(
-    x: jax.Array,
-    layer: Layer,
-    *,
-    config: DecoderConfig,
-    precision: Precision,
-    constrain: Constrain = identity,
-) -> jax.Array:
-    """Computes SwiGLU (arXiv:2002.05202) of the normed residual stream: [B, T, D] -> [B, T, D], to
-    be added to the stream."""
-    x = rms_norm(x, layer["mlp_norm"], eps=config.rms_norm_eps, precision=precision)
-    gate = project(x, layer, "gate", precision=precision).astype(precision.accumulate)
-    up = project(x, layer, "up", precision=precision).astype(precision.accumulate)
-    hidden = (jax.nn.silu(gate) * up).astype(precision.activations)
-    hidden = constrain(hidden, ("batch", "length", "mlp"))
-    return project(hidden, layer, "down", precision=precision)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl.core.precision import DType, Precision
-from jaxrl.models.products import transposed
+from jaxrl.models.products import product, transposed
 
 
 class Chunk(NamedTuple):
@@ -94,6 +94,16 @@ def token_logprobs_and_entropy(
     )
 
 
+def tempered(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+    """Divides logits by a temperature, with the same rounding in the learner and the sampler.
+
+    XLA divides by a constant as by no other number, and may fuse the product with a later sum. The
+    maximum with the lowest number prevents that and changes nothing.
+    """
+    lowest = jnp.finfo(logits.dtype).min
+    return jnp.maximum(logits * (1 / temperature), lowest)
+
+
 def position_chunks(length: int, *, chunk: Chunk = DEFAULT_CHUNK) -> int:
     """Returns the number of chunks in a row of `length` tokens if all of them are scored."""
     return -(-length // _positions(length, chunk))
@@ -107,9 +117,7 @@ def _positions(length: int, chunk: Chunk) -> int:
 class _Plan:
     """Static settings of one call."""
 
-    compute: DType
-    accumulate: DType
-    logits: DType
+    precision: Precision
     positions: int  # per row and chunk
     vocab_size: int
     vocab_chunks: int
@@ -119,7 +127,7 @@ class _Plan:
     def stats(self) -> DType:
         """Dtype of sums over the vocabulary: in half precision the error of thousands of additions
         would dominate the result."""
-        return jnp.promote_types(self.logits, jnp.float32)
+        return jnp.promote_types(self.precision.logits, jnp.float32)
 
     @property
     def lowest(self) -> float:
@@ -163,9 +171,7 @@ def _token_scores(
     if positions < 1 or chunk.vocab < 1:
         raise ValueError(f"chunk={chunk} must have positive sizes")
     plan = _Plan(
-        compute=precision.compute,
-        accumulate=precision.accumulate,
-        logits=precision.logits,
+        precision=precision,
         positions=positions,
         vocab_size=vocab_size,
         vocab_chunks=_vocab_chunks(vocab_size, chunk.vocab),
@@ -237,7 +243,7 @@ def _scores_forward(plan, hidden, unembedding, slots, temperature):
     logprobs, normaliser, entropy = lax.fori_loop(0, slots.trips, per_chunk, (empty,) * 3)
 
     def spread(values):
-        values = values.astype(plan.logits).astype(plan.stats)
+        values = values.astype(plan.precision.logits).astype(plan.stats)
         return jnp.where(slots.scored, jnp.take_along_axis(values, slots.slot, axis=1), 0)
 
     residuals = (hidden, unembedding, slots, temperature, normaliser, entropy)
@@ -267,17 +273,17 @@ def _scores_backward(plan, residuals, cotangents):
             per_p = g_logprob + g_entropy * (logp + ent) if plan.entropy else g_logprob
             chosen = target[:, None] == (columns + j)[None, :]
             d_z = jnp.where(chosen, g_logprob, 0) - jnp.exp(logp) * per_p
-            d_z = d_z.astype(plan.compute)
-            d_h = d_h + _dot(plan, d_z, weights[j], contract=(1, 0))
-            return d_h, d_weights.at[j].add(_dot(plan, transposed(d_z), h, contract=(1, 0)))
+            d_z = d_z.astype(plan.precision.compute)
+            dot = functools.partial(product, contract=(1, 0), precision=plan.precision)
+            return d_h + dot(d_z, weights[j]), d_weights.at[j].add(dot(transposed(d_z), h))
 
-        start = (jnp.zeros(h.shape, plan.accumulate), d_weights)
+        start = (jnp.zeros(h.shape, plan.precision.accumulate), d_weights)
         d_h, d_weights = lax.fori_loop(0, plan.vocab_chunks, per_vocab_chunk, start)
         return _put(plan, d_hidden, d_h, i), d_weights
 
     start = (
         jnp.zeros((*slots.entry.shape, hidden.shape[2]), hidden.dtype),
-        jnp.zeros(weights.shape, plan.accumulate),
+        jnp.zeros(weights.shape, plan.precision.accumulate),
     )
     d_hidden, d_weights = lax.fori_loop(0, slots.trips, per_chunk, start)
     # The gradient of entry t belongs to position t - 1.
@@ -307,7 +313,7 @@ def _chunk(
     """Gathers hidden states [B * positions, D] and tokens [B * positions] of slot chunk i."""
     at = jnp.maximum(_take(plan, slots.entry, i) - 1, 0)
     used = i * plan.positions + jnp.arange(plan.positions)[None, :] < slots.count[:, None]
-    h = jnp.take_along_axis(hidden, at[:, :, None], axis=1).astype(plan.compute)
+    h = jnp.take_along_axis(hidden, at[:, :, None], axis=1).astype(plan.precision.compute)
     # An unused slot reads a position outside the mask, which may hold any value.
     h = jnp.where(used[:, :, None], h, 0)
     return h.reshape(-1, hidden.shape[2]), _take(plan, slots.target, i).reshape(-1)
@@ -329,15 +335,9 @@ def _restore(plan: _Plan, chunks: jax.Array) -> jax.Array:
 
 def _logits(plan: _Plan, h, weights, j, temperature) -> jax.Array:
     """Computes tempered logits of chunk j of the vocabulary, stats[N, chunk_size]."""
-    z = _dot(plan, h, weights[j], contract=(1, 1))
-    z = z.astype(plan.logits).astype(plan.stats) / temperature
+    z = product(h, weights[j], contract=(1, 1), precision=plan.precision)
+    z = tempered(z.astype(plan.precision.logits).astype(plan.stats), temperature)
     if plan.chunk_size * plan.vocab_chunks == plan.vocab_size:
         return z
     columns = jnp.arange(plan.chunk_size) * plan.vocab_chunks + j
     return jnp.where((columns < plan.vocab_size)[None, :], z, plan.lowest)
-
-
-def _dot(plan: _Plan, x: jax.Array, y: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
-    dimensions = (((contract[0],), (contract[1],)), ((), ()))
-    x, y = x.astype(plan.compute), y.astype(plan.compute)
-    return lax.dot_general(x, y, dimensions, preferred_element_type=plan.accumulate)

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxrl.core.precision import DType
+from jaxrl.core.precision import PRESETS, DType
 from jaxrl.models import spec
+from jaxrl.models.products import product
 from jaxrl.models.spec import Params, ParamSpec, Specs
 
 
@@ -137,7 +138,7 @@ def _merge(params: Adapted) -> Params:
 
     def one(parts: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         weight, a, b = (part.astype(jnp.float32) for part in parts)
-        change = jnp.matmul(b, a, precision=lax.Precision.HIGHEST)
+        change = product(b, a, contract=(1, 0), precision=PRESETS["fp32"])
         return (weight + params.scale * change).astype(parts[0].dtype)
 
     for name in (key.removesuffix("_a") for key in adapters if key.endswith("_a")):

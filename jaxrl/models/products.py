@@ -1,10 +1,138 @@
-"""Transposes as operands of matrix products, on every backend."""
+"""Matrix products: the one place that multiplies matrices, as the `Precision` says.
+
+Operands are rounded to `compute`. Sums are in `accumulate`, which is also the result's dtype.
+`precision.algorithm` says how the products of f32 operands are computed.
+"""
 
 import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxrl.core.precision import Precision
+
+# Checkpoint name of the outputs of matrix products, rounded: a remat policy may keep them.
+OUTPUT = "product"
+
+Axes = tuple[int, ...]
+
+# Numbers in the largest matrix that XLA on CPU multiplies few rows by in the order of many rows.
+_SMALL = 32768
+
+
+def product(
+    x: jax.Array,
+    y: jax.Array,
+    *,
+    contract: tuple[int, int],
+    batch: Axes = (),
+    precision: Precision,
+) -> jax.Array:
+    """Multiplies two arrays, as `lax.dot_general` does.
+
+    Args:
+      x: any shape; rounded to `compute`.
+      y: likewise.
+      contract: the axis of `x` and the axis of `y` that are summed over.
+      batch: axes that both operands have in the same places.
+      precision: the dtype policy.
+
+    Returns:
+      The batch axes, the other axes of `x`, the other axes of `y`; in `accumulate`.
+    """
+    free = [axis for axis in range(x.ndim) if axis != contract[0] and axis not in batch]
+    rows = math.prod(x.shape[axis] for axis in free)
+    if rows == 1:  # XLA sums the product of a vector in another order than that of a matrix
+        x = jnp.repeat(x, 2, axis=free[-1])
+    dot = functools.partial(
+        lax.dot_general,
+        x.astype(precision.compute),
+        dimension_numbers=(((contract[0],), (contract[1],)), (batch, batch)),
+        precision=precision.algorithm,
+        preferred_element_type=precision.accumulate,
+    )
+    y = y.astype(precision.compute)
+    last, width = y.ndim - 1, max(64, _SMALL // y.shape[contract[1]] // 64 * 64)
+    if precision.sums == "fixed" and rows < 64 and contract[1] != last and width < y.shape[last]:
+        starts = range(0, y.shape[last], width)
+        parts = [
+            dot(lax.slice_in_dim(y, i, min(i + width, y.shape[last]), axis=last)) for i in starts
+        ]
+        z = jnp.concatenate(parts, axis=-1)
+    else:
+        z = dot(y)
+    return lax.slice_in_dim(z, 0, 1, axis=len(batch) + len(free) - 1) if rows == 1 else z
+
+
+def grouped_product(
+    x: jax.Array,
+    y: jax.Array,
+    sizes: jax.Array,
+    *,
+    contract: tuple[int, int],
+    group: Axes = (0,),
+    precision: Precision,
+) -> jax.Array:
+    """Multiplies consecutive groups of rows of `x`, each by a matrix of its own.
+
+    Args:
+      x: [M, ...]; rounded to `compute`.
+      y: [G, ...], a matrix for each group; or [M, ...] if `group` is empty, and the result then has
+        a matrix for each group.
+      sizes: i32[G], rows in each group.
+      contract: the axis of `x` and the axis of `y` that are summed over.
+      group: axes of `y` that count groups.
+      precision: the dtype policy.
+
+    Returns:
+      The products in `accumulate`; rows beyond the groups are undefined.
+    """
+    x, y = x.astype(precision.compute), y.astype(precision.compute)
+    dimensions = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((contract[0],), (contract[1],)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=group,
+    )
+    ragged = functools.partial(
+        lax.ragged_dot_general,
+        ragged_dot_dimension_numbers=dimensions,
+        precision=precision.algorithm,
+        preferred_element_type=precision.accumulate,
+    )
+    one_by_one = functools.partial(
+        _grouped_on_cpu, contract=contract, group=group, precision=precision
+    )
+    return lax.platform_dependent(x, y, sizes, cpu=one_by_one, default=ragged)
+
+
+def _grouped_on_cpu(x, y, sizes, *, contract, group, precision):
+    """Multiplies group by group and skips empty ones. XLA has no kernel for groups on CPU: it
+    multiplies all rows by all matrices, and adds in an order that depends on the number of rows."""
+    ends = jnp.cumsum(sizes)
+    index = jnp.arange(len(x))[:, None]
+
+    def one(start, end, matrix):
+        own = jnp.where((index >= start) & (index < end), x, 0)
+        if group:
+            return product(own, matrix, contract=(1, contract[1] - 1), precision=precision)
+        return product(transposed(own), y, contract=(1, 0), precision=precision)
+
+    def nothing(start, end, matrix):
+        return jnp.zeros_like(jax.eval_shape(one, start, end, matrix))
+
+    def step(total, scanned):
+        start, end, matrix = scanned
+        z = lax.cond(end > start, one, nothing, start, end, matrix)
+        return (total + z, None) if group else (total, z)
+
+    scanned = (ends - sizes, ends, y if group else None)
+    shape = jax.eval_shape(one, *jax.tree.map(lambda v: v[0], scanned))
+    total, stacked = lax.scan(step, jnp.zeros(shape.shape, shape.dtype), scanned)
+    return total if group else jnp.asarray(stacked)
 
 
 def transposed(x: jax.Array) -> jax.Array:
@@ -18,3 +146,62 @@ def transposed(x: jax.Array) -> jax.Array:
     if x.dtype != jnp.bfloat16:
         return swap(x)
     return lax.platform_dependent(x, cpu=lambda x: lax.optimization_barrier(swap(x)), default=swap)
+
+
+def _matmul_forward(x, weight, precision):
+    x, weight = x.astype(precision.compute), weight.astype(precision.compute)
+    y = product(x, weight, contract=(1, 1), precision=precision)
+    return y.astype(precision.activations), (x, weight)
+
+
+def _matmul_backward(precision, residuals, dy):
+    x, weight = residuals
+    dx = product(dy, weight, contract=(1, 0), precision=precision)
+    columns = transposed(dy.astype(precision.compute))
+    dweight = product(columns, x, contract=(1, 0), precision=precision)
+    return dx.astype(precision.activations), dweight.astype(weight.dtype)
+
+
+_matmul: Any = jax.custom_vjp(
+    lambda x, weight, precision: _matmul_forward(x, weight, precision)[0], nondiff_argnums=(2,)
+)
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def matmul(x: jax.Array, weight: jax.Array, *, precision: Precision) -> jax.Array:
+    """Computes `x @ weight.T`: [..., in] and [out, in] -> [..., out], in `activations`. The
+    gradient's products follow the policy, too."""
+    x = x.astype(precision.activations)
+    flat = x.reshape(-1, x.shape[-1])
+    y = _matmul(flat, weight.astype(precision.compute), precision)
+    y = checkpoint_name(y, OUTPUT)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _grouped_forward(x, weights, sizes, precision):
+    x = x.astype(precision.compute)
+    y = grouped_product(x, weights, sizes, contract=(1, 2), precision=precision)
+    return y.astype(precision.activations), (x, weights, sizes)
+
+
+def _grouped_backward(precision, residuals, dy):
+    x, weights, sizes = residuals
+    dx = grouped_product(dy, weights, sizes, contract=(1, 1), precision=precision)
+    dweights = grouped_product(dy, x, sizes, contract=(0, 0), group=(), precision=precision)
+    return dx.astype(precision.activations), dweights.astype(weights.dtype), None
+
+
+_grouped: Any = jax.custom_vjp(
+    lambda x, weights, sizes, precision: _grouped_forward(x, weights, sizes, precision)[0],
+    nondiff_argnums=(3,),
+)
+_grouped.defvjp(_grouped_forward, _grouped_backward)
+
+
+def grouped_matmul(
+    x: jax.Array, weights: jax.Array, *, sizes: jax.Array, precision: Precision
+) -> jax.Array:
+    """Computes `x @ weights[g].T` for the rows of each group g: [M, in] and [G, out, in] ->
+    [M, out], in `activations`. The first `sizes[0]` rows are those of group 0, and so on."""
+    x = x.astype(precision.activations)
+    return _grouped(x, weights.astype(precision.compute), sizes, precision)

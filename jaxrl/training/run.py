@@ -76,7 +76,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     """
     directory, hosts = Path(config.run_dir), Hosts()
     config = hosts.on_leader(lambda: rollbacks.settle(directory, config))
-    recipe, layout = make_recipe(config), make_layout(config.mesh)
+    recipe, layout = make_recipe(config), make_layout(config.mesh, policy=config.policy)
     task = load_task(config, splits=("train", "test") if hosts.leads else ())
     learning, state = open_learning(config, recipe, layout=layout)
     episode_runner = environment.make_episode_runner(

@@ -11,7 +11,7 @@ from benchmarks.shapes import ANSWER, PROMPT, SHAPES
 from benchmarks.timing import Run
 
 from jaxrl.core.batch import Minibatch, TokenBatch
-from jaxrl.core.precision import Precision, cast
+from jaxrl.core.precision import Precision, cast, jit
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.recipes import grpo
 from jaxrl.models.decoder import decoder
@@ -51,10 +51,10 @@ def learner_step(shape: str, *, precision: Precision, rows: int, remat: str) -> 
         rows_per_microbatch=rows,
     )
     params = init(model.specs, jax.random.key(0), dtype=precision.params)
-    state = jax.jit(learner.init)(params)
+    state = jit(learner.init)(params)
     minibatch = Minibatch(batch=_batch(shape), microbatches=jnp.int32(SEQUENCES // rows))
     start = time.perf_counter()
-    step = jax.jit(learner.step, donate_argnums=0).lower(state, minibatch).compile()
+    step = jit(learner.step, donate_argnums=0).lower(state, minibatch).compile()
     seconds = time.perf_counter() - start
     memory = step.memory_analysis()
     needed = live_bytes(model, state, minibatch, precision=precision, rows=rows)

@@ -10,19 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl.core.loss_scale import (
+    LossScaleSpec,
+    dynamic_loss_scale,
+    init_loss_scale,
+    parse_loss_scale,
+    update_loss_scale,
+)
 from jaxrl.core.precision import (
     PRESETS,
     ROLES,
-    LossScaleSpec,
     Precision,
     cast,
     disagreement,
-    dynamic_loss_scale,
-    init_loss_scale,
     parse,
-    parse_loss_scale,
     sampler_precision,
-    update_loss_scale,
 )
 
 quick = settings(max_examples=50, derandomize=True, deadline=None, database=None)

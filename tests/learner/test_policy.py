@@ -10,9 +10,10 @@ import optax
 import pytest
 
 from jaxrl.core.batch import Minibatch
+from jaxrl.core.loss_scale import LossScale, LossScaleSpec, dynamic_loss_scale
 from jaxrl.core.metrics import to_floats
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
-from jaxrl.core.precision import PRESETS, LossScale, LossScaleSpec, Precision, dynamic_loss_scale
+from jaxrl.core.precision import PRESETS, Precision
 from jaxrl.learner.policy import Learner, LearnerState, make_learner
 from jaxrl.learner.update import applied_steps
 from jaxrl.losses import (

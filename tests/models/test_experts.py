@@ -16,7 +16,8 @@ from jaxrl.core import precision
 from jaxrl.core.precision import PRESETS
 from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
-from jaxrl.models.experts import feed_forward, imbalance, route
+from jaxrl.models.experts import imbalance, mixture, route
+from jaxrl.models.layers import LayerContext
 from tests import tiny
 
 FP32 = PRESETS["fp32"]
@@ -45,6 +46,11 @@ def one_by_one(x, one, *, experts, weights):
         hidden = gate / (1 + np.exp(-gate)) * up
         out[index[:2]] += weights[index] * (one["expert_down"][e] @ hidden)
     return out
+
+
+def feed_forward(x, one, *, config, precision, recorded=None):
+    context = LayerContext(config, precision)
+    return mixture(context.norm(x, one["mlp_norm"]), one, context=context, recorded=recorded)
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
@@ -104,7 +110,7 @@ def test_every_product_follows_the_policy(text):
 def test_routing_is_not_rounded_to_half_precision():
     x, router = stream(), layer()["router"]
     policy = PRESETS["bf16_master"]
-    routing = route(x, router, config=CONFIG, precision=policy)
+    routing = route(x, router, context=LayerContext(CONFIG, policy))
     assert {routing.probs.dtype, routing.weights.dtype} == {policy.accumulate}
     rounded = (a.astype(policy.compute).astype(jnp.float32) for a in (x, router))
     exact = jax.nn.softmax(jnp.einsum("btd,ed->bte", *rounded))
@@ -114,7 +120,7 @@ def test_routing_is_not_rounded_to_half_precision():
 def test_imbalance_is_that_of_transformers_within_each_sequence():
     x, router = stream(length=12), layer()["router"]
     segments = jnp.array([[1] * 5 + [2] * 4 + [0] * 3, [1] * 12])
-    routing = route(x, router, config=CONFIG, precision=FP32)
+    routing = route(x, router, context=LayerContext(CONFIG, FP32))
     cost = imbalance(routing, segments)
     logits = jnp.einsum("btd,ed->bte", x, router)
     for row, segment in ((0, 1), (0, 2), (1, 1)):

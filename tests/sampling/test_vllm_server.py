@@ -379,10 +379,10 @@ def test_a_failed_server_is_skipped_and_recovers(material, second, monkeypatch):
 
             load = VllmServer._load
 
-            def killed_meanwhile(server: VllmServer, payload: str, version: int):
+            def killed_meanwhile(server: VllmServer, info: dict):
                 if server.url == mortal:
                     signal_all(third, signal.SIGKILL)
-                return load(server, payload, version)
+                return load(server, info)
 
             monkeypatch.setattr(VllmServer, "_load", killed_meanwhile)
             assert publish(5) == 1

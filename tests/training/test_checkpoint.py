@@ -14,7 +14,7 @@ import optax
 import pytest
 from flax import struct
 
-from jaxrl.core.precision import LossScale, LossScaleSpec, init_loss_scale
+from jaxrl.core.loss_scale import LossScale, LossScaleSpec, init_loss_scale
 from jaxrl.models.spec import ParamSpec, abstract
 from jaxrl.training.storage.checkpoint import CheckpointError, Checkpoints
 from sharding.mesh import make_mesh

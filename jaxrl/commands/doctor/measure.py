@@ -23,7 +23,7 @@ from jaxrl.config.sampler import SamplingConfig
 from jaxrl.core import precision
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
-from jaxrl.core.precision import Precision
+from jaxrl.core.precision import Precision, jit
 from jaxrl.data import prompts as data
 from jaxrl.learner.policy import Learner, make_learner
 from jaxrl.losses.recipes import grpo
@@ -183,8 +183,8 @@ def _measure(
     )
     arrays: dict[str, np.ndarray] = jax.device_get(
         {
-            "learner": jax.jit(learner.score)(params, samples.minibatch),
-            "shadow": jax.jit(learner.shadow)(params, samples.minibatch),
+            "learner": jit(learner.score, sums=policy.sums)(params, samples.minibatch),
+            "shadow": jit(learner.shadow, sums=policy.sums)(params, samples.minibatch),
             "sampler": batch.sampler_logprobs,
         }
     )
@@ -208,8 +208,8 @@ def _measure(
 
 def _step_times(learner: Learner, params: Any, *, samples: _Samples, count: int) -> Iterator[float]:
     """Times training steps, without compilation."""
-    state = jax.jit(learner.init)(params)
-    step = jax.jit(learner.step, donate_argnums=0).lower(state, samples.minibatch).compile()
+    state = jit(learner.init)(params)
+    step = jit(learner.step, donate_argnums=0).lower(state, samples.minibatch).compile()
     for _ in range(count):
         start = time.perf_counter()
         state, _ = step(state, samples.minibatch)

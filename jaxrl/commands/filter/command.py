@@ -106,7 +106,7 @@ def _measure(
     if done == len(examples):
         return
     policy = config.policy
-    layout = make_layout(config.mesh)
+    layout = make_layout(config.mesh, policy=config.policy)
     reward, *_ = load_rewards(
         config.reward.path, config.reward.function_weights, timeout=config.reward.timeout
     )

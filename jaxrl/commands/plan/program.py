@@ -11,6 +11,7 @@ from jaxrl.commands.plan.resident import ResidentMemory, on_one, resident_memory
 from jaxrl.commands.plan.step import Step, make_step
 from jaxrl.commands.plan.topology import GIB, Topology
 from jaxrl.config.training import Config
+from jaxrl.core.precision import jit
 from jaxrl.models import logprobs, lora
 from sharding.collectives import Traffic, collectives
 
@@ -65,8 +66,11 @@ def compile_step(config: Config, topology: Topology) -> Program:
         "resident": resident_memory(config, step),
     }
     start = time.perf_counter()
-    function = jax.jit(
-        step.learner.step, donate_argnums=0, out_shardings=(step.state_shardings, None)
+    function = jit(
+        step.learner.step,
+        sums=config.policy.sums,
+        donate_argnums=0,
+        out_shardings=(step.state_shardings, None),
     )
     try:
         compiled = function.lower(step.state, step.minibatch).compile()

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxrl.core.precision import Precision
+from jaxrl.models.attention import TILE
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.sampling.base import ClosedError, Completion, SamplingParams, Turn
@@ -136,9 +137,9 @@ def cache_sizes(context: int, completion: int) -> list[int]:
     """
     width = length_bucket(context, step=16)
     # The last token drawn needs no slot.
-    sizes, most = [width], length_bucket(width + completion - 1, step=16)
+    sizes, most = [width], length_bucket(width + completion - 1, step=TILE)
     while sizes[-1] < most or len(sizes) == 1:
-        sizes.append(min(length_bucket(sizes[-1] + SEGMENT, step=SEGMENT), most))
+        sizes.append(min(length_bucket(sizes[-1] + SEGMENT, step=TILE), most))
     return sizes
 
 
@@ -171,8 +172,7 @@ def decode_batch(turns: Sequence[Turn], request: DecodeRequest) -> Iterator[Comp
             if one.append(out, row=row, length=int(length[row])) or ended[row]:
                 experts = state.cache.experts
                 if experts is not None:
-                    start = width - one.context_length
-                    experts = fetch(row_experts(experts, np.int32(row)))[start:]
+                    experts = fetch(row_experts(experts, np.int32(row)))
                 finished.append(
                     one.finish(stopped=ended[row], version=request.version, experts=experts)
                 )
@@ -215,10 +215,10 @@ def _prefill(
     shards = request.shards
     prompts = {turn.context.tobytes(): turn.context for turn in turns}
     shape = (count_bucket(len(prompts), multiple=shards), width)
-    tokens, pad = np.zeros(shape, np.int32), np.full(shape[0], width - 1, np.int32)
+    tokens, lengths = np.zeros(shape, np.int32), np.ones(shape[0], np.int32)
     for row, prompt in enumerate(prompts.values()):
-        pad[row] = width - len(prompt)
-        tokens[row, pad[row] :] = prompt
+        lengths[row] = len(prompt)
+        tokens[row, : len(prompt)] = prompt
     row_of = {content: row for row, content in enumerate(prompts)}
     size = count_bucket(len(turns), multiple=shards)
     size = min(size, max_rows(request.max_batch, shards=shards))
@@ -229,7 +229,7 @@ def _prefill(
     cache, logits = prefill(
         request.weights,
         request.put(tokens),
-        request.put(pad),
+        request.put(lengths),
         model=request.model,
         precision=request.precision,
         record_experts=request.record_experts,
@@ -237,4 +237,4 @@ def _prefill(
     seed = request.params.seed
     key = jax.random.fold_in(jax.random.key(seed % 2**32, impl="threefry2x32"), seed // 2**32)
     plan = jax.tree.map(request.put, plan)
-    return draw_first(cache, logits, pad, plan=plan, key=key, settings=settings, slots=slots)
+    return draw_first(cache, logits, lengths, plan=plan, key=key, settings=settings, slots=slots)

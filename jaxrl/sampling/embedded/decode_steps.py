@@ -12,7 +12,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from jaxrl.core.precision import Precision
+from jaxrl.core.precision import Precision, jit, jit_by_policy
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.sampling.embedded.draw_token import DrawSettings, draw_tokens
@@ -42,9 +42,9 @@ class DecodeState:
 
     cache: Cache
     token: jax.Array  # i32[B], the last one drawn; not in the cache yet
-    slot: jax.Array  # i32[], the token's slot
+    slot: jax.Array  # i32[], the token's slot in a row whose prompt fills the prefill
     drawn: jax.Array  # i32[], tokens drawn per row
-    pad: jax.Array  # i32[B], unused slots before the prompt
+    pad: jax.Array  # i32[B], slots that the prompt leaves free in the prefill
     key: jax.Array  # key[B]
     tail: jax.Array  # i32[B, S], see `stopping`
     length: jax.Array  # i32[B], tokens of the completion
@@ -60,17 +60,17 @@ class Segment:
     count: jax.Array  # i32[]
 
 
-@jax.jit
+@jit
 def row_experts(experts: jax.Array, row: jax.Array) -> jax.Array:
     """Returns the experts [S, L, k] of one row of a cache's [L, B, S, k]."""
     return experts[:, row].transpose(1, 0, 2)
 
 
-@functools.partial(jax.jit, static_argnames=("slots",))
+@functools.partial(jit, sums="fixed", static_argnames=("slots",))
 def draw_first(
     cache: Cache,
     logits: jax.Array,
-    pad: jax.Array,
+    lengths: jax.Array,
     *,
     plan: RowPlan,
     key: jax.Array,
@@ -82,7 +82,7 @@ def draw_first(
     Args:
       cache: of N prompts.
       logits: [N, V] after each prompt.
-      pad: i32[N] unused slots before each prompt.
+      lengths: i32[N] tokens of each prompt.
       plan: the rows of the new batch.
       key: key[] of the request.
       settings: how tokens are drawn.
@@ -99,7 +99,7 @@ def draw_first(
         token=token,
         slot=jnp.int32(cache.slots),
         drawn=jnp.int32(1),
-        pad=pad[prompt],
+        pad=cache.slots - lengths[prompt],
         key=key,
         tail=tail,
         length=used.astype(jnp.int32),
@@ -108,7 +108,7 @@ def draw_first(
     return state, Segment(token[None], logprob[None], jnp.int32(1))
 
 
-@functools.partial(jax.jit, static_argnames=("model", "precision"), donate_argnames=("state",))
+@jit_by_policy(static_argnames=("model", "precision"), donate_argnames=("state",))
 def decode_segment(
     params: Params,
     state: DecodeState,
@@ -141,8 +141,7 @@ def decode_segment(
             params,
             state.cache,
             state.token,
-            slot=state.slot,
-            pad=state.pad,
+            positions=state.slot - state.pad,
             model=model,
             precision=precision,
         )
@@ -169,13 +168,13 @@ def decode_segment(
     return lax.while_loop(more, step, (state, out))
 
 
-@functools.partial(jax.jit, static_argnames=("slots",))
+@functools.partial(jit, static_argnames=("slots",))
 def grow_cache(state: DecodeState, *, slots: int) -> DecodeState:
     """Extends the cache to `slots` slots. Rows stay in place, so no data changes device."""
     return dataclasses.replace(state, cache=_pad_slots(state.cache, slots=slots))
 
 
-@functools.partial(jax.jit, static_argnames=("slots",))
+@functools.partial(jit, static_argnames=("slots",))
 def take_rows(state: DecodeState, source: jax.Array, used: jax.Array, *, slots: int) -> DecodeState:
     """Moves the rows `source`, i32[B], to a batch with this many slots; bool[B] `used` is False for
     rows that only pad the batch."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxrl.models.logprobs import tempered
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.stopping import stop_table
 from jaxrl.sampling.embedded.truncation import Truncation, truncate, truncation
@@ -48,7 +49,7 @@ def draw_tokens(
     """
     logits = logits.astype(jnp.float32)
     if settings.temperature is not None:
-        logits = logits / settings.temperature
+        logits = tempered(logits, settings.temperature)
     logits = logits - jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits)
     if settings.temperature is None:

@@ -1,10 +1,10 @@
 """The decoder with a KV cache: prefill of prompts, and a decode step of one token per row.
 
-Prompts are padded on the left. All rows then write the same slot of the cache, and the last token
-of every prompt is in the last column. A row's position is its slot minus its padding.
+The slot of a token is its position. Every row of the cache then has the form of a row of the
+learner, and attention adds the same numbers in the same order.
 """
 
-import functools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,13 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from jaxrl.core.precision import Precision
-from jaxrl.models.attention import attention
+from jaxrl.core.precision import Precision, jit_by_policy
+from jaxrl.models.attention import attention, pad_values, softmax_product
+from jaxrl.models.block import block
 from jaxrl.models.decoder import Model
-from jaxrl.models.experts import Routing, feed_forward
-from jaxrl.models.layers import Layer, embed, matmul, project_qkv, rms_norm, rope_table
+from jaxrl.models.experts import Routing
+from jaxrl.models.layers import LayerContext, embed, rope_table
+from jaxrl.models.products import product
 from jaxrl.models.spec import Params
 from jaxrl.sampling.embedded.half_bits import from_bits, to_bits
 
@@ -31,7 +33,7 @@ class Cache:
     """
 
     keys: jax.Array  # [L, B, K, head_dim, S]
-    values: jax.Array  # [L, B, K, S, head_dim]
+    values: jax.Array  # [L, B, K, S, head_dim], see `pad_values`
     experts: jax.Array | None = None  # [L, B, S, k], of the smallest unsigned dtype
 
     @property
@@ -40,11 +42,11 @@ class Cache:
         return self.values.shape[-2]
 
 
-@functools.partial(jax.jit, static_argnames=("model", "precision", "record_experts"))
+@jit_by_policy(static_argnames=("model", "precision", "record_experts"))
 def prefill(
     params: Params,
     tokens: jax.Array,
-    pad: jax.Array,
+    lengths: jax.Array,
     *,
     model: Model,
     precision: Precision,
@@ -54,8 +56,8 @@ def prefill(
 
     Args:
       params: in `precision.compute`.
-      tokens: i32[B, S] prompts, padded on the left.
-      pad: i32[B] padding tokens per row.
+      tokens: i32[B, S] prompts, padded on the right.
+      lengths: i32[B] tokens of each prompt, at least 1.
       model: the decoder.
       precision: see `sampler_precision`.
       record_experts: whether the cache records experts, here and in `decode_step`; only for a model
@@ -65,21 +67,27 @@ def prefill(
       The cache with S slots, and the next-token logits [B, V] in `precision.logits`.
     """
     config = model.config
-    slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
-    positions = jnp.maximum(slots - pad[:, None], 0)
-    segments = (slots >= pad[:, None]).astype(jnp.int32)
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    segments = (positions < lengths[:, None]).astype(jnp.int32)
     table = rope_table(positions, rope=config.rope, head_dim=config.head_dim, precision=precision)
+    context = LayerContext(config, precision, local=model.local)
 
     def body(x, scanned):
         layer, window = scanned
-        q, k, v = project_qkv(x, layer, table, config=config, precision=precision)
-        out = attention(q, k, v, segments, window=window, precision=precision)
-        x, routing = _finish_layer(x, out, layer, model=model, precision=precision)
-        return x, _entries(k, v, precision, routing=routing if record_experts else None)
+
+        def attend(q, k, v):
+            out = attention(q, k, v, segments, window=window, precision=precision)
+            return out, _entries(k, v, precision)
+
+        x, cache, routing = block(x, layer, attend, table=table, context=context)
+        if record_experts and routing is not None:
+            cache = dataclasses.replace(cache, experts=_smallest(routing))
+        return x, cache
 
     x = embed(params["embed"], tokens, precision=precision)
     x, cache = lax.scan(body, x, (params["layers"], _windows(model)))
-    return cache, _logits(params, x[:, -1:], model=model, precision=precision)
+    last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)
+    return cache, _logits(params, last, model=model, context=context)
 
 
 def decode_step(
@@ -87,8 +95,7 @@ def decode_step(
     cache: Cache,
     tokens: jax.Array,
     *,
-    slot: jax.Array,
-    pad: jax.Array,
+    positions: jax.Array,
     model: Model,
     precision: Precision,
 ) -> tuple[Cache, jax.Array]:
@@ -96,10 +103,9 @@ def decode_step(
 
     Args:
       params: in `precision.compute`.
-      cache: holds the earlier tokens in the slots before `slot`.
+      cache: holds the earlier tokens of every row.
       tokens: i32[B].
-      slot: i32[], the slot of the tokens.
-      pad: i32[B] unused slots at the start of each row.
+      positions: i32[B], positions of the tokens, hence their slots.
       model: the decoder.
       precision: see `sampler_precision`.
 
@@ -108,27 +114,33 @@ def decode_step(
     """
     config = model.config
     index = jnp.arange(cache.slots, dtype=jnp.int32)[None, :]
-    seen = (index >= pad[:, None]) & (index <= slot)
-    positions = (slot - pad)[:, None]
-    table = rope_table(positions, rope=config.rope, head_dim=config.head_dim, precision=precision)
+    seen = index <= positions[:, None]
+    table = rope_table(
+        positions[:, None], rope=config.rope, head_dim=config.head_dim, precision=precision
+    )
+
+    context = LayerContext(config, precision, local=model.local)
+
+    rows = jnp.arange(len(tokens))
 
     # The cache is carried and written in place: scanned over, it would be copied as a whole.
     def body(carry, scanned):
         x, cache = carry
         number, layer, window = scanned
         layer = jax.tree.map(lambda bits: from_bits(bits, precision.compute), layer)
-        q, k, v = project_qkv(x, layer, table, config=config, precision=precision)
-        new = _entries(k, v, precision)
-        keys = lax.dynamic_update_slice(cache.keys, new.keys[None], (number, 0, 0, 0, slot))
-        values = lax.dynamic_update_slice(cache.values, new.values[None], (number, 0, 0, slot, 0))
-        near = seen if window is None else seen & (index > slot - window)
-        own = (from_bits(part[number], precision.compute) for part in (keys, values))
-        out = attend(q, *own, seen=near, precision=precision)
-        x, routing = _finish_layer(x, out, layer, model=model, precision=precision)
+        near = seen if window is None else seen & (index > positions[:, None] - window)
+
+        def attend(q, k, v):
+            new = _entries(k, v, precision)
+            keys = cache.keys.at[number, rows, :, :, positions].set(new.keys[..., 0])
+            values = cache.values.at[number, rows, :, positions].set(new.values[:, :, 0])
+            own = (from_bits(part[number], precision.compute) for part in (keys, values))
+            return attend_cache(q, *own, seen=near, precision=precision), (keys, values)
+
+        x, (keys, values), routing = block(x, layer, attend, table=table, context=context)
         experts = cache.experts
         if experts is not None and routing is not None:
-            chosen = routing.experts.astype(experts.dtype)
-            experts = lax.dynamic_update_slice(experts, chosen[None], (number, 0, slot, 0))
+            experts = experts.at[number, rows, positions].set(_smallest(routing)[:, 0])
         return (x, Cache(keys, values, experts)), None
 
     x = from_bits(to_bits(params["embed"])[tokens[:, None]], params["embed"].dtype)
@@ -136,58 +148,42 @@ def decode_step(
     numbers = jnp.arange(config.num_layers, dtype=jnp.int32)
     scanned = (numbers, jax.tree.map(to_bits, params["layers"]), _windows(model))
     (x, cache), _ = lax.scan(body, (x, cache), scanned)
-    return cache, _logits(params, x, model=model, precision=precision)
+    return cache, _logits(params, x, model=model, context=context)
 
 
-def attend(
+def attend_cache(
     q: jax.Array, keys: jax.Array, values: jax.Array, *, seen: jax.Array, precision: Precision
 ) -> jax.Array:
-    """Computes grouped-query attention of one token per row over the row's cache.
+    """Computes grouped-query attention of one token per row over the row's cache, with the
+    arithmetic of `attention`.
 
     Args:
       q: [B, 1, H, hd].
       keys: [B, K, hd, S].
-      values: [B, K, S, hd].
+      values: [B, K, S, hd], see `pad_values`.
       seen: bool[B, S] slots to attend to, at least one per row.
       precision: scores and softmax are in `accumulate`.
 
     Returns:
-      [B, 1, H * hd] in `precision.activations`.
+      [B, 1, H, hd] in `precision.activations`.
     """
     batch, _, heads, dim = q.shape
-    q = q.reshape(batch, keys.shape[1], -1, dim).astype(precision.compute)
-    scores = _batched_dot(q, keys.astype(precision.compute), precision) * dim**-0.5
+    q = q.reshape(batch, keys.shape[1], -1, dim)
+    scores = product(q, keys, contract=(3, 2), batch=(0, 1), precision=precision) * dim**-0.5
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(scores.dtype).min)
-    probs = jax.nn.softmax(scores, axis=-1).astype(precision.compute)
-    out = _batched_dot(probs, values.astype(precision.compute), precision)
-    return out.reshape(batch, 1, heads * dim).astype(precision.activations)
+    out, _ = softmax_product(scores, values, precision=precision)
+    return out[..., :dim].reshape(batch, 1, heads, dim)
 
 
-def _finish_layer(
-    x: jax.Array, attended: jax.Array, layer: Layer, *, model: Model, precision: Precision
-) -> tuple[jax.Array, Routing | None]:
-    """Adds the attention's output and the feed-forward block to the residual stream [B, T, D]."""
-    x = x + matmul(attended.reshape(*x.shape[:2], -1), layer["o"], precision=precision)
-    more, routing = feed_forward(
-        x, layer, config=model.config, precision=precision, local=model.local
-    )
-    return x + more, routing
-
-
-def _entries(
-    k: jax.Array, v: jax.Array, precision: Precision, *, routing: Routing | None = None
-) -> Cache:
+def _entries(k: jax.Array, v: jax.Array, precision: Precision) -> Cache:
     """Returns one layer's part of the cache from keys and values [B, T, K, hd]."""
     k, v = (to_bits(x.astype(precision.compute)) for x in (k, v))
-    experts = None
-    if routing is not None:
-        experts = routing.experts.astype(np.min_scalar_type(routing.probs.shape[-1] - 1))
-    return Cache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), experts)
+    return Cache(k.transpose(0, 2, 3, 1), pad_values(v.transpose(0, 2, 1, 3), precision))
 
 
-def _batched_dot(x: jax.Array, y: jax.Array, precision: Precision) -> jax.Array:
-    dims = (((3,), (2,)), ((0, 1), (0, 1)))
-    return lax.dot_general(x, y, dims, preferred_element_type=precision.accumulate)
+def _smallest(routing: Routing) -> jax.Array:
+    """Returns the chosen experts in the smallest unsigned dtype."""
+    return routing.experts.astype(np.min_scalar_type(routing.probs.shape[-1] - 1))
 
 
 def _windows(model: Model) -> jax.Array | None:
@@ -196,15 +192,8 @@ def _windows(model: Model) -> jax.Array | None:
     return jnp.array(windows, jnp.int32) if windows else None
 
 
-def _logits(params: Params, x: jax.Array, *, model: Model, precision: Precision) -> jax.Array:
+def _logits(params: Params, x: jax.Array, *, model: Model, context: LayerContext) -> jax.Array:
     """Returns the logits [B, V] of a residual stream [B, 1, D]."""
-    config = model.config
-    x = rms_norm(x, params["final_norm"], eps=config.rms_norm_eps, precision=precision)
-    head = model.unembedding(params).astype(precision.compute)
-    logits = lax.dot_general(
-        x[:, 0].astype(precision.compute),
-        head,
-        (((1,), (1,)), ((), ())),
-        preferred_element_type=precision.accumulate,
-    )
-    return logits.astype(precision.logits)
+    x = context.norm(x, params["final_norm"])[:, 0]
+    logits = product(x, model.unembedding(params), contract=(1, 1), precision=context.precision)
+    return logits.astype(context.precision.logits)

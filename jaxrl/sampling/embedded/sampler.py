@@ -5,10 +5,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from jaxrl.core.precision import Precision, as_served, sampler_precision
+from jaxrl.core.precision import Precision, as_served, jit, sampler_precision
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.sampling.base import Completion, SamplingParams, Turn, check_turns, group_turns
@@ -67,7 +66,7 @@ class EmbeddedSampler:
         self._max_batch = max_batch
         self._layout, self._record_experts = layout, record_experts
         self._closed = threading.Event()
-        self._serve = jax.jit(
+        self._serve = jit(
             functools.partial(as_served, precision=precision),
             out_shardings=None if layout is None else layout.tree(model.specs),
         )

@@ -13,6 +13,7 @@ from jaxrl.config.preference import DPOConfig, PairLossConfig
 from jaxrl.core import plugins, precision
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import Metrics
+from jaxrl.core.precision import jit
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import from_config, preference
 from jaxrl.losses.algebra import objective
@@ -36,18 +37,16 @@ def train_dpo(config: DPOConfig) -> Result:
     tokenizer = huggingface.load_tokenizer(config.model.path)
     data = load_pairs(config.data, tokenizer, max_tokens=config.train.row_length)
     setup = set_up(config)
-    reference: Params = jax.jit(precision.cast, static_argnums=1)(
-        setup.params, config.policy.compute
-    )
+    reference: Params = jit(precision.cast, static_argnums=1)(setup.params, config.policy.compute)
     learner = make_learner(
         setup.model, goal, optimizer=setup.optimizer.transformation, **setup.numerics
     )
-    score = jax.jit(learner.score)
+    score = jit(learner.score)
 
     def prepare(minibatch: Minibatch) -> Minibatch:
         return dataclasses.replace(minibatch, reference=score(reference, minibatch))
 
-    @jax.jit
+    @jit
     def compare(logprobs: jax.Array, minibatch: Minibatch) -> Metrics:
         scores = Scores(logprobs=logprobs, reference=minibatch.reference)
         return goal.total(scores, minibatch.batch)[1]

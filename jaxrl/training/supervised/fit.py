@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from jaxrl.builders.model import attention_note
@@ -19,6 +18,7 @@ from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.metrics import Metrics, to_floats
+from jaxrl.core.precision import jit
 from jaxrl.data import prompts
 from jaxrl.learner.policy import Learner, LearnerState
 from jaxrl.learner.reward_model import Ranker
@@ -169,8 +169,8 @@ def compile_step(config: SupervisedConfig, task: Task) -> tuple[LearnerState, Up
     shardings = state_shardings(
         config.optimizer, learner.init, setup.params, layout=setup.layout, specs=setup.model.specs
     )
-    state = jax.jit(learner.init, out_shardings=shardings)(setup.params)
-    return state, jax.jit(learner.step, donate_argnums=0, out_shardings=(shardings, None))
+    state = jit(learner.init, out_shardings=shardings)(setup.params)
+    return state, jit(learner.step, donate_argnums=0, out_shardings=(shardings, None))
 
 
 class _Log:

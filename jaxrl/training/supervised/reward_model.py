@@ -1,11 +1,10 @@
 """Trains a reward model on pairs of completions (Bradley-Terry)."""
 
-import jax
-
 from jaxrl.builders.supervised import set_up
 from jaxrl.config.preference import RewardModelConfig
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import Metrics
+from jaxrl.core.precision import jit
 from jaxrl.learner.reward_model import make_ranker, make_scores
 from jaxrl.losses.preference import ranked
 from jaxrl.models import huggingface
@@ -28,7 +27,7 @@ def train_reward_model(config: RewardModelConfig) -> Result:
     setup, center_rewards = set_up(config, output="scores"), config.loss.center_rewards
     scores = make_scores(setup.model, **setup.numerics)
 
-    @jax.jit
+    @jit
     def measure(params: Params, minibatch: Minibatch) -> Metrics:
         return ranked(scores(params, minibatch), minibatch.batch, center_rewards=center_rewards)[1]
 

@@ -1,0 +1,149 @@
+"""Every product follows the policy: in the source, as lowered and as compiled."""
+
+import ast
+import re
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxrl
+from jaxrl.core import precision
+from jaxrl.core.packing import MinibatchShape, pack_minibatch
+from jaxrl.core.precision import PRESETS, jit, sampler_precision
+from jaxrl.learner.policy import make_learner
+from jaxrl.losses import grpo
+from jaxrl.models import spec
+from jaxrl.models.decoder import decoder
+from jaxrl.models.products import grouped_product, product
+from jaxrl.sampling.embedded.kv_cache import decode_step, prefill
+from tests import tiny
+
+SOURCE = Path(jaxrl.__file__).parent
+MULTIPLIES = {"dot", "dot_general", "einsum", "matmul", "ragged_dot", "ragged_dot_general", "vdot"}
+# cuDNN's attention takes operands of 16 bits only, whose products are exact.
+ELSEWHERE = {"models/products.py", "models/kernels.py"}
+
+
+def test_no_product_is_made_elsewhere():
+    found = []
+    for path in SOURCE.rglob("*.py"):
+        if str(path.relative_to(SOURCE)) in ELSEWHERE:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = isinstance(node, ast.Attribute) and node.attr in MULTIPLIES
+            if called and isinstance(node.value, ast.Name) and node.value.id in ("jnp", "lax"):
+                found.append(f"{path}:{node.lineno}")
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+                found.append(f"{path}:{node.lineno}")
+    assert not found, "use models/products.py, which follows the dtype policy"
+
+
+def programs(policy, config=tiny.CONFIG):
+    """The learner's step and scores, prefill and a decode step, as (function, arguments)."""
+    model = decoder(config)
+    params = spec.init(model.specs, jax.random.key(0), dtype=policy.params)
+    learner = make_learner(
+        model, grpo().objective, optimizer=optax.sgd(0.1), precision=policy, rows_per_microbatch=2
+    )
+    rollouts = tiny.rollouts(4)
+    shape = MinibatchShape(row_length=64, rows_per_microbatch=2, max_rows=4)
+    minibatch = pack_minibatch(rollouts, [1.0] * 4, shape=shape)
+    sampler = sampler_precision(policy)
+    served = precision.cast(params, sampler.compute)
+    static = {"model": model, "precision": sampler}
+    tokens, lengths = np.ones((4, 16), np.int32), np.full(4, 9, np.int32)
+    cache = jax.eval_shape(
+        lambda: prefill.__wrapped__(served, tokens, lengths, **static, record_experts=False)[0]
+    )
+    step = partial(decode_step, **static)
+    return {
+        "step": (learner.step, (learner.init(params), minibatch)),
+        "score": (learner.score, (params, minibatch)),
+        "prefill": (
+            partial(prefill.__wrapped__, **static, record_experts=False),
+            (served, tokens, lengths),
+        ),
+        "decode": (
+            lambda w, c, t, p: step(w, c, t, positions=p),
+            (served, cache, np.ones(4, np.int32), lengths),
+        ),
+    }
+
+
+SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_compiled_products_have_the_operands_that_the_policy_names(name):
+    policy = PRESETS[name]
+    for program, (function, arguments) in programs(policy).items():
+        side = policy if program in ("step", "score") else sampler_precision(policy)
+        text = jit(function).lower(*arguments).compile().as_text()
+        assert text is not None
+        types = dict(re.findall(r"%(\S+) = (\w+)\[", text)) | dict(
+            re.findall(r"(\w[\w.]*): (\w+)\[", text)
+        )
+        dots = [line for line in text.splitlines() if " dot(" in line]
+        assert len(dots) >= 8
+        for line in dots:
+            assert "operand_precision={highest,highest}" in line, (program, line)
+            operands = re.findall(r"dot\(%(\S+), %(\S+)\)", line)[0]
+            # The CPU may widen an operand for its kernel; it must never narrow one.
+            width = {types[x] for x in operands}
+            assert width <= {SHORT[side.compute.name], "f32"}, (program, line)
+
+
+def test_a_rounding_between_two_operations_is_kept():
+    def rounded(x):
+        return (x * 3).astype(jnp.bfloat16).astype(jnp.float32) + 1
+
+    x = jnp.linspace(0.0, 1.0, 1000)
+    expected = np.asarray(x * 3).astype(jnp.bfloat16).astype(np.float32) + 1
+    np.testing.assert_array_equal(jit(rounded)(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("fp32", "precision = [HIGHEST, HIGHEST]"),
+        ("fp16_master", "precision = [HIGHEST, HIGHEST]"),
+        ("fp32,products=tf32", "algorithm = <lhs_precision_type = tf32"),
+        ("fp32,products=bf16x3", "num_primitive_operations = 3"),
+    ],
+)
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_lowered_products_name_their_algorithm(text, said, platform):
+    policy = precision.parse(text)
+    for program, (function, arguments) in programs(policy).items():
+        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,))
+        dots = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
+        assert len(dots) >= 8
+        assert all(said in line for line in dots), program
+
+
+def test_grouped_products_are_those_of_each_group():
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((10, 6), (3, 4, 6)))
+    sizes = jnp.array([4, 0, 5], jnp.int32)
+    f32 = PRESETS["fp32"]
+    z = jit(lambda x, y: grouped_product(x, y, sizes, contract=(1, 2), precision=f32))(x, y)
+    expected = np.concatenate([x[:4] @ y[0].T, x[4:9] @ y[2].T])
+    np.testing.assert_allclose(z[:9], expected, rtol=1e-5, atol=1e-6)
+    rows = jnp.asarray(rng.normal(size=(10, 4)), jnp.float32)
+    stacked = jit(
+        lambda x, y: grouped_product(x, y, sizes, contract=(0, 0), group=(), precision=f32)
+    )(x, rows)
+    expected = np.stack([x[:4].T @ rows[:4], np.zeros((6, 4)), x[4:9].T @ rows[4:9]])
+    np.testing.assert_allclose(stacked, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_product_with_one_row_adds_as_one_with_many():
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 96), (64, 96)))
+    function = jit(partial(product, contract=(1, 1), precision=PRESETS["fp32"]))
+    np.testing.assert_array_equal(function(x[:1], y), function(x, y)[:1])

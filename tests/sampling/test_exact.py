@@ -1,0 +1,126 @@
+"""The embedded sampler's log-probs against the learner's scores of the same tokens."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxrl.core.batch import Rollout
+from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
+from jaxrl.core.precision import jit, parse
+from jaxrl.learner.policy import make_learner
+from jaxrl.losses import grpo
+from jaxrl.models.attention import sequence_alignment
+from jaxrl.models.decoder import decoder
+from jaxrl.models.families import from_hf_config
+from jaxrl.models.spec import init
+from jaxrl.sampling.base import SamplingParams
+from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+
+TEMPERATURE = 0.8
+SETTINGS = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "initializer_range": 0.12,  # logits as far apart as a trained model's
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "rope_theta": 1e4,
+    "eos_token_id": 1,
+    "hidden_act": "silu",
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+FAMILIES = {
+    "qwen2": {},
+    "qwen3": {},
+    "llama": {"num_key_value_heads": 4},
+    "mistral": {"sliding_window": 24},
+    "qwen3_moe": EXPERTS | {"norm_topk_prob": True},
+}
+
+
+def sampled(model, params, policy, *, max_batch=64, prompts=8):
+    rng = np.random.default_rng(0)
+    contexts = [rng.integers(2, 256, rng.integers(3, 40)).astype(np.int32) for _ in range(prompts)]
+    sampler = EmbeddedSampler(model, params, precision=policy, max_batch=max_batch)
+    settings = SamplingParams(max_tokens=72, temperature=TEMPERATURE, seed=1)
+    completions = sampler.sample(contexts, settings, group_size=2)
+    return [
+        Rollout(
+            prompt=contexts[c.prompt_index],
+            completion=c.tokens,
+            logprobs=c.logprobs,
+            action_mask=np.ones(len(c.tokens), bool),
+            version=c.versions,
+            group=c.prompt_index,
+            reward=0.0,
+        )
+        for c in sorted(completions, key=lambda c: (c.prompt_index, c.sample_index))
+    ]
+
+
+def differences(model, params, policy, rollouts, *, row_length=112, rows=4):
+    """The learner's log-prob minus the sampler's of every token."""
+    learner = make_learner(
+        model,
+        grpo().objective,
+        optimizer=optax.sgd(1.0),
+        precision=policy,
+        rows_per_microbatch=rows,
+        temperature=TEMPERATURE,
+    )
+    shape = MinibatchShape(
+        row_length=row_length,
+        rows_per_microbatch=rows,
+        max_rows=len(rollouts),
+        align=sequence_alignment(policy),
+    )
+    minibatch = pack_minibatch(rollouts, [0.0] * len(rollouts), shape=shape)
+    scores = np.asarray(jit(learner.score, sums=policy.sums)(params, minibatch))
+    scored = unpack(scores, rollouts, shape=shape)
+    return np.concatenate([s - r.logprobs for s, r in zip(scored, rollouts, strict=True)])
+
+
+def a_model(family):
+    model = decoder(from_hf_config({"model_type": family, **SETTINGS, **FAMILIES[family]}))
+    return model, init(model.specs, jax.random.key(0), dtype=parse("fp32").params)
+
+
+BOUNDS = {"fp32": 2e-6, "bf16_master": 4e-3, "fp16_master": 1.8e-3}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", BOUNDS)
+def test_with_fixed_sums_every_token_is_equal(family, name):
+    model, params = a_model(family)
+    policy = dataclasses.replace(parse(name), sums="fixed")
+    rollouts = sampled(model, params, policy)
+    assert not differences(model, params, policy, rollouts).any()
+
+
+def test_with_fixed_sums_neither_batch_nor_microbatch_nor_packing_matters():
+    model, params = a_model("qwen3")
+    policy = parse("bf16_master,sums=fixed")
+    whole = sampled(model, params, policy)
+    for max_batch in (1, 3):
+        few = sampled(model, params, policy, max_batch=max_batch, prompts=3)
+        for one, other in zip(few, whole[: len(few)], strict=True):
+            np.testing.assert_array_equal(one.completion, other.completion)
+            np.testing.assert_array_equal(one.logprobs, other.logprobs)
+    for row_length, rows in ((112, 1), (300, 2), (257, 5)):
+        found = differences(model, params, policy, whole, row_length=row_length, rows=rows)
+        assert not found.any(), (row_length, rows)
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_without_fixed_sums_the_difference_is_small(name):
+    model, params = a_model("qwen3")
+    found = differences(model, params, parse(name), sampled(model, params, parse(name)))
+    assert found.std() <= BOUNDS[name]
