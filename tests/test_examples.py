@@ -50,7 +50,7 @@ def test_precision_sweep_finds_the_mismatch_where_it_is(material, monkeypatch, c
     run("precision_sweep.py", material, tmp_path / "sweep.png", monkeypatch=monkeypatch)
     lines = capsys.readouterr().out.splitlines()
     found = {line.split(":")[0]: float(line.split()[-1]) for line in lines[:4]}
-    assert found["fp32"] < found["fp16_master"] < found["bf16_master"]
+    assert all(10 * found[name] < found["phantom"] for name in found.keys() - {"phantom"})
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 

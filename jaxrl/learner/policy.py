@@ -80,9 +80,9 @@ def make_learner(
     """
     constrain = constrainer(param_shardings)
     constrain_merged = constrainer(lora.frozen(param_shardings))
-    logprobs = _score_fn(model, precision=precision, temperature=temperature)
+    numerics: Any = {"precision": precision, "temperature": temperature}
+    logprobs = _score_fn(model, **numerics)
     as_sampled = _score_fn(model, precision=sampler_precision(precision), temperature=temperature)
-    with_entropy = Need.ENTROPY in objective.needs
     if Need.IMBALANCE in objective.needs and model.hidden_routed is None:
         raise ValueError(
             "the loss balances experts but the model has none; set the coefficient `balance` to 0"
@@ -101,36 +101,13 @@ def make_learner(
         score_rows = by_microbatch(as_sampled, rows_per_microbatch=rows_per_microbatch)
         return score_rows(published(params), minibatch)
 
-    def scores(weights: Params, served: Params | None, minibatch: Minibatch) -> Scores:
-        batch, anchor = minibatch.batch, minibatch.anchor
-        hidden, imbalance = _hidden(model, weights, batch, precision=precision)
-        tokens = (hidden, model.unembedding(weights), batch.tokens, batch.action_mask)
-        numerics = {"precision": precision, "temperature": temperature}
-        if with_entropy:
-            pi, entropy = token_logprobs_and_entropy(*tokens, **numerics)
-        else:
-            pi, entropy = token_logprobs(*tokens, **numerics), None
-        if Need.ANCHOR in objective.needs and anchor is None:
-            # One update per rollout: the anchor is the learner itself, at no cost.
-            anchor = jax.lax.stop_gradient(pi)
-        replay = None if served is None else jax.lax.stop_gradient(as_sampled(served, batch))
-        values = None
-        if Need.VALUES in objective.needs:
-            values = token_values(hidden, weights[VALUE_HEAD], batch, precision=precision)
-        return Scores(
-            logprobs=pi,
-            entropy=entropy,
-            anchor=anchor,
-            shadow=replay,
-            reference=minibatch.reference,
-            values=values,
-            imbalance=imbalance if Need.IMBALANCE in objective.needs else None,
-        )
-
     def total(
         weights: Params, minibatch: Minibatch, served: Params | None
     ) -> tuple[jax.Array, Metrics]:
-        found = scores(weights, served, minibatch)
+        replay = None if served is None else as_sampled(served, minibatch.batch)
+        found = _scores(objective.needs, model, weights, minibatch, **numerics)
+        if replay is not None:
+            found = dataclasses.replace(found, shadow=jax.lax.stop_gradient(replay))
         value, metrics = objective.total(found, minibatch.batch)
         return value, metrics | mismatch(found.logprobs, minibatch.batch)
 
@@ -157,6 +134,43 @@ def make_learner(
         )
 
     return Learner(update.init, score, shadow, step)
+
+
+def _scores(
+    needs: frozenset[Need],
+    model: Model,
+    weights: Params,
+    minibatch: Minibatch,
+    *,
+    precision: Precision,
+    temperature: float,
+) -> Scores:
+    """Computes the scores that a loss needs, all but the shadow."""
+    batch, anchor = minibatch.batch, minibatch.anchor
+    hidden, imbalance = _hidden(model, weights, batch, precision=precision)
+    tokens = (hidden, model.unembedding(weights), batch.tokens, batch.action_mask)
+    if Need.ENTROPY in needs:
+        pi, entropy = token_logprobs_and_entropy(
+            *tokens, precision=precision, temperature=temperature
+        )
+    else:
+        pi = token_logprobs(*tokens, precision=precision, temperature=temperature)
+        entropy = None
+    if Need.ANCHOR in needs and anchor is None:
+        # One update per rollout: the anchor is the learner itself, at no cost.
+        anchor = jax.lax.stop_gradient(pi)
+    values = None
+    if Need.VALUES in needs:
+        values = token_values(hidden, weights[VALUE_HEAD], batch, precision=precision)
+    return Scores(
+        logprobs=pi,
+        entropy=entropy,
+        anchor=anchor,
+        shadow=None,
+        reference=minibatch.reference,
+        values=values,
+        imbalance=imbalance if Need.IMBALANCE in needs else None,
+    )
 
 
 def _score_fn(

@@ -6,7 +6,7 @@ jax.experimental.pallas. `cudnn` is NVIDIA's, through jax.nn.dot_product_attenti
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -120,48 +120,57 @@ def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Att
         if kernel == "splash":
             constant = _splash_kernel(q, layout, interpret=interpret)
         local = functools.partial(_LOCAL[kernel], precision=precision)
-        return _on_mesh(local, layout, q, k, v, segments, window, constant)
+        return _on_mesh(local, layout, q, k, v, _Given(segments, window, None, constant))
 
     return on_mesh
 
 
-def _on_mesh(local, layout, q, k, v, segments, window, constant):
-    """Runs `local(q, k, v, segments, window, part, constant)` on each device's own part."""
+class _Given(NamedTuple):
+    """What a kernel takes besides queries, keys and values."""
+
+    segments: jax.Array  # see `attention`
+    window: jax.Array | None
+    part: Part | None
+    constant: Any  # splash attention's compiled mask
+
+
+def _on_mesh(local, layout, q, k, v, given: _Given):
+    """Runs `local(q, k, v, given)` on each device's own part."""
     tokens = ("batch", "length")
     q = layout.constrain(q, (*tokens, "q_heads", "head_dim"))
     k, v = (layout.constrain(x, (*tokens, "kv_heads", "head_dim")) for x in (k, v))
     if layout.mesh.size == 1:
-        return local(q, k, v, segments, window, None, constant)
+        return local(q, k, v, given)
     queries, keys, rows = (
         layout.batch(axes).spec for axes in ((*tokens, "q_heads"), (*tokens, "kv_heads"), tokens)
     )
     over = layout.axes("length")
 
-    def one(q, k, v, segments, window, constant):
-        part = None
+    def one(q, k, v, given):
         if over:
             gather = functools.partial(jax.lax.all_gather, axis_name=over, axis=1, tiled=True)
             first = jax.lax.axis_index(over) * q.shape[1]
-            part = Part(first.astype(jnp.int32), gather(segments))
+            given = given._replace(part=Part(first.astype(jnp.int32), gather(given.segments)))
             k, v = gather(k), gather(v)
-        return local(q, k, v, segments, window, part, constant)
+        return local(q, k, v, given)
 
-    split: Any = PartitionSpec()
-    if constant is not None:
-        split = constant.manual_sharding_spec(
+    whole: Any = PartitionSpec()
+    split = whole
+    if given.constant is not None:
+        split = given.constant.manual_sharding_spec(
             NamedSharding(layout.mesh, PartitionSpec(None, over or None))
         )
     return jax.shard_map(
         one,
         mesh=layout.mesh,
-        in_specs=(queries, keys, keys, rows, PartitionSpec(), split),
+        in_specs=(queries, keys, keys, _Given(rows, whole, whole, split)),
         out_specs=queries,
         check_vma=False,
-    )(q, k, v, segments, window, constant)
+    )(q, k, v, given)
 
 
-def _xla(q, k, v, segments, window, part, constant, *, precision):
-    del constant
+def _xla(q, k, v, given: _Given, *, precision):
+    segments, window, part, _ = given
     return attention(q, k, v, segments, window=window, precision=precision, part=part)
 
 
@@ -189,10 +198,10 @@ def _splash_kernel(q: jax.Array, layout: Layout, *, interpret: bool) -> Any:
     )
 
 
-def _splash(q, k, v, segments, window, part, constant, *, precision):
+def _splash(q, k, v, given: _Given, *, precision):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    del window  # `choose` rejects models with windows
+    segments, _, part, constant = given  # `choose` rejects models with windows
     # The kernel does not scale: queries are rounded once more than in `attention`.
     scaled = (q.astype(precision.accumulate) * q.shape[-1] ** -0.5).astype(precision.compute)
     k, v = k.astype(precision.compute), v.astype(precision.compute)
@@ -202,18 +211,9 @@ def _splash(q, k, v, segments, window, part, constant, *, precision):
 
 
 def _library(
-    q,
-    k,
-    v,
-    segments,
-    window,
-    part,
-    constant,
-    *,
-    precision,
-    implementation: Literal["cudnn", "xla"] = "cudnn",
+    q, k, v, given: _Given, *, precision, implementation: Literal["cudnn", "xla"] = "cudnn"
 ):
-    del window, constant
+    segments, _, part, _ = given
     first, of_keys = (0, segments) if part is None else part
     seen = segments[:, None, :, None] == of_keys[:, None, None, :]
     if part is not None:

@@ -69,9 +69,8 @@ def token_logprobs(
     Raises:
       ValueError: if the temperature or a chunk size is not positive.
     """
-    return _token_scores(
-        hidden, unembedding, tokens, mask, precision, temperature, chunk, entropy=False
-    )[0]
+    plan = _plan(tokens.shape[1], len(unembedding), precision=precision, chunk=chunk)
+    return _token_scores(hidden, unembedding, tokens, mask, temperature, plan)[0]
 
 
 def token_logprobs_and_entropy(
@@ -89,9 +88,9 @@ def token_logprobs_and_entropy(
     Arguments and errors are those of `token_logprobs`. The entropy, in nats, has the shape, dtype
     and mask of the log-probs and is differentiable too.
     """
-    return _token_scores(
-        hidden, unembedding, tokens, mask, precision, temperature, chunk, entropy=True
-    )
+    plan = _plan(tokens.shape[1], len(unembedding), precision=precision, chunk=chunk)
+    plan = dataclasses.replace(plan, entropy=True)
+    return _token_scores(hidden, unembedding, tokens, mask, temperature, plan)
 
 
 def tempered(logits: jax.Array, temperature: jax.Array) -> jax.Array:
@@ -121,7 +120,7 @@ class _Plan:
     positions: int  # per row and chunk
     vocab_size: int
     vocab_chunks: int
-    entropy: bool
+    entropy: bool = False
 
     @property
     def stats(self) -> DType:
@@ -150,33 +149,31 @@ class _Slots(NamedTuple):
     scored: jax.Array  # bool[B, T]
 
 
+def _plan(length: int, vocab_size: int, *, precision: Precision, chunk: Chunk) -> _Plan:
+    positions = _positions(length, chunk)
+    if positions < 1 or chunk.vocab < 1:
+        raise ValueError(f"chunk={chunk} must have positive sizes")
+    return _Plan(
+        precision=precision,
+        positions=positions,
+        vocab_size=vocab_size,
+        vocab_chunks=_vocab_chunks(vocab_size, chunk.vocab),
+    )
+
+
 def _token_scores(
     hidden: jax.Array,
     unembedding: jax.Array,
     tokens: jax.Array,
     mask: jax.Array,
-    precision: Precision,
     temperature: float | jax.Array,
-    chunk: Chunk,
-    *,
-    entropy: bool,
+    plan: _Plan,
 ) -> tuple[jax.Array, jax.Array]:
     chex.assert_rank([hidden, unembedding], [3, 2])
     chex.assert_equal_shape([tokens, mask])
     chex.assert_equal_shape_prefix([hidden, tokens], 2)
     if not isinstance(temperature, jax.core.Tracer) and not temperature > 0:
         raise ValueError(f"temperature={temperature} must be positive")
-    length, vocab_size = tokens.shape[1], unembedding.shape[0]
-    positions = _positions(length, chunk)
-    if positions < 1 or chunk.vocab < 1:
-        raise ValueError(f"chunk={chunk} must have positive sizes")
-    plan = _Plan(
-        precision=precision,
-        positions=positions,
-        vocab_size=vocab_size,
-        vocab_chunks=_vocab_chunks(vocab_size, chunk.vocab),
-        entropy=entropy,
-    )
     temperature = lax.stop_gradient(jnp.asarray(temperature, plan.stats))
     slots = _slots(tokens, mask, positions=plan.positions)
     return _scores(plan, hidden, unembedding, slots, temperature)

@@ -36,7 +36,7 @@ def product(
 
     Args:
       x: any shape; rounded to `compute`.
-      y: likewise.
+      y: any shape; rounded to `compute`.
       contract: the axis of `x` and the axis of `y` that are summed over.
       batch: axes that both operands have in the same places.
       precision: the dtype policy.

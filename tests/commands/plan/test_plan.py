@@ -53,7 +53,7 @@ def test_plan_ends_with_the_verdict(planned):
     text = plan.plan_text(config, topology, program, link_rate=1e9)
     assert text.splitlines()[-1].endswith("per chip: fits")
     said = ("parameters", "all-reduce", "model FLOPs", "Publishing", "mesh fsdp 4, tensor 2")
-    for part in (*said, "sampler's weights", "KV cache, 32 rows x 32", "learning", "sampling"):
+    for part in (*said, "sampler's weights", "KV cache, 32 rows x 64", "learning", "sampling"):
         assert part in text
     small = Topology(name="x", chip=CHIPS["v5e"], devices=topology.devices)
     assert "tokens/s" in plan.plan_text(config, small, program, link_rate=1e9)

@@ -58,7 +58,7 @@ def test_weights_and_cache_match_a_real_sampler(tmp_path, monkeypatch):
     asked = SamplingParams(max_tokens=120, temperature=1.0, stop=(), seed=0)
     assert len(list(sampler.sample(prompts, asked, group_size=8))) == 16
     cache = found.cache
-    assert (cache.rows, cache.slots) == (16, 160)
+    assert (cache.rows, cache.slots) == (16, 192)
     assert (cache.moving, cache.size) == held[-1]
 
 
