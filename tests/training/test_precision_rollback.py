@@ -18,6 +18,7 @@ from jaxrl.config import alarms, toml_file
 from jaxrl.config.alarms import Limits
 from jaxrl.config.training import Config
 from jaxrl.core import precision
+from jaxrl.core.loss_scale import init_loss_scale
 from jaxrl.learner.actor_critic import State
 from jaxrl.learner.update import LearnerState
 from jaxrl.monitoring.tracking.tracking import read_metrics
@@ -148,7 +149,7 @@ def test_rollback_continues_in_another_precision(asked, monkeypatch):
 
 def test_changed_precision_restarts_loss_scale_and_drops_pending():
     f32, f16 = precision.PRESETS["fp32"], precision.PRESETS["fp16_master"]
-    skipped = dataclasses.replace(precision.init_loss_scale(f32.loss_scale), skipped=jnp.int32(3))
+    skipped = dataclasses.replace(init_loss_scale(f32.loss_scale), skipped=jnp.int32(3))
     learner = LearnerState(jnp.int32(7), jnp.ones(2), (), skipped)
     counts = {"sampled": 9, "trained": 4, "stale": 1, "zero_variance": 1}
     written = {"pending": tiny.rollouts(9), "running": [5], "counts": counts}
