@@ -3,7 +3,8 @@
 python scripts/bench_sampler.py --shapes S --sequences 8 64 --dtypes f32 bf16 f16 [--baseline DIR]
 python scripts/bench_sampler.py --sampler vllm --sequences 8 64 256 --dtypes bf16
 
-For vLLM, jaxrl's client alternates with a bare loop that discards the completions.
+The embedded sampler alternates with itself with fixed sums (`sampler.exact`). For vLLM, jaxrl's
+client alternates with a bare loop that discards the completions.
 """
 
 import argparse
@@ -22,7 +23,10 @@ from jaxrl.core.precision import parse
 def embedded(
     shape: str, *, dtype: str, sequences: int, baseline: Path | None
 ) -> Iterator[dict[str, Run]]:
-    runs = {"jaxrl": sampling.embedded(shape, dtype=dtype, sequences=sequences)}
+    runs = {
+        "jaxrl": sampling.embedded(shape, dtype=dtype, sequences=sequences),
+        "fixed sums": sampling.embedded(shape, dtype=dtype, sequences=sequences, sums="fixed"),
+    }
     if baseline and sequences == 64 and dtype in plain.FLAGS:
         runs["baseline"] = plain.loop(baseline, shape, dtype=dtype)
     yield runs

@@ -45,7 +45,12 @@ def open_critic(
         pure, params, specs = _own_network(config, recipe, learner=learner, layout=layout)
     own = state_shardings(config.optimizer, pure.init, params, layout=layout, specs=specs)
     step, pretrain = (
-        jit(function, donate_argnums=0, out_shardings=(State(shardings, own), None))
+        jit(
+            function,
+            sums=config.policy.sums,
+            donate_argnums=0,
+            out_shardings=(State(shardings, own), None),
+        )
         for function in (pure.step, pure.pretrain)
     )
     compiled = pure._replace(values=jit(pure.values), pretrain=pretrain, step=step)

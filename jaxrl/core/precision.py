@@ -81,8 +81,8 @@ class Precision:
         drops no bit of an operand. The others are names of JAX's dot algorithms: "bf16x9",
         "bf16x6", "bf16x3", "bf16", "tf32x3" and "tf32". Products of other operands are exact.
       sums: the order of additions. "fixed": the log-probs of a sequence do not depend on the rest
-        of its batch, and the embedded sampler's are the learner's, bit for bit. "any": XLA chooses,
-        which is faster on CPU.
+        of its batch, and the embedded sampler's are the learner's, bit for bit, if sequences are
+        packed with `sequence_alignment`. "any": XLA chooses, which is faster on CPU.
       loss_scale: the scale of the loss before the backward pass.
 
     Raises:

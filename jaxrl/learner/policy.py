@@ -120,12 +120,7 @@ def make_learner(
     )
 
     def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
-        _check(minibatch, objective, rows_per_microbatch=rows_per_microbatch)
-        if Need.VALUES in objective.needs and VALUE_HEAD not in state.params:
-            raise ValueError(
-                "the loss needs a critic's values but the parameters have no value head; see "
-                "actor_critic.shared_trunk"
-            )
+        _check(minibatch, state.params, objective.needs, rows_per_microbatch=rows_per_microbatch)
         return update.step(
             state,
             minibatch,
@@ -201,7 +196,9 @@ def _hidden(
     return routed.hidden, routed.imbalance
 
 
-def _check(minibatch: Minibatch, objective: Objective, *, rows_per_microbatch: int) -> None:
+def _check(
+    minibatch: Minibatch, params: Any, needs: frozenset[Need], *, rows_per_microbatch: int
+) -> None:
     chex.assert_rank(minibatch.batch.tokens, 2)
     flat = dataclasses.replace(minibatch.batch, experts=None)
     chex.assert_equal_shape(jax.tree.leaves((flat, minibatch.anchor, minibatch.reference)))
@@ -212,7 +209,12 @@ def _check(minibatch: Minibatch, objective: Objective, *, rows_per_microbatch: i
             f"a minibatch of {rows} rows does not divide into microbatches of "
             f"{rows_per_microbatch}; pad it with packing.pack_minibatch"
         )
-    if Need.REFERENCE in objective.needs and minibatch.reference is None:
+    if Need.VALUES in needs and VALUE_HEAD not in params:
+        raise ValueError(
+            "the loss needs a critic's values but the parameters have no value head; see "
+            "actor_critic.shared_trunk"
+        )
+    if Need.REFERENCE in needs and minibatch.reference is None:
         raise ValueError(
             "the loss needs reference scores but the minibatch has none; score the reference "
             "parameters with Learner.score, or set the KL coefficient to 0"

@@ -126,7 +126,7 @@ def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Att
 
 
 class _Given(NamedTuple):
-    """What a kernel takes besides queries, keys and values."""
+    """Arguments of a kernel besides queries, keys and values."""
 
     segments: jax.Array  # see `attention`
     window: jax.Array | None

@@ -53,7 +53,7 @@ def undivided(
 
 
 class LayerContext(NamedTuple):
-    """What all layers of a forward pass share.
+    """Settings that all layers of a forward pass share.
 
     Attributes:
       config: the decoder's.

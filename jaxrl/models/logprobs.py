@@ -153,11 +153,11 @@ def _plan(length: int, vocab_size: int, *, precision: Precision, chunk: Chunk) -
     positions = _positions(length, chunk)
     if positions < 1 or chunk.vocab < 1:
         raise ValueError(f"chunk={chunk} must have positive sizes")
+    chunks = _vocab_chunks(vocab_size, chunk.vocab)
+    if precision.sums == "fixed":  # as the sampler: one sum over the whole vocabulary
+        positions, chunks = max(1, positions // chunks), 1
     return _Plan(
-        precision=precision,
-        positions=positions,
-        vocab_size=vocab_size,
-        vocab_chunks=_vocab_chunks(vocab_size, chunk.vocab),
+        precision=precision, positions=positions, vocab_size=vocab_size, vocab_chunks=chunks
     )
 
 

@@ -90,7 +90,15 @@ def grouped_product(
 
     Returns:
       The products in `accumulate`; rows beyond the groups are undefined.
+
+    Raises:
+      ValueError: if the policy's products are not exact: XLA would ignore the algorithm.
     """
+    if precision.algorithm is not lax.Precision.HIGHEST:
+        raise ValueError(
+            f"products={precision.products} is not available for a mixture of experts; leave "
+            "products out of the precision"
+        )
     x, y = x.astype(precision.compute), y.astype(precision.compute)
     dimensions = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((contract[0],), (contract[1],)), ((), ())),

@@ -16,12 +16,12 @@ from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 GROUP = 8  # completions per prompt
 
 
-def embedded(shape: str, *, dtype: str, sequences: int) -> Run:
+def embedded(shape: str, *, dtype: str, sequences: int, sums: str = "any") -> Run:
     """Builds a run of the embedded sampler: random weights, groups of GROUP endless completions."""
     config = SHAPES[shape]
     model = decoder(config)
     weights = init(model.specs, jax.random.key(0), dtype=jnp.dtype(jnp.float32))
-    policy = parse(f"fp32,wire={dtype},sampler={dtype}")
+    policy = parse(f"fp32,wire={dtype},sampler={dtype},sums={sums}")
     sampler = EmbeddedSampler(model, weights, precision=policy, max_batch=sequences)
     prompts = random_prompts(config, sequences=sequences)
 

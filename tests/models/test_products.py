@@ -43,6 +43,17 @@ def test_no_product_is_made_elsewhere():
     assert not found, "use models/products.py, which follows the dtype policy"
 
 
+def test_no_program_is_compiled_without_the_policys_options():
+    # A jit within another program has none of its own.
+    nested = {"models/lora.py", "core/precision.py"}
+    found = [
+        str(path)
+        for path in SOURCE.rglob("*.py")
+        if "jax.jit" in path.read_text() and str(path.relative_to(SOURCE)) not in nested
+    ]
+    assert not found, "use precision.jit, which keeps every rounding"
+
+
 def programs(policy, config=tiny.CONFIG):
     """The learner's step and scores, prefill and a decode step, as (function, arguments)."""
     model = decoder(config)
@@ -124,6 +135,13 @@ def test_lowered_products_name_their_algorithm(text, said, platform):
         dots = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
         assert len(dots) >= 8
         assert all(said in line for line in dots), program
+
+
+def test_experts_refuse_products_that_their_kernel_ignores():
+    policy = precision.parse("fp32,products=tf32")
+    x, y = jnp.zeros((4, 6)), jnp.zeros((2, 3, 6))
+    with pytest.raises(ValueError, match="products=tf32 is not available for a mixture"):
+        grouped_product(x, y, jnp.array([2, 2]), contract=(1, 2), precision=policy)
 
 
 def test_grouped_products_are_those_of_each_group():

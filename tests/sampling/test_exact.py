@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from jaxrl.core.batch import Rollout
+from jaxrl.core.metrics import to_floats
 from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
 from jaxrl.core.precision import jit, parse
 from jaxrl.learner.policy import make_learner
@@ -66,9 +67,18 @@ def sampled(model, params, policy, *, max_batch=64, prompts=8):
     ]
 
 
-def differences(model, params, policy, rollouts, *, row_length=112, rows=4):
-    """The learner's log-prob minus the sampler's of every token."""
-    learner = make_learner(
+def packed(policy, rollouts, *, row_length=112, rows=4):
+    shape = MinibatchShape(
+        row_length=row_length,
+        rows_per_microbatch=rows,
+        max_rows=len(rollouts),
+        align=sequence_alignment(policy),
+    )
+    return shape, pack_minibatch(rollouts, [1.0] * len(rollouts), shape=shape)
+
+
+def a_learner(model, policy, *, rows=4):
+    return make_learner(
         model,
         grpo().objective,
         optimizer=optax.sgd(1.0),
@@ -76,20 +86,19 @@ def differences(model, params, policy, rollouts, *, row_length=112, rows=4):
         rows_per_microbatch=rows,
         temperature=TEMPERATURE,
     )
-    shape = MinibatchShape(
-        row_length=row_length,
-        rows_per_microbatch=rows,
-        max_rows=len(rollouts),
-        align=sequence_alignment(policy),
-    )
-    minibatch = pack_minibatch(rollouts, [0.0] * len(rollouts), shape=shape)
-    scores = np.asarray(jit(learner.score, sums=policy.sums)(params, minibatch))
-    scored = unpack(scores, rollouts, shape=shape)
+
+
+def differences(model, params, policy, rollouts, *, row_length=112, rows=4):
+    """The learner's log-prob minus the sampler's of every token."""
+    shape, minibatch = packed(policy, rollouts, row_length=row_length, rows=rows)
+    score = jit(a_learner(model, policy, rows=rows).score, sums=policy.sums)
+    scored = unpack(np.asarray(score(params, minibatch)), rollouts, shape=shape)
     return np.concatenate([s - r.logprobs for s, r in zip(scored, rollouts, strict=True)])
 
 
-def a_model(family):
-    model = decoder(from_hf_config({"model_type": family, **SETTINGS, **FAMILIES[family]}))
+def a_model(family, **settings):
+    config = {"model_type": family, **SETTINGS, **FAMILIES[family], **settings}
+    model = decoder(from_hf_config(config), remat="matmuls")
     return model, init(model.specs, jax.random.key(0), dtype=parse("fp32").params)
 
 
@@ -117,6 +126,25 @@ def test_with_fixed_sums_neither_batch_nor_microbatch_nor_packing_matters():
     for row_length, rows in ((112, 1), (300, 2), (257, 5)):
         found = differences(model, params, policy, whole, row_length=row_length, rows=rows)
         assert not found.any(), (row_length, rows)
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_with_fixed_sums_the_training_step_sees_a_ratio_of_one(name):
+    model, params = a_model("qwen3")
+    policy = dataclasses.replace(parse(name), sums="fixed")
+    learner = a_learner(model, policy)
+    _, minibatch = packed(policy, sampled(model, params, policy), row_length=300)
+    _, metrics = jit(learner.step, sums="fixed")(learner.init(params), minibatch)
+    found = to_floats(metrics)
+    assert found["mismatch/token_mult_error"] == 1
+    assert found["mismatch/kl"] == found["mismatch/k3_kl"] == 0
+
+
+def test_with_fixed_sums_a_large_vocabulary_is_added_as_one():
+    model, params = a_model("qwen3", vocab_size=40_001, num_hidden_layers=1)
+    policy = parse("bf16_master,sums=fixed")
+    rollouts = sampled(model, params, policy, prompts=2)
+    assert not differences(model, params, policy, rollouts).any()
 
 
 @pytest.mark.parametrize("name", BOUNDS)

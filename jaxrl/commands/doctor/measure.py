@@ -23,11 +23,12 @@ from jaxrl.config.sampler import SamplingConfig
 from jaxrl.core import precision
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
-from jaxrl.core.precision import Precision, jit
+from jaxrl.core.precision import Precision, check_products, jit
 from jaxrl.data import prompts as data
 from jaxrl.learner.policy import Learner, make_learner
 from jaxrl.losses.recipes import grpo
 from jaxrl.models import huggingface
+from jaxrl.models.attention import sequence_alignment
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.monitoring.ratio import replay
@@ -71,8 +72,11 @@ def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Findin
         }
     groups: dict[Any, list[str]] = {}
     for name, policy in policies.items():
+        check_products(policy, inputs.layout.mesh.devices.flat[0].platform)
         logits = policy.logits if config.sampler.name == "embedded" else None
-        groups.setdefault((policy.wire, policy.sampler, logits), []).append(name)
+        groups.setdefault(
+            (policy.wire, policy.sampler, logits, policy.products, policy.sums), []
+        ).append(name)
     findings = {}
     for names in groups.values():
         first = policies[names[0]]
@@ -155,6 +159,7 @@ def _sample(inputs: _Inputs, policy: Precision, *, note: Callable[[str], None]) 
             shape=MinibatchShape(
                 row_length=longest,
                 rows_per_microbatch=per_microbatch,
+                align=sequence_alignment(policy),
                 sharding=layout.batch(("batch", "length")),
             ),
         )

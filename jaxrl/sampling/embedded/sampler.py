@@ -5,9 +5,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
-from jaxrl.core.precision import Precision, as_served, jit, sampler_precision
+from jaxrl.core.precision import Precision, as_served, check_products, jit, sampler_precision
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.sampling.base import Completion, SamplingParams, Turn, check_turns, group_turns
@@ -55,12 +56,15 @@ class EmbeddedSampler:
           record_experts: whether completions record the experts that the layers chose.
 
         Raises:
-          ValueError: if `max_batch` is below 1, or if experts are to be recorded of a dense model.
+          ValueError: if `max_batch` is below 1, if experts are to be recorded of a dense model, or
+            if the devices of `params` cannot compute products as the policy says.
         """
         if record_experts and model.config.experts is None:
             raise ValueError("record_experts=True needs a model with experts; this one is dense")
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch}: it must be at least 1")
+        for device in jax.tree.leaves(params)[0].devices():
+            check_products(precision, device.platform)
         self._model = model
         self._precision = sampler_precision(precision)
         self._max_batch = max_batch
