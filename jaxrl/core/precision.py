@@ -272,7 +272,9 @@ def check_products(precision: Precision, platform: str) -> None:
         )
 
 
-def jit(function: Callable[..., Any], *, sums: str = "any", **options: Any) -> Any:
+def jit(
+    function: Callable[..., Any], *, sums: str = "any", platform: str | None = None, **options: Any
+) -> Any:
     """Compiles as `jax.jit` does, and keeps every cast: XLA may otherwise leave out a rounding to
     16 bits between two operations in f32.
 
@@ -284,20 +286,32 @@ def jit(function: Callable[..., Any], *, sums: str = "any", **options: Any) -> A
     Args:
       function: to compile; a program cannot be part of another one.
       sums: as in the policy that the function computes with.
+      platform: of the devices to compile for; by default that of `jax.devices()`.
       options: those of `jax.jit`.
     """
-    compiler: dict[str, Any] = {"xla_allow_excess_precision": False}
-    if sums == "fixed":
-        # The CPU's kernel library, chosen by an array's size, sums in an order of its own.
-        compiler["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+    compiler = _compiler_options(sums)
+    if (platform or jax.default_backend()) == "cpu":
+        # It converts what the backward pass reads of all layers from bf16 to f32, before the first.
+        compiler["xla_disable_hlo_passes"] = "while-loop-invariant-code-motion"
     return jax.jit(function, compiler_options=compiler, **options)
 
 
+def _compiler_options(sums: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"xla_allow_excess_precision": False}
+    if sums == "fixed":
+        # The CPU's kernel library, chosen by an array's size, sums in an order of its own.
+        options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+    return options
+
+
 def jit_by_policy(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a function of `precision`, a static argument, to be compiled by `jit`."""
+    """Decorates a function of `precision`, a static argument, to be compiled with every cast."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        programs = {sums: jit(function, sums=sums, **options) for sums in SUMS}
+        programs = {
+            sums: jax.jit(function, compiler_options=_compiler_options(sums), **options)
+            for sums in SUMS
+        }
 
         @functools.wraps(function)
         def call(*args: Any, precision: Precision, **kwargs: Any) -> Any:

@@ -94,6 +94,24 @@ def test_remat_changes_memory_and_nothing_else():
     assert memory["none"] > memory["matmuls"] > memory["attention"] > memory["layer"]
 
 
+@pytest.mark.parametrize("remat", ["none", "matmuls", "attention"])
+def test_16_bits_need_less_memory_than_32(remat):
+    inputs = batch(rows=8, length=128)
+    model = decoder(config(num_hidden_layers=4, hidden_size=64), remat=remat)
+    memory = {}
+    for name in ("fp32", "bf16_master", "fp16_master"):
+        policy = precision.parse(name)
+        params = spec.init(model.specs, jax.random.key(0), dtype=policy.params)
+
+        def loss(params, policy=policy):
+            return total(model, precision.cast(params, policy.compute), *inputs, policy=policy)
+
+        step = precision.jit(jax.grad(loss)).lower(params).compile()
+        memory[name] = step.memory_analysis().temp_size_in_bytes
+    assert memory["bf16_master"] < memory["fp32"]
+    assert memory["fp16_master"] < memory["fp32"]
+
+
 def test_an_unknown_remat_is_refused():
     with pytest.raises(ValueError, match="remat='full'; expected one of none, "):
         decoder(config(), remat="full")

@@ -69,6 +69,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
     function = jit(
         step.learner.step,
         sums=config.policy.sums,
+        platform=step.layout.mesh.devices.flat[0].platform,
         donate_argnums=0,
         out_shardings=(step.state_shardings, None),
     )
