@@ -14,6 +14,7 @@ import selectors
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from typing import BinaryIO
 
 from jaxrl.environments.isolation import walls
 from jaxrl.environments.isolation.calls import hold_processor
@@ -88,7 +89,7 @@ def run_tests(code: str, tests: str, *, limits: SandboxLimits | None = None) -> 
         served = stack.enter_context(_host("code", code, limits=limits, pipes=(asked, answered)))
         tester = stack.enter_context(_host("tests", tests, limits=limits, pipes=(answers, asks)))
         for end in (asked, asks, answers, answered):
-            os.close(end)
+            end.close()  # so that each side sees when the other one is gone
         until = _wait_until_ready([served, tester], limits)
         # Without the code's process the tests end at once, so only theirs is waited for.
         _watch([tester, served], until=until)
@@ -134,13 +135,13 @@ class _Host:
 
 @contextlib.contextmanager
 def _host(
-    role: str, source: str, *, limits: SandboxLimits, pipes: Sequence[int] = ()
+    role: str, source: str, *, limits: SandboxLimits, pipes: Sequence[BinaryIO] = ()
 ) -> Iterator[_Host]:
     """Starts a process; it is gone after the block."""
     # Lone surrogates cannot be encoded; such a program is not one.
     text = walls.memory_file(source.encode(errors="replace"))
     control, its_end = os.pipe()
-    keep = (its_end, text, *pipes)
+    keep = (its_end, text, *(pipe.fileno() for pipe in pipes))
     seconds = int(limits.seconds) + 1  # of computing
     arguments = (seconds, limits.memory, limits.processes, *keep)
     try:
@@ -207,14 +208,7 @@ def _watch(hosts: Sequence[_Host], *, until: float) -> bool:
     return True
 
 
-def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
-    """Returns a pipe whose two ends are closed at the latest with the stack."""
-    ends = os.pipe()
-    for end in ends:
-        stack.callback(_close, end)
-    return ends
-
-
-def _close(end: int) -> None:
-    with contextlib.suppress(OSError):
-        os.close(end)
+def _pipe(stack: contextlib.ExitStack) -> tuple[BinaryIO, BinaryIO]:
+    """Returns the two ends of a pipe, which the stack closes."""
+    reads, writes = os.pipe()
+    return stack.enter_context(open(reads, "rb", 0)), stack.enter_context(open(writes, "wb", 0))

@@ -1,11 +1,11 @@
 """The sandbox's walls: bubblewrap where it works, else namespaces made by the sandbox itself."""
 
 import functools
-import logging
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from jaxrl.environments.isolation.inside.system_calls import packed_filter
 from jaxrl.environments.isolation.inside.view import DEVICES, LINKS, WORK, visible_paths
 
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"}
+_finding = threading.Lock()
 _START = "import sys; sys.path.append(%r); from inside.host import main; del sys.path[-1]; main()"
 
 
@@ -48,30 +49,29 @@ def start(
             os.close(code)
 
 
-@functools.cache
 def find_bubblewrap() -> str | None:
-    """Returns bubblewrap's path if it works on this machine; logs once which walls there are."""
-    log = logging.getLogger(__name__)
+    """Returns bubblewrap's path if it works on this machine; reports once which walls there are."""
+    with _finding:
+        path, error = _try_bubblewrap()
+    return path if error is None else None
+
+
+@functools.cache
+def _try_bubblewrap() -> tuple[str | None, str | None]:
     path = shutil.which("bwrap")
     if path is None:
-        log.warning("sandbox: bubblewrap (bwrap) is not installed; using namespaces of its own")
-        return None
-    try:
-        tried = subprocess.run(
-            [path, *bubblewrap_options(1 << 20), "true"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-        error = tried.stderr.strip() if tried.returncode else None
-    except (OSError, subprocess.TimeoutExpired) as failed:
-        error = str(failed)
-    if error is None:
-        log.warning("sandbox: walls by bubblewrap (%s)", path)
-        return path
-    log.warning("sandbox: bubblewrap fails (%s); using namespaces of its own", error)
-    return None
+        error = "bubblewrap (bwrap) is not installed"
+    else:
+        try:
+            command = [path, *bubblewrap_options(1 << 20), "true"]
+            tried = subprocess.run(command, capture_output=True, timeout=30, check=False)
+            error = tried.stderr.decode(errors="replace").strip() if tried.returncode else None
+        except (OSError, subprocess.TimeoutExpired) as failed:
+            error = str(failed)
+    using = "namespaces of its own" if error else "bubblewrap's namespaces"
+    reason = f": {error}" if error else ""
+    print(f"jaxrl: the sandbox uses {using}{reason}", file=sys.stderr, flush=True)
+    return path, error
 
 
 def bubblewrap_options(memory: int) -> list[str]:
