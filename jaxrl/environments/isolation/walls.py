@@ -1,5 +1,6 @@
 """The sandbox's walls: bubblewrap where it works, else namespaces made by the sandbox itself."""
 
+import compileall
 import functools
 import os
 import shutil
@@ -68,6 +69,8 @@ def _try_bubblewrap() -> tuple[str | None, str | None]:
             error = tried.stderr.decode(errors="replace").strip() if tried.returncode else None
         except (OSError, subprocess.TimeoutExpired) as failed:
             error = str(failed)
+    # Their directory is read-only inside, so that each start would compile them again.
+    compileall.compile_dir(Path(__file__).with_name("inside"), quiet=2)
     using = "namespaces of its own" if error else "bubblewrap's namespaces"
     reason = f": {error}" if error else ""
     print(f"jaxrl: the sandbox uses {using}{reason}", file=sys.stderr, flush=True)
@@ -76,8 +79,8 @@ def _try_bubblewrap() -> tuple[str | None, str | None]:
 
 def bubblewrap_options(memory: int) -> list[str]:
     """Returns the options that make the walls, the filter of system calls aside."""
-    options = "--unshare-all --unshare-user --uid 65534 --gid 65534 --cap-drop ALL".split()
-    options += "--die-with-parent --new-session --as-pid-1".split()
+    options = ["--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
+    options += ["--cap-drop", "ALL", "--die-with-parent", "--new-session", "--as-pid-1"]
     options += ["--size", str(memory), "--perms", "0700", "--tmpfs", WORK, "--proc", "/proc"]
     for path, target in visible_paths().items():
         options += ["--ro-bind", path, path] if target is None else ["--symlink", target, path]

@@ -1,17 +1,22 @@
 """Values as plain data that JSON can carry: copies of built-in types, references to all others."""
 
+from __future__ import annotations
+
 import builtins
 import collections
 import enum
 import importlib
-from collections.abc import Callable
-from typing import Any
+
+TYPE_CHECKING = False  # importing typing takes time at every start
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 _ITSELF = (bool, float, str, type(None))
 _MOST = 1 << 53  # larger integers are sent in hexadecimal, which has no limit of digits
 
 # The arguments that make an equal copy. Exact types only: a subclass may behave differently.
-_ARGUMENTS: "dict[str, Callable[[Any], tuple[Any, ...]]]" = {
+_ARGUMENTS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "builtins.tuple": lambda x: (list(x),),
     "builtins.set": lambda x: (list(x),),
     "builtins.frozenset": lambda x: (list(x),),
@@ -32,15 +37,15 @@ _ARGUMENTS: "dict[str, Callable[[Any], tuple[Any, ...]]]" = {
     "decimal.Decimal": lambda x: (str(x),),
     "fractions.Fraction": lambda x: (x.numerator, x.denominator),
 }
-_VIEWS = [f"builtins.{kind}_{part}" for kind in ("dict", "odict") for part in ("keys", "values", "items")]
+_VIEWS = [f"builtins.dict_{part}" for part in ("keys", "values", "items")]
 MUTABLE = (list, dict, set, bytearray, collections.deque)
 
-_named_tuples: "dict[tuple[str, ...], Any]" = {}
+_named_tuples: dict[tuple[str, ...], Any] = {}
 
 
-def encode(value: Any, refer: "Callable[[Any], list[Any]]") -> Any:
+def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
     """Returns JSON data of a value; `refer` encodes what is not copied."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind in _ITSELF:
         return value
     if kind is int:
@@ -54,11 +59,11 @@ def encode(value: Any, refer: "Callable[[Any], list[Any]]") -> Any:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if name in _ARGUMENTS and getattr(value, "tzinfo", None) is None:
         return ["make", name, [encode(part, refer) for part in _ARGUMENTS[name](value)]]
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         items = [encode(item, refer) for item in value]
         return ["namedtuple", [kind.__name__, *kind._fields], items]
-    if isinstance(value, (int, float, str)) and not isinstance(value, enum.Enum):
-        base = next(base for base in (int, float, str) if isinstance(value, base))
+    if issubclass(kind, (int, float, str)) and not issubclass(kind, enum.Enum):
+        base = next(base for base in (int, float, str) if issubclass(kind, base))
         return encode(base(value), refer)
     if kind is type and vars(builtins).get(value.__name__) is value:
         return ["type", value.__name__]
@@ -69,7 +74,7 @@ def encode(value: Any, refer: "Callable[[Any], list[Any]]") -> Any:
     return refer(value)
 
 
-def decode(data: Any, resolve: "Callable[[list[Any]], Any]") -> Any:
+def decode(data: Any, resolve: Callable[[list[Any]], Any]) -> Any:
     """Returns the value of JSON data; `resolve` decodes references.
 
     Whatever the data, it makes instances of built-in types and calls nothing else.
@@ -102,7 +107,7 @@ def decode(data: Any, resolve: "Callable[[list[Any]], Any]") -> Any:
     return resolve(data)
 
 
-def _make(name: str, arguments: "list[Any]") -> Any:
+def _make(name: str, arguments: list[Any]) -> Any:
     """Makes an instance of a type of `_ARGUMENTS` from exactly typed arguments."""
     if name not in _ARGUMENTS:
         raise TypeError(f"{name!r} is not copied")

@@ -1,11 +1,23 @@
 """What one process can ask of the other: an operation on an object, by name."""
 
+from __future__ import annotations
+
 import operator
-from collections.abc import Callable
-from typing import Any
+
+TYPE_CHECKING = False  # importing typing takes time at every start
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-ARITHMETIC = tuple("add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split())
+ARITHMETIC = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+    *("and", "or", "xor", "lshift", "rshift"),
+)
+FORWARDED = (
+    *("call", "getitem", "setitem", "delitem", "iter", "next", "enter"),
+    *("len", "bool", "str", "repr", "hash", "int", "float"),
+)
 
 
 def _call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
@@ -20,7 +32,7 @@ def _exit(manager: Any) -> Any:
     return type(manager).__exit__(manager, None, None, None)
 
 
-OPERATIONS: "dict[str, Callable[..., Any]]" = {
+OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": _call,
     "getattr": getattr,
     "setattr": setattr,

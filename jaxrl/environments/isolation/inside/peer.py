@@ -6,16 +6,21 @@ calls, items and iteration are messages. Exceptions keep their types. A process 
 one is gone.
 """
 
+from __future__ import annotations
+
 import builtins
 import json
 import os
 import weakref
-from collections.abc import Callable
-from typing import Any, BinaryIO
 
 from .encoding import MUTABLE, decode, encode
 from .operations import OPERATIONS
 from .proxies import ProxyClass, class_chain, make_proxy, make_proxy_class
+
+TYPE_CHECKING = False  # importing typing takes time at every start
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, BinaryIO
 
 
 class Peer:
@@ -50,7 +55,7 @@ class Peer:
     def check_reference(self, value: Any) -> None:
         """Raises an exception if a value must not be handed out."""
 
-    def check_operation(self, operation: str, arguments: "list[Any]") -> None:
+    def check_operation(self, operation: str, arguments: list[Any]) -> None:
         """Raises an exception if the other side may not perform an operation here."""
 
     def refuse(self, reason: str) -> None:
@@ -61,7 +66,7 @@ class Peer:
         """Returns True if the other side holds a reference to this very object."""
         return self._mine.get(id(value)) is value
 
-    def describe(self, kind: type) -> "list[Any]":
+    def describe(self, kind: type) -> list[Any]:
         """Returns what the other side needs for a stand-in of a class."""
         self._mine[id(kind)] = kind
         return [id(kind), kind.__name__, [self._base(base) for base in class_chain(kind)]]
@@ -71,7 +76,7 @@ class Peer:
         while True:
             self._answer(self._receive())
 
-    def _answer(self, message: "list[Any]") -> None:
+    def _answer(self, message: list[Any]) -> None:
         _, operation, data, keywords = message
         arguments: list[Any] = []
         try:
@@ -87,11 +92,11 @@ class Peer:
             answer = ["raise", error_data, self._changes(data, arguments), self.printed()]
         self._send(answer)
 
-    def _changes(self, data: "list[Any]", arguments: "list[Any]") -> "list[Any]":
+    def _changes(self, data: list[Any], arguments: list[Any]) -> list[Any]:
         new = {i: self._encode(a) for i, a in enumerate(arguments) if type(a) in MUTABLE}
         return [[i, a] for i, a in new.items() if a != data[i]]
 
-    def _send(self, message: "list[Any]") -> None:
+    def _send(self, message: list[Any]) -> None:
         rest = memoryview(json.dumps(message).encode() + b"\n")
         try:
             while rest:
@@ -99,7 +104,7 @@ class Peer:
         except BrokenPipeError:
             os._exit(1)
 
-    def _receive(self) -> "list[Any]":
+    def _receive(self) -> list[Any]:
         line = self._incoming.readline()
         if not line.endswith(b"\n"):
             os._exit(1)
@@ -111,7 +116,7 @@ class Peer:
     def _decode(self, data: Any) -> Any:
         return decode(data, self._resolve)
 
-    def _refer(self, value: Any) -> "list[Any]":
+    def _refer(self, value: Any) -> list[Any]:
         kind = type(value)
         if isinstance(kind, ProxyClass) and kind._jaxrl_peer is self:
             return ["yours", value.__dict__["_jaxrl_reference"]]
@@ -126,7 +131,7 @@ class Peer:
     def _base(self, base: type) -> Any:
         return base.__name__ if base.__module__ == "builtins" else self.describe(base)
 
-    def _resolve(self, data: "list[Any]") -> Any:
+    def _resolve(self, data: list[Any]) -> Any:
         tag, reference, *rest = data
         if tag == "yours":
             return self._mine[reference]
@@ -139,14 +144,14 @@ class Peer:
             proxy = self._theirs[reference] = make_proxy(self._class(rest[0]), reference)
         return proxy
 
-    def _class(self, description: "list[Any]") -> ProxyClass:
+    def _class(self, description: list[Any]) -> ProxyClass:
         reference, name, bases = description
         if reference not in self._classes:
             known = [base if isinstance(base, str) else self._class(base) for base in bases]
             self._classes[reference] = make_proxy_class(self, reference, str(name), known)
         return self._classes[reference]
 
-    def _encode_error(self, error: Exception) -> "list[Any]":
+    def _encode_error(self, error: Exception) -> list[Any]:
         try:
             if type(error).__module__ == "builtins":
                 arguments = self._encode(list(error.args))
@@ -155,7 +160,7 @@ class Peer:
         except Exception:
             return ["builtin", "RuntimeError", ["list", [type(error).__name__]]]
 
-    def _decode_error(self, data: "list[Any]") -> Exception:
+    def _decode_error(self, data: list[Any]) -> Exception:
         kind, *rest = data
         if kind == "object":
             error = self._decode(rest[0])
@@ -177,4 +182,3 @@ def _update(old: Any, new: Any) -> None:
         old.update(new)
     else:
         old.extend(new)
-

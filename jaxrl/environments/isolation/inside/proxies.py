@@ -1,9 +1,14 @@
 """Stand-ins for objects and classes of the other process."""
 
-import builtins
-from typing import Any
+from __future__ import annotations
 
-from .operations import ARITHMETIC, COMPARISONS
+import builtins
+
+from .operations import ARITHMETIC, COMPARISONS, FORWARDED
+
+TYPE_CHECKING = False  # importing typing takes time at every start
+if TYPE_CHECKING:
+    from typing import Any
 
 
 class ProxyClass(type):
@@ -12,10 +17,12 @@ class ProxyClass(type):
     _jaxrl_peer: Any = None
     _jaxrl_reference = 0
 
-    def __new__(mcs, name: str, bases: "tuple[type, ...]", members: "dict[str, Any]") -> Any:
+    def __new__(mcs, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> Any:
         """Refuses a class that the tests derive from one of the code."""
-        if any(isinstance(b, ProxyClass) and b._jaxrl_peer for b in bases) and "_jaxrl_peer" not in members:
-            bases[0]._jaxrl_peer.refuse(f"the class {name} derives from a class of the code")
+        if "_jaxrl_peer" not in members:
+            for base in bases:
+                if isinstance(base, ProxyClass) and base._jaxrl_peer:
+                    base._jaxrl_peer.refuse(f"the class {name} derives from a class of the code")
         return super().__new__(mcs, name, bases, members)
 
     def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
@@ -81,7 +88,7 @@ def _forward_if_both(operation: str) -> Any:
     return method
 
 
-for _name in "call getitem setitem delitem iter next len bool str repr hash int float enter".split():
+for _name in FORWARDED:
     setattr(Proxy, f"__{_name}__", _forward(_name))
 for _name in (*COMPARISONS, *ARITHMETIC):
     setattr(Proxy, f"__{_name}__", _forward_if_both(_name))
@@ -90,21 +97,23 @@ for _name in (*COMPARISONS, *ARITHMETIC):
 def make_proxy(cls: ProxyClass, reference: int) -> Any:
     """Makes a proxy without calling the constructor of the other side."""
     builtin = next(b for b in cls.__mro__ if b.__module__ == "builtins")
-    proxy = builtin.__new__(cls)
+    proxy: Any = builtin.__new__(cls)  # pyright: ignore[reportCallIssue]
     proxy.__dict__["_jaxrl_reference"] = reference
     return proxy
 
 
-def make_proxy_class(peer: Any, reference: int, name: str, bases: "list[Any]") -> ProxyClass:
+def make_proxy_class(peer: Any, reference: int, name: str, bases: list[Any]) -> ProxyClass:
     """Makes a stand-in for a class from those of its bases; of built-in ones only exceptions."""
-    real = [getattr(builtins, base, None) if isinstance(base, str) else base for base in bases]
+    real: list[Any] = [
+        getattr(builtins, base, None) if isinstance(base, str) else base for base in bases
+    ]
     kept = [b for b in real if isinstance(b, ProxyClass) or _is_exception(b)]
     if not any(isinstance(base, ProxyClass) for base in kept):
         kept.insert(0, Proxy)
     return ProxyClass(name, tuple(kept), {"_jaxrl_peer": peer, "_jaxrl_reference": reference})
 
 
-def class_chain(kind: type) -> "list[type]":
+def class_chain(kind: type) -> list[type]:
     """Returns the bases of a class that its stand-in has too."""
     if kind.__module__ == "builtins" and not _is_exception(kind):
         return []
@@ -113,4 +122,3 @@ def class_chain(kind: type) -> "list[type]":
 
 def _is_exception(base: Any) -> bool:
     return isinstance(base, type) and issubclass(base, Exception)
-

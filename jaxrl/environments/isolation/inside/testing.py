@@ -4,18 +4,23 @@ It reports on the control descriptor: P if the tests ran to their end, or U and 
 pass something to the code that cannot to go to another process.
 """
 
+from __future__ import annotations
+
 import ast
 import builtins
 import importlib
 import os
 import sys
 import types
-from typing import Any, NoReturn
 
 from .peer import Peer
 
+TYPE_CHECKING = False  # importing typing takes time at every start
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
-def run_tests(source: bytes, pipes: "list[int]", control: int) -> NoReturn:
+
+def run_tests(source: bytes, pipes: list[int], control: int) -> NoReturn:
     """Runs the tests as the main program with the code's names, and ends the process."""
     try:
         tree = ast.parse(source)
@@ -38,7 +43,7 @@ def run_tests(source: bytes, pipes: "list[int]", control: int) -> NoReturn:
     os._exit(0)
 
 
-def split_names(tree: ast.Module) -> "tuple[list[str], list[str]]":
+def split_names(tree: ast.Module) -> tuple[list[str], list[str]]:
     """Returns names that tests use: modules of the standard library, and names of the code.
 
     Code could redefine `abs` or `math` to deceive its tests. So a built-in name is the code's only
@@ -48,15 +53,12 @@ def split_names(tree: ast.Module) -> "tuple[list[str], list[str]]":
     used, defined, called, bases = set[str](), set[str](), set[str](), set[str]()
     for node in ast.walk(tree):
         match node:
-            case ast.Name(id=name, ctx=ast.Load()):
-                used.add(name)
             case ast.Name(id=name):
-                defined.add(name)
-            case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                (used if isinstance(node.ctx, ast.Load) else defined).add(name)
+            case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 defined.add(name)
             case ast.alias(name=name, asname=alias):
                 defined.add(alias or name.partition(".")[0])
-        match node:
             case ast.Attribute(value=ast.Name(id=name)):
                 bases.add(name)
             case ast.Call(func=ast.Name(id=name)):
@@ -87,7 +89,7 @@ class _TestPeer(Peer):
         if not (callable(value) or _is_iterator(value) or _is_of_tests(value)):
             self.refuse(f"an object of {type(value)} cannot go to the code's process")
 
-    def check_operation(self, operation: str, arguments: "list[Any]") -> None:
+    def check_operation(self, operation: str, arguments: list[Any]) -> None:
         value, *rest = arguments
         if not self.handed_out(value):
             raise TypeError("it is not an object of the tests")
@@ -102,12 +104,12 @@ class _TestPeer(Peer):
         ):
             raise TypeError(f"{operation} is refused")
 
-    def describe(self, kind: type) -> "list[Any]":
+    def describe(self, kind: type) -> list[Any]:
         # Without a reference to the class itself, which could be called.
         names = [b.__name__ for b in kind.__mro__ if b.__module__ == "builtins"]
         return [id(kind), kind.__name__, names[: issubclass(kind, Exception)]]
 
-    def _answer(self, message: "list[Any]") -> None:
+    def _answer(self, message: list[Any]) -> None:
         self._answering += 1
         try:
             super()._answer(message)

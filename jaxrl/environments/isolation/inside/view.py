@@ -12,9 +12,9 @@ LINKS = {
     "/dev/stderr": "/proc/self/fd/2",
 }
 _SYSTEM = (
-    "/usr /bin /sbin /lib /lib32 /lib64 /libx32 /nix/store /gnu/store /etc/alternatives "
-    "/etc/ld.so.cache /etc/localtime"
-).split()
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store"),
+    *("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime"),
+)
 
 
 def visible_paths() -> "dict[str, str | None]":
