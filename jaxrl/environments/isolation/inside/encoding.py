@@ -59,9 +59,9 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if name in _ARGUMENTS and getattr(value, "tzinfo", None) is None:
         return ["make", name, [encode(part, refer) for part in _ARGUMENTS[name](value)]]
-    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+    if issubclass(kind, tuple) and (fields := getattr(kind, "_fields", None)):
         items = [encode(item, refer) for item in value]
-        return ["namedtuple", [kind.__name__, *kind._fields], items]
+        return ["namedtuple", [kind.__name__, *fields], items]
     if issubclass(kind, (int, float, str)) and not issubclass(kind, enum.Enum):
         base = next(base for base in (int, float, str) if issubclass(kind, base))
         return encode(base(value), refer)
