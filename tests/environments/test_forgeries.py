@@ -103,7 +103,7 @@ for end, other in ((4, 5), (5, 4), (3, 4), (4, 3), (5, 6), (6, 5)):
     for _ in range(3):
         try: os.write(end, b"1"); time.sleep(0.05); parts += os.read(other, 1 << 16)
         except OSError: pass
-    if parts: print(parts.decode()[-18:-2]); os._exit(0)
+    if parts: print(parts.decode()[-18:-2], flush=True); os._exit(0)
 """,
     "finds the descriptors by their kind": """
 import os, re, stat, time
@@ -117,7 +117,7 @@ for _ in range(4):
     for fd in pipes:
         try: text += os.read(fd, 1 << 16).decode()
         except OSError: pass
-for token in re.findall("'([0-9a-f]{16})'", text): print(token)
+for token in re.findall("'([0-9a-f]{16})'", text): print(token, flush=True)
 if text: os._exit(0)
 """,
     "reads the parts through the caller's frames": """
