@@ -4,9 +4,10 @@ import time
 
 import pytest
 
-from jaxrl.environments.isolation import walls
 from jaxrl.environments.isolation.sandbox import UnsupportedTestsError, run_tests
 from jaxrl.environments.rewards.builtin import python_tests
+
+pytestmark = pytest.mark.usefixtures("each_wall")
 
 TESTS = """
 def check(candidate):
@@ -320,15 +321,6 @@ MESSAGES = {
     "an endless number": '["return", ["int", "0x' + "f" * 100_000 + '"], [], ""]',
     "nesting": '["return", ' + '["list", [' * 50_000 + "]]" * 50_000 + ', [], ""]',
 }
-
-
-@pytest.fixture(autouse=True, params=["bubblewrap", "own"])
-def each_wall(request, monkeypatch):
-    """Runs a test with bubblewrap, where it works, and without."""
-    if request.param == "own":
-        monkeypatch.setattr(walls, "find_bubblewrap", lambda: None)
-    elif walls.find_bubblewrap() is None:
-        pytest.skip("bubblewrap is not installed, or does not work here")
 
 
 def test_code_that_passes_is_rewarded():

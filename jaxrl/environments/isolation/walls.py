@@ -88,7 +88,7 @@ def bubblewrap_options(memory: int) -> list[str]:
         options += ["--dev-bind", device, device]
     for link, target in LINKS.items():
         options += ["--symlink", target, link]
-    return [*options, "--remount-ro", "/", "--chdir", WORK]
+    return [*options, "--remount-ro", "/proc", "--remount-ro", "/", "--chdir", WORK]
 
 
 def memory_file(data: bytes) -> int:
