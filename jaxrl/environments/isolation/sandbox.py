@@ -12,6 +12,7 @@ import dataclasses
 import os
 import selectors
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
@@ -21,6 +22,10 @@ from jaxrl.environments.isolation.calls import hold_processor
 
 _STARTUP_SECONDS = 30.0  # for a process to start and to set up its walls
 _CHUNK = 1 << 16
+_CANNOT = (
+    "the sandbox cannot be set up: {}; it needs Linux on x86-64 or aarch64 with user namespaces (in "
+    "a container: a seccomp profile that allows unshare and mount)"
+)
 
 
 class SandboxError(RuntimeError):
@@ -138,6 +143,8 @@ def _host(
     role: str, source: str, *, limits: SandboxLimits, pipes: Sequence[BinaryIO] = ()
 ) -> Iterator[_Host]:
     """Starts a process; it is gone after the block."""
+    if sys.platform != "linux":
+        raise SandboxError(_CANNOT.format(f"this is {sys.platform}"))
     # Lone surrogates cannot be encoded; such a program is not one.
     text = walls.memory_file(source.encode(errors="replace"))
     control, its_end = os.pipe()
@@ -146,9 +153,9 @@ def _host(
     arguments = (seconds, limits.memory, limits.processes, *keep)
     try:
         process = walls.start(role, arguments, memory=limits.memory, keep=keep)
-    except BaseException:
+    except OSError as error:
         os.close(control)
-        raise
+        raise SandboxError(_CANNOT.format(error)) from None
     finally:
         os.close(its_end)
         os.close(text)
@@ -178,10 +185,7 @@ def _wait_until_ready(hosts: Sequence[_Host], limits: SandboxLimits) -> float:
             host.process.wait(_STARTUP_SECONDS)
             lines = os.read(host.streams["stderr"], _CHUNK).decode(errors="replace").splitlines()
             last = lines[-1] if lines else f"status {host.process.returncode}"
-            raise SandboxError(
-                f"the sandbox cannot be set up: {last}; it needs Linux on x86-64 or aarch64 with "
-                "user namespaces (in a container: a seccomp profile that allows unshare and mount)"
-            )
+            raise SandboxError(_CANNOT.format(last))
     return time.monotonic() + limits.seconds
 
 
