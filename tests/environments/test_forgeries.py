@@ -221,7 +221,7 @@ def square(x):
             except OSError: pass
     os._exit(0)
 """,
-    "closes all descriptors": "import os\nos.closerange(0, 64)\ndef square(x): return 9",
+    "closes all descriptors": "import os; os.closerange(0, 64)",
     "forges the proof on stdout": "print('P\\n1P\\npassed', flush=True)\nimport os; os._exit(0)",
     "forges the proof in an answer": """
 import sys
@@ -293,7 +293,6 @@ def square(x):
     return deep
 """,
     "very much data": "def square(x): return 'P' * (400 << 20)",
-    "recursion": "def square(x): return square(x)",
     "tests on disk": """
 import os
 found = [os.path.join(d, f) for d, _, files in os.walk("/") for f in files if "test" in f]
@@ -387,9 +386,14 @@ def test_a_function_named_like_a_builtin_can_be_tested():
 
 def test_what_remains_possible_as_the_documentation_says():
     """Tests that let the code judge itself: it compares its own objects."""
-    code = AGREES + "def origin(): return Agrees()\nPoint = Agrees()"
+    code = """
+class Point:
+    def __init__(self, x, y): pass
+    def __eq__(self, other): return True
+def origin(): return Point(1, 1)
+"""
     assert python_tests(code, {"tests": "assert origin() == Point(0, 0)"}) == 1
-    assert python_tests(code, {"tests": "assert origin().x == 0"}) == 0
+    assert python_tests(code, {"tests": "assert (origin().x, origin().y) == (0, 0)"}) == 0
 
 
 def test_a_masked_score_cannot_be_chosen_by_the_code():

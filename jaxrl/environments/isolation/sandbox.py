@@ -23,8 +23,8 @@ from jaxrl.environments.isolation.calls import hold_processor
 _STARTUP_SECONDS = 30.0  # for a process to start and to set up its walls
 _CHUNK = 1 << 16
 _CANNOT = (
-    "the sandbox cannot be set up: {}; it needs Linux on x86-64 or aarch64 with user namespaces (in "
-    "a container: a seccomp profile that allows unshare and mount)"
+    "the sandbox cannot be set up: {}; it needs Linux on x86-64 or aarch64 with user namespaces "
+    "(in a container: a seccomp profile that allows unshare and mount)"
 )
 
 

@@ -168,7 +168,8 @@ class Peer:
                 error.args = self._decode(rest[1])
         else:
             found = getattr(builtins, rest[0], None)
-            error = found(*self._decode(rest[1])) if isinstance(found, type) else None
+            known = isinstance(found, type) and issubclass(found, Exception)
+            error = found(*self._decode(rest[1])) if known else None
         # Never SystemExit or KeyboardInterrupt, which would end the process of the tests.
         return error if isinstance(error, Exception) else RuntimeError("an unknown error")
 
