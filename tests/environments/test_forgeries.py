@@ -1,10 +1,11 @@
 """Code that tries to earn the reward of its tests without passing them."""
 
 import time
+from pathlib import Path
 
 import pytest
 
-from jaxrl.environments.isolation.sandbox import UnsupportedTestsError, run_tests
+from jaxrl.environments.isolation.sandbox import run_tests
 from jaxrl.environments.rewards.builtin import python_tests
 
 pytestmark = pytest.mark.usefixtures("each_wall")
@@ -385,22 +386,15 @@ def test_a_function_named_like_a_builtin_can_be_tested():
 
 
 def test_what_remains_possible_as_the_documentation_says():
-    """Tests that let the code judge itself: it compares its own objects."""
-    code = """
-class Point:
-    def __init__(self, x, y): pass
-    def __eq__(self, other): return True
-def origin(): return Point(1, 1)
-"""
-    assert python_tests(code, {"tests": "assert origin() == Point(0, 0)"}) == 1
-    assert python_tests(code, {"tests": "assert (origin().x, origin().y) == (0, 0)"}) == 0
+    page = (Path(__file__).parents[2] / "docs/async.md").read_text()
+    code, _, lines = page.partition("class Point:")[2].partition("\n```")[0].partition("\n\n")
+    code = f"class Point:{code}\ndef is_sorted(x): return True\ndef sort(x): x.clear(); return x"
+    for line in lines.splitlines():
+        deceived = run_tests(code, f"given = [2, 1]\n{line}")
+        assert deceived == ("# passes" in line), line
 
 
 def test_a_masked_score_cannot_be_chosen_by_the_code():
     tests = "assert call(lambda x: object()) == 1"
     code = "def call(f):\n    try: f(0)\n    except TypeError: pass\n    return 2"
     assert python_tests(code, {"tests": tests}) == 0
-    with pytest.raises(UnsupportedTestsError, match="class 'object'"):
-        run_tests("def f(x): pass", "f(object())")
-    with pytest.raises(UnsupportedTestsError, match="Child"):
-        run_tests("class Base: pass", "class Child(Base): pass")

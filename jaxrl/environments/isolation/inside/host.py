@@ -4,7 +4,7 @@ Arguments: role, walls, the caller's process number, seconds, memory, processes,
 descriptors: control, source and, for the roles of tests, those to receive from and to send to.
 
 A byte on the control descriptor says that the sandbox is set up. The role `program` runs the
-source. The roles `code` and `tests` are the two sides of a test: see `code.py` and `tests.py`.
+source. The roles `code` and `tests` are the two sides of a test: see `serving.py` and `testing.py`.
 Only trusted code runs in `tests`; it keeps the control descriptor, to report the outcome.
 """
 
@@ -12,6 +12,8 @@ import os
 import resource
 import sys
 import types
+
+from .source import run_source
 
 FILES = 64  # open at once: pipes and sockets hold memory too
 
@@ -50,16 +52,3 @@ def main() -> None:
         serve(text, pipes)
     if role == "program":
         run_source(text, types.ModuleType("__main__"))
-
-
-def run_source(source: bytes, module: types.ModuleType) -> None:
-    """Runs a program in a module; ends the process if it raises."""
-    sys.modules[module.__name__] = module
-    try:
-        exec(compile(source, "program.py", "exec"), module.__dict__)
-    except Exception as error:
-        import traceback
-
-        shown = error.__traceback__ and error.__traceback__.tb_next  # without this function
-        traceback.print_exception(type(error), error, shown)
-        sys.exit(1)

@@ -168,8 +168,9 @@ class Peer:
                 error.args = self._decode(rest[1])
         else:
             found = getattr(builtins, rest[0], None)
-            known = isinstance(found, type) and issubclass(found, Exception)
-            error = found(*self._decode(rest[1])) if known else None
+            if not isinstance(found, type) or not issubclass(found, Exception):
+                found = RuntimeError
+            error = found(*self._decode(rest[1]))
         # Never SystemExit or KeyboardInterrupt, which would end the process of the tests.
         return error if isinstance(error, Exception) else RuntimeError("an unknown error")
 

@@ -6,9 +6,9 @@ import io
 import sys
 import types
 
-from .host import run_source
 from .operations import OPERATIONS
 from .peer import Peer
+from .source import run_source
 
 TYPE_CHECKING = False  # importing typing takes time at every start
 if TYPE_CHECKING:
