@@ -36,7 +36,6 @@ class Agrees(int):
     def __str__(self): return "25"
 """
 
-# Both descriptors of a program's pipes and its standard streams are tried.
 WRITES = """
 import os
 for fd in range(64):
@@ -279,6 +278,20 @@ os.environ.update(PYTHONOPTIMIZE="1", PYTHONSTARTUP="/tmp/x.py", PYTHONPATH="/tm
 open("/tmp/sitecustomize.py", "w").write("import os; os._exit(0)")
 def square(x): return 0
 """,
+    "offers more names than asked for": """
+import sys
+def abs(x): return 0
+def isinstance(*a): return True
+Peer = sys.modules["inside.peer"].Peer
+encode = Peer._encode
+def forged(self, value):
+    if type(value) is dict and "square" in value:
+        value = {**value, "abs": abs, "isinstance": isinstance, "str": lambda x: "25",
+                 "sorted": lambda x: [1, 4], "check": lambda x: None}
+    return encode(self, value)
+Peer._encode = forged
+def square(x): return 9 if x == 3 else 16 if x == 4 else 0
+""",
     "the sandbox's own source": """
 import sys
 for name, module in list(sys.modules.items()):
@@ -303,25 +316,6 @@ def square(x): return 0
 """,
 }
 
-# Messages of the protocol itself: one that is odd follows each question.
-MESSAGES = {
-    "another kind": '["passed", true, [], ""]',
-    "not a list": '"P"',
-    "an error that ends the process": '["raise", ["builtin", "SystemExit", ["list", [0]]], [], ""]',
-    "a reference that does not exist": '["return", ["yours", 1], [], ""]',
-    "a function of the tests": '["return", ["type", "exec"], [], ""]',
-    "a call of eval": '["ask", "call", [["type", "eval"], "exit(0)"], {}]',
-    "a new class": '["ask", "call", [["type", "type"], "X", ["make", "builtins.tuple", '
-    '[["list", []]]], ["dict", []]], {}]',
-    "a type that is not copied": '["return", ["make", "subprocess.Popen", [["list", ["id"]]]], '
-    '[], ""]',
-    "other arguments": '["return", 9, [[0, 9], [1, 9], [-1, ["list", []]]], ""]',
-    "the names": '["ask", "names", [["list", ["check"]]], {}]',
-    "a class named int": '["return", ["mine", 5, [6, "int", ["int", "bool"]]], [], ""]',
-    "an endless number": '["return", ["int", "0x' + "f" * 100_000 + '"], [], ""]',
-    "nesting": '["return", ' + '["list", [' * 50_000 + "]]" * 50_000 + ', [], ""]',
-}
-
 
 def test_code_that_passes_is_rewarded():
     assert python_tests("def square(x): return x * x", {"tests": TESTS}) == 1
@@ -332,19 +326,6 @@ def test_no_forgery_is_rewarded(way):
     start = time.monotonic()
     assert python_tests(FORGERIES[way], {"tests": TESTS}) == 0
     assert time.monotonic() - start < 5 + 5, "the limit is 5 s; the rest is the start"
-
-
-@pytest.mark.parametrize("way", MESSAGES)
-def test_no_message_is_rewarded(way):
-    code = f"""
-import gc, os
-def square(x):
-    (out,) = (t for t in gc.get_objects() if type(t).__name__ == "Peer")
-    rest = {MESSAGES[way]!r}.encode() + b"\\n"
-    while rest: rest = rest[out._outgoing.write(rest):]
-    return 0
-"""
-    assert python_tests(code, {"tests": TESTS}) == 0
 
 
 def test_the_code_cannot_find_the_tests_or_their_values():

@@ -1,11 +1,16 @@
 """The reward that runs tests in one process against the code of a completion in another."""
 
 import ast
+import json
 import subprocess
 import sys
+from collections import Counter, OrderedDict, deque
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from jaxrl.environments.isolation.inside.encoding import decode, encode
 from jaxrl.environments.isolation.inside.testing import split_names
 from jaxrl.environments.isolation.sandbox import (
     SandboxLimits,
@@ -201,6 +206,92 @@ def test_code_and_tests_that_do_not_end_fail_in_time(place):
 )
 def test_names_of_built_ins_and_modules_are_not_the_codes(tests, own, theirs):
     assert split_names(ast.parse(tests)) == (own, theirs)
+
+
+# Messages of the protocol itself: one that is odd follows each question.
+MESSAGES = {
+    "another kind": '["passed", true, [], ""]',
+    "not a list": '"P"',
+    "an error that ends the process": '["raise", ["builtin", "SystemExit", ["list", [0]]], [], ""]',
+    "a reference that does not exist": '["return", ["yours", 1], [], ""]',
+    "a function of the tests": '["return", ["type", "exec"], [], ""]',
+    "a call of eval": '["ask", "call", [["type", "eval"], "exit(0)"], {}]',
+    "a new class": '["ask", "call", [["type", "type"], "X", ["make", "builtins.tuple", '
+    '[["list", []]]], ["dict", []]], {}]',
+    "a type that is not copied": '["return", ["make", "subprocess.Popen", [["list", ["id"]]]], '
+    '[], ""]',
+    "other arguments": '["return", 9, [[0, 9], [1, 9], [-1, ["list", []]]], ""]',
+    "the names": '["ask", "names", [["list", ["check"]]], {}]',
+    "a class named int": '["return", ["mine", 5, [6, "int", ["int", "bool"]]], [], ""]',
+    "an endless number": '["return", ["int", "0x' + "f" * 100_000 + '"], [], ""]',
+    "nesting": '["return", ' + '["list", [' * 50_000 + "]]" * 50_000 + ', [], ""]',
+}
+
+
+@pytest.mark.parametrize("way", MESSAGES)
+def test_no_message_is_rewarded(way):
+    code = f"""
+import gc, os
+def square(x):
+    (out,) = (t for t in gc.get_objects() if type(t).__name__ == "Peer")
+    rest = {MESSAGES[way]!r}.encode() + b"\\n"
+    while rest: rest = rest[out._outgoing.write(rest):]
+    return 0
+"""
+    assert not run_tests(code, "assert square(3) == 9")
+
+
+_leaves = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text()),
+    *(st.binary(), st.binary().map(bytearray), st.complex_numbers(allow_nan=False)),
+    *(st.decimals(allow_nan=False), st.fractions(), st.dates(), st.datetimes(), st.times()),
+    *(st.timedeltas(), st.sampled_from([int, dict, Exception, ..., NotImplemented, range(3)])),
+)
+_keys = st.one_of(st.integers(), st.text(), st.tuples(st.integers(), st.text()))
+_values = st.recursive(
+    _leaves,
+    lambda x: st.one_of(
+        *(st.lists(x), st.dictionaries(_keys, x), st.tuples(x, x), st.sets(_keys)),
+        *(st.frozensets(_keys), st.lists(x).map(deque), st.lists(_keys).map(Counter)),
+        st.dictionaries(_keys, x).map(OrderedDict),
+    ),
+    max_leaves=20,
+)
+
+
+@given(_values)
+def test_plain_data_arrives_as_it_was_sent(value):
+    sent = json.loads(json.dumps(encode(value, pytest.fail)))
+    arrived = decode(sent, pytest.fail)
+    assert arrived == value
+    assert repr(type(arrived)) == repr(type(value))
+
+
+_tags = st.sampled_from(
+    ["int", "list", "dict", "bytes", "make", "namedtuple", "type", "constant", "mine", "yours"]
+)
+_names = st.one_of(
+    st.sampled_from(["builtins.set", "builtins.exec", "os.system", "collections.deque", "type"]),
+    st.text(max_size=5),
+)
+_data = st.recursive(
+    st.one_of(_tags, _names, st.integers(-9, 99), st.none()),
+    lambda x: st.one_of(
+        *(st.lists(x, max_size=3), st.tuples(_tags, x).map(list)),
+        *(st.tuples(_tags, x, x).map(list), st.tuples(_tags, _names, st.lists(x)).map(list)),
+    ),
+)
+
+
+@given(_data)
+def test_whatever_arrives_is_plain_data_or_an_exception(data):
+    try:
+        value = decode(data, lambda reference: None)
+    except Exception:
+        return
+    safe = {"builtins", "collections", "datetime", "decimal", "fractions"}
+    assert type(value).__module__ in safe or isinstance(value, tuple)
+    assert not callable(value) or isinstance(value, type)
 
 
 def test_what_cannot_cross_is_an_error_that_names_it():
