@@ -220,7 +220,7 @@ MESSAGES = {
     '[["list", []]]], ["dict", []]], {}]',
     "a type that is not copied": '["return", ["make", "subprocess.Popen", [["list", ["id"]]]], '
     '[], ""]',
-    "other arguments": '["return", 9, [[0, 9], [1, 9], [-1, ["list", []]]], ""]',
+    "other arguments": '["return", 8, [[0, 9], [1, 9], [-1, ["list", []]]], ""]',
     "the names": '["ask", "names", [["list", ["check"]]], {}]',
     "a class named int": '["return", ["mine", 5, [6, "int", ["int", "bool"]]], [], ""]',
     "an endless number": '["return", ["int", "0x' + "f" * 100_000 + '"], [], ""]',
