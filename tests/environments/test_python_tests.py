@@ -25,6 +25,7 @@ import collections, dataclasses, datetime, decimal, enum, fractions, math
 
 def add(a, b): return a + b
 def same(x): return x
+def named(self, operation, function, cls, reference=0): return self, operation, function, cls
 def sort(x): x.sort()
 def corner(m): m[0][0] = 9; return m
 def apply(f, x): return f(x)
@@ -82,6 +83,7 @@ LIMITS = {"low": [1, 2]}
 # Each passes in one process too.
 TESTS = {
     "plain data": "assert add(1, 2) == 3 and add('a', b='b') == 'ab' and add([1], [2]) == [1, 2]",
+    "names of arguments": "assert named(self=1, operation=2, function=3, cls=4) == (1, 2, 3, 4)",
     "a list that is changed": "x = [3, 1, 2]\nassert sort(x) is None and x == [1, 2, 3]",
     "a list in a list": "m = [[1], [2]]\nassert corner(m) is m and m == [[9], [2]]",
     "the same object": "x = {1: 2}\nassert same(x) is x\nassert same(same) is same",

@@ -20,7 +20,7 @@ FORWARDED = (
 )
 
 
-def _call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+def _call(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
     return function(*arguments, **keywords)
 
 

@@ -35,7 +35,7 @@ class Peer:
         self._classes: dict[int, ProxyClass] = {}
         self.printed: Callable[[], str] = str  # what this side's program printed since last time
 
-    def ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
+    def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         """Performs an operation on the other side, answering its own questions meanwhile."""
         data = [self._encode(a) for a in arguments]
         self._send(["ask", operation, data, {k: self._encode(v) for k, v in keywords.items()}])

@@ -25,7 +25,7 @@ class ProxyClass(type):
                     base._jaxrl_peer.refuse(f"the class {name} derives from a class of the code")
         return super().__new__(mcs, name, bases, members)
 
-    def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(cls, /, *arguments: Any, **keywords: Any) -> Any:
         """Makes an instance on the other side."""
         return cls._jaxrl_peer.ask("call", cls, *arguments, **keywords)
 
@@ -73,7 +73,7 @@ def _check_name(name: str) -> None:
 
 
 def _forward(operation: str) -> Any:
-    def method(self: Proxy, *arguments: Any, **keywords: Any) -> Any:
+    def method(self: Proxy, /, *arguments: Any, **keywords: Any) -> Any:
         return type(self)._jaxrl_peer.ask(operation, self, *arguments, **keywords)
 
     return method
