@@ -81,8 +81,8 @@ def python_tests(completion: str, example: Mapping[str, Any]) -> float:
 
     Raises:
       SandboxError: if the sandbox cannot be set up on this machine.
-      UnsupportedTestsError: if the tests pass something to the code that no process can pass to
-        another, such as an open file.
+      UnsupportedTestsError: if the tests pass something to the code that cannot go to another
+        process, such as a module.
     """
     fenced = re.findall(r"```(?:python|py)?\n(.*?)```", completion, re.DOTALL)
     tests = example["tests"]
