@@ -1,6 +1,6 @@
 import math
-import subprocess
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -208,14 +208,14 @@ def test_as_many_programs_run_at_once_as_there_are_processors(monkeypatch):
     monkeypatch.setattr(calls, "_free", threading.BoundedSemaphore(2))
     meet, running, most = threading.Barrier(2), [], []
 
-    def program(*args, **kwargs):
+    def wait_until_ready(hosts, limits):
         running.append(1)
         most.append(len(running))
         meet.wait(60)
         running.pop()
-        return subprocess.CompletedProcess([], 0, b"", b"\n0 1")
+        return time.monotonic()  # no time to run
 
-    monkeypatch.setattr(sandbox.subprocess, "run", program)
+    monkeypatch.setattr(sandbox, "_wait_until_ready", wait_until_ready)
     texts = ["pass"] * 8
     scored = score(load_rewards(["python_tests"]), texts, [{"tests": ""}] * 8)
     assert scored.first_failure is None

@@ -1,5 +1,6 @@
-"""Attempts to escape the sandbox, and the reward that runs unit tests in it."""
+"""Attempts to escape the sandbox, to outlive its limits and to reach its watcher."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -7,10 +8,11 @@ import time
 
 import pytest
 
-from jaxrl.environments.isolation import sandbox
-from jaxrl.environments.isolation.sandbox import SandboxError, SandboxLimits, run_python
-from jaxrl.environments.isolation.sandbox_child import SYSTEM_CALLS, filter_program
-from jaxrl.environments.rewards.builtin import python_tests
+from jaxrl.environments.isolation import walls
+from jaxrl.environments.isolation.inside.system_calls import SYSTEM_CALLS, filter_program
+from jaxrl.environments.isolation.sandbox import SandboxLimits, run_python
+
+pytestmark = pytest.mark.usefixtures("each_wall")
 
 
 def test_status_and_streams_are_returned():
@@ -29,6 +31,13 @@ ESCAPES = {
     "network": "import socket; socket.create_connection(('127.0.0.1', 22), timeout=1)",
     "names": "import socket; socket.getaddrinfo('example.org', 80)",
     "writing": "open('{there}/new', 'w')",
+    "reading the user's files": "print(open('{there}/kept').read())",
+    "reading this repository": "print(open({here!r}).read())",
+    "the user's named pipes": "open('{there}/pipe', 'w')",
+    "another root": "import os; os.chroot('/tmp')",
+    "the old root": "import ctypes; assert ctypes.CDLL(None).umount2(b'/', 2) == 0",
+    "tracing": "import ctypes; assert ctypes.CDLL(None).ptrace(16, {pid}, 0, 0) == 0",
+    "another process's memory": "import os; os.pidfd_open({pid})",
     "deleting": "import os; os.remove('{there}/kept')",
     "shared memory": "open('/dev/shm/new', 'w')",
     "the terminal": "open('/dev/tty')",
@@ -59,17 +68,18 @@ ESCAPES = {
 @pytest.mark.parametrize("way", ESCAPES)
 def test_no_escape_succeeds(tmp_path, way):
     (tmp_path / "kept").write_text("")
+    os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
         calls = SYSTEM_CALLS[os.uname().machine]
         names = {"clone": calls["clone"], "keyctl": calls["denied"][5]}
-        code = ESCAPES[way].format(there=tmp_path, pid=other.pid, **names)
+        code = ESCAPES[way].format(there=tmp_path, here=__file__, pid=other.pid, **names)
         ran = run_python(code, limits=SandboxLimits(seconds=20.0, memory=256 << 20))
         assert ran.status != 0, ran
         assert ran.stderr, ran
         assert not ran.timed_out
         assert other.poll() is None
         other.kill()
-    assert os.listdir(tmp_path) == ["kept"]
+    assert sorted(os.listdir(tmp_path)) == ["kept", "pipe"]
     assert not os.path.exists("/dev/shm/new")
 
 
@@ -186,74 +196,92 @@ def test_output_is_truncated_at_the_limit():
     assert len(ran.stdout) == 5000
 
 
-def test_without_namespaces_nothing_runs_and_an_error_is_raised(monkeypatch, tmp_path):
-    broken = tmp_path / "child.py"
-    source = sandbox._CHILD.read_text()
-    broken.write_text(source.replace("check(libc.unshare(", "check(libc.unshare(1 | "))
-    monkeypatch.setattr(sandbox, "_CHILD", broken)
-    with pytest.raises(SandboxError, match=r"Invalid argument; it needs Linux on .* user names"):
-        run_python("print('free')")
-
-
-def test_code_is_rewarded_if_all_tests_pass():
-    tests = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
-    right = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
-    wrong = "```python\ndef add(a, b):\n    return a - b\n```"
-    leaves = "```python\nimport os\nos._exit(0)\n```"
-    assert python_tests(right, {"tests": tests}) == 1
-    assert python_tests(right, {"tests": "\n".join(tests)}) == 1
-    assert python_tests("def add(a, b): return a + b", {"tests": tests}) == 1
-    assert python_tests(wrong, {"tests": tests}) == 0
-    assert python_tests(leaves, {"tests": tests}) == 0
-    assert python_tests("no code", {"tests": tests}) == 0
-
-
-def test_tests_import_the_code_and_skip_its_main_program():
-    code = """
-from __future__ import annotations
-import dataclasses
-
-@dataclasses.dataclass
-class Sum:
-    value: int
-
-def add(a, b):
-    return Sum(a + b)
-
-if __name__ == "__main__":
-    print(add(int(input()), 2))
-"""
-    assert python_tests(code, {"tests": ["assert add(1, 2).value == 3"]}) == 1
-    assert "EOFError" in run_python(code).stderr
-
-
-CHEATS = {
-    "constants": "frame.f_code.co_consts",
-    "what the caller holds": "[*frame.f_back.f_locals.values(), *frame.f_back.f_code.co_consts]",
-    "everything": "gc.get_objects()",
+STOPS = {
+    "kills its group": "os.kill(0, signal.SIGKILL)",
+    "stops its group": "os.kill(0, signal.SIGSTOP)",
+    "stops itself": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "stops everyone": "os.kill(-1, signal.SIGSTOP)",
+    "stops its threads": "signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)",
+    "stops its parent": "os.kill(os.getppid(), signal.SIGSTOP)",
+    "a child kills its group": "os.fork() or os.kill(0, signal.SIGKILL)",
+    "a child in its session stops it": "os.fork() or os.kill(1, signal.SIGSTOP)",
+    "asks for signals to the group": "fcntl.fcntl(1, fcntl.F_SETOWN, 0)",
+    "lowers its watcher": "os.setpriority(os.PRIO_PGRP, 0, 19)",
 }
 
 
-@pytest.mark.parametrize("place", CHEATS)
-@pytest.mark.parametrize("when", ["at once", "when tested"])
-def test_code_cannot_find_the_token_that_proves_success(place, when):
-    find = f"""
-import gc, os, re, sys
-def add(a, b):
-    frame = sys._getframe(1)
-    found = re.findall("['\\"]([0-9a-f]{{16}})['\\"]", repr({CHEATS[place]}))
-    print(*found, sep="\\n", flush=True)
-    os._exit(0)
+@pytest.mark.parametrize("way", STOPS)
+def test_a_program_cannot_reach_its_watcher(way):
+    """The result is one of a program that ran too long, never an error and never late."""
+    code = f"""
+import fcntl, os, signal, threading, time
+try: {STOPS[way]}
+except OSError: pass
+print("still here", flush=True)
+time.sleep(100)
 """
-    code = find + ("add(1, 2)" if when == "at once" else "")
-    assert python_tests(code, {"tests": "assert add(1, 2) == 3"}) == 0
+    start = time.monotonic()
+    ran = run_python(code, limits=SandboxLimits(seconds=0.5))
+    assert ran.timed_out
+    assert ran.status == 128 + 9
+    assert time.monotonic() - start < 10
 
 
-def test_a_part_enters_the_process_only_after_the_parts_before_it():
-    parts = ["y = x + 1", "print(x, y)", "#" * (1 << 20) + "\nprint(__name__)"]
-    assert run_python("x = 1", then=parts).stdout == "1 2\nprogram\n"
-    ran = run_python("x = 1", then=["1 / 0", "print(x)"])
-    assert (ran.status, ran.stdout) == (1, "")
-    assert ran.stderr.endswith("ZeroDivisionError: division by zero\n")
-    asks = "import os\nfor _ in range(3): os.write(4, b'1')\nwhile True: pass"
-    assert run_python(asks, then=["#" * (1 << 20)], limits=SandboxLimits(seconds=1.0)).timed_out
+def test_a_program_ends_with_its_killed_learner():
+    memory = (512 << 20) + os.getpid()  # marks its processes
+    code = f"""
+import sys
+from jaxrl.environments.isolation import walls
+from jaxrl.environments.isolation.sandbox import SandboxLimits, run_python
+if sys.argv[1] == "False": walls.find_bubblewrap = lambda: None
+limits = SandboxLimits(seconds=100, memory={memory})
+run_python("import os, time\\nos.fork()\\ntime.sleep(100)", limits=limits)
+"""
+    uses_bubblewrap = str(walls.find_bubblewrap() is not None)
+    with subprocess.Popen([sys.executable, "-c", code, uses_bubblewrap]) as learner:
+        _wait_for(lambda: len(_processes_with(str(memory))) >= 3)
+        learner.kill()
+    _wait_for(lambda: not _processes_with(str(memory)))
+
+
+def _wait_for(condition):
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def _processes_with(argument):
+    found = []
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{process}/cmdline", "rb") as file:
+            found += [process] * (argument.encode() in file.read().split(b"\0"))
+    return found
+
+
+def test_without_namespaces_nothing_runs_and_an_error_is_raised():
+    code = "from jaxrl.environments.isolation.sandbox import run_python; run_python('print(1)')"
+    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
+    command = ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, sys.executable, code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == ""
+    assert "SandboxError: the sandbox cannot be set up: OSError: [Errno 28]" in done.stderr
+    assert "it needs Linux on x86-64 or aarch64 with user names" in done.stderr
+    assert "the sandbox uses namespaces of its own: " in done.stderr
+
+
+def test_the_output_says_once_which_walls_there_are(capsys, monkeypatch):
+    monkeypatch.undo()
+    walls._try_bubblewrap.cache_clear()
+    for _ in range(2):
+        found = walls.find_bubblewrap()
+    walls._try_bubblewrap.cache_clear()
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert walls.find_bubblewrap() is None
+    walls._try_bubblewrap.cache_clear()
+    *first, last = capsys.readouterr().err.splitlines()
+    assert len(first) == 1
+    assert ("bubblewrap's namespaces" in first[0]) == (found is not None)
+    assert last == (
+        "jaxrl: the sandbox uses namespaces of its own: bubblewrap (bwrap) is not installed"
+    )

@@ -1,31 +1,44 @@
-"""A sandbox for untrusted Python: a process without network, files to write or other processes.
+"""A sandbox for untrusted Python: a process without network, other processes or the user's files.
 
-Linux only. Kernel namespaces hide the network, other processes and devices; every file system is
-read-only except an empty directory in memory. A system-call filter blocks the sockets of other
-programs. Limits bound time, memory and output. The program can read what its user can read, but its
-only outputs are its two streams and named pipes that the user may write to. This is as safe as the
-kernel: do not run code written to break out of it.
+Linux only. Kernel namespaces hide the network, other processes, devices and all files but the
+system's and Python's own; only an empty directory in memory can be written to. A system-call filter
+blocks the sockets of other programs. Limits bound time, memory and output. The watcher is this
+process, which the program can neither see nor signal, and the program ends with it. This is as safe
+as the kernel: do not run code written to break out of it.
 """
 
+import contextlib
 import dataclasses
+import os
+import selectors
 import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+import time
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
 
+from jaxrl.environments.isolation import walls
 from jaxrl.environments.isolation.calls import hold_processor
 
-_CHILD = Path(__file__).with_name("sandbox_child.py")
-_STARTUP_SECONDS = 30.0  # for a process to start and to set up its namespaces
+_STARTUP_SECONDS = 30.0  # for a process to start and to set up its walls
+_CHUNK = 1 << 16
+_CANNOT = (
+    "the sandbox cannot be set up: {}; it needs Linux on x86-64 or aarch64 with user namespaces "
+    "(in a container: a seccomp profile that allows unshare and mount)"
+)
 
 
 class SandboxError(RuntimeError):
     """The machine cannot run the sandbox."""
 
 
+class UnsupportedTestsError(ValueError):
+    """The tests do something that cannot cross to another process."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """Limits of a program, in the order of the child's arguments."""
+    """Limits of a program."""
 
     seconds: float = 5.0  # of wall-clock time
     memory: int = 512 << 20  # bytes of address space of each process, and of files
@@ -37,52 +50,169 @@ class SandboxLimits:
 class ProgramResult:
     """The outcome of a program."""
 
-    status: int  # exit status; negative for a signal
+    status: int  # exit status; 128 + N after signal N
     stdout: str  # truncated at `SandboxLimits.output`
     stderr: str
     timed_out: bool  # it was killed at the time limit
 
 
-def run_python(
-    code: str, *, then: Sequence[str] = (), limits: SandboxLimits | None = None
-) -> ProgramResult:
-    """Runs Python that needs only the standard library, once a processor is free of other programs.
+def run_python(code: str, *, limits: SandboxLimits | None = None) -> ProgramResult:
+    """Runs a Python program that needs only the standard library, as `__main__`.
 
-    It runs as `__main__`; if `then` follows, as a module of another name, and the parts of `then`
-    after it in the same module until one raises. A part enters the process only after the parts
-    before it have run.
+    It starts once a processor is free of other programs.
 
     Raises:
       SandboxError: if the sandbox cannot be set up on this machine.
     """
     limits = limits or SandboxLimits()
-    command = [sys.executable, "-I", "-S", str(_CHILD), *map(str, dataclasses.astuple(limits))]
-    parts = [part.encode() for part in (code, *then)]
-    headed = (b"%d %d\n%s" % (len(parts) - i, len(p), p) for i, p in enumerate(parts, start=1))
+    with hold_processor(), _host("program", code, limits=limits) as host:
+        until = _wait_until_ready([host], limits)
+        in_time = _watch([host], until=until)
+        status = host.end()
+    return ProgramResult(status, host.text("stdout"), host.text("stderr"), not in_time)
+
+
+def run_tests(code: str, tests: str, *, limits: SandboxLimits | None = None) -> bool:
+    """Runs tests in one interpreter against a module of code in another.
+
+    The tests use the names of the code as if they had imported them; see `inside/peer.py` for what
+    crosses between the two processes. The code never holds the tests, their expected values or the
+    proof that they passed.
+
+    Returns:
+      True if the tests ran to their end in time.
+
+    Raises:
+      SandboxError: if the sandbox cannot be set up on this machine.
+      UnsupportedTestsError: if the tests pass something to the code that cannot cross.
+    """
+    limits = limits or SandboxLimits()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(hold_processor())
+        asked, asks = _pipe(stack)
+        answers, answered = _pipe(stack)
+        served = stack.enter_context(_host("code", code, limits=limits, pipes=(asked, answered)))
+        tester = stack.enter_context(_host("tests", tests, limits=limits, pipes=(answers, asks)))
+        for end in (asked, asks, answers, answered):
+            end.close()  # so that each side sees when the other one is gone
+        until = _wait_until_ready([served, tester], limits)
+        # Without the code's process the tests end at once, so only theirs is waited for.
+        _watch([tester, served], until=until)
+        report = tester.outputs["control"].decode(errors="replace")
+    if report.startswith("U"):
+        raise UnsupportedTestsError(f"the tests cannot run apart from the code: {report[1:]}")
+    return report == "P"
+
+
+class _Host:
+    """A process behind walls, its streams and its control pipe."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", control: int, most: int) -> None:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self.process = process
+        self.streams = {
+            "control": control,
+            "stdout": process.stdout.fileno(),
+            "stderr": process.stderr.fileno(),
+        }
+        self.outputs = {name: bytearray() for name in self.streams}
+        self._most = most
+        self.exited = os.pidfd_open(process.pid)
+
+    def read(self, name: str) -> bool:
+        """Reads once from a stream, and keeps at most `limits.output` bytes; False at its end."""
+        data = os.read(self.streams[name], _CHUNK)
+        kept = self.outputs[name]
+        kept += data[: self._most - len(kept)]
+        return bool(data)
+
+    def end(self) -> int:
+        """Kills the process, if it runs, and returns its status."""
+        self.process.kill()
+        status = self.process.wait()
+        return status if status >= 0 else 128 - status
+
+    def text(self, name: str) -> str:
+        """Returns what was read from a stream."""
+        return self.outputs[name].decode(errors="replace")
+
+
+@contextlib.contextmanager
+def _host(
+    role: str, source: str, *, limits: SandboxLimits, pipes: Sequence[BinaryIO] = ()
+) -> Iterator[_Host]:
+    """Starts a process; it is gone after the block."""
+    if sys.platform != "linux":
+        raise SandboxError(_CANNOT.format(f"this is {sys.platform}"))
+    # Lone surrogates cannot be encoded; such a program is not one.
+    text = walls.memory_file(source.encode(errors="replace"))
+    control, its_end = os.pipe()
+    keep = (its_end, text, *(pipe.fileno() for pipe in pipes))
+    seconds = int(limits.seconds) + 1  # of computing
+    arguments = (seconds, limits.memory, limits.processes, *keep)
     try:
-        with hold_processor():
-            done = subprocess.run(
-                command,
-                input=b"".join(headed),
-                capture_output=True,
-                env={"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
-                timeout=limits.seconds + _STARTUP_SECONDS,
-                check=False,
-                start_new_session=True,  # with a terminal it could type into the user's shell
+        process = walls.start(role, arguments, memory=limits.memory, keep=keep)
+    except OSError as error:
+        os.close(control)
+        raise SandboxError(_CANNOT.format(error)) from None
+    finally:
+        os.close(its_end)
+        os.close(text)
+    with process:
+        host = _Host(process, control, limits.output)
+        try:
+            yield host
+        finally:
+            host.end()
+            os.close(host.exited)
+            os.close(control)
+
+
+def _wait_until_ready(hosts: Sequence[_Host], limits: SandboxLimits) -> float:
+    """Waits until all processes are set up, and returns the time at which theirs is over."""
+    latest = time.monotonic() + _STARTUP_SECONDS
+    for host in hosts:
+        with selectors.DefaultSelector() as selector:
+            selector.register(host.streams["control"], selectors.EVENT_READ)
+            in_time = selector.select(max(0.0, latest - time.monotonic()))
+        if not in_time:
+            raise SandboxError(
+                f"the sandbox did not start within {_STARTUP_SECONDS:g} s; reduce the load on the "
+                "machine"
             )
-    except subprocess.TimeoutExpired as late:
-        raise SandboxError(
-            f"the sandbox did not start within {late.timeout:g} s; reduce the load on the machine"
-        ) from None
-    stderr, _, last = _text(done.stderr).rstrip("\n").rpartition("\n")
-    if done.returncode:
-        raise SandboxError(
-            f"the sandbox cannot be set up: {last}; it needs Linux on x86-64 or aarch64 with user "
-            "namespaces (in a container: a seccomp profile that allows unshare and mount)"
-        )
-    status, in_time = map(int, last.split())
-    return ProgramResult(status, _text(done.stdout), stderr, not in_time)
+        if os.read(host.streams["control"], 1) != b"1":
+            host.process.wait(_STARTUP_SECONDS)
+            lines = os.read(host.streams["stderr"], _CHUNK).decode(errors="replace").splitlines()
+            last = lines[-1] if lines else f"status {host.process.returncode}"
+            raise SandboxError(_CANNOT.format(last))
+    return time.monotonic() + limits.seconds
 
 
-def _text(data: bytes | None) -> str:
-    return (data or b"").decode(errors="replace")
+def _watch(hosts: Sequence[_Host], *, until: float) -> bool:
+    """Reads all streams until the first process has exited and its streams are closed.
+
+    Returns False if the time is over first.
+    """
+    with selectors.DefaultSelector() as selector:
+        for host in hosts:
+            for name, stream in host.streams.items():
+                selector.register(stream, selectors.EVENT_READ, (host, name))
+        selector.register(hosts[0].exited, selectors.EVENT_READ, (hosts[0], None))
+        left = 1 + len(hosts[0].streams)
+        while left:
+            wait = until - time.monotonic()
+            if wait <= 0:
+                return False
+            for key, _ in selector.select(wait):
+                host, name = key.data
+                if name is None or not host.read(name):
+                    selector.unregister(key.fileobj)
+                    left -= host is hosts[0]
+    return True
+
+
+def _pipe(stack: contextlib.ExitStack) -> tuple[BinaryIO, BinaryIO]:
+    """Returns the two ends of a pipe, which the stack closes."""
+    reads, writes = os.pipe()
+    return stack.enter_context(open(reads, "rb", 0)), stack.enter_context(open(writes, "wb", 0))

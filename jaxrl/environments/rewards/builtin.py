@@ -5,13 +5,12 @@ names. A user's own reward function is named as `file.py:function`.
 """
 
 import re
-import secrets
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
 from jaxrl.environments.isolation.calls import uses_processes
-from jaxrl.environments.isolation.sandbox import run_python
+from jaxrl.environments.isolation.sandbox import run_tests
 from jaxrl.environments.rewards import mathematics
 
 _NUMBER = re.compile(r"(?<![\w.])-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\w.])-?\$?\.\d+")
@@ -76,20 +75,19 @@ def python_tests(completion: str, example: Mapping[str, Any]) -> float:
     """Returns 1 if the completion's Python passes all of the example's tests; else 0.
 
     The code is the last fenced block, else the whole completion. `example["tests"]` is a text, or a
-    list of texts, of Python that raises if the code is wrong, such as MBPP's asserts. Both run in
-    the sandbox; the code runs as an imported module, not as `__main__`.
+    list of texts, of Python that raises if the code is wrong, such as MBPP's asserts. Code and
+    tests run in two processes of the sandbox; the tests call the code's functions through a pipe.
+    The code runs as an imported module, not as `__main__`.
 
     Raises:
       SandboxError: if the sandbox cannot be set up on this machine.
+      UnsupportedTestsError: if the tests pass something to the code that cannot go to another
+        process, such as a module.
     """
     fenced = re.findall(r"```(?:python|py)?\n(.*?)```", completion, re.DOTALL)
     tests = example["tests"]
-    # Code that exits before the tests must not pass, so a random token printed after them proves
-    # success. It enters the process only then, so that the code cannot find it.
-    passed = secrets.token_hex(8)
-    then = [tests if isinstance(tests, str) else "\n".join(tests), f"print({passed!r})"]
-    ran = run_python(fenced[-1] if fenced else completion, then=then)
-    return float(ran.status == 0 and ran.stdout.endswith(f"{passed}\n"))
+    text = tests if isinstance(tests, str) else "\n".join(tests)
+    return float(run_tests(fenced[-1] if fenced else completion, text))
 
 
 def brevity(completion: str, example: Mapping[str, Any]) -> float:
