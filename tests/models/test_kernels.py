@@ -75,6 +75,15 @@ def test_a_window_reaches_over_devices():
     assert_equal(results(attend, 64, 8, window=window), results(attention, 64, 8, window=window))
 
 
+def test_no_empty_array_enters_a_shard_map():
+    """jaxlib 0.11 crashes there while it compiles, even if tests run with an older one."""
+    (q, k, v, _), segments = inputs(64, 8)
+    attend = kernels.by_kernel("xla", layout=layout(context=8))
+    call = functools.partial(attend, segments=segments, window=None, precision=FP32)
+    gradient = jax.grad(lambda *x: call(*x).sum(), argnums=(0, 1, 2))
+    assert "tensor<0x" not in jax.jit(gradient).lower(q, k, v).as_text()
+
+
 @pytest.mark.parametrize("sizes", [{}, {"data": 2, "context": 2, "tensor": 2}])
 def test_splash_attention_in_interpret_mode(sizes):
     attend = kernels.by_kernel("splash", layout=layout(**sizes), interpret=True)

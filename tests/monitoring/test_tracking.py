@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -17,6 +18,7 @@ def run(directory, *, start, stop, offset=0.0):
 
 def test_a_resumed_run_has_each_step_once(tmp_path):
     run(tmp_path, start=0, stop=6)
+    time.sleep(1)  # TensorBoard reads the files in the order of the seconds in their names
     run(tmp_path, start=4, stop=10, offset=0.5)  # killed after 6, the checkpoint was of step 4
     entries = read_metrics(tmp_path / "metrics.jsonl")
     assert [e["step"] for e in entries] == list(range(11))
