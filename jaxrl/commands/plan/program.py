@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 
+from jaxrl.commands.plan.chips import GIB
 from jaxrl.commands.plan.resident import ResidentMemory, on_one, resident_memory
 from jaxrl.commands.plan.step import Step, make_step
-from jaxrl.commands.plan.topology import GIB, Topology
+from jaxrl.commands.plan.topology import Topology
 from jaxrl.config.training import Config
 from jaxrl.core.precision import jit
 from jaxrl.models import logprobs, lora

@@ -3,8 +3,8 @@
 import dataclasses
 import math
 
+from jaxrl.commands.plan.chips import Chip, Products, products
 from jaxrl.commands.plan.program import Program
-from jaxrl.commands.plan.topology import Chip
 from jaxrl.models import lora, spec
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import ParamSpec, Specs
@@ -17,7 +17,8 @@ class Roofline:
     # FLOPs of a step: three times the forward pass, less the gradients of frozen weights.
     model_flops: float
     run_flops: float  # the same with recomputation in the backward pass
-    compute: float | None  # matrix products at peak FLOPs
+    products: Products | None  # how the chip computes them
+    compute: float | None  # matrix products at the full rate of their units
     memory: float | None  # reads and writes of weights and optimizer state at full memory bandwidth
     links: float | None  # traffic over all of the chip's links
 
@@ -82,8 +83,9 @@ def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
     devices = program.step.layout.mesh.size
     run = forward * (3 + recomputed) - frozen
     compute = memory = links = None
-    if chip.flops is not None:
-        compute = run / devices / chip.flops
+    found = products(program.step.policy, chip)
+    if found is not None:
+        compute = run / devices / found.rate
     if chip.memory_rate is not None:
         # Every pass writes and reads gathered weights; state is read and written once.
         gathered = parameter_count(specs) * program.step.policy.compute.itemsize
@@ -96,5 +98,10 @@ def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
     if chip.link_rate is not None and not program.rejected:
         links = sum(traffic.sent for traffic in program.traffic.values()) / chip.link_rate
     return Roofline(
-        model_flops=3 * forward - frozen, run_flops=run, compute=compute, memory=memory, links=links
+        model_flops=3 * forward - frozen,
+        run_flops=run,
+        products=found,
+        compute=compute,
+        memory=memory,
+        links=links,
     )
