@@ -18,6 +18,9 @@ class Chip:
     units: Mapping[str, float] = dataclasses.field(default_factory=dict)
     memory_rate: float | None = None  # memory bandwidth in bytes per second
     link_rate: float | None = None  # bytes per second that it sends over all its links
+    # XLA multiplies each token by its own experts. If not, each of a token's copies, one for each
+    # of its experts, is multiplied by all experts and masked.
+    grouped: bool = True
 
 
 def _tpu(*, gib: float, tflops: float, memory_tbs: float, links_gbs: float) -> Chip:
@@ -49,6 +52,7 @@ def _gpu(
         units={"bf16": tensor, "f16": tensor, "tf32": tf32, "f32": f32},
         memory_rate=memory_tbs * 1e12,
         link_rate=links_gbs * 1e9,
+        grouped=False,
     )
 
 

@@ -5,6 +5,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 
 class _Device(NamedTuple):
     """What XLA's compiler asks a GPU's driver for."""
@@ -73,8 +75,8 @@ def gpu_devices(kind: str, *, hosts: int, each: int) -> Sequence[Any]:
         importlib.util.find_spec(name) for name in plugins
     ):
         raise ModuleNotFoundError(
-            f"topology {kind!r} needs XLA's compiler for GPUs, which works without a GPU: "
-            "pip install 'jax[cuda12]', or use cpu:8"
+            f"topology {kind!r} needs XLA's compiler for GPUs, which works without a GPU: pip "
+            f"install jax-cuda12-pjrt=={jax.__version__} nvidia-cudnn-cu12, or use cpu:8"
         )
     from jax.experimental import topologies
 

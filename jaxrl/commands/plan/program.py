@@ -55,6 +55,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
 
     Raises:
       FileNotFoundError, ValueError: for an unusable model or mesh, like `jaxrl train`.
+      ModuleNotFoundError: if the compiler needs cuDNN and does not find it.
       jax.errors.JaxRuntimeError: if the compiler fails for a reason other than memory.
     """
     step = make_step(config, topology)
@@ -76,6 +77,11 @@ def compile_step(config: Config, topology: Topology) -> Program:
     try:
         compiled = function.lower(step.state, step.minibatch).compile()
     except jax.errors.JaxRuntimeError as error:
+        if "cuDNN not found" in str(error):
+            raise ModuleNotFoundError(
+                "attention = 'cudnn' is compiled by cuDNN, which was not found: pip install "
+                "nvidia-cudnn-cu12, or set train.attention = 'xla'"
+            ) from None
         if (needed := _needed(str(error))) is None:
             raise
         seconds = time.perf_counter() - start

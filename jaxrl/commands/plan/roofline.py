@@ -16,7 +16,8 @@ class Roofline:
 
     # FLOPs of a step: three times the forward pass, less the gradients of frozen weights.
     model_flops: float
-    run_flops: float  # the same with recomputation in the backward pass
+    # The same with recomputation in the backward pass, and with masked products of experts.
+    run_flops: float
     products: Products | None  # how the chip computes them
     compute: float | None  # matrix products at the full rate of their units
     memory: float | None  # reads and writes of weights and optimizer state at full memory bandwidth
@@ -73,8 +74,12 @@ def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
     """Computes the roofline of a step; `links` is None if the compiler rejected it."""
     config, specs = program.step.model.config, program.step.model.specs
     rows = program.rows * program.microbatches
-    forward = forward_flops(config, specs, rows=rows, length=program.row_length)
-    frozen = 0.0
+    sizes = {"rows": rows, "length": program.row_length}
+    forward, masked, frozen = forward_flops(config, specs, **sizes), 0.0, 0.0
+    if config.experts is not None and not chip.grouped:
+        every = config.experts.per_token * config.experts.count
+        more = dataclasses.replace(config.experts, per_token=every)
+        masked = forward_flops(dataclasses.replace(config, experts=more), specs, **sizes) - forward
     if isinstance(program.step.specs, lora.Adapted):  # frozen weights need no gradients
         tokens = rows * program.row_length
         forward += 2.0 * tokens * parameter_count(program.step.specs.adapters)
@@ -82,6 +87,7 @@ def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
     recomputed = 1 if remat in ("layer", "attention") else 0
     devices = program.step.layout.mesh.size
     run = forward * (3 + recomputed) - frozen
+    run += masked * (3 + recomputed - (frozen > 0))
     compute = memory = links = None
     found = products(program.step.policy, chip)
     if found is not None:

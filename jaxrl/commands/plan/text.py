@@ -137,6 +137,9 @@ def _time(topology: Topology, program: Program, found: Roofline) -> Iterator[str
             f"  products = {program.step.policy.products}: {found.products}, "
             f"{found.products.rate / 1e12:,.0f} TFLOP/s{others}"
         )
+    experts = program.step.model.config.experts
+    if experts is not None and not topology.chip.grouped:
+        yield f"  each token's products with {experts.per_token} experts are with all, and masked"
     yield f"  {'model FLOPs':32}{found.model_flops:12.3g}"
     yield f"  {'FLOPs with recomputation':32}{found.run_flops:12.3g}"
     for name, seconds in (
