@@ -37,10 +37,12 @@ def make_decoder(
 def attention_note(
     config: Config | SupervisedConfig, model: Model, *, layout: Layout, length: int
 ) -> str:
-    """Describes the attention kernel for rows of `length` tokens, for the log.
+    """Chooses the attention kernel for rows of `length` tokens, tries it on a device, and describes
+    it for the log.
 
     Raises:
       ValueError: as `kernels.choose`.
+      RuntimeError: as `kernels.verify`.
     """
     kernel = kernels.choose(
         config.train.attention,
@@ -49,6 +51,7 @@ def attention_note(
         precision=config.policy,
         length=length,
     )
+    kernels.verify(kernel, layout=layout, config=model.config, precision=config.policy)
     first = layout.mesh.devices.flat[0]
     return f"attention by {kernel} on {layout.mesh.size} x {first.device_kind}"
 

@@ -31,6 +31,12 @@ class Alignment(NamedTuple):
 ANYWHERE = Alignment(start=1, block=2**62)
 
 
+def most_sequences(row_length: int) -> int:
+    """Returns how many sequences a row may have, so that kernels of attention can reserve memory
+    for each."""
+    return 16 + row_length // 256
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MinibatchShape:
     """Shape of the minibatches of one compiled step.
@@ -97,7 +103,12 @@ def plan_rows(rollouts: Sequence[Rollout], shape: MinibatchShape) -> Rows:
     units = [range(i, i + size) for i in range(0, len(rollouts), size)]
     if shape.packed:
         lengths = [_starts(rollouts, unit, shape.align)[-1] for unit in units]
-        assigned = assign_rows(lengths, row_length=shape.row_length, align=shape.align)
+        assigned = assign_rows(
+            lengths,
+            row_length=shape.row_length,
+            align=shape.align,
+            most=most_sequences(shape.row_length) // size,
+        )
     else:
         assigned = [[u] for u in range(len(units))]
     rows = [[i for u in row for i in units[u]] for row in assigned]
@@ -115,16 +126,17 @@ def _starts(rollouts: Sequence[Rollout], members: Sequence[int], align: Alignmen
 
 
 def assign_rows(
-    lengths: Sequence[int], *, row_length: int, align: Alignment = ANYWHERE
+    lengths: Sequence[int], *, row_length: int, align: Alignment = ANYWHERE, most: int | None = None
 ) -> list[list[int]]:
     """Packs sequences of these lengths into rows by first-fit decreasing: returns the indices of
-    the sequences of each row. Deterministic: ties keep the given order.
+    the sequences of each row, at most `most` of them. Deterministic: ties keep the given order.
 
     Raises:
       ValueError: if a sequence is longer than a row; the message names it.
     """
     rows: list[list[int]] = []
     free: list[int] = []  # where the free part of each row begins
+    limit = len(lengths) if most is None else most
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if lengths[i] > row_length:
             raise ValueError(
@@ -132,7 +144,10 @@ def assign_rows(
                 "the row length or shorten prompts and completions"
             )
         ends = (align.begin(start, lengths[i]) + lengths[i] for start in free)
-        row = next((r for r, end in enumerate(ends) if end <= row_length), len(rows))
+        row = next(
+            (r for r, end in enumerate(ends) if end <= row_length and len(rows[r]) < limit),
+            len(rows),
+        )
         if row == len(rows):
             rows.append([])
             free.append(0)

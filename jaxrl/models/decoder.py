@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxrl.core.precision import Precision
 from jaxrl.models.attention import KEPT, Attend, attention
 from jaxrl.models.block import block
+from jaxrl.models.cudnn import keeping
 from jaxrl.models.experts import Routing, imbalance
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.layers import (
@@ -91,8 +92,8 @@ _policies = jax.checkpoint_policies
 
 # Results kept for the backward pass; the rest is recomputed.
 _REMAT: dict[str, Callable[..., Any]] = {
-    "matmuls": _policies.save_only_these_names(OUTPUT, KEPT),
-    "attention": _policies.save_only_these_names(KEPT),
+    "matmuls": keeping(_policies.save_only_these_names(OUTPUT, KEPT)),
+    "attention": keeping(_policies.save_only_these_names(KEPT)),
     "layer": _policies.nothing_saveable,
 }
 

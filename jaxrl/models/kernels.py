@@ -1,7 +1,7 @@
 """Attention on a mesh, with the kernels available on its devices.
 
 `xla` is `attention.attention`, which runs everywhere. `splash` is the TPU's flash attention from
-jax.experimental.pallas. `cudnn` is NVIDIA's, through jax.nn.dot_product_attention.
+jax.experimental.pallas. `cudnn` is NVIDIA's, see `cudnn`.
 """
 
 import functools
@@ -10,17 +10,20 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.core.precision import Precision
+from jaxrl.core.precision import Precision, jit
+from jaxrl.models import cudnn
 from jaxrl.models.attention import KEPT, Attend, Part, attention
 from jaxrl.models.families import DecoderConfig
+from sharding.mesh import make_mesh
 from sharding.partition import Layout
 
 Kernel = Literal["xla", "splash", "cudnn"]
 Wanted = Kernel | Literal["auto"]
 
+_AGREEMENT = 0.05  # of two kernels in bf16, relative; a wrong mask gives more than .3
 _LANES = 128  # of a TPU's vector unit; splash attention needs multiples of it
 _BLOCKS = (512, 256, 128)  # tokens per block of it; the first that divides a row is used
 
@@ -40,12 +43,14 @@ def choose(
     """
     if wanted == "xla":
         return "xla"
-    platform = layout.mesh.devices.flat[0].platform
+    device = layout.mesh.devices.flat[0]
     own = length // layout.count("length")
     reasons: dict[Kernel, str | None] = {
-        "splash": _no_splash(platform, config, precision, own),
-        "cudnn": _no_cudnn(platform, config, precision),
+        "splash": _no_splash(device, config, precision, own),
+        "cudnn": _no_cudnn(device, config, precision),
     }
+    if len(set(config.windows)) > 1:
+        reasons = dict.fromkeys(reasons, "does not support windows that differ by layer")
     if precision.sums == "fixed":
         reasons = dict.fromkeys(reasons, "adds in an order of its own, but the policy fixes sums")
     if wanted == "auto":
@@ -56,16 +61,14 @@ def choose(
     return wanted
 
 
-def _no_splash(platform: str, config: DecoderConfig, precision: Precision, own: int) -> str | None:
-    if platform != "tpu":
-        return f"is for TPUs, but the devices are of the platform {platform!r}"
+def _no_splash(device: Any, config: DecoderConfig, precision: Precision, own: int) -> str | None:
+    if device.platform != "tpu":
+        return f"is for TPUs, but the devices are of the platform {device.platform!r}"
     if config.head_dim % _LANES or own % _LANES:
         return (
             f"needs multiples of {_LANES}, but the model's head_dim is {config.head_dim} and a "
             f"device has {own} tokens of a row"
         )
-    if config.windows:
-        return "does not support windows that differ by layer"
     if precision.compute == jnp.float16:
         return "does not support f16, which the TPU's vector unit lacks"
     if precision.compute == jnp.float32:
@@ -73,15 +76,17 @@ def _no_splash(platform: str, config: DecoderConfig, precision: Precision, own: 
     return None
 
 
-def _no_cudnn(platform: str, config: DecoderConfig, precision: Precision) -> str | None:
-    if platform not in ("gpu", "cuda"):
-        return f"is for NVIDIA GPUs, but the devices are of the platform {platform!r}"
+def _no_cudnn(device: Any, config: DecoderConfig, precision: Precision) -> str | None:
+    if device.platform not in ("gpu", "cuda"):
+        return f"is for NVIDIA GPUs, but the devices are of the platform {device.platform!r}"
     if precision.compute.itemsize != 2:
         return f"computes in bf16 or f16, but precision.compute is {precision.compute.name}"
-    if config.head_dim % 8 or config.head_dim > 128:
-        return f"needs a head_dim that is a multiple of 8 and at most 128, not {config.head_dim}"
-    if config.windows:
-        return "does not support windows that differ by layer"
+    limit = cudnn.head_dim_limit(device.compute_capability)
+    if config.head_dim % 8 or config.head_dim > limit:
+        return (
+            f"needs a head_dim that is a multiple of 8 and at most {limit} on this GPU, not "
+            f"{config.head_dim}"
+        )
     return None
 
 
@@ -93,13 +98,69 @@ def attend(wanted: Wanted, *, layout: Layout, config: DecoderConfig) -> Attend:
         kernel = choose(
             wanted, layout=layout, config=config, precision=precision, length=q.shape[1]
         )
-        on_mesh = by_kernel(kernel, layout=layout)
+        on_mesh = by_kernel(kernel, layout=layout, alike=_shared_window(config))
         return on_mesh(q, k, v, segments, window=window, precision=precision)
 
     return chosen
 
 
-def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Attend:
+def _shared_window(config: DecoderConfig) -> int | None:
+    return config.windows[0] if len(set(config.windows)) == 1 else None
+
+
+def verify(kernel: Kernel, *, layout: Layout, config: DecoderConfig, precision: Precision) -> None:
+    """Compares a kernel with `attention` on one device of this process: output and gradients over
+    a row of three sequences and padding.
+
+    Raises:
+      RuntimeError: if they differ by more than rounding explains.
+    """
+    if kernel == "xla":
+        return
+    device = next(d for d in layout.mesh.devices.flat if d.process_index == jax.process_index())
+    alone = Layout(make_mesh(devices=[device]), layout.rules)
+    window = _shared_window(config)
+    of_kernel = by_kernel(kernel, layout=alone, alike=window)
+    found, expected = (
+        _example(attend, config, device=device, window=window, precision=precision)
+        for attend in (of_kernel, attention)
+    )
+    norm = jnp.linalg.norm
+    worst = max(float(norm(a - b) / norm(b)) for a, b in zip(found, expected, strict=True))
+    if not worst < _AGREEMENT:
+        raise RuntimeError(
+            f"attention by {kernel} differs from XLA's by {worst:.2g} on this device, "
+            f"{device.device_kind}; set train.attention = 'xla' and report it, with the versions "
+            "of jax and of the driver"
+        )
+
+
+def _example(
+    attend: Attend, config: DecoderConfig, *, device: Any, window: int | None, precision: Precision
+) -> tuple[jax.Array, ...]:
+    """Runs attention over real tokens of a made-up row; returns output and gradients in f32."""
+    segments = np.repeat([1, 2, 3, 0], [200, 150, 100, 62]).astype(np.int32)[None]
+    rng, groups = np.random.default_rng(0), config.num_heads // config.num_kv_heads
+    inputs = [
+        rng.normal(size=(1, 512, heads, config.head_dim)).astype(precision.activations)
+        for heads in (groups, 1, 1)
+    ]
+
+    def run(q, k, v):
+        traced = None if window is None else jnp.int32(window)
+        out = attend(q, k, v, segments, window=traced, precision=precision)
+        return jnp.where((segments > 0)[:, :, None, None], out, 0).astype(jnp.float32)
+
+    def both(q, k, v):
+        out, backward = jax.vjp(run, q, k, v)
+        return out, *(x.astype(jnp.float32) for x in backward(jnp.sin(out)))
+
+    return jit(both)(*jax.device_put(inputs, device))
+
+
+def by_kernel(
+    kernel: Kernel, *, layout: Layout, alike: int | None = None, interpret: bool = False
+) -> Attend:
     """Builds attention with a kernel, without checking that the devices support it.
 
     Rows and heads are sharded as the rules say. Where the rules cut "length", every device keeps
@@ -108,6 +169,7 @@ def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Att
     Args:
       kernel: the kernel to run.
       layout: the mesh and its rules.
+      alike: window of all layers, which kernels other than `xla` must know when they are compiled.
       interpret: run splash attention's program without a TPU, slowly.
 
     The result raises ValueError if rows, tokens or heads do not divide over their devices.
@@ -118,8 +180,11 @@ def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Att
     def on_mesh(q, k, v, segments, *, window, precision):
         constant = None
         if kernel == "splash":
-            constant = _splash_kernel(q, layout, interpret=interpret)
+            constant = _splash_kernel(q, layout, window=alike, interpret=interpret)
         local = functools.partial(_LOCAL[kernel], precision=precision)
+        if kernel == "cudnn":
+            device = layout.mesh.devices.flat[0]
+            local = functools.partial(local, window=alike, packed=_is_packed(device))
         return _on_mesh(local, layout, q, k, v, _Given(segments, window, None, constant))
 
     return on_mesh
@@ -174,13 +239,16 @@ def _xla(q, k, v, given: _Given, *, precision):
     return attention(q, k, v, segments, window=window, precision=precision, part=part)
 
 
-def _splash_kernel(q: jax.Array, layout: Layout, *, interpret: bool) -> Any:
+def _splash_kernel(q: jax.Array, layout: Layout, *, window: int | None, interpret: bool) -> Any:
     """Builds splash attention for queries [B, T, H, hd]; each device skips its masked blocks."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # slow to import
 
     length, shards = q.shape[1], layout.count("length")
     block = next(size for size in _BLOCKS if length // shards % size == 0)
-    mask = splash.CausalMask((length, length), shard_count=shards)
+    if window is None:
+        mask = splash.CausalMask((length, length), shard_count=shards)
+    else:
+        mask = splash.LocalMask((length, length), (window - 1, 0), 0, shard_count=shards)
     return splash.make_splash_mha(
         splash.MultiHeadMask([mask] * (q.shape[2] // layout.count("q_heads"))),
         block_sizes=splash.BlockSizes(
@@ -210,24 +278,19 @@ def _splash(q, k, v, given: _Given, *, precision):
     return out.transpose(0, 2, 1, 3).astype(precision.activations)
 
 
-def _library(
-    q, k, v, given: _Given, *, precision, implementation: Literal["cudnn", "xla"] = "cudnn"
-):
+def _is_packed(device: Any) -> bool:
+    return cudnn.is_hopper(device.compute_capability)
+
+
+def _cudnn(q, k, v, given: _Given, *, precision, window, packed):
     segments, _, part, _ = given
-    first, of_keys = (0, segments) if part is None else part
-    seen = segments[:, None, :, None] == of_keys[:, None, None, :]
-    if part is not None:
-        distance = first + jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None, :]
-        seen = seen & (distance >= 0)[None, None]
-    q, k, v = (x.astype(precision.compute) for x in (q, k, v))
-    out = jax.nn.dot_product_attention(
-        q, k, v, mask=seen, is_causal=part is None, implementation=implementation
-    )
-    return checkpoint_name(out, KEPT).astype(precision.activations)
+    if packed and part is None:
+        return cudnn.packed(q, k, v, segments, window=window, precision=precision)
+    return cudnn.masked(q, k, v, segments, window=window, precision=precision, part=part)
 
 
 _LOCAL: dict[Kernel, Callable[..., jax.Array]] = {
     "xla": _xla,
     "splash": _splash,
-    "cudnn": _library,
+    "cudnn": _cudnn,
 }

@@ -1,5 +1,6 @@
 """Runs diagnostics before the update: the alpha/beta split and logged samples."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,8 @@ from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import unpack
 from jaxrl.models.spec import Params
 from jaxrl.monitoring.ratio.replay import Score, log_ratio_parts, replay_batch
-from jaxrl.monitoring.ratio.split import known_tokens, split_log_ratio
+from jaxrl.monitoring.ratio.shape_noise import shape_noise
+from jaxrl.monitoring.ratio.split import known_tokens, moments, split_log_ratio
 from jaxrl.monitoring.tracking.samples import NullSamples, Samples
 from jaxrl.training.schedule import is_due
 from jaxrl.training.timing import Numbers
@@ -46,7 +48,7 @@ def run_probes(
 ) -> Numbers:
     """Probes a minibatch of the step after `step` and logs some of its rollouts, where either is
     due; returns the metrics of the probe. `params` are those before any update of this step."""
-    numbers, beta = _split_ratio(probes, params, minibatch=minibatch, step=step)
+    numbers, beta = _split_ratio(probes, params, rollouts=rollouts, minibatch=minibatch, step=step)
     if probes.samples.due(step):
         betas = None if beta is None else unpack(beta, rollouts, shape=probes.learning.shape)
         probes.samples.write(step + 1, rollouts, advantages=advantages, betas=betas)
@@ -54,20 +56,26 @@ def run_probes(
 
 
 def _split_ratio(
-    probes: Probes, params: Params, *, minibatch: Minibatch, step: int
+    probes: Probes,
+    params: Params,
+    *,
+    rollouts: Sequence[Rollout],
+    minibatch: Minibatch,
+    step: int,
 ) -> tuple[Numbers, np.ndarray | None]:
-    """Splits the log-ratio into policy change (alpha) and numerics (beta).
+    """Splits the log-ratio into policy change (alpha) and numerics (beta), and measures the shape
+    noise once a run.
 
     Returns:
       (metrics, beta f32[N, T]); ({}, None) where it is not due.
     """
-    c, batch = probes.config, minibatch.batch
+    c, batch, learner = probes.config, minibatch.batch, probes.learning.learner
     if not is_due(c.every, step):
         return {}, None
     arrays = fetch(
         {
-            "learner": probes.learning.learner.score(params, minibatch),
-            "shadow": probes.learning.learner.shadow(params, minibatch),
+            "learner": learner.score(params, minibatch),
+            "shadow": learner.shadow(params, minibatch),
             "sampler": batch.sampler_logprobs,
         }
     )
@@ -78,6 +86,14 @@ def _split_ratio(
         return {}, beta
     low, high = c.clip_range
     found = split_log_ratio(tokens, low=low, high=high)
+    if step == 0:
+        noise = shape_noise(
+            functools.partial(learner.score, params),
+            rollouts,
+            shape=probes.learning.shape,
+            scores=arrays["learner"],
+        )
+        found |= moments("shape_noise", noise)
     ids = fetch(batch.tokens) if c.replay else None  # on all processes; one of them asks servers
     if ids is not None and probes.replay is not None:
         replay = replay_batch(probes.replay, tokens=ids, segments=segments)

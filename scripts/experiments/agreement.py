@@ -1,11 +1,12 @@
 """Compares the embedded sampler's log-probs with the learner's, weights unmoved, as a table.
 
-python scripts/experiments/agreement.py
+python scripts/experiments/agreement.py [--families qwen3 llama]
 
 Random models: 4 layers of width 128, 12 prompts x 2 completions of 96 tokens at temperature 1. A
 cell is the standard deviation of learner - sampler and the share of tokens that are bitwise equal.
 """
 
+import argparse
 import dataclasses
 from typing import Any
 
@@ -97,9 +98,12 @@ def differences(model: Model, params: Params, precision: Precision) -> np.ndarra
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=[*FAMILIES])
+    families = parser.parse_args().families
     columns = [(name, sums) for name in POLICIES for sums in ("any", "fixed")]
     print("| family |", " | ".join(f"{name}, sums {sums}" for name, sums in columns), "|")
-    for family in FAMILIES:
+    for family in families:
         model, params = make_model(family)
         cells = []
         for name, sums in columns:

@@ -24,6 +24,7 @@ def finding(name: str, *, error: float, phantom: float, std: float, seconds=None
         "token_mult_error": error,
         "dtype_std": std,
         "engine_std": 0.0,
+        "shape_noise_std": 0.0,
     }
     timed = {} if seconds is None else {"seconds_per_step": seconds}
     return Finding(name, "embedded f32", numbers | timed, EMPTY)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,12 +82,12 @@ def test_splash_attention_in_interpret_mode(sizes):
 
 
 @pytest.mark.parametrize("sizes", [{}, {"data": 2, "context": 2, "tensor": 2}])
-def test_what_cudnn_is_asked_for(sizes, monkeypatch):
-    """jax.nn.dot_product_attention by XLA, with the same arguments."""
-    local = functools.partial(kernels._library, implementation="xla")
-    monkeypatch.setitem(kernels._LOCAL, "cudnn", local)
-    attend = kernels.by_kernel("cudnn", layout=layout(**sizes))
-    assert_equal(results(attend, 64, 8), expected(64, 8))
+def test_splash_attention_with_one_window_for_all_layers(sizes):
+    attend = kernels.by_kernel("splash", layout=layout(**sizes), alike=20, interpret=True)
+    window = jnp.int32(20)
+    assert_equal(
+        results(attend, 256, 128, window=window), results(attention, 256, 128, window=window)
+    )
 
 
 def test_a_decoder_gets_what_the_devices_have():
@@ -102,40 +103,64 @@ def test_heads_that_do_not_divide_are_an_error_with_numbers():
         results(attend, 256, 128)
 
 
-class Device:
+class Device(NamedTuple):
     """Of a platform that is not here."""
 
-    def __init__(self, platform: str):
-        self.platform = platform
+    platform: str
+    compute_capability: str = ""
 
 
-@pytest.mark.parametrize(
-    ("platform", "precision", "head_dim", "length", "expected"),
-    [
-        ("cpu", "bf16_master", 128, 1024, "xla"),
-        ("tpu", "bf16_master", 128, 1024, "splash"),
-        ("tpu", "fp16_master", 128, 1024, "xla"),
-        ("tpu", "bf16_master", 64, 1024, "xla"),
-        ("tpu", "bf16_master", 128, 1000, "xla"),
-        ("gpu", "fp16_master", 128, 1000, "cudnn"),
-        ("gpu", "fp32", 128, 1024, "xla"),
-    ],
-)
-def test_the_kernel_follows_the_devices(
-    platform, precision, head_dim, length, expected, monkeypatch
-):
+def kernels_there(device, monkeypatch, *, precision="bf16_master", length=1024, **sizes):
     class Mesh:
-        devices = np.array([Device(platform)])
+        devices = np.array([None])
 
+    Mesh.devices[0] = device
     there = layout()
     object.__setattr__(there, "mesh", Mesh)
     monkeypatch.setattr(Layout, "count", lambda self, axis: 1)
-    config = dataclasses.replace(tiny.CONFIG, head_dim=head_dim)
-    chosen = functools.partial(
+    config = dataclasses.replace(tiny.CONFIG, **{"head_dim": 128} | sizes)
+    return functools.partial(
         kernels.choose, layout=there, config=config, precision=parse(precision), length=length
     )
+
+
+CPU, TPU = Device("cpu"), Device("tpu")
+A100, H100 = Device("gpu", "8.0"), Device("gpu", "9.0")
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "expected"),
+    [
+        (CPU, {}, "xla"),
+        (TPU, {}, "splash"),
+        (TPU, {"windows": (300, 300)}, "splash"),
+        (TPU, {"windows": (300, None)}, "xla"),
+        (TPU, {"precision": "fp16_master"}, "xla"),
+        (TPU, {"head_dim": 64}, "xla"),
+        (TPU, {"length": 1000}, "xla"),
+        (A100, {"precision": "fp16_master", "length": 1000}, "cudnn"),
+        (A100, {"head_dim": 256}, "xla"),
+        (H100, {"head_dim": 256, "windows": (300, 300)}, "cudnn"),
+        (H100, {"precision": "fp32"}, "xla"),
+    ],
+)
+def test_the_kernel_follows_the_devices(device, settings, expected, monkeypatch):
+    chosen = kernels_there(device, monkeypatch, **settings)
     assert chosen("auto") == expected
     assert chosen("xla") == "xla"
     for wanted in {"splash", "cudnn"} - {expected}:
         with pytest.raises(ValueError, match=f"attention = '{wanted}' .*; use 'auto' or 'xla'"):
             chosen(wanted)
+
+
+def test_a_kernel_that_is_wrong_on_its_device_is_refused(monkeypatch):
+    settings = {"layout": layout(), "config": tiny.CONFIG, "precision": parse("bf16_master")}
+    monkeypatch.setattr(kernels, "by_kernel", lambda *_, **__: attention)
+    kernels.verify("cudnn", **settings)
+
+    def blind(q, k, v, segments, **kwargs):
+        return attention(q, k, v, jnp.ones_like(segments), **kwargs)
+
+    monkeypatch.setattr(kernels, "by_kernel", lambda *_, **__: blind)
+    with pytest.raises(RuntimeError, match=r"attention by cudnn differs from XLA's by .*'xla'"):
+        kernels.verify("cudnn", **settings)

@@ -1,6 +1,7 @@
 """The embedded sampler's log-probs against the learner's scores of the same tokens."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from jaxrl.models.attention import sequence_alignment
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import from_hf_config
 from jaxrl.models.spec import init
+from jaxrl.monitoring.ratio.shape_noise import shape_noise
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 
@@ -138,6 +140,21 @@ def test_with_fixed_sums_the_training_step_sees_a_ratio_of_one(name):
     found = to_floats(metrics)
     assert found["mismatch/token_mult_error"] == 1
     assert found["mismatch/kl"] == found["mismatch/k3_kl"] == 0
+
+
+def test_with_fixed_sums_there_is_no_shape_noise():
+    model, params = a_model("qwen3")
+    noise = {}
+    for sums in ("fixed", "any"):
+        policy = parse(f"fp32,sums={sums}")
+        rollouts = sampled(model, params, policy)
+        shape, minibatch = packed(policy, rollouts, row_length=256)
+        score = functools.partial(jit(a_learner(model, policy).score, sums=sums), params)
+        scores = np.asarray(score(minibatch))
+        noise[sums] = shape_noise(score, rollouts, shape=shape, scores=scores)
+    assert len(noise["fixed"]) == sum(len(r.completion) for r in rollouts[:4])
+    assert not noise["fixed"].any()
+    assert 0 < noise["any"].std() < 1e-5
 
 
 def test_with_fixed_sums_a_large_vocabulary_is_added_as_one():

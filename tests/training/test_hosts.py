@@ -247,7 +247,7 @@ def test_killed_process_ends_the_run_which_resumes(material, one, tmp_path):
         assert time.monotonic() - since < 60
     assert len(read_metrics(run_dir / "metrics.jsonl")) < STEPS
     said = (tmp_path / "0.log").read_text()  # jax's words, or ours if a collective failed first
-    assert "another task died" in said or "jaxrl: process 0 of 2 ends" in said
+    assert "another task died" in said or "jaxrl: process 0 of 2 failed" in said
     slow.unlink()
     finish(material, run_dir, count=1)  # what several processes saved, one reads
     assert_equal_runs(run_dir, one, model=material / "model")

@@ -1,6 +1,7 @@
 """Comparison of each dtype policy's learner with its sampler at equal weights."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +34,8 @@ from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.monitoring.ratio import replay
 from jaxrl.monitoring.ratio.agreement import LogprobPairs, agreement_metrics
-from jaxrl.monitoring.ratio.split import known_tokens
+from jaxrl.monitoring.ratio.shape_noise import shape_noise
+from jaxrl.monitoring.ratio.split import known_tokens, moments
 from jaxrl.sampling.base import SamplingParams
 from sharding.partition import Layout
 
@@ -48,10 +50,11 @@ class _Inputs(NamedTuple):
 
 
 class _Samples(NamedTuple):
-    """Packed completions, and the server's scores for them; None without a server."""
+    """Completions, and the server's scores for them; None without a server."""
 
+    rollouts: list[Rollout]
+    shape: MinibatchShape
     minibatch: Minibatch
-    rows_per_microbatch: int
     replay: np.ndarray | None
 
 
@@ -153,21 +156,18 @@ def _sample(inputs: _Inputs, policy: Precision, *, note: Callable[[str], None]) 
         longest = max(r.length for r in rollouts)
         per_microbatch = max(1, config.microbatch_tokens // longest) * config.mesh.batch_shards
         signs = [1.0, -1.0] * len(rollouts)  # only the timed step reads them
-        minibatch = pack_minibatch(
-            rollouts,
-            signs[: len(rollouts)],
-            shape=MinibatchShape(
-                row_length=longest,
-                rows_per_microbatch=per_microbatch,
-                align=sequence_alignment(policy),
-                sharding=layout.batch(("batch", "length")),
-            ),
+        shape = MinibatchShape(
+            row_length=longest,
+            rows_per_microbatch=per_microbatch,
+            align=sequence_alignment(policy),
+            sharding=layout.batch(("batch", "length")),
         )
+        minibatch = pack_minibatch(rollouts, signs[: len(rollouts)], shape=shape)
         replayed = None
         if serving.score is not None:
             tokens, segments = jax.device_get((minibatch.batch.tokens, minibatch.batch.segments))
             replayed = replay.replay_batch(serving.score, tokens=tokens, segments=segments)
-    return _Samples(minibatch, per_microbatch, replayed)
+    return _Samples(rollouts, shape, minibatch, replayed)
 
 
 def _measure(
@@ -181,14 +181,15 @@ def _measure(
         grpo().objective,
         optimizer=optax.adamw(1e-6),
         precision=policy,
-        rows_per_microbatch=samples.rows_per_microbatch,
+        rows_per_microbatch=samples.shape.rows_per_microbatch,
         param_shardings=(
             inputs.layout.tree(inputs.model.specs) if inputs.layout.mesh.size > 1 else None
         ),
     )
+    score = functools.partial(jit(learner.score, sums=policy.sums), params)
     arrays: dict[str, np.ndarray] = jax.device_get(
         {
-            "learner": jit(learner.score, sums=policy.sums)(params, samples.minibatch),
+            "learner": score(samples.minibatch),
             "shadow": jit(learner.shadow, sums=policy.sums)(params, samples.minibatch),
             "sampler": batch.sampler_logprobs,
         }
@@ -202,7 +203,9 @@ def _measure(
     if samples.replay is not None:
         three |= decoding
     pairs = LogprobPairs(tokens.learner, tokens.sampler, tokens.sequences)
+    noise = shape_noise(score, samples.rollouts, shape=samples.shape, scores=arrays["learner"])
     numbers = agreement_metrics(pairs, low=low, high=high) | three
+    numbers |= moments("shape_noise", noise)
     numbers |= {"tokens": len(pairs.learner), "sequences": int(pairs.sequences.max()) + 1}
     if config.timed_steps:
         numbers["seconds_per_step"] = min(

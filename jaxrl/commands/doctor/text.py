@@ -13,8 +13,9 @@ class Finding(NamedTuple):
 
     policy: str  # its name in the config
     sampler: str  # engine and dtype of the sampler, e.g. "vLLM bf16"
-    # `agreement_metrics` and `log_ratio_parts`, whose "policy" is called "decoding" here and needs
-    # a server; "seconds_per_step" if steps were timed; "tokens" and "sequences".
+    # `agreement_metrics`; moments of `shape_noise`; `log_ratio_parts`, whose "policy" is called
+    # "decoding" here and needs a server; "seconds_per_step" if steps were timed; "tokens" and
+    # "sequences".
     numbers: dict[str, float]
     pairs: LogprobPairs
 
@@ -30,7 +31,7 @@ def table(findings: Sequence[Finding]) -> str:
     timed = all("seconds_per_step" in f.numbers for f in findings)
     asked = any("decoding_std" in f.numbers for f in findings)
     head = ["policy", "sampler", "beta mean", "std", "p99", "phantom", "x per token"]
-    head += ["dtype std", "engine std", *(["decoding std"] if asked else [])]
+    head += ["dtype std", "engine std", *(["decoding std"] if asked else []), "shape std"]
     head += [f"std of {length}" for length in lengths] + (["step"] if timed else [])
     lines = [head]
     for f in findings:
@@ -39,6 +40,7 @@ def table(findings: Sequence[Finding]) -> str:
         line += [f"{n['beta_p99']:.1e}", f"{100 * n['phantom']:.2f} %"]
         line += [f"{n['token_mult_error']:.5f}", f"{n['dtype_std']:.1e}", f"{n['engine_std']:.1e}"]
         line += [f"{n['decoding_std']:.1e}"] if asked else []
+        line += [f"{n['shape_noise_std']:.1e}"]
         line += [f"{f.spreads()[x]:.1e}" if x in f.spreads() else "-" for x in lengths]
         lines.append([*line, f"{n['seconds_per_step']:.2f} s"] if timed else line)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

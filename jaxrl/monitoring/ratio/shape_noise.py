@@ -1,0 +1,49 @@
+"""Difference that the shapes of arrays alone make in the learner's log-probs.
+
+XLA chooses the order of additions by shape, so the log-probs of a sequence depend on the length of
+its row and on what it is packed with, unless the policy fixes sums. Beta below this noise cannot be
+had by a change of dtypes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from jaxrl.core.batch import Minibatch, Rollout
+from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
+from sharding.transfer import fetch
+
+
+def shape_noise(
+    score: Callable[[Minibatch], jax.Array],
+    rollouts: Sequence[Rollout],
+    *,
+    shape: MinibatchShape,
+    scores: np.ndarray,
+) -> np.ndarray:
+    """Scores a microbatch of rollouts again in rows of twice the length.
+
+    Args:
+      score: minibatch -> log-probs [N, T], see `Learner.score`.
+      rollouts: those of a minibatch.
+      shape: shape of that minibatch.
+      scores: f32[N, T], its log-probs.
+
+    Returns:
+      f64[M], the first log-probs of the action tokens minus the second.
+    """
+    some = rollouts[: shape.rows_per_microbatch]
+    longer = dataclasses.replace(
+        shape, row_length=2 * shape.row_length, max_rows=shape.rows_per_microbatch
+    )
+    again = fetch(score(pack_minibatch(some, [0.0] * len(some), shape=longer)))
+    firsts = unpack(scores, rollouts, shape=shape)[: len(some)]
+    found = [
+        (first.astype(np.float64) - second)[rollout.action_mask]
+        for first, second, rollout in zip(
+            firsts, unpack(again, some, shape=longer), some, strict=True
+        )
+    ]
+    return np.concatenate(found)
