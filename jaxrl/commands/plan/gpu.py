@@ -12,7 +12,7 @@ class _Device(NamedTuple):
     """What XLA's compiler asks a GPU's driver for."""
 
     name: str
-    capability: str  # as in XLA's device descriptions
+    capability: tuple[int, int]  # compute capability
     cores: int  # streaming multiprocessors
     fpus: int  # f32 units of a core
     shared: int  # shared memory of a core in bytes
@@ -25,7 +25,7 @@ class _Device(NamedTuple):
 
 _HOPPER = _Device(
     name="NVIDIA H100 80GB HBM3",
-    capability="major: 9 feature_extension: ACCELERATED_FEATURES",
+    capability=(9, 0),
     cores=132,
     fpus=128,
     shared=228 * 1024,
@@ -38,7 +38,7 @@ _HOPPER = _Device(
 _DEVICES: Mapping[str, _Device] = {
     "a100": _Device(
         name="NVIDIA A100-SXM4-80GB",
-        capability="major: 8",
+        capability=(8, 0),
         cores=108,
         fpus=64,
         shared=164 * 1024,
@@ -54,7 +54,7 @@ _DEVICES: Mapping[str, _Device] = {
     ),
     "b200": _HOPPER._replace(
         name="NVIDIA B200",
-        capability="major: 10 feature_extension: ACCELERATED_FEATURES",
+        capability=(10, 0),
         cores=148,
         cache=126 * 2**20,
         clock=1.965,
@@ -76,12 +76,14 @@ def gpu_devices(kind: str, *, hosts: int, each: int) -> Sequence[Any]:
     ):
         raise ModuleNotFoundError(
             f"topology {kind!r} needs XLA's compiler for GPUs, which works without a GPU: pip "
-            f"install jax-cuda12-pjrt=={jax.__version__} nvidia-cudnn-cu12, or use cpu:8"
+            f"install jax-cuda12-plugin=={jax.__version__} nvidia-cudnn-cu12, or use cpu:8"
         )
     from jax.experimental import topologies
 
+    device = _DEVICES[kind]
+    _describe_to_cudnn(device.capability)
     described = topologies.get_topology_desc(
-        platform="cuda", topology=f"1x{hosts}x{each}", target_config=_target(_DEVICES[kind])
+        platform="cuda", topology=f"1x{hosts}x{each}", target_config=_target(device)
     )
     return described.devices
 
@@ -94,8 +96,22 @@ def memory_fraction() -> float:
     return 0.75
 
 
+def _describe_to_cudnn(capability: tuple[int, int]) -> None:
+    """Gives jax's checks of cuDNN's attention the described GPU's compute capability; they would ask
+    for that of this machine."""
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    def reaches(least: str) -> bool:
+        major, minor = least.split(".")
+        return capability >= (int(major), int(minor))
+
+    fused.check_compute_capability = reaches
+
+
 def _target(device: _Device) -> str:
     """Describes a GPU in the text form of XLA's GpuTargetConfigProto."""
+    major, minor = device.capability
+    features = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     return f"""
         gpu_device_info {{
           threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -108,7 +124,7 @@ def _target(device: _Device) -> str:
           registers_per_core_limit: 65536 registers_per_block_limit: 65536
           l2_cache_size: {device.cache} clock_rate_ghz: {device.clock}
           memory_bandwidth: {device.bandwidth} device_memory_size: {device.memory}
-          cuda_compute_capability {{ {device.capability} }}
+          cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
         }}
         platform_name: "CUDA"
         runtime_version {{ major: 12 minor: 9 }}

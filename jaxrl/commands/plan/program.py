@@ -76,11 +76,11 @@ def compile_step(config: Config, topology: Topology) -> Program:
     )
     try:
         compiled = function.lower(step.state, step.minibatch).compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "cuDNN not found" in str(error):
+    except RuntimeError as error:
+        if "cuDNN" in str(error):
             raise ModuleNotFoundError(
-                "attention = 'cudnn' is compiled by cuDNN, which was not found: pip install "
-                "nvidia-cudnn-cu12, or set train.attention = 'xla'"
+                f"attention by cudnn cannot be compiled: {error}; pip install nvidia-cudnn-cu12 "
+                f"jax-cuda12-plugin=={jax.__version__}, or set train.attention = 'xla'"
             ) from None
         if (needed := _needed(str(error))) is None:
             raise

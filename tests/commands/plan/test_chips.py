@@ -53,6 +53,6 @@ def test_jax_takes_a_part_of_a_gpus_memory(monkeypatch):
 def test_missing_compiler_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(
-        ModuleNotFoundError, match=f"pip install jax-cuda12-pjrt=={jax.__version__}"
+        ModuleNotFoundError, match=f"pip install jax-cuda12-plugin=={jax.__version__}"
     ):
         gpu_devices("h100", hosts=1, each=8)
