@@ -97,8 +97,8 @@ def memory_fraction() -> float:
 
 
 def _describe_to_cudnn(capability: tuple[int, int]) -> None:
-    """Gives jax's checks of cuDNN's attention the described GPU's compute capability; they would ask
-    for that of this machine."""
+    """Gives jax's checks of cuDNN's attention the compute capability of the described GPU; they
+    would ask for that of this machine."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     def reaches(least: str) -> bool:
