@@ -79,8 +79,9 @@ def compile_step(config: Config, topology: Topology) -> Program:
     except RuntimeError as error:
         if "cuDNN" in str(error):
             raise ModuleNotFoundError(
-                f"attention by cudnn cannot be compiled: {str(error).rstrip('.')}; pip install nvidia-cudnn-cu12 "
-                f"jax-cuda12-plugin=={jax.__version__}, or set train.attention = 'xla'"
+                f"attention by cudnn cannot be compiled: {str(error).rstrip('.')}; pip install "
+                f"nvidia-cudnn-cu12 jax-cuda12-plugin=={jax.__version__}, or set "
+                "train.attention = 'xla'"
             ) from None
         if (needed := _needed(str(error))) is None:
             raise
