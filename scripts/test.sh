@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the environments .venv-test, .venv-vllm and .venv-tpu, then runs lint, types and tests. Arguments go to
+# Makes the environments .venv-test, .venv-vllm, .venv-tpu and .venv-gpu, then runs lint, types and tests. Arguments go to
 # pytest:
 #   ./scripts/test.sh                       everything
 #   ./scripts/test.sh --fast                without servers, second processes and whole runs
@@ -26,14 +26,16 @@ if [ -z "$fast" ] && [ "$(uname)" = Linux ]; then
     server=$!
     trap wait EXIT
 fi
-# XLA's compiler for TPUs, apart from the rest: where jax finds it, every process looks for a TPU.
-tpu=$("$bin/python" -V && cat requirements-tpu.txt)
-if [ -z "$fast" ] && [ "$(uname)" = Linux ] && [ "$(cat .venv-tpu/.locked 2>/dev/null)" != "$tpu" ]; then
-    rm -rf .venv-tpu
-    "$bin/python" -m pip install -q --disable-pip-version-check --no-compile --no-deps \
-        --target .venv-tpu -r requirements-tpu.txt
-    echo "$tpu" >.venv-tpu/.locked
-fi
+# XLA's compilers for TPUs and GPUs, apart from the rest: where jax finds one, it looks for the devices.
+for kind in tpu gpu; do
+    locked=$("$bin/python" -V && cat "requirements-$kind.txt")
+    if [ -z "$fast" ] && [ "$(uname)" = Linux ] && [ "$(cat ".venv-$kind/.locked" 2>/dev/null)" != "$locked" ]; then
+        rm -rf ".venv-$kind"
+        "$bin/python" -m pip install -q --disable-pip-version-check --no-compile --no-deps \
+            --target ".venv-$kind" -r "requirements-$kind.txt"
+        echo "$locked" >".venv-$kind/.locked"
+    fi
+done
 
 "$bin/ruff" check .
 "$bin/ruff" format --check .

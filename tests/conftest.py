@@ -79,7 +79,7 @@ WHOLE = {
     "test_server.py",
     "test_sft.py",
     "test_stream.py",
-    "test_tpu.py",
+    "test_compilers.py",
     "test_train.py",
     "test_vllm_server.py",
 }

@@ -28,7 +28,7 @@ def make_layout(
         alone = math.prod(mesh.sizes.values()) == 1 and jax.process_count() == 1
         devices = jax.devices()[:1] if alone else jax.devices()
     if policy is not None:
-        check_products(policy, devices[0].platform)
+        check_products(policy, devices[0].platform, devices=len(devices))
     return Layout(make_mesh(**mesh.sizes, devices=devices), mesh.layout_rules)
 
 

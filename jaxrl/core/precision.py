@@ -250,8 +250,8 @@ def parse(text: str) -> Precision:
     return Precision(**changes)
 
 
-def check_products(precision: Precision, platform: str) -> None:
-    """Checks that a platform can compute products as the policy says.
+def check_products(precision: Precision, platform: str, *, devices: int = 1) -> None:
+    """Checks that devices can compute products as the policy says.
 
     Example:
       >>> check_products(parse("fp32,products=tf32"), "gpu")
@@ -259,9 +259,10 @@ def check_products(precision: Precision, platform: str) -> None:
     Args:
       precision: the policy.
       platform: as JAX names it, such as "cpu", "cuda" or "tpu".
+      devices: those that share a program.
 
     Raises:
-      ValueError: if it cannot; the message names the role and what the platform can do.
+      ValueError: if they cannot; the message names the role and what they can do.
     """
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
     if platform not in PRODUCTS[precision.products][1]:
@@ -269,6 +270,12 @@ def check_products(precision: Precision, platform: str) -> None:
         raise ValueError(
             f"precision: products={precision.products} cannot be computed on platform "
             f"{platform!r}; use one of {able}"
+        )
+    if devices > 1 and precision.products != "exact":
+        # Its partitioner drops the algorithm of a product that it divides.
+        raise ValueError(
+            f"precision: XLA cannot divide products={precision.products} over {devices} devices; "
+            "use exact, or one device"
         )
 
 

@@ -108,7 +108,8 @@ def grouped_product(
     ragged = functools.partial(
         lax.ragged_dot_general,
         ragged_dot_dimension_numbers=dimensions,
-        precision=precision.algorithm,
+        # Exact for bf16 operands in any case; the TPU's kernel refuses to be told.
+        precision=None if precision.compute == jnp.bfloat16 else precision.algorithm,
         preferred_element_type=precision.accumulate,
     )
     one_by_one = functools.partial(

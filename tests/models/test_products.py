@@ -137,6 +137,14 @@ def test_lowered_products_name_their_algorithm(text, said, platform):
         assert all(said in line for line in dots), program
 
 
+def test_products_that_the_partitioner_drops_are_refused():
+    policy = precision.parse("fp32,products=bf16x3")
+    precision.check_products(policy, "tpu")
+    with pytest.raises(ValueError, match="XLA cannot divide products=bf16x3 over 4 devices"):
+        precision.check_products(policy, "tpu", devices=4)
+    precision.check_products(precision.parse("fp32"), "tpu", devices=4)
+
+
 def test_experts_refuse_products_that_their_kernel_ignores():
     policy = precision.parse("fp32,products=tf32")
     x, y = jnp.zeros((4, 6)), jnp.zeros((2, 3, 6))

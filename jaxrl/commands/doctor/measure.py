@@ -75,7 +75,8 @@ def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Findin
         }
     groups: dict[Any, list[str]] = {}
     for name, policy in policies.items():
-        check_products(policy, inputs.layout.mesh.devices.flat[0].platform)
+        devices = inputs.layout.mesh.devices.flat
+        check_products(policy, devices[0].platform, devices=len(devices))
         logits = policy.logits if config.sampler.name == "embedded" else None
         groups.setdefault(
             (policy.wire, policy.sampler, logits, policy.products, policy.sums), []

@@ -11,12 +11,14 @@ from jaxrl.config.training import Config
 DESCRIPTION = """Compiles a run's step for chips that you do not have. Prints its memory and speed.
 
   jaxrl plan configs/qwen3_8b.toml --topology v5p:4x4x4
+  jaxrl plan configs/qwen3_8b.toml --topology h100:8 --mesh.fsdp 8
   jaxrl plan configs/qwen3_8b.toml --topology cpu:8 --mesh.fsdp 8
   jaxrl plan configs/qwen3_8b.toml --estimate --rollout-seconds 60 --train-seconds 40
 
 It reads the model's config.json, but neither weights, data nor reward functions: data.path and
-reward.path are optional. TPU topologies (v5e, v5p, v6e) need libtpu, which works without a TPU:
-pip install 'jax[tpu]'. The exit status is 5 if the run does not fit. The last line looks like
+reward.path are optional. TPU topologies (v5e, v5p, v6e, tpu7x) need libtpu: pip install 'jax[tpu]'.
+GPUs (a100, h100, h200, b200) need jax-cuda12-pjrt. Both work without the chips. The exit status is
+5 if the run does not fit. The last line looks like
 
   peak 31.4 GiB of 95.7 GiB per chip: fits"""
 
@@ -39,7 +41,7 @@ class PlanConfig(Config):
 def main(argv: Sequence[str]) -> int:
     """Runs the command; the exit status is 5 if the run does not fit."""
     made = options.parser_with_file("plan", PlanConfig, description=DESCRIPTION)
-    made.add_argument("--topology", help="chips to compile for, such as v5p:4x4x4 or cpu:8")
+    made.add_argument("--topology", help="chips to compile for, such as v5p:4x4x4, h100:8 or cpu:8")
     made.add_argument("--estimate", action="store_true", help="calculate without compiling")
     made.add_argument(
         "--link", type=float, default=50, help="GB/s from the learner to the samplers (default: 50)"

@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 
+from jaxrl.commands.plan.chips import GIB
 from jaxrl.commands.plan.resident import ResidentMemory, on_one, resident_memory
 from jaxrl.commands.plan.step import Step, make_step
-from jaxrl.commands.plan.topology import GIB, Topology
+from jaxrl.commands.plan.topology import Topology
 from jaxrl.config.training import Config
 from jaxrl.core.precision import jit
 from jaxrl.models import logprobs, lora
@@ -54,6 +55,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
 
     Raises:
       FileNotFoundError, ValueError: for an unusable model or mesh, like `jaxrl train`.
+      ModuleNotFoundError: if the compiler needs cuDNN and does not find it.
       jax.errors.JaxRuntimeError: if the compiler fails for a reason other than memory.
     """
     step = make_step(config, topology)
@@ -75,7 +77,13 @@ def compile_step(config: Config, topology: Topology) -> Program:
     )
     try:
         compiled = function.lower(step.state, step.minibatch).compile()
-    except jax.errors.JaxRuntimeError as error:
+    except RuntimeError as error:
+        if "cuDNN" in str(error):
+            raise ModuleNotFoundError(
+                f"attention by cudnn cannot be compiled: {str(error).rstrip('.')}; pip install "
+                f"nvidia-cudnn-cu12 jax-cuda12-plugin=={jax.__version__}, or set "
+                "train.attention = 'xla'"
+            ) from None
         if (needed := _needed(str(error))) is None:
             raise
         seconds = time.perf_counter() - start

@@ -3,8 +3,8 @@
 import dataclasses
 import math
 
+from jaxrl.commands.plan.chips import Chip, Products, products
 from jaxrl.commands.plan.program import Program
-from jaxrl.commands.plan.topology import Chip
 from jaxrl.models import lora, spec
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import ParamSpec, Specs
@@ -16,8 +16,10 @@ class Roofline:
 
     # FLOPs of a step: three times the forward pass, less the gradients of frozen weights.
     model_flops: float
-    run_flops: float  # the same with recomputation in the backward pass
-    compute: float | None  # matrix products at peak FLOPs
+    # The same with recomputation in the backward pass, and with masked products of experts.
+    run_flops: float
+    products: Products | None  # how the chip computes them
+    compute: float | None  # matrix products at the full rate of their units
     memory: float | None  # reads and writes of weights and optimizer state at full memory bandwidth
     links: float | None  # traffic over all of the chip's links
 
@@ -72,8 +74,12 @@ def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
     """Computes the roofline of a step; `links` is None if the compiler rejected it."""
     config, specs = program.step.model.config, program.step.model.specs
     rows = program.rows * program.microbatches
-    forward = forward_flops(config, specs, rows=rows, length=program.row_length)
-    frozen = 0.0
+    sizes = {"rows": rows, "length": program.row_length}
+    forward, masked, frozen = forward_flops(config, specs, **sizes), 0.0, 0.0
+    if config.experts is not None and not chip.grouped:
+        every = config.experts.per_token * config.experts.count
+        more = dataclasses.replace(config.experts, per_token=every)
+        masked = forward_flops(dataclasses.replace(config, experts=more), specs, **sizes) - forward
     if isinstance(program.step.specs, lora.Adapted):  # frozen weights need no gradients
         tokens = rows * program.row_length
         forward += 2.0 * tokens * parameter_count(program.step.specs.adapters)
@@ -81,9 +87,11 @@ def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
     recomputed = 1 if remat in ("layer", "attention") else 0
     devices = program.step.layout.mesh.size
     run = forward * (3 + recomputed) - frozen
+    run += masked * (3 + recomputed - (frozen > 0))
     compute = memory = links = None
-    if chip.flops is not None:
-        compute = run / devices / chip.flops
+    found = products(program.step.policy, chip)
+    if found is not None:
+        compute = run / devices / found.rate
     if chip.memory_rate is not None:
         # Every pass writes and reads gathered weights; state is read and written once.
         gathered = parameter_count(specs) * program.step.policy.compute.itemsize
@@ -96,5 +104,10 @@ def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
     if chip.link_rate is not None and not program.rejected:
         links = sum(traffic.sent for traffic in program.traffic.values()) / chip.link_rate
     return Roofline(
-        model_flops=3 * forward - frozen, run_flops=run, compute=compute, memory=memory, links=links
+        model_flops=3 * forward - frozen,
+        run_flops=run,
+        products=found,
+        compute=compute,
+        memory=memory,
+        links=links,
     )

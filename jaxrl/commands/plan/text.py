@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from jaxrl.builders.recipe import make_recipe
+from jaxrl.commands.plan.chips import GIB
 from jaxrl.commands.plan.program import Program
 from jaxrl.commands.plan.roofline import Roofline, parameter_count, roofline
-from jaxrl.commands.plan.topology import GIB, Topology
+from jaxrl.commands.plan.topology import Topology
 from jaxrl.config.training import Config
 from jaxrl.models import lora
 
@@ -18,7 +19,7 @@ def plan_text(config: Config, topology: Topology, program: Program, *, link_rate
         *_header(config, topology, program),
         *_memory(program),
         *_resident(program),
-        *_time(program, found),
+        *_time(topology, program, found),
         *_traffic(program),
         *_publishing(program, link_rate=link_rate),
     ]
@@ -66,9 +67,15 @@ def _header(config: Config, topology: Topology, program: Program) -> Iterator[st
         f"tokens, remat {config.train.remat}, attention by {program.step.kernel}"
     )
     if program.rejected:
-        yield f"rejected by the compiler after {program.seconds:.0f} s: out of memory"
+        yield (
+            f"rejected by the compiler after {program.seconds:.0f} s: out of memory; below, the "
+            "step's total is the compiler's and all else is estimated"
+        )
     else:
-        yield f"compiled in {program.seconds:.0f} s, {program.hlo_bytes / 2**20:.1f} MiB of program"
+        yield (
+            f"compiled in {program.seconds:.0f} s, {program.hlo_bytes / 2**20:.1f} MiB of program: "
+            "memory and collectives of the step; estimated: memory outside it, and times"
+        )
 
 
 def _not_counted(config: Config) -> str:
@@ -120,12 +127,23 @@ def _resident(program: Program) -> Iterator[str]:
         yield f"  {phase:32}{_gib(size):>12}"
 
 
-def _time(program: Program, found: Roofline) -> Iterator[str]:
+def _time(topology: Topology, program: Program, found: Roofline) -> Iterator[str]:
     yield "\nTime of the step"
+    if found.products is not None:
+        others = ""
+        if found.products.operands == "f32":
+            others = f"; bf16 operands: {topology.chip.units['bf16'] / 1e12:,.0f}"
+        yield (
+            f"  products = {program.step.policy.products}: {found.products}, "
+            f"{found.products.rate / 1e12:,.0f} TFLOP/s{others}"
+        )
+    experts = program.step.model.config.experts
+    if experts is not None and not topology.chip.grouped:
+        yield f"  each token's products with {experts.per_token} experts are with all, and masked"
     yield f"  {'model FLOPs':32}{found.model_flops:12.3g}"
     yield f"  {'FLOPs with recomputation':32}{found.run_flops:12.3g}"
     for name, seconds in (
-        ("products at peak FLOPs", found.compute),
+        ("products at this rate", found.compute),
         ("memory at full bandwidth", found.memory),
         ("links at full bandwidth", found.links),
     ):

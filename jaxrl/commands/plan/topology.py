@@ -1,37 +1,19 @@
-"""Devices to compile for that need not exist: TPU topologies and simulated CPU devices."""
+"""Devices to compile for that need not exist: TPUs, GPUs and simulated CPU devices."""
 
 import dataclasses
 import importlib.util
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-GIB = 2**30
+from jaxrl.commands.plan.chips import CHIPS, GPUS, Chip
+from jaxrl.commands.plan.gpu import gpu_devices, memory_fraction
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chip:
-    """One device, by its vendor's data sheet; None for an unknown rate."""
-
-    memory: float  # bytes
-    flops: float | None = None  # FLOPs per second with operands in bf16 or f16
-    memory_rate: float | None = None  # memory bandwidth in bytes per second
-    link_rate: float | None = None  # bytes per second to its neighbours over all its links
-
-
-# From https://cloud.google.com/tpu/docs, the pages v5e, v5p and v6e in November 2026; memory is
-# the part of the 16, 95 and 32 GB that XLA lets a program use.
-CHIPS: Mapping[str, Chip] = {
-    "v5e": Chip(memory=15.75 * GIB, flops=197e12, memory_rate=0.819e12, link_rate=200e9),
-    "v5p": Chip(memory=95.74 * GIB, flops=459e12, memory_rate=2.765e12, link_rate=600e9),
-    "v6e": Chip(memory=31.25 * GIB, flops=918e12, memory_rate=1.638e12, link_rate=400e9),
-}
-
-_FORM = "expected v5p:4x4x4, v5e:16x16, v6e:4x4 or cpu:8, or other sizes"
+_FORM = "expected v5p:4x4x4, v6e:4x4, h100:8 (h100:2x8 for two hosts) or cpu:8, or other sizes"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,8 +21,8 @@ class Topology:
     """Devices to compile for."""
 
     name: str  # the requested name, e.g. "v5p:4x4x4"
-    chip: Chip  # the kind of chip
-    devices: Sequence[Any]  # `jax.Device`s; TPU devices can be compiled for, not run on
+    chip: Chip  # the kind of chip; its memory is what programs can use
+    devices: Sequence[Any]  # `jax.Device`s; those of TPUs and GPUs cannot run programs
 
 
 def open_topology(name: str) -> Topology:
@@ -50,16 +32,35 @@ def open_topology(name: str) -> Topology:
 
     Raises:
       ValueError: for an unknown name.
-      ModuleNotFoundError: if libtpu is missing.
-      RuntimeError: if libtpu rejects the topology, or jax was started with fewer devices.
+      ModuleNotFoundError: if the compiler for these chips is missing.
+      RuntimeError: if the compiler rejects the topology, or jax was started with fewer devices.
     """
     kind, _, shape = name.partition(":")
-    if kind not in (*CHIPS, "cpu") or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", shape):
+    most = 2 if kind in GPUS else 3
+    sizes = (
+        [int(n) for n in shape.split("x")] if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) else []
+    )
+    if kind not in (*CHIPS, "cpu") or not 1 <= len(sizes) <= most:
         raise ValueError(f"topology {name!r}: {_FORM}")
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")
     if kind == "cpu":
-        return _simulated(name, count=math.prod(map(int, shape.split("x"))))
+        return _simulated(name, count=math.prod(sizes))
+    chip = CHIPS[kind]
+    if kind not in GPUS:
+        return Topology(name=name, chip=chip, devices=_tpu_devices(name, kind))
+    *hosts, each = sizes
+    devices = gpu_devices(kind, hosts=math.prod(hosts), each=each)
+    usable = dataclasses.replace(
+        chip,
+        memory=chip.memory * memory_fraction(),
+        # The data sheet has no rate between hosts.
+        link_rate=None if hosts else chip.link_rate,
+    )
+    return Topology(name=name, chip=usable, devices=devices)
+
+
+def _tpu_devices(name: str, kind: str) -> Sequence[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise ModuleNotFoundError(
             f"topology {name!r} needs libtpu, XLA's compiler for TPUs, which works without a TPU: "
@@ -73,8 +74,7 @@ def open_topology(name: str) -> Topology:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 
-    described = topologies.get_topology_desc(platform="tpu", topology_name=name)
-    return Topology(name=name, chip=CHIPS[kind], devices=described.devices)
+    return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
 
 
 def _simulated(name: str, *, count: int) -> Topology:

@@ -63,8 +63,8 @@ class EmbeddedSampler:
             raise ValueError("record_experts=True needs a model with experts; this one is dense")
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch}: it must be at least 1")
-        for device in jax.tree.leaves(params)[0].devices():
-            check_products(precision, device.platform)
+        devices = jax.tree.leaves(params)[0].devices()
+        check_products(precision, next(iter(devices)).platform, devices=len(devices))
         self._model = model
         self._precision = sampler_precision(precision)
         self._max_batch = max_batch

@@ -9,10 +9,12 @@ import pytest
 
 from jaxrl import cli
 from jaxrl.commands.plan import text as plan
+from jaxrl.commands.plan.chips import CHIPS
 from jaxrl.commands.plan.program import _needed, compile_step
 from jaxrl.commands.plan.roofline import forward_flops, parameter_count, roofline
 from jaxrl.commands.plan.step import make_step
-from jaxrl.commands.plan.topology import CHIPS, Topology, open_topology
+from jaxrl.commands.plan.topology import Topology, open_topology
+from jaxrl.core.precision import parse
 from jaxrl.models import families, spec
 from jaxrl.models.decoder import param_specs
 from tests import tiny
@@ -57,6 +59,32 @@ def test_plan_ends_with_the_verdict(planned):
         assert part in text
     small = Topology(name="x", chip=CHIPS["v5e"], devices=topology.devices)
     assert "tokens/s" in plan.plan_text(config, small, program, link_rate=1e9)
+
+
+@pytest.mark.parametrize(
+    ("policy", "chip", "said"),
+    [
+        ("bf16_master", "h100", "exact: bf16 operands in one pass, 989 TFLOP/s\n"),
+        ("fp32", "h100", "exact: f32 operands in one pass, 67 TFLOP/s; bf16 operands: 989\n"),
+        ("fp32,products=tf32x3", "h100", "tf32x3: f32 operands in 3 passes of tf32, 165 TFLOP/s"),
+        ("fp32", "v6e", "exact: f32 operands in 6 passes of bf16, 153 TFLOP/s; bf16 operands: 918"),
+        ("fp16_master", "v5p", "exact: f16 operands in 3 passes of bf16, 153 TFLOP/s\n"),
+    ],
+)
+def test_plan_reports_the_cost_of_the_policys_products(planned, policy, chip, said):
+    config, topology, program = planned
+    other = dataclasses.replace(program, step=program.step._replace(policy=parse(policy)))
+    there = Topology(name=chip, chip=CHIPS[chip], devices=topology.devices)
+    assert f"products = {said}" in plan.plan_text(config, there, other, link_rate=1e9)
+
+
+def test_plan_tells_compiled_from_estimated(planned):
+    config, topology, program = planned
+    lines = plan.plan_text(config, topology, program, link_rate=1e9).splitlines()
+    (line,) = [line for line in lines if line.startswith("compiled in")]
+    assert line.endswith(
+        "memory and collectives of the step; estimated: memory outside it, and times"
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,8 +161,17 @@ def test_rejected_step_has_its_figures(planned, monkeypatch):
     )
     assert "rejected by the compiler" in text
     assert "Memory of the step" in text
-    assert "products at peak FLOPs" in text
+    assert "products at this rate" in text
     assert text.splitlines()[-1] == "peak 3.5 GiB of 1.8 GiB per chip: does not fit"
+
+
+def test_missing_cudnn_error_says_how_to_install_it(planned, monkeypatch):
+    def reject(*_, **__):
+        raise jax.errors.JaxRuntimeError("NOT_FOUND: cuDNN not found.")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", reject)
+    with pytest.raises(ModuleNotFoundError, match="pip install nvidia-cudnn-cu12"):
+        compile_step(planned[0], planned[1])
 
 
 def test_out_of_memory_error_is_parsed():
@@ -167,6 +204,21 @@ def test_token_uses_the_router_and_its_own_experts():
     assert all_of_them - some == 2 * 10 * tiny.MOE.num_layers * left_out * 3 * matrix
 
 
+def test_masked_products_of_experts_count_as_often_as_they_are_computed(planned):
+    step = planned[2].step
+    specs = param_specs(tiny.MOE)
+    model = step.model._replace(config=tiny.MOE, specs=specs)
+    mixture = dataclasses.replace(planned[2], step=step._replace(model=model))
+    grouped = dataclasses.replace(CHIPS["h100"], grouped=True)
+    one, other = (roofline(mixture, c, remat="none") for c in (grouped, CHIPS["h100"]))
+    assert one.run_flops == one.model_flops == other.model_flops
+    # Each of a token's copies is multiplied with all experts instead of one.
+    experts, tokens = tiny.MOE.experts, mixture.rows * mixture.microbatches * mixture.row_length
+    matrices = 3 * tiny.MOE.num_layers * tiny.MOE.hidden_size * experts.intermediate_size
+    more = experts.per_token * (experts.count - 1) * matrices
+    assert other.run_flops - one.run_flops == 3 * 2 * tokens * more
+
+
 def test_program_size_is_independent_of_the_layers(planned, tmp_path, monkeypatch):
     lengths = []
 
@@ -191,7 +243,7 @@ def test_program_size_is_independent_of_the_layers(planned, tmp_path, monkeypatc
     assert lengths[0] == lengths[1]
 
 
-@pytest.mark.parametrize("name", ["v5p", "v5p:", "v9:2x2", "cpu:0", "v5e:4x4x4x4"])
+@pytest.mark.parametrize("name", ["v5p", "v5p:", "v9:2x2", "cpu:0", "v5e:4x4x4x4", "h100:2x2x2"])
 def test_unknown_topology_is_an_error(name):
     with pytest.raises(ValueError, match="expected v5p:4x4x4"):
         open_topology(name)

@@ -1,6 +1,6 @@
-"""Compiles the learner's step for a TPU under several policies and prints its products as JSON.
+"""Compiles the learner's step for a chip under several policies and prints its products as JSON.
 
-python -m tests.commands.plan.tpu_child MODEL_DIR POLICY...
+python -m tests.commands.plan.compiled_products TOPOLOGY MODEL_DIR POLICY...
 """
 
 import json
@@ -14,7 +14,7 @@ from jaxrl.core.precision import jit
 
 
 def main() -> None:
-    model, *policies = sys.argv[1:]
+    topology, model, *policies = sys.argv[1:]
     found = {}
     for text in policies:
         config = Config.model_validate(
@@ -23,20 +23,29 @@ def main() -> None:
                 "data": {"path": "d", "max_prompt_tokens": 128},
                 "reward": {"path": ["exact_match"]},
                 "sampling": {"max_tokens": 128},
-                "train": {"train_batch": 2, "group_size": 4, "microbatch_tokens": 256},
+                "train": {
+                    "train_batch": 2,
+                    "group_size": 4,
+                    "microbatch_tokens": 256,
+                    "attention": "xla",
+                },
                 "mesh": {"fsdp": 4},
                 "precision": text,
             }
         )
-        step = make_step(config, open_topology("v5e:2x2"))
+        step = make_step(config, open_topology(topology))
         program = jit(step.learner.step).lower(step.state, step.minibatch).compile().as_text() or ""
         types = dict(re.findall(r"%(\S+) = (\w+)\[", program))
         types |= dict(re.findall(r"(\w[\w.]*): (\w+)\[", program))
         products = []
         for line in program.splitlines():
-            if (match := re.search(r" convolution\(%(\S+), %(\S+)\)", line)) is not None:
+            # A product is a convolution on a TPU.
+            match = re.search(r" (?:dot|convolution)\(%(\S+), %(\S+)\)", line)
+            if match is not None:
                 highest = "operand_precision={highest,highest}" in line
                 products.append([*(types[name] for name in match.groups()), highest])
+            # A library would multiply as it likes.
+            assert "gemm" not in line or "custom_call_target" not in line, line
         found[text] = products
     print(json.dumps(found))
 

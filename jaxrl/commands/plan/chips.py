@@ -1,0 +1,113 @@
+"""Chips by their vendors' data sheets, and the rate of a policy's products on them."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jaxrl.core.precision import Precision, short_name
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """What jax sees as one device, by its vendor's data sheet; None for an unknown rate."""
+
+    memory: float  # bytes
+    # FLOPs per second of dense products, by the operands that the chip's units multiply.
+    units: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    memory_rate: float | None = None  # memory bandwidth in bytes per second
+    link_rate: float | None = None  # bytes per second that it sends over all its links
+    # XLA multiplies each token by its own experts. If not, each of a token's copies, one for each
+    # of its experts, is multiplied by all experts and masked.
+    grouped: bool = True
+
+
+def _tpu(*, gib: float, tflops: float, memory_tbs: float, links_gbs: float) -> Chip:
+    return Chip(
+        memory=gib * GIB,
+        units={"bf16": tflops * 1e12},
+        memory_rate=memory_tbs * 1e12,
+        link_rate=links_gbs * 1e9,
+    )
+
+
+# https://cloud.google.com/tpu/docs, the pages v5e, v5p, v6e and tpu7x in November 2026. Memory is
+# the part of the 16, 95, 32 and 192 GB that XLA lets a program use. A link's rate is that of one
+# direction. A tpu7x has two devices, each with half of it.
+TPUS: Mapping[str, Chip] = {
+    "v5e": _tpu(gib=15.75, tflops=197, memory_tbs=0.819, links_gbs=200),
+    "v5p": _tpu(gib=95.74, tflops=459, memory_tbs=2.765, links_gbs=600),
+    "v6e": _tpu(gib=31.25, tflops=918, memory_tbs=1.638, links_gbs=400),
+    "tpu7x": _tpu(gib=94.75, tflops=2307 / 2, memory_tbs=7.38 / 2, links_gbs=300),
+}
+
+
+def _gpu(
+    *, gib: float, tflops: tuple[float, float, float], memory_tbs: float, links_gbs: float
+) -> Chip:
+    tensor, tf32, f32 = (rate * 1e12 for rate in tflops)
+    return Chip(
+        memory=gib * GIB,
+        units={"bf16": tensor, "f16": tensor, "tf32": tf32, "f32": f32},
+        memory_rate=memory_tbs * 1e12,
+        link_rate=links_gbs * 1e9,
+        grouped=False,
+    )
+
+
+# NVIDIA's data sheets "A100 80GB Tensor Core GPU", "H100 Tensor Core GPU", "H200 Tensor Core GPU",
+# each SXM, and "Blackwell" (HGX B200). Tensor cores without sparsity; NVLink in one direction.
+# Memory is what the driver shows of the 80, 80, 141 and 180 GB.
+GPUS: Mapping[str, Chip] = {
+    "a100": _gpu(gib=79.1, tflops=(312, 156, 19.5), memory_tbs=2.039, links_gbs=300),
+    "h100": _gpu(gib=79.1, tflops=(989.4, 494.7, 67), memory_tbs=3.35, links_gbs=450),
+    "h200": _gpu(gib=139.8, tflops=(989.4, 494.7, 67), memory_tbs=4.8, links_gbs=450),
+    "b200": _gpu(gib=178.3, tflops=(2250, 1100, 75), memory_tbs=7.7, links_gbs=900),
+}
+
+CHIPS: Mapping[str, Chip] = {**TPUS, **GPUS}
+
+
+class Products(NamedTuple):
+    """The way that a chip computes the products of a policy."""
+
+    operands: str  # of the program, such as "f32"
+    units: str  # operands that the units multiply, such as "bf16"
+    passes: int  # products of the units for one of the program
+    rate: float  # FLOPs of the program per second
+
+    def __str__(self) -> str:
+        if self.passes > 1:
+            return f"{self.operands} operands in {self.passes} passes of {self.units}"
+        if self.operands != self.units:
+            return f"{self.operands} operands in one pass of {self.units}"
+        return f"{self.operands} operands in one pass"
+
+
+# JAX's dot algorithms: units and passes.
+_ALGORITHMS = {
+    "bf16": ("bf16", 1),
+    "bf16x3": ("bf16", 3),
+    "bf16x6": ("bf16", 6),
+    "bf16x9": ("bf16", 9),
+    "tf32": ("tf32", 1),
+    "tf32x3": ("tf32", 3),
+}
+# Two parts of bf16 hold every bit of an f16, three of an f32; of the products of two parts XLA
+# leaves out the smallest.
+_EXACT_PASSES = {"bf16": 1, "f16": 3, "f32": 6}
+
+
+def products(policy: Precision, chip: Chip) -> Products | None:
+    """Returns how a chip computes the learner's products; None if its data sheet does not tell."""
+    operands = short_name(policy.compute)
+    if operands == "f32" and policy.products != "exact":
+        units, passes = _ALGORITHMS[policy.products]
+    elif operands in chip.units:
+        units, passes = operands, 1
+    else:
+        units, passes = "bf16", _EXACT_PASSES.get(operands, 0)
+    if units not in chip.units or not passes:
+        return None
+    return Products(operands, units, passes, chip.units[units] / passes)

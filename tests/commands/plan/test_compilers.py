@@ -1,0 +1,104 @@
+"""Compilation of the learner's step for TPUs and GPUs, without either."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxrl.models import families
+from tests import tiny
+from tests.processes import JAXRL
+
+# See scripts/test.sh.
+TPU, GPU = (Path(__file__).parents[3] / name for name in (".venv-tpu", ".venv-gpu"))
+
+
+pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machine
+
+
+def needs(compiler):
+    return pytest.mark.skipif(not compiler.is_dir(), reason=f"{compiler.name} is not installed")
+
+
+def write_model(directory, **sizes):
+    content = families.to_hf_config(dataclasses.replace(tiny.CONFIG, **sizes), dtype="float32")
+    (directory / "config.json").write_text(json.dumps(content))
+
+
+def run_with(compiler, command):
+    # jax finds the compiler by its import path; with the tests' own flags it would simulate CPUs.
+    path = f"{compiler}{os.pathsep}{os.getcwd()}"
+    environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+@pytest.mark.parametrize(
+    ("compiler", "topology"),
+    [
+        pytest.param(TPU, "v5e:2x2", marks=needs(TPU)),
+        pytest.param(GPU, "h100:4", marks=needs(GPU)),
+    ],
+)
+def test_compiled_products_have_the_operands_that_the_policy_names(tmp_path, compiler, topology):
+    write_model(tmp_path)
+    policies = ("fp32", "fp16_master", "bf16_master")
+    command = [sys.executable, "-m", "tests.commands.plan.compiled_products", topology]
+    output = run_with(compiler, [*command, str(tmp_path), *policies])
+    found = json.loads(output.splitlines()[-1])
+    for policy, operand in zip(policies, ("f32", "f16", "bf16"), strict=True):
+        products = found[policy]
+        assert len(products) >= 20
+        for x, y, highest in products:
+            # Without "highest", a TPU rounds operands of f32 and f16 to bf16, a GPU f32 to tf32.
+            assert {x, y} <= {operand, "f32"}, policy
+            assert highest, policy
+
+
+def plan(compiler, model, **keys):
+    keys = {
+        "model.path": model,
+        "data.path": "d",
+        "data.max_prompt_tokens": 128,
+        "reward.path": "exact_match",
+        "sampling.max_tokens": 128,
+        "train.train_batch": 2,
+        "train.group_size": 4,
+        "train.microbatch_tokens": 256,
+        "mesh.fsdp": 4,
+        **{name.replace("__", "."): value for name, value in keys.items()},
+    }
+    command = [*JAXRL, "plan"]
+    for key, value in keys.items():
+        command += [f"--{key}", str(value)]
+    return run_with(compiler, command)
+
+
+@needs(TPU)
+def test_step_with_splash_attention_compiles_for_v5e(tmp_path):
+    write_model(tmp_path, head_dim=128)
+    output = plan(TPU, tmp_path, topology="v5e:2x2", precision="bf16_master")
+    assert "v5e:2x2: 4 chips, mesh fsdp 4" in output
+    assert "attention by splash" in output
+    assert "all-gather" in output
+    last = output.splitlines()[-1]
+    assert re.fullmatch(r"peak 0\.\d+ GiB of 15\.8 GiB per chip: fits", last)
+
+
+@needs(GPU)
+def test_step_compiles_for_gpus_of_two_hosts(tmp_path):
+    write_model(tmp_path)
+    output = plan(GPU, tmp_path, topology="h100:2x2", precision="fp32")
+    assert "h100:2x2: 4 chips, mesh fsdp 4" in output
+    assert "memory and collectives of the step; estimated: memory outside it" in output
+    assert "products = exact: f32 operands in one pass, 67 TFLOP/s; bf16 operands: 989" in output
+    assert "all-gather" in output
+    assert "links at full bandwidth" not in output  # no data sheet has those between hosts
+    # jax takes three quarters of a GPU's memory.
+    assert re.fullmatch(r"peak .* of 59\.3 GiB per chip: fits", output.splitlines()[-1])
