@@ -57,7 +57,7 @@ def choose(
         there: list[Kernel] = [name for name, reason in reasons.items() if reason is None]
         return (*there, "xla")[0]
     if (reason := reasons[wanted]) is not None:
-        raise ValueError(f"attention = {wanted!r} {reason}; use 'auto' or 'xla'")
+        raise ValueError(f"train.attention = {wanted!r} {reason}; use 'auto' or 'xla'")
     return wanted
 
 
@@ -139,7 +139,7 @@ def _example(
     attend: Attend, config: DecoderConfig, *, device: Any, window: int | None, precision: Precision
 ) -> tuple[jax.Array, ...]:
     """Runs attention over real tokens of a made-up row; returns output and gradients in f32."""
-    segments = np.repeat([1, 2, 3, 0], [200, 150, 100, 62]).astype(np.int32)[None]
+    segments = jnp.asarray(np.repeat([1, 2, 3, 0], [200, 150, 100, 62])[None], jnp.int32)
     rng, groups = np.random.default_rng(0), config.num_heads // config.num_kv_heads
     inputs = [
         rng.normal(size=(1, 512, heads, config.head_dim)).astype(precision.activations)
