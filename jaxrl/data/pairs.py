@@ -57,11 +57,16 @@ def read_pairs(
     """
     end = prompts.end_token(tokenizer)
     render = prompts.make_renderer(tokenizer, rendering)
+    longest = prompts.most_characters(tokenizer, max_tokens)
     pairs: list[Pair] = []
     too_long, where = 0, "the data"
     for where, record in rows:
         prompt, chosen, rejected = _texts(record, columns, where=where)
-        tokens = tokenizer.encode(render(prompt, where=where), add_special_tokens=False)
+        text = render(prompt, where=where)
+        if 2 * len(text) + len(chosen) + len(rejected) > longest:
+            too_long += 1
+            continue
+        tokens = tokenizer.encode(text, add_special_tokens=False)
         if not tokens:
             raise ValueError(f"{where}: the prompt has no tokens; a completion needs at least one")
         better, worse = (

@@ -92,7 +92,7 @@ def read_rows(path: str, *, split: str = "train") -> Iterator[Row]:
     if (read := readers.get(Path(path).suffix)) is not None:
         if not Path(path).is_file():
             raise ValueError(f"{path} is not a file; relative paths start at {Path.cwd()}")
-        return read(Path(path))
+        return _not_empty(read(Path(path)), path)
     if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ValueError(f"{path}: expected a .jsonl or .parquet file, or a hub data set")
     name, subset, named_split, *more = [*path.split(":"), "", ""]
@@ -121,13 +121,16 @@ def load_prompts(
       ValueError: for a missing column or one of the wrong type, or if no prompt is left; the
         message names file, line and key.
     """
-    render = make_renderer(tokenizer, rendering)
+    render, longest = make_renderer(tokenizer, rendering), most_characters(tokenizer, max_tokens)
     examples: list[Example] = []
     too_long, where = 0, "the data"
     for where, record in rows:
         if limit is not None and len(examples) == limit:
             break
         text = render(read_prompt(record, prompt_key, where=where), where=where)
+        if len(text) > longest:
+            too_long += 1
+            continue
         tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
         if len(tokens) > max_tokens:
             too_long += 1
@@ -141,6 +144,13 @@ def load_prompts(
             f"{where}: no prompt fits; {too_long} have more than {max_tokens} tokens, the limit"
         )
     return Prompts(examples, too_long)
+
+
+def most_characters(tokenizer: Tokenizer, max_tokens: int) -> int:
+    """Returns a number of characters that no text of `max_tokens` tokens has, four times what they
+    spell: tokenizers may drop or merge characters. To tokenise a text of megabytes takes minutes.
+    """
+    return 4 * max_tokens * max(map(len, tokenizer.get_vocab()), default=1)
 
 
 def end_token(tokenizer: Tokenizer) -> int:
@@ -198,12 +208,41 @@ def make_renderer(tokenizer: Tokenizer, rendering: Rendering) -> Render:
             messages.append({"role": "user", "content": user})
         else:
             messages.extend(prompt)
-        tools: dict[str, Any] = {"tools": list(rendering.tools)} if rendering.tools else {}
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **tools
-        )
+        try:
+            return apply_template(tokenizer, messages, tools=rendering.tools)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
 
     return render
+
+
+def apply_template(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """Renders messages with the chat template of the model, up to where the next turn begins.
+
+    Raises:
+      ValueError: if the template fails, as it may for any reason, or returns no text.
+    """
+    given: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **given
+        )
+    except Exception as error:
+        raise ValueError(
+            f"the model's chat template cannot render {list(messages)!r:.200}: {error!r:.200}; "
+            "correct the template, or set data.template = 'text'"
+        ) from error
+    if not isinstance(text, str):
+        raise ValueError(
+            f"the model's chat template returns {text!r:.80}, expected a text; correct "
+            "chat_template in its tokenizer_config.json, or set data.template = 'text'"
+        )
+    return text
 
 
 def next_indices(size: int, *, position: int, count: int, seed: int) -> np.ndarray:
@@ -228,8 +267,17 @@ def read_column(record: Mapping[str, Any], key: str, *, where: str) -> Any:
       ValueError: if it is missing; the message names the place and the existing columns.
     """
     if record.get(key) is None:
-        raise ValueError(f"{where}: no {key!r}; the columns are {', '.join(map(repr, record))}")
+        names = ", ".join(map(repr, record))
+        raise ValueError(f"{where}: no {key!r}; the columns are {names:.500}")
     return record[key]
+
+
+def read_text(record: Mapping[str, Any], key: str, *, where: str) -> str:
+    """Returns the text of a column; raises ValueError as `read_column`, and for another type."""
+    value = read_column(record, key, where=where)
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: {key!r} is {value!r:.80}, expected a text")
+    return value
 
 
 def read_prompt(record: Mapping[str, Any], key: str, *, where: str) -> RawPrompt:
@@ -242,36 +290,65 @@ def read_prompt(record: Mapping[str, Any], key: str, *, where: str) -> RawPrompt
     if isinstance(value, str):
         return value
     messages = list(value) if isinstance(value, (list, tuple, np.ndarray)) else None
-    if messages and all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages):
+    if messages and all(map(_is_message, messages)):
         return [{"role": m["role"], "content": m["content"]} for m in messages]
     raise ValueError(
         f"{where}: {key!r} is {value!r:.80}, "
-        "expected a text or a list of {role, content} messages"
+        "expected a text or a list of {role, content} messages, both texts"
     )
 
 
+def _is_message(value: Any) -> bool:
+    named = isinstance(value, Mapping) and (value.get("role"), value.get("content"))
+    return bool(named) and all(isinstance(text, str) for text in named)
+
+
+def _not_empty(rows: Iterator[Row], path: str) -> Iterator[Row]:
+    row = None
+    for row in rows:
+        yield row
+    if row is None:
+        raise ValueError(f"{path}: the file has no rows")
+
+
 def _read_jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
             where = f"{path}:{number}"
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                if not text:
+                    continue
+                record = json.loads(text)
+                if "\\u" in text:
+                    json.dumps(record, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"{where}: {error.object[error.start]!r} is half of a character (a lone "
+                    "surrogate), which no tokenizer takes; write the whole character"
+                ) from None
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: not UTF-8: {error}; save the file as UTF-8") from None
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where}: not JSON: {error}") from None
             if not isinstance(record, dict):
-                raise ValueError(f"{where}: expected an object with keys, got {line.strip():.80}")
+                raise ValueError(f"{where}: expected an object with keys, got {text:.80}")
             yield Row(where, record)
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as file:
-        records = (record for batch in file.iter_batches() for record in batch.to_pylist())
-        for number, record in enumerate(records, start=1):
-            yield Row(f"{path}: row {number}", record)
+    # Not every error of a broken file is one of pyarrow's own.
+    errors = (pyarrow.ArrowException, ArithmeticError, OSError, TypeError, ValueError)
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            records = (record for batch in file.iter_batches() for record in batch.to_pylist())
+            for number, record in enumerate(records, start=1):
+                yield Row(f"{path}: row {number}", record)
+    except errors as error:
+        raise ValueError(f"{path}: not readable as parquet after row {number}: {error}") from error
 
 
 def _read_hub(path: str, *, split: str, subset: str | None) -> Iterator[Row]:
