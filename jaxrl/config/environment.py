@@ -41,3 +41,5 @@ class EnvironmentConfig(OpenSection):
             for key in self.parameters:
                 if (advice := replacement(f"environment.{key}")) is not None:
                     yield advice
+                elif self.name is None:
+                    yield f"environment.{key}: no environment takes it; set environment.name"

@@ -53,17 +53,6 @@ def _check_storable(value: Any) -> None:
         raise ValueError("a number of at most 64 bits is expected")
 
 
-def _check_usable(value: Any) -> None:
-    """Checks what no key of a declared type can mean: an empty text, a float that is 0 or infinite
-    in the dtypes of the learner."""
-    for member in value if isinstance(value, list | tuple) else [value]:
-        if member == "":
-            raise ValueError("the text is empty; leave the key out, or write a text")
-        size = abs(member) if isinstance(member, float) else 1.0
-        if 0 < size < 1e-30 or 1e30 < size < math.inf:
-            raise ValueError(_OF_32_BITS)
-
-
 # A key that a table passes on to a function, whose signature says more.
 Plain = Annotated[float | int | bool | str, PlainValidator(_plain)]
 
@@ -91,7 +80,19 @@ class Section(BaseModel):
         if value == "none" and type(None) in typing.get_args(annotation):
             return None
         _check_storable(value)
-        _check_usable(value)
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _usable(cls, value: Any) -> Any:
+        """Refuses what no key can mean: an empty text, and floats that are 0 or infinite in the
+        dtypes of the learner."""
+        for member in value if isinstance(value, tuple) else [value]:
+            if member == "":
+                raise ValueError("the text is empty; leave the key out, or write a text")
+            size = abs(member) if isinstance(member, float) else 1.0
+            if 0 < size < 1e-30 or 1e30 < size < math.inf:
+                raise ValueError(_OF_32_BITS)
         return value
 
     def _contradictions(self) -> Iterator[str]:

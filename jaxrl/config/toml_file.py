@@ -77,7 +77,8 @@ def validate(schema: type[C], tree: Mapping[str, Any]) -> C:
         return schema.model_validate(tree)
     except ValidationError as error:
         lines = [line for e in error.errors() for line in _explain(schema, dict(e), tree)]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+        shortened = [line if len(line) <= 1000 else f"{line[:1000]}..." for line in lines]
+        raise ConfigError("\n".join(dict.fromkeys(shortened))) from None
 
 
 def parse_value(schema: type[Section], name: str, text: str) -> Any:
@@ -207,7 +208,7 @@ def _explain(schema: type[Section], error: dict[str, Any], tree: Mapping[str, An
         if (key := ".".join(map(str, path[:depth]))) in known:
             whole = shown(functools.reduce(operator.getitem, path[:depth], tree))
             if error["type"] == "missing":
-                return [f"{key} = {whole}: a list of more values is expected"]
+                return [f"{key} = {whole}: the list is too short{_meaning(known, key)}"]
             return [f"{key} = {whole}: {_reason(error)} at place {path[depth] + 1}"]
     if error["type"] == "extra_forbidden":
         inner = given if isinstance(given, dict) else {}
@@ -227,8 +228,11 @@ def _explain(schema: type[Section], error: dict[str, Any], tree: Mapping[str, An
         return [f"{name} = {shown(given)}: write a list, {name} = {written:.{_MOST_SHOWN}}"]
     if error["type"].endswith("_type") and error["type"].startswith("model"):
         return [f"[{name}] must be a table of keys, got {shown(given)}"]
-    meaning = f" ({one_line(known[name].description)})" if name in known else ""
-    return [f"{name} = {shown(given)}: {_reason(error)}{meaning}"]
+    return [f"{name} = {shown(given)}: {_reason(error)}{_meaning(known, name)}"]
+
+
+def _meaning(known: Mapping[str, FieldInfo], name: str) -> str:
+    return f" ({one_line(known[name].description)})" if name in known else ""
 
 
 def _reason(error: Mapping[str, Any]) -> str:

@@ -348,7 +348,8 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             for number, record in enumerate(records, start=1):
                 yield Row(f"{path}: row {number}", record)
     except errors as error:
-        raise ValueError(f"{path}: not readable as parquet after row {number}: {error}") from error
+        cause = " ".join(str(error).split())
+        raise ValueError(f"{path}: not readable as parquet after row {number}: {cause}") from error
 
 
 def _read_hub(path: str, *, split: str, subset: str | None) -> Iterator[Row]:

@@ -23,6 +23,9 @@ class Letters:
         assert not add_special_tokens
         return [ord(c) for c in text]
 
+    def get_vocab(self):
+        return {chr(i): i for i in range(128)}
+
     def decode(self, token_ids, *, skip_special_tokens):
         return "".join(map(chr, token_ids))
 
