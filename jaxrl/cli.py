@@ -1,7 +1,6 @@
 """The `jaxrl` command."""
 
 import argparse
-import errno
 import importlib
 import os
 import sys
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     use_compile_cache()
     try:
         status = load(name).main(arguments[1:])
-        sys.stdout.flush()
+        _flush()
         return status
     except KeyboardInterrupt:
         print(f"jaxrl {name}: interrupted", file=sys.stderr)
@@ -74,8 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("JAXRL_TRACEBACK"):
             raise
         print(f"jaxrl {name}: {error}", file=sys.stderr)
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            _drop_output()
         return 1
 
 
@@ -83,6 +80,16 @@ def _last_line(error: BaseException) -> str:
     """Returns file and line of the innermost call that raised."""
     *_, last = traceback.extract_tb(error.__traceback__)
     return f"{last.filename}:{last.lineno}"
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # e.g. `jaxrl config FILE > FULL_DISK/FILE`
+        _drop_output()
+        raise OSError(error.errno, error.strerror, "standard output") from error
 
 
 def _drop_output() -> None:

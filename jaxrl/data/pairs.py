@@ -7,7 +7,8 @@ import numpy as np
 
 from jaxrl.core.batch import Rollout, given_rollout
 from jaxrl.data import prompts
-from jaxrl.data.prompts import RawPrompt, Rendering, Row, Tokenizer
+from jaxrl.data.prompts import RawPrompt, Rendering, Tokenizer
+from jaxrl.data.rows import Row, read_column
 
 
 class Pair(NamedTuple):
@@ -121,7 +122,7 @@ def _texts(
 def _margin(record: Mapping[str, Any], columns: PairColumns, *, where: str) -> float:
     if columns.margin is None:
         return 0.0
-    value = prompts.read_column(record, columns.margin, where=where)
+    value = read_column(record, columns.margin, where=where)
     if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
         raise ValueError(f"{where}: {columns.margin!r} is {value!r:.80}, expected a number")
     return float(value)

@@ -15,7 +15,8 @@ from jaxrl.core.batch import Minibatch, Rollout, TokenBatch, given_rollout
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.packing import pack_minibatch
 from jaxrl.data import prompts
-from jaxrl.data.prompts import Row, Tokenizer
+from jaxrl.data.prompts import Tokenizer
+from jaxrl.data.rows import Row, read_rows, read_text
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import TokenLoss, objective, token_loss
@@ -95,12 +96,12 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
     def read(row: Row) -> tuple[str, str]:
         where, record = row
         if config.text_key is not None:
-            return "", prompts.read_text(record, config.text_key, where=where)
+            return "", read_text(record, config.text_key, where=where)
         prompt = render(prompts.read_prompt(record, config.prompt_key, where=where), where=where)
-        return prompt, prompts.read_text(record, config.completion_key, where=where)
+        return prompt, read_text(record, config.completion_key, where=where)
 
     short, too_long = list[Rollout](), 0
-    for row in prompts.read_rows(config.path):
+    for row in read_rows(config.path):
         texts = read(row)
         if sum(map(len, texts)) > longest:
             too_long += 1
