@@ -136,7 +136,7 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({"optimizer__betas": [0.9, 1.0]}, "optimizer.betas = [0.9, 1.0]: input should be less"),
         ({"train__profile_steps": [1]}, "train.profile_steps = [1]: the list is too short (First"),
         ({"model__path": ""}, "model.path = '': the text is empty; leave the key out"),
-        ({"sampling__stop": ["x", ""]}, "sampling.stop = ('x', ''): the text is empty"),
+        ({"sampling__stop": ["x", ""]}, "sampling.stop = ['x', '']: the text is empty"),
         ({"model__path": "a\0"}, "model.path = 'a\\x00': a text of valid characters is expected"),
         ({"model__path": "\ud800"}, "model.path = '\\ud800': a text of valid characters"),
         ({"train__steps": 2**63}, "train.steps = 9223372036854775808: a number of at most 64 bits"),
