@@ -316,7 +316,7 @@ class CriticConfig(Section):
 class LoraConfig(Section):
     """LoRA adapters, trained instead of the policy's own parameters."""
 
-    rank: NonNegativeInt = 0
+    rank: Annotated[NonNegativeInt, Field(le=65536)] = 0
     """Rank of the adapters; 0 trains all parameters."""
 
     alpha: PositiveFloat = 32.0
