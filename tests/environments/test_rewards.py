@@ -260,7 +260,7 @@ def test_a_comparison_that_never_ends_is_wrong_and_blocks_nothing(monkeypatch):
 
 
 HOSTILE = """
-import itertools, sys
+import itertools, threading
 from jaxrl.environments.rewards.scoring import batched
 
 @batched
@@ -270,8 +270,7 @@ def endless(completions, examples):
 @batched
 def stalls(completions, examples):
     yield 1.0
-    while True:
-        pass
+    threading.Event().wait()
 
 @batched
 async def endless_later(completions, examples):
@@ -290,8 +289,7 @@ def nothing():
 
 class Slow:
     def __float__(self):
-        while True:
-            pass
+        threading.Event().wait()
 
 def slow(completion, example):
     return Slow()
