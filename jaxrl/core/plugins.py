@@ -1,5 +1,6 @@
 """Lookup of functions named in a config: built-in ones by name, the user's by file or module."""
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -77,10 +78,12 @@ def declared_parameters(
     function: Callable[..., Any], *, key: str
 ) -> Mapping[str, inspect.Parameter]:
     """Returns the parameters of the function that the table `key` names, their annotations
-    evaluated; raises ValueError if Python cannot tell them."""
-    try:
+    evaluated where they can be; raises ValueError if Python does not know the parameters."""
+    with contextlib.suppress(Exception):  # names that only a type checker imports
         return inspect.signature(function, eval_str=True).parameters
-    except Exception as error:  # a function in C, or an annotation that fails
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:  # some functions in C
         raise ValueError(
             f"{key}.name: the parameters of {function} are unknown: {error}"
         ) from error

@@ -50,3 +50,12 @@ def test_the_keys_at_fault_are_named_as_the_config_has_them():
 def test_a_function_without_known_parameters_is_named():
     with pytest.raises(ValueError, match=r"loss\.name: the parameters of .* are unknown"):
         check_parameters(dict, {"a": 1}, key="loss")
+
+
+def test_annotations_for_a_type_checker_alone_are_no_error():
+    def mine(*, size: "Unknown" = 1):  # noqa: F821
+        return size
+
+    assert check_parameters(mine, {"size": 2}, key="loss") is None
+    with pytest.raises(ValueError, match=r"loss\.sice: .*did you mean size"):
+        check_parameters(mine, {"sice": 2}, key="loss")
