@@ -1,8 +1,10 @@
 """The `jaxrl` command."""
 
+import argparse
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -52,18 +54,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     use_compile_cache()
     try:
-        return load(name).main(arguments[1:])
+        status = load(name).main(arguments[1:])
+        _flush()
+        return status
     except KeyboardInterrupt:
         print(f"jaxrl {name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # e.g. `jaxrl config FILE | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
-    except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:
+    except SystemExit as end:
+        # argparse ends the program so; a function of the user's must not end it without a word.
+        if (place := _last_line(end)).startswith(argparse.__file__):
+            raise
+        print(f"jaxrl {name}: {place} ended the program by exit({end.code!r})", file=sys.stderr)
+        return 1
+    except (ValueError, OSError, RuntimeError, FloatingPointError, ModuleNotFoundError) as error:
         if os.environ.get("JAXRL_TRACEBACK"):
             raise
         print(f"jaxrl {name}: {error}", file=sys.stderr)
         return 1
+
+
+def _last_line(error: BaseException) -> str:
+    """Returns file and line of the innermost call that raised."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"{last.filename}:{last.lineno}"
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # e.g. `jaxrl config FILE > FULL_DISK/FILE`
+        _drop_output()
+        raise OSError(error.errno, error.strerror, "standard output") from error
+
+
+def _drop_output() -> None:
+    """Leads what is still to be printed nowhere: Python would fail over it once more at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def load(name: str) -> ModuleType:

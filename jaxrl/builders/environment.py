@@ -1,14 +1,14 @@
 """Builds the environment of a run from its config."""
 
 import functools
-import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from jaxrl.config.environment import EnvironmentConfig
 from jaxrl.config.training import Config
 from jaxrl.core import plugins
 from jaxrl.data.prompts import Tokenizer
 from jaxrl.environments.episodes import builtin
-from jaxrl.environments.episodes.base import EpisodeLimits
+from jaxrl.environments.episodes.base import Environment, EpisodeLimits
 from jaxrl.environments.episodes.runner import (
     ContinuousScheduler,
     EpisodeRunner,
@@ -30,19 +30,13 @@ def make_episode_runner(
         accept.
     """
     c = config.environment
-    if c.name is None:
+    function = load_environment(c)
+    if function is None or c.name is None:
         return None
-    function = plugins.load_function(c.name, builtin=builtin, key="environment.name")
     context = builtin.EnvironmentContext(tokenizer, tools)
-    first = next(iter(inspect.signature(function).parameters), None)
-    if first is None:
-        raise ValueError(
-            f"environment.name = {c.name!r} takes no argument; its first one must be an "
-            "EnvironmentContext"
-        )
-    plugins.check_parameters(function, {first: context, **c.parameters}, key="environment")
-    make = functools.partial(function, context, **c.parameters)
-    make()
+    plugins.naming_keys(
+        lambda given: function(context, **given), c.parameters, key="environment", name=c.name
+    )
     limits = EpisodeLimits(
         max_turns=c.max_turns,
         max_tokens=config.sampling.max_tokens,
@@ -51,5 +45,26 @@ def make_episode_runner(
         vocab_size=vocab_size,
     )
     return EpisodeRunner(
-        make, limits, ContinuousScheduler if config.sampler.name == "vllm" else LockstepScheduler
+        functools.partial(function, context, **c.parameters),
+        limits,
+        ContinuousScheduler if config.sampler.name == "vllm" else LockstepScheduler,
     )
+
+
+def load_environment(c: EnvironmentConfig) -> Callable[..., Environment] | None:
+    """Loads the function that makes the environment of an episode; None for single turns.
+
+    Raises:
+      ValueError: for an environment that cannot be loaded, or a parameter that it does not take.
+    """
+    if c.name is None:
+        return None
+    function = plugins.load_function(c.name, builtin=builtin, key="environment.name")
+    first = next(iter(plugins.declared_parameters(function, key="environment")), None)
+    if first is None:
+        raise ValueError(
+            f"environment.name = {c.name!r} takes no argument; its first one must be an "
+            "EnvironmentContext"
+        )
+    plugins.check_parameters(function, {first: None, **c.parameters}, key="environment")
+    return function

@@ -29,7 +29,12 @@ def make_layout(
         devices = jax.devices()[:1] if alone else jax.devices()
     if policy is not None:
         check_products(policy, devices[0].platform, devices=len(devices))
-    return Layout(make_mesh(**mesh.sizes, devices=devices), mesh.layout_rules)
+    try:
+        made = make_mesh(**mesh.sizes, devices=devices)
+    except ValueError as error:
+        given = [f"mesh.{axis} = {size}" for axis, size in mesh.sizes.items() if size > 1]
+        raise ValueError(f"{', '.join(given) or '[mesh]'}: {error}") from error
+    return Layout(made, mesh.layout_rules)
 
 
 def sampler_layout(config: SamplerConfig, layout: Layout) -> Layout:

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 from jaxrl.config.sampler import SamplingConfig
 from jaxrl.config.tables import DataConfig, PromptConfig
 from jaxrl.data import prompts
-from jaxrl.data.prompts import Prompts, Rendering, Row, Tokenizer
+from jaxrl.data.prompts import Prompts, Rendering, Tokenizer
+from jaxrl.data.rows import Row, read_rows
 from jaxrl.environments.tools.schema import Tool
 from jaxrl.models import huggingface
 from jaxrl.sampling.base import SamplingParams
@@ -20,7 +21,7 @@ def load_training_prompts(
     config: DataConfig, tokenizer: Tokenizer, *, tools: Iterable[Tool] = ()
 ) -> Prompts:
     """Loads the prompts of `data.path`, with the tools; raises as `prompts.load_prompts`."""
-    return _load(config, tokenizer, tools=tools, rows=prompts.read_rows(config.path))
+    return _load(config, tokenizer, tools=tools, rows=read_rows(config.path))
 
 
 def load_held_out_prompts(
@@ -29,7 +30,7 @@ def load_held_out_prompts(
     """Loads the prompts of `data.eval_path` in the same way; None without one."""
     if config.eval_path is None:
         return None
-    rows = prompts.read_rows(config.eval_path, split="test")
+    rows = read_rows(config.eval_path, split="test")
     return _load(config, tokenizer, tools=tools, rows=rows, limit=config.eval_limit)
 
 

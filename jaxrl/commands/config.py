@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from jaxrl.builders.environment import load_environment
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.commands import options
 from jaxrl.config import toml_file
@@ -28,12 +29,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_functions(config: Config) -> None:
-    """Loads the loss, the rewards and the tools, and reports all errors together."""
+    """Loads the functions that a config names, and reports all errors together."""
     environment, reward, found = config.environment, config.reward, list[str]()
     for check in (
         lambda: make_recipe(config),
         lambda: load_rewards(reward.path, reward.function_weights, timeout=reward.timeout),
         lambda: load_tools(environment.tools),
+        lambda: load_environment(environment),
     ):
         try:
             check()

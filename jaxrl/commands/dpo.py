@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxrl.commands import options, outcome
+from jaxrl.commands import full_disk, options, outcome
 from jaxrl.config.preference import DPOConfig
 
 DESCRIPTION = """Trains a model on preference pairs with DPO or one of its variants: the chosen
@@ -19,4 +19,6 @@ def main(argv: Sequence[str]) -> int:
 
     from jaxrl.training.supervised.dpo import train_dpo  # takes seconds, so after --help
 
-    return outcome.print_pairs_outcome(train_dpo(config))
+    with full_disk.one_message(config.run_dir):
+        result = train_dpo(config)
+    return outcome.print_pairs_outcome(result)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxrl.commands import options, outcome
+from jaxrl.commands import full_disk, options, outcome
 from jaxrl.config.preference import RewardModelConfig
 
 DESCRIPTION = """Trains a reward model on preference pairs (Bradley-Terry): the chosen completion
@@ -20,4 +20,6 @@ def main(argv: Sequence[str]) -> int:
     # Takes seconds, so after --help.
     from jaxrl.training.supervised.reward_model import train_reward_model
 
-    return outcome.print_pairs_outcome(train_reward_model(config))
+    with full_disk.one_message(config.run_dir):
+        result = train_reward_model(config)
+    return outcome.print_pairs_outcome(result)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxrl.commands import options, outcome
+from jaxrl.commands import full_disk, options, outcome
 from jaxrl.config.supervised import SFTConfig
 
 DESCRIPTION = """Fine-tunes a model on texts, with cross-entropy over the completion tokens.
@@ -18,6 +18,7 @@ def main(argv: Sequence[str]) -> int:
 
     from jaxrl.training.supervised.sft import finetune  # takes seconds, so after --help
 
-    result = finetune(config)
+    with full_disk.one_message(config.run_dir):
+        result = finetune(config)
     loss = result.last.get("loss", float("nan"))
     return outcome.print_outcome(result, f"loss {loss:.4f} nats per token")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jaxrl.commands import options, outcome
+from jaxrl.commands import full_disk, options, outcome
 from jaxrl.config.training import Config
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.train import train
     from jaxrl.training import cluster
 
-    with cluster.joined(config.hosts):
+    with full_disk.one_message(config.run_dir), cluster.joined(config.hosts):
         result, leads = train(config), hosts.Hosts().leads
     if leads:
         print_result(result)

@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplerConfig
-from jaxrl.config.section import ClipRange, Remat, Section, Texts
+from jaxrl.config.section import ClipRange, Remat, Section, Seed, Texts
 from jaxrl.config.tables import ModelConfig, PromptConfig, parse_policy
 from jaxrl.core.precision import Precision
 
@@ -75,7 +75,7 @@ class DoctorConfig(Section):
     out: str = "doctor"
     """Directory for doctor.json and doctor.png."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Random seed; the completions are a function of the model, the data and this number."""
 
     @field_validator("precisions")

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveInt
 
 from jaxrl.config.replaced import replacement
-from jaxrl.config.section import OpenSection, Texts
+from jaxrl.config.section import OpenSection, Seconds, Texts
 
 
 class EnvironmentConfig(OpenSection):
@@ -27,7 +27,7 @@ class EnvironmentConfig(OpenSection):
     """Maximum number of turns of the policy in an episode. sampling.max_tokens limits the tokens
     after the prompt, including those of the environment."""
 
-    timeout: PositiveFloat = 60.0
+    timeout: Seconds = 60.0
     """Seconds that the environment may take to start and to answer a turn. An episode whose
     environment takes longer or fails is counted and excluded from training."""
 
@@ -41,3 +41,5 @@ class EnvironmentConfig(OpenSection):
             for key in self.parameters:
                 if (advice := replacement(f"environment.{key}")) is not None:
                     yield advice
+                elif self.name is None:
+                    yield f"environment.{key}: no environment takes it; set environment.name"

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeFloat, NonNegativeInt
 
-from jaxrl.config.section import Numbers, Section, Texts
+from jaxrl.config.section import Numbers, Seconds, Section, Texts
 
 
 class RewardConfig(Section):
@@ -23,7 +23,7 @@ class RewardConfig(Section):
     """Directory of a reward model (`jaxrl reward-model`), whose score is added. It reads the
     sampled token ids, so its tokenizer must be the policy's."""
 
-    timeout: PositiveFloat = 60.0
+    timeout: Seconds = 60.0
     """Seconds that a reward function may take for one completion, or for all of them if it takes a
     batch. A completion whose reward fails or takes longer is counted and excluded from training."""
 

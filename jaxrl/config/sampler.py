@@ -1,11 +1,12 @@
 """The tables of a config about sampling: parameters, the sampler, its servers, rollouts."""
 
+import urllib.parse
 from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from jaxrl.config.section import Section, Texts
+from jaxrl.config.section import Seconds, Section, Texts
 
 Order = Literal["begun", "finished"]
 
@@ -77,10 +78,13 @@ class SamplerConfig(ServerConfig):
     max_requests: PositiveInt = 32
     """Maximum number of concurrent requests per server; the group of one prompt is one request."""
 
-    timeout: PositiveFloat = 600.0
+    timeout: Seconds = 600.0
     """Time limit in seconds of a request, and of each part of a publish."""
 
     def _contradictions(self) -> Iterator[str]:
+        for url in self.url:
+            if not _is_address(url):
+                yield f"sampler.url = {url!r}: an address is expected, such as http://HOST:8000"
         if self.name == "embedded" and self.url:
             yield (
                 f"sampler.url = {list(self.url)} and sampler.name = 'embedded', which uses no "
@@ -93,6 +97,14 @@ class SamplerConfig(ServerConfig):
                 f"sampler.rules = {self.rules!r} applies to sampler.name = 'embedded' only; leave "
                 "it out"
             )
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of brackets, or of the port
+        return False
 
 
 class RolloutsConfig(Section):

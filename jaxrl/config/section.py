@@ -1,5 +1,6 @@
 """The base class of every config table, and the types that its keys share."""
 
+import math
 import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
@@ -8,6 +9,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PlainValidator,
     PositiveFloat,
     ValidationInfo,
@@ -23,10 +25,32 @@ ClipRange = Annotated[
 ]
 
 
+Seed = Annotated[NonNegativeInt, Field(lt=2**63)]
+Seconds = Annotated[PositiveFloat, Field(le=1e6)]  # threads and sockets accept no years
+
+
+_OF_32_BITS = "a number of 32 bits is expected: 0, or from 1e-30 to 1e30"
+
+
 def _plain(value: Any) -> Any:
     if not isinstance(value, float | int | str) or value != value:
         raise ValueError("numbers, texts and booleans only")
+    _check_storable(value)
+    if 1e30 < abs(value if isinstance(value, float) else 0) < math.inf:
+        raise ValueError(_OF_32_BITS)
     return value
+
+
+def _check_storable(value: Any) -> None:
+    """Checks that a TOML file can hold a value, and every file that it names can exist."""
+    if isinstance(value, list | tuple):
+        for member in value:
+            _check_storable(member)
+    elif isinstance(value, str):
+        if "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):
+            raise ValueError("a text of valid characters is expected, and NUL is not one")
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("a number of at most 64 bits is expected")
 
 
 # A key that a table passes on to a function, whose signature says more.
@@ -37,7 +61,7 @@ Attention = Literal["auto", "xla", "splash", "cudnn"]
 
 
 class Section(BaseModel):
-    """A frozen table of keys. Unknown keys, wrong types and NaN are errors."""
+    """A frozen table of keys. Unknown keys, wrong types, NaN and empty texts are errors."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -53,7 +77,23 @@ class Section(BaseModel):
     def _none(cls, value: Any, info: ValidationInfo) -> Any:
         """Reads "none" as None where a key may be None: TOML has no null."""
         annotation = cls.model_fields[info.field_name or ""].annotation
-        return None if value == "none" and type(None) in typing.get_args(annotation) else value
+        if value == "none" and type(None) in typing.get_args(annotation):
+            return None
+        _check_storable(value)
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _usable(cls, value: Any) -> Any:
+        """Refuses what no key can mean: an empty text, and floats that are 0 or infinite in the
+        dtypes of the learner."""
+        for member in value if isinstance(value, tuple) else [value]:
+            if member == "":
+                raise ValueError("the text is empty; leave the key out, or write a text")
+            size = abs(member) if isinstance(member, float) else 1.0
+            if 0 < size < 1e-30 or 1e30 < size < math.inf:
+                raise ValueError(_OF_32_BITS)
+        return value
 
     def _contradictions(self) -> Iterator[str]:
         """Yields one line for each set of keys that cannot hold together, with the fix."""

@@ -17,7 +17,7 @@ from pydantic import (
     field_validator,
 )
 
-from jaxrl.config.section import Attention, ClipRange, OpenSection, Remat, Section, Texts
+from jaxrl.config.section import Attention, ClipRange, OpenSection, Remat, Section, Seed, Texts
 from jaxrl.core import precision
 from jaxrl.core.precision import Precision
 from jaxrl.learner.optimizers import OptimizerName, ScheduleName
@@ -253,7 +253,7 @@ class BaseConfig(Section):
     """Dtype policy: a preset (fp32, bf16, bf16_master, fp16_master, phantom), a preset with changes
     (`bf16_master,wire=f32`), or every role by name."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Random seed; a run is a function of the config, the data and this number."""
 
     @property
@@ -316,7 +316,7 @@ class CriticConfig(Section):
 class LoraConfig(Section):
     """LoRA adapters, trained instead of the policy's own parameters."""
 
-    rank: NonNegativeInt = 0
+    rank: Annotated[NonNegativeInt, Field(le=65536)] = 0
     """Rank of the adapters; 0 trains all parameters."""
 
     alpha: PositiveFloat = 32.0
@@ -360,6 +360,14 @@ class HostsConfig(Section):
 
     join: int = Field(default=60, ge=1)
     """Seconds that a process waits for the others at the start."""
+
+    @field_validator("coordinator")
+    @classmethod
+    def _is_address(cls, value: str | None) -> str | None:
+        host, _, port = (value or "").rpartition(":")
+        if value not in (None, "auto") and not (host and port.isdigit()):
+            raise ValueError("expected HOST:PORT of process 0, such as host0:9911, or 'auto'")
+        return value
 
     def _contradictions(self) -> Iterator[str]:
         if self.process is not None and self.process >= (self.processes or self.process + 1):

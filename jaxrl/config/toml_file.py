@@ -2,7 +2,9 @@
 its key."""
 
 import difflib
+import functools
 import json
+import operator
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,8 @@ from jaxrl.config.replaced import replacement
 from jaxrl.config.section import OpenSection, Section
 
 C = TypeVar("C", bound=Section)
+
+_MOST_SHOWN = 200  # characters of a value
 
 
 class ConfigError(ValueError):
@@ -72,8 +76,9 @@ def validate(schema: type[C], tree: Mapping[str, Any]) -> C:
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        lines = [line for e in error.errors() for line in _explain(schema, dict(e))]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+        lines = [line for e in error.errors() for line in _explain(schema, dict(e), tree)]
+        shortened = [line if len(line) <= 1000 else f"{line[:1000]}..." for line in lines]
+        raise ConfigError("\n".join(dict.fromkeys(shortened))) from None
 
 
 def parse_value(schema: type[Section], name: str, text: str) -> Any:
@@ -90,7 +95,7 @@ def parse_value(schema: type[Section], name: str, text: str) -> Any:
             raise ConfigError(unknown_key(schema, name))
         try:
             return _toml_value(text)
-        except tomllib.TOMLDecodeError:
+        except ValueError:
             return text
     kinds = _kinds(known[name].annotation)
     if type(None) in kinds and text == "none":
@@ -123,10 +128,15 @@ def dumps(config: Section) -> str:
 
 def _read(file: str | Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        content = Path(file).read_bytes()
+    except (OSError, ValueError) as error:  # a path with NUL is a ValueError
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{file}: cannot be read: {cause}") from None
+    try:
+        return tomllib.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not a TOML file: {error}; save it as UTF-8") from None
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not a TOML file: {error}") from None
 
 
@@ -135,7 +145,7 @@ def _set(tree: dict[str, Any], name: str, value: Any) -> None:
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"{section} must be a table of keys, got {tree!r}")
+            raise ConfigError(f"[{section}] must be a table of keys, got {shown(tree)}")
     tree[leaf] = value
 
 
@@ -154,15 +164,21 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 def _toml_value(text: str) -> Any:
-    return tomllib.loads(f"value = {text}")["value"]
+    """Parses one TOML value; raises ValueError for anything else."""
+    if "\n" in text or "\r" in text:
+        raise ValueError("a value stands in one line")
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def _number(name: str, text: str) -> Any:
     try:
         return _toml_value(text.lower() if text in ("True", "False") else text)
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         raise ConfigError(
-            f"{name} = {text!r} is not a value; write a number, true or false"
+            f"{name} = {shown(text)} is not a value; write a number, true or false"
         ) from None
 
 
@@ -170,6 +186,8 @@ def unknown_key(schema: type[Section], name: str) -> str:
     """Returns the error for an unknown key; it names the nearest one, or what replaced it."""
     if (advice := replacement(name)) is not None:
         return advice
+    if not name.isprintable():
+        return f"{shown(name)}: there is no such key; --help lists them"
     names = list(keys(schema))
     section, _, leaf = name.rpartition(".")
     same_leaf = [n for n in names if n.rpartition(".")[2] == leaf]
@@ -182,9 +200,16 @@ def unknown_key(schema: type[Section], name: str) -> str:
     return f"{name}: there is no such key; {hint}"
 
 
-def _explain(schema: type[Section], error: dict[str, Any]) -> list[str]:
+def _explain(schema: type[Section], error: dict[str, Any], tree: Mapping[str, Any]) -> list[str]:
     """Translates one of pydantic's errors for the author of a config."""
-    name, given, known = ".".join(map(str, error["loc"])), error["input"], keys(schema)
+    path, given, known = error["loc"], error["input"], keys(schema)
+    name = ".".join(map(str, path))
+    for depth in range(1, len(path)):  # an error inside a list is one of its key
+        if (key := ".".join(map(str, path[:depth]))) in known:
+            whole = shown(functools.reduce(operator.getitem, path[:depth], tree))
+            if error["type"] == "missing":
+                return [f"{key} = {whole}: the list is too short{_meaning(known, key)}"]
+            return [f"{key} = {whole}: {_reason(error)} at place {path[depth] + 1}"]
     if error["type"] == "extra_forbidden":
         inner = given if isinstance(given, dict) else {}
         return [unknown_key(schema, n) for n in [f"{name}.{leaf}" for leaf in inner] or [name]]
@@ -194,17 +219,35 @@ def _explain(schema: type[Section], error: dict[str, Any]) -> list[str]:
     if error["type"] == "value_error":
         cause = str(error["ctx"]["error"])
         if name and name not in {n.rpartition(".")[0] for n in known}:
-            return [f"{name} = {given!r}: {cause}"]
+            return [f"{name} = {shown(given)}: {cause}"]
         # A table that appears under several names cannot say its own.
         named = not name or f"{name}." in cause
         return [line if named else f"[{name}] {line}" for line in cause.splitlines()]
     if error["type"] == "tuple_type":
         written = json.dumps([given], default=str, ensure_ascii=False)
-        return [f"{name} = {given!r}: write a list, {name} = {written}"]
+        return [f"{name} = {shown(given)}: write a list, {name} = {written:.{_MOST_SHOWN}}"]
     if error["type"].endswith("_type") and error["type"].startswith("model"):
-        return [f"[{name}] must be a table of keys, got {given!r}"]
-    meaning = f" ({one_line(known[name].description)})" if name in known else ""
-    return [f"{name} = {given!r}: {error['msg'][:1].lower()}{error['msg'][1:]}{meaning}"]
+        return [f"[{name}] must be a table of keys, got {shown(given)}"]
+    return [f"{name} = {shown(given)}: {_reason(error)}{_meaning(known, name)}"]
+
+
+def _meaning(known: Mapping[str, FieldInfo], name: str) -> str:
+    return f" ({one_line(known[name].description)})" if name in known else ""
+
+
+def _reason(error: Mapping[str, Any]) -> str:
+    """Returns the words of one of pydantic's errors, without its prefix."""
+    text = str(error["msg"]).removeprefix("Value error, ")
+    return text[:1].lower() + text[1:]
+
+
+def shown(value: Any) -> str:
+    """Formats a value for a message, which it must not fill."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python writes integers of at most 4,300 digits
+        return f"{type(value).__name__} (too long to show)"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def one_line(text: str | None) -> str:

@@ -1,5 +1,6 @@
 """Lookup of functions named in a config: built-in ones by name, the user's by file or module."""
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -8,7 +9,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def load_function(reference: str, *, builtin: ModuleType, key: str) -> Callable[..., Any]:
@@ -28,7 +31,7 @@ def load_function(reference: str, *, builtin: ModuleType, key: str) -> Callable[
     if colon:
         try:
             module = _load_file(Path(where)) if is_file else importlib.import_module(where)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             text = f"{key} = {reference!r}: importing {where} failed: {error!r}"
             raise ValueError(text) from error
     function = getattr(module, name, None)
@@ -57,7 +60,7 @@ def check_parameters(
       ValueError: if the table has a key that is not a parameter, or lacks a parameter without a
         default; the message gives the key and the nearest parameter.
     """
-    declared = inspect.signature(function).parameters
+    declared = declared_parameters(function, key=key)
     if any(p.kind is p.VAR_KEYWORD for p in declared.values()):
         return
     known = [*declared, *also]
@@ -69,6 +72,60 @@ def check_parameters(
     required = [n for n, p in declared.items() if p.default is p.empty and n not in parameters]
     if required:
         raise ValueError(f"{key}.{required[0]} is missing: {function.__name__} needs it")
+
+
+def declared_parameters(
+    function: Callable[..., Any], *, key: str
+) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of the function that the table `key` names, their annotations
+    evaluated where they can be; raises ValueError if Python does not know the parameters."""
+    with contextlib.suppress(Exception):  # names that only a type checker imports
+        return inspect.signature(function, eval_str=True).parameters
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:  # some functions in C
+        raise ValueError(
+            f"{key}.name: the parameters of {function} are unknown: {error}"
+        ) from error
+
+
+def naming_keys(
+    make: Callable[[Mapping[str, Any]], T], parameters: Mapping[str, Any], *, key: str, name: str
+) -> T:
+    """Returns `make(parameters)` for the config table `key`, whose function is `name`.
+
+    Raises:
+      ValueError: if it fails, with the keys at fault as the config has them: those without which it
+        would succeed. A function knows its parameters, not the keys of a config.
+    """
+    try:
+        return make(parameters)
+    except (Exception, SystemExit) as error:
+        known = isinstance(error, ValueError)
+        if known and any(f"{key}.{parameter}" in str(error) for parameter in parameters):
+            raise
+        wrong = _at_fault(make, parameters)
+        if known and not wrong:
+            raise
+        named, what = f"{key}.name = {name!r}", str(error) if known else repr(error)
+        given = [named, *(f"{key}.{name} = {parameters[name]!r}" for name in wrong)]
+        raise ValueError(f"{', '.join(given)}: {what.removeprefix(f'{named}: ')}") from error
+
+
+def _at_fault(
+    make: Callable[[Mapping[str, Any]], Any], parameters: Mapping[str, Any]
+) -> Sequence[str]:
+    def works(given: Mapping[str, Any]) -> bool:
+        try:
+            make(given)
+        except (Exception, SystemExit):
+            return False
+        return True
+
+    wrong = [
+        name for name in parameters if works({k: v for k, v in parameters.items() if k != name})
+    ]
+    return wrong or (list(parameters) if works({}) else [])
 
 
 def divide_parameters(
@@ -83,7 +140,7 @@ def divide_parameters(
     Raises:
       ValueError: as `check_parameters`, if neither function takes a parameter.
     """
-    declared = inspect.signature(function).parameters
+    declared = declared_parameters(function, key=key)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in declared.values())
     others = () if takes_all else inspect.signature(other).parameters
     theirs = [name for name in others if name not in declared]
@@ -104,7 +161,7 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look their module up here
     try:
         spec.loader.exec_module(module)
-    except Exception:
+    except BaseException:
         del sys.modules[name]
         raise
     return module

@@ -7,7 +7,8 @@ import numpy as np
 
 from jaxrl.core.batch import Rollout, given_rollout
 from jaxrl.data import prompts
-from jaxrl.data.prompts import RawPrompt, Rendering, Row, Tokenizer
+from jaxrl.data.prompts import RawPrompt, Rendering, Tokenizer
+from jaxrl.data.rows import Row, read_column
 
 
 class Pair(NamedTuple):
@@ -57,11 +58,16 @@ def read_pairs(
     """
     end = prompts.end_token(tokenizer)
     render = prompts.make_renderer(tokenizer, rendering)
+    longest = prompts.most_characters(tokenizer, max_tokens)
     pairs: list[Pair] = []
     too_long, where = 0, "the data"
     for where, record in rows:
         prompt, chosen, rejected = _texts(record, columns, where=where)
-        tokens = tokenizer.encode(render(prompt, where=where), add_special_tokens=False)
+        text = render(prompt, where=where)
+        if 2 * len(text) + len(chosen) + len(rejected) > longest:
+            too_long += 1
+            continue
+        tokens = tokenizer.encode(text, add_special_tokens=False)
         if not tokens:
             raise ValueError(f"{where}: the prompt has no tokens; a completion needs at least one")
         better, worse = (
@@ -116,7 +122,7 @@ def _texts(
 def _margin(record: Mapping[str, Any], columns: PairColumns, *, where: str) -> float:
     if columns.margin is None:
         return 0.0
-    value = prompts.read_column(record, columns.margin, where=where)
+    value = read_column(record, columns.margin, where=where)
     if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
         raise ValueError(f"{where}: {columns.margin!r} is {value!r:.80}, expected a number")
     return float(value)

@@ -1,12 +1,12 @@
-"""Prompts: rows of a file or hub data set, rendered, tokenised and put in a reproducible order."""
+"""Prompts: rows of data, rendered, tokenised and put in a reproducible order."""
 
 import functools
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+
+from jaxrl.data.rows import Row, read_column
 
 RawPrompt = str | list[dict[str, str]]
 """A prompt as it stands in the data: a text, or messages with role and content."""
@@ -41,13 +41,6 @@ class Tokenizer(Protocol):
         ...
 
 
-class Row(NamedTuple):
-    """One record, and its place for error messages."""
-
-    where: str  # "prompts.jsonl:17"
-    record: dict[str, Any]
-
-
 class Example(NamedTuple):
     """One prompt. Its record is the row with the rendered text as `prompt` and the reference answer
     as `answer`."""
@@ -76,31 +69,6 @@ class Rendering(NamedTuple):
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas for the chat template
 
 
-def read_rows(path: str, *, split: str = "train") -> Iterator[Row]:
-    """Reads a .jsonl or .parquet file, or a data set of the Hugging Face hub.
-
-    Args:
-      path: a file, or a hub data set: `ID`, `ID:SUBSET` or `ID:SUBSET:SPLIT`.
-      split: of a hub data set whose path names none.
-
-    Raises:
-      ValueError: for a missing file, an unknown format, or a line that is not a JSON object; the
-        message names file and line.
-      ModuleNotFoundError: for a hub id without the package datasets.
-    """
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-    if (read := readers.get(Path(path).suffix)) is not None:
-        if not Path(path).is_file():
-            raise ValueError(f"{path} is not a file; relative paths start at {Path.cwd()}")
-        return read(Path(path))
-    if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ValueError(f"{path}: expected a .jsonl or .parquet file, or a hub data set")
-    name, subset, named_split, *more = [*path.split(":"), "", ""]
-    if len(more) > 2:
-        raise ValueError(f"{path}: write a hub data set as ID, ID:SUBSET or ID:SUBSET:SPLIT")
-    return _read_hub(name, split=named_split or split, subset=subset or None)
-
-
 def load_prompts(
     rows: Iterator[Row],
     tokenizer: Tokenizer,
@@ -121,13 +89,16 @@ def load_prompts(
       ValueError: for a missing column or one of the wrong type, or if no prompt is left; the
         message names file, line and key.
     """
-    render = make_renderer(tokenizer, rendering)
+    render, longest = make_renderer(tokenizer, rendering), most_characters(tokenizer, max_tokens)
     examples: list[Example] = []
     too_long, where = 0, "the data"
     for where, record in rows:
         if limit is not None and len(examples) == limit:
             break
         text = render(read_prompt(record, prompt_key, where=where), where=where)
+        if len(text) > longest:
+            too_long += 1
+            continue
         tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
         if len(tokens) > max_tokens:
             too_long += 1
@@ -141,6 +112,13 @@ def load_prompts(
             f"{where}: no prompt fits; {too_long} have more than {max_tokens} tokens, the limit"
         )
     return Prompts(examples, too_long)
+
+
+def most_characters(tokenizer: Tokenizer, max_tokens: int) -> int:
+    """Returns a number of characters that no text of `max_tokens` tokens has, four times what they
+    spell: tokenizers may drop or merge characters. To tokenise a text of megabytes takes minutes.
+    """
+    return 4 * max_tokens * max(map(len, tokenizer.get_vocab()), default=1)
 
 
 def end_token(tokenizer: Tokenizer) -> int:
@@ -198,12 +176,41 @@ def make_renderer(tokenizer: Tokenizer, rendering: Rendering) -> Render:
             messages.append({"role": "user", "content": user})
         else:
             messages.extend(prompt)
-        tools: dict[str, Any] = {"tools": list(rendering.tools)} if rendering.tools else {}
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **tools
-        )
+        try:
+            return apply_template(tokenizer, messages, tools=rendering.tools)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
 
     return render
+
+
+def apply_template(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """Renders messages with the chat template of the model, up to where the next turn begins.
+
+    Raises:
+      ValueError: if the template fails, as it may for any reason, or returns no text.
+    """
+    given: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **given
+        )
+    except Exception as error:
+        raise ValueError(
+            f"the model's chat template cannot render {list(messages)!r:.200}: {error!r:.200}; "
+            "correct the template, or set data.template = 'text'"
+        ) from error
+    if not isinstance(text, str):
+        raise ValueError(
+            f"the model's chat template returns {text!r:.80}, expected a text; correct "
+            "chat_template in its tokenizer_config.json, or set data.template = 'text'"
+        )
+    return text
 
 
 def next_indices(size: int, *, position: int, count: int, seed: int) -> np.ndarray:
@@ -221,17 +228,6 @@ def _permutation(size: int, epoch: int, seed: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(size)
 
 
-def read_column(record: Mapping[str, Any], key: str, *, where: str) -> Any:
-    """Returns the value of a column.
-
-    Raises:
-      ValueError: if it is missing; the message names the place and the existing columns.
-    """
-    if record.get(key) is None:
-        raise ValueError(f"{where}: no {key!r}; the columns are {', '.join(map(repr, record))}")
-    return record[key]
-
-
 def read_prompt(record: Mapping[str, Any], key: str, *, where: str) -> RawPrompt:
     """Returns the prompt of a column.
 
@@ -242,52 +238,14 @@ def read_prompt(record: Mapping[str, Any], key: str, *, where: str) -> RawPrompt
     if isinstance(value, str):
         return value
     messages = list(value) if isinstance(value, (list, tuple, np.ndarray)) else None
-    if messages and all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages):
+    if messages and all(map(_is_message, messages)):
         return [{"role": m["role"], "content": m["content"]} for m in messages]
     raise ValueError(
         f"{where}: {key!r} is {value!r:.80}, "
-        "expected a text or a list of {role, content} messages"
+        "expected a text or a list of {role, content} messages, both texts"
     )
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: not JSON: {error}") from None
-            if not isinstance(record, dict):
-                raise ValueError(f"{where}: expected an object with keys, got {line.strip():.80}")
-            yield Row(where, record)
-
-
-def _read_parquet(path: Path) -> Iterator[Row]:
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(path) as file:
-        records = (record for batch in file.iter_batches() for record in batch.to_pylist())
-        for number, record in enumerate(records, start=1):
-            yield Row(f"{path}: row {number}", record)
-
-
-def _read_hub(path: str, *, split: str, subset: str | None) -> Iterator[Row]:
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            f"data {path!r} is not a file; reading it from the Hugging Face hub needs the package "
-            "datasets: pip install datasets"
-        ) from None
-    try:
-        rows = datasets.load_dataset(path, name=subset, split=split)
-    except Exception as error:
-        raise ValueError(
-            f"data {path!r} (subset {subset!r}, split {split!r}) is not a file, and loading it "
-            f"from the Hugging Face hub failed: {error}"
-        ) from error
-    for number, record in enumerate(rows):
-        yield Row(f"{path}[{split}] row {number}", dict(record))
+def _is_message(value: Any) -> bool:
+    named = isinstance(value, Mapping) and (value.get("role"), value.get("content"))
+    return bool(named) and all(isinstance(text, str) for text in named)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -75,7 +74,26 @@ def build(
         error of a user's function is chained to it.
     """
     function = plugins.load_function(name, builtin=recipes, key="loss.name")
-    declared = inspect.signature(function).parameters
+    estimator = None
+    if advantage is not None:
+        estimator = plugins.load_function(advantage, builtin=estimators, key="loss.advantage")
+    return plugins.naming_keys(
+        lambda given: _build(function, given, name=name, estimator=estimator, known=known),
+        parameters,
+        key="loss",
+        name=name,
+    )
+
+
+def _build(
+    function: Callable[..., Any],
+    parameters: Mapping[str, Any],
+    *,
+    name: str,
+    estimator: Callable[..., Any] | None,
+    known: Mapping[str, Any],
+) -> Recipe:
+    declared = plugins.declared_parameters(function, key="loss")
     needed = [key for key, parameter in declared.items() if parameter.default is parameter.empty]
     parameters = {key: known[key] for key in needed if key in known} | dict(parameters)
     own, more = plugins.divide_parameters(function, Terms, parameters, key="loss")
@@ -83,8 +101,7 @@ def build(
     with blaming(function, name=name):
         made = function(**given)
     recipe = _as_recipe(made, name=name)
-    if advantage is not None:
-        estimator = plugins.load_function(advantage, builtin=estimators, key="loss.advantage")
+    if estimator is not None:
         recipe = dataclasses.replace(recipe, advantages=estimator)
     recipe = with_terms(recipe, **_terms(more, known={**known, **parameters}))
     with blaming(function, name=name):
@@ -111,7 +128,7 @@ def arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[s
     Raises:
       ValueError: for an unknown name or a value of another type; the message names the key.
     """
-    declared = inspect.signature(function, eval_str=True).parameters
+    declared = plugins.declared_parameters(function, key="loss")
     return {
         key: _argument(value, declared[key].annotation if key in declared else Any, key=key)
         for key, value in values.items()

@@ -69,7 +69,7 @@ def blaming(function: Callable[..., Any], *, name: str) -> Iterator[None]:
     function's file in the traceback."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         if "NoneType" in what:
             what += (

@@ -1,6 +1,12 @@
+import errno
 import io
 import json
+import logging
+import os
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -20,6 +26,7 @@ from jaxrl.losses.surrogates import reinforce
 from jaxrl.models import huggingface
 from jaxrl.training.storage.checkpoint import Checkpoints
 from tests import arithmetic
+from tests.processes import JAXRL
 
 REQUIRED = ["--model.path", "m", "--data.path", "d", "--reward.path", "exact_match"]
 
@@ -89,6 +96,52 @@ def test_ctrl_c_leaves_no_traceback(monkeypatch, capsys):
     monkeypatch.setattr("jaxrl.commands.config.main", interrupt)
     assert main(["config"]) == 130
     assert capsys.readouterr().err == "jaxrl config: interrupted\n"
+
+
+def test_a_users_function_cannot_end_the_program_unseen(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("import sys\nsys.exit(0)\n")
+    path = f"{tmp_path}/mine.py:reward"
+    assert main(["config", *REQUIRED, "--reward.path", path]) == 1
+    assert f"reward.path = {path!r}: importing" in capsys.readouterr().err
+    assert main(["config", *REQUIRED, "--loss", "sys:exit"]) == 1
+    assert "loss.name = 'sys:exit'" in capsys.readouterr().err
+
+
+def test_an_exit_in_a_command_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr("jaxrl.commands.config.main", lambda _: sys.exit(0))
+    assert main(["config"]) == 1
+    assert "test_cli.py:" in (error := capsys.readouterr().err)
+    assert "ended the program by exit(0)" in error
+
+
+def test_a_full_disk_is_one_message(monkeypatch, capsys, caplog):
+    def train(config):
+        try:
+            raise ValueError(f"zarr: {os.strerror(errno.ENOSPC)} [os_error_code='28']")
+        except ValueError as error:
+            logging.getLogger("absl").exception("a thread of orbax failed")
+            logging.getLogger("asyncio").error("never retrieved", exc_info=error)
+            raise RuntimeError("the checkpoint cannot be written") from error
+
+    monkeypatch.setattr("jaxrl.training.supervised.sft.finetune", train)
+    assert main(["sft", "--model.path", "m", "--data.path", "d", "--run_dir", "r"]) == 1
+    assert "the disk is full; make room, then rerun the same command" in (
+        error := capsys.readouterr().err
+    )
+    assert error.count("\n") == 1
+    assert "'r'" in error
+    assert caplog.records == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("argv", [["config", *REQUIRED], ["losses", "grpo"]])  # long, and short
+def test_output_that_cannot_be_written_is_an_error(argv):
+    command = [*JAXRL, *argv]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1
+    assert "No space left on device" in ended.stderr
 
 
 def test_eval_and_generate_agree(material, tmp_path, capsys, monkeypatch):

@@ -1,3 +1,4 @@
+import functools
 import tomllib
 import typing
 from pathlib import Path
@@ -21,6 +22,9 @@ REQUIRED = {
     "reward": {"path": ["exact_match"]},
 }
 
+# What a text in a config may hold: no halves of characters, and no NUL.
+text = functools.partial(st.text, st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
+
 
 def with_keys(**changes):
     tree = {k: dict(v) if isinstance(v, dict) else v for k, v in REQUIRED.items()}
@@ -38,10 +42,10 @@ def test_every_key_is_documented():
 @given(
     st.fixed_dictionaries(
         {
-            "run_dir": st.text(min_size=1).filter(lambda s: s != "none"),
+            "run_dir": text(min_size=1).filter(lambda s: s != "none"),
             "loss": st.dictionaries(
-                st.text(min_size=1).filter(lambda s: s not in ("name", "advantage")),
-                st.one_of(st.text(), st.booleans(), st.integers(-9, 9), st.floats(-1, 1)),
+                text(min_size=1).filter(lambda s: s not in ("name", "advantage")),
+                st.one_of(text(), st.booleans(), st.integers(-9, 9), st.floats(-1, 1)),
                 max_size=3,
             ),
             "optimizer": st.fixed_dictionaries(
@@ -51,7 +55,7 @@ def test_every_key_is_documented():
                 }
             ),
             "data": st.fixed_dictionaries(
-                {"path": st.text(min_size=1), "answer_key": st.sampled_from(["none", "a\x7f\n"])}
+                {"path": text(min_size=1), "answer_key": st.sampled_from(["none", "a\x7f\n"])}
             ),
         }
     )
@@ -127,6 +131,25 @@ def test_command_line_wins_over_file(tmp_path: Path):
             "[data] system_prompt needs a chat template",
         ),
         ({"reward__path": "brevity"}, 'write a list, reward.path = ["brevity"]'),
+        ({"reward__path": ["brevity", 3]}, "reward.path = ['brevity', 3]: input should be a valid"),
+        ({"optimizer__betas": [0.9]}, "optimizer.betas = [0.9]: the list is too short (Decay of"),
+        ({"optimizer__betas": [0.9, 1.0]}, "optimizer.betas = [0.9, 1.0]: input should be less"),
+        ({"train__profile_steps": [1]}, "train.profile_steps = [1]: the list is too short (First"),
+        ({"model__path": ""}, "model.path = '': the text is empty; leave the key out"),
+        ({"sampling__stop": ["x", ""]}, "sampling.stop = ['x', '']: the text is empty"),
+        ({"model__path": "a\0"}, "model.path = 'a\\x00': a text of valid characters is expected"),
+        ({"model__path": "\ud800"}, "model.path = '\\ud800': a text of valid characters"),
+        ({"train__steps": 2**63}, "train.steps = 9223372036854775808: a number of at most 64 bits"),
+        (
+            {"train__steps": 1 << 20_000},
+            "train.steps = int (too long to show): a number of at most",
+        ),
+        ({"optimizer__learning_rate": 1e-320}, "optimizer.learning_rate = 1e-320: a number of 32"),
+        ({"loss__kl": 1e308}, "loss.kl = 1e+308: a number of 32 bits is expected"),
+        ({"reward__timeout": 1e9}, "reward.timeout = 1000000000.0: input should be less than or"),
+        ({"sampler__name": "vllm", "sampler__url": ["x:1"]}, "sampler.url = 'x:1': an address is"),
+        ({"hosts__coordinator": "host"}, "hosts.coordinator = 'host': expected HOST:PORT"),
+        ({"environment__game": "x.py:G"}, "environment.game: no environment takes it; set"),
     ],
 )
 def test_error_names_key_and_fix(changes, message):
@@ -187,6 +210,10 @@ def test_the_policy_follows_the_text():
         (("train.step", "3"), "did you mean train.steps?"),
         (("train.steps", "x y"), "train.steps = 'x y' is not a value"),
         (("train", "3"), "train: there is no such key"),
+        (("seed", "3\nx = 1"), "seed = '3\\nx = 1' is not a value"),
+        (("seed", "9" * 5000), "... is not a value; write a number, true or false"),
+        (("seed", "[" * 5000), "... is not a value; write a number, true or false"),
+        (("optimizer.betas", "0.9"), "optimizer.betas = [0.9]: the list is too short"),
         (("lr", "1e-5"), "lr: there is no such key; --help lists them"),
     ],
 )
@@ -194,6 +221,21 @@ def test_override_errors(override, message):
     with pytest.raises(ConfigError) as error:
         load(Config, overrides=[override])
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfes\0", b"seed = " + b"9" * 5000, b"a = " + b"[" * 100_000, b"[model"]
+)
+def test_a_file_that_is_not_toml_is_named(tmp_path: Path, content):
+    (tmp_path / "a.toml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a\.toml: not a TOML file: "):
+        load(Config, file=tmp_path / "a.toml")
+
+
+def test_a_byte_order_mark_and_windows_lines_are_no_error(tmp_path: Path):
+    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf" + b"seed = 3\r\n[model]\r\n")
+    with pytest.raises(ConfigError, match=r"^model\.path is missing"):
+        load(Config, file=tmp_path / "a.toml")
 
 
 def test_missing_and_broken_file(tmp_path: Path):

@@ -1,6 +1,8 @@
+import builtins
+
 import pytest
 
-from jaxrl.core.plugins import check_parameters
+from jaxrl.core.plugins import check_parameters, load_function, naming_keys
 
 
 def recipe(required, *, clip_low=0.2, clip_high=0.2):
@@ -14,3 +16,46 @@ def test_parameters_are_checked_by_name():
     with pytest.raises(ValueError, match=r"loss\.required is missing"):
         check_parameters(recipe, {}, key="loss")
     check_parameters(lambda **kw: kw, {"anything": 1}, key="loss")
+
+
+@pytest.mark.parametrize("content", ["import sys; sys.exit(0)", "raise SystemExit", "1 / 0", "("])
+def test_a_file_that_fails_or_exits_on_import_is_named(tmp_path, content):
+    (tmp_path / "mine.py").write_text(content)
+    for _ in range(2):  # it is not half imported either
+        with pytest.raises(
+            ValueError, match=r"^loss\.name = '.*mine\.py:f': importing .* failed: "
+        ):
+            load_function(f"{tmp_path}/mine.py:f", builtin=builtins, key="loss.name")
+
+
+def test_the_keys_at_fault_are_named_as_the_config_has_them():
+    def make(given):
+        if not given.get("low", 0.2) < given.get("high", 0.8) or given.get("gone"):
+            raise given.get("gone") or ValueError("clip: low >= high")
+        return given
+
+    def named(**given):
+        with pytest.raises(ValueError, match=r"loss\.name") as error:
+            naming_keys(make, given, key="loss", name="clip")
+        return str(error.value)
+
+    assert naming_keys(make, {"low": 0.1}, key="loss", name="clip") == {"low": 0.1}
+    assert named(low=0.9, size=3) == "loss.name = 'clip', loss.low = 0.9: clip: low >= high"
+    both = "loss.name = 'clip', loss.low = 0.7, loss.high = 0.3: clip: low >= high"
+    assert named(low=0.7, size=3, high=0.3) == both
+    exits = named(gone=SystemExit(0), size=3)
+    assert exits == "loss.name = 'clip', loss.gone = SystemExit(0): SystemExit(0)"
+
+
+def test_a_function_without_known_parameters_is_named():
+    with pytest.raises(ValueError, match=r"loss\.name: the parameters of .* are unknown"):
+        check_parameters(dict, {"a": 1}, key="loss")
+
+
+def test_annotations_for_a_type_checker_alone_are_no_error():
+    def mine(*, size: "Unknown" = 1):  # noqa: F821
+        return size
+
+    assert check_parameters(mine, {"size": 2}, key="loss") is None
+    with pytest.raises(ValueError, match=r"loss\.sice: .*did you mean size"):
+        check_parameters(mine, {"sice": 2}, key="loss")

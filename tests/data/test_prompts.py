@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.data.prompts import Rendering, load_prompts, next_indices, read_rows
+from jaxrl.data.prompts import Rendering, load_prompts, next_indices
+from jaxrl.data.rows import read_rows
 
 
 class Letters:
@@ -22,6 +23,9 @@ class Letters:
     def encode(self, text, *, add_special_tokens):
         assert not add_special_tokens
         return [ord(c) for c in text]
+
+    def get_vocab(self):
+        return {chr(i): i for i in range(128)}
 
     def decode(self, token_ids, *, skip_special_tokens):
         return "".join(map(chr, token_ids))
@@ -149,3 +153,64 @@ def test_the_order_depends_on_the_position_alone(size, counts, start, seed):
 def test_each_epoch_is_a_permutation(size, epoch, seed):
     taken = next_indices(size, position=epoch * size, count=size, seed=seed)
     assert sorted(taken) == list(range(size))
+
+
+ROW = b'{"question": "x", "answer": "y"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"", r"a\.jsonl: the file has no rows"),
+        ("a.jsonl", b"\n \n", r"a\.jsonl: the file has no rows"),
+        ("a.jsonl", ROW.decode().encode("utf-16"), r"a\.jsonl:1: not UTF-8: .*; save"),
+        ("a.jsonl", ROW + b"\n" + ROW.replace(b"x", b"\xe4"), r"a\.jsonl:2: not UTF-8"),
+        ("a.jsonl", ROW.replace(b"x", b"\\ud83d"), r"a\.jsonl:1: '.ud83d' is half of a character"),
+        ("a.jsonl", b'{"n": ' + b"9" * 5000 + b"}", r"a\.jsonl:1: not JSON: Exceeds the limit"),
+        ("a.jsonl", b"[" * 100_000, r"a\.jsonl:1: not JSON: maximum recursion"),
+        ("a.parquet", b"", r"a\.parquet: not readable as parquet"),
+        ("a.parquet", b"PAR1" + b"x" * 100 + b"PAR1", r"a\.parquet: not readable as parquet"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        prompts(str(tmp_path / name))
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + ROW)
+    assert prompts(str(tmp_path / "a.jsonl")).examples[0].record["answer"] == "y"
+
+
+@pytest.mark.parametrize(
+    "message", [{"role": "user", "content": None}, {"role": 3, "content": ""}, {"role": "user"}, 7]
+)
+def test_messages_are_texts(tmp_path: Path, message):
+    path = write(tmp_path / "a.jsonl", [{"question": [message], "answer": 1}])
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: 'question' is .*expected a text or a list"):
+        prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("rendered", "message"),
+    [
+        (lambda: 1 / 0, r"a\.jsonl:1: the model's chat template cannot render .*ZeroDivision"),
+        (lambda: 7, r"a\.jsonl:1: the model's chat template returns 7, expected a text"),
+    ],
+)
+def test_a_chat_template_that_fails_is_named(tmp_path: Path, rendered, message):
+    tokenizer = Letters()
+    tokenizer.apply_chat_template = lambda *_, **__: rendered()
+    with pytest.raises(ValueError, match=message):
+        prompts(write(tmp_path / "a.jsonl", GSM8K), tokenizer=tokenizer)
+
+
+def test_a_text_far_too_long_is_dropped_without_being_tokenised(tmp_path: Path):
+    class Once(Letters):
+        def encode(self, text, *, add_special_tokens):
+            assert len(text) < 1000
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    rows = [*GSM8K, {"question": "x" * 10_000_000, "answer": ""}]
+    assert prompts(write(tmp_path / "a.jsonl", rows), tokenizer=Once()).too_long == 1

@@ -257,3 +257,83 @@ def test_a_comparison_that_never_ends_is_wrong_and_blocks_nothing(monkeypatch):
     (term,) = load_rewards(["math_verify"])
     np.testing.assert_array_equal(score([term], [huge, "2"], [row, row]).total, [0, 1])
     mathematics._end_all()
+
+
+HOSTILE = """
+import itertools, threading
+from jaxrl.environments.rewards.scoring import batched
+
+@batched
+def endless(completions, examples):
+    return itertools.count()
+
+@batched
+def stalls(completions, examples):
+    yield 1.0
+    threading.Event().wait()
+
+@batched
+async def endless_later(completions, examples):
+    return itertools.count()
+
+def marks(completion, example):
+    example["seen"] = example.get("seen", 0) + 1
+    example["list"].append(1)
+    return example["seen"] + len(example["list"])
+
+def huge(completion, example):
+    return float(completion)
+
+def nothing():
+    return 1.0
+
+class Slow:
+    def __float__(self):
+        threading.Event().wait()
+
+def slow(completion, example):
+    return Slow()
+"""
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    return lambda name, **more: load_rewards([f"{tmp_path}/hostile.py:{name}"], **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("endless", "more than 2 rewards for 2 completions"),
+        ("endless_later", "more than 2 rewards for 2 completions"),
+        ("stalls", "it took longer than 0.2 s"),
+        ("slow", "it took longer than 0.2 s"),
+    ],
+)
+def test_a_result_that_never_ends_is_a_failure(hostile, name, message):
+    scored = score(hostile(name, timeout=0.2), ["a", "b"], [{}] * 2)
+    assert np.isnan(scored.total).all()
+    assert message in str(scored.first_failure)
+
+
+def test_what_a_reward_changes_in_its_example_no_other_sees(hostile):
+    example = {"list": []}
+    scored = score([*hostile("marks")] * 2, ["a", "b"], [example, example])
+    assert scored.total.tolist() == [4, 4]
+    assert example == {"list": []}
+
+
+def test_a_reward_beyond_32_bits_is_a_failure(hostile):
+    (term,) = hostile("huge")
+    for weight, good in ((1.0, "1e30"), (1e29, "9"), (0.0, "1e30")):
+        texts = ["1e308", "-1e308", "inf", "nan", good]
+        scored = score([term._replace(weight=weight)], texts, [{}] * 5)
+        assert scored.total.tolist()[4] == weight * float(good)
+        assert np.isnan(scored.total[:4]).all()
+        assert "reward huge is 1e+308 on one of 4 failed" in str(scored.first_failure)
+
+
+def test_a_function_that_cannot_be_called_as_a_reward_is_refused(hostile):
+    with pytest.raises(ValueError, match=r"nothing': it must take two arguments"):
+        hostile("nothing")

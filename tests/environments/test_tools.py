@@ -14,7 +14,8 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl.data.prompts import Example, Rendering, Row, load_prompts
+from jaxrl.data.prompts import Example, Rendering, load_prompts
+from jaxrl.data.rows import Row
 from jaxrl.environments.episodes import builtin
 from jaxrl.environments.episodes.chat import Chat
 from jaxrl.environments.tools.builtin import calculator, python

@@ -97,7 +97,12 @@ def test_what_a_users_function_may_return(user_file):
         ("grpo", {"kl": "none"}, "loss.kl = 'none': expected float$"),
         ("grpo", {"ratio": "sampler"}, "loss.ratio = 'sampler': use one of on_policy, over_anchor"),
         ("grpo", {"kl_estimator": 3}, r"loss.kl_estimator = 3: use one of k1, k2, k3, k1\+, k3\+"),
-        ("grpo", {"clip_low": 2.0}, r"low=2\.0 must lie in"),
+        ("grpo", {"clip_low": 2.0}, r"loss\.clip_low = 2\.0: clipped: low=2\.0 must lie in"),
+        (
+            "grpo",
+            {"kl": -1, "clip_low": 0.1},
+            r"^loss\.name = 'grpo', loss\.kl = -1: kl=-1 must be",
+        ),
         ("grpo", {"dual_clip": NAN}, "dual=nan must exceed"),
         ("grpo", {"kl": NAN}, "kl=nan must be >= 0"),
         ("grpo", {"entropy": -0.1}, r"entropy=-0\.1 must be >= 0"),

@@ -18,7 +18,7 @@ from jaxrl.config.preference import DPOConfig, RewardModelConfig
 from jaxrl.config.toml_file import ConfigError, load
 from jaxrl.core.metrics import to_floats
 from jaxrl.core.precision import PRESETS
-from jaxrl.data.prompts import Row
+from jaxrl.data.rows import Row
 from jaxrl.learner.reward_model import make_ranker
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder

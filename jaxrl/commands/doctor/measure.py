@@ -26,6 +26,7 @@ from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.core.precision import Precision, check_products, jit
 from jaxrl.data import prompts as data
+from jaxrl.data.rows import read_rows
 from jaxrl.learner.policy import Learner, make_learner
 from jaxrl.losses.recipes import grpo
 from jaxrl.models import huggingface
@@ -111,7 +112,7 @@ def _load_inputs(config: DoctorConfig) -> _Inputs:
         prompts = [rng.choice(others, 1).astype(np.int32) for _ in range(config.prompts)]
     else:
         found = data.load_prompts(
-            data.read_rows(config.data.path),
+            read_rows(config.data.path),
             tokenizer,
             prompt_key=config.data.prompt_key,
             answer_key=None,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.data.prompts import Tokenizer
+from jaxrl.data.prompts import Tokenizer, apply_template
 
 _MARK = "\N{SYMBOL FOR START OF TEXT}"  # stands for a turn of the policy
 _CONTROL = re.compile(r"[<\[].+[>\]]")
@@ -34,7 +34,7 @@ class Chat:
             raise ValueError("the model's chat template drops user messages")
         try:
             self._has_tools = _MARK in self._rendered([{"role": "tool", "content": _MARK}])
-        except Exception:  # a template may raise anything for a role that it does not know
+        except ValueError:  # a template may refuse a role that it does not know
             self._has_tools = False
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -75,7 +75,4 @@ class Chat:
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Returns what the template writes after the words of a turn."""
         before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
-        whole = self._tokenizer.apply_chat_template(
-            [*before, *messages], tokenize=False, add_generation_prompt=True
-        )
-        return whole.partition(_MARK)[2]
+        return apply_template(self._tokenizer, [*before, *messages]).partition(_MARK)[2]

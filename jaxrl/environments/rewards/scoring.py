@@ -1,6 +1,9 @@
 """Weighted sums of reward functions over many completions; a failure is NaN, never 0."""
 
-import math
+import copy
+import functools
+import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +16,7 @@ from jaxrl.environments.rewards import builtin
 RewardFn = Callable[..., Any]  # `def` or `async def`
 
 _BATCHED = "_jaxrl_batched"
+_LARGEST = 1e30  # the learner computes with 32 bits
 
 
 class Reward(NamedTuple):
@@ -45,6 +49,8 @@ def load_rewards(
     """Loads the reward functions of `reward.path`, with weights or 1 each; raises ValueError for a
     function that cannot be loaded, or two of the same name."""
     functions = [plugins.load_function(p, builtin=builtin, key="reward.path") for p in paths]
+    for path, function in zip(paths, functions, strict=True):
+        _check_signature(function, path=path)
     names = [path.rpartition(":")[2] for path in paths]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
@@ -55,19 +61,31 @@ def load_rewards(
     return [Reward(*term, timeout) for term in terms]
 
 
+def _check_signature(function: RewardFn, *, path: str) -> None:
+    try:
+        inspect.signature(function).bind("", {})
+    except TypeError as error:
+        raise ValueError(
+            f"reward.path = {path!r}: it must take two arguments, a completion and an example, but "
+            f"calling it so fails: {error}"
+        ) from error
+    except ValueError:  # Python does not know the parameters of every function in C
+        pass
+
+
 def score(
     terms: Sequence[Reward], completions: Sequence[str], examples: Sequence[Mapping[str, Any]]
 ) -> Scores:
     """Applies every reward function to every completion.
 
-    A function that raises, times out or returns no finite number fails on that completion: the
+    A function that raises, times out or returns no number of 32 bits fails on that completion: the
     reward is NaN and the failure is counted. A batched function fails on all completions at once.
+    Each call gets an example of its own: what it changes there, no other call sees.
     """
     scores = Scores(np.zeros(len(completions)), {}, {}, None)
     for term in terms:
         values, failure = np.full(len(completions), np.nan), None
-        for i, returned in enumerate(_apply(term, completions, examples)):
-            value = _finite(returned)
+        for i, value in enumerate(_apply(term, completions, examples)):
             if isinstance(value, float):
                 values[i] = value
             else:
@@ -83,9 +101,15 @@ def with_component(
     scores: Scores, name: str, *, values: np.ndarray, weight: float, failure: str | None = None
 ) -> Scores:
     """Adds a reward: values f64[N], NaN where it failed, and the message of its first failure."""
-    failed = int(np.isnan(values).sum())
+    with np.errstate(over="ignore", invalid="ignore"):
+        wrong = ~(np.abs(values) * max(1.0, abs(weight)) <= _LARGEST)
+    failed = int(wrong.sum())
     if failed and failure is None:
-        failure = f"reward {name} is not finite on {failed} completions"
+        failure = (
+            f"reward {name} is {values[wrong][0]:g} on one of {failed} failed completions; with "
+            f"its weight of {weight:g} it must be within +-{_LARGEST:g}"
+        )
+    values = np.where(wrong, np.nan, values)
     return Scores(
         scores.total + weight * values,
         {**scores.components, name: values},
@@ -96,29 +120,47 @@ def with_component(
 
 def _apply(
     term: Reward, completions: Sequence[str], examples: Sequence[Mapping[str, Any]]
-) -> Sequence[Any]:
-    """Returns what the function returned or raised for each completion."""
+) -> Sequence[float | BaseException]:
+    """Returns the reward of each completion, or the error in its place."""
+    own = [copy.deepcopy(dict(example)) for example in examples]
     if not hasattr(term.function, _BATCHED):
-        pairs = list(zip(completions, examples, strict=True))
-        return call_each(term.function, pairs, timeout=term.timeout)
-    batch = (list(completions), list(examples))
-    (returned,) = call_each(term.function, [batch], timeout=term.timeout)
-    if not isinstance(returned, BaseException):
-        try:
-            returned = list(returned)
-        except Exception as error:
-            returned = error
-    if isinstance(returned, list) and len(returned) != len(completions):
-        returned = ValueError(f"{len(returned)} rewards for {len(completions)} completions")
-    return returned if isinstance(returned, list) else [returned] * len(completions)
+        pairs = list(zip(completions, own, strict=True))
+        return call_each(_then(term.function, float), pairs, timeout=term.timeout)
+    count = len(completions)
+    function = _then(term.function, functools.partial(_each, count=count))
+    (returned,) = call_each(function, [(list(completions), own)], timeout=term.timeout)
+    return [returned] * count if isinstance(returned, BaseException) else returned
 
 
-def _finite(returned: Any) -> float | BaseException:
-    """Converts what a function returned to a finite number, or to the error that prevents it."""
-    if isinstance(returned, BaseException):
-        return returned
+def _then(function: RewardFn, convert: Callable[[Any], Any]) -> RewardFn:
+    """Returns the function with its result converted, which counts against its time limit, too: an
+    iterator may be endless."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def later(*arguments: Any) -> Any:
+            return convert(await function(*arguments))
+
+        return later
+
+    @functools.wraps(function)
+    def now(*arguments: Any) -> Any:
+        return convert(function(*arguments))
+
+    return now
+
+
+def _each(returned: Any, *, count: int) -> list[float | BaseException]:
+    """Converts what a batched function returned for `count` completions."""
+    values = list(itertools.islice(returned, count + 1))
+    if len(values) != count:
+        many = f"more than {count}" if len(values) > count else len(values)
+        raise ValueError(f"{many} rewards for {count} completions")
+    return [_number(value) for value in values]
+
+
+def _number(value: Any) -> float | BaseException:
     try:
-        number = float(returned)
+        return float(value)
     except Exception as error:
         return error
-    return number if math.isfinite(number) else ValueError(f"{number} is not a finite number")

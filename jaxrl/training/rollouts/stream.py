@@ -28,6 +28,7 @@ from jaxrl.training.rollouts.score import reward_metrics, score_rollouts
 from jaxrl.training.timing import Numbers
 
 GRACE = 10.0  # seconds for running rewards to end
+PATIENCE = 60.0  # seconds of waiting before the log says so; then twice as many
 
 
 Collect = Callable[..., RolloutBatch | None]
@@ -71,6 +72,7 @@ class Stream:
         )
         self._buffer.restore(progress.pending, progress.running)
         self._step, self._position = progress.step, progress.position
+        self._batch = c.train.train_batch
         self._changed = threading.Condition()
         self._closed = False
         self._error: BaseException | None = None
@@ -125,7 +127,11 @@ class Stream:
         return RolloutBatch(batch, batch, numbers | self._numbers(batch))
 
     def _wait(self) -> list[Rollout] | None:
+        start, patience = time.monotonic(), PATIENCE
         while self._interrupt.signum is None:
+            if time.monotonic() > start + patience:
+                patience = 2 * patience
+                self._source.note(self._waiting_for(time.monotonic() - start))
             batch = self._buffer.take(step=self._step)
             if batch is not None:
                 return batch
@@ -135,6 +141,15 @@ class Stream:
             self._changed.notify_all()
             self._changed.wait(timeout=1.0)
         return None
+
+    def _waiting_for(self, seconds: float) -> str:
+        """Describes a wait, which would otherwise look as if the run had stopped."""
+        counts, waiting = self._buffer.counts, dynamic_sampling.count_groups(self._buffer.waiting)
+        return (
+            f"step {self._step + 1} has waited {seconds:.0f} s for {self._batch} groups: {waiting} "
+            f"are done, {len(self._buffer.running)} are being sampled; so far {counts.sampled} "
+            f"sampled, {counts.stale} dropped as stale, {counts.zero_variance} without variance"
+        )
 
     def _numbers(self, batch: list[Rollout]) -> Numbers:
         progress = self._progress
@@ -180,6 +195,8 @@ class Stream:
             groups[number].append(one)
             if len(groups[number]) == size:
                 self._finish(groups.pop(number), examples[number])
+        if groups:  # the learner would wait for them for ever
+            raise RuntimeError(f"the sampler ended without all completions of prompts {[*groups]}")
 
     def _finish(self, group: list[Generated], example: Example) -> None:
         ordered = [rollout for _, rollout in sorted(group, key=lambda one: one.index)]

@@ -71,7 +71,12 @@ def load_loss(config: PairLossConfig) -> PairLoss:
     """
     make = plugins.load_function(config.name, builtin=preference, key="loss.name")
     plugins.check_parameters(make, config.parameters, key="loss")
-    loss = make(**from_config.arguments(make, config.parameters))
+    loss = plugins.naming_keys(
+        lambda given: make(**from_config.arguments(make, given)),
+        config.parameters,
+        key="loss",
+        name=config.name,
+    )
     if not isinstance(loss, PairLoss):
         raise ValueError(
             f"loss.name = {config.name!r}: it returns {type(loss).__name__}, expected a PairLoss"

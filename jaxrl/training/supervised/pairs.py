@@ -16,9 +16,9 @@ from jaxrl.config.preference import (
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import Metrics, merge, to_floats
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
-from jaxrl.data import prompts
 from jaxrl.data.pairs import Pair, PairColumns, Pairs, read_pairs
-from jaxrl.data.prompts import Row, Tokenizer
+from jaxrl.data.prompts import Tokenizer
+from jaxrl.data.rows import Row, read_rows
 from jaxrl.models.spec import Params
 from jaxrl.training.supervised.fit import Result, Task, batch_indices, fit, too_long_note
 
@@ -32,11 +32,11 @@ class PairData(NamedTuple):
 
 def load_pairs(config: PairDataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> PairData:
     """Reads and tokenizes training and held-out pairs; raises as `read_pairs`."""
-    rows = prompts.read_rows(config.path)
+    rows = read_rows(config.path)
     training = tokenize(rows, tokenizer, config=config, max_tokens=max_tokens)
     if config.eval_path is None:
         return PairData(training, Pairs([], 0))
-    rows = prompts.read_rows(config.eval_path, split="test")
+    rows = read_rows(config.eval_path, split="test")
     held_out = tokenize(rows, tokenizer, config=config, max_tokens=max_tokens)
     return PairData(training, held_out._replace(pairs=held_out.pairs[: config.eval_limit]))
 

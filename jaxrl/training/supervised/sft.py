@@ -15,7 +15,8 @@ from jaxrl.core.batch import Minibatch, Rollout, TokenBatch, given_rollout
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.packing import pack_minibatch
 from jaxrl.data import prompts
-from jaxrl.data.prompts import Row, Tokenizer
+from jaxrl.data.prompts import Tokenizer
+from jaxrl.data.rows import Row, read_rows, read_text
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import TokenLoss, objective, token_loss
@@ -90,28 +91,33 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
     end = prompts.end_token(tokenizer)
     render = prompts.make_renderer(tokenizer, rendering(config))
 
-    def split(row: Row) -> tuple[list[int], list[int]]:
+    longest = prompts.most_characters(tokenizer, max_tokens)
+
+    def read(row: Row) -> tuple[str, str]:
         where, record = row
         if config.text_key is not None:
-            text = prompts.read_column(record, config.text_key, where=where)
-            tokens = tokenizer.encode(text, add_special_tokens=False)
-            return tokens[:1], tokens[1:]
+            return "", read_text(record, config.text_key, where=where)
         prompt = render(prompts.read_prompt(record, config.prompt_key, where=where), where=where)
-        completion = prompts.read_column(record, config.completion_key, where=where)
-        return (
-            tokenizer.encode(prompt, add_special_tokens=False),
-            tokenizer.encode(completion, add_special_tokens=False),
-        )
+        return prompt, read_text(record, config.completion_key, where=where)
 
-    sequences = []
-    for row in prompts.read_rows(config.path):
-        prompt, completion = split(row)
+    short, too_long = list[Rollout](), 0
+    for row in read_rows(config.path):
+        texts = read(row)
+        if sum(map(len, texts)) > longest:
+            too_long += 1
+            continue
+        prompt, completion = (tokenizer.encode(t, add_special_tokens=False) for t in texts)
+        if config.text_key is not None:
+            prompt, completion = completion[:1], completion[1:]
         if not prompt:
             raise ValueError(f"{row.where}: no token to predict the text from")
-        sequences.append(given_rollout(prompt, [*completion, end]))
-    short = [one for one in sequences if one.length <= max_tokens]
+        one = given_rollout(prompt, [*completion, end])
+        if one.length > max_tokens:
+            too_long += 1
+        else:
+            short.append(one)
     if not short:
         raise ValueError(
-            f"{config.path}: no text fits; {len(sequences)} have more than {max_tokens} tokens"
+            f"{config.path}: no text fits; {too_long} have more than {max_tokens} tokens"
         )
-    return Texts(short, len(sequences) - len(short))
+    return Texts(short, too_long)

@@ -1,5 +1,6 @@
 """Asynchronous rollouts: threads, a sampler written by hand, and whole small runs."""
 
+import itertools
 import json
 import signal
 import subprocess
@@ -208,6 +209,28 @@ def test_signal_ends_the_wait_and_keeps_finished_groups():
         assert stream.collect(seconds={}) is None  # with group 0 still in flight
     assert (progress.running, len(progress.pending)) == ([0], 6)
     assert progress.counts == {"sampled": 3, "trained": 0, "stale": 0, "zero_variance": 0}
+
+
+def test_a_long_wait_is_noted(monkeypatch):
+    monkeypatch.setattr(stream_module, "PATIENCE", 0.01)
+    run, gate = hand_made(**SERVED), threading.Event()
+    run.sampler.gates = {prompts_of(run, 1)[0]: gate}
+    noted = source_of(run)._replace(note=lambda line: gate.set() or run.notes.append(line))
+    with Stream(noted, Progress(), interrupt=Interrupt()) as stream:
+        assert trained(stream.collect(seconds={})) == [0, 1]
+    assert "step 1 has waited" in run.notes[0]
+    assert "s for 2 groups: 3 are done, 1 are being sampled" in run.notes[0]
+
+
+def test_a_sampler_that_returns_too_few_ends_the_run(monkeypatch):
+    run = hand_made(**SERVED)
+    whole = run.sampler.sample
+    run.sampler.sample = lambda *a, **k: itertools.islice(whole(*a, **k), 1)
+    with (
+        streaming(run, Progress()) as stream,
+        pytest.raises(RuntimeError, match=r"ended without all completions of prompts \[[01]\]"),
+    ):
+        stream.collect(seconds={})
 
 
 def test_slow_reward_does_not_delay_the_exit(monkeypatch):

@@ -1,0 +1,126 @@
+"""Rows of data: records of a file or of a data set on the hub, and their columns."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Row(NamedTuple):
+    """One record, and its place for error messages."""
+
+    where: str  # "prompts.jsonl:17"
+    record: dict[str, Any]
+
+
+def read_rows(path: str, *, split: str = "train") -> Iterator[Row]:
+    """Reads a .jsonl or .parquet file, or a data set of the Hugging Face hub.
+
+    Args:
+      path: a file, or a hub data set: `ID`, `ID:SUBSET` or `ID:SUBSET:SPLIT`.
+      split: of a hub data set whose path names none.
+
+    Raises:
+      ValueError: for a missing file, an unknown format, or a line that is not a JSON object; the
+        message names file and line.
+      ModuleNotFoundError: for a hub id without the package datasets.
+    """
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    if (read := readers.get(Path(path).suffix)) is not None:
+        if not Path(path).is_file():
+            raise ValueError(f"{path} is not a file; relative paths start at {Path.cwd()}")
+        return _not_empty(read(Path(path)), path)
+    if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ValueError(f"{path}: expected a .jsonl or .parquet file, or a hub data set")
+    name, subset, named_split, *more = [*path.split(":"), "", ""]
+    if len(more) > 2:
+        raise ValueError(f"{path}: write a hub data set as ID, ID:SUBSET or ID:SUBSET:SPLIT")
+    return _read_hub(name, split=named_split or split, subset=subset or None)
+
+
+def read_column(record: Mapping[str, Any], key: str, *, where: str) -> Any:
+    """Returns the value of a column.
+
+    Raises:
+      ValueError: if it is missing; the message names the place and the existing columns.
+    """
+    if record.get(key) is None:
+        names = ", ".join(map(repr, record))
+        raise ValueError(f"{where}: no {key!r}; the columns are {names:.500}")
+    return record[key]
+
+
+def read_text(record: Mapping[str, Any], key: str, *, where: str) -> str:
+    """Returns the text of a column; raises ValueError as `read_column`, and for another type."""
+    value = read_column(record, key, where=where)
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: {key!r} is {value!r:.80}, expected a text")
+    return value
+
+
+def _not_empty(rows: Iterator[Row], path: str) -> Iterator[Row]:
+    row = None
+    for row in rows:
+        yield row
+    if row is None:
+        raise ValueError(f"{path}: the file has no rows")
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{path}:{number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                if not text:
+                    continue
+                record = json.loads(text)
+                if "\\u" in text:
+                    json.dumps(record, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"{where}: {error.object[error.start]!r} is half of a character (a lone "
+                    "surrogate), which no tokenizer takes; write the whole character"
+                ) from None
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: not UTF-8: {error}; save the file as UTF-8") from None
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where}: not JSON: {error}") from None
+            if not isinstance(record, dict):
+                raise ValueError(f"{where}: expected an object with keys, got {text:.80}")
+            yield Row(where, record)
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    import pyarrow.parquet
+
+    # Not every error of a broken file is one of pyarrow's own.
+    errors = (pyarrow.ArrowException, ArithmeticError, OSError, TypeError, ValueError)
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            records = (record for batch in file.iter_batches() for record in batch.to_pylist())
+            for number, record in enumerate(records, start=1):
+                yield Row(f"{path}: row {number}", record)
+    except errors as error:
+        cause = " ".join(str(error).split())
+        raise ValueError(f"{path}: not readable as parquet after row {number}: {cause}") from error
+
+
+def _read_hub(path: str, *, split: str, subset: str | None) -> Iterator[Row]:
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            f"data {path!r} is not a file; reading it from the Hugging Face hub needs the package "
+            "datasets: pip install datasets"
+        ) from None
+    try:
+        rows = datasets.load_dataset(path, name=subset, split=split)
+    except Exception as error:
+        raise ValueError(
+            f"data {path!r} (subset {subset!r}, split {split!r}) is not a file, and loading it "
+            f"from the Hugging Face hub failed: {error}"
+        ) from error
+    for number, record in enumerate(rows):
+        yield Row(f"{path}[{split}] row {number}", dict(record))
