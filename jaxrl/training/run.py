@@ -92,7 +92,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         keep=config.checkpoints_kept,
         keep_best=config.checkpoint.keep_best,
     )
-    state, progress = restore(checkpoints, state, policy=config.policy)
+    state, progress, unchecked = restore(checkpoints, state, policy=config.policy)
     with (
         _open_tracker(config, progress, hosts=hosts, layout=layout) as tracker,
         _open_serving(
@@ -128,7 +128,8 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             tracker=tracker,
         )
         attention = learning.check_attention(config)
-        for line in filter(None, (*_notes(config, task, hosts=hosts), change, attention)):
+        notes = (*_notes(config, task, hosts=hosts), change, unchecked, attention)
+        for line in filter(None, notes):
             tracker.note(line)
         yield run, state, progress
 

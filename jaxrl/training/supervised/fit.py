@@ -128,6 +128,7 @@ def _train(
     if (step := checkpoints.latest_step()) is not None:
         found = checkpoints.restore(step, state)
         state, result = found.state, Result(step, **found.host)
+        notes = [*notes, *filter(None, [found.note])]
     with (
         Interrupt() as interrupt,
         open_tracker(
