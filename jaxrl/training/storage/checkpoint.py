@@ -5,7 +5,6 @@ killed while saving leaves at most a temporary directory, which the next writer 
 digests of everything (`digests`), which `restore` checks: storage may change bits without an error.
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -154,7 +153,7 @@ class Checkpoints:
                 f"step {step} is not new: {self.directory} holds {self._steps()}; resume from "
                 "the latest, or write to another directory"
             )
-        items = {item: ocp.args.StandardSave(tree) for item, tree in trees.items()}
+        items: dict[str, Any] = {item: ocp.args.StandardSave(tree) for item, tree in trees.items()}
         items["host"] = ocp.args.JsonSave(sealed)
         metrics = {} if metric is None else {"metric": float(metric)}
         with self._saving():
@@ -201,8 +200,8 @@ class Checkpoints:
                 step, args=ocp.args.Composite(host=ocp.args.JsonRestore(), **arrays)
             )
             host, digests = unseal(restored["host"])
-            for item in wanted if digests is not None else ():
-                if (name := first_damaged(restored[item], digests.get(item, {}))) is not None:
+            for item, saved in (digests or {}).items():
+                if item in wanted and (name := first_damaged(restored[item], saved)) is not None:
                     raise DamagedError(f"the array {item}/{name} is not what was saved")
         except CheckpointError:
             raise

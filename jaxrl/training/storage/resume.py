@@ -7,7 +7,7 @@ from jaxrl.core.precision import Precision
 from jaxrl.learner.actor_critic import State, with_new_loss_scale
 from jaxrl.learner.update import checkpoint_view, from_checkpoint
 from jaxrl.training.progress import Progress
-from jaxrl.training.storage.checkpoint import Checkpoints
+from jaxrl.training.storage.checkpoint import CheckpointError, Checkpoints
 
 
 class Resumed(NamedTuple):
@@ -25,7 +25,13 @@ def restore(checkpoints: Checkpoints, state: State, *, policy: Precision) -> Res
         found = checkpoints.restore(step, checkpoint_view(state.policy), critic=state.critic)
         state = State(from_checkpoint(found.state, like=state.policy), found.critic)
         note = found.note
-        progress = Progress.from_json(found.host)
+        try:
+            progress = Progress.from_json(found.host)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"checkpoint {checkpoints.directory}/{step}: its host/metadata does not hold the "
+                f"position of a run: {error!r}"
+            ) from error
         state = adapt_precision(state, progress, policy=policy)
     progress.precision = str(policy)
     return Resumed(state, progress, note)

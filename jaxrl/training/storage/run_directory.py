@@ -1,7 +1,6 @@
 """The run directory: locked by one program at a time, it holds one run and its config."""
 
 import fcntl
-import json
 import os
 import platform
 import secrets
@@ -10,13 +9,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxrl.config import toml_file
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
-from jaxrl.core.files import write_whole
+from jaxrl.core.files import check_regular, write_whole
 from jaxrl.core.hosts import Hosts
+from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
+
+C = TypeVar("C", bound=Config | SupervisedConfig)
 
 # Keys that may change when a run resumes: they do not change what a step computes.
 _FREE = (
@@ -120,13 +122,14 @@ def check_config(directory: Path, config: Config | SupervisedConfig) -> str | No
       A line about keys that changed and change results by rounding only; None without such keys.
 
     Raises:
-      ResumeError: if the directory holds a run with another config; the message names the keys.
+      ResumeError: if the directory holds a run with another config, whose keys the message names,
+        or checkpoints whose config cannot be read.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path, saved, note = directory / "config.toml", directory / "checkpoints", None
     # Without checkpoints there is nothing to resume.
-    if path.exists() and saved.exists() and any(saved.iterdir()):
-        there = toml_file.flatten(toml_file.load(type(config), file=path))
+    if saved.exists() and any(saved.iterdir()):
+        there = toml_file.flatten(_read_config(path, type(config)))
         here = toml_file.flatten(config)
         free = _FREE if config.optimizer.schedule != "constant" else (*_FREE, "train.steps")
         order = _ORDER if isinstance(config, Config) else ()
@@ -146,9 +149,23 @@ def check_config(directory: Path, config: Config | SupervisedConfig) -> str | No
     return note
 
 
+def _read_config(path: Path, schema: type[C]) -> C:
+    advice = (
+        "It tells which config the checkpoints belong to: put it back, or choose another run_dir"
+    )
+    if not os.path.lexists(path):
+        raise ResumeError(f"{path} is missing. {advice}")
+    try:
+        check_regular(path)
+        return toml_file.load(schema, file=path)
+    except ValueError as error:
+        raise ResumeError(f"{path} is not the config of a run: {error}. {advice}") from None
+
+
 def record_start(directory: Path, *, step: int, devices: Sequence[Any]) -> None:
     """Appends the time, devices and versions of this start, or resumption after `step` steps, to
-    starts.jsonl."""
+    starts.jsonl; raises as `read_metrics`."""
+    path = directory / "starts.jsonl"
     entry = {
         "time": round(time.time(), 3),
         "step": step,
@@ -158,8 +175,7 @@ def record_start(directory: Path, *, step: int, devices: Sequence[Any]) -> None:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
     }
-    with (directory / "starts.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
+    write_lines(path, [*read_metrics(path), entry])  # an appended line would join an incomplete one
 
 
 def _version(package: str) -> str:
