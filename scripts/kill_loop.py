@@ -95,7 +95,7 @@ def _wait(
     chance: random.Random,
     longest: float,
 ) -> None:
-    """Waits for a moment in the whole start in one of four cases, otherwise just after the first step."""
+    """Waits: one time in four for any moment of a start, else for one after its first step."""
     if chance.random() < 0.25:
         time.sleep(chance.uniform(0, longest))
         return

@@ -6,6 +6,7 @@ digests of everything (`digests`), which `restore` checks: storage may change bi
 """
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxrl.core.files import check_regular
 from jaxrl.training.storage.digests import DamagedError, first_damaged, seal, unseal
+
+_DELETED = "deleted"  # holds checkpoints that are being deleted
 
 State = TypeVar("State")
 
@@ -72,6 +75,9 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 best_fn=_rank,
                 cleanup_tmp_directories=True,
+                # Renamed first: a process killed while deleting must not leave half a checkpoint
+                # under its name.
+                todelete_subdir=_DELETED,
                 preservation_policy=managers.AnyPreservationPolicy(
                     [
                         managers.LatestN(n=keep),
@@ -91,8 +97,8 @@ class Checkpoints:
         if not Path(directory).is_dir():
             raise CheckpointError(f"there are no checkpoints: {directory} is not a directory")
         self = cls.__new__(cls)
-        self._open(directory, options=ocp.CheckpointManagerOptions(best_fn=_rank, create=False))
         self._writable = False
+        self._open(directory, options=ocp.CheckpointManagerOptions(best_fn=_rank, create=False))
         return self
 
     def _open(self, directory: str | Path, *, options: ocp.CheckpointManagerOptions) -> None:
@@ -227,6 +233,8 @@ class Checkpoints:
         """
         with self._saving():
             self._manager.wait_until_finished()
+        if self._writable and jax.process_index() == 0:
+            shutil.rmtree(self.directory / _DELETED, ignore_errors=True)
 
     def close(self) -> None:
         """Waits for saves and ends the saving threads.
