@@ -50,6 +50,8 @@ def main() -> int:
         )
         finished += 1
         different = small_run.differences(run_dir, undisturbed)
+        if small_run.kept(run_dir) != small_run.kept(undisturbed):
+            different.append(f"checkpoints/ holds {', '.join(small_run.kept(run_dir))}")
         status |= bool(different)
         print(
             f"{killed.total()} kills {dict(killed)}, {finished} runs: {run_dir} is "

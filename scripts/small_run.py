@@ -83,11 +83,16 @@ def differences(run_dir: Path, undisturbed: Path) -> list[str]:
         ("metrics.jsonl", _metrics),
         ("samples.jsonl", Path.read_bytes),
         ("model", _folder),
-        ("checkpoints", _checkpoint),
+        ("checkpoints", _last_checkpoint),
     ):
         if read(run_dir / name) != read(undisturbed / name):
             found.append(name)
     return found
+
+
+def kept(run_dir: Path) -> list[str]:
+    """Returns what lies in the directory of checkpoints: steps, and left-overs."""
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -106,14 +111,14 @@ def _folder(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def _checkpoint(directory: Path) -> tuple[list[str], dict[str, bytes], Any]:
-    """Returns (all steps and left-overs, bytes of the last checkpoint's arrays, its host state)."""
-    names = sorted(path.name for path in directory.iterdir())
-    last = directory / str(max(int(name) for name in names if name.isdigit()))
+def _last_checkpoint(directory: Path) -> tuple[dict[str, bytes], Any]:
+    """Returns (the bytes of its arrays, its host state, which holds their digests)."""
+    steps = [path.name for path in directory.iterdir() if path.name.isdigit()]
+    last = directory / max(steps, key=int)
     with ocp.StandardCheckpointer() as reader:
         state = reader.restore(last / "state")
     arrays = {
         jax.tree_util.keystr(path): np.asarray(x).tobytes()
         for path, x in jax.tree.leaves_with_path(state)
     }
-    return names, arrays, json.loads((last / "host" / "metadata").read_bytes())
+    return arrays, json.loads((last / "host" / "metadata").read_bytes())

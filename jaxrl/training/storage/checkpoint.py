@@ -5,6 +5,7 @@ killed while saving leaves at most a temporary directory, which the next writer 
 digests of everything (`digests`), which `restore` checks: storage may change bits without an error.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -270,14 +271,29 @@ class Checkpoints:
 
 
 def _check_files(directory: Path) -> None:
-    """Refuses what would block a reader for ever, such as a FIFO."""
+    """Refuses files that would block a reader for ever, and metrics that orbax cannot read."""
     for folder, _, names in os.walk(directory):
         for path in (Path(folder, name) for name in names):
             try:
                 check_regular(path)
+                if path.parts[-2:] == ("metrics", "metrics"):
+                    _check_metrics(path)
             except ValueError as error:
                 if os.path.lexists(path):  # not removed meanwhile by a run
                     raise CheckpointError(f"the checkpoints cannot be opened: {error}") from None
+
+
+def _check_metrics(path: Path) -> None:
+    try:
+        found = json.loads(path.read_bytes())
+        valid = isinstance(found, dict) and all(isinstance(x, int | float) for x in found.values())
+    except (ValueError, RecursionError):
+        valid = False
+    if not valid:
+        raise ValueError(
+            f"{path} does not hold a number; it only tells which checkpoint is the best. To resume "
+            f"without it, run: rm -r {path.parent}"
+        )
 
 
 def _rank(metrics: Mapping[str, float]) -> float:
