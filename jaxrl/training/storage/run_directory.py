@@ -42,6 +42,7 @@ _FREE = (
 )
 # These change only the order in which numbers are added.
 _ORDER = ("mesh.", "train.attention", "train.microbatch_tokens", "train.remat")
+_TOKEN = "seen_by_all_"  # begins the name of a file that is there for a moment
 _PATIENCE = 5.0  # seconds: a network file system may show a new file late
 _PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 
@@ -64,6 +65,8 @@ def lock(directory: Path, hosts: Hosts) -> Iterator[None]:
 
         def acquire() -> None:
             stack.callback(os.close, _open_locked(directory))
+            for left in directory.glob(f"{_TOKEN}*"):  # of a killed program
+                left.unlink(missing_ok=True)
 
         hosts.on_leader(acquire)
         try:
@@ -95,7 +98,7 @@ def _check_shared(directory: Path, hosts: Hosts) -> None:
     if hosts.count == 1:
         return
     # A fresh name: a file system may cache that a file does not exist.
-    token = directory / hosts.share(f"seen_by_all_{secrets.token_hex(8)}")
+    token = directory / hosts.share(f"{_TOKEN}{secrets.token_hex(8)}")
     hosts.on_leader(token.touch)
     blind = hosts.largest(0 if _appears(token) else hosts.index)  # process 0 has made it
     hosts.on_leader(token.unlink)
