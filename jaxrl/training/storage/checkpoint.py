@@ -287,6 +287,8 @@ def _check_metrics(path: Path) -> None:
     try:
         found = json.loads(path.read_bytes())
         valid = isinstance(found, dict) and all(isinstance(x, int | float) for x in found.values())
+    except FileNotFoundError:  # removed by a run
+        return
     except (ValueError, RecursionError):
         valid = False
     if not valid:
