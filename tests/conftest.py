@@ -57,6 +57,7 @@ WHOLE = {
     "test_checkpoint.py",
     "test_cli.py",
     "test_compile_cache.py",
+    "test_damaged_runs.py",
     "test_doctor.py",
     "test_engine.py",
     "test_examples.py",

@@ -11,13 +11,15 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, TypeAdapter
 
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core import plugins
-from jaxrl.core.files import write_whole
+from jaxrl.core.files import read_whole, write_whole
 from jaxrl.losses import recipes
 from jaxrl.monitoring.alarms.rules import Alarm
 from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
@@ -43,7 +45,7 @@ class Rollback(NamedTuple):
     at: int
     to: int
     text: str
-    changes: dict[str, list[Any]]
+    changes: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
     done: bool = False
     value: float | None = None
     limit: float | None = None
@@ -57,6 +59,9 @@ class Rollback(NamedTuple):
     def in_words(self) -> str:
         """The changes in words, such as "loss.kl 0.1 -> 0.2"."""
         return ", ".join(f"{k} {old!r} -> {new!r}" for k, (old, new) in self.changes.items())
+
+
+_FILE = TypeAdapter(list[Rollback])
 
 
 def remedy(action: str, config: Config) -> dict[str, Any]:
@@ -105,11 +110,25 @@ def decide(
 
 
 def read(directory: Path) -> list[Rollback]:
-    """Reads the rollbacks of the run in a directory, the oldest first."""
+    """Reads the rollbacks of the run in a directory, the oldest first.
+
+    Raises:
+      ResumeError: for a file that is missing or damaged.
+    """
     path = directory / "rollbacks.json"
-    if not path.exists():
-        return []
-    return [Rollback(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+    advice = (
+        'Write it anew from the lines of metrics.jsonl with "action": "rollback", or choose '
+        "another run_dir"
+    )
+    try:
+        content = read_whole(path)
+        if content is not None:
+            return _FILE.validate_python(json.loads(content))
+    except (ValueError, RecursionError) as error:
+        raise ResumeError(f"{path} is not a list of rollbacks: {error}. {advice}") from None
+    if carried_out := sorted(directory.glob("rolled_back_*.jsonl")):
+        raise ResumeError(f"{path} is missing, but {carried_out[-1].name} is there. {advice}")
+    return []
 
 
 def settle(directory: Path, config: Config) -> Config:
@@ -120,7 +139,8 @@ def settle(directory: Path, config: Config) -> Config:
     removed.
 
     Raises:
-      ResumeError: if the config gives a changed key a value that the run never had.
+      ResumeError: if the config gives a changed key a value that the run never had, or rollbacks
+        cannot be read or carried out.
     """
     if not (directory / "checkpoints").exists():
         for path in (directory / "rollbacks.json", *directory.glob("rolled_back_*.jsonl")):
@@ -128,6 +148,11 @@ def settle(directory: Path, config: Config) -> Config:
     found = read(directory)
     if found and not found[-1].done:
         last = found[-1]
+        if last.to and not (directory / "checkpoints" / str(last.to)).is_dir():
+            raise ResumeError(
+                f"{directory}/rollbacks.json: the rollback returns to step {last.to}, but there is "
+                "no such checkpoint; put it back, or choose another run_dir"
+            )
         _remove_steps(directory, last, number=len(found))
         path = directory / "config.toml"
         if path.exists():
@@ -156,7 +181,7 @@ def _remove_steps(directory: Path, last: Rollback, *, number: int) -> None:
     # The changes of earlier rollbacks stay, even if this one goes back further.
     later = (e for e in entries if e["step"] > last.to)
     kept += [e | {"step": last.to} for e in later if e.get("event", {}).get("number")]
-    time = entries[-1]["time"] if entries else 0.0
+    time = entries[-1].get("time", 0.0) if entries else 0.0
     kept.append({"step": last.to, "time": time, "event": event})
     write_lines(directory / "metrics.jsonl", kept)
     for path in (directory / "checkpoints").iterdir():

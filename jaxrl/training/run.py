@@ -26,7 +26,13 @@ from jaxrl.learner.actor_critic import State
 from jaxrl.models.spec import Params
 from jaxrl.monitoring.tracking.samples import NullSamples, Samples
 from jaxrl.monitoring.tracking.services import open_services
-from jaxrl.monitoring.tracking.tracking import NullTracker, Tracker, open_tracker
+from jaxrl.monitoring.tracking.tracking import (
+    NullTracker,
+    Tracker,
+    gap,
+    incomplete_logs,
+    open_tracker,
+)
 from jaxrl.training import rollbacks
 from jaxrl.training.probes import Probes
 from jaxrl.training.progress import Progress
@@ -75,6 +81,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
       ValueError: for a config, a model or data that cannot be used; the message names the key.
     """
     directory, hosts = Path(config.run_dir), Hosts()
+    repaired = hosts.on_leader(lambda: incomplete_logs(directory))
     config = hosts.on_leader(lambda: rollbacks.settle(directory, config))
     recipe, layout = make_recipe(config), make_layout(config.mesh, policy=config.policy)
     task = load_task(config, splits=("train", "test") if hosts.leads else ())
@@ -92,7 +99,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         keep=config.checkpoints_kept,
         keep_best=config.checkpoint.keep_best,
     )
-    state, progress = restore(checkpoints, state, policy=config.policy)
+    state, progress, unchecked = restore(checkpoints, state, policy=config.policy)
     with (
         _open_tracker(config, progress, hosts=hosts, layout=layout) as tracker,
         _open_serving(
@@ -128,7 +135,10 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             tracker=tracker,
         )
         attention = learning.check_attention(config)
-        for line in filter(None, (*_notes(config, task, hosts=hosts), change, attention)):
+        missing = gap(tracker.history, step=progress.step) if hosts.leads else None
+        notes = (*repaired, missing, *_notes(config, task, hosts=hosts))
+        notes = (*notes, change, unchecked, attention)
+        for line in filter(None, notes):
             tracker.note(line)
         yield run, state, progress
 

@@ -3,8 +3,8 @@
     ./scripts/quickstart.sh && ./scripts/install_vllm.sh
     python scripts/experiments/soak.py runs/soak [--steps 300] [--between 20 60] [--seed 0]
 
-Fails if a step is missing or double, or if the rollouts made are not the sum of those trained on,
-dropped and waiting.
+Fails if a step is missing or double, if the rollouts made are not the sum of those trained on,
+dropped and waiting, or if they are not the prompts taken. A kill counts once its process is gone.
 """
 
 import argparse
@@ -141,17 +141,17 @@ def soak(
             port = chance.choice([None, *ports])
             # One server must survive, otherwise the run ends with an error.
             if port is not None and all(_healthy(other) for other in ports):
-                killed["server"] += 1
-                _kill_server(port)
+                killed["server"] += _kill_server(port)
             else:
-                killed["learner"] += 1
                 learner.kill()
+                killed["learner"] += learner.wait() == -signal.SIGKILL  # it may have ended before
         if learner.wait() == 0:
             break
         if learner.returncode != -signal.SIGKILL:
             raise RuntimeError(f"the run ended with status {learner.returncode}")
     entries = read_metrics(run_dir / "metrics.jsonl")
     _check(entries, steps=steps)
+    _check_position(run_dir, steps=steps)
     made = rollouts(entries)
     return Soaked(
         minutes=(time.monotonic() - start) / 60,
@@ -168,13 +168,17 @@ def _healthy(port: int) -> bool:
     return VllmServer(f"http://127.0.0.1:{port}", timeout=5.0).healthy()
 
 
-def _kill_server(port: int) -> None:
-    """Kills all processes of the server on a port."""
+def _kill_server(port: int) -> bool:
+    """Kills all processes of the server on a port; returns True once it is gone."""
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_text().split("\0") if entry.name.isdigit() else []
             if "vllm.entrypoints.openai.api_server" in words and str(port) in words:
                 os.killpg(os.getpgid(int(entry.name)), signal.SIGKILL)
+    until = time.monotonic() + 5.0
+    while (there := _healthy(port)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return not there
 
 
 def _check(entries: Entries, *, steps: int) -> None:
@@ -186,7 +190,17 @@ def _check(entries: Entries, *, steps: int) -> None:
         if e["rollouts/sampled"] != sum(parts.values()):
             raise RuntimeError(f"step {e['step']}: {e['rollouts/sampled']} made, and {parts}")
         if parts["trained"] != e["step"] * trained[0]["rollouts/trained"]:
-            raise RuntimeError(f"step {e['step']}: {parts['learnt']} groups learnt from")
+            raise RuntimeError(f"step {e['step']}: {parts['trained']} groups trained on")
+
+
+def _check_position(run_dir: Path, *, steps: int) -> None:
+    """Checks the counts against prompts, which are numbered when they are taken: each was sampled
+    once, or still is being sampled."""
+    saved = run_dir / "checkpoints" / str(steps) / "host" / "metadata"
+    host = json.loads(saved.read_text())["host"]
+    sampled, running = host["counts"]["sampled"], len(host["running"])
+    if host["position"] != sampled + running:
+        raise RuntimeError(f"{host['position']} prompts, {sampled} sampled, {running} running")
 
 
 if __name__ == "__main__":

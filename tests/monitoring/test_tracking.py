@@ -41,7 +41,7 @@ def test_only_an_incomplete_last_line_is_dropped(tmp_path):
         {"step": 1, "reward": 2}
     ]
     path.write_text('{"st\n{"step": 1}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:1: not JSON"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:1: not an entry"):
         read_metrics(path)
 
 

@@ -5,6 +5,7 @@ usage: python -m tests.training.hosts_child NAME ADDRESS COUNT INDEX DIRECTORY
 NAME is one of the functions.
 """
 
+import json
 import signal
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES
 
 from jaxrl.bridge.source import ParamsSource
@@ -22,6 +24,8 @@ from jaxrl.models.decoder import decoder
 from jaxrl.training import cluster
 from jaxrl.training.cluster import joined
 from jaxrl.training.interrupt import Interrupt
+from jaxrl.training.storage import digests
+from jaxrl.training.storage.checkpoint import CheckpointError, Checkpoints
 from jaxrl.training.storage.run_directory import lock
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
@@ -90,6 +94,44 @@ def apart(hosts: Hosts) -> None:
         raise AssertionError("a checkpoint of this run would never be complete")
 
 
+def damaged(hosts: Hosts) -> None:
+    """Restores checkpoints: one that is whole, one with a wrong digest, one with a torn file that
+    one process reads."""
+    layout = Layout(make_mesh(fsdp=-1), RULES["fsdp"])
+    shapes = {"cut": ((512, 256), ("vocab", "embed")), "whole": ((8, 4), ("layers", "norm"))}
+    state = {
+        name: place(
+            np.random.default_rng(0).normal(size=shape).astype(np.float32), layout.sharding(axes)
+        )
+        for name, (shape, axes) in shapes.items()
+    }
+    assert not state["cut"].is_fully_addressable
+    checkpoints = Checkpoints(DIRECTORY / "checkpoints", keep=3)
+    for step in (1, 2, 3):
+        checkpoints.save(step, state, host={})
+    checkpoints.wait()
+    found = checkpoints.restore(1, state).state
+    np.testing.assert_array_equal(fetch(found["cut"]), fetch(state["cut"]))
+
+    def damage() -> None:
+        path = DIRECTORY / "checkpoints" / "2" / "host" / "metadata"
+        arrays = json.loads(path.read_text())["arrays"]["state"]
+        arrays["cut"] = arrays["whole"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(digests, "tree_digests", lambda _: arrays)
+            path.write_text(json.dumps(digests.seal({}, {"state": state})))
+        files = (DIRECTORY / "checkpoints" / "3" / "state" / "ocdbt.process_1").rglob("d/*")
+        for path in files:
+            path.write_bytes(b"")
+
+    hosts.on_leader(damage)
+    with pytest.raises(CheckpointError, match="2 is damaged: the array state/cut is not what was"):
+        checkpoints.restore(2, state)
+    print("damaged", flush=True)
+    with hosts.reporting():
+        checkpoints.restore(3, state)
+
+
 def devices(hosts: Hosts) -> None:
     visible = CUDA_VISIBLE_DEVICES.value
     print(f"{hosts.index} of {hosts.count} has the GPUs: {visible}", flush=True)
@@ -101,4 +143,6 @@ if __name__ == "__main__":
     numbers = {} if address == "auto" else {"processes": int(count), "process": int(index)}
     cluster.HEARTBEAT = 5
     with joined(HostsConfig(coordinator=address, join=600, **numbers)):
-        {f.__name__: f for f in (whole, failing, interrupted, apart, devices)}[name](Hosts())
+        {f.__name__: f for f in (whole, failing, interrupted, apart, damaged, devices)}[name](
+            Hosts()
+        )

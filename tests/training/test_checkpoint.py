@@ -1,5 +1,6 @@
 import gc
 import os
+import re
 import resource
 import shutil
 import signal
@@ -242,7 +243,11 @@ def test_damaged_checkpoint_is_named_and_others_restore(tmp_path, damage):
     else:
         (root / "state" / "_METADATA").unlink()
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
-    with pytest.raises(CheckpointError, match=r"checkpoints/2 cannot be read.* steps 1, 2: "):
+    expected = (
+        r"checkpoints/2 (cannot be read|is damaged): .+ To resume from step 1, the checkpoint "
+        r"before it, run: mv \S+/checkpoints/2 \S+/damaged_2$"
+    )
+    with pytest.raises(CheckpointError, match=re.compile(expected, re.DOTALL)):
         checkpoints.restore(2, states[2])
     restored = checkpoints.restore(1, states[1])
     assert_same_bits(states[1], restored.state)
@@ -319,3 +324,20 @@ def test_process_killed_in_a_save_leaves_only_complete_checkpoints(tmp_path):
         checkpoints.save(latest + 1, restored.state, host={})
         checkpoints.close()
         assert all(path.name.isdigit() for path in (tmp_path / name).iterdir())
+
+
+def test_process_killed_while_deleting_leaves_no_half_checkpoint(tmp_path):
+    """A deleted checkpoint leaves its name first; the next writer removes the rest."""
+    checkpoints = Checkpoints(tmp_path, keep=1, keep_best=0)
+    left = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path, **_: left.append(path))
+        for step in (1, 2):
+            checkpoints.save(step, {"x": jnp.zeros(2)}, host={})
+        checkpoints.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"2", "deleted"}
+    assert left[-1] == tmp_path / "deleted"
+    checkpoints = Checkpoints(tmp_path, keep=1, keep_best=0)
+    assert checkpoints.latest_step() == 2
+    checkpoints.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]

@@ -130,6 +130,17 @@ def test_unshared_run_directory_is_an_error_on_all(tmp_path):
         assert not (tmp_path / f"disk_of_{i}" / "run").exists()
 
 
+def test_damaged_checkpoint_is_an_error_on_all(tmp_path):
+    with started(children("damaged", tmp_path, count=2), tmp_path) as processes:
+        for i, process in enumerate(processes):
+            wait_for("damaged", tmp_path / f"{i}.log", process)
+        since = time.monotonic()
+        assert all(process.wait() != 0 for process in processes)
+        assert time.monotonic() - since < 60
+    texts = [(tmp_path / f"{i}.log").read_text() for i in range(2)]
+    assert any("checkpoints/3 cannot be read" in text for text in texts), texts
+
+
 @pytest.mark.parametrize(("nodes", "gpus"), [(2, ["all", "all"]), (1, ["0", "1"])])
 def test_only_task_of_a_slurm_node_has_all_devices(tmp_path, nodes, gpus):
     step = {"JOB_ID": 12, "STEP_NODELIST": "localhost", "NTASKS": 2, "STEP_NUM_NODES": nodes}

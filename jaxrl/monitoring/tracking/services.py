@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxrl.config.tables import TrackingConfig
+from jaxrl.core.files import read_whole, write_whole
 
 Ending = Literal["finished", "stopped", "failed"]  # "stopped": by a signal or an alarm
 Note = Callable[[str], None]
@@ -30,11 +31,11 @@ class Wandb:
             project=project,
             name=directory.name,
             dir=str(directory),
-            id=kept.read_text() if kept.exists() else None,
+            id=_read_id(kept),
             resume="allow",
             config=dict(resolved),
         )
-        kept.write_text(self._run.id)
+        write_whole(kept, self._run.id)
         # W&B's own step only rises, but resumes and rollbacks go back.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -58,10 +59,10 @@ class MLflow:
         kept = directory / "mlflow_id"
         self._module = module
         module.set_experiment(experiment)
-        if kept.exists():
-            module.start_run(run_id=kept.read_text())
+        if (known := _read_id(kept)) is not None:
+            module.start_run(run_id=known)
             return
-        kept.write_text(module.start_run(run_name=directory.name).info.run_id)
+        write_whole(kept, module.start_run(run_name=directory.name).info.run_id)
         items = list(resolved.items())
         for start in range(0, len(items), _MOST_PARAMS):
             module.log_params(dict(items[start : start + _MOST_PARAMS]))
@@ -74,6 +75,20 @@ class MLflow:
         """Sends the run's status."""
         statuses = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
         self._module.end_run(statuses[ending])
+
+
+def _read_id(path: Path) -> str | None:
+    """Returns the id of the run at a service; None for a new run."""
+    content = read_whole(path)
+    if content is None:
+        return None
+    try:
+        known = content.decode("ascii")
+    except UnicodeDecodeError:
+        known = ""
+    if not known.isprintable() or not known.strip():
+        raise ValueError(f"{path} holds {content!r}, expected an id; delete it to begin a new one")
+    return known
 
 
 Writer = Wandb | MLflow

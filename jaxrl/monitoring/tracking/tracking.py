@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from jaxrl.core.files import write_whole
+from jaxrl.core.files import read_whole, write_whole
 from jaxrl.monitoring.alarms.history import History
 from jaxrl.monitoring.tracking.progress import ProgressDisplay
 from jaxrl.monitoring.tracking.services import Ending, Note, Service
@@ -91,6 +91,7 @@ def open_tracker(
     """
     directory = Path(run_dir)
     directory.mkdir(parents=True, exist_ok=True)
+    logged = max((entry["step"] for entry in read_metrics(directory / "metrics.jsonl")), default=0)
     with (
         closing(JsonLines(directory / "metrics.jsonl", start_step=start_step)) as lines,
         closing(TensorBoardCurves(directory / "tensorboard", start_step=start_step)) as curves,
@@ -99,6 +100,11 @@ def open_tracker(
         history = History()
         for entry in read_metrics(directory / "metrics.jsonl"):
             history.add(entry)
+        if logged > start_step:
+            progress.note(
+                f"starting after step {start_step}: the metrics of steps {start_step + 1} to "
+                f"{logged} are dropped, and the steps computed again"
+            )
         opened = services(progress.note)
         ending: Ending = "failed"
         try:
@@ -147,18 +153,54 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Drops an incomplete last line of a killed run.
 
     Raises:
-      ValueError: for any other line that is not JSON; the message names file and line.
+      ValueError: for any other line that is not an entry, or what is not a file; the message names
+        file and line.
     """
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return _read(path)[0]
+
+
+def incomplete_logs(directory: Path) -> list[str]:
+    """Returns a line for each log of a run whose last line is incomplete; raises as
+    `read_metrics`."""
+    paths = [directory / name for name in ("metrics.jsonl", "samples.jsonl", "starts.jsonl")]
+    return [f"{p}: its last line was incomplete and is dropped" for p in paths if _read(p)[1]]
+
+
+def gap(history: History, *, step: int, every: int = 1) -> str | None:
+    """Returns a line if the metrics of a run end before the checkpoint of a step; None otherwise.
+    `every` is the largest number of steps between two entries."""
+    if history.step > step - every:
+        return None
+    return (
+        f"metrics.jsonl ends at step {history.step}, the checkpoint is of step {step}: reports and "
+        "alarms miss the steps between; training is not affected"
+    )
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """Returns (the entries, True if an incomplete last line was dropped)."""
+    *lines, rest = (read_whole(path) or b"").split(b"\n")
+    lines += [rest] * bool(rest)
     entries = []
     for number, line in enumerate(lines, start=1):
         try:
-            entries.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            entries.append(_parse(line))
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
-                break
-            raise ValueError(f"{path}:{number}: not JSON: {error}") from None
-    return entries
+                return entries, True
+            raise ValueError(
+                f"{path}:{number}: not an entry: {error}. Delete this line to resume"
+            ) from None
+    return entries, False
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    entry = json.loads(line.decode())
+    if not isinstance(entry, dict) or type(entry.get("step")) is not int:
+        raise ValueError("expected an object with a step")
+    if not isinstance(entry.get("event", {}), dict):
+        raise ValueError("expected an object as its event")
+    return entry
 
 
 # Protocol-buffer modules create their classes at import, which type checkers do not see.

@@ -115,7 +115,7 @@ class Buffer:
             chosen.append(number)
             if len(chosen) == self._batch:
                 self._zero_variance_left = self._zero_variance_per_batch
-                self.counts.trained += self._batch
+                self.counts.trained += len(chosen)
                 return [r for n in chosen for r in self._waiting.pop(n)]
         return None
 

@@ -1,10 +1,13 @@
 """Checkpoints of a run: the learner's state as arrays, the host's state as JSON.
 
 A checkpoint is one directory per step. It appears under its name only when complete: a process
-killed while saving leaves at most a temporary directory, which the next writer removes.
+killed while saving leaves at most a temporary directory, which the next writer removes. It holds
+digests of everything (`digests`), which `restore` checks: storage may change bits without an error.
 """
 
 import json
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +16,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
+
+from jaxrl.core.files import check_regular
+from jaxrl.training.storage.digests import DamagedError, first_damaged, seal, unseal
+
+_DELETED = "deleted"  # holds checkpoints that are being deleted
 
 State = TypeVar("State")
 
@@ -28,11 +36,13 @@ class Restored(NamedTuple, Generic[State]):
       state: as saved, bit for bit, with the requested shardings.
       host: as saved, but tuples have become lists and keys strings.
       critic: the critic's state, bit for bit; None if it was not requested.
+      note: a line for the user if nothing could be checked, or None.
     """
 
     state: State
     host: dict[str, Any]
     critic: Any = None
+    note: str | None = None
 
 
 class Checkpoints:
@@ -66,6 +76,9 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 best_fn=_rank,
                 cleanup_tmp_directories=True,
+                # Renamed first: a process killed while deleting must not leave half a checkpoint
+                # under its name.
+                todelete_subdir=_DELETED,
                 preservation_policy=managers.AnyPreservationPolicy(
                     [
                         managers.LatestN(n=keep),
@@ -85,12 +98,13 @@ class Checkpoints:
         if not Path(directory).is_dir():
             raise CheckpointError(f"there are no checkpoints: {directory} is not a directory")
         self = cls.__new__(cls)
-        self._open(directory, options=ocp.CheckpointManagerOptions(best_fn=_rank, create=False))
         self._writable = False
+        self._open(directory, options=ocp.CheckpointManagerOptions(best_fn=_rank, create=False))
         return self
 
     def _open(self, directory: str | Path, *, options: ocp.CheckpointManagerOptions) -> None:
         self.directory = Path(directory).resolve()
+        _check_files(self.directory)
         try:
             self._manager = ocp.CheckpointManager(
                 self.directory,
@@ -137,7 +151,8 @@ class Checkpoints:
             raise ValueError(f"{self.directory} was opened for reading")
         if metric is not None and not abs(metric) < float("inf"):
             raise ValueError(f"metric={metric} at step {step} cannot be compared; pass None")
-        json.dumps(host)  # here, where the caller sees the error, and not in the saving thread
+        trees = {"state": state} | ({} if critic is None else {"critic": critic})
+        sealed = seal(host, trees)
         self.wait()
         latest = self.latest_step()
         if latest is not None and step <= latest:
@@ -145,12 +160,8 @@ class Checkpoints:
                 f"step {step} is not new: {self.directory} holds {self._steps()}; resume from "
                 "the latest, or write to another directory"
             )
-        items = {
-            "state": ocp.args.StandardSave(state),
-            "host": ocp.args.JsonSave(dict(host)),
-        }
-        if critic is not None:
-            items["critic"] = ocp.args.StandardSave(critic)
+        items: dict[str, Any] = {item: ocp.args.StandardSave(tree) for item, tree in trees.items()}
+        items["host"] = ocp.args.JsonSave(sealed)
         metrics = {} if metric is None else {"metric": float(metric)}
         with self._saving():
             self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
@@ -174,8 +185,8 @@ class Checkpoints:
           critic: a tree like the critic's state, to restore it, too.
 
         Raises:
-          CheckpointError: if the step does not exist or cannot be read, or if an array has another
-            shape or dtype than requested; the message names the first one.
+          CheckpointError: if the step does not exist, cannot be read or is damaged, or if an array
+            has another shape or dtype than requested; the message names the first one.
         """
         self.wait()
         path = self.directory / str(step)
@@ -195,14 +206,25 @@ class Checkpoints:
             restored = self._manager.restore(
                 step, args=ocp.args.Composite(host=ocp.args.JsonRestore(), **arrays)
             )
+            host, digests = unseal(restored["host"])
+            for item, saved in (digests or {}).items():
+                if item in wanted and (name := first_damaged(restored[item], saved)) is not None:
+                    raise DamagedError(f"the array {item}/{name} is not what was saved")
         except CheckpointError:
             raise
+        except DamagedError as error:
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {error}. {self._advise(step)}"
+            ) from error
         except Exception as error:
             raise CheckpointError(
-                f"checkpoint {path} cannot be read; move it away to resume from another of the "
-                f"steps {self._steps()}: {type(error).__name__}: {error}"
+                f"checkpoint {path} cannot be read: {type(error).__name__}: {error}. "
+                f"{self._advise(step)}"
             ) from error
-        return Restored(restored["state"], restored["host"], restored.get("critic"))
+        note = None
+        if digests is None:
+            note = f"checkpoint {path} is of an earlier version without digests: it is not checked"
+        return Restored(restored["state"], host, restored.get("critic"), note)
 
     def wait(self) -> None:
         """Waits until all saves are on disk.
@@ -212,6 +234,8 @@ class Checkpoints:
         """
         with self._saving():
             self._manager.wait_until_finished()
+        if self._writable and jax.process_index() == 0:
+            shutil.rmtree(self.directory / _DELETED, ignore_errors=True)
 
     def close(self) -> None:
         """Waits for saves and ends the saving threads.
@@ -223,6 +247,14 @@ class Checkpoints:
             self.wait()
         finally:
             self._manager.close()
+
+    def _advise(self, step: int) -> str:
+        """Describes how to resume without a checkpoint that cannot be used."""
+        before = [other for other in self._manager.all_steps() if other < step]
+        aside = f"mv {self.directory / str(step)} {self.directory.parent / f'damaged_{step}'}"
+        if not before:
+            return f"There is none before it; to start over, run: {aside}"
+        return f"To resume from step {max(before)}, the checkpoint before it, run: {aside}"
 
     def _steps(self) -> str:
         return ", ".join(map(str, self._manager.all_steps())) or "none"
@@ -236,6 +268,34 @@ class Checkpoints:
             raise CheckpointError(
                 f"saving to {self.directory} failed; complete checkpoints: {self._steps()}: {error}"
             ) from error
+
+
+def _check_files(directory: Path) -> None:
+    """Refuses files that would block a reader for ever, and metrics that orbax cannot read."""
+    for folder, _, names in os.walk(directory):
+        for path in (Path(folder, name) for name in names):
+            try:
+                check_regular(path)
+                if path.parts[-2:] == ("metrics", "metrics"):
+                    _check_metrics(path)
+            except ValueError as error:
+                if os.path.lexists(path):  # not removed meanwhile by a run
+                    raise CheckpointError(f"the checkpoints cannot be opened: {error}") from None
+
+
+def _check_metrics(path: Path) -> None:
+    try:
+        found = json.loads(path.read_bytes())
+        valid = isinstance(found, dict) and all(isinstance(x, int | float) for x in found.values())
+    except FileNotFoundError:  # removed by a run
+        return
+    except (ValueError, RecursionError):
+        valid = False
+    if not valid:
+        raise ValueError(
+            f"{path} does not hold a number; it only tells which checkpoint is the best. To resume "
+            f"without it, run: rm -r {path.parent}"
+        )
 
 
 def _rank(metrics: Mapping[str, float]) -> float:

@@ -1,23 +1,40 @@
 """Saves and restores the learner's state and the progress of a run."""
 
+from typing import NamedTuple
+
 from jaxrl.core import precision
 from jaxrl.core.precision import Precision
 from jaxrl.learner.actor_critic import State, with_new_loss_scale
 from jaxrl.learner.update import checkpoint_view, from_checkpoint
 from jaxrl.training.progress import Progress
-from jaxrl.training.storage.checkpoint import Checkpoints
+from jaxrl.training.storage.checkpoint import CheckpointError, Checkpoints
 
 
-def restore(checkpoints: Checkpoints, state: State, *, policy: Precision) -> tuple[State, Progress]:
+class Resumed(NamedTuple):
+    """A run as its last checkpoint holds it; `note` is a line for the user, or None."""
+
+    state: State
+    progress: Progress
+    note: str | None = None
+
+
+def restore(checkpoints: Checkpoints, state: State, *, policy: Precision) -> Resumed:
     """Reads the last checkpoint; without one, returns `state` and no progress."""
-    progress = Progress()
+    progress, note = Progress(), None
     if (step := checkpoints.latest_step()) is not None:
         found = checkpoints.restore(step, checkpoint_view(state.policy), critic=state.critic)
         state = State(from_checkpoint(found.state, like=state.policy), found.critic)
-        progress = Progress.from_json(found.host)
+        note = found.note
+        try:
+            progress = Progress.from_json(found.host)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"checkpoint {checkpoints.directory}/{step}: its host/metadata does not hold the "
+                f"position of a run: {error!r}"
+            ) from error
         state = adapt_precision(state, progress, policy=policy)
     progress.precision = str(policy)
-    return state, progress
+    return Resumed(state, progress, note)
 
 
 def adapt_precision(state: State, progress: Progress, *, policy: Precision) -> State:

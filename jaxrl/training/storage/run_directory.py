@@ -1,7 +1,6 @@
 """The run directory: locked by one program at a time, it holds one run and its config."""
 
 import fcntl
-import json
 import os
 import platform
 import secrets
@@ -10,13 +9,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxrl.config import toml_file
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
-from jaxrl.core.files import write_whole
+from jaxrl.core.files import check_regular, write_whole
 from jaxrl.core.hosts import Hosts
+from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
+
+C = TypeVar("C", bound=Config | SupervisedConfig)
 
 # Keys that may change when a run resumes: they do not change what a step computes.
 _FREE = (
@@ -40,6 +42,7 @@ _FREE = (
 )
 # These change only the order in which numbers are added.
 _ORDER = ("mesh.", "train.attention", "train.microbatch_tokens", "train.remat")
+_TOKEN = "seen_by_all_"  # begins the name of a file that is there for a moment
 _PATIENCE = 5.0  # seconds: a network file system may show a new file late
 _PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 
@@ -62,6 +65,8 @@ def lock(directory: Path, hosts: Hosts) -> Iterator[None]:
 
         def acquire() -> None:
             stack.callback(os.close, _open_locked(directory))
+            for left in directory.glob(f"{_TOKEN}*"):  # of a killed program
+                left.unlink(missing_ok=True)
 
         hosts.on_leader(acquire)
         try:
@@ -93,7 +98,7 @@ def _check_shared(directory: Path, hosts: Hosts) -> None:
     if hosts.count == 1:
         return
     # A fresh name: a file system may cache that a file does not exist.
-    token = directory / hosts.share(f"seen_by_all_{secrets.token_hex(8)}")
+    token = directory / hosts.share(f"{_TOKEN}{secrets.token_hex(8)}")
     hosts.on_leader(token.touch)
     blind = hosts.largest(0 if _appears(token) else hosts.index)  # process 0 has made it
     hosts.on_leader(token.unlink)
@@ -120,13 +125,14 @@ def check_config(directory: Path, config: Config | SupervisedConfig) -> str | No
       A line about keys that changed and change results by rounding only; None without such keys.
 
     Raises:
-      ResumeError: if the directory holds a run with another config; the message names the keys.
+      ResumeError: if the directory holds a run with another config, whose keys the message names,
+        or checkpoints whose config cannot be read.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path, saved, note = directory / "config.toml", directory / "checkpoints", None
     # Without checkpoints there is nothing to resume.
-    if path.exists() and saved.exists() and any(saved.iterdir()):
-        there = toml_file.flatten(toml_file.load(type(config), file=path))
+    if saved.exists() and any(saved.iterdir()):
+        there = toml_file.flatten(_read_config(path, type(config)))
         here = toml_file.flatten(config)
         free = _FREE if config.optimizer.schedule != "constant" else (*_FREE, "train.steps")
         order = _ORDER if isinstance(config, Config) else ()
@@ -146,9 +152,23 @@ def check_config(directory: Path, config: Config | SupervisedConfig) -> str | No
     return note
 
 
+def _read_config(path: Path, schema: type[C]) -> C:
+    advice = (
+        "It tells which config the checkpoints belong to: put it back, or choose another run_dir"
+    )
+    if not os.path.lexists(path):
+        raise ResumeError(f"{path} is missing. {advice}")
+    try:
+        check_regular(path)
+        return toml_file.load(schema, file=path)
+    except ValueError as error:
+        raise ResumeError(f"{path} is not the config of a run: {error}. {advice}") from None
+
+
 def record_start(directory: Path, *, step: int, devices: Sequence[Any]) -> None:
     """Appends the time, devices and versions of this start, or resumption after `step` steps, to
-    starts.jsonl."""
+    starts.jsonl; raises as `read_metrics`."""
+    path = directory / "starts.jsonl"
     entry = {
         "time": round(time.time(), 3),
         "step": step,
@@ -158,8 +178,7 @@ def record_start(directory: Path, *, step: int, devices: Sequence[Any]) -> None:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
     }
-    with (directory / "starts.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
+    write_lines(path, [*read_metrics(path), entry])  # an appended line would join an incomplete one
 
 
 def _version(package: str) -> str:

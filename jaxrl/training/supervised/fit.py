@@ -25,7 +25,7 @@ from jaxrl.learner.reward_model import Ranker
 from jaxrl.learner.update import applied_steps
 from jaxrl.models import huggingface
 from jaxrl.models.spec import Params
-from jaxrl.monitoring.tracking.tracking import Tracker, open_tracker
+from jaxrl.monitoring.tracking.tracking import Tracker, gap, incomplete_logs, open_tracker
 from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.schedule import is_due
 from jaxrl.training.storage.checkpoint import Checkpoints
@@ -107,7 +107,7 @@ def fit(config: SupervisedConfig, task: Task) -> Result:
             directory / "checkpoints", keep=kept.keep, keep_best=kept.keep_best
         )
         with closing(checkpoints):
-            notes = (attention, *task.notes)
+            notes = (*incomplete_logs(directory), attention, *task.notes)
             result, params = _train(config, task, checkpoints=checkpoints, notes=notes)
         if result.step == config.train.steps:
             result.model = directory / "model"
@@ -128,6 +128,7 @@ def _train(
     if (step := checkpoints.latest_step()) is not None:
         found = checkpoints.restore(step, state)
         state, result = found.state, Result(step, **found.host)
+        notes = [*notes, *filter(None, [found.note])]
     with (
         Interrupt() as interrupt,
         open_tracker(
@@ -137,7 +138,8 @@ def _train(
             title=task.title,
         ) as tracker,
     ):
-        for note in notes:
+        missing = gap(tracker.history, step=result.step, every=_LOG_EVERY)
+        for note in (*notes, *filter(None, [missing])):
             tracker.note(note)
         log = _Log(task, tracker, result=result)
         if result.step == 0:

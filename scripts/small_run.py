@@ -1,0 +1,124 @@
+"""A run of seconds for loops that disturb runs, and the comparison of two such runs.
+
+The model is untrained and tiny. The run has all state that a checkpoint must hold: moments, two
+updates per rollout, dynamic sampling that leaves rollouts over, held-out accuracy, logged samples.
+"""
+
+import json
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import make_arithmetic
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
+from jaxrl.monitoring.tracking.tracking import read_metrics
+
+_MODEL = make_arithmetic.MODEL | {
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 64,
+}
+_REWARD = """
+def digits(completion, example):
+    return sum(c.isdigit() for c in completion) // 3 / 3
+"""
+_TIMED = ("time", "tokens_per_second")  # beginnings of metrics that differ between equal runs
+
+
+def write_material(directory: Path) -> None:
+    """Writes the model, prompts and a reward."""
+    make_arithmetic.write_model(directory / "model", _MODEL, seed=0)
+    sizes = {"sft": 1, "train": 64, "held_out": 8}
+    make_arithmetic.write_texts(directory, sizes, rng=random.Random(0))
+    (directory / "reward.py").write_text(_REWARD)
+
+
+def overrides(material: Path, run_dir: Path, *, steps: int) -> Mapping[str, str]:
+    """Returns the keys of the run."""
+    return {
+        "precision": "fp32",
+        "run_dir": str(run_dir),
+        "model.path": str(material / "model"),
+        "data.path": str(material / "train.jsonl"),
+        "data.eval_path": str(material / "held_out.jsonl"),
+        "data.max_prompt_tokens": "12",
+        "reward.path": f"{material / 'reward.py'}:digits",
+        "sampling.max_tokens": "8",
+        "train.steps": str(steps),
+        "train.train_batch": "4",
+        "train.group_size": "4",
+        "train.dynamic_sampling_rounds": "2",
+        "train.updates_per_rollout": "2",
+        "train.microbatch_tokens": "256",
+        "optimizer.learning_rate": "1e-3",
+        "checkpoint.every": "1",
+        "eval.every": "5",
+        "probe.every": "0",
+        "samples.every": "2",
+    }
+
+
+def command(material: Path, run_dir: Path, *, steps: int) -> list[str]:
+    """Returns the command that starts the run or resumes it."""
+    words = [sys.executable, "-m", "jaxrl.cli", "train"]
+    for key, value in overrides(material, run_dir, steps=steps).items():
+        words += [f"--{key}", value]
+    return words
+
+
+def differences(run_dir: Path, undisturbed: Path) -> list[str]:
+    """Returns the files of a finished run that must equal those of another and do not."""
+    found = []
+    for name, read in (
+        ("config.toml", _config),
+        ("metrics.jsonl", _metrics),
+        ("samples.jsonl", Path.read_bytes),
+        ("model", _folder),
+        ("checkpoints", _last_checkpoint),
+    ):
+        if read(run_dir / name) != read(undisturbed / name):
+            found.append(name)
+    return found
+
+
+def kept(run_dir: Path) -> list[str]:
+    """Returns what lies in the directory of checkpoints: steps, and left-overs."""
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def _config(path: Path) -> dict[str, Any]:
+    found = toml_file.flatten(toml_file.load(Config, file=path))
+    return {key: value for key, value in found.items() if key != "run_dir"}
+
+
+def _metrics(path: Path) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in entry.items() if not name.startswith(_TIMED)}
+        for entry in read_metrics(path)
+    ]
+
+
+def _folder(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def _last_checkpoint(directory: Path) -> tuple[dict[str, bytes], Any]:
+    """Returns (the bytes of its arrays, its host state, which holds their digests)."""
+    steps = [path.name for path in directory.iterdir() if path.name.isdigit()]
+    last = directory / max(steps, key=int)
+    with ocp.StandardCheckpointer() as reader:
+        state = reader.restore(last / "state")
+    arrays = {
+        jax.tree_util.keystr(path): np.asarray(x).tobytes()
+        for path, x in jax.tree.leaves_with_path(state)
+    }
+    return arrays, json.loads((last / "host" / "metadata").read_bytes())

@@ -1,0 +1,112 @@
+"""A damaged file of a run directory: the resume ends with the same files, or names the file."""
+
+import importlib
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.training.storage.run_directory import ResumeError
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+REFUSED = {
+    "config.toml": ("deleted", "emptied", "truncated", "directory", "fifo", "dangling"),
+    "rollbacks.json": ("deleted", "emptied", "truncated", "directory", "fifo"),
+    "metrics.jsonl": ("directory", "fifo", "dangling"),
+    "samples.jsonl": ("fifo",),
+    "starts.jsonl": ("fifo",),
+    "tensorboard": ("fifo",),
+    "checkpoints": ("fifo",),
+    "checkpoints/3/host/metadata": ("deleted", "emptied", "truncated", "flipped", "fifo"),
+    "checkpoints/3/state/_METADATA": ("deleted", "truncated", "fifo"),
+    "checkpoints/3/state": ("deleted", "directory"),
+    "checkpoints/2/_CHECKPOINT_METADATA": ("fifo",),
+}
+SAME = {
+    "config.toml": ("link",),
+    "checkpoints": ("deleted", "link"),
+    "checkpoints/3": ("deleted",),
+    "checkpoints/2": ("deleted",),
+    "starts.jsonl": ("deleted", "truncated"),
+    "model": ("deleted",),
+    "model/model.safetensors": ("truncated",),
+}
+
+
+@pytest.fixture(scope="module")
+def damaging(tmp_path_factory):
+    """The script, and a run that it may damage."""
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        script = importlib.import_module("damage_loop")
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    directory = tmp_path_factory.mktemp("damage")
+    return script, directory, script.write_base(directory / "material", directory / "run")
+
+
+@pytest.fixture
+def run_dir(damaging):
+    _, directory, base = damaging
+    shutil.rmtree(directory / "run", ignore_errors=True)
+    shutil.copytree(base, directory / "run")
+    return directory / "run"
+
+
+def judge(damaging, path):
+    script, directory, base = damaging
+    return script.judge(directory / "material", directory / "run", base=base, path=path)
+
+
+def cases(table):
+    return [(name, kind) for name, kinds in table.items() for kind in kinds]
+
+
+# Coroutines that orbax's reader abandons at the first error.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("name", "kind"), cases(REFUSED))
+def test_resume_names_the_damaged_file(damaging, run_dir, name, kind):
+    damaging[0].damage(run_dir / name, kind, chance=random.Random(0))
+    outcome, message = judge(damaging, run_dir / name)
+    assert outcome == "refused", message
+
+
+@pytest.mark.parametrize(("name", "kind"), cases(SAME))
+def test_resume_gives_the_same_files(damaging, run_dir, name, kind):
+    damaging[0].damage(run_dir / name, kind, chance=random.Random(0))
+    assert judge(damaging, run_dir / name) == ("same", "")
+
+
+@pytest.mark.parametrize("rest", [b'{"step": 3, "text": "\xe2\x82', b"7", b'{"step": "3"}', b"{"])
+def test_incomplete_last_line_of_the_metrics_is_dropped_with_a_line(
+    damaging, run_dir, rest, capsys
+):
+    script, directory, base = damaging
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(rest)
+    script.resume(directory / "material", run_dir)
+    assert "metrics.jsonl: its last line was incomplete and is dropped" in capsys.readouterr().err
+    assert read_metrics(run_dir / "metrics.jsonl") == read_metrics(base / "metrics.jsonl")
+
+
+def test_lost_metrics_are_reported(damaging, run_dir, capsys):
+    script, directory, _ = damaging
+    (run_dir / "metrics.jsonl").write_text("")
+    script.resume(directory / "material", run_dir)
+    expected = "metrics.jsonl ends at step 0, the checkpoint is of step 3"
+    assert expected in capsys.readouterr().err
+
+
+def test_missing_config_does_not_admit_another_learning_rate(damaging, run_dir):
+    script, directory, _ = damaging
+    (run_dir / "config.toml").unlink()
+    keys = script.small_run.overrides(directory / "material", run_dir, steps=script.STEPS)
+    config = script.toml_file.load(
+        script.Config, overrides=[*keys.items(), ("optimizer.learning_rate", "0.5")]
+    )
+    with pytest.raises(ResumeError, match=r"config\.toml is missing\. It tells which config"):
+        script.train(config)
