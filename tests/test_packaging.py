@@ -76,6 +76,7 @@ def test_the_interpreter_says_which_jax(python: str, jax: str) -> None:
     held = pins("requirements.txt", python)
     assert held["jax"].startswith(f"{jax}.")
     assert held["jaxlib"] == held["jax"]
+    assert pins("requirements-gpu.txt", python)["jax-cuda12-pjrt"] == held["jax"]
 
 
 def test_the_compiler_for_tpus_is_the_one_that_jax_wants() -> None:
