@@ -102,11 +102,13 @@ def load_tokenizer(directory: str | Path) -> Any:
             f"{directory}: the tokenizer's token {shown(last)} has the id {vocabulary[last]}, but "
             f"vocab_size={size} in config.json; remove the token or resize the embeddings"
         )
-    if not isinstance(tokenizer.chat_template, str | dict | None):
+    template = tokenizer.chat_template or ""
+    try:
+        "".join(template.values() if isinstance(template, dict) else [template]).encode()
+    except (TypeError, UnicodeEncodeError):
         raise ValueError(
-            f"{directory}: chat_template={shown(tokenizer.chat_template)} is not a text; see "
-            "tokenizer_config.json"
-        )
+            f"{directory}: chat_template={shown(template)} is not a text; see tokenizer_config.json"
+        ) from None
     return tokenizer
 
 
