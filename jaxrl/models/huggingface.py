@@ -94,6 +94,13 @@ def load_tokenizer(directory: str | Path) -> Any:
             f"{_unreadable(directory)}: transformers cannot load the tokenizer: "
             f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         ) from error
+    template = tokenizer.chat_template or ""
+    try:
+        "".join(template.values() if isinstance(template, dict) else [template]).encode()
+    except (TypeError, UnicodeEncodeError):
+        raise ValueError(
+            f"{directory}: chat_template={shown(template)} is not a text; see tokenizer_config.json"
+        ) from None
     if len(vocabulary) == len(tokenizer.get_added_vocab()):
         raise ValueError(f"{directory} has no tokenizer: no file holds a vocabulary")
     last, size = max(vocabulary, key=vocabulary.__getitem__), config.vocab_size
@@ -102,13 +109,6 @@ def load_tokenizer(directory: str | Path) -> Any:
             f"{directory}: the tokenizer's token {shown(last)} has the id {vocabulary[last]}, but "
             f"vocab_size={size} in config.json; remove the token or resize the embeddings"
         )
-    template = tokenizer.chat_template or ""
-    try:
-        "".join(template.values() if isinstance(template, dict) else [template]).encode()
-    except (TypeError, UnicodeEncodeError):
-        raise ValueError(
-            f"{directory}: chat_template={shown(template)} is not a text; see tokenizer_config.json"
-        ) from None
     return tokenizer
 
 
