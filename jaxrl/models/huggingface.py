@@ -87,9 +87,13 @@ def load_tokenizer(directory: str | Path) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory))
-        tokenizer.encode("a \ue000", add_special_tokens=False)  # a character that no text has
+        # A character that no text has, and a token: some settings fail only in use.
+        tokenizer.encode("a \ue000", add_special_tokens=False)
+        tokenizer.decode([0])
         vocabulary = tokenizer.get_vocab()
-    except Exception as error:  # whatever its many readers raise
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # whatever its many readers raise; a panic is no Exception
         raise ValueError(
             f"{_unreadable(directory)}: transformers cannot load the tokenizer: "
             f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
@@ -123,7 +127,9 @@ def _unreadable(directory: Path) -> str:
         try:
             if name in present:
                 read(str(directory / name))
-        except Exception:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
             return str(directory / name)
     others = [name for name in present if name not in ("config.json", "generation_config.json")]
     return f"{directory} ({', '.join(others) or 'no tokenizer.json'})"

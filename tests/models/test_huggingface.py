@@ -278,6 +278,22 @@ def test_a_file_of_the_wrong_shape_is_named(file, content, named, tmp_path):
         pretrained.load(directory)
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        {"decoder": {"type": "Strip", "content": "<", "start": 100, "stop": 100}},
+    ],
+    ids=lambda part: next(iter(part)),
+)
+def test_a_tokenizer_that_panics_is_named(part, tmp_path):
+    file = write_checkpoint(tmp_path) / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | part))
+    with pytest.raises(ValueError, match=r"tokenizer\.json.*PanicException"):
+        huggingface.load_tokenizer(tmp_path)
+
+
 def test_a_directory_without_a_tokenizer_is_named(tmp_path):
     directory = write_checkpoint(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
