@@ -87,10 +87,10 @@ def load_tokenizer(directory: str | Path) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory))
-        # A character that no text has, and a token: some settings fail only in use.
-        tokenizer.encode("a \ue000", add_special_tokens=False)
-        tokenizer.decode([0])
         vocabulary = tokenizer.get_vocab()
+        # A character that no text has, and every token: some settings fail only in use.
+        tokenizer.encode("a \ue000", add_special_tokens=False)
+        tokenizer.decode(list(vocabulary.values()))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # whatever its many readers raise; a panic is no Exception
