@@ -9,6 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxrl.models.checkpoint_files import shown, validated
+from jaxrl.models.config_json import ConfigJson, RopeJson, read_windows, token_ids
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
@@ -128,10 +131,26 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0, None),
     "partial_rotary_factor": (1, None),
     "use_mrope": (False, None),
+    "is_causal": (True, None),
     "quantization_config": (None,),
+    "transformers_weights": (None,),  # names other files than model.safetensors
     # The layers are scanned, so all of them are alike.
     "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], None),
+    "per_layer_config": (None,),
+}
+
+
+# The numbers that each supported rope type needs.
+_ROPE_NUMBERS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
 }
 
 
@@ -139,50 +158,50 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Reads the content of a config.json of transformers 4 or 5.
 
     Raises:
-      ValueError: if a `model_type`, rope type or other setting is not supported, a key is missing,
-        or sizes contradict each other; the message names it.
+      ValueError: if a `model_type`, rope type or other setting is not supported, a key is missing
+        or of the wrong type, or keys contradict each other; the message names them.
     """
     model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
-            f"model_type={model_type!r} is not supported; supported are {', '.join(FAMILIES)}"
+            f"model_type={shown(model_type)} is not supported; supported are {', '.join(FAMILIES)}"
         )
     family = FAMILIES[model_type]
     for key, values in _ONLY.items():
         if raw.get(key, values[0]) not in values:
             raise ValueError(
-                f"{model_type} with {key}={raw[key]!r} is not supported; only {values[0]!r} is"
+                f"{model_type} with {key}={shown(raw[key])} is not supported; only {values[0]!r} is"
             )
-    heads, hidden = _size(raw, "num_attention_heads"), _size(raw, "hidden_size")
-    kv_heads = raw.get("num_key_value_heads") or heads
-    head_dim = raw.get("head_dim") or family.head_dim or hidden // heads
-    if heads % kv_heads or head_dim % 2:
+    c = validated(ConfigJson, raw)
+    heads, kv_heads = c.num_attention_heads, c.num_key_value_heads or c.num_attention_heads
+    head_dim = c.head_dim or family.head_dim or c.hidden_size // heads
+    if heads % kv_heads or head_dim % 2 or not head_dim:
         raise ValueError(
             f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads} "
             f"and head_dim={head_dim} must be even"
         )
     return DecoderConfig(
         model_type=model_type,
-        vocab_size=_size(raw, "vocab_size"),
-        hidden_size=hidden,
-        num_layers=_size(raw, "num_hidden_layers"),
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        num_layers=c.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=_size(raw, "intermediate_size"),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=_read_rope(raw),
+        intermediate_size=c.intermediate_size,
+        rms_norm_eps=c.rms_norm_eps,
+        rope=_read_rope(c),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        tied=bool(raw.get("tie_word_embeddings", False)),
-        max_positions=_size(raw, "max_position_embeddings"),
-        windows=_read_windows(raw, model_type),
-        experts=_read_experts(raw) if family.experts else None,
-        initializer_range=float(raw.get("initializer_range", 0.02)),
-        scored=_read_scored(raw),
-        bos_id=raw.get("bos_token_id"),
-        eos_ids=token_ids(raw.get("eos_token_id")),
-        pad_id=raw.get("pad_token_id"),
+        tied=c.tie_word_embeddings,
+        max_positions=c.max_position_embeddings,
+        windows=read_windows(c),
+        experts=_read_experts(c) if family.experts else None,
+        initializer_range=c.initializer_range,
+        scored=_read_scored(c, family),
+        bos_id=c.bos_token_id,
+        eos_ids=token_ids(c.eos_token_id, vocab_size=c.vocab_size),
+        pad_id=c.pad_token_id,
     )
 
 
@@ -229,57 +248,65 @@ def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
     return content | _write_windows(config) | _write_experts(config.experts) | label
 
 
-def _size(raw: Mapping[str, Any], key: str) -> int:
-    value = raw.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"config.json: {key}={value!r}, expected a positive integer")
-    return value
-
-
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Returns the ids in a value of `eos_token_id`: one, several or none."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _read_scored(raw: Mapping[str, Any]) -> bool:
-    if not any(name.endswith(_SCORED) for name in raw.get("architectures") or ()):
-        return False
-    labels = len(raw["id2label"]) if raw.get("id2label") else raw.get("num_labels", 2)
-    if labels != 1:
+def _read_scored(c: ConfigJson, family: Family) -> bool:
+    scored = family.architecture.replace("ForCausalLM", _SCORED)
+    if c.architectures and c.architectures not in ([family.architecture], [scored]):
         raise ValueError(
-            f"config.json: a classifier with {labels} labels (id2label); a reward model has one"
+            f"architectures={c.architectures} contradicts model_type={c.model_type!r}; expected "
+            f"[{family.architecture!r}] or, for a reward model, [{scored!r}]"
         )
+    if c.architectures != [scored]:
+        return False
+    labels = c.num_labels if c.id2label is None else len(c.id2label)
+    if labels != 1:
+        key = "num_labels" if c.id2label is None else "id2label"
+        raise ValueError(f"a classifier with {labels} labels ({key}); a reward model has one")
     return True
 
 
-def _read_rope(raw: Mapping[str, Any]) -> Rope:
-    parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    theta = float(parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    if parameters.get("partial_rotary_factor", 1) != 1:
-        factor = parameters["partial_rotary_factor"]
-        raise ValueError(f"partial_rotary_factor={factor!r} is not supported; only 1 is")
-    try:
-        if kind == "default":
-            return Rope(theta=theta)
-        if kind == "linear":
-            return Rope(theta=theta, scaling=LinearScaling(factor=float(parameters["factor"])))
-        if kind == "llama3":
-            original = parameters["original_max_position_embeddings"]
-            scaling = Llama3Scaling(
-                factor=float(parameters["factor"]),
-                low_freq_factor=float(parameters["low_freq_factor"]),
-                high_freq_factor=float(parameters["high_freq_factor"]),
-                original_max_positions=int(original),
+def _read_rope(c: ConfigJson) -> Rope:
+    tables = {"rope_parameters": c.rope_parameters, "rope_scaling": c.rope_scaling}
+    given = {key: table for key, table in tables.items() if table and table.model_fields_set}
+    read = {key: _read_rope_table(c, table, key=key) for key, table in given.items()}
+    if len(set(read.values())) > 1:
+        raise ValueError("rope_parameters and rope_scaling contradict each other; delete one")
+    return next(iter(read.values()), Rope(theta=c.rope_theta))
+
+
+def _read_rope_table(c: ConfigJson, table: RopeJson, *, key: str) -> Rope:
+    kind = table.rope_type or table.type or "default"
+    for name in ("rope_theta", "original_max_position_embeddings"):
+        twice = all(name in found.model_fields_set for found in (c, table))
+        inside, outside = getattr(table, name), getattr(c, name)
+        if twice and inside != outside and (name == "rope_theta" or kind == "llama3"):
+            raise ValueError(f"{name}={outside} and {key}.{name}={inside} contradict each other")
+    if table.partial_rotary_factor not in (1, None):
+        raise ValueError(
+            f"{key}.partial_rotary_factor={table.partial_rotary_factor} is not supported; only 1 is"
+        )
+    if kind not in _ROPE_NUMBERS:
+        raise ValueError(
+            f"{key}: rope type {shown(kind)} is not supported; supported are "
+            f"{', '.join(map(repr, _ROPE_NUMBERS))}"
+        )
+    if table.model_extra:  # also tables nested by layer type, which transformers 5 writes
+        raise ValueError(f"{key}.{next(iter(table.model_extra))} is not supported")
+    numbers: dict[str, Any] = {name: getattr(table, name) for name in _ROPE_NUMBERS[kind]}
+    if missing := [name for name, value in numbers.items() if value is None]:
+        raise ValueError(f"{key}: rope type {kind!r} lacks {', '.join(map(repr, missing))}")
+    scaling = None
+    if kind == "linear":
+        scaling = LinearScaling(**numbers)
+    if kind == "llama3":
+        if numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
+            raise ValueError(
+                f"{key}: low_freq_factor={numbers['low_freq_factor']} must be less than "
+                f"high_freq_factor={numbers['high_freq_factor']}"
             )
-            return Rope(theta=theta, scaling=scaling)
-    except KeyError as missing:
-        raise ValueError(f"rope type {kind!r} in config.json lacks {missing}") from None
-    raise ValueError(
-        f"rope type {kind!r} is not supported; supported are 'default', 'linear', 'llama3'"
-    )
+        original = numbers.pop("original_max_position_embeddings")
+        scaling = Llama3Scaling(**numbers, original_max_positions=original)
+    theta = table.rope_theta if "rope_theta" in table.model_fields_set else c.rope_theta
+    return Rope(theta=theta, scaling=scaling)
 
 
 def _write_rope(rope: Rope) -> dict[str, Any]:
@@ -297,18 +324,26 @@ def _write_rope(rope: Rope) -> dict[str, Any]:
     }
 
 
-def _read_experts(raw: Mapping[str, Any]) -> Experts:
-    if raw.get("use_sliding_window"):
+def _read_experts(c: ConfigJson) -> Experts:
+    if c.use_sliding_window:
         raise ValueError("qwen3_moe with use_sliding_window=True is not supported; only False is")
-    count = _size(raw, "num_local_experts" if "num_local_experts" in raw else "num_experts")
-    per_token = _size(raw, "num_experts_per_tok")
+    count, per_token, size = c.num_experts, c.num_experts_per_tok, c.moe_intermediate_size
+    if None not in (count, c.num_local_experts) and count != c.num_local_experts:
+        raise ValueError(
+            f"num_experts={count} and num_local_experts={c.num_local_experts} contradict each other"
+        )
+    count = count or c.num_local_experts
+    if count is None or per_token is None or size is None:
+        needed = {"num_experts": count, "num_experts_per_tok": per_token}
+        missing = [key for key, value in needed.items() if value is None]
+        raise ValueError(f"{', '.join(missing) or 'moe_intermediate_size'} is missing")
     if per_token > count:
         raise ValueError(f"num_experts_per_tok={per_token} is more than the {count} experts")
     return Experts(
         count=count,
         per_token=per_token,
-        intermediate_size=_size(raw, "moe_intermediate_size"),
-        renormalise=bool(raw.get("norm_topk_prob", False)),
+        intermediate_size=size,
+        renormalise=c.norm_topk_prob,
     )
 
 
@@ -324,35 +359,6 @@ def _write_experts(experts: Experts | None) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
-
-
-def _read_windows(raw: Mapping[str, Any], model_type: str) -> tuple[int | None, ...]:
-    layers = _size(raw, "num_hidden_layers")
-    kinds = raw.get("layer_types")
-    if model_type in ("llama", "mistral"):
-        # A Mistral without the key has transformers' default; Llama has no windows at all.
-        window = raw.get("sliding_window", 4096 if model_type == "mistral" else None)
-        windowed = [True] * layers
-        if kinds is not None or (model_type == "llama" and window is not None):
-            raise ValueError(
-                f"{model_type} with sliding_window={window!r} and layer_types={kinds!r} is not "
-                "supported: Llama has no windows, Mistral has one on every layer"
-            )
-    else:
-        window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
-        first = raw.get("max_window_layers", 28)
-        windowed = [i >= first for i in range(layers)]
-        if kinds is not None:
-            unknown = set(kinds) - {"full_attention", "sliding_attention"}
-            if unknown or len(kinds) != layers:
-                raise ValueError(
-                    f"layer_types={kinds!r}: expected {layers} entries, each 'full_attention' or "
-                    "'sliding_attention'"
-                )
-            windowed = [kind == "sliding_attention" for kind in kinds]
-    if window is None or not any(windowed):
-        return ()
-    return tuple(int(window) if inside else None for inside in windowed)
 
 
 def _write_windows(config: DecoderConfig) -> dict[str, Any]:

@@ -6,7 +6,7 @@ checkpoint is used exactly once; a missing, surplus or misshapen one is an error
 
 import contextlib
 import dataclasses
-import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,17 +16,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxrl.core.precision import DType
 from jaxrl.models import families, spec
+from jaxrl.models.checkpoint_files import (
+    INDEX,
+    SINGLE,
+    StoredTensor,
+    check_file,
+    named,
+    open_weights,
+    read_object,
+    read_parameter,
+    shown,
+    write_json,
+)
+from jaxrl.models.config_json import token_ids
 from jaxrl.models.decoder import param_specs
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import Params, ParamSpec
-
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 
 # (path such as "layers/q", host array) -> array in its final place.
 Put = Callable[[str, np.ndarray], Any]
@@ -41,39 +50,106 @@ def load_config(directory: str | Path) -> DecoderConfig:
     """Reads config.json.
 
     Raises:
-      FileNotFoundError: if it does not exist.
-      ValueError: if it is not JSON, or as `families.from_hf_config`.
+      ValueError: if the directory has none or does not exist, or as `families.from_hf_config`; the
+        message names the file.
     """
-    return families.from_hf_config(_read_json(Path(directory) / "config.json"))
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ValueError(
+            f"the model '{directory}' is not a directory; models are read from disk: download it "
+            f"with `hf download {directory} --local-dir DIRECTORY` and name that directory"
+        )
+    path = directory / "config.json"
+    if not path.exists():
+        inside = directory / "model"
+        near = f"; did you mean '{inside}'?" if (inside / "config.json").exists() else ""
+        raise ValueError(f"the model '{directory}' has no config.json{near}")
+    raw = read_object(path)
+    with named(path):
+        return families.from_hf_config(raw)
 
 
 def load_tokenizer(directory: str | Path) -> Any:
     """Loads the tokenizer of a checkpoint directory, a `transformers.PreTrainedTokenizerBase`.
 
     Raises:
-      ValueError: if the directory does not exist, or has no model in it.
+      ValueError: as `load_config`, and for a tokenizer that transformers cannot load or that has
+        tokens outside of the model's vocabulary; the message names the file or directory.
     """
-    if not Path(directory).is_dir():
-        raise ValueError(
-            f"the model '{directory}' is not a directory; models are read from disk: download it "
-            f"with `hf download {directory} --local-dir DIRECTORY` and name that directory"
-        )
-    if not (Path(directory) / "config.json").exists():
-        inside = Path(directory) / "model"
-        near = f"; did you mean '{inside}'?" if (inside / "config.json").exists() else ""
-        raise ValueError(f"the model '{directory}' has no config.json{near}")
+    directory = Path(directory)
+    config = load_config(directory)  # transformers reads it, too, with worse errors
+    for path in (directory / name for name in _TOKENIZER_FILES):
+        if path.exists():
+            check_file(path)
+            if path.name in _OBJECTS:
+                read_object(path)
     from transformers import AutoTokenizer  # seconds to import; only text needs it
 
-    return AutoTokenizer.from_pretrained(str(directory))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(directory))
+        vocabulary = tokenizer.get_vocab()
+        # A character that no text has, and every token: some settings fail only in use.
+        tokenizer.encode("a \ue000", add_special_tokens=False)
+        tokenizer.decode(list(vocabulary.values()))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # whatever its many readers raise; a panic is no Exception
+        raise ValueError(
+            f"{_unreadable(directory)}: transformers cannot load the tokenizer: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        ) from error
+    template = tokenizer.chat_template or ""
+    try:
+        "".join(template.values() if isinstance(template, dict) else [template]).encode()
+    except (TypeError, UnicodeEncodeError):
+        raise ValueError(
+            f"{directory}: chat_template={shown(template)} is not a text; see tokenizer_config.json"
+        ) from None
+    if len(vocabulary) == len(tokenizer.get_added_vocab()):
+        raise ValueError(f"{directory} has no tokenizer: no file holds a vocabulary")
+    last, size = max(vocabulary, key=vocabulary.__getitem__), config.vocab_size
+    if vocabulary[last] >= size:
+        raise ValueError(
+            f"{directory}: the tokenizer's token {shown(last)} has the id {vocabulary[last]}, but "
+            f"vocab_size={size} in config.json; remove the token or resize the embeddings"
+        )
+    return tokenizer
+
+
+def _unreadable(directory: Path) -> str:
+    """Names the file that keeps transformers from loading a tokenizer, as far as it is known."""
+    from tokenizers import Tokenizer
+    from transformers import AutoConfig
+
+    readers = {"config.json": AutoConfig.from_pretrained, "tokenizer.json": Tokenizer.from_file}
+    present = [name for name in ("config.json", *_TOKENIZER_FILES) if (directory / name).exists()]
+    for name, read in readers.items():
+        try:
+            if name in present:
+                read(str(directory / name))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            return str(directory / name)
+    others = [name for name in present if name not in ("config.json", "generation_config.json")]
+    return f"{directory} ({', '.join(others) or 'no tokenizer.json'})"
 
 
 def load_end_ids(directory: str | Path) -> tuple[int, ...]:
     """Reads the token ids that end a completion, from config.json and generation_config.json. Chat
-    models often list theirs only in the latter."""
+    models often list theirs only in the latter.
+
+    Raises:
+      ValueError: if they are not ids of the vocabulary, or as `load_config`.
+    """
     config = load_config(directory)
     path = Path(directory) / "generation_config.json"
-    generation = _read_json(path).get("eos_token_id") if path.exists() else None
-    return tuple(dict.fromkeys((*config.eos_ids, *families.token_ids(generation))))
+    if not path.exists():
+        return config.eos_ids
+    raw = read_object(path)
+    with named(path):
+        more = token_ids(raw.get("eos_token_id"), vocab_size=config.vocab_size)
+    return tuple(dict.fromkeys((*config.eos_ids, *more)))
 
 
 def load(
@@ -94,7 +170,7 @@ def load(
     config = load_config(directory)
     with _checked_tensors(Path(directory), config) as tensors:
         values = {
-            path: put(path, _read_parameter(one, tensors, dtype=dtype))
+            path: put(path, read_parameter(one, tensors, dtype=dtype))
             for path, one in spec.flatten(param_specs(config)).items()
         }
     return config, traverse_util.unflatten_dict(values, sep="/")
@@ -115,7 +191,7 @@ def load_scorer(
         values = {
             path: put(
                 path,
-                _read_parameter(one, tensors, dtype=dtype)
+                read_parameter(one, tensors, dtype=dtype)
                 if config.scored or path != "score"
                 else np.zeros(one.shape, dtype),
             )
@@ -125,42 +201,21 @@ def load_scorer(
 
 
 @contextlib.contextmanager
-def _checked_tensors(directory: Path, config: DecoderConfig) -> Iterator[dict[str, Any]]:
-    """Opens a checkpoint as `_open_tensors`; checks that its names are those of the decoder."""
+def _checked_tensors(directory: Path, config: DecoderConfig) -> Iterator[dict[str, StoredTensor]]:
+    """Opens a checkpoint as `open_weights`; checks that its names are those of the decoder."""
     flat = spec.flatten(param_specs(config))
     with contextlib.ExitStack() as stack:
-        tensors = _open_tensors(directory, stack)
+        tensors = open_weights(directory, stack)
+        count = sum(math.prod(one.shape[: one.stacked]) for one in flat.values())
+        if count > 2 * len(tensors) + 10_000:  # too many names to list
+            raise ValueError(
+                f"{directory}: config.json describes {count} tensors, but the files hold "
+                f"{len(tensors)}"
+            )
         expected = {name for one in flat.values() for name in one.hf_names()}
         _check_names(expected, set(tensors), config=config, directory=directory)
         _check_tied_head(tensors, config=config, directory=directory)
         yield tensors
-
-
-def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """Opens the files of a checkpoint; returns tensor name -> the open file that holds it."""
-    index = directory / _INDEX
-    if index.exists():
-        weight_map = _read_json(index).get("weight_map", {})
-        names = sorted(set(weight_map.values()))
-    else:
-        weight_map, names = None, [_SINGLE]
-    tensors: dict[str, Any] = {}
-    for name in names:
-        path = directory / name
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist")
-        try:
-            file = stack.enter_context(safe_open(path, framework="numpy"))
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-        for tensor in file.keys():  # noqa: SIM118 — not a dict
-            if tensor in tensors:
-                raise ValueError(f"{path}: tensor {tensor!r} is also in another file")
-            tensors[tensor] = file
-    for tensor in weight_map or {}:
-        if tensor not in tensors:
-            raise ValueError(f"{index} names tensor {tensor!r}, which no file contains")
-    return tensors
 
 
 def _check_names(
@@ -176,45 +231,24 @@ def _check_names(
         ("has surplus", found - expected - ignored),
     ):
         if names:
-            shown = ", ".join(sorted(names)[:5]) + (" ..." if len(names) > 5 else "")
+            some = ", ".join(sorted(names)[:5]) + (" ..." if len(names) > 5 else "")
             raise ValueError(
                 f"{directory}: a {config.model_type} checkpoint with this config.json {problem} "
-                f"{len(names)} tensor(s): {shown}"
+                f"{len(names)} tensor(s): {some}"
             )
 
 
-def _check_tied_head(tensors: Mapping[str, Any], *, config: DecoderConfig, directory: Path) -> None:
+def _check_tied_head(
+    tensors: Mapping[str, StoredTensor], *, config: DecoderConfig, directory: Path
+) -> None:
     head, table = "lm_head.weight", "model.embed_tokens.weight"
     if config.tied and head in tensors:
-        a, b = (tensors[name].get_tensor(name).view(np.uint8) for name in (head, table))
+        a, b = (tensors[name].read().ravel().view(np.uint8) for name in (head, table))
         if not np.array_equal(a, b):
             raise ValueError(
                 f"{directory}: config.json ties the head to the embedding, but {head!r} differs "
                 f"from {table!r}; set tie_word_embeddings to false if the head is separate"
             )
-
-
-def _read_parameter(
-    one: ParamSpec, tensors: Mapping[str, Any], *, dtype: DType | None
-) -> np.ndarray:
-    names = one.hf_names()
-    shape = one.tensor_shape
-    out: np.ndarray | None = None
-    for i, name in enumerate(names):
-        part = tensors[name].get_slice(name)
-        if tuple(part.get_shape()) != shape:
-            raise ValueError(
-                f"tensor {name!r} has shape {tuple(part.get_shape())}, expected {shape}"
-            )
-        if part.get_dtype() not in _DTYPES:
-            raise ValueError(
-                f"tensor {name!r} has dtype {part.get_dtype()}; supported are {', '.join(_DTYPES)}"
-            )
-        if out is None:
-            out = np.empty((len(names), *shape), dtype or _DTYPES[part.get_dtype()])
-        out[i] = tensors[name].get_tensor(name)
-    assert out is not None  # a decoder has at least one layer
-    return out.reshape(one.shape)
 
 
 def save(
@@ -272,7 +306,7 @@ def save_tensors(
     weight_map: dict[str, str] = {}
     stream = iter(tensors)
     for i, names in enumerate(shards, start=1):
-        file = _SINGLE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
+        file = SINGLE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
         content = dict(next(stream) for _ in names)
         # transformers rejects files without this metadata.
         save_file(content, directory / file, metadata={"format": "pt"})
@@ -280,12 +314,12 @@ def save_tensors(
     if len(shards) > 1:
         total = sum(int(np.prod(one.shape)) for one in flat.values())
         metadata = {"total_size": total * np.dtype(dtype).itemsize}
-        _write_json(directory / _INDEX, {"metadata": metadata, "weight_map": weight_map})
+        write_json(directory / INDEX, {"metadata": metadata, "weight_map": weight_map})
     content = families.to_hf_config(config, dtype=np.dtype(dtype).name)
-    _write_json(directory / "config.json", content)
+    write_json(directory / "config.json", content)
     # Files left by an earlier save with another number of shards would be read instead of these.
-    current = {*weight_map.values(), *([_INDEX] if len(shards) > 1 else [])}
-    for path in (*directory.glob("model*.safetensors"), directory / _INDEX):
+    current = {*weight_map.values(), *([INDEX] if len(shards) > 1 else [])}
+    for path in (*directory.glob("model*.safetensors"), directory / INDEX):
         if path.name not in current:
             path.unlink(missing_ok=True)
     if source_dir is not None:
@@ -304,6 +338,7 @@ _TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
+_OBJECTS = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"}
 
 
 def copy_tokenizer(source_dir: str | Path, directory: str | Path) -> None:
@@ -346,16 +381,3 @@ def _tensors(
         value = np.asarray(given[path]).astype(dtype).reshape(-1, *one.tensor_shape)
         for name, tensor in zip(one.hf_names(), value, strict=True):
             yield name, np.ascontiguousarray(tensor)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")

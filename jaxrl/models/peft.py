@@ -1,15 +1,23 @@
 """Adapter directories in the format of the PEFT library."""
 
+import contextlib
 import json
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from jaxrl.core.precision import DType
 from jaxrl.models import spec
+from jaxrl.models.checkpoint_files import (
+    open_tensors,
+    read_object,
+    read_parameter,
+    refuse_pickles,
+    shown,
+)
 from jaxrl.models.lora import Adapted
 from jaxrl.models.spec import Params
 
@@ -66,37 +74,37 @@ def load(directory: str | Path, specs: Adapted, *, dtype: DType) -> Params:
 
     Raises:
       FileNotFoundError: if a file is missing.
-      ValueError: if their rank, alpha, kind or tensors differ; the message names it.
+      ValueError: if a file is unreadable, or their rank, alpha, kind or tensors differ; the message
+        names the file.
     """
-    directory = Path(directory)
-    config = json.loads((directory / _CONFIG).read_text())
+    path, stored = (Path(directory) / name for name in (_CONFIG, _TENSORS))
+    config = read_object(path)
     wanted = {"lora.rank": ("r", specs.rank), "lora.alpha": ("lora_alpha", specs.alpha)}
     for ours, (key, value) in wanted.items():
         if config.get(key) != value:
             raise ValueError(
-                f"{directory}: {key} is {config.get(key)!r} but {ours} is {value!r}; set {ours} to "
+                f"{path}: {key} is {shown(config.get(key))} but {ours} is {value!r}; set {ours} to "
                 "the value that the adapters were trained with"
             )
     for key, value in _PLAIN.items():
         if config.get(key) not in (value, None):
             raise ValueError(
-                f"{directory}: {key} is {config[key]!r}, which is not supported; expected {value!r}"
+                f"{path}: {key} is {shown(config[key])}, which is not supported; expected {value!r}"
             )
-    tensors = load_file(directory / _TENSORS)
+    if not stored.exists():
+        refuse_pickles(stored.parent)
     flat = spec.flatten(specs.adapters)
     names = {name for one in flat.values() for name in one.hf_names()}
-    if odd := sorted(names ^ tensors.keys()):
-        raise ValueError(
-            f"{directory}: its tensors are not those of lora.targets: {', '.join(odd[:5])}"
-        )
-    values = {}
-    for path, one in flat.items():
-        for name in one.hf_names():
-            if tensors[name].shape != one.tensor_shape:
-                raise ValueError(
-                    f"{directory}: {name} has shape {tensors[name].shape}, expected "
-                    f"{one.tensor_shape}; the adapters belong to another model"
-                )
-        stacked = np.stack([tensors[name] for name in one.hf_names()])
-        values[path] = jnp.asarray(stacked.astype(dtype))
-    return traverse_util.unflatten_dict(values, sep="/")
+    with contextlib.ExitStack() as stack:
+        tensors = open_tensors([stored], stack)
+        if odd := sorted(names ^ tensors.keys()):
+            raise ValueError(
+                f"{stored}: its tensors are not those of lora.targets: {', '.join(odd[:5])}"
+            )
+        values = {path: read_parameter(one, tensors, dtype=dtype) for path, one in flat.items()}
+    for path, value in values.items():
+        if not np.isfinite(value.astype(np.float32)).all():
+            raise ValueError(f"{stored}: {flat[path].name} has values that are not finite")
+    return traverse_util.unflatten_dict(
+        {path: jnp.asarray(value) for path, value in values.items()}, sep="/"
+    )

@@ -12,8 +12,9 @@ from jaxrl.models.families import (
     from_hf_config,
     to_hf_config,
 )
-from tests.models.references import FAMILIES, LLAMA3, SIZES
+from tests.models.references import EXPERTS, FAMILIES, LLAMA3, SIZES
 
+SCORED, SLIDING = "LlamaForSequenceClassification", "sliding_attention"
 BASE = {k: v for k, v in SIZES.items() if not k.endswith("token_id")}
 LLAMA3_NUMBERS = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
 
@@ -98,6 +99,56 @@ def test_windows_of_qwen_follow_the_switch_the_first_layer_and_the_layer_types()
         (raw("llama", num_attention_heads=3), "num_attention_heads=3"),
         (raw("llama", head_dim=7), "head_dim=7"),
         (raw("llama", hidden_size=None), "hidden_size=None"),
+        (raw([]), r"model_type=\[\]"),
+        ({"model_type": "llama"}, "vocab_size is missing"),
+        (raw("llama", num_key_value_heads="2"), "num_key_value_heads='2'"),
+        (raw("llama", num_key_value_heads=0), "num_key_value_heads=0"),
+        (raw("llama", hidden_size=32.0), "hidden_size=32.0"),
+        (raw("llama", vocab_size=True), "vocab_size=True"),
+        (raw("llama", num_hidden_layers=10**12), "num_hidden_layers=10000"),
+        (raw("llama", rms_norm_eps=float("nan")), "rms_norm_eps=nan"),
+        (raw("llama", tie_word_embeddings="false"), "tie_word_embeddings='false'"),
+        (raw("llama", is_causal=False), "is_causal=False"),
+        (raw("llama", transformers_weights="x.safetensors"), "transformers_weights"),
+        (raw("llama", architectures=["Qwen2ForCausalLM"]), "architectures=.*model_type='llama'"),
+        (raw("llama", architectures=["LlamaModel"]), "architectures=.*model_type='llama'"),
+        (raw("llama", architectures=[SCORED, "LlamaForCausalLM"]), "architectures"),
+        (raw("llama", architectures=SCORED), "architectures='LlamaFor"),
+        (raw("llama", architectures=[SCORED], id2label=[]), r"id2label=\[\]"),
+        (raw("llama", architectures=[SCORED], num_labels=3), "3 labels .num_labels"),
+        (raw("llama", eos_token_id=-1), "eos_token_id=-1: expected ids from 0 to 95"),
+        (raw("llama", eos_token_id=[1, 96]), r"eos_token_id=\[1, 96\]: expected"),
+        (raw("llama", eos_token_id=True), "eos_token_id=True"),
+        (raw("llama", eos_token_id={}), "eos_token_id={}"),
+        (raw("llama", rope_theta=0), "rope_theta=0"),
+        (raw("llama", rope_theta="10000"), "rope_theta='10000'"),
+        (raw("llama", rope_parameters=[5]), r"rope_parameters=\[5\]"),
+        (raw("llama", rope_parameters={"rope_theta": 0}), "rope_parameters.rope_theta=0"),
+        (raw("llama", rope_theta=7.0, rope_parameters={"rope_theta": 5.0}), "rope_theta=7.0 and"),
+        (raw("llama", rope_parameters={"full_attention": {}}), "rope_parameters.full_attention"),
+        (
+            raw("llama", rope_scaling={"type": "linear", "factor": 2}, rope_parameters=LLAMA3),
+            "rope_parameters and rope_scaling contradict",
+        ),
+        (raw("llama", rope_scaling={"type": "linear", "factor": 0}), "rope_scaling.factor=0"),
+        (raw("llama", rope_parameters=LLAMA3 | {"low_freq_factor": 4.0}), "low_freq_factor=4.0"),
+        (raw("llama", rope_parameters=LLAMA3 | {"low_freq_factor": 0}), "low_freq_factor=0"),
+        (
+            raw("llama", rope_parameters=LLAMA3, original_max_position_embeddings=32),
+            "original_max_position_embeddings=32 and",
+        ),
+        (raw("mistral", sliding_window=0), "sliding_window=0"),
+        (raw("qwen2", use_sliding_window=True, sliding_window=-4), "sliding_window=-4"),
+        (raw("qwen2", layer_types=["sliding_attention"] * 3), "use_sliding_window=None"),
+        (
+            raw("qwen2", use_sliding_window=True, sliding_window=None, layer_types=[SLIDING] * 3),
+            "sliding_window=None",
+        ),
+        (raw("qwen3", layer_types=5), "layer_types=5"),
+        (raw("qwen3", layer_types=[None] * 3), "layer_types.0=None"),
+        (raw("qwen3_moe"), "num_experts, num_experts_per_tok is missing"),
+        (raw("qwen3_moe", **EXPERTS, num_local_experts=7), "num_experts=6 and num_local_experts=7"),
+        (raw("qwen3_moe", **EXPERTS | {"num_experts_per_tok": 7}), "more than the 6 experts"),
     ],
 )
 def test_refuses_by_name(content, named):

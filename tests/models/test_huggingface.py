@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from jaxrl.models import huggingface, spec
+from jaxrl.models import huggingface, pretrained, spec
 from jaxrl.models.decoder import param_specs
 from tests.models.references import FAMILIES, checkpoint
 from tests.tiny import write_checkpoint
@@ -200,6 +200,106 @@ def test_a_damaged_index_is_named(tmp_path):
     path.write_text(json.dumps(index))
     with pytest.raises(FileNotFoundError, match=r"ghost\.safetensors"):
         huggingface.load(tmp_path, dtype=None)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd"])
+def test_an_index_that_points_outside_is_refused(name, tmp_path):
+    checkpoint(tmp_path / "model", "qwen3", tied=True, max_shard_size=30_000)
+    path = tmp_path / "model" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    shutil.copy(tmp_path / "model" / index["weight_map"][QUERY], tmp_path / "outside.safetensors")
+    index["weight_map"][QUERY] = name
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=rf"index\.json: weight_map names the file '{name}'"):
+        huggingface.load(tmp_path / "model", dtype=None)
+
+
+def test_a_single_file_beside_an_index_of_others_is_refused(tiny, tmp_path):
+    # transformers would read the single file, and a vLLM server the others.
+    checkpoint(tmp_path, "qwen3", tied=True, max_shard_size=30_000)
+    shutil.copy(tiny / "model.safetensors", tmp_path)
+    with pytest.raises(ValueError, match=r"both model\.safetensors and model\.safetensors\.index"):
+        huggingface.load(tmp_path, dtype=None)
+    tensors = load_file(tmp_path / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    huggingface.load(tmp_path, dtype=None)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_git_lfs_pointer_is_named(file, tmp_path):
+    directory = write_checkpoint(tmp_path)
+    (directory / file).write_text(POINTER)
+    with pytest.raises(ValueError, match=rf"/{file} is a Git LFS pointer.*`git lfs pull`"):
+        pretrained.load(directory)
+
+
+def test_pickled_weights_are_refused_without_being_read(broken):
+    (broken / "model.safetensors").rename(broken / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"only pickled weights .pytorch_model\.bin"):
+        huggingface.load(broken, dtype=None)
+
+
+def test_values_that_a_dtype_cannot_hold_are_named(broken):
+    change(broken, lambda x: x.update({QUERY: x[QUERY].astype(np.float64) * 1e300}))
+    with pytest.raises(ValueError, match=f"{QUERY}' has values that are infinite in float32"):
+        huggingface.load(broken, dtype=np.dtype("float32"))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        ("config.json", "[]", r"config\.json holds \[\]"),
+        ("config.json", "[" * 100_000, r"config\.json is not JSON"),
+        ("generation_config.json", "[]", r"generation_config\.json holds \[\]"),
+        ("generation_config.json", '{"eos_token_id": "1"}', r"n_config\.json: eos_token_id='1'"),
+        ("generation_config.json", '{"eos_token_id": 64}', r"n_config\.json: eos_token_id=64"),
+        ("tokenizer.json", "{}", r"/tokenizer\.json: transformers cannot load"),
+        ("tokenizer.json", "7", r"/tokenizer\.json: transformers cannot load"),
+        ("tokenizer_config.json", "7", r"tokenizer_config\.json holds 7"),
+        ("tokenizer_config.json", '{"eos_token": 5}', r"tokenizer_config\.json.*: transformers"),
+        ("tokenizer_config.json", '{"eos_token": "new"}', "token .* has the id 6., but vocab_size"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "chat_template=5 is not a text"),
+        ("tokenizer_config.json", '{"chat_template": "\\ud800"}', "is not a text"),
+        ("special_tokens_map.json", "null", r"special_tokens_map\.json holds None"),
+        ("special_tokens_map.json", '{"pad_token": 5}', r"special_tokens_map\.json.*transformers"),
+        ("model.safetensors.index.json", "{}", r"index\.json: weight_map is missing"),
+        ("model.safetensors.index.json", '{"weight_map": [1]}', r"index\.json: weight_map=\[1\]"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "weight_map.a=1"),
+    ],
+)
+def test_a_file_of_the_wrong_shape_is_named(file, content, named, tmp_path):
+    directory = write_checkpoint(tmp_path)
+    (directory / file).write_text(content)
+    with pytest.raises(ValueError, match=named):
+        pretrained.load(directory)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        {"decoder": {"type": "Strip", "content": "<", "start": 100, "stop": 100}},
+    ],
+    ids=lambda part: next(iter(part)),
+)
+def test_a_tokenizer_that_panics_is_named(part, tmp_path):
+    file = write_checkpoint(tmp_path) / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | part))
+    with pytest.raises(ValueError, match=r"tokenizer\.json.*PanicException"):
+        huggingface.load_tokenizer(tmp_path)
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path):
+    directory = write_checkpoint(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).unlink()
+    with pytest.raises(ValueError, match="has no tokenizer"):  # transformers makes an empty one
+        huggingface.load_tokenizer(directory)
 
 
 def test_save_refuses_parameters_of_another_config(tiny, tmp_path):

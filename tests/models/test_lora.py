@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxrl.core.precision import PRESETS
 from jaxrl.models import lora, peft, spec
@@ -89,6 +89,33 @@ def test_adapter_files_have_pefts_names_and_come_back_bit_for_bit(tmp_path):
     refused(r"not those of lora\.targets: .*down_proj", targets=["q_proj"])
     (tmp_path / "adapter_config.json").write_text(json.dumps(written | {"use_dora": True}))
     refused("use_dora is True, which is not supported")
+
+
+def test_damaged_adapters_are_named(tmp_path):
+    some = adapted(seed=2)
+    peft.save(tmp_path, some.adapters, specs=SPECS, base="base", dtype=FP32.params)
+    config, file = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
+    content, tensors = file.read_bytes(), load_file(file)
+    name = next(iter(tensors))
+
+    def refused(message):
+        with pytest.raises(ValueError, match=message):
+            peft.load(tmp_path, SPECS, dtype=FP32.params)
+
+    for damaged in (content[:-4], content[:100], b""):
+        file.write_bytes(damaged)
+        refused(r"adapter_model\.safetensors is not a readable")
+    for value, problem in (
+        (np.full_like(tensors[name], np.nan), "not finite"),
+        (tensors[name].astype(np.int32), "dtype I32"),
+        (tensors[name].T.copy(), "has shape"),
+    ):
+        save_file(tensors | {name: value}, file)
+        refused(rf"adapter_model\.safetensors: .*{problem}")
+    file.rename(tmp_path / "adapter_model.bin")
+    refused(r"only pickled weights .adapter_model\.bin")
+    config.write_text("[]")
+    refused(r"adapter_config\.json holds \[\]")
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it

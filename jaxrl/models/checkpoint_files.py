@@ -1,0 +1,222 @@
+"""Files of a checkpoint directory: JSON objects and safetensors.
+
+Checkpoints come from strangers. A file that is damaged, of the wrong type, a Git LFS pointer or a
+pickle is a ValueError that names it.
+"""
+
+import contextlib
+import json
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+import pydantic
+from safetensors import SafetensorError, safe_open
+
+from jaxrl.core.precision import DType
+from jaxrl.models.spec import ParamSpec
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_PICKLES = ("pytorch_model*.bin", "adapter_model.bin", "consolidated*.pth", "*.ckpt")
+
+
+class Table(pydantic.BaseModel):
+    """A JSON object: types and bounds of the keys that are read. Other keys are ignored."""
+
+    model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
+
+
+T = TypeVar("T", bound=Table)
+
+
+class _Index(Table):
+    weight_map: dict[str, str]
+
+
+def shown(value: Any) -> str:
+    """Returns the `repr` of a value from a file, shortened."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 80
+    return short.repr(value)
+
+
+def validated(schema: type[T], raw: Mapping[str, Any]) -> T:
+    """Reads a JSON object by its schema.
+
+    Raises:
+      ValueError: for a missing key or a value of another type or out of bounds; the message names
+        the key.
+    """
+    try:
+        return schema.model_validate(raw)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "missing":
+            raise ValueError(f"{key} is missing") from None
+        problem = first["msg"].replace("Input should be", "expected", 1)
+        raise ValueError(f"{key}={shown(first['input'])}: {problem}") from None
+
+
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Puts the file's path in front of errors about its content."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def check_file(path: Path) -> None:
+    """Checks that a file exists and is not a Git LFS pointer.
+
+    Raises:
+      FileNotFoundError, ValueError: if not.
+    """
+    if not path.is_file():
+        problem = "is not a regular file" if path.exists() else "does not exist"
+        raise FileNotFoundError(f"{path} {problem}")
+    with path.open("rb") as stream:
+        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ValueError(
+                f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` where the "
+                "checkpoint was cloned, or download it with `hf download`"
+            )
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Reads a file that holds a JSON object; raises as `check_file`, and for other content."""
+    check_file(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {shown(content)}; expected an object with keys")
+    return content
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a JSON object with a line for each key."""
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of an open safetensors file, which is read on demand."""
+
+    path: Path
+    name: str
+    file: Any
+
+    def read(self, *, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """Reads the tensor.
+
+        Raises:
+          ValueError: if it has another shape, or a dtype that is not floating-point.
+        """
+        part = self.file.get_slice(self.name)
+        found, dtype = tuple(part.get_shape()), part.get_dtype()
+        if shape is not None and found != shape:
+            raise ValueError(
+                f"{self.path}: tensor {self.name!r} has shape {found}, expected {shape}"
+            )
+        if dtype not in _DTYPES:
+            raise ValueError(
+                f"{self.path}: tensor {self.name!r} has dtype {dtype}; supported are "
+                f"{', '.join(_DTYPES)}"
+            )
+        return self.file.get_tensor(self.name)
+
+
+def open_tensors(paths: Iterable[Path], stack: contextlib.ExitStack) -> dict[str, StoredTensor]:
+    """Opens safetensors files until the stack is closed; returns {name: tensor}.
+
+    Raises:
+      FileNotFoundError: if a file is missing.
+      ValueError: if a file is unreadable, or two hold a tensor of the same name.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for path in paths:
+        check_file(path)
+        try:
+            file = stack.enter_context(safe_open(path, framework="numpy"))
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+        for name in file.keys():  # noqa: SIM118 — not a dict
+            if name in tensors:
+                raise ValueError(f"{path}: tensor {name!r} is also in {tensors[name].path}")
+            tensors[name] = StoredTensor(path, name, file)
+    return tensors
+
+
+def open_weights(directory: Path, stack: contextlib.ExitStack) -> dict[str, StoredTensor]:
+    """Opens model.safetensors, or the files that its index names, as `open_tensors`.
+
+    Raises:
+      FileNotFoundError, ValueError: also for an index that contradicts the files.
+    """
+    single, index = directory / SINGLE, directory / INDEX
+    if not index.exists():
+        if not single.exists():
+            refuse_pickles(directory)
+        return open_tensors([single], stack)
+    raw = read_object(index)
+    with named(index):
+        weight_map = validated(_Index, raw).weight_map
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(
+                f"{index}: weight_map names the file {name!r}; expected one inside the directory"
+            )
+    if single.exists() and SINGLE not in names:
+        raise ValueError(
+            f"{directory} has both {SINGLE} and {INDEX}, which names other files; transformers "
+            "reads the first and vLLM the second; delete the one that is out of date"
+        )
+    tensors = open_tensors([directory / name for name in names], stack)
+    for name in weight_map:
+        if name not in tensors:
+            raise ValueError(f"{index} names tensor {name!r}, which no file contains")
+    return tensors
+
+
+def refuse_pickles(directory: Path) -> None:
+    """Raises ValueError if a directory without safetensors has pickled weights."""
+    pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
+    if pickles:
+        raise ValueError(
+            f"{directory} has only pickled weights ({pickles[0]}), which can run code when they "
+            "are loaded; convert them to safetensors where you trust them, with transformers: "
+            f"AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(...)"
+        )
+
+
+def read_parameter(
+    one: ParamSpec, tensors: Mapping[str, StoredTensor], *, dtype: DType | None
+) -> np.ndarray:
+    """Reads and stacks the tensors of a parameter, cast to `dtype`; None keeps the files'.
+
+    Raises:
+      ValueError: as `StoredTensor.read`.
+    """
+    names = one.hf_names()
+    out: np.ndarray | None = None
+    for i, name in enumerate(names):
+        part = tensors[name].read(shape=one.tensor_shape)
+        if out is None:
+            out = np.empty((len(names), *one.tensor_shape), dtype or part.dtype)
+        try:
+            with np.errstate(over="raise"):
+                out[i] = part
+        except FloatingPointError:
+            raise ValueError(
+                f"{tensors[name].path}: tensor {name!r} has values that are infinite in {out.dtype}"
+            ) from None
+    assert out is not None  # a decoder has at least one layer
+    return out.reshape(one.shape)
