@@ -44,12 +44,13 @@ class Learner(NamedTuple):
 
     name: str  # of a run; a resumed run has the same, and may connect again
     session: str  # random, of one process; an earlier process of the same run is refused
+    replaces: str = ""  # name of a learner that it takes servers over from
 
 
-def new_learner(name: str | None = None) -> Learner:
+def new_learner(name: str | None = None, *, replaces: str = "") -> Learner:
     """Returns the identity of this process in a run, by default in a run of its own."""
     own = f"process {os.getpid()} on {socket.gethostname()}"
-    return Learner(own if name is None else name, secrets.token_hex(8))
+    return Learner(own if name is None else name, secrets.token_hex(8), replaces)
 
 
 class Timings(NamedTuple):

@@ -96,9 +96,13 @@ def parse_learner(raw: Any) -> Learner:
     if (
         not isinstance(raw, dict)
         or raw.keys() != set(Learner._fields)
-        or not all(map(_is_name, raw.values()))
+        or not all(
+            _is_name(value) or (key, value) == ("replaces", "") for key, value in raw.items()
+        )
     ):
-        raise ManifestError(f"the learner must have a name and a session, not {_shown(raw)}")
+        raise ManifestError(
+            f"a learner has the keys {', '.join(Learner._fields)}, each a short text: {_shown(raw)}"
+        )
     return Learner(**raw)
 
 

@@ -13,7 +13,14 @@ from jaxrl.bridge.source import ParamsSource
 from jaxrl.builders import servers
 from jaxrl.builders.layout import sampler_layout
 from jaxrl.builders.servers import Address, Workload, api_key
-from jaxrl.builders.weight_sync import Adapters, Publish, PublishToServers, Weights, open_send
+from jaxrl.builders.weight_sync import (
+    Adapters,
+    Publish,
+    PublishToServers,
+    Weights,
+    open_send,
+    run_learner,
+)
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.core.hosts import Hosts
 from jaxrl.models import lora
@@ -147,7 +154,13 @@ def _open_client(
         stack.callback(client.close)
         named = [VllmServer(url, timeout=config.timeout, api_key=key) for url in urls]
         send = stack.enter_context(
-            open_send(config, weights, servers=named, adapters=needs.adapters)
+            open_send(
+                config,
+                weights,
+                servers=named,
+                adapters=needs.adapters,
+                learner=run_learner(directory),
+            )
         )
         yield Serving(client, PublishToServers(send, named, client=client, note=note), client.score)
 

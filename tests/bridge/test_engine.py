@@ -21,7 +21,7 @@ from jaxrl.bridge.source import ParamsSource
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
-from tests.bridge.cases import EXPERTS, FAMILIES, QWEN3, ListSource, params
+from tests.bridge.cases import EXPERTS, FAMILIES, LEARNER, QWEN3, ListSource, params
 from tests.bridge.engines import LINUX, ChildEngine, child_engine
 
 pytestmark = LINUX
@@ -116,10 +116,10 @@ def serving(engine: ChildEngine, model: Path, tmp_path: Path) -> Serving:
         engine.open(model, "float32")
     engine.connect(root=str(root), wire="float32", sampler="float32")
     source = ParamsSource(params(QWEN3, 0), specs, dtype=f32)
-    write_checkpoint(source, root / "now", version=5, model_dir=model)
+    write_checkpoint(source, root / "now", version=5, learner=LEARNER, model_dir=model)
     engine.update("now", version=5, in_flight="keep")
     source = ParamsSource(params(QWEN3, 1), specs, dtype=f32)
-    write_checkpoint(source, root / "next", version=6, model_dir=model)
+    write_checkpoint(source, root / "next", version=6, learner=LEARNER, model_dir=model)
     return Serving(engine, root, source, engine.generate(PROMPTS))
 
 
@@ -227,10 +227,14 @@ def test_the_wire_dtype_may_be_narrower_than_the_servers(serving: Serving) -> No
     bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
     source = ParamsSource(params(QWEN3, 1), decoder(QWEN3).specs, dtype=bf16)
     rounded = {name: array.astype(f32) for name, array in source}
-    with SharedMemoryPublisher([serving.engine], wire=bf16, sampler=f32) as publisher:
+    with SharedMemoryPublisher(
+        [serving.engine], wire=bf16, sampler=f32, learner=LEARNER
+    ) as publisher:
         publisher.publish(source, version=0)
     narrow = serving.engine.generate(PROMPTS)
-    with SharedMemoryPublisher([serving.engine], wire=f32, sampler=f32) as publisher:
+    with SharedMemoryPublisher(
+        [serving.engine], wire=f32, sampler=f32, learner=LEARNER
+    ) as publisher:
         publisher.publish(ListSource(rounded), version=0)
     assert serving.engine.generate(PROMPTS) == narrow
 

@@ -25,7 +25,7 @@ from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
-from tests.bridge.cases import QWEN3, ListSource, params
+from tests.bridge.cases import LEARNER, QWEN3, ListSource, params
 from tests.bridge.engines import LINUX, VLLM_PYTHON
 
 pytestmark = LINUX
@@ -311,7 +311,8 @@ def test_a_server_that_others_can_reach_needs_a_key(tmp_path: Path) -> None:
 
 def test_an_unreachable_server_is_unavailable(tmp_path: Path) -> None:
     absent = VllmServer("http://127.0.0.1:9", timeout=1.0)
-    absent.connect(root=str(tmp_path), wire="float32", sampler="float32")  # it may start later
+    # It may start later.
+    absent.connect(root=str(tmp_path), wire="float32", sampler="float32", learner=LEARNER)
     assert not absent.connected
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9/"):
         absent.update("slot-0", version=1, in_flight="keep")

@@ -12,6 +12,7 @@ import pytest
 from jaxrl.bridge.base import POISONED, REFUSED, PoisonedError, RefusedError, UnavailableError
 from jaxrl.bridge.servers.control import ControlError, VllmServer
 from jaxrl.bridge.swap import swap_weights
+from tests.bridge.cases import LEARNER
 
 DEAD = "EngineCore encountered an issue"
 
@@ -69,7 +70,7 @@ def two() -> Iterator[tuple[list[Vllm], list[VllmServer]]]:
     with ExitStack() as stack:
         pairs = [stack.enter_context(running()) for _ in range(2)]
         for _, server in pairs:
-            server.connect(root="/x", wire="float32", sampler="float32")
+            server.connect(root="/x", wire="float32", sampler="float32", learner=LEARNER)
         yield [vllm for vllm, _ in pairs], [server for _, server in pairs]
 
 
@@ -126,11 +127,11 @@ def test_a_server_that_returns_with_another_dtype_is_skipped(two):
 def test_connecting_tolerates_a_failed_server_but_not_a_wrong_one():
     with running() as (vllm, server):
         vllm.fails["*"] = (500, DEAD)
-        server.connect(root="/x", wire="float32", sampler="float32")
+        server.connect(root="/x", wire="float32", sampler="float32", learner=LEARNER)
         assert not server.connected
         vllm.fails["*"] = (401, "JAXRL_API_KEY")
         with pytest.raises(ControlError, match="JAXRL_API_KEY"):
-            server.connect(root="/x", wire="float32", sampler="float32")
+            server.connect(root="/x", wire="float32", sampler="float32", learner=LEARNER)
         vllm.fails["*"] = (500, f"{REFUSED} the server computes in float16")
         with pytest.raises(RefusedError, match="float16"):
-            server.connect(root="/x", wire="float32", sampler="float32")
+            server.connect(root="/x", wire="float32", sampler="float32", learner=LEARNER)

@@ -46,7 +46,6 @@ class InitInfo(WeightTransferInitInfo):
     wire: str  # dtype of all tensors, such as "bfloat16"
     sampler: str  # dtype that the learner expects this server to compute in
     learner: dict[str, str]  # fields of `Learner`
-    take_over: str = ""  # name of the learner that this one replaces
 
 
 @dataclass
@@ -95,7 +94,7 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         with _refusing("connecting"):
             learner = manifest.parse_learner(init_info.learner)
-            self._ownership.check(learner, take_over=init_info.take_over)
+            self._ownership.check(learner)
             root = self._checked_root(init_info)
             expected = self._model_specs(init_info.wire)
         self._expected, self._root, self._version = expected, root, -1

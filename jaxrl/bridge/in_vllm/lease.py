@@ -110,8 +110,8 @@ class Lease:
             self._busy -= 1
             if path == _UPDATE:
                 self._loaded = status == 200
-                # Refused is refused before a weight is touched.
-                self._unnamed = before if REFUSED in text and POISONED not in text else True
+                refused = REFUSED in text or 400 <= status < 500  # before a weight is touched
+                self._unnamed = before if refused and POISONED not in text else True
             if path == _FINISH and status == 200 and self._loaded:
                 self._loaded = self._unnamed = False
             if path == _RESUME and status == 200:

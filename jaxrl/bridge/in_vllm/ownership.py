@@ -23,14 +23,14 @@ class Ownership:
         self._learner: Learner | None = None
         self._replaced: set[str] = set()
 
-    def check(self, learner: Learner, *, take_over: str) -> None:
-        """Raises ForeignError if a learner may not connect; `take_over` names one to replace."""
+    def check(self, learner: Learner) -> None:
+        """Raises ForeignError if a learner may not connect."""
         held = self._learner
         if held is None or held == learner:
             return
         if learner.session in self._replaced:
             raise ForeignError(f"learner {held.name!r} has taken the server over from this process")
-        if learner.name != held.name and take_over != held.name:
+        if held.name not in (learner.name, learner.replaces):
             raise ForeignError(
                 f"the server takes weights from learner {held.name!r}; end that run, or replace it "
                 f"by starting this one with {TAKE_OVER}={held.name!r}"

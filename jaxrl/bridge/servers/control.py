@@ -14,15 +14,18 @@ from jaxrl.bridge.base import (
     NOT_CONNECTED,
     POISONED,
     REFUSED,
+    UNFINISHED,
     InFlight,
+    Learner,
     PoisonedError,
     RefusedError,
     Timings,
     UnavailableError,
 )
-from jaxrl.bridge.in_vllm import auth
+from jaxrl.bridge.in_vllm import auth, lease
 
 _PROBE_TIMEOUT = 5.0  # seconds that a failed server has to answer
+_TRIED = ("0.32.0",)  # versions of vLLM that the tests run
 
 
 class ControlError(RuntimeError):
@@ -44,6 +47,7 @@ class VllmServer:
       url: address of the server.
       connected: whether its last operation succeeded; otherwise `update` connects it again.
       last_error: message of its last failure.
+      version: of the vLLM that it runs; "" before it is connected.
     """
 
     def __init__(self, url: str, *, timeout: float = 600.0, api_key: str | None = None) -> None:
@@ -57,7 +61,7 @@ class VllmServer:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"{url!r} is not the http:// address of a server")
-        self.url, self.connected, self.last_error = url, False, ""
+        self.url, self.connected, self.last_error, self.version = url, False, "", ""
         self._client = httpx2.Client(
             base_url=f"http://{parts.netloc}",
             headers=auth.headers(api_key),
@@ -65,19 +69,40 @@ class VllmServer:
             trust_env=False,  # no proxy between a run and its servers
         )
         self._timeout = timeout
-        self._init_info: dict[str, str] = {}
+        self._init_info: dict[str, Any] = {}
+        self._learner: dict[str, str] = {}
 
-    def connect(self, *, root: str, wire: str, sampler: str) -> None:
-        """Announces the directory of the payloads and the dtypes. A server that does not answer is
-        connected at the next update.
+    def connect(self, *, root: str, wire: str, sampler: str, learner: Learner) -> None:
+        """Announces a learner, the directory of its payloads and the dtypes. A server that does not
+        answer is connected at the next update.
 
         Raises:
-          RefusedError: if the server computes in another dtype than `sampler`, or does not find
-            `root`.
+          RefusedError: if the server takes weights from a learner that this one does not replace,
+            computes in another dtype than `sampler`, or does not find `root`.
         """
+        self._learner = learner._asdict()
+        self._client.headers.update(lease.header(learner))
         self._init_info = {"root": root, "wire": wire, "sampler": sampler}
+        self._init_info["learner"] = self._learner
         with contextlib.suppress(_ServerFaultError):
             self._connect()
+
+    def disconnect(self) -> None:
+        """Lets other learners connect; does nothing if the server does not answer."""
+        with contextlib.suppress(ControlError, RefusedError):
+            if self.connected:
+                self._call("POST", "/shutdown_weight_transfer_engine", timeout=_PROBE_TIMEOUT)
+        self.connected = False
+
+    @property
+    def untried(self) -> str | None:
+        """A line for the user if nobody has tried the server's version of vLLM, else None."""
+        if self.version.partition("+")[0] in ("", *_TRIED):
+            return None
+        return (
+            f"{self.url} runs vLLM {self.version}, which jaxrl was never tried with (tried: "
+            f"{', '.join(_TRIED)}); continuing"
+        )
 
     def update(self, payload: str, *, version: int, in_flight: InFlight) -> Timings:
         """Pauses, loads the directory `payload` below the root, sets the version and resumes.
@@ -89,13 +114,14 @@ class VllmServer:
         """
         with self._tracked():
             if not self.connected:
-                self._call("GET", "/health", timeout=_PROBE_TIMEOUT)
+                self._check_alive()
                 self._connect()
             marks = [time.perf_counter()]
             # The KV cache belongs to the old weights; for requests in flight it is recomputed.
             self._call("POST", f"/pause?mode={in_flight}&clear_cache=true")
             marks.append(time.perf_counter())
-            refusal = self._load({"payload": payload, "version": version})
+            self._start()
+            refusal = self._load({"payload": payload, "version": version, "learner": self._learner})
             marks.append(time.perf_counter())
             self._while_paused("/resume")
             marks.append(time.perf_counter())
@@ -180,11 +206,36 @@ class VllmServer:
     def _connect(self) -> None:
         self.connected = False
         self._call("POST", "/init_weight_transfer_engine", {"init_info": self._init_info})
+        found = self._call("GET", "/version") or {}
+        self.version = str(found.get("version", ""))
         self.connected = True
+
+    def _check_alive(self) -> None:
+        """Raises ControlError unless the server is in good health, or ill in a way that the next
+        publish repairs."""
+        try:
+            self._call("GET", "/health", timeout=_PROBE_TIMEOUT)
+        except _ServerFaultError as error:
+            if UNFINISHED not in str(error):
+                raise
+
+    def _start(self) -> None:
+        """Opens vLLM's session of an update. An error leaves the server paused with its old
+        weights, and its lease ends that."""
+        try:
+            self._call("POST", "/start_weight_update")
+        except _UnreachableError:
+            raise
+        except ControlError:
+            # A learner that was killed has left its session open. An update without a payload ends
+            # it, because vLLM closes the session of one that is refused.
+            self._connect()  # the session of another learner is not ours to end
+            with contextlib.suppress(ControlError, RefusedError):
+                self._call("POST", "/update_weights", {"update_info": {}})
+            self._call("POST", "/start_weight_update")
 
     def _load(self, info: dict[str, Any]) -> RefusedError | None:
         try:
-            self._while_paused("/start_weight_update")
             self._while_paused("/update_weights", {"update_info": info})
             self._while_paused("/finish_weight_update", {"weight_version": str(info["version"])})
         except RefusedError as error:
@@ -198,6 +249,8 @@ class VllmServer:
         except _UnreachableError:
             raise
         except ControlError as error:
+            if not isinstance(error, _ServerFaultError) and path == "/update_weights":
+                raise RefusedError(str(error)) from error  # rejected before it reached the engine
             raise PoisonedError(f"stays paused: {_from(POISONED, str(error))}") from error
 
     def _call(
