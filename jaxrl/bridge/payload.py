@@ -2,7 +2,6 @@
 
 import itertools
 import mmap
-import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -74,15 +73,17 @@ class MappedTensor(NamedTuple):
 def resolve(root: Path, payload: str) -> Path:
     """Returns the directory of a payload; raises ManifestError if it is not an existing directory
     below the root after following links."""
+    shown = repr(payload)[:200]
     try:
         directory = (root / payload).resolve()
-        if directory == root or not directory.is_relative_to(root):
-            raise ManifestError(f"{payload!r} leads out of the root {root}")
-        if not stat.S_ISDIR(directory.stat().st_mode):
-            raise ManifestError(f"{payload!r} is not a directory below {root}")
-    except (OSError, RuntimeError, TypeError) as error:  # RuntimeError: links in a circle
-        name = repr(payload)[:200]
-        raise ManifestError(f"{name} is not a directory below {root}: {error}"[:500]) from None
+        inside = directory != root and directory.is_relative_to(root)
+        found = inside and directory.is_dir()
+    except (OSError, RuntimeError, TypeError, ValueError) as error:  # a loop of links, a long name
+        raise ManifestError(f"{shown} is not below the root {root}: {str(error)[:200]}") from None
+    if not inside:
+        raise ManifestError(f"{shown} leads out of the root {root}")
+    if not found:
+        raise ManifestError(f"{shown} is not a directory below the root {root}")
     return directory
 
 
