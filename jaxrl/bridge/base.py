@@ -64,6 +64,14 @@ class Timings(NamedTuple):
 
 # Prefixes of the engine's error messages, by which the client of the server recognises them.
 REFUSED, POISONED = "bridge refused:", "bridge poisoned:"
+
+
+def marker(text: str) -> str | None:
+    """Returns the prefix of the engine's message in a response, None if there is no message."""
+    found = [prefix for prefix in (REFUSED, POISONED) if prefix in text]
+    return min(found, key=text.index, default=None)  # a message may quote the other prefix
+
+
 # Prefix of the body of /health while a server has the weights of an unfinished publish.
 UNFINISHED = "bridge unfinished:"
 # Follows `REFUSED` if no learner has connected since the engine started.

@@ -20,6 +20,7 @@ from jaxrl.bridge.base import (
     PoisonedError,
     RefusedError,
     Timings,
+    marker,
 )
 from tests.bridge.cases import LEARNER
 
@@ -45,8 +46,8 @@ class ChildEngine:
         if "ok" in response:
             return response["ok"]
         text = response["error"]
-        kind = {REFUSED: RefusedError, POISONED: PoisonedError}
-        raise next((kind[m] for m in kind if m in text), RuntimeError)(text)
+        kinds = {REFUSED: RefusedError, POISONED: PoisonedError, None: RuntimeError}
+        raise kinds[marker(text)](text)
 
     def open(self, model: Path, dtype: str, *, logprobs: str = "processed_logprobs") -> None:
         self.call("open", model=str(model), dtype=dtype, logprobs_mode=logprobs)

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from jaxrl.bridge.base import RefusedError, UnavailableError
-from jaxrl.bridge.in_vllm import auth
+from jaxrl.bridge.base import RefusedError, UnavailableError, new_learner
+from jaxrl.bridge.in_vllm import auth, lease
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer, ServerFailedError, ServerOptions
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
@@ -33,6 +34,7 @@ F32 = np.dtype(np.float32)
 SPECS = decoder(QWEN3).specs
 PROMPT = [5, 6, 7]
 KEY = "a key"
+LEASE = 8.0
 OPTIONS = ServerOptions(
     python=VLLM_PYTHON,
     dtype="float32",
@@ -51,6 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     # cache, memory levels off early in the leak test.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+        patch.setenv(lease.SECONDS, str(LEASE))
         running = LocalServer(directory / "model", OPTIONS, log=directory / "log")
     with running:
         running.wait(lambda seconds: None)
@@ -194,6 +197,81 @@ def test_a_refusal_leaves_the_server_serving(
     assert ask(server, PROMPT, 24) == outputs
     with pytest.raises(RefusedError, match="computes in float32"):
         SharedMemoryPublisher([control(server)], wire=F32, sampler=np.dtype(np.float16))
+
+
+def abandon(server: LocalServer, *, after: str) -> None:
+    """Does what a learner does that is killed in the middle of publishing version 7."""
+    killed = control(server)
+    with SharedMemoryPublisher([killed], wire=F32, sampler=F32) as publisher:
+        payload = publisher._write(weights(1), version=7)
+        info = {"payload": payload, "version": 7, "learner": killed._learner}
+        killed._call("POST", "/pause?mode=keep&clear_cache=true")
+        if after != "/pause":
+            killed._call("POST", "/start_weight_update")
+        if after == "/update_weights":
+            killed._call("POST", after, {"update_info": info})
+
+
+@pytest.mark.parametrize("after", ["/pause", "/start_weight_update", "/update_weights"])
+def test_the_next_publish_repairs_what_a_killed_learner_left(
+    server: LocalServer, publisher: SharedMemoryPublisher, after: str
+) -> None:
+    expected = ask(server, PROMPT, 24)
+    abandon(server, after=after)
+    with SharedMemoryPublisher([control(server)], wire=F32, sampler=F32) as resumed:
+        resumed.publish(weights(0), version=0)
+        assert ask(server, PROMPT, 24) == expected
+        resumed.publish(weights(1), version=1)
+        assert set(ask(server, PROMPT, 24).versions) == {1}
+
+
+def wait_until(condition: Callable[[], bool], *, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_a_lease_that_runs_out_resumes_or_reports_ill_health(
+    server: LocalServer, publisher: SharedMemoryPublisher
+) -> None:
+    old, own = ask(server, PROMPT, 24), control(server)
+    abandon(server, after="/start_weight_update")
+    assert own._call("GET", "/is_paused")["is_paused"]
+    assert own.healthy()
+    assert ask(server, PROMPT, 24) == old  # it waits for the lease to run out
+    assert own.healthy()
+    abandon(server, after="/pause")
+    with SharedMemoryPublisher([own], wire=F32, sampler=F32) as resumed:
+        resumed.publish(weights(0), version=0)
+    abandon(server, after="/update_weights")
+    wait_until(lambda: not own.healthy(), seconds=10 * LEASE)
+    assert control(server)._call("GET", "/is_paused")["is_paused"]
+    with SharedMemoryPublisher([own], wire=F32, sampler=F32) as resumed:
+        resumed.publish(weights(0), version=0)
+    assert own.healthy()
+    assert ask(server, PROMPT, 24) == old
+
+
+def test_a_server_serves_one_learner(server: LocalServer, publisher: SharedMemoryPublisher) -> None:
+    old = ask(server, PROMPT, 24)
+    second = control(server)
+    roles: Any = {"wire": F32, "sampler": F32}
+    with pytest.raises(RefusedError, match=r"process.*JAXRL_TAKE_OVER"):
+        SharedMemoryPublisher([second], **roles, learner=new_learner("another run"))
+    with pytest.raises(RefusedError, match="process"):
+        second._call("POST", "/pause?mode=keep&clear_cache=true")
+    publisher.publish(weights(0), version=0)
+    taker = new_learner("another run", replaces=publisher._learner.name)
+    with SharedMemoryPublisher([second], **roles, learner=taker) as other:
+        other.publish(weights(1), version=0)
+        new = ask(server, PROMPT, 24)
+        assert new != old
+        for _ in range(2):  # the second time it would connect again
+            with pytest.raises(RefusedError, match="another run"):
+                publisher.publish(weights(0), version=1)
+        assert ask(server, PROMPT, 24) == new
+    second.disconnect()
 
 
 def test_an_update_without_a_pause_is_atomic(server: LocalServer, tmp_path: Path) -> None:

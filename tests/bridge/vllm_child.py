@@ -44,6 +44,9 @@ class Engine:
     def load(self, info) -> None:
         self.llm.update_weights({"update_info": info})
 
+    def finish(self, version: str) -> None:
+        self.llm.finish_weight_update(version)
+
     def disconnect(self) -> None:
         self.llm.llm_engine.collective_rpc("shutdown_weight_transfer_engine")
 

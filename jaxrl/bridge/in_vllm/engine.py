@@ -164,7 +164,7 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if self._unnamed:
                 raise RuntimeError(
                     f"{POISONED} an earlier publish did not finish, and this one changed nothing: "
-                    f"{error}"
+                    f"{str(error).removeprefix(REFUSED).strip()}"
                 ) from error
             raise
 

@@ -13,7 +13,7 @@ import os
 import urllib.parse
 from typing import Any
 
-from jaxrl.bridge.base import POISONED, REFUSED, UNFINISHED, Learner
+from jaxrl.bridge.base import REFUSED, UNFINISHED, Learner, marker
 from jaxrl.bridge.in_vllm.auth import App, Message, Receive, Send
 from jaxrl.bridge.in_vllm.ownership import TAKE_OVER
 
@@ -110,8 +110,9 @@ class Lease:
             self._busy -= 1
             if path == _UPDATE:
                 self._loaded = status == 200
-                refused = REFUSED in text or 400 <= status < 500  # before a weight is touched
-                self._unnamed = before if refused and POISONED not in text else True
+                # Both mean: before a weight was touched.
+                refused = marker(text) == REFUSED or 400 <= status < 500
+                self._unnamed = before if refused else True
             if path == _FINISH and status == 200 and self._loaded:
                 self._loaded = self._unnamed = False
             if path == _RESUME and status == 200:

@@ -21,6 +21,7 @@ from jaxrl.bridge.base import (
     RefusedError,
     Timings,
     UnavailableError,
+    marker,
 )
 from jaxrl.bridge.in_vllm import auth, lease
 
@@ -262,7 +263,7 @@ class VllmServer:
         except httpx2.RequestError as error:
             raise _UnreachableError(f"{where}: {error!r}") from None
         if response.status_code != 200:
-            if REFUSED in response.text:
+            if marker(response.text) == REFUSED:
                 raise RefusedError(_from(REFUSED, response.text))
             kind = ControlError if response.status_code < 500 else _ServerFaultError
             raise kind(f"{where}: {response.status_code} {response.text}")
