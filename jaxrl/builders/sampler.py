@@ -152,6 +152,7 @@ def _open_client(
             headers=auth.headers(key),
         )
         stack.callback(client.close)
+        learner = run_learner(directory)
         named = [VllmServer(url, timeout=config.timeout, api_key=key) for url in urls]
         send = stack.enter_context(
             open_send(
@@ -159,10 +160,11 @@ def _open_client(
                 weights,
                 servers=named,
                 adapters=needs.adapters,
-                learner=run_learner(directory),
+                learner=learner,
             )
         )
-        yield Serving(client, PublishToServers(send, named, client=client, note=note), client.score)
+        publish = PublishToServers(send, named, client=client, note=note, learner=learner)
+        yield Serving(client, publish, client.score)
 
 
 def _embedded(

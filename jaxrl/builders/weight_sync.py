@@ -139,7 +139,9 @@ class PublishToServers:
         *,
         client: VllmSampler,
         note: Callable[[str], None],
+        learner: Learner,
     ) -> None:
+        self._session = learner.session
         self._send, self._servers, self._client, self._note = send, servers, client, note
         self._serving = {server.url for server in servers}
         self._noted: set[str] = set()
@@ -160,7 +162,9 @@ class PublishToServers:
         for line in {server.untried for server in self._servers} - {None, *self._noted}:
             self._note(line)
             self._noted.add(line)
-        self._client.use_version(version, urls=sorted(self._serving), adapter=adapter)
+        self._client.use_version(
+            version, urls=sorted(self._serving), adapter=adapter, session=self._session
+        )
         seconds = {f"time/publish/{name}": s for name, s in timings._asdict().items()}
         return seconds | {"sampler/servers": float(len(self._serving))}
 

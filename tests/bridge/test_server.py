@@ -105,7 +105,7 @@ def ask(server: LocalServer, prompt: list[int], max_tokens: int) -> Output:
     assert response.status == 200, text
     choice: dict[str, Any] = json.loads(text)["choices"][0]
     versions = [
-        int(span["version"])
+        int(span["version"].partition("@")[0])
         for span in choice["weight_versions"]
         for _ in range(span["start"], span["end"])
     ]

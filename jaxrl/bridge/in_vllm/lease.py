@@ -111,7 +111,8 @@ class Lease:
             if path == _UPDATE:
                 self._loaded = status == 200
                 # Both mean: before a weight was touched.
-                refused = marker(text) == REFUSED or 400 <= status < 500
+                found = marker(text)
+                refused = found == REFUSED or (found is None and 400 <= status < 500)
                 self._unnamed = before if refused else True
             if path == _FINISH and status == 200 and self._loaded:
                 self._loaded = self._unnamed = False

@@ -135,14 +135,14 @@ class VllmServer:
         return Timings(pause=pause, load=load, resume=resume)
 
     def serves(self, label: str) -> bool:
-        """Tells whether the server samples from the weights that were published as `label`.
+        """Tells whether the server samples from the weights that this learner published as `label`.
 
         Raises:
           UnavailableError: the server does not answer.
         """
         with self._tracked():
             found = self.weight_version(timeout=None if self.connected else _PROBE_TIMEOUT)
-        self.connected = found == label
+        self.connected = found == self._label(label)
         return self.connected
 
     def load_adapter(self, name: str, directory: Path) -> None:
@@ -172,7 +172,8 @@ class VllmServer:
                 self._call("POST", "/v1/unload_lora_adapter", adapter, timeout=_PROBE_TIMEOUT)
 
     def weight_version(self, *, timeout: float | None = None) -> str:
-        """Returns the version that the server reports; "default" before the first publish."""
+        """Returns the version and the learner's session that the server reports, separated by "@",
+        or "default" before the first publish."""
         return self._call("GET", "/weight_info", timeout=timeout)["weight_version"]
 
     def dtype(self) -> str:
@@ -220,6 +221,10 @@ class VllmServer:
             if UNFINISHED not in str(error):
                 raise
 
+    def _label(self, version: str) -> str:
+        """Returns the name of a version at the server, which no other learner gives to its own."""
+        return f"{version}@{self._learner.get('session', '')}"
+
     def _start(self) -> None:
         """Opens vLLM's session of an update. An error leaves the server paused with its old
         weights, and its lease ends that."""
@@ -236,9 +241,10 @@ class VllmServer:
             self._call("POST", "/start_weight_update")
 
     def _load(self, info: dict[str, Any]) -> RefusedError | None:
+        label = self._label(str(info["version"]))
         try:
             self._while_paused("/update_weights", {"update_info": info})
-            self._while_paused("/finish_weight_update", {"weight_version": str(info["version"])})
+            self._while_paused("/finish_weight_update", {"weight_version": label})
         except RefusedError as error:
             return error
         return None
