@@ -72,6 +72,7 @@ class VllmServer:
         self._timeout = timeout
         self._init_info: dict[str, Any] = {}
         self._learner: dict[str, str] = {}
+        self._admitted = False  # by the server, which then holds no other learner
 
     def connect(self, *, root: str, wire: str, sampler: str, learner: Learner) -> None:
         """Announces a learner, the directory of its payloads and the dtypes. A server that does not
@@ -91,9 +92,9 @@ class VllmServer:
     def disconnect(self) -> None:
         """Lets other learners connect; does nothing if the server does not answer."""
         with contextlib.suppress(ControlError, RefusedError):
-            if self.connected:
+            if self._admitted:
                 self._call("POST", "/shutdown_weight_transfer_engine", timeout=_PROBE_TIMEOUT)
-        self.connected = False
+        self.connected = self._admitted = False
 
     @property
     def untried(self) -> str | None:
@@ -167,7 +168,7 @@ class VllmServer:
     def unload_adapter(self, name: str) -> None:
         """Unloads the adapter; does nothing if the server does not know it or does not answer."""
         adapter = {"lora_name": name}
-        with contextlib.suppress(ControlError):
+        with contextlib.suppress(ControlError, RefusedError):
             if self.connected:
                 self._call("POST", "/v1/unload_lora_adapter", adapter, timeout=_PROBE_TIMEOUT)
 
@@ -206,11 +207,11 @@ class VllmServer:
             raise
 
     def _connect(self) -> None:
-        self.connected = False
+        self.connected = self._admitted = False
         self._call("POST", "/init_weight_transfer_engine", {"init_info": self._init_info})
-        found = self._call("GET", "/version") or {}
-        self.version = str(found.get("version", ""))
-        self.connected = True
+        self.connected = self._admitted = True
+        with contextlib.suppress(ControlError):
+            self.version = str((self._call("GET", "/version") or {}).get("version", ""))
 
     def _check_alive(self) -> None:
         """Raises ControlError unless the server is in good health, or ill in a way that the next
