@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import http.client
 import itertools
-import json
 import re
 import threading
 import time
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +25,7 @@ from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
+from tests.bridge.asking import KEY, Output, ask
 from tests.bridge.cases import LEARNER, QWEN3, ListSource, params
 from tests.bridge.engines import LINUX, VLLM_PYTHON
 
@@ -33,7 +33,6 @@ pytestmark = LINUX
 F32 = np.dtype(np.float32)
 SPECS = decoder(QWEN3).specs
 PROMPT = [5, 6, 7]
-KEY = "a key"
 LEASE = 8.0
 OPTIONS = ServerOptions(
     python=VLLM_PYTHON,
@@ -75,42 +74,6 @@ def control(server: LocalServer) -> VllmServer:
 @functools.cache  # a publish that first makes its weights would come too late
 def weights(seed: int) -> ParamsSource:
     return ParamsSource(params(QWEN3, seed), SPECS, dtype=F32)
-
-
-class Output(NamedTuple):
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]  # of each token
-    finish_reason: str
-
-
-def ask(server: LocalServer, prompt: list[int], max_tokens: int) -> Output:
-    """Asks for a greedy completion that ignores EOS."""
-    body = {
-        "token_ids": prompt,
-        "sampling_params": {
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-            "logprobs": 0,
-            "detokenize": False,
-            "ignore_eos": True,
-        },
-    }
-    address = urllib.parse.urlsplit(server.url).netloc
-    headers = {"Content-Type": "application/json", **auth.headers(KEY)}
-    with closing(http.client.HTTPConnection(address, timeout=250)) as connection:
-        connection.request("POST", "/inference/v1/generate", json.dumps(body), headers)
-        response = connection.getresponse()
-        text = response.read()
-    assert response.status == 200, text
-    choice: dict[str, Any] = json.loads(text)["choices"][0]
-    versions = [
-        int(span["version"].partition("@")[0])
-        for span in choice["weight_versions"]
-        for _ in range(span["start"], span["end"])
-    ]
-    logprobs = [item["logprob"] for item in choice["logprobs"]["content"]]
-    return Output(choice["token_ids"], logprobs, versions, choice["finish_reason"])
 
 
 LENGTH = 480

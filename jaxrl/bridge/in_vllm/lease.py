@@ -94,6 +94,8 @@ class Lease:
         """Passes on a request of a publish; its lease starts anew with the response."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._task is not None:
+            await self._task  # or the server would resume after this pause
         self._open, self._expired = True, False
         before = self._unnamed
         if path == _UPDATE:
