@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.bridge import payload, safetensors_file
-from jaxrl.bridge.base import InFlight, Timings, WeightSource
+from jaxrl.bridge.base import InFlight, Learner, Timings, WeightSource
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.swap import WeightPublisher
 
@@ -20,7 +20,7 @@ _KEEP = 2  # published versions: a server may still read the last
 
 
 def write_checkpoint(
-    source: WeightSource, directory: Path, *, version: int, model_dir: Path
+    source: WeightSource, directory: Path, *, version: int, learner: Learner, model_dir: Path
 ) -> None:
     """Writes a checkpoint with a manifest; its directory appears whole or not at all.
 
@@ -48,7 +48,9 @@ def write_checkpoint(
             def write_bytes(file: str, offset: int, data: np.ndarray) -> None:
                 os.pwrite(handles[file].fileno(), data.data, offset)
 
-            written = payload.write_tensors(source, files, write_bytes, version=version)
+            written = payload.write_tensors(
+                source, files, write_bytes, version=version, learner=learner
+            )
             for handle in handles.values():
                 os.fsync(handle.fileno())
         payload.write_manifest(draft, written)
@@ -74,6 +76,7 @@ class DirectoryPublisher(WeightPublisher):
         wire: np.dtype,
         sampler: np.dtype,
         in_flight: InFlight = "keep",
+        learner: Learner | None = None,
     ) -> None:
         """Connects the servers as `WeightPublisher` does; creates the root if it is missing.
 
@@ -82,7 +85,14 @@ class DirectoryPublisher(WeightPublisher):
         root.mkdir(parents=True, exist_ok=True)
         self._model_dir = model_dir
         self._published = sorted(root.glob("version-*"), key=lambda path: path.stat().st_mtime)
-        super().__init__(servers, root, wire=wire, sampler=sampler, in_flight=in_flight)
+        super().__init__(
+            servers,
+            root,
+            wire=wire,
+            sampler=sampler,
+            in_flight=in_flight,
+            learner=learner,
+        )
 
     def publish(self, source: WeightSource, *, version: int) -> Timings:
         """See `WeightPublisher.publish`."""
@@ -96,6 +106,12 @@ class DirectoryPublisher(WeightPublisher):
         if directory in self._published:
             self._published.remove(directory)
             shutil.rmtree(directory)
-        write_checkpoint(source, directory, version=version, model_dir=self._model_dir)
+        write_checkpoint(
+            source,
+            directory,
+            version=version,
+            learner=self._learner,
+            model_dir=self._model_dir,
+        )
         self._published.append(directory)
         return directory.name

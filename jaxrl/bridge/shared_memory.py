@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 
 from jaxrl.bridge import manifest, payload
-from jaxrl.bridge.base import InFlight, TensorSpec, WeightSource
+from jaxrl.bridge.base import InFlight, Learner, TensorSpec, WeightSource
 from jaxrl.bridge.safetensors_file import SafetensorsFile, plan_files
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.swap import WeightPublisher
@@ -34,9 +34,11 @@ class _Slot:
             self._map = mmap.mmap(stream.fileno(), file.nbytes)
         self._bytes = np.frombuffer(self._map, np.uint8)
 
-    def fill(self, source: WeightSource, *, version: int) -> None:
+    def fill(self, source: WeightSource, *, version: int, learner: Learner) -> None:
         (self.directory / manifest.FILE).unlink(missing_ok=True)
-        written = payload.write_tensors(source, self._files, self._put, version=version)
+        written = payload.write_tensors(
+            source, self._files, self._put, version=version, learner=learner
+        )
         payload.write_manifest(self.directory, written)
 
     def _put(self, file: str, offset: int, data: np.ndarray) -> None:
@@ -58,6 +60,7 @@ class SharedMemoryPublisher(WeightPublisher):
         wire: np.dtype,
         sampler: np.dtype,
         in_flight: InFlight = "keep",
+        learner: Learner | None = None,
         memory: Path = MEMORY,
     ) -> None:
         """Connects the servers as `WeightPublisher` does."""
@@ -66,7 +69,14 @@ class SharedMemoryPublisher(WeightPublisher):
         self._specs: list[TensorSpec] = []
         self._slots: list[_Slot] = []
         try:
-            super().__init__(servers, root, wire=wire, sampler=sampler, in_flight=in_flight)
+            super().__init__(
+                servers,
+                root,
+                wire=wire,
+                sampler=sampler,
+                in_flight=in_flight,
+                learner=learner,
+            )
         except BaseException:
             self.close()
             raise
@@ -93,7 +103,7 @@ class SharedMemoryPublisher(WeightPublisher):
             self._specs = specs
         slot = self._slots.pop(0)
         self._slots.append(slot)
-        slot.fill(source, version=version)
+        slot.fill(source, version=version, learner=self._learner)
         return slot.directory.name
 
 

@@ -31,6 +31,7 @@ from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 from tests import tiny
+from tests.sampling.adapter_file import save_adapter
 from tests.sampling.serving import FP32, SERVED, Material, config, opened, signal_all, started
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build is for Linux")
@@ -312,10 +313,15 @@ def test_adapters_are_published_alone(material, second, tmp_path):
                 np.testing.assert_allclose(ours.logprobs, scores[-24:], atol=5e-5)
 
         check()
+        (server,) = alone.publish._servers
+        with pytest.raises(RefusedError, match="greater than max_lora_rank"):
+            server.load_adapter("larger", save_adapter(tmp_path / "larger", rank=16))
+        check()  # a refused adapter leaves the old one in place
         larger = opened(material, [second.url], note=print, **keys | {"lora__rank": "16"})
         with pytest.raises(RefusedError, match="greater than max_lora_rank"), larger:
             pass
-        check()  # a refused adapter leaves the old one in place
+        with pytest.raises(RuntimeError, match="of another learner"):
+            check()  # that process has replaced the base weights
 
 
 def test_the_doctor_uses_a_running_server(material, tmp_path, capsys):
