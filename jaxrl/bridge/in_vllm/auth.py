@@ -1,4 +1,4 @@
-"""API key of a server; runs inside vLLM.
+"""Access control of a server; runs inside vLLM.
 
 vLLM's own `--api-key` leaves open the routes that change weights, pause the server or call methods
 of its workers.
@@ -7,6 +7,7 @@ of its workers.
 import json
 import os
 import secrets
+import urllib.parse
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -19,7 +20,11 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _OPEN = ("/health", "/metrics")
-_REFUSAL = f"the key is missing or wrong: set {KEY} to the key that the server was started with"
+_WRONG_KEY = (
+    f"the key is missing or wrong: set {KEY} to the key that the server was started with; if it was "
+    "started without, its key is in ~/.config/jaxrl/key of the user and the machine that started it"
+)
+_FOREIGN = "the request comes from a web page of another origin; a server answers none of them"
 
 
 def headers(key: str | None) -> dict[str, str]:
@@ -28,7 +33,8 @@ def headers(key: str | None) -> dict[str, str]:
 
 
 class RequireKey:
-    """ASGI middleware that answers 401 to requests without the key, except health and metrics."""
+    """ASGI middleware that answers 401 to requests without the key, except health and metrics, and
+    403 to those that a browser sends for a web page of another origin."""
 
     def __init__(self, app: App) -> None:
         """Reads the key from the environment; raises KeyError if it is not set."""
@@ -37,16 +43,43 @@ class RequireKey:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Rejects a request or passes it to the server."""
-        if scope["type"] == "lifespan" or scope["path"] in _OPEN or self._has_key(scope):
+        refusal = None if scope["type"] == "lifespan" else self._refusal(scope)
+        if refusal is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
+            status, text = refusal
             kind = (b"content-type", b"application/json")
-            await send({"type": "http.response.start", "status": 401, "headers": [kind]})
-            body = json.dumps({"error": _REFUSAL}).encode()
+            await send({"type": "http.response.start", "status": status, "headers": [kind]})
+            body = json.dumps({"error": text}).encode()
             await send({"type": "http.response.body", "body": body})
         else:
             await send({"type": "websocket.close", "code": 1008})
 
+    def _refusal(self, scope: Message) -> tuple[int, str] | None:
+        if _is_foreign(scope):
+            return 403, _FOREIGN
+        if scope["path"] in _OPEN or self._has_key(scope):
+            return None
+        return 401, _WRONG_KEY
+
     def _has_key(self, scope: Message) -> bool:
-        given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        given = _values(scope, b"authorization")
         return len(given) == 1 and secrets.compare_digest(given[0], self._expected)
+
+
+def _is_foreign(scope: Message) -> bool:
+    """Tells whether a browser sent the request for a page of another server. Other clients send no
+    Origin."""
+    hosts = _values(scope, b"host")
+    for origin in _values(scope, b"origin"):
+        try:
+            place = urllib.parse.urlsplit(origin.decode("latin-1")).netloc
+        except ValueError:
+            return True
+        if [place.encode("latin-1")] != hosts:
+            return True
+    return False
+
+
+def _values(scope: Message, header: bytes) -> list[bytes]:
+    return [value for name, value in scope["headers"] if name.lower() == header]
