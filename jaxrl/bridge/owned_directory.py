@@ -48,9 +48,11 @@ class OwnedDirectory:
     def close(self) -> None:
         """Removes the directory and its belongings."""
         if self.lock >= 0:
-            _remove(self.path)
-            os.close(self.lock)
-            self.lock = -1
+            try:
+                _remove(self.path)
+            finally:
+                os.close(self.lock)
+                self.lock = -1
 
     def __enter__(self) -> Self:
         return self
@@ -118,8 +120,8 @@ def _remove(directory: Path) -> None:
     leaves something that is recognised."""
     for line in _lines(directory / BELONGINGS):
         inode, _, name = line.partition(" ")
-        file = directory.with_name(name)
         with contextlib.suppress(OSError, ValueError):
+            file = directory.with_name(name)  # an error if the name leads elsewhere
             found = file.lstat()
             if (found.st_ino, found.st_uid) == (int(inode), os.getuid()):
                 file.unlink()

@@ -24,7 +24,7 @@ class _Slot:
         directory.mkdir(mode=0o700)
         self.directory = directory
         self._files = [file]
-        with (directory / file.name).open("x+b", opener=_private) as stream:
+        with open(directory / file.name, "x+b", opener=_private) as stream:
             os.posix_fallocate(stream.fileno(), 0, file.nbytes)  # fails here if memory is full
             self._map = mmap.mmap(stream.fileno(), file.nbytes)
         self._bytes = np.frombuffer(self._map, np.uint8)

@@ -42,8 +42,8 @@ def known_key() -> str | None:
         raise ValueError(f"{file} is not a file; remove it, or set {KEY}")
     if mode & 0o077:
         raise ValueError(
-            f"{file} has the mode {stat.S_IMODE(mode):04o}, so other users may know the key; remove "
-            f"the file and start the servers again, or set {KEY}"
+            f"{file} has the mode {stat.S_IMODE(mode):04o}, so other users may know the key; "
+            f"remove the file and start the servers again, or set {KEY}"
         )
     return _checked(content.decode(errors="replace").strip(), where=str(file))
 

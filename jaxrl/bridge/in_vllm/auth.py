@@ -21,8 +21,8 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _OPEN = ("/health", "/metrics")
 _WRONG_KEY = (
-    f"the key is missing or wrong: set {KEY} to the key that the server was started with; if it was "
-    "started without, its key is in ~/.config/jaxrl/key of the user and the machine that started it"
+    f"the key is missing or wrong: set {KEY} to the key that the server was started with; a server "
+    "that was given none has the key in ~/.config/jaxrl/key where it was started"
 )
 _FOREIGN = "the request comes from a web page of another origin; a server answers none of them"
 

@@ -1,10 +1,10 @@
 """Ends a server together with the process that started it, and removes the server's shared memory.
 
-`launch.py` runs this program, which uses the standard library only. Its arguments are the file of
-belongings of an owned directory in /dev/shm, the descriptor of its lock, and the server's command. Its standard input
-is a pipe that closes when the starting process ends, even by SIGKILL; the whole process group then
-gets SIGTERM and later SIGKILL. The kernel's PR_SET_PDEATHSIG would watch the starting thread
-instead and would not reach the server's workers.
+`launch.py` runs this program, which uses the standard library only. Its arguments are the list of
+belongings of an owned directory in /dev/shm, the descriptor of its lock, and the server's command.
+Its standard input is a pipe that closes when the starting process ends, even by SIGKILL; the whole
+process group then gets SIGTERM and later SIGKILL. The kernel's PR_SET_PDEATHSIG would watch the
+starting thread instead and would not reach the server's workers.
 
 Segments and semaphores that the server makes beside the directory are listed in it as belongings.
 If this process is killed too, the next server or learner that starts removes them.
