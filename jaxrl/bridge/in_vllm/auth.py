@@ -37,7 +37,13 @@ class RequireKey:
     403 to those that a browser sends for a web page of another origin."""
 
     def __init__(self, app: App) -> None:
-        """Reads the key from the environment; raises KeyError if it is not set."""
+        """Reads the key from the environment.
+
+        Raises:
+          KeyError, ValueError: if it is not set or empty.
+        """
+        if not os.environ[KEY]:
+            raise ValueError(f"{KEY} is empty; set it to a secret")
         self._app = app
         self._expected = f"Bearer {os.environ[KEY]}".encode()
 
