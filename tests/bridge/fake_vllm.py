@@ -1,4 +1,4 @@
-"""Stands in for vLLM: takes its command line, is healthy, and misbehaves as its first argument says.
+"""Stands in for vLLM: takes its command line, is healthy, and misbehaves as argument 1 says.
 
 It makes what vLLM leaves behind: a segment, a semaphore and a socket, and writes their names with
 its environment to the file of the second argument.

@@ -1,4 +1,4 @@
-"""Directories stay while their owner lives, and go with what belongs to them after it was killed."""
+"""Directories stay while their owner lives; after a kill they go with what belongs to them."""
 
 import os
 import shutil
