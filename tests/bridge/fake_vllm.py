@@ -69,8 +69,9 @@ def main() -> None:
     draft.write_text(json.dumps(about))
     time.sleep(0.6)  # the watchdog looks every .2 s
     draft.rename(sys.argv[2])
-    port = int(sys.argv[sys.argv.index("--port") + 1])
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    host, port = (sys.argv[sys.argv.index(name) + 1] for name in ("--host", "--port"))
+    ThreadingHTTPServer.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    ThreadingHTTPServer((host, int(port)), Handler).serve_forever()
 
 
 main()

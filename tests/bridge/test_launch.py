@@ -1,5 +1,6 @@
 """Servers end with the process that started them; sleeping programs stand in for vLLM."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -167,8 +168,14 @@ def test_a_server_with_its_own_watchdog_killed_keeps_its_memory(tmp_path: Path) 
     assert not any(path.exists() for path in found)
 
 
-def test_a_server_is_ready_when_it_has_completed_a_request(tmp_path: Path) -> None:
-    with LocalServer(Path("model"), fake(tmp_path, "answers"), log=tmp_path / "log") as server:
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_a_server_is_ready_when_it_has_completed_a_request(tmp_path: Path, host: str) -> None:
+    options = dataclasses.replace(fake(tmp_path, "answers"), host=host)
+    try:
+        server = LocalServer(Path("model"), options, log=tmp_path / "log")
+    except ServerFailedError as error:
+        pytest.skip(f"{host}: {error}")  # a machine without IPv6
+    with server:
         server.wait(lambda seconds: None)
 
 

@@ -93,7 +93,8 @@ class LocalServer:
         check_arguments(options.arguments)
         self.api_key = options.api_key or secrets.token_hex(16)
         port = free_port(options.host, options.port)
-        self.url = f"http://{options.host}:{port}"
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        self.url = f"http://{host}:{port}"
         self._log = log
         self._control = VllmServer(self.url, timeout=5.0, api_key=self.api_key)
         self._owned = OwnedDirectory(MEMORY)
