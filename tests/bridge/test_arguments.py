@@ -1,9 +1,14 @@
 """Arguments that would undo a check are refused however vLLM lets them be written."""
 
+import argparse
+import contextlib
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from jaxrl.bridge.servers import arguments as checked
 from jaxrl.bridge.servers.arguments import check_arguments
 from jaxrl.bridge.servers.launch import LocalServer, ServerOptions
 from jaxrl.commands.serve.command import ServeConfig
@@ -51,3 +56,46 @@ def test_other_arguments_pass() -> None:
     check_arguments(
         ("--skip-tokenizer-init", "-O3", "-tp", "2", "--model-impl", "transformers", "--ssl-x=1")
     )
+
+
+OTHERS = (
+    "--model-impl",
+    "--ssl-ciphers",
+    "--hf-token",
+    "--port-range",
+    "--max-num-seqs",
+    "--dtype",
+)
+
+
+def read_by_vllm(arguments: list[str]) -> dict[str, str]:
+    """Parses as vLLM does: underscores are dashes before "=" and ".", prefixes are options."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    for name in (*checked._RESERVED, *OTHERS):
+        parser.add_argument(name, nargs="?", const="given", default=argparse.SUPPRESS)
+    dashed = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        name = name.partition(".")[0].replace("_", "-") if name.startswith("--") else name
+        dashed.append(name + equals + value)
+    return vars(parser.parse_known_args(dashed)[0])
+
+
+@st.composite
+def spellings(draw: st.DrawFn) -> str:
+    name = draw(st.sampled_from([*checked._RESERVED, *OTHERS]))
+    name = name[: draw(st.integers(1, len(name)))] + draw(st.sampled_from(["", "", "-x", ".y"]))
+    name = "".join(
+        draw(st.sampled_from("-_")) if c == "-" and i > 1 else c for i, c in enumerate(name)
+    )
+    return name + draw(st.sampled_from(["", "", "=", "=0.0.0.0"]))
+
+
+@settings(max_examples=2000)
+@given(st.lists(spellings() | st.text(max_size=8), max_size=4))
+def test_what_vllm_reads_as_reserved_is_refused(arguments: list[str]) -> None:
+    reserved = {name[2:].replace("-", "_") for name in checked._RESERVED}
+    with contextlib.suppress(ValueError):
+        check_arguments(arguments)
+        with contextlib.suppress(argparse.ArgumentError, SystemExit):
+            assert not reserved & read_by_vllm(arguments).keys()

@@ -5,15 +5,19 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxrl.bridge.in_vllm import auth
 
 KEY = {"Authorization": "Bearer secret", "Host": "127.0.0.1:8000"}
 
 
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(auth.KEY, "secret")
+@pytest.fixture(autouse=True, scope="module")
+def key():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(auth.KEY, "secret")
+        yield
 
 
 def status(path: str, headers: dict[str, str] | list[tuple[str, str]], kind: str = "http") -> int:
@@ -85,3 +89,25 @@ def test_an_empty_key_does_not_open_a_server(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(auth.KEY, "")
     with pytest.raises(ValueError, match="JAXRL_API_KEY is empty"):
         status("/pause", {"Authorization": "Bearer "})
+
+
+OWN = "http://127.0.0.1:8000"
+VALUES = st.sampled_from(["Bearer secret", OWN, "127.0.0.1:8000", "", "null"]) | st.text(
+    st.characters(max_codepoint=255), max_size=30
+)
+
+
+@settings(max_examples=2000)
+@given(
+    path=st.sampled_from(["/pause", "/health", "/metrics", ""]) | st.text(max_size=20),
+    headers=st.lists(
+        st.tuples(st.sampled_from(["Authorization", "Origin", "Host", "X"]), VALUES), max_size=6
+    ),
+    kind=st.sampled_from(["http", "websocket"]),
+)
+def test_no_request_slips_through(path: str, headers: list[tuple[str, str]], kind: str) -> None:
+    values = {name: [v for n, v in headers if n == name] for name, _ in headers}
+    if status(path, headers, kind) == 200:
+        for origin in values.get("Origin", []):
+            assert origin.removeprefix("https://").removeprefix("http://") in values["Host"]
+        assert path in ("/health", "/metrics") or values["Authorization"] == ["Bearer secret"]

@@ -4,11 +4,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxrl.bridge.owned_directory import BELONGINGS, LOCK, OwnedDirectory, lock_file
 
@@ -157,3 +160,27 @@ def test_without_locks_nothing_is_removed(tmp_path: Path) -> None:
         assert lock is not None
         os.close(lock)
     assert directory.exists()
+
+
+@settings(max_examples=500)
+@given(st.lists(st.text(max_size=20) | st.binary(max_size=20), max_size=5))
+def test_a_damaged_list_of_belongings_removes_nothing_foreign(lines: list[str | bytes]) -> None:
+    """Names of files that exist, with inodes that are theirs or not, and any bytes."""
+    with tempfile.TemporaryDirectory() as parent:
+        foreign = Path(parent) / "sub"
+        foreign.mkdir()
+        file, mine = foreign / "file", Path(parent) / "psm_mine"
+        file.touch()
+        mine.touch()
+        shown = [
+            *(f"{file.stat().st_ino} sub/file", f"{foreign.stat().st_ino} sub"),
+            *(f"{file.stat().st_ino} psm_mine", f"{file.stat().st_ino} ../x", "0 .", "0 .."),
+        ]
+        content = [
+            item.encode(errors="replace") if isinstance(item, str) else item for item in lines
+        ]
+        with OwnedDirectory(Path(parent)) as own:
+            (own.path / BELONGINGS).write_bytes(b"\n".join([*content, *map(str.encode, shown)]))
+        assert file.exists()
+        assert mine.exists()
+        assert not own.path.exists()
