@@ -1,9 +1,12 @@
-"""Types that both sides of the bridge share: specs, a source of weights, timings and errors.
+"""Types that both sides of the bridge share: specs, learners, timings and errors.
 
 Neither this module nor `manifest`, `safetensors_file` and `payload` import jax: vLLM's processes
 import them too.
 """
 
+import os
+import secrets
+import socket
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol
 
@@ -36,6 +39,20 @@ class WeightSource(Protocol):
         ...
 
 
+class Learner(NamedTuple):
+    """Identity of a learner. A server takes weights from one learner at a time."""
+
+    name: str  # of a run; a resumed run has the same, and may connect again
+    session: str  # random, of one process; an earlier process of the same run is refused
+    replaces: str = ""  # name of a learner that it takes servers over from
+
+
+def new_learner(name: str | None = None, *, replaces: str = "") -> Learner:
+    """Returns the identity of this process in a run, by default in a run of its own."""
+    own = f"process {os.getpid()} on {socket.gethostname()}"
+    return Learner(own if name is None else name, secrets.token_hex(8), replaces)
+
+
 class Timings(NamedTuple):
     """Seconds spent in each part of a publish; of several servers the slowest counts."""
 
@@ -47,6 +64,16 @@ class Timings(NamedTuple):
 
 # Prefixes of the engine's error messages, by which the client of the server recognises them.
 REFUSED, POISONED = "bridge refused:", "bridge poisoned:"
+
+
+def marker(text: str) -> str | None:
+    """Returns the prefix of the engine's message in a response, None if there is no message."""
+    found = [prefix for prefix in (REFUSED, POISONED) if prefix in text]
+    return min(found, key=text.index, default=None)  # a message may quote the other prefix
+
+
+# Prefix of the body of /health while a server has the weights of an unfinished publish.
+UNFINISHED = "bridge unfinished:"
 # Follows `REFUSED` if no learner has connected since the engine started.
 NOT_CONNECTED = "no learner has connected"
 

@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 
 from jaxrl.bridge import manifest, payload, safetensors_file
-from jaxrl.bridge.base import InFlight, Timings, WeightSource
+from jaxrl.bridge.base import InFlight, Learner, Timings, WeightSource
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.owned_directory import OwnedDirectory, lock_file
 from jaxrl.bridge.servers.control import VllmServer
@@ -27,7 +27,7 @@ _LOCK = ".jaxrl-lock"  # held by the learner that publishes to a root
 
 
 def write_checkpoint(
-    source: WeightSource, directory: Path, *, version: int, model_dir: Path
+    source: WeightSource, directory: Path, *, version: int, learner: Learner, model_dir: Path
 ) -> None:
     """Writes a checkpoint with a manifest; its directory appears whole or not at all.
 
@@ -55,7 +55,9 @@ def write_checkpoint(
             def write_bytes(file: str, offset: int, data: np.ndarray) -> None:
                 os.pwrite(handles[file].fileno(), data.data, offset)
 
-            written = payload.write_tensors(source, files, write_bytes, version=version)
+            written = payload.write_tensors(
+                source, files, write_bytes, version=version, learner=learner
+            )
             for handle in handles.values():
                 os.fsync(handle.fileno())
         payload.write_manifest(draft, written)
@@ -82,6 +84,7 @@ class DirectoryPublisher(WeightPublisher):
         wire: np.dtype,
         sampler: np.dtype,
         in_flight: InFlight = "keep",
+        learner: Learner | None = None,
     ) -> None:
         """Connects the servers as `WeightPublisher` does; creates the root if it is missing.
 
@@ -103,7 +106,14 @@ class DirectoryPublisher(WeightPublisher):
             stack.callback(os.close, lock)
             self._published = _published(root)
             self._drafts = stack.enter_context(OwnedDirectory(root)).path
-            super().__init__(servers, root, wire=wire, sampler=sampler, in_flight=in_flight)
+            super().__init__(
+                servers,
+                root,
+                wire=wire,
+                sampler=sampler,
+                in_flight=in_flight,
+                learner=learner,
+            )
             self._stack = stack.pop_all()
 
     def close(self) -> None:
@@ -127,7 +137,13 @@ class DirectoryPublisher(WeightPublisher):
         directory = self._root / f"version-{version}"
         # Killed at any moment, this process leaves a draft or a whole version.
         draft = self._drafts / secrets.token_hex(8)
-        write_checkpoint(source, draft, version=version, model_dir=self._model_dir)
+        write_checkpoint(
+            source,
+            draft,
+            version=version,
+            learner=self._learner,
+            model_dir=self._model_dir,
+        )
         if directory in self._published:
             self._published.remove(directory)
             self._remove(directory)

@@ -1,28 +1,28 @@
-"""Manifest of a payload: its version, and name, shape, location and checksum of every tensor."""
+"""Manifest of a payload: its learner and version, and name, shape, location and checksum of every
+tensor."""
 
-import hashlib
 import json
 import math
+import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from jaxrl.bridge.base import TensorSpec
+from jaxrl.bridge.base import Learner, TensorSpec
 
 FILE = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-# The checksum adds 64-bit words in columns, 256 rows per chunk, and hashes the sums. It runs at
-# memory speed and detects any changed, moved or torn word. The number of columns is prime, so that
-# rows of a matrix do not coincide with rows of the chunk.
-_COLUMNS = 1021
-CHUNK_BYTES = 256 * _COLUMNS * 8
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
+_KEYS = {"format", "version", "learner", "tensors"}
+_MAX_BYTES = 64 << 20  # of a manifest file; 250 bytes a tensor
+_MAX_NAME = 1000  # characters of a name
+_MAX_COUNT = 2**63  # a size in a file is below it
+_SHOWN = 200  # characters of an invalid value in a message
 
 
 class ManifestError(ValueError):
@@ -37,13 +37,14 @@ class Entry(NamedTuple):
     dtype: str
     file: str  # beside the manifest
     offset: int  # of the first byte; bytes are little-endian, in C order, without gaps
-    checksum: str  # of these bytes, see `combine_sums`
+    checksum: str  # of these bytes, see `checksum.combine`
 
 
 class Manifest(NamedTuple):
     """Contents of a payload, as tensors, with the learner's policy version, 0 or more."""
 
     version: int
+    learner: Learner
     entries: tuple[Entry, ...]
 
 
@@ -52,35 +53,16 @@ def tensor_bytes(tensor: TensorSpec | Entry) -> int:
     return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
 
 
-def chunk_sums(chunk: np.ndarray) -> bytes:
-    """Returns the partial sums of one chunk, u8[N] with N at most CHUNK_BYTES."""
-    if chunk.nbytes <= 8 * _COLUMNS:
-        return chunk.tobytes()
-    words = chunk[: chunk.nbytes // 8 * 8].view(np.uint64)
-    whole = words.size // _COLUMNS * _COLUMNS
-    sums = words[:whole].reshape(-1, _COLUMNS).sum(axis=0, dtype=np.uint64)
-    rest = words[whole:]
-    sums[: rest.size] += rest
-    return sums.tobytes() + chunk[words.nbytes :].tobytes()
-
-
-def combine_sums(sums: Sequence[bytes], *, nbytes: int) -> str:
-    """Returns the 128-bit checksum, in hexadecimal, of data whose `chunks` have these sums."""
-    digest = hashlib.blake2b(nbytes.to_bytes(8, "little"), digest_size=16)
-    for part in sums:
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def chunks(data: np.ndarray) -> list[np.ndarray]:
-    """Splits u8[N] into consecutive views of CHUNK_BYTES."""
-    return [data[i : i + CHUNK_BYTES] for i in range(0, data.nbytes, CHUNK_BYTES)]
-
-
 def dump(manifest: Manifest) -> str:
     """Returns the text of a manifest file."""
-    entries = [entry._asdict() for entry in manifest.entries]
-    return json.dumps({"format": FORMAT, "version": manifest.version, "tensors": entries})
+    return json.dumps(
+        {
+            "format": FORMAT,
+            "version": manifest.version,
+            "learner": manifest.learner._asdict(),
+            "tensors": [entry._asdict() for entry in manifest.entries],
+        }
+    )
 
 
 def parse(text: str) -> Manifest:
@@ -88,29 +70,64 @@ def parse(text: str) -> Manifest:
     text, a dtype is unknown, a file name leaves the directory, or a tensor occurs twice."""
     try:
         raw = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # the digits of an integer are limited, too
         raise ManifestError(f"the manifest is not JSON: {error}") from None
-    if not isinstance(raw, dict) or raw.keys() != {"format", "version", "tensors"}:
-        raise ManifestError("the manifest must have exactly the keys format, version and tensors")
+    if not isinstance(raw, dict) or raw.keys() != _KEYS:
+        raise ManifestError(f"the manifest must have exactly the keys {', '.join(sorted(_KEYS))}")
     if raw["format"] != FORMAT:
-        raise ManifestError(f"manifest format {raw['format']!r} is unknown; expected {FORMAT}")
-    if not _count(raw["version"]) or not isinstance(raw["tensors"], list):
+        raise ManifestError(
+            f"manifest format {_shown(raw['format'])} is unknown, expected {FORMAT}; learner and "
+            "server need the same version of jaxrl"
+        )
+    if not _is_count(raw["version"]) or not isinstance(raw["tensors"], list):
         raise ManifestError(
             "the manifest's version must be an integer of at least 0 and its tensors a list"
         )
+    learner = parse_learner(raw["learner"])
     entries = tuple(_entry(item) for item in raw["tensors"])
-    repeated = [name for name, n in Counter(entry.name for entry in entries).items() if n > 1]
-    if repeated:
-        raise ManifestError(f"{repeated[0]}: occurs twice in the manifest")
-    return Manifest(raw["version"], entries)
+    ((name, times),) = Counter(entry.name for entry in entries).most_common(1) or [("", 0)]
+    if times > 1:
+        raise ManifestError(f"{name}: occurs twice in the manifest")
+    return Manifest(raw["version"], learner, entries)
+
+
+def parse_learner(raw: Any) -> Learner:
+    """Reads what `Learner._asdict` returned; raises ManifestError for anything else."""
+    if (
+        not isinstance(raw, dict)
+        or raw.keys() != set(Learner._fields)
+        or not all(
+            _is_name(value) or (key, value) == ("replaces", "") for key, value in raw.items()
+        )
+    ):
+        raise ManifestError(
+            f"a learner has the keys {', '.join(Learner._fields)}, each a short text: {_shown(raw)}"
+        )
+    return Learner(**raw)
 
 
 def read(directory: Path) -> Manifest:
-    """Reads the manifest of a payload; raises ManifestError if it is missing or invalid."""
+    """Reads the manifest of a payload; raises ManifestError if it is missing, too large or invalid,
+    or not a regular file."""
+    path = directory / FILE
     try:
-        return parse((directory / FILE).read_text())
+        with open(path, "rb", opener=open_regular) as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ManifestError(f"{path} is larger than {_MAX_BYTES:,} bytes")
+        return parse(content.decode())
     except (OSError, UnicodeDecodeError) as error:
-        raise ManifestError(f"{directory / FILE} cannot be read: {error}") from None
+        raise ManifestError(f"{path} cannot be read: {error}") from None
+
+
+def open_regular(path: str, flags: int) -> int:
+    """Opens a file for `open`; raises OSError for a link, a FIFO or anything but a regular file.
+    Opening a FIFO would wait for a writer."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError("not a regular file")
 
 
 def check_tensors(entries: Sequence[Entry], expected: Sequence[TensorSpec]) -> None:
@@ -125,31 +142,45 @@ def check_tensors(entries: Sequence[Entry], expected: Sequence[TensorSpec]) -> N
             raise ManifestError(f"{entry.name}: unexpected; the model has no such tensor")
         spec = needed[entry.name]
         if entry.shape != spec.shape:
-            raise ManifestError(f"{entry.name}: shape {entry.shape}; the model needs {spec.shape}")
+            raise ManifestError(
+                f"{entry.name}: shape {_shown(entry.shape)}; the model needs {spec.shape}"
+            )
         if entry.dtype != spec.dtype:
             raise ManifestError(f"{entry.name}: dtype {entry.dtype}; expected {spec.dtype}")
 
 
 def _entry(item: Any) -> Entry:
     if not isinstance(item, dict) or item.keys() != set(Entry._fields):
-        raise ManifestError(f"a tensor of the manifest must have the keys {Entry._fields}: {item}")
-    name = item["name"]
-    if not isinstance(name, str) or not name:
-        raise ManifestError(f"a tensor of the manifest has the name {name!r}")
-    if not isinstance(item["shape"], list) or not all(_count(n) for n in item["shape"]):
-        raise ManifestError(f"{name}: the shape {item['shape']!r} is not a list of sizes")
-    if item["dtype"] not in ITEM_BYTES:
-        raise ManifestError(f"{name}: dtype {item['dtype']!r}; known are {', '.join(ITEM_BYTES)}")
+        raise ManifestError(
+            f"a tensor of the manifest must have the keys {', '.join(Entry._fields)}: "
+            f"{_shown(item)}"
+        )
+    name, shape, dtype = item["name"], item["shape"], item["dtype"]
+    if not _is_name(name):
+        raise ManifestError(f"a tensor of the manifest has the name {_shown(name)}")
+    if not isinstance(shape, list) or not all(map(_is_count, shape)):
+        raise ManifestError(f"{name}: the shape {_shown(shape)} is not a list of sizes")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ManifestError(f"{name}: dtype {_shown(dtype)}; known are {', '.join(ITEM_BYTES)}")
     if not isinstance(item["file"], str) or not _FILE_NAME.fullmatch(item["file"]):
         raise ManifestError(
-            f"{name}: {item['file']!r} is not the name of a file beside the manifest"
+            f"{name}: {_shown(item['file'])} is not the name of a file beside the manifest"
         )
-    if not _count(item["offset"]) or not isinstance(item["checksum"], str):
+    if not _is_count(item["offset"]) or not isinstance(item["checksum"], str):
         raise ManifestError(
             f"{name}: the offset must be an integer of at least 0 and the checksum a string"
         )
-    return Entry(**{**item, "shape": tuple(item["shape"])})
+    return Entry(**{**item, "shape": tuple(shape)})
 
 
-def _count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_COUNT
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _MAX_NAME and value.isprintable()
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

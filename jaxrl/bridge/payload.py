@@ -2,7 +2,6 @@
 
 import itertools
 import mmap
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.bridge import manifest
-from jaxrl.bridge.base import WeightSource
+from jaxrl.bridge import checksum, manifest
+from jaxrl.bridge.base import Learner, WeightSource
 from jaxrl.bridge.manifest import Entry, Manifest, ManifestError
 from jaxrl.bridge.safetensors_file import SafetensorsFile
 
-# Copying and summing release the GIL; two threads saturate the memory's bandwidth.
+# Copying and hashing release the GIL; two threads saturate the memory's bandwidth.
 _THREADS = 2
 
 
@@ -24,7 +23,12 @@ WriteBytes = Callable[[str, int, np.ndarray], None]
 
 
 def write_tensors(
-    source: WeightSource, files: Sequence[SafetensorsFile], write_bytes: WriteBytes, *, version: int
+    source: WeightSource,
+    files: Sequence[SafetensorsFile],
+    write_bytes: WriteBytes,
+    *,
+    version: int,
+    learner: Learner,
 ) -> Manifest:
     """Writes every tensor and returns the manifest; raises ValueError if the source yields a tensor
     that differs from its spec."""
@@ -42,14 +46,14 @@ def write_tensors(
 
             def copy(chunk: np.ndarray, at: int, file: str = file) -> bytes:
                 write_bytes(file, at, chunk)
-                return manifest.chunk_sums(chunk)
+                return checksum.hash_chunk(chunk)
 
-            parts = manifest.chunks(data)
-            starts = range(offset, offset + data.nbytes, manifest.CHUNK_BYTES)
-            sums = list(pool.map(copy, parts, starts))
-            total = manifest.combine_sums(sums, nbytes=data.nbytes)
+            parts = checksum.chunks(data)
+            starts = range(offset, offset + data.nbytes, checksum.CHUNK_BYTES)
+            hashes = list(pool.map(copy, parts, starts))
+            total = checksum.combine(hashes, nbytes=data.nbytes)
             entries.append(Entry(*spec, file, offset, total))
-    return Manifest(version, tuple(entries))
+    return Manifest(version, learner, tuple(entries))
 
 
 def write_manifest(directory: Path, content: Manifest) -> None:
@@ -69,11 +73,17 @@ class MappedTensor(NamedTuple):
 def resolve(root: Path, payload: str) -> Path:
     """Returns the directory of a payload; raises ManifestError if it is not an existing directory
     below the root after following links."""
-    directory = (root / payload).resolve()
-    if directory == root or not directory.is_relative_to(root):
-        raise ManifestError(f"{payload!r} leads out of the root {root}")
-    if not directory.is_dir():
-        raise ManifestError(f"{payload!r} is not a directory below {root}")
+    shown = repr(payload)[:200]
+    try:
+        directory = (root / payload).resolve()
+        inside = directory != root and directory.is_relative_to(root)
+        found = inside and directory.is_dir()
+    except (OSError, RuntimeError, TypeError, ValueError) as error:  # a loop of links, a long name
+        raise ManifestError(f"{shown} is not below the root {root}: {str(error)[:200]}") from None
+    if not inside:
+        raise ManifestError(f"{shown} leads out of the root {root}")
+    if not found:
+        raise ManifestError(f"{shown} is not a directory below the root {root}")
     return directory
 
 
@@ -96,21 +106,21 @@ def open_tensors(directory: Path, entries: Sequence[Entry]) -> list[MappedTensor
 
 def check_bytes(tensors: Sequence[MappedTensor]) -> None:
     """Compares every tensor's bytes with its checksum; raises ManifestError if one differs."""
-    parts = [manifest.chunks(tensor.data) for tensor in tensors]
+    parts = [checksum.chunks(tensor.data) for tensor in tensors]
     with ThreadPoolExecutor(_THREADS) as pool:
-        sums = pool.map(manifest.chunk_sums, itertools.chain(*parts))
+        hashes = pool.map(checksum.hash_chunk, itertools.chain(*parts))
         for (entry, data), chunks in zip(tensors, parts, strict=True):
-            own = list(itertools.islice(sums, len(chunks)))
-            found = manifest.combine_sums(own, nbytes=data.nbytes)
+            own = list(itertools.islice(hashes, len(chunks)))
+            found = checksum.combine(own, nbytes=data.nbytes)
             if found != entry.checksum:
                 raise ManifestError(
-                    f"{entry.name}: checksum {found}; the manifest has {entry.checksum}"
+                    f"{entry.name}: checksum {found}; the manifest has {entry.checksum[:32]!r}"
                 )
 
 
 def _map(path: Path) -> np.ndarray:
     try:
-        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW)) as file:
+        with open(path, "rb", opener=manifest.open_regular) as file:
             # Copied on write, so that consumers that need writable memory get it.
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:

@@ -18,6 +18,17 @@ from jaxrl.bridge.manifest import tensor_bytes
 _TO_FORMAT = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _FROM_FORMAT = {code: dtype for dtype, code in _TO_FORMAT.items()}
 _ALIGNMENT = 64
+# What reading a file that is not of the format can raise.
+_INVALID = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,  # a header length beyond any file
+    MemoryError,
+    RecursionError,
+)
 
 
 class SafetensorsFile(NamedTuple):
@@ -38,10 +49,13 @@ def plan_files(
     or model-00001-of-00002.safetensors and so on.
     """
     groups: list[list[TensorSpec]] = [[]]
+    used = 0
     for spec in specs:
-        if groups[-1] and sum(map(tensor_bytes, groups[-1])) + tensor_bytes(spec) > max_file_bytes:
+        if groups[-1] and used + tensor_bytes(spec) > max_file_bytes:
             groups.append([])
+            used = 0
         groups[-1].append(spec)
+        used += tensor_bytes(spec)
     count = len(groups)
     suffixes = [""] if count == 1 else [f"-{i:05}-of-{count:05}" for i in range(1, count + 1)]
     return [
@@ -66,8 +80,11 @@ def read_specs(directory: Path) -> list[TensorSpec]:
     """
     listing = directory / "model.safetensors.index.json"
     if listing.exists():
-        weight_map = json.loads(listing.read_text())["weight_map"]
-        files = [directory / name for name in sorted(set(weight_map.values()))]
+        try:
+            names = set(json.loads(listing.read_text())["weight_map"].values())
+            files = [directory / name for name in sorted(names)]
+        except _INVALID as error:
+            raise ValueError(f"{listing} is not a list of files: {error!r}") from None
     else:
         files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -98,5 +115,5 @@ def _read_header(file: Path) -> list[TensorSpec]:
             for name, item in header.items()
             if name != "__metadata__"
         ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
+    except _INVALID as error:
         raise ValueError(f"{file} is not a safetensors file of known dtypes: {error!r}") from None

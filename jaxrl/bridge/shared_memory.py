@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 
 from jaxrl.bridge import manifest, payload
-from jaxrl.bridge.base import InFlight, TensorSpec, WeightSource
+from jaxrl.bridge.base import InFlight, Learner, TensorSpec, WeightSource
 from jaxrl.bridge.owned_directory import MEMORY, OwnedDirectory
 from jaxrl.bridge.safetensors_file import SafetensorsFile, plan_files
 from jaxrl.bridge.servers.control import VllmServer
@@ -29,9 +29,11 @@ class _Slot:
             self._map = mmap.mmap(stream.fileno(), file.nbytes)
         self._bytes = np.frombuffer(self._map, np.uint8)
 
-    def fill(self, source: WeightSource, *, version: int) -> None:
+    def fill(self, source: WeightSource, *, version: int, learner: Learner) -> None:
         (self.directory / manifest.FILE).unlink(missing_ok=True)
-        written = payload.write_tensors(source, self._files, self._put, version=version)
+        written = payload.write_tensors(
+            source, self._files, self._put, version=version, learner=learner
+        )
         payload.write_manifest(self.directory, written)
         (self.directory / manifest.FILE).chmod(0o600)
 
@@ -54,6 +56,7 @@ class SharedMemoryPublisher(WeightPublisher):
         wire: np.dtype,
         sampler: np.dtype,
         in_flight: InFlight = "keep",
+        learner: Learner | None = None,
         memory: Path = MEMORY,
     ) -> None:
         """Connects the servers as `WeightPublisher` does."""
@@ -63,7 +66,14 @@ class SharedMemoryPublisher(WeightPublisher):
         self._specs: list[TensorSpec] = []
         self._slots: list[_Slot] = []
         try:
-            super().__init__(servers, root, wire=wire, sampler=sampler, in_flight=in_flight)
+            super().__init__(
+                servers,
+                root,
+                wire=wire,
+                sampler=sampler,
+                in_flight=in_flight,
+                learner=learner,
+            )
         except BaseException:
             self.close()
             raise
@@ -90,7 +100,7 @@ class SharedMemoryPublisher(WeightPublisher):
             self._specs = specs
         slot = self._slots.pop(0)
         self._slots.append(slot)
-        slot.fill(source, version=version)
+        slot.fill(source, version=version, learner=self._learner)
         return slot.directory.name
 
 

@@ -10,11 +10,13 @@ import numpy as np
 
 from jaxrl.bridge.base import (
     InFlight,
+    Learner,
     PoisonedError,
     RefusedError,
     Timings,
     UnavailableError,
     WeightSource,
+    new_learner,
 )
 from jaxrl.bridge.servers.control import VllmServer
 
@@ -32,6 +34,7 @@ class WeightPublisher(abc.ABC):
         wire: np.dtype,
         sampler: np.dtype,
         in_flight: InFlight,
+        learner: Learner | None = None,
     ) -> None:
         """Connects the servers, which must see the root under the same path.
 
@@ -41,14 +44,22 @@ class WeightPublisher(abc.ABC):
           wire: dtype of the published tensors.
           sampler: dtype that the servers compute in.
           in_flight: what happens to requests in flight.
+          learner: identity of the learner; by default this process is one of its own.
 
         Raises:
-          RefusedError: if a server computes in another dtype than `sampler`.
+          RefusedError: if a server takes weights from a learner that this one does not replace, or
+            computes in another dtype than `sampler`.
         """
         self._servers, self._root = servers, root
+        self._learner = learner or new_learner()
         self._in_flight: InFlight = in_flight
         for server in servers:
-            server.connect(root=str(root.resolve()), wire=wire.name, sampler=sampler.name)
+            server.connect(
+                root=str(root.resolve()),
+                wire=wire.name,
+                sampler=sampler.name,
+                learner=self._learner,
+            )
 
     def publish(self, source: WeightSource, *, version: int) -> Timings:
         """Returns once every healthy server, at least one, serves `version`. Servers keep sampling

@@ -14,7 +14,14 @@ from jaxrl.builders import servers
 from jaxrl.builders.api_key import given_key, known_key
 from jaxrl.builders.layout import sampler_layout
 from jaxrl.builders.servers import Address, Workload
-from jaxrl.builders.weight_sync import Adapters, Publish, PublishToServers, Weights, open_send
+from jaxrl.builders.weight_sync import (
+    Adapters,
+    Publish,
+    PublishToServers,
+    Weights,
+    open_send,
+    run_learner,
+)
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.core.hosts import Hosts
 from jaxrl.models import lora
@@ -146,11 +153,19 @@ def _open_client(
             headers=auth.headers(key),
         )
         stack.callback(client.close)
+        learner = run_learner(directory)
         named = [VllmServer(url, timeout=config.timeout, api_key=key) for url in urls]
         send = stack.enter_context(
-            open_send(config, weights, servers=named, adapters=needs.adapters)
+            open_send(
+                config,
+                weights,
+                servers=named,
+                adapters=needs.adapters,
+                learner=learner,
+            )
         )
-        yield Serving(client, PublishToServers(send, named, client=client, note=note), client.score)
+        publish = PublishToServers(send, named, client=client, note=note, learner=learner)
+        yield Serving(client, publish, client.score)
 
 
 def _embedded(

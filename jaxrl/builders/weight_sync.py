@@ -1,13 +1,16 @@
 """Builds what publishes a learner's weights, or its adapters, to vLLM servers."""
 
+import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl.bridge.adapters import AdapterPublisher
-from jaxrl.bridge.base import Timings, WeightSource
+from jaxrl.bridge.base import Learner, Timings, WeightSource, new_learner
 from jaxrl.bridge.directory import DirectoryPublisher
+from jaxrl.bridge.in_vllm.ownership import TAKE_OVER
 from jaxrl.bridge.owned_directory import MEMORY, OwnedDirectory
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
@@ -52,6 +55,13 @@ class Weights(NamedTuple):
     model_dir: Path
 
 
+def run_learner(directory: Path) -> Learner:
+    """Returns the identity of a run's learner, the same name after the run is resumed. The
+    environment variable JAXRL_TAKE_OVER names a learner that it replaces."""
+    name = f"{directory.resolve()} on {socket.gethostname()}"
+    return new_learner(name, replaces=os.environ.get(TAKE_OVER, ""))
+
+
 Send = Callable[..., tuple[str | None, Timings]]
 """(params, version=...) -> the adapter that requests must name, and seconds, once all servers that
 can be reached have the parameters."""
@@ -64,11 +74,30 @@ def open_send(
     *,
     servers: Sequence[VllmServer],
     adapters: Adapters | None,
+    learner: Learner,
 ) -> Iterator[Send]:
-    """Opens the way from the learner to the servers: whole weights, or the adapters alone."""
+    """Opens the way from the learner to the servers: whole weights, or the adapters alone. At the
+    end of the block other learners may connect."""
+    with ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.disconnect)
+        yield stack.enter_context(
+            _open_send(config, weights, servers=servers, adapters=adapters, learner=learner)
+        )
+
+
+@contextmanager
+def _open_send(
+    config: SamplerConfig,
+    weights: Weights,
+    *,
+    servers: Sequence[VllmServer],
+    adapters: Adapters | None,
+    learner: Learner,
+) -> Iterator[Send]:
     wire = weights.policy.wire
     if adapters is None:
-        with _open_publisher(config, weights, servers=servers) as publisher:
+        with _open_publisher(config, weights, servers=servers, learner=learner) as publisher:
 
             def send(params: Any, *, version: int) -> tuple[None, Timings]:
                 source = ParamsSource(lora.merge(params), weights.model.specs, dtype=wire)
@@ -79,7 +108,7 @@ def open_send(
 
     def publish_base(servers: Sequence[VllmServer], source: WeightSource, version: int) -> None:
         # The base is published once in a run, so its publisher is not kept open.
-        with _open_publisher(config, weights, servers=servers) as publisher:
+        with _open_publisher(config, weights, servers=servers, learner=learner) as publisher:
             publisher.publish(source, version=version)
 
     parent = MEMORY if config.directory is None else Path(config.directory)
@@ -108,9 +137,12 @@ class PublishToServers:
         *,
         client: VllmSampler,
         note: Callable[[str], None],
+        learner: Learner,
     ) -> None:
+        self._session = learner.session
         self._send, self._servers, self._client, self._note = send, servers, client, note
         self._serving = {server.url for server in servers}
+        self._noted: set[str] = set()
 
     def __call__(self, params: Any, *, version: int) -> dict[str, float]:
         """Publishes weights; a server that failed gets them at a later publish."""
@@ -125,17 +157,24 @@ class PublishToServers:
                 )
         for url in sorted(self._serving - before):
             self._note(f"{url} is back and serves version {version}")
-        self._client.use_version(version, urls=sorted(self._serving), adapter=adapter)
+        for line in {server.untried for server in self._servers} - {None, *self._noted}:
+            self._note(line)
+            self._noted.add(line)
+        self._client.use_version(
+            version, urls=sorted(self._serving), adapter=adapter, session=self._session
+        )
         seconds = {f"time/publish/{name}": s for name, s in timings._asdict().items()}
         return seconds | {"sampler/servers": float(len(self._serving))}
 
 
 def _open_publisher(
-    config: SamplerConfig, weights: Weights, *, servers: Sequence[VllmServer]
+    config: SamplerConfig, weights: Weights, *, servers: Sequence[VllmServer], learner: Learner
 ) -> SharedMemoryPublisher | DirectoryPublisher:
     wire, sampler, in_flight = weights.policy.wire, weights.policy.sampler, config.in_flight
     if config.directory is None:
-        return SharedMemoryPublisher(servers, wire=wire, sampler=sampler, in_flight=in_flight)
+        return SharedMemoryPublisher(
+            servers, wire=wire, sampler=sampler, in_flight=in_flight, learner=learner
+        )
     return DirectoryPublisher(
         servers,
         Path(config.directory),
@@ -143,4 +182,5 @@ def _open_publisher(
         wire=wire,
         sampler=sampler,
         in_flight=in_flight,
+        learner=learner,
     )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.bridge import manifest, payload
-from jaxrl.bridge.base import InFlight, TensorSpec, Timings
+from jaxrl.bridge.base import InFlight, Learner, TensorSpec, Timings
 from jaxrl.bridge.payload import MappedTensor
 from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
@@ -35,6 +35,7 @@ QWEN3 = DecoderConfig(
     eos_ids=(1,),
     pad_id=0,
 )
+LEARNER = Learner("a run on a host", "0123456789abcdef")
 FAMILIES = {
     "qwen3_tied": QWEN3,
     "qwen3": dataclasses.replace(QWEN3, tied=False),
@@ -90,13 +91,15 @@ class Recorder:
 
     def __init__(self) -> None:
         self.root = Path()
+        self.learner = LEARNER
         self.dtypes = ("", "")
         self.tensors: dict[str, bytes] = {}
         self.version = -1
         self.failure: Exception | None = None
 
-    def connect(self, *, root: str, wire: str, sampler: str) -> None:
+    def connect(self, *, root: str, wire: str, sampler: str, learner: Learner) -> None:
         self.root = Path(root)
+        self.learner = learner
         self.dtypes = (wire, sampler)
 
     def update(self, payload_name: str, *, version: int, in_flight: InFlight) -> Timings:

@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 
-from jaxrl.bridge.base import POISONED, REFUSED, InFlight, PoisonedError, RefusedError, Timings
+from jaxrl.bridge.base import (
+    POISONED,
+    REFUSED,
+    InFlight,
+    Learner,
+    PoisonedError,
+    RefusedError,
+    Timings,
+    marker,
+)
+from tests.bridge.cases import LEARNER
 
 ROOT = Path(__file__).parent.parent.parent
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -25,6 +35,7 @@ class ChildEngine:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self.model: Path | None = None
+        self.learner = LEARNER
 
     def call(self, name: str, **arguments: Any) -> Any:
         assert self._process.stdin is not None
@@ -35,8 +46,8 @@ class ChildEngine:
         if "ok" in response:
             return response["ok"]
         text = response["error"]
-        kind = {REFUSED: RefusedError, POISONED: PoisonedError}
-        raise next((kind[m] for m in kind if m in text), RuntimeError)(text)
+        kinds = {REFUSED: RefusedError, POISONED: PoisonedError, None: RuntimeError}
+        raise kinds[marker(text)](text)
 
     def open(self, model: Path, dtype: str, *, logprobs: str = "processed_logprobs") -> None:
         self.call("open", model=str(model), dtype=dtype, logprobs_mode=logprobs)
@@ -45,12 +56,13 @@ class ChildEngine:
     def generate(self, prompts: list[list[int]]) -> list:
         return self.call("generate", prompts=prompts)
 
-    def connect(self, *, root: str, wire: str, sampler: str) -> None:
-        self.call("connect", root=root, wire=wire, sampler=sampler)
+    def connect(self, *, root: str, wire: str, sampler: str, learner: Learner = LEARNER) -> None:
+        self.call("connect", root=root, wire=wire, sampler=sampler, learner=learner._asdict())
+        self.learner = learner
 
     def update(self, payload: str, *, version: int, in_flight: InFlight) -> Timings:
         start = time.perf_counter()
-        self.call("update", payload=payload, version=version)
+        self.call("update", payload=payload, version=version, learner=self.learner._asdict())
         return Timings(load=time.perf_counter() - start)
 
 

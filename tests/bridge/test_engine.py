@@ -4,6 +4,7 @@ The engine runs here without its server, because it starts faster; `test_server`
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.bridge import manifest, payload
-from jaxrl.bridge.base import PoisonedError, RefusedError
+from jaxrl.bridge.base import Learner, PoisonedError, RefusedError
 from jaxrl.bridge.directory import write_checkpoint
 from jaxrl.bridge.manifest import Manifest
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
@@ -21,7 +22,7 @@ from jaxrl.bridge.source import ParamsSource
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
-from tests.bridge.cases import EXPERTS, FAMILIES, QWEN3, ListSource, params
+from tests.bridge.cases import EXPERTS, FAMILIES, LEARNER, QWEN3, ListSource, params
 from tests.bridge.engines import LINUX, ChildEngine, child_engine
 
 pytestmark = LINUX
@@ -114,12 +115,13 @@ def serving(engine: ChildEngine, model: Path, tmp_path: Path) -> Serving:
     root.mkdir()
     if engine.model != model:
         engine.open(model, "float32")
+    engine.call("disconnect")
     engine.connect(root=str(root), wire="float32", sampler="float32")
     source = ParamsSource(params(QWEN3, 0), specs, dtype=f32)
-    write_checkpoint(source, root / "now", version=5, model_dir=model)
+    write_checkpoint(source, root / "now", version=5, learner=LEARNER, model_dir=model)
     engine.update("now", version=5, in_flight="keep")
     source = ParamsSource(params(QWEN3, 1), specs, dtype=f32)
-    write_checkpoint(source, root / "next", version=6, model_dir=model)
+    write_checkpoint(source, root / "next", version=6, learner=LEARNER, model_dir=model)
     return Serving(engine, root, source, engine.generate(PROMPTS))
 
 
@@ -156,6 +158,21 @@ def link_file(directory: Path) -> None:
     file.symlink_to(directory.parent.parent / "elsewhere")
 
 
+def nest(directory: Path) -> None:
+    (directory / manifest.FILE).write_text("[" * 200_000)
+
+
+def list_dtype(directory: Path) -> None:
+    file = directory / manifest.FILE
+    file.write_text(file.read_text().replace('"dtype": "float32"', '"dtype": ["float32"]', 1))
+
+
+def fifo(directory: Path) -> None:
+    (directory / manifest.FILE).unlink()
+    os.mkfifo(directory / manifest.FILE)
+
+
+OTHER = Learner("another run", "fedcba9876543210")
 NORM, LAST = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
 CORRUPT = {
     "missing": (edit(lambda m: m._replace(entries=m.entries[1:])), "embed_tokens.weight: missing"),
@@ -174,6 +191,11 @@ CORRUPT = {
     "short": (cut_file, "needs"),
     "link": (link_file, "cannot be mapped"),
     "unfinished": (lambda d: (d / manifest.FILE).unlink(), "cannot be read"),
+    "foreign": (edit(lambda m: m._replace(learner=OTHER)), "those of learner 'another run'"),
+    "nested": (nest, "not JSON"),
+    "list": (list_dtype, "dtype ['float32']"),
+    "name": (edit_entry(NORM, name="x" * 5000), "has the name 'xxx"),
+    "fifo": (fifo, "not a regular file"),
     "older": (edit(lambda m: m._replace(version=4)), "the manifest has version 4"),
 }
 
@@ -187,6 +209,67 @@ def test_a_corrupt_payload_is_refused_by_name(serving: Serving, case: str) -> No
     assert named in str(refusal.value)
     assert serving.engine.call("version") == "5"
     assert serving.engine.generate(PROMPTS) == serving.outputs
+
+
+UPDATE = {"payload": "next", "version": 6, "learner": LEARNER._asdict()}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"payload": 5},
+        {"payload": "x" * 5000},
+        {"payload": "a\0b"},
+        {"payload": ["next"]},
+        {"version": "6"},
+        {"version": 10**4000},
+        {"learner": 5},
+        {"learner": {}},
+        {"learner": OTHER._asdict()},
+        {"surplus": 1},
+    ],
+    ids=lambda changes: "-".join(f"{key}={value!r:.20}" for key, value in changes.items()),
+)
+def test_an_update_that_no_learner_sends_is_refused(serving: Serving, changes: dict) -> None:
+    for info in (UPDATE | changes, 5, "next", {}):
+        serving.engine.call("start")
+        with pytest.raises(RefusedError):
+            serving.engine.call("load", info=info)
+    assert serving.engine.call("version") == "5"
+    assert serving.engine.generate(PROMPTS) == serving.outputs
+    serving.update()
+
+
+def test_a_refusal_after_an_unfinished_publish_leaves_the_server_poisoned(serving: Serving) -> None:
+    """The weights are the new ones and the version is the old one, so nothing may be sampled."""
+    serving.engine.call("start")
+    serving.engine.call("load", info=UPDATE)
+    for info in ({}, UPDATE | {"version": 7}):  # the first also ends vLLM's session
+        with pytest.raises(PoisonedError, match=r"did not finish.*changed nothing"):
+            serving.engine.call("load", info=info)
+        serving.engine.call("start")
+    serving.engine.call("load", info=UPDATE)
+    serving.engine.call("finish", version="6")
+    with pytest.raises(RefusedError):
+        serving.update(version=7)
+
+
+def test_a_second_learner_is_refused_by_name(serving: Serving) -> None:
+    roots = {"root": str(serving.root), "wire": "float32", "sampler": "float32"}
+    with pytest.raises(RefusedError, match=f"{LEARNER.name}.*JAXRL_TAKE_OVER"):
+        serving.engine.connect(**roots, learner=OTHER)
+    serving.engine.connect(**roots, learner=OTHER._replace(replaces=LEARNER.name))
+    serving.engine.learner = LEARNER
+    with pytest.raises(RefusedError, match=r"'a run on a host'.*from 'another run'"):
+        serving.update()
+    with pytest.raises(RefusedError, match="'another run' has taken the server over"):
+        serving.engine.connect(**roots)
+    assert serving.engine.call("version") == "5"
+    serving.engine.call("disconnect")
+    with pytest.raises(RefusedError, match="no learner has connected"):
+        serving.update()
+    serving.engine.connect(**roots, learner=OTHER)
+    serving.engine.call("disconnect")
 
 
 def test_an_older_version_and_a_path_outside_the_root_are_refused(serving: Serving) -> None:
@@ -227,10 +310,14 @@ def test_the_wire_dtype_may_be_narrower_than_the_servers(serving: Serving) -> No
     bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
     source = ParamsSource(params(QWEN3, 1), decoder(QWEN3).specs, dtype=bf16)
     rounded = {name: array.astype(f32) for name, array in source}
-    with SharedMemoryPublisher([serving.engine], wire=bf16, sampler=f32) as publisher:
+    with SharedMemoryPublisher(
+        [serving.engine], wire=bf16, sampler=f32, learner=LEARNER
+    ) as publisher:
         publisher.publish(source, version=0)
     narrow = serving.engine.generate(PROMPTS)
-    with SharedMemoryPublisher([serving.engine], wire=f32, sampler=f32) as publisher:
+    with SharedMemoryPublisher(
+        [serving.engine], wire=f32, sampler=f32, learner=LEARNER
+    ) as publisher:
         publisher.publish(ListSource(rounded), version=0)
     assert serving.engine.generate(PROMPTS) == narrow
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -219,3 +220,11 @@ def test_every_server_has_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         keys.add(server.api_key)
     assert len(keys) == 2
     assert all(len(key) >= 32 for key in keys)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "a.host", ""])
+def test_a_server_that_others_can_reach_needs_a_given_key(tmp_path: Path, host: str) -> None:
+    reachable = dataclasses.replace(fake(tmp_path, "answers"), host=host)
+    with pytest.raises(ValueError, match=f"{re.escape(repr(host))} needs a.*set JAXRL_API_KEY"):
+        LocalServer(Path("model"), reachable, log=tmp_path / "log")
+    assert not (tmp_path / "log").exists()

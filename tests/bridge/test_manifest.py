@@ -7,25 +7,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.bridge import manifest
+from jaxrl.bridge import checksum, manifest
 from jaxrl.bridge.base import TensorSpec
-from jaxrl.bridge.manifest import CHUNK_BYTES, Entry, Manifest, ManifestError
+from jaxrl.bridge.checksum import CHUNK_BYTES
+from jaxrl.bridge.manifest import Entry, Manifest, ManifestError
+from tests.bridge.cases import LEARNER
 
 ENTRY = Entry("a.weight", (2, 3), "bfloat16", "model.safetensors", 64, "00")
 SIZES = (0, 1, 7, 4096, 8168, 8169, 100_001, CHUNK_BYTES, CHUNK_BYTES + 5)
 
 
-def checksum(data: np.ndarray) -> str:
-    sums = [manifest.chunk_sums(chunk) for chunk in manifest.chunks(data)]
-    return manifest.combine_sums(sums, nbytes=data.nbytes)
+def total(data: np.ndarray) -> str:
+    hashes = [checksum.hash_chunk(chunk) for chunk in checksum.chunks(data)]
+    return checksum.combine(hashes, nbytes=data.nbytes)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_checksum_is_a_function_of_the_bytes(size: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-    assert checksum(data) == checksum(data.copy())
+    assert total(data) == total(data.copy())
     longer = np.concatenate([data, np.zeros(1, np.uint8)])
-    assert checksum(data) != checksum(longer)
+    assert total(data) != total(longer)
 
 
 @given(
@@ -33,25 +35,25 @@ def test_checksum_is_a_function_of_the_bytes(size: int) -> None:
 )
 def test_checksum_detects_every_flipped_bit(size: int, where: float, bit: int) -> None:
     data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    before = checksum(data)
+    before = total(data)
     data[int(where * size)] ^= 1 << bit
-    assert checksum(data) != before
+    assert total(data) != before
 
 
 @pytest.mark.parametrize("row", [8, 128, 4096, 8192])
 def test_checksum_detects_swapped_rows(row: int) -> None:
     data = np.random.default_rng(0).integers(0, 256, 64 * row, np.uint8)
     swapped = data.reshape(64, row)[np.r_[1, 0, 2:64]].reshape(-1)
-    assert checksum(data) != checksum(np.ascontiguousarray(swapped))
+    assert total(data) != total(np.ascontiguousarray(swapped))
 
 
 def test_round_trip() -> None:
-    written = Manifest(7, (ENTRY, ENTRY._replace(name="b", shape=(), offset=76)))
+    written = Manifest(7, LEARNER, (ENTRY, ENTRY._replace(name="b", shape=(), offset=76)))
     assert manifest.parse(manifest.dump(written)) == written
 
 
 def broken(**changes: object) -> str:
-    raw = json.loads(manifest.dump(Manifest(7, (ENTRY,))))
+    raw = json.loads(manifest.dump(Manifest(7, LEARNER, (ENTRY,))))
     for key, value in changes.items():
         place = raw if key in raw else raw["tensors"][0]
         place[key] = value
@@ -63,7 +65,7 @@ def broken(**changes: object) -> str:
     [
         ("{", "not JSON"),
         ("[]", "exactly the keys"),
-        (broken(format=2), "format 2"),
+        (broken(format=1), "format 1"),
         (broken(version=-1), "version"),
         (broken(version="7"), "version"),
         (broken(surprise=1), "surprise"),
@@ -74,7 +76,10 @@ def broken(**changes: object) -> str:
         (broken(file="/etc/passwd"), r"a\.weight: '/etc"),
         (broken(file=".."), r"a\.weight: '\.\.'"),
         (broken(offset=-1), r"a\.weight: the offset"),
-        (manifest.dump(Manifest(7, (ENTRY, ENTRY))), r"a\.weight: occurs twice in the manifest"),
+        (
+            manifest.dump(Manifest(7, LEARNER, (ENTRY, ENTRY))),
+            r"a\.weight: occurs twice in the manifest",
+        ),
     ],
 )
 def test_invalid_manifests_are_refused_by_name(text: str, named: str) -> None:

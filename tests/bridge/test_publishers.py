@@ -25,7 +25,16 @@ from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
 from sharding.mesh import make_mesh
-from tests.bridge.cases import EXPERTS, FAMILIES, QWEN3, ListSource, Recorder, params, read_payload
+from tests.bridge.cases import (
+    EXPERTS,
+    FAMILIES,
+    LEARNER,
+    QWEN3,
+    ListSource,
+    Recorder,
+    params,
+    read_payload,
+)
 
 F32, BF16 = np.dtype(np.float32), np.dtype(jnp.bfloat16)
 SPECS = decoder(QWEN3).specs
@@ -275,7 +284,9 @@ def test_checkpoints_have_several_files_and_leave_no_draft(
     tree = params(QWEN3, 0)
     huggingface.save(tmp_path / "model", tree, QWEN3, dtype=F32)
     source = ParamsSource(tree, SPECS, dtype=F32)
-    write_checkpoint(source, tmp_path / "a", version=3, model_dir=tmp_path / "model")
+    write_checkpoint(
+        source, tmp_path / "a", version=3, learner=LEARNER, model_dir=tmp_path / "model"
+    )
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 2
     _, loaded = huggingface.load(tmp_path / "a", dtype=F32)
     jax.tree.map(np.testing.assert_array_equal, loaded, tree)
@@ -290,6 +301,7 @@ def test_checkpoints_have_several_files_and_leave_no_draft(
             Broken({"a": np.zeros(3, np.float32)}),
             tmp_path / "b",
             version=4,
+            learner=LEARNER,
             model_dir=tmp_path / "model",
         )
     assert {path.name for path in tmp_path.iterdir()} == {"a", "model"}
@@ -343,7 +355,9 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "root").mkdir()
     source = ListSource({"a": np.arange(300, dtype=np.float32), "b": np.ones(2, np.float32)})
-    write_checkpoint(source, tmp_path / "root" / "p", version=1, model_dir=tmp_path / "model")
+    write_checkpoint(
+        source, tmp_path / "root" / "p", version=1, learner=LEARNER, model_dir=tmp_path / "model"
+    )
     return tmp_path / "root"
 
 

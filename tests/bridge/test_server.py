@@ -1,25 +1,23 @@
 """A real server under load: requests in flight, refusals, many publishes, memory."""
 
-import dataclasses
 import functools
 import http.client
 import itertools
-import json
 import os
-import re
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxrl.bridge.base import RefusedError, UnavailableError
-from jaxrl.bridge.in_vllm import auth
+from jaxrl.bridge.base import RefusedError, UnavailableError, new_learner
+from jaxrl.bridge.in_vllm import auth, lease
 from jaxrl.bridge.owned_directory import BELONGINGS, MEMORY
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer, ServerFailedError, ServerOptions
@@ -27,14 +25,15 @@ from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
-from tests.bridge.cases import QWEN3, ListSource, params
+from tests.bridge.asking import KEY, Output, ask
+from tests.bridge.cases import LEARNER, QWEN3, ListSource, params
 from tests.bridge.engines import LINUX, VLLM_PYTHON
 
 pytestmark = LINUX
 F32 = np.dtype(np.float32)
 SPECS = decoder(QWEN3).specs
 PROMPT = [5, 6, 7]
-KEY = "a key"
+LEASE = 8.0
 OPTIONS = ServerOptions(
     python=VLLM_PYTHON,
     dtype="float32",
@@ -53,6 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     # cache, memory levels off early in the leak test.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+        patch.setenv(lease.SECONDS, str(LEASE))
         running = LocalServer(directory / "model", OPTIONS, log=directory / "log")
     with running:
         running.wait(lambda seconds: None)
@@ -95,42 +95,6 @@ def control(server: LocalServer) -> VllmServer:
 @functools.cache  # a publish that first makes its weights would come too late
 def weights(seed: int) -> ParamsSource:
     return ParamsSource(params(QWEN3, seed), SPECS, dtype=F32)
-
-
-class Output(NamedTuple):
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]  # of each token
-    finish_reason: str
-
-
-def ask(server: LocalServer, prompt: list[int], max_tokens: int) -> Output:
-    """Asks for a greedy completion that ignores EOS."""
-    body = {
-        "token_ids": prompt,
-        "sampling_params": {
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-            "logprobs": 0,
-            "detokenize": False,
-            "ignore_eos": True,
-        },
-    }
-    address = urllib.parse.urlsplit(server.url).netloc
-    headers = {"Content-Type": "application/json", **auth.headers(KEY)}
-    with closing(http.client.HTTPConnection(address, timeout=250)) as connection:
-        connection.request("POST", "/inference/v1/generate", json.dumps(body), headers)
-        response = connection.getresponse()
-        text = response.read()
-    assert response.status == 200, text
-    choice: dict[str, Any] = json.loads(text)["choices"][0]
-    versions = [
-        int(span["version"])
-        for span in choice["weight_versions"]
-        for _ in range(span["start"], span["end"])
-    ]
-    logprobs = [item["logprob"] for item in choice["logprobs"]["content"]]
-    return Output(choice["token_ids"], logprobs, versions, choice["finish_reason"])
 
 
 LENGTH = 480
@@ -217,6 +181,81 @@ def test_a_refusal_leaves_the_server_serving(
     assert ask(server, PROMPT, 24) == outputs
     with pytest.raises(RefusedError, match="computes in float32"):
         SharedMemoryPublisher([control(server)], wire=F32, sampler=np.dtype(np.float16))
+
+
+def abandon(server: LocalServer, *, after: str) -> None:
+    """Does what a learner does that is killed in the middle of publishing version 7."""
+    killed = control(server)
+    with SharedMemoryPublisher([killed], wire=F32, sampler=F32) as publisher:
+        payload = publisher._write(weights(1), version=7)
+        info = {"payload": payload, "version": 7, "learner": killed._learner}
+        killed._call("POST", "/pause?mode=keep&clear_cache=true")
+        if after != "/pause":
+            killed._call("POST", "/start_weight_update")
+        if after == "/update_weights":
+            killed._call("POST", after, {"update_info": info})
+
+
+@pytest.mark.parametrize("after", ["/pause", "/start_weight_update", "/update_weights"])
+def test_the_next_publish_repairs_what_a_killed_learner_left(
+    server: LocalServer, publisher: SharedMemoryPublisher, after: str
+) -> None:
+    expected = ask(server, PROMPT, 24)
+    abandon(server, after=after)
+    with SharedMemoryPublisher([control(server)], wire=F32, sampler=F32) as resumed:
+        resumed.publish(weights(0), version=0)
+        assert ask(server, PROMPT, 24) == expected
+        resumed.publish(weights(1), version=1)
+        assert set(ask(server, PROMPT, 24).versions) == {1}
+
+
+def wait_until(condition: Callable[[], bool], *, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_a_lease_that_runs_out_resumes_or_reports_ill_health(
+    server: LocalServer, publisher: SharedMemoryPublisher
+) -> None:
+    old, own = ask(server, PROMPT, 24), control(server)
+    abandon(server, after="/start_weight_update")
+    assert own._call("GET", "/is_paused")["is_paused"]
+    assert own.healthy()
+    assert ask(server, PROMPT, 24) == old  # it waits for the lease to run out
+    assert own.healthy()
+    abandon(server, after="/pause")
+    with SharedMemoryPublisher([own], wire=F32, sampler=F32) as resumed:
+        resumed.publish(weights(0), version=0)
+    abandon(server, after="/update_weights")
+    wait_until(lambda: not own.healthy(), seconds=10 * LEASE)
+    assert control(server)._call("GET", "/is_paused")["is_paused"]
+    with SharedMemoryPublisher([own], wire=F32, sampler=F32) as resumed:
+        resumed.publish(weights(0), version=0)
+    assert own.healthy()
+    assert ask(server, PROMPT, 24) == old
+
+
+def test_a_server_serves_one_learner(server: LocalServer, publisher: SharedMemoryPublisher) -> None:
+    old = ask(server, PROMPT, 24)
+    second = control(server)
+    roles: Any = {"wire": F32, "sampler": F32}
+    with pytest.raises(RefusedError, match=r"process.*JAXRL_TAKE_OVER"):
+        SharedMemoryPublisher([second], **roles, learner=new_learner("another run"))
+    with pytest.raises(RefusedError, match="process"):
+        second._call("POST", "/pause?mode=keep&clear_cache=true")
+    publisher.publish(weights(0), version=0)
+    taker = new_learner("another run", replaces=publisher._learner.name)
+    with SharedMemoryPublisher([second], **roles, learner=taker) as other:
+        other.publish(weights(1), version=0)
+        new = ask(server, PROMPT, 24)
+        assert new != old
+        for _ in range(2):  # the second time it would connect again
+            with pytest.raises(RefusedError, match="another run"):
+                publisher.publish(weights(0), version=1)
+        assert ask(server, PROMPT, 24) == new
+    second.disconnect()
 
 
 def test_an_update_without_a_pause_is_atomic(server: LocalServer, tmp_path: Path) -> None:
@@ -334,17 +373,10 @@ def _command_line(server: LocalServer) -> list[str]:
     return [word for line in lines for word in line.split("\0")]
 
 
-def test_a_server_that_others_can_reach_needs_a_key(tmp_path: Path) -> None:
-    for host in ("0.0.0.0", "::", "10.1.2.3", "a.host"):
-        reachable = dataclasses.replace(OPTIONS, host=host, api_key=None)
-        with pytest.raises(ValueError, match=f"{re.escape(host)}.*set JAXRL_API_KEY"):
-            LocalServer(tmp_path, reachable, log=tmp_path / "log")
-    assert not (tmp_path / "log").exists()
-
-
 def test_an_unreachable_server_is_unavailable(tmp_path: Path) -> None:
     absent = VllmServer("http://127.0.0.1:9", timeout=1.0)
-    absent.connect(root=str(tmp_path), wire="float32", sampler="float32")  # it may start later
+    # It may start later.
+    absent.connect(root=str(tmp_path), wire="float32", sampler="float32", learner=LEARNER)
     assert not absent.connected
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9/"):
         absent.update("slot-0", version=1, in_flight="keep")

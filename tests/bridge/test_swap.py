@@ -9,9 +9,20 @@ from typing import Any
 
 import pytest
 
-from jaxrl.bridge.base import POISONED, REFUSED, PoisonedError, RefusedError, UnavailableError
+from jaxrl.bridge.base import (
+    POISONED,
+    REFUSED,
+    UNFINISHED,
+    PoisonedError,
+    RefusedError,
+    Timings,
+    UnavailableError,
+)
 from jaxrl.bridge.servers.control import ControlError, VllmServer
 from jaxrl.bridge.swap import swap_weights
+from jaxrl.builders.weight_sync import PublishToServers
+from jaxrl.sampling.vllm.sampler import VllmSampler
+from tests.bridge.cases import LEARNER
 
 DEAD = "EngineCore encountered an issue"
 
@@ -34,7 +45,7 @@ class Vllm(ThreadingHTTPServer):
             self.paused = path == "/pause"
         if path == "/finish_weight_update":
             assert self.paused
-            self.version = body["weight_version"]
+            self.version = body["weight_version"].partition("@")[0]
         return 200, "{}"
 
 
@@ -69,7 +80,7 @@ def two() -> Iterator[tuple[list[Vllm], list[VllmServer]]]:
     with ExitStack() as stack:
         pairs = [stack.enter_context(running()) for _ in range(2)]
         for _, server in pairs:
-            server.connect(root="/x", wire="float32", sampler="float32")
+            server.connect(root="/x", wire="float32", sampler="float32", learner=LEARNER)
         yield [vllm for vllm, _ in pairs], [server for _, server in pairs]
 
 
@@ -123,14 +134,69 @@ def test_a_server_that_returns_with_another_dtype_is_skipped(two):
     assert (servers[1].connected, servers[1].last_error) == (False, dtype)
 
 
+def test_an_update_that_never_reached_the_engine_is_a_refusal(two):
+    """Nothing was touched, so the old weights are served again."""
+    (_, failing), servers = two
+    publish(servers, 1)
+    failing.fails["/update_weights"] = (422, "update_info: not a dictionary")
+    with pytest.raises(RefusedError, match="not a dictionary"):
+        publish(servers[1:], 2)
+    assert (failing.version, failing.paused) == ("1", False)
+
+
+def test_a_session_that_cannot_be_opened_is_no_poison(two):
+    (_, failing), servers = two
+    failing.fails["/start_weight_update"] = (500, "already active")
+    with pytest.raises(UnavailableError, match="already active"):
+        publish(servers[1:], 2)
+    failing.fails.clear()
+    publish(servers[1:], 3)
+    assert (failing.version, failing.paused) == ("3", False)
+
+
+@pytest.mark.parametrize("health", [f"{UNFINISHED} the learner was silent", DEAD])
+def test_a_server_with_an_unfinished_publish_gets_the_next_one(two, health):
+    (_, ill), servers = two
+    publish(servers, 1)
+    servers[1].connected = False
+    ill.fails["/health"] = (503, health)
+    if health == DEAD:
+        with pytest.raises(UnavailableError, match=DEAD):
+            publish(servers[1:], 2)
+    else:
+        publish(servers[1:], 2)
+    assert ill.version == ("1" if health == DEAD else "2")
+
+
+@pytest.mark.parametrize(("version", "told"), [("0.32.0", 0), ("0.32.0+cpu", 0), ("0.33.0", 1)])
+def test_a_server_whose_version_was_never_tried_is_told_once(version, told):
+    lines = []
+    with running() as (vllm, server):
+        vllm.fails["/version"] = (200, json.dumps({"version": version}))
+        server.connect(root="/x", wire="float32", sampler="float32", learner=LEARNER)
+        client = VllmSampler([server.url], max_positions=8, vocab_size=8)
+        send = PublishToServers(
+            lambda params, *, version: (None, Timings()),
+            [server],
+            client=client,
+            note=lines.append,
+            learner=LEARNER,
+        )
+        for step in range(3):
+            send({}, version=step)
+        client.close()
+    assert len(lines) == told
+    assert all(f"{server.url} runs vLLM 0.33.0" in line for line in lines)
+
+
 def test_connecting_tolerates_a_failed_server_but_not_a_wrong_one():
     with running() as (vllm, server):
         vllm.fails["*"] = (500, DEAD)
-        server.connect(root="/x", wire="float32", sampler="float32")
+        server.connect(root="/x", wire="float32", sampler="float32", learner=LEARNER)
         assert not server.connected
         vllm.fails["*"] = (401, "JAXRL_API_KEY")
         with pytest.raises(ControlError, match="JAXRL_API_KEY"):
-            server.connect(root="/x", wire="float32", sampler="float32")
+            server.connect(root="/x", wire="float32", sampler="float32", learner=LEARNER)
         vllm.fails["*"] = (500, f"{REFUSED} the server computes in float16")
         with pytest.raises(RefusedError, match="float16"):
-            server.connect(root="/x", wire="float32", sampler="float32")
+            server.connect(root="/x", wire="float32", sampler="float32", learner=LEARNER)

@@ -29,15 +29,26 @@ class Engine:
             weight_transfer_config={"backend": "jaxrl"},
         )
 
-    def connect(self, root: str, wire: str, sampler: str) -> None:
-        info = {"root": root, "wire": wire, "sampler": sampler}
+    def connect(self, **info) -> None:
         self.llm.init_weight_transfer_engine({"init_info": info})
 
-    def update(self, payload: str, version: int) -> None:
+    def update(self, **info) -> None:
         self.llm.start_weight_update()
-        self.llm.update_weights({"update_info": {"payload": payload, "version": version}})
-        self.llm.finish_weight_update(str(version))
+        self.load(info)
+        self.llm.finish_weight_update(str(info["version"]))
         self.llm.reset_prefix_cache()
+
+    def start(self) -> None:
+        self.llm.start_weight_update()
+
+    def load(self, info) -> None:
+        self.llm.update_weights({"update_info": info})
+
+    def finish(self, version: str) -> None:
+        self.llm.finish_weight_update(version)
+
+    def disconnect(self) -> None:
+        self.llm.llm_engine.collective_rpc("shutdown_weight_transfer_engine")
 
     def version(self) -> str:
         return self.llm.get_weight_version()

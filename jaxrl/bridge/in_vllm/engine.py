@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from vllm.config import ModelConfig
@@ -29,10 +30,12 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import NOT_CONNECTED, POISONED, REFUSED, TensorSpec
+from jaxrl.bridge.in_vllm.ownership import Ownership
 from jaxrl.bridge.payload import MappedTensor
 from jaxrl.bridge.safetensors_file import read_specs
 
 _LOGPROBS = "processed_logprobs"  # after the temperature; vLLM's default is before
+_SHOWN = 500  # characters of an error
 
 
 @dataclass
@@ -42,6 +45,7 @@ class InitInfo(WeightTransferInitInfo):
     root: str  # directory of all payloads
     wire: str  # dtype of all tensors, such as "bfloat16"
     sampler: str  # dtype that the learner expects this server to compute in
+    learner: dict[str, str]  # fields of `Learner`
 
 
 @dataclass
@@ -50,6 +54,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     payload: str  # directory, relative to the root
     version: int  # that the manifest must have
+    learner: dict[str, str]  # that the manifest must have, too
 
 
 class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -62,35 +67,59 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     _root: Path | None = None
     _version = -1
     _expected: tuple[TensorSpec, ...] = ()
+    _loaded = _unnamed = False  # weights without the version that they belong to
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Begins without a learner; the arguments are vLLM's."""
+        super().__init__(*args, **kwargs)
+        self._ownership = Ownership()
+
+    def parse_init_info(self, init_dict: Any) -> InitInfo:
+        """Parses the body of a request; raises ValueError with `REFUSED`."""
+        with _refusing("connecting"):
+            return InitInfo(**init_dict)
+
+    def parse_update_info(self, update_dict: Any) -> UpdateInfo:
+        """Parses the body of a request; raises ValueError with `REFUSED`."""
+        with self._unchanged("the update"):
+            return UpdateInfo(**update_dict)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connects a learner. One that restarts may start at any version.
 
         Raises:
-          ValueError: if the dtypes disagree, the server reports other log-probs than those of the
-            sampling distribution, the root is not a directory, or the model was not loaded from a
-            local safetensors checkpoint.
+          ValueError: with `REFUSED` if another learner is connected, the dtypes disagree, the
+            server reports other log-probs than those of the sampling distribution, the root is not
+            a directory, or the model was not loaded from a local safetensors checkpoint.
         """
+        with _refusing("connecting"):
+            learner = manifest.parse_learner(init_info.learner)
+            self._ownership.check(learner)
+            root = self._checked_root(init_info)
+            expected = self._model_specs(init_info.wire)
+        self._expected, self._root, self._version = expected, root, -1
+        self._ownership.take(learner)
+
+    def _checked_root(self, init_info: InitInfo) -> Path:
         served = str(self.model_config.dtype).removeprefix("torch.")
         if init_info.sampler != served:
             raise ValueError(
-                f"{REFUSED} the server computes in {served} and the learner expects "
+                f"the server computes in {served} and the learner expects "
                 f"{init_info.sampler}; start it with --dtype {init_info.sampler} or set "
                 "precision.sampler"
             )
         if (mode := self.model_config.logprobs_mode) != _LOGPROBS:
             raise ValueError(
-                f"{REFUSED} the server reports {mode}, not those of the sampling distribution; "
+                f"the server reports {mode}, not those of the sampling distribution; "
                 f"start it with --logprobs-mode {_LOGPROBS}, or with jaxrl serve and without "
                 "--logprobs-mode in sampler.vllm_args"
             )
         if init_info.wire not in manifest.ITEM_BYTES:
-            raise ValueError(f"{REFUSED} unknown wire dtype {init_info.wire!r}")
+            raise ValueError(f"unknown wire dtype {init_info.wire!r}")
         root = Path(init_info.root).resolve()
         if not root.is_dir():
-            raise ValueError(f"{REFUSED} the server finds no directory {root}")
-        self._expected = self._model_specs(init_info.wire)
-        self._root, self._version = root, -1
+            raise ValueError(f"the server finds no directory {root}")
+        return root
 
     def start_weight_update(self) -> None:
         """Does nothing: the model is opened after the payload is checked."""
@@ -100,32 +129,53 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         Raises:
           ValueError: with `REFUSED` if the payload is refused; the model is unchanged.
-          RuntimeError: with `POISONED` if loading failed and the weights are mixed.
+          RuntimeError: with `POISONED` if loading failed and the weights are mixed, or if the
+            payload is refused and an earlier publish has left weights without a version.
         """
-        try:
+        with self._unchanged(f"version {_shown(update_info.version)}"):
             tensors = self._checked(update_info)
-        except ValueError as error:
-            raise ValueError(f"{REFUSED} version {update_info.version}: {error}") from error
+        self._loaded, self._unnamed = False, True
         try:
             self._load(tensors)
         except Exception as error:
             raise RuntimeError(
-                f"{POISONED} loading version {update_info.version} failed halfway: {error!r}"
+                f"{POISONED} loading version {update_info.version} failed halfway: {_shown(error)}"
             ) from error
-        self._version = update_info.version
+        self._version, self._loaded = update_info.version, True
 
     def finish_weight_update(self) -> None:
-        """Does nothing: a failure here would leave vLLM's session open forever."""
+        """Notes that vLLM gives the weights their version. It never fails: that would leave vLLM's
+        session open forever."""
+        if self._loaded:
+            self._loaded = self._unnamed = False
 
     def shutdown(self) -> None:
         """Disconnects the learner."""
         self._root = None
+        self._ownership.release()
+
+    @contextmanager
+    def _unchanged(self, what: str) -> Iterator[None]:
+        """Refuses for any error in the block, which changes no weight."""
+        try:
+            with _refusing(what):
+                yield
+        except ValueError as error:
+            if self._unnamed:
+                raise RuntimeError(
+                    f"{POISONED} an earlier publish did not finish, and this one changed nothing: "
+                    f"{str(error).removeprefix(REFUSED).strip()}"
+                ) from error
+            raise
 
     def _checked(self, update_info: UpdateInfo) -> list[MappedTensor]:
         if self._root is None:
             raise ValueError(NOT_CONNECTED)
+        learner = manifest.parse_learner(update_info.learner)
+        self._ownership.require(learner)
         directory = payload.resolve(self._root, update_info.payload)
         content = manifest.read(directory)
+        self._ownership.require(content.learner)
         if content.version != update_info.version:
             raise ValueError(f"the manifest has version {content.version}")
         if content.version < self._version:
@@ -151,7 +201,7 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             specs = read_specs(Path(self.model_config.model))
         except ValueError as error:
-            raise ValueError(f"{REFUSED} {error}; serve a local checkpoint directory") from error
+            raise ValueError(f"{error}; serve a local checkpoint directory") from error
         left_out = "lm_head.weight" if self._tied else None
         return tuple(spec._replace(dtype=wire) for spec in specs if spec.name != left_out)
 
@@ -179,6 +229,23 @@ def _opened(model: torch.nn.Module, model_config: ModelConfig) -> Iterator[None]
         raise
     finally:
         finalize_layerwise_reload(model, model_config)
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Raises ValueError with `REFUSED` for any error in the block."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error) if isinstance(error, ValueError) else _shown(error)
+        raise ValueError(f"{REFUSED} {what}: {text[:_SHOWN]}") from error
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:_SHOWN]
+    except Exception:  # integers of too many digits have no representation
+        return f"a {type(value).__name__}"
 
 
 def _to_torch(tensor: MappedTensor) -> tuple[str, torch.Tensor]:

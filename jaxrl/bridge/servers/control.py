@@ -14,15 +14,19 @@ from jaxrl.bridge.base import (
     NOT_CONNECTED,
     POISONED,
     REFUSED,
+    UNFINISHED,
     InFlight,
+    Learner,
     PoisonedError,
     RefusedError,
     Timings,
     UnavailableError,
+    marker,
 )
-from jaxrl.bridge.in_vllm import auth
+from jaxrl.bridge.in_vllm import auth, lease
 
 _PROBE_TIMEOUT = 5.0  # seconds that a failed server has to answer
+_TRIED = ("0.32.0",)  # versions of vLLM that the tests run
 
 
 class ControlError(RuntimeError):
@@ -44,6 +48,7 @@ class VllmServer:
       url: address of the server.
       connected: whether its last operation succeeded; otherwise `update` connects it again.
       last_error: message of its last failure.
+      version: of the vLLM that it runs; "" before it is connected.
     """
 
     def __init__(self, url: str, *, timeout: float = 600.0, api_key: str | None = None) -> None:
@@ -57,7 +62,7 @@ class VllmServer:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"{url!r} is not the http:// address of a server")
-        self.url, self.connected, self.last_error = url, False, ""
+        self.url, self.connected, self.last_error, self.version = url, False, "", ""
         self._client = httpx2.Client(
             base_url=f"http://{parts.netloc}",
             headers=auth.headers(api_key),
@@ -65,19 +70,41 @@ class VllmServer:
             trust_env=False,  # no proxy between a run and its servers
         )
         self._timeout = timeout
-        self._init_info: dict[str, str] = {}
+        self._init_info: dict[str, Any] = {}
+        self._learner: dict[str, str] = {}
+        self._admitted = False  # by the server, which then holds no other learner
 
-    def connect(self, *, root: str, wire: str, sampler: str) -> None:
-        """Announces the directory of the payloads and the dtypes. A server that does not answer is
-        connected at the next update.
+    def connect(self, *, root: str, wire: str, sampler: str, learner: Learner) -> None:
+        """Announces a learner, the directory of its payloads and the dtypes. A server that does not
+        answer is connected at the next update.
 
         Raises:
-          RefusedError: if the server computes in another dtype than `sampler`, or does not find
-            `root`.
+          RefusedError: if the server takes weights from a learner that this one does not replace,
+            computes in another dtype than `sampler`, or does not find `root`.
         """
+        self._learner = learner._asdict()
+        self._client.headers.update(lease.header(learner))
         self._init_info = {"root": root, "wire": wire, "sampler": sampler}
+        self._init_info["learner"] = self._learner
         with contextlib.suppress(_ServerFaultError):
             self._connect()
+
+    def disconnect(self) -> None:
+        """Lets other learners connect; does nothing if the server does not answer."""
+        with contextlib.suppress(ControlError, RefusedError):
+            if self._admitted:
+                self._call("POST", "/shutdown_weight_transfer_engine", timeout=_PROBE_TIMEOUT)
+        self.connected = self._admitted = False
+
+    @property
+    def untried(self) -> str | None:
+        """A line for the user if nobody has tried the server's version of vLLM, else None."""
+        if self.version.partition("+")[0] in ("", *_TRIED):
+            return None
+        return (
+            f"{self.url} runs vLLM {self.version}, which jaxrl was never tried with (tried: "
+            f"{', '.join(_TRIED)}); continuing"
+        )
 
     def update(self, payload: str, *, version: int, in_flight: InFlight) -> Timings:
         """Pauses, loads the directory `payload` below the root, sets the version and resumes.
@@ -89,13 +116,14 @@ class VllmServer:
         """
         with self._tracked():
             if not self.connected:
-                self._call("GET", "/health", timeout=_PROBE_TIMEOUT)
+                self._check_alive()
                 self._connect()
             marks = [time.perf_counter()]
             # The KV cache belongs to the old weights; for requests in flight it is recomputed.
             self._call("POST", f"/pause?mode={in_flight}&clear_cache=true")
             marks.append(time.perf_counter())
-            refusal = self._load({"payload": payload, "version": version})
+            self._start()
+            refusal = self._load({"payload": payload, "version": version, "learner": self._learner})
             marks.append(time.perf_counter())
             self._while_paused("/resume")
             marks.append(time.perf_counter())
@@ -108,14 +136,14 @@ class VllmServer:
         return Timings(pause=pause, load=load, resume=resume)
 
     def serves(self, label: str) -> bool:
-        """Tells whether the server samples from the weights that were published as `label`.
+        """Tells whether the server samples from the weights that this learner published as `label`.
 
         Raises:
           UnavailableError: the server does not answer.
         """
         with self._tracked():
             found = self.weight_version(timeout=None if self.connected else _PROBE_TIMEOUT)
-        self.connected = found == label
+        self.connected = found == self._label(label)
         return self.connected
 
     def load_adapter(self, name: str, directory: Path) -> None:
@@ -140,12 +168,13 @@ class VllmServer:
     def unload_adapter(self, name: str) -> None:
         """Unloads the adapter; does nothing if the server does not know it or does not answer."""
         adapter = {"lora_name": name}
-        with contextlib.suppress(ControlError):
+        with contextlib.suppress(ControlError, RefusedError):
             if self.connected:
                 self._call("POST", "/v1/unload_lora_adapter", adapter, timeout=_PROBE_TIMEOUT)
 
     def weight_version(self, *, timeout: float | None = None) -> str:
-        """Returns the version that the server reports; "default" before the first publish."""
+        """Returns the version and the learner's session that the server reports, separated by "@",
+        or "default" before the first publish."""
         return self._call("GET", "/weight_info", timeout=timeout)["weight_version"]
 
     def dtype(self) -> str:
@@ -186,15 +215,45 @@ class VllmServer:
             raise
 
     def _connect(self) -> None:
-        self.connected = False
+        self.connected = self._admitted = False
         self._call("POST", "/init_weight_transfer_engine", {"init_info": self._init_info})
-        self.connected = True
+        self.connected = self._admitted = True
+        with contextlib.suppress(ControlError):
+            self.version = str((self._call("GET", "/version") or {}).get("version", ""))
+
+    def _check_alive(self) -> None:
+        """Raises ControlError unless the server is in good health, or ill in a way that the next
+        publish repairs."""
+        try:
+            self._call("GET", "/health", timeout=_PROBE_TIMEOUT)
+        except _ServerFaultError as error:
+            if UNFINISHED not in str(error):
+                raise
+
+    def _label(self, version: str) -> str:
+        """Returns the name of a version at the server, which no other learner gives to its own."""
+        return f"{version}@{self._learner.get('session', '')}"
+
+    def _start(self) -> None:
+        """Opens vLLM's session of an update. An error leaves the server paused with its old
+        weights, and its lease ends that."""
+        try:
+            self._call("POST", "/start_weight_update")
+        except _UnreachableError:
+            raise
+        except ControlError:
+            # A learner that was killed has left its session open. An update without a payload ends
+            # it, because vLLM closes the session of one that is refused.
+            self._connect()  # the session of another learner is not ours to end
+            with contextlib.suppress(ControlError, RefusedError):
+                self._call("POST", "/update_weights", {"update_info": {}})
+            self._call("POST", "/start_weight_update")
 
     def _load(self, info: dict[str, Any]) -> RefusedError | None:
+        label = self._label(str(info["version"]))
         try:
-            self._while_paused("/start_weight_update")
             self._while_paused("/update_weights", {"update_info": info})
-            self._while_paused("/finish_weight_update", {"weight_version": str(info["version"])})
+            self._while_paused("/finish_weight_update", {"weight_version": label})
         except RefusedError as error:
             return error
         return None
@@ -206,6 +265,8 @@ class VllmServer:
         except _UnreachableError:
             raise
         except ControlError as error:
+            if not isinstance(error, _ServerFaultError) and path == "/update_weights":
+                raise RefusedError(str(error)) from error  # rejected before it reached the engine
             raise PoisonedError(f"stays paused: {_from(POISONED, str(error))}") from error
 
     def _call(
@@ -217,7 +278,7 @@ class VllmServer:
         except httpx2.RequestError as error:
             raise _UnreachableError(f"{where}: {error!r}") from None
         if response.status_code != 200:
-            if REFUSED in response.text:
+            if marker(response.text) == REFUSED:
                 raise RefusedError(_from(REFUSED, response.text))
             kind = ControlError if response.status_code < 500 else _ServerFaultError
             raise kind(f"{where}: {response.status_code} {response.text}")

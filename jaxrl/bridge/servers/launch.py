@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from jaxrl.bridge.in_vllm.auth import KEY, RequireKey
+from jaxrl.bridge.in_vllm.lease import Lease
 from jaxrl.bridge.in_vllm.plugin import BACKEND
 from jaxrl.bridge.owned_directory import BELONGINGS, MEMORY, OwnedDirectory
 from jaxrl.bridge.servers import watchdog
@@ -29,7 +30,8 @@ INSTALL: Mapping[Device, str] = {
     "cpu": "scripts/install_vllm.sh makes the server's environment, with vLLM's CPU build (for a "
     "GPU set sampler.device = 'cuda'), or name another interpreter that has vLLM and jaxrl",
     "cuda": "make an environment with vLLM's CUDA build and jaxrl's plugin (python -m venv "
-    ".venv-vllm; .venv-vllm/bin/pip install vllm==0.32.0; .venv-vllm/bin/pip install --no-deps -e "
+    ".venv-vllm; .venv-vllm/bin/pip install vllm==0.32.0 xxhash; .venv-vllm/bin/pip install "
+    "--no-deps -e "
     ".), or name another interpreter that has both; scripts/install_vllm.sh makes one for the CPU",
 }
 _ENVIRONMENT = {
@@ -242,6 +244,8 @@ def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
         command += ["--max-loras", "2"]
         # Not the head: a request for a prompt's log-probs would crash vLLM 0.32 on a CPU.
         command += ["--lora-target-modules", *_MATRICES]
+    # Of two, the one that is named last sees a request first.
+    command += ["--middleware", f"{Lease.__module__}.{Lease.__qualname__}"]
     # Without the key itself: every user of the machine can read a command line.
     command += ["--middleware", f"{RequireKey.__module__}.{RequireKey.__qualname__}"]
     return [*command, *options.arguments]

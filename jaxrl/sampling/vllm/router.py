@@ -11,6 +11,7 @@ import functools
 import itertools
 import socket
 import threading
+import time
 import urllib.parse
 import weakref
 from collections import Counter
@@ -22,6 +23,9 @@ import httpx2
 from jaxrl.sampling.base import ClosedError
 
 _ATTEMPTS = 4  # the first and three retries, after 0.5, 1 and 2 seconds
+# vLLM 0.33 answers so, with status 503, during a weight sync that drains or aborts requests; 0.32
+# queues new requests.
+_PAUSED, _PAUSE_WAIT = "Generation is paused", 0.05
 
 T = TypeVar("T")
 
@@ -52,6 +56,7 @@ class Router:
         self._clients = {url: _client(url, timeout=timeout, headers=headers) for url in urls}
         self._current = self._healthy = set(urls)
         self._max_requests, self._affinity_margin = max_requests, max(1, max_requests // 8)
+        self._timeout = timeout
         self._loads: Counter[str] = Counter()
         self._sockets = {url: weakref.WeakSet[socket.socket]() for url in urls}
         self._affinity: dict[Hashable, str] = {}
@@ -80,6 +85,7 @@ class Router:
           ClosedError: if the router is closed.
         """
         failures, failed = 0, None
+        patience = time.monotonic() + self._timeout
         while True:
             with self._server(keys, failed) as url:
                 status, text = self._exchange(url, path, body)
@@ -94,6 +100,9 @@ class Router:
                 # has died answers 500 until it ends, faster than any other could.
                 if status in (0, 404, 500) and self._fail_over(url):
                     continue
+            if status == 503 and _PAUSED in text and time.monotonic() < patience:
+                self._closed.wait(_PAUSE_WAIT)
+                continue
             failures, failed = failures + 1, url
             final = 400 <= status < 500 or failures == _ATTEMPTS
             if final or self._closed.wait(0.5 * 2 ** (failures - 1)):

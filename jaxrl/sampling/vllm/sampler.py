@@ -25,6 +25,7 @@ class _Served(NamedTuple):
 
     version: int
     adapter: str | None = None
+    session: str = ""  # of the learner that published it
 
 
 class _Partial(NamedTuple):
@@ -87,11 +88,15 @@ class VllmSampler(Sampler):
         """The policy version that was published last."""
         return self._served.version
 
-    def use_version(self, version: int, *, urls: Sequence[str], adapter: str | None = None) -> None:
+    def use_version(
+        self, version: int, *, urls: Sequence[str], adapter: str | None = None, session: str = ""
+    ) -> None:
         """Samples from a policy version from now on, at the servers that serve it; failed ones
-        among them get requests again. The version is that of the adapter, else of the weights."""
+        among them get requests again. The version is that of the adapter, else of the weights.
+
+        Weights that a learner of another session published are refused, if one is given."""
         self._router.use(urls)
-        self._served = _Served(version, adapter)
+        self._served = _Served(version, adapter, session)
 
     def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
         """See `Sampler.sample_turns`. Consecutive turns with the same context are one request.
@@ -239,12 +244,23 @@ def _parse_choices(text: str, request: _HttpRequest) -> list[dict[str, Any]]:
             f"received {len(choices)}"
         )
     for span in (span for c in choices for span in c.get("weight_versions") or ()):
-        if not span["version"].isdigit():
-            raise UnpublishedWeightsError(
-                f"the server samples from weights {span['version']!r}, which no learner has "
-                "published"
-            )
+        _parse_version(span["version"], request.served)
     return choices
+
+
+def _parse_version(label: str, served: _Served) -> int:
+    """Returns the policy version of weights that a server names "version@session"."""
+    version, _, session = label.partition("@")
+    if not (version.isascii() and version.isdigit()):
+        raise UnpublishedWeightsError(
+            f"the server samples from weights {label!r}, which no learner has published"
+        )
+    if served.session not in ("", session):
+        raise UnpublishedWeightsError(
+            f"the server samples from weights {label!r} of another learner; those of this run end "
+            f"with @{served.session}"
+        )
+    return int(version)
 
 
 def _parse_scores(text: str, tokens: Sequence[int], *, served: _Served) -> list[float]:
@@ -252,9 +268,9 @@ def _parse_scores(text: str, tokens: Sequence[int], *, served: _Served) -> list[
     reply = json.loads(text)
     (span,) = reply["choices"][0]["weight_versions"]
     # The name of an adapter is its version; the weights below it have a version of their own.
-    if span["version"] != str(served.version) and served.adapter is None:
-        kind = SamplerError if span["version"].isdigit() else UnpublishedWeightsError
-        raise kind(
+    version = _parse_version(span["version"], served)
+    if version != served.version and served.adapter is None:
+        raise SamplerError(
             f"the server scores with weights {span['version']!r}, but version {served.version} was "
             "published last: the weights changed during the request"
         )
@@ -273,7 +289,9 @@ def _parse_choice(choice: dict[str, Any], request: _HttpRequest) -> _Partial:
     versions = [0] * len(tokens)
     for span in choice.get("weight_versions") or ():
         length = span["end"] - span["start"]
-        versions[span["start"] : span["end"]] = [int(span["version"])] * length
+        versions[span["start"] : span["end"]] = [
+            _parse_version(span["version"], request.served)
+        ] * length
     if request.served.adapter is not None:
         versions = [request.served.version] * len(tokens)
     before = request.partial

@@ -1,0 +1,180 @@
+"""Watch over publishes; runs inside vLLM's API server.
+
+A learner that is killed during a publish leaves the server paused, and vLLM reports good health.
+Here every publish has a lease: if it makes no request for that long, the server resumes with its
+old weights, or reports ill health if some of them were replaced.
+"""
+
+import asyncio
+import json
+import logging
+import math
+import os
+import urllib.parse
+from typing import Any
+
+from jaxrl.bridge.base import REFUSED, UNFINISHED, Learner, marker
+from jaxrl.bridge.in_vllm.auth import App, Message, Receive, Send
+from jaxrl.bridge.in_vllm.ownership import TAKE_OVER
+
+SECONDS = "JAXRL_LEASE"
+"""Environment variable of a server: seconds between two requests of a publish, by default 30."""
+HEADER = "X-Jaxrl-Learner"
+"""Header with the learner's identity, in every request that changes a server."""
+
+_DEFAULT = 30.0  # a learner makes the requests of a publish one right after the other
+_CONNECT, _DISCONNECT = "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"
+_START, _UPDATE, _FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
+_PAUSE, _RESUME = "/pause", "/resume"
+_STEPS = (_START, _UPDATE, _FINISH, _RESUME)  # of a publish, after its pause
+_ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_KEPT = 1 << 16  # bytes of a response to look at
+
+_log = logging.getLogger("vllm.jaxrl")
+
+
+def header(learner: Learner) -> dict[str, str]:
+    """Returns the header of a learner's requests."""
+    return {HEADER: f"{learner.session} {urllib.parse.quote(learner.name)}"}
+
+
+class Lease:
+    """ASGI middleware that ends abandoned publishes and refuses requests of foreign learners."""
+
+    def __init__(self, app: App) -> None:
+        """Reads the lease from the environment; raises ValueError if it is not a number above 0."""
+        self._app = app
+        text = os.environ.get(SECONDS) or str(_DEFAULT)
+        try:
+            self._seconds = float(text)
+        except ValueError:
+            self._seconds = math.nan
+        if not 0 < self._seconds < math.inf:
+            raise ValueError(f"{SECONDS} = {text!r} must be a number of seconds above 0")
+        self._owner: str | None = None  # header of the learner that connected last
+        self._open = self._expired = False  # the publish
+        self._loaded = self._unnamed = False  # weights without the version that they belong to
+        self._fault = ""  # why the server is ill
+        self._busy = 0  # requests of the publish that have no response yet
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answers /health of an ill server, refuses a request, or passes it on."""
+        path = scope["path"] if scope["type"] == "http" else ""
+        if path == "/health" and self._fault:
+            await _respond(send, 503, f"{UNFINISHED} {self._fault}")
+        elif path not in (_CONNECT, _DISCONNECT, _PAUSE, *_STEPS, *_ADAPTERS):
+            await self._app(scope, receive, send)
+        elif refusal := self._refusal(path, _sender(scope)):
+            await _respond(send, 409, f"{REFUSED} {refusal}")
+        elif path in (_PAUSE, *_STEPS):
+            await self._step(path, scope, receive, send)
+        else:
+            status, _ = await self._pass(scope, receive, send)
+            if status == 200 and path == _CONNECT:
+                self._owner = _sender(scope)
+            elif status == 200 and path == _DISCONNECT:
+                self._owner = None
+
+    def _refusal(self, path: str, sender: str | None) -> str:
+        if path == _CONNECT:  # the engine decides
+            return ""
+        if self._owner not in (None, sender):
+            name = urllib.parse.unquote(self._owner.partition(" ")[2])
+            return f"the server takes weights from learner {name!r}; see {TAKE_OVER} in the docs"
+        if path in _STEPS and self._expired:
+            return (
+                f"this publish made no request for {self._seconds:g} s ({SECONDS}), so the server "
+                "ended it; publish again"
+            )
+        return ""
+
+    async def _step(self, path: str, scope: Message, receive: Receive, send: Send) -> None:
+        """Passes on a request of a publish; its lease starts anew with the response."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            await self._task  # or the server would resume after this pause
+        self._open, self._expired = True, False
+        before = self._unnamed
+        if path == _UPDATE:
+            self._loaded, self._unnamed = False, True
+        self._busy += 1
+        own = dict(scope)  # the application changes it
+        status, text = 0, ""
+        try:
+            status, text = await self._pass(scope, receive, send)
+        except Exception as error:
+            text = str(error)
+            raise
+        finally:
+            self._busy -= 1
+            if path == _UPDATE:
+                self._loaded = status == 200
+                # Both mean: before a weight was touched.
+                found = marker(text)
+                refused = found == REFUSED or (found is None and 400 <= status < 500)
+                self._unnamed = before if refused else True
+            if path == _FINISH and status == 200 and self._loaded:
+                self._loaded = self._unnamed = False
+            if path == _RESUME and status == 200:
+                self._open = False
+                if not self._unnamed:
+                    self._fault = ""
+            if self._open and not self._busy:
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(self._seconds, self._expire, own)
+
+    def _expire(self, scope: Message) -> None:
+        self._open, self._expired = False, True
+        silence = f"the learner was silent for {self._seconds:g} s in the middle of a publish"
+        if self._unnamed:
+            self._fault = (
+                f"{silence}: the server is paused and has the weights of no version; the next "
+                "complete publish repairs it"
+            )
+            _log.error("%s", self._fault)
+        else:
+            _log.warning("%s; resuming, because no weight has changed", silence)
+            self._task = asyncio.ensure_future(self._resume(scope))  # kept, or it may be collected
+
+    async def _resume(self, scope: Message) -> None:
+        changes: dict[str, Any] = {"method": "POST", "path": _RESUME, "headers": []}
+        changes |= {"raw_path": _RESUME.encode(), "query_string": b""}
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] != 200:
+                self._fault = "the server is paused and does not resume; restart it"
+
+        try:
+            await self._app(scope | changes, receive, send)
+        except Exception as error:
+            self._fault = f"the server is paused and does not resume ({error!r}); restart it"
+
+    async def _pass(self, scope: Message, receive: Receive, send: Send) -> tuple[int, str]:
+        """Passes a request on; returns its status and the beginning of its text."""
+        status, body = 0, b""
+
+        async def watch(message: Message) -> None:
+            nonlocal status, body
+            status = message.get("status", status)
+            body += message.get("body", b"")[: _KEPT - len(body)]
+            await send(message)
+
+        await self._app(scope, receive, watch)
+        return status, body.decode(errors="replace")
+
+
+def _sender(scope: Message) -> str | None:
+    values = [value for name, value in scope["headers"] if name.lower() == HEADER.lower().encode()]
+    return values[0].decode("latin-1") if len(values) == 1 else None
+
+
+async def _respond(send: Send, status: int, text: str) -> None:
+    kind = (b"content-type", b"application/json")
+    await send({"type": "http.response.start", "status": status, "headers": [kind]})
+    await send({"type": "http.response.body", "body": json.dumps({"error": text}).encode()})

@@ -1,0 +1,56 @@
+"""The learner whose weights a server takes; runs inside vLLM."""
+
+from jaxrl.bridge.base import Learner
+
+TAKE_OVER = "JAXRL_TAKE_OVER"
+"""Environment variable of a learner: the name of the one that it replaces."""
+
+
+class ForeignError(ValueError):
+    """The request comes from another learner; the message names the one that the server has."""
+
+
+class Ownership:
+    """Admits one learner at a time.
+
+    A learner keeps the server until it disconnects. Another process of the same run may take its
+    place, since a run resumes after it was killed; any other learner must name the one it replaces.
+    A process that was replaced stays out, or two learners would take turns unnoticed.
+    """
+
+    def __init__(self) -> None:
+        """Begins without a learner."""
+        self._learner: Learner | None = None
+        self._replaced: set[str] = set()
+
+    def check(self, learner: Learner) -> None:
+        """Raises ForeignError if a learner may not connect."""
+        held = self._learner
+        if held is None or held == learner:
+            return
+        if learner.session in self._replaced:
+            raise ForeignError(f"learner {held.name!r} has taken the server over from this process")
+        if held.name not in (learner.name, learner.replaces):
+            raise ForeignError(
+                f"the server takes weights from learner {held.name!r}; end that run, or replace it "
+                f"by starting this one with {TAKE_OVER}={held.name!r}"
+            )
+
+    def take(self, learner: Learner) -> None:
+        """Connects a learner that `check` admits."""
+        if self._learner is not None and self._learner != learner:
+            self._replaced.add(self._learner.session)
+        self._learner = learner
+
+    def require(self, learner: Learner) -> None:
+        """Raises ForeignError unless the learner is the one that connected last."""
+        if learner != self._learner:
+            held = "nobody" if self._learner is None else repr(self._learner.name)
+            raise ForeignError(
+                f"these weights are those of learner {learner.name!r}, session {learner.session}; "
+                f"the server takes weights from {held}"
+            )
+
+    def release(self) -> None:
+        """Disconnects the learner."""
+        self._learner = None
