@@ -142,9 +142,10 @@ def test_shared_memory_of_a_server_goes_with_it(tmp_path: Path, killed: str) -> 
                 (server,) = children(watchdog)
                 os.kill(server, signal.SIGKILL)
             elif killed == "all":
+                processes = [learner.pid, watchdog, *children(watchdog)]
                 learner.kill()
                 os.killpg(watchdog, signal.SIGKILL)
-                wait_for(lambda: not alive(watchdog))
+                wait_for(lambda: not any(map(alive, processes)))
                 assert all(path.exists() for path in found)
                 OwnedDirectory(MEMORY).close()
             else:
