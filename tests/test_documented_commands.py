@@ -79,7 +79,7 @@ ELSEWHERE = {
     "pip install jax[tpu]": INDEX,
     "pip install wandb": INDEX,
     "pip install mlflow": INDEX,
-    "pip install vllm==0.32.0": INDEX,
+    "pip install vllm==0.32.0 xxhash": INDEX,
     "pip install --no-deps -e .": "what scripts/make_venv.sh does in every fresh environment",
     "hf download Qwen/Qwen3-0.6B --local-dir MODEL": "needs the Hugging Face hub",
     "tensorboard --logdir profile": "needs its profile plugin, and somebody who looks",

@@ -157,9 +157,10 @@ class PublishToServers:
                 )
         for url in sorted(self._serving - before):
             self._note(f"{url} is back and serves version {version}")
-        for line in {server.untried for server in self._servers} - {None, *self._noted}:
-            self._note(line)
-            self._noted.add(line)
+        for line in [server.untried for server in self._servers]:
+            if line is not None and line not in self._noted:
+                self._note(line)
+                self._noted.add(line)
         self._client.use_version(
             version, urls=sorted(self._serving), adapter=adapter, session=self._session
         )

@@ -151,7 +151,7 @@ class Lease:
                 self._fault = "the server is paused and does not resume; restart it"
 
         try:
-            await self._app(scope | changes, receive, send)
+            await self._app({**scope, **changes}, receive, send)
         except Exception as error:
             self._fault = f"the server is paused and does not resume ({error!r}); restart it"
 
