@@ -12,6 +12,7 @@ from pathlib import Path
 import optax
 
 import jaxrl
+from jaxrl.bridge.in_vllm import auth
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer, ServerOptions
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
@@ -47,7 +48,10 @@ with LocalServer(directory / "sft/model", options, log=directory / "vllm.log") a
     server.wait(lambda seconds: None)
     sizes = policy.model.config
     sampler = VllmSampler(
-        [server.url], max_positions=sizes.max_positions, vocab_size=sizes.vocab_size
+        [server.url],
+        max_positions=sizes.max_positions,
+        vocab_size=sizes.vocab_size,
+        headers=auth.headers(server.api_key),
     )
 
     def sample(i: int) -> list:
@@ -62,7 +66,9 @@ with LocalServer(directory / "sft/model", options, log=directory / "vllm.log") a
 
     with (
         SharedMemoryPublisher(
-            [VllmServer(server.url)], wire=precision.wire, sampler=precision.sampler
+            [VllmServer(server.url, api_key=server.api_key)],
+            wire=precision.wire,
+            sampler=precision.sampler,
         ) as publisher,
         ThreadPoolExecutor(1) as background,
     ):

@@ -1,11 +1,8 @@
 """Publishing to servers on the same host through two reused files in shared memory."""
 
-import contextlib
 import mmap
 import os
-import re
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -14,22 +11,20 @@ import numpy as np
 
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import InFlight, Learner, TensorSpec, WeightSource
+from jaxrl.bridge.owned_directory import MEMORY, OwnedDirectory
 from jaxrl.bridge.safetensors_file import SafetensorsFile, plan_files
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.swap import WeightPublisher
-
-MEMORY = Path("/dev/shm")
-_PREFIX = "jaxrl-"
 
 
 class _Slot:
     """A payload whose file stays mapped: allocating new pages costs more than copying."""
 
     def __init__(self, directory: Path, file: SafetensorsFile) -> None:
-        directory.mkdir()
+        directory.mkdir(mode=0o700)
         self.directory = directory
         self._files = [file]
-        with (directory / file.name).open("x+b") as stream:
+        with open(directory / file.name, "x+b", opener=_private) as stream:
             os.posix_fallocate(stream.fileno(), 0, file.nbytes)  # fails here if memory is full
             self._map = mmap.mmap(stream.fileno(), file.nbytes)
         self._bytes = np.frombuffer(self._map, np.uint8)
@@ -40,6 +35,7 @@ class _Slot:
             source, self._files, self._put, version=version, learner=learner
         )
         payload.write_manifest(self.directory, written)
+        (self.directory / manifest.FILE).chmod(0o600)
 
     def _put(self, file: str, offset: int, data: np.ndarray) -> None:
         self._bytes[offset : offset + data.nbytes] = data
@@ -50,7 +46,7 @@ class SharedMemoryPublisher(WeightPublisher):
 
     Two slots, each a safetensors file with its manifest, are written in turn, so that none is
     written while a server may read it. They occupy twice the weights' size in the wire dtype until
-    `close`. Slots that a killed process of the same user left behind are removed.
+    `close`. Slots that a killed learner of the same user left behind are removed.
     """
 
     def __init__(
@@ -64,8 +60,9 @@ class SharedMemoryPublisher(WeightPublisher):
         memory: Path = MEMORY,
     ) -> None:
         """Connects the servers as `WeightPublisher` does."""
-        _remove_leftovers(memory)
-        root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=memory))
+        self._owned = OwnedDirectory(memory)
+        root = self._owned.path / "slots"
+        root.mkdir()
         self._specs: list[TensorSpec] = []
         self._slots: list[_Slot] = []
         try:
@@ -84,7 +81,7 @@ class SharedMemoryPublisher(WeightPublisher):
     def close(self) -> None:
         """Frees the memory; servers keep the weights they have loaded."""
         self._slots.clear()
-        shutil.rmtree(self._root, ignore_errors=True)
+        self._owned.close()
 
     def __enter__(self) -> Self:
         return self
@@ -107,11 +104,5 @@ class SharedMemoryPublisher(WeightPublisher):
         return slot.directory.name
 
 
-def _remove_leftovers(memory: Path) -> None:
-    for directory in memory.glob(f"{_PREFIX}*"):
-        owner = re.fullmatch(rf"{_PREFIX}(\d+)-.*", directory.name)
-        # Directories of other users and of running processes stay.
-        with contextlib.suppress(OSError):
-            own = directory.stat().st_uid == os.getuid()
-            if owner and own and not Path(f"/proc/{owner[1]}").exists():
-                shutil.rmtree(directory)
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -11,8 +11,9 @@ from jaxrl.bridge.in_vllm import auth
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.builders import servers
+from jaxrl.builders.api_key import given_key, known_key
 from jaxrl.builders.layout import sampler_layout
-from jaxrl.builders.servers import Address, Workload, api_key
+from jaxrl.builders.servers import Address, Workload
 from jaxrl.builders.weight_sync import (
     Adapters,
     Publish,
@@ -121,8 +122,8 @@ def _open_client(
 ) -> Iterator[Serving]:
     """Opens a client of the config's servers, or of one that is started here."""
     limit = weights.model.config.max_positions
-    # Anybody with an account on this machine could use a server without a key.
-    key = api_key() if config.url else api_key() or secrets.token_hex(16)
+    # A run's own server needs no key that others know.
+    key = known_key() if config.url else given_key() or secrets.token_hex(16)
     work = Workload(
         weights.policy.sampler,
         # A sequence that is only scored needs one more: vLLM always draws a token.

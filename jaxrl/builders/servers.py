@@ -1,7 +1,6 @@
 """Starts vLLM servers on this machine as a config describes them."""
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.bridge.in_vllm import auth
 from jaxrl.bridge.servers.kv_cache_size import free_memory, kv_cache_size
 from jaxrl.bridge.servers.launch import INSTALL, LocalServer, ServerOptions
+from jaxrl.builders.api_key import server_key
 from jaxrl.config.sampler import SamplerConfig, ServerConfig
 from jaxrl.models import huggingface
 
@@ -38,9 +37,9 @@ class Address(NamedTuple):
     """The address of a server.
 
     Attributes:
-      host: anything but loopback can be reached by others, and needs a key.
+      host: anything but loopback can be reached by others, and needs a given key.
       port: 0 takes a free one.
-      api_key: that every request must carry; None for none.
+      api_key: that every request must carry; None for the user's own, see `server_key`.
     """
 
     host: str = "127.0.0.1"
@@ -49,12 +48,6 @@ class Address(NamedTuple):
 
 
 _LOOPBACK = Address()
-
-
-def api_key() -> str | None:
-    """Returns the servers' API key: the environment variable JAXRL_API_KEY, which no file of a run
-    contains."""
-    return os.environ.get(auth.KEY) or None
 
 
 @contextmanager
@@ -72,8 +65,8 @@ def started_server(
     Its output goes to `log`; `note` shows a line to the user.
 
     Raises:
-      ValueError: for a host that others can reach without a key, or a KV cache that does not hold
-        one completion.
+      ValueError: for a host that others can reach without a key, a key that cannot be read or
+        made, or a KV cache that does not hold one completion.
       FileNotFoundError: if the Python interpreter does not exist.
       ServerFailedError: if the server does not start, or if the block fails because it ended; the
         message contains the end of its output.
@@ -89,7 +82,7 @@ def started_server(
         device=config.device,
         host=address.host,
         port=address.port,
-        api_key=address.api_key,
+        api_key=address.api_key or server_key(address.host),
         max_lora_rank=work.max_lora_rank,
         arguments=config.vllm_args,
     )

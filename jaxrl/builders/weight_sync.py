@@ -3,19 +3,18 @@
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from jaxrl.bridge.adapters import AdapterPublisher
 from jaxrl.bridge.base import Learner, Timings, WeightSource, new_learner
 from jaxrl.bridge.directory import DirectoryPublisher
 from jaxrl.bridge.in_vllm.ownership import TAKE_OVER
+from jaxrl.bridge.owned_directory import MEMORY, OwnedDirectory
 from jaxrl.bridge.servers.control import VllmServer
-from jaxrl.bridge.shared_memory import MEMORY, SharedMemoryPublisher
+from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.bridge.swap import WeightPublisher
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.core.precision import Precision
 from jaxrl.models import lora
@@ -112,15 +111,14 @@ def _open_send(
         with _open_publisher(config, weights, servers=servers, learner=learner) as publisher:
             publisher.publish(source, version=version)
 
-    with (
-        TemporaryDirectory(prefix=f"jaxrl-{os.getpid()}-", dir=MEMORY)
-        if config.directory is None
-        else nullcontext(config.directory)
-    ) as directory:
-        Path(directory).mkdir(parents=True, exist_ok=True)
+    parent = MEMORY if config.directory is None else Path(config.directory)
+    parent.mkdir(parents=True, exist_ok=True)
+    with OwnedDirectory(parent) as owned:
+        if parent != MEMORY:  # servers may run as other users
+            owned.path.chmod(parent.stat().st_mode & 0o777)
         yield AdapterPublisher(
             servers,
-            Path(directory),
+            owned.path,
             specs=adapters.specs,
             base=str(weights.model_dir),
             wire=wire,
@@ -172,13 +170,13 @@ class PublishToServers:
 
 def _open_publisher(
     config: SamplerConfig, weights: Weights, *, servers: Sequence[VllmServer], learner: Learner
-) -> AbstractContextManager[WeightPublisher]:
+) -> SharedMemoryPublisher | DirectoryPublisher:
     wire, sampler, in_flight = weights.policy.wire, weights.policy.sampler, config.in_flight
     if config.directory is None:
         return SharedMemoryPublisher(
             servers, wire=wire, sampler=sampler, in_flight=in_flight, learner=learner
         )
-    publisher = DirectoryPublisher(
+    return DirectoryPublisher(
         servers,
         Path(config.directory),
         model_dir=weights.model_dir,
@@ -187,4 +185,3 @@ def _open_publisher(
         in_flight=in_flight,
         learner=learner,
     )
-    return nullcontext(publisher)

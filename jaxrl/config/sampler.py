@@ -4,8 +4,9 @@ import urllib.parse
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
+from jaxrl.bridge.servers.arguments import check_arguments
 from jaxrl.config.section import Seconds, Section, Texts
 
 Order = Literal["begun", "finished"]
@@ -44,7 +45,14 @@ class ServerConfig(Section):
     memory, or more if one completion needs it."""
 
     vllm_args: Texts = ()
-    """Further command-line arguments of vLLM's api_server."""
+    """Further command-line arguments of vLLM's api_server, except those that jaxrl sets or checks,
+    such as --host."""
+
+    @field_validator("vllm_args")
+    @classmethod
+    def _check_arguments(cls, value: Texts) -> Texts:
+        check_arguments(value)
+        return value
 
 
 class SamplerConfig(ServerConfig):

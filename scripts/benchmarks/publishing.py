@@ -9,7 +9,9 @@ import numpy as np
 from benchmarks import serving
 from benchmarks.shapes import SHAPES
 
+from jaxrl.bridge.in_vllm import auth
 from jaxrl.bridge.servers.control import VllmServer
+from jaxrl.bridge.servers.launch import LocalServer
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.core.precision import DType, cast
@@ -54,7 +56,9 @@ def measure(
     seconds: dict[str, list[float]] = {}
     with (
         serving.server(config, dtype=wire) as (started, weights, _),
-        SharedMemoryPublisher([VllmServer(started.url)], wire=wire, sampler=wire) as publisher,
+        SharedMemoryPublisher(
+            [VllmServer(started.url, api_key=started.api_key)], wire=wire, sampler=wire
+        ) as publisher,
     ):
         source = ParamsSource(cast(weights, params_dtype), specs, dtype=wire)
         nbytes = sum(int(np.prod(s.shape)) for s in source.specs()) * wire.itemsize
@@ -62,7 +66,7 @@ def measure(
         for version in range(repetitions + 1):
             parts = publisher.publish(source, version=version)._asdict()
             parts["copy"] = _seconds(lambda: np.copyto(there, here))
-            parts["vLLM reload"] = _seconds(lambda: _reload(started.url))
+            parts["vLLM reload"] = _seconds(lambda: _reload(started))
             if version:
                 for part, value in parts.items():
                     seconds.setdefault(part, []).append(value)
@@ -75,6 +79,7 @@ def _seconds(function: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _reload(url: str) -> None:
-    call = {"method": "reload_weights"}
-    httpx2.post(f"{url}/collective_rpc", json=call, timeout=300, trust_env=False).raise_for_status()
+def _reload(server: LocalServer) -> None:
+    url, headers = f"{server.url}/collective_rpc", auth.headers(server.api_key)
+    with httpx2.Client(headers=headers, timeout=300, trust_env=False) as client:
+        client.post(url, json={"method": "reload_weights"}).raise_for_status()

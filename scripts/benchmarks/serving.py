@@ -14,6 +14,7 @@ from benchmarks.sampling import GROUP, random_prompts
 from benchmarks.shapes import ANSWER, PROMPT
 from benchmarks.timing import Run
 
+from jaxrl.bridge.in_vllm import auth
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
@@ -52,7 +53,9 @@ def clients(config: DecoderConfig, *, dtype: DType, sequences: int) -> Iterator[
     prompts = random_prompts(config, sequences=sequences)
     with (
         server(config, dtype=dtype) as (started, params, _),
-        SharedMemoryPublisher([VllmServer(started.url)], wire=dtype, sampler=dtype) as publisher,
+        SharedMemoryPublisher(
+            [VllmServer(started.url, api_key=started.api_key)], wire=dtype, sampler=dtype
+        ) as publisher,
     ):
         publisher.publish(ParamsSource(params, decoder(config).specs, dtype=dtype), version=0)
         sampler = VllmSampler(
@@ -60,6 +63,7 @@ def clients(config: DecoderConfig, *, dtype: DType, sequences: int) -> Iterator[
             max_positions=config.max_positions,
             vocab_size=config.vocab_size,
             max_requests=len(prompts),
+            headers=auth.headers(started.api_key),
         )
 
         def ours(seed: int) -> None:
@@ -72,7 +76,7 @@ def clients(config: DecoderConfig, *, dtype: DType, sequences: int) -> Iterator[
 
         def bare(seed: int) -> None:
             bodies = [_body(prompt, seed=1000 * seed + i) for i, prompt in enumerate(prompts)]
-            runner.run(_ask_all(started.url, bodies, streams))
+            runner.run(_ask_all(started, bodies, streams))
 
         yield {"jaxrl": ours, "bare": bare}
         for _, writer in streams:
@@ -94,15 +98,16 @@ def _body(prompt: np.ndarray, *, seed: int) -> bytes:
     return json.dumps({"token_ids": prompt.tolist(), "sampling_params": settings}).encode()
 
 
-async def _ask_all(url: str, bodies: list[bytes], streams: list) -> None:
-    address = urllib.parse.urlsplit(url)
+async def _ask_all(server: LocalServer, bodies: list[bytes], streams: list) -> None:
+    address = urllib.parse.urlsplit(server.url)
+    headers = "".join(f"{name}: {text}\r\n" for name, text in auth.headers(server.api_key).items())
     while len(streams) < len(bodies):
         streams.append(await asyncio.open_connection(address.hostname, address.port))
 
     async def ask(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (
             f"POST /inference/v1/generate HTTP/1.1\r\nHost: {address.netloc}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            f"{headers}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         writer.write(head.encode() + body)
         answer = (await reader.readuntil(b"\r\n\r\n")).lower()

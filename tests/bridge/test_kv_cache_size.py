@@ -57,7 +57,8 @@ def test_a_size_that_holds_no_completion_is_an_error_that_names_the_key():
     with pytest.raises(ValueError, match=r"the\.key = 268435456 holds 1664 tokens, .*needs 4097"):
         size(256 * MIB)
     # Each of two devices holds half of a token.
-    assert size(256 * MIB, arguments=("--tensor-parallel-size", "2")) == (256 * MIB, None)
+    for arguments in (("--tensor-parallel-size", "2"), ("--tensor_parallel_size=2",), ("-tp", "2")):
+        assert size(256 * MIB, arguments=arguments) == (256 * MIB, None)
 
 
 def test_errors_come_before_a_server_starts(tmp_path):

@@ -1,15 +1,20 @@
 """Servers end with the process that started them; sleeping programs stand in for vLLM."""
 
+import dataclasses
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
 
+from jaxrl.bridge.owned_directory import MEMORY, OwnedDirectory
 from jaxrl.bridge.servers.launch import LocalServer, ServerFailedError, ServerOptions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
@@ -29,6 +34,13 @@ def program(path: Path, text: str) -> Path:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
+
+
+def fake(directory: Path, mode: str) -> ServerOptions:
+    """Options of a server that `fake_vllm.py` stands in for; it describes itself in `about`."""
+    script = Path(__file__).with_name("fake_vllm.py")
+    text = f'exec {sys.executable} {script} "{mode}" {directory / "about"} "$@"'
+    return ServerOptions(python=program(directory / "python", text), dtype="float32")
 
 
 def alive(process: int) -> bool:
@@ -103,3 +115,118 @@ def test_a_program_on_the_port_is_not_mistaken_for_the_server(tmp_path: Path) ->
         options = ServerOptions(python=tmp_path / "none", dtype="float32", port=port)
         with pytest.raises(ServerFailedError, match=f"127.0.0.1:{port}: .*in use"):
             LocalServer(Path("model"), options, log=tmp_path / "log")
+
+
+def left_behind(directory: Path) -> list[Path]:
+    """Returns what a fake server has made in shared memory."""
+    wait_for((directory / "about").exists)
+    about = json.loads((directory / "about").read_text())
+    return [Path(f"{MEMORY}{name}") for name in about["left"]] + [Path(about["socket"])]
+
+
+@pytest.mark.parametrize("killed", ["learner", "server", "all", "none"])
+def test_shared_memory_of_a_server_goes_with_it(tmp_path: Path, killed: str) -> None:
+    """With its watchdog killed as well, at the next start."""
+    options = fake(tmp_path, "answers")
+    foreign = shared_memory.SharedMemory(create=True, size=1000)
+    command = [sys.executable, "-c", STARTS, str(options.python), str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as learner:
+        try:
+            assert learner.stdout is not None
+            watchdog = int(learner.stdout.readline())
+            found = left_behind(tmp_path)
+            assert all(path.exists() for path in found)
+            if killed == "none":
+                learner.send_signal(signal.SIGTERM)
+            elif killed == "server":
+                (server,) = children(watchdog)
+                os.kill(server, signal.SIGKILL)
+            elif killed == "all":
+                processes = [learner.pid, watchdog, *children(watchdog)]
+                learner.kill()
+                os.killpg(watchdog, signal.SIGKILL)
+                wait_for(lambda: not any(map(alive, processes)))
+                assert all(path.exists() for path in found)
+                OwnedDirectory(MEMORY).close()
+            else:
+                learner.kill()
+            wait_for(lambda: not any(path.exists() for path in found))
+        finally:
+            learner.kill()
+            foreign.close()
+    foreign.unlink()  # fails if it is gone
+
+
+def children(process: int) -> list[int]:
+    return [*map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
+
+
+def test_a_server_with_its_own_watchdog_killed_keeps_its_memory(tmp_path: Path) -> None:
+    with LocalServer(Path("model"), fake(tmp_path, "answers"), log=tmp_path / "log") as server:
+        found = left_behind(tmp_path)
+        os.kill(server.process_ids[0], signal.SIGKILL)
+        OwnedDirectory(MEMORY).close()
+        assert all(path.exists() for path in found)
+    assert not any(path.exists() for path in found)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_a_server_is_ready_when_it_has_completed_a_request(tmp_path: Path, host: str) -> None:
+    options = dataclasses.replace(fake(tmp_path, "answers"), host=host)
+    try:
+        server = LocalServer(Path("model"), options, log=tmp_path / "log")
+    except ServerFailedError as error:
+        pytest.skip(f"{host}: {error}")  # a machine without IPv6
+    with server:
+        server.wait(lambda seconds: None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("fails", "fails its first request .*500 .*EngineCore encountered an issue"),
+        ("dies", r"(?s)fails its first request .*Unsupported head size 16 for AMX"),
+        ("hangs", "fails its first request .*ReadTimeout"),
+        ("is silent", "fails its first request .*no token"),
+    ],
+)
+def test_a_healthy_server_that_cannot_complete_a_request_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, message: str
+) -> None:
+    monkeypatch.setattr("jaxrl.bridge.servers.launch.FIRST_REQUEST", 3.0)
+    monkeypatch.setattr("jaxrl.bridge.servers.launch._DYING", 1.0)
+    with (
+        LocalServer(Path("model"), fake(tmp_path, mode), log=tmp_path / "log") as server,
+        pytest.raises(ServerFailedError, match=message),
+    ):
+        server.wait(lambda seconds: None)
+
+
+def test_every_server_has_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without one in the options. vLLM's own key and frontend would shut jaxrl's out."""
+    monkeypatch.setenv("VLLM_API_KEY", "another")
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    keys = set()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        options = fake(tmp_path / name, "answers")
+        with LocalServer(Path("model"), options, log=tmp_path / "log") as server:
+            left_behind(tmp_path / name)
+            about = json.loads((tmp_path / name / "about").read_text())
+            words = Path(f"/proc/{server.process_ids[0]}/cmdline").read_text().split("\0")
+        last = max(i for i, word in enumerate(words) if word == "--middleware")
+        assert words[last + 1].endswith("auth.RequireKey")  # it sees requests first
+        assert server.api_key not in " ".join(words)
+        assert about["environment"]["JAXRL_API_KEY"] == server.api_key
+        assert not {"VLLM_API_KEY", "VLLM_USE_RUST_FRONTEND"} & about["environment"].keys()
+        keys.add(server.api_key)
+    assert len(keys) == 2
+    assert all(len(key) >= 32 for key in keys)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "a.host", ""])
+def test_a_server_that_others_can_reach_needs_a_given_key(tmp_path: Path, host: str) -> None:
+    reachable = dataclasses.replace(fake(tmp_path, "answers"), host=host)
+    with pytest.raises(ValueError, match=f"{re.escape(repr(host))} needs a.*set JAXRL_API_KEY"):
+        LocalServer(Path("model"), reachable, log=tmp_path / "log")
+    assert not (tmp_path / "log").exists()

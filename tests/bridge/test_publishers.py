@@ -1,7 +1,10 @@
 """Servers read exactly the learner's tensors from a publisher, bit for bit."""
 
 import os
+import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,30 +98,34 @@ def test_shared_memory_publishes_every_version(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_shared_memory_of_a_killed_process_is_removed(tmp_path: Path) -> None:
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    dead = ended.pid
-    (tmp_path / f"jaxrl-{dead}-abc").mkdir()
-    (tmp_path / f"jaxrl-{os.getppid()}-abc").mkdir()
-    (tmp_path / "other").mkdir()
-    with SharedMemoryPublisher([], wire=F32, sampler=F32, memory=tmp_path):
-        pass
-    assert {path.name for path in tmp_path.iterdir()} == {f"jaxrl-{os.getppid()}-abc", "other"}
+def test_shared_memory_is_read_by_its_user_only(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with SharedMemoryPublisher(
+            [Recorder()], wire=F32, sampler=F32, memory=tmp_path
+        ) as publisher:
+            publisher.publish(ListSource({"a": np.zeros(3, np.float32)}), version=0)
+            (top,) = tmp_path.iterdir()
+            assert top.stat().st_mode & 0o077 == 0
+            files = [path for path in top.rglob("*") if path.is_file()]
+            assert {path.name for path in files} >= {"manifest.json", "model.safetensors"}
+            assert all(path.stat().st_mode & 0o777 == 0o600 for path in files)
+    finally:
+        os.umask(before)
 
 
 def test_directory_publishes_checkpoints(tmp_path: Path) -> None:
     model_dir, server = tmp_path / "model", Recorder()
     tree = params(QWEN3, 0)
     expected = exported(QWEN3, tree, model_dir, F32)
-    publisher = DirectoryPublisher(
+    with DirectoryPublisher(
         [server], tmp_path / "root", model_dir=model_dir, wire=F32, sampler=F32
-    )
-    for version in range(3):
-        publisher.publish(ParamsSource(tree, SPECS, dtype=F32), version=version)
-        assert server.tensors == expected
+    ) as publisher:
+        for version in range(3):
+            publisher.publish(ParamsSource(tree, SPECS, dtype=F32), version=version)
+            assert server.tensors == expected
     kept = {path.name for path in (tmp_path / "root").iterdir()}
-    assert kept == {"version-1", "version-2"}
+    assert kept == {".jaxrl-lock", "version-1", "version-2"}
     config, loaded = huggingface.load(tmp_path / "root" / "version-2", dtype=F32)
     assert config == QWEN3
     jax.tree.map(np.testing.assert_array_equal, loaded, tree)
@@ -128,16 +135,146 @@ def test_a_resumed_run_replaces_a_published_version(tmp_path: Path) -> None:
     model_dir, root = tmp_path / "model", tmp_path / "root"
     exported(QWEN3, params(QWEN3, 0), model_dir, F32)
     roles: Any = {"model_dir": model_dir, "wire": F32, "sampler": F32}
-    first = DirectoryPublisher([Recorder()], root, **roles)
-    for version in (1, 2):
-        first.publish(ParamsSource(params(QWEN3, 0), SPECS, dtype=F32), version=version)
-    second = DirectoryPublisher([server := Recorder()], root, **roles)
+    with DirectoryPublisher([Recorder()], root, **roles) as first:
+        for version in (1, 2):
+            first.publish(ParamsSource(params(QWEN3, 0), SPECS, dtype=F32), version=version)
     other = params(QWEN3, 1)
     expected = exported(QWEN3, other, model_dir, F32)
-    for version in (1, 2, 3):
-        second.publish(ParamsSource(other, SPECS, dtype=F32), version=version)
-        assert server.tensors == expected
-    assert {path.name for path in root.iterdir()} == {"version-2", "version-3"}
+    with DirectoryPublisher([server := Recorder()], root, **roles) as second:
+        for version in (1, 2, 3):
+            second.publish(ParamsSource(other, SPECS, dtype=F32), version=version)
+            assert server.tensors == expected
+    assert versions(root) == {"version-2", "version-3"}
+
+
+def versions(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir() if path.name.startswith("version-")}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    return tmp_path / "model"
+
+
+def publish_small(root: Path, model: Path, *numbers: int) -> None:
+    with DirectoryPublisher(
+        [Recorder()], root, model_dir=model, wire=F32, sampler=F32
+    ) as publisher:
+        for version in numbers:
+            source = ListSource({"a": np.full(3, version, np.float32)})
+            publisher.publish(source, version=version)
+
+
+def test_foreign_directories_stay(tmp_path: Path, model: Path) -> None:
+    root = tmp_path / "root"
+    foreign = [root / "version-best", root / "version-01", root / "version-", root / ".version-3"]
+    for directory in foreign:
+        directory.mkdir(parents=True)
+        (directory / "notes").write_text("mine")
+    (root / "version-x").write_text("mine")
+    publish_small(root, model, 1, 2, 3, 4)
+    assert all((directory / "notes").read_text() == "mine" for directory in foreign)
+    assert versions(root) == {
+        *("version-best", "version-01", "version-", "version-x", "version-3", "version-4")
+    }
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "link", "other version", "manifest"])
+def test_a_foreign_version_is_an_error_before_anything_is_published(
+    tmp_path: Path, model: Path, kind: str
+) -> None:
+    """It may be in the way of a later version, and is not ours to remove."""
+    root = tmp_path / "root"
+    publish_small(root, model, 1, 2)
+    path = root / "version-9"
+    if kind == "file":
+        path.write_text("mine")
+    elif kind == "link":
+        path.symlink_to(root / "version-1")
+    elif kind == "other version":
+        shutil.copytree(root / "version-1", path)
+    else:
+        path.mkdir()
+        (path / ("manifest.json" if kind == "manifest" else "notes")).write_text('{"mine": 1}')
+    with pytest.raises(FileExistsError, match="version-9 was not published by a learner"):
+        publish_small(root, model, 3)
+    assert versions(root) == {"version-1", "version-2", "version-9"}
+
+
+def test_two_learners_do_not_share_a_directory(tmp_path: Path, model: Path) -> None:
+    root = tmp_path / "root"
+    with (
+        DirectoryPublisher([], root, model_dir=model, wire=F32, sampler=F32),
+        pytest.raises(FileExistsError, match=r"another learner publishes to .*root; "),
+    ):
+        publish_small(root, model, 1)
+    publish_small(root, model, 1)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from jaxrl.bridge.directory import DirectoryPublisher
+from tests.bridge.cases import ListSource, Recorder
+
+class Dies(ListSource):
+    def __iter__(self):
+        yield "a", np.zeros(3, np.float32)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+f32 = np.dtype("float32")
+root, model = map(Path, sys.argv[1:])
+publisher = DirectoryPublisher([Recorder()], root, model_dir=model, wire=f32, sampler=f32)
+publisher.publish(Dies({"a": np.zeros(3, np.float32), "b": np.ones(2, np.float32)}), version=3)
+"""
+
+
+def test_the_draft_of_a_killed_learner_is_removed(tmp_path: Path, model: Path) -> None:
+    root = tmp_path / "root"
+    publish_small(root, model, 1, 2)
+    command = [sys.executable, "-c", KILLED, str(root), str(model)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert [path for path in root.rglob("model.safetensors") if "version" not in path.parent.name]
+    assert versions(root) == {"version-1", "version-2"}
+    publish_small(root, model, 3)
+    assert {path.name for path in root.iterdir()} == {".jaxrl-lock", "version-2", "version-3"}
+
+
+@pytest.mark.parametrize("moment", ["rename", "rmtree"])
+def test_killed_while_a_version_is_replaced(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Each version is whole or absent, whatever the moment."""
+    root = tmp_path / "root"
+    publish_small(root, model, 1, 2)
+
+    class KilledError(BaseException):
+        pass
+
+    def killed(*_: object, **__: object) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*{"rename": (Path, "rename"), "rmtree": (shutil, "rmtree")}[moment], killed)
+        with pytest.raises(KilledError):
+            publish_small(root, model, 2)
+    for name in versions(root):
+        assert read_payload(root, name)
+    publish_small(root, model, 2, 3)
+    assert {path.name for path in root.iterdir()} == {".jaxrl-lock", "version-2", "version-3"}
+
+
+def test_a_version_that_its_user_removed_is_no_error(tmp_path: Path, model: Path) -> None:
+    root = tmp_path / "root"
+    with DirectoryPublisher(
+        [Recorder()], root, model_dir=model, wire=F32, sampler=F32
+    ) as publisher:
+        for version in range(4):
+            publisher.publish(ListSource({"a": np.zeros(3, np.float32)}), version=version)
+            shutil.rmtree(root / "version-0", ignore_errors=True)
+    assert versions(root) == {"version-2", "version-3"}
 
 
 def test_checkpoints_have_several_files_and_leave_no_draft(

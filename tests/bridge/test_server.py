@@ -1,10 +1,9 @@
 """A real server under load: requests in flight, refusals, many publishes, memory."""
 
-import dataclasses
 import functools
 import http.client
 import itertools
-import re
+import os
 import threading
 import time
 import urllib.parse
@@ -19,6 +18,7 @@ import pytest
 
 from jaxrl.bridge.base import RefusedError, UnavailableError, new_learner
 from jaxrl.bridge.in_vllm import auth, lease
+from jaxrl.bridge.owned_directory import BELONGINGS, MEMORY
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer, ServerFailedError, ServerOptions
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
@@ -57,7 +57,28 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     with running:
         running.wait(lambda seconds: None)
         yield running
+        (left,) = MEMORY.glob(f"jaxrl-owned-*/{_socket_of(running)}")
+        segments = [line.split()[1] for line in (left.parent / BELONGINGS).read_text().splitlines()]
     print(running.log_tail())
+    assert {name.partition("_")[0].partition(".")[0] for name in segments} == {"psm", "sem"}
+    assert not left.parent.exists()
+    assert not [name for name in segments if (MEMORY / name).exists()]
+
+
+def _socket_of(server: LocalServer) -> str:
+    """Returns the name of a socket that the server's processes listen at."""
+    inodes = {
+        os.readlink(link)
+        for pid in server.process_ids
+        for link in Path(f"/proc/{pid}/fd").iterdir()
+        if os.readlink(link).startswith("socket:")
+    }
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    return next(
+        Path(line[7]).name
+        for line in lines
+        if len(line) == 8 and f"socket:[{line[6]}]" in inodes and "jaxrl-owned-" in line[7]
+    )
 
 
 @pytest.fixture
@@ -337,17 +358,19 @@ def test_requests_without_the_key_are_rejected(
     assert control(server).weight_version() == before
 
 
+@pytest.mark.parametrize("origin", ["http://evil.example", "http://localhost:3000", "null"])
+def test_web_pages_cannot_pause_a_server(server: LocalServer, origin: str) -> None:
+    address = urllib.parse.urlsplit(server.url).netloc
+    for headers in ({"Origin": origin}, {"Origin": origin, **auth.headers(KEY)}):
+        with closing(http.client.HTTPConnection(address, timeout=60)) as connection:
+            connection.request("POST", "/pause?mode=keep", headers=headers)
+            assert connection.getresponse().status == 403
+    assert ask(server, PROMPT, 4).finish_reason == "length"
+
+
 def _command_line(server: LocalServer) -> list[str]:
     lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in server.process_ids]
     return [word for line in lines for word in line.split("\0")]
-
-
-def test_a_server_that_others_can_reach_needs_a_key(tmp_path: Path) -> None:
-    for host in ("0.0.0.0", "::", "10.1.2.3", "a.host"):
-        reachable = dataclasses.replace(OPTIONS, host=host, api_key=None)
-        with pytest.raises(ValueError, match=f"{re.escape(host)}.*set JAXRL_API_KEY"):
-            LocalServer(tmp_path, reachable, log=tmp_path / "log")
-    assert not (tmp_path / "log").exists()
 
 
 def test_an_unreachable_server_is_unavailable(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl.bridge.in_vllm import auth
 from jaxrl.bridge.servers.launch import ServerFailedError
-from jaxrl.builders import sampler, servers
+from jaxrl.builders import api_key, sampler, servers
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.weight_sync import Weights
 from jaxrl.commands.serve import command
@@ -22,27 +23,46 @@ def test_replicas_need_a_port():
         toml_file.validate(command.ServeConfig, {"replicas": 2})
 
 
-def test_restarted_server_keeps_its_port(monkeypatch, capsys):
-    ports: list[int] = []
+def test_restarted_server_keeps_its_address_and_key(monkeypatch, capsys, tmp_path):
+    monkeypatch.delenv("JAXRL_API_KEY", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    found: list[servers.Address] = []
 
     class Server:
         url = "http://127.0.0.1:8000"
 
         def check(self) -> None:
-            raise KeyboardInterrupt if len(ports) == 2 else ServerFailedError("killed")
+            api_key.key_file().unlink(missing_ok=True)
+            raise KeyboardInterrupt if len(found) == 2 else ServerFailedError("killed")
 
     @contextmanager
     def start(*_, address: servers.Address, **__):
-        ports.append(address.port)
+        found.append(address)
         yield Server()
 
     monkeypatch.setattr(servers, "started_server", start)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
     assert command.main(["model"]) == 0
-    assert ports[0] == ports[1] > 0
+    assert found[0] == found[1]
+    assert found[0].port > 0
+    assert len(found[0].api_key or "") >= 32
     shown = capsys.readouterr()
     assert shown.out == "http://127.0.0.1:8000\n"
     assert "failed; restarting in 0 s: killed" in shown.err
+
+
+def test_server_that_others_reach_needs_a_given_key(monkeypatch, tmp_path):
+    """Nothing is started and no key is made: the learner could not find it."""
+    monkeypatch.delenv("JAXRL_API_KEY", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    tiny.write_checkpoint(tmp_path / "model")
+    log, python = tmp_path / "log", tmp_path / "python"
+    python.touch()
+    arguments = ["--host", "0.0.0.0", "--log", str(log), "--python", str(python)]
+    with pytest.raises(ValueError, match=r"host = '0\.0\.0\.0' needs a key.* set JAXRL_API_KEY"):
+        command.main([str(tmp_path / "model"), *arguments])
+    assert not log.exists()
+    assert not api_key.key_file().exists()
 
 
 class StartedError(Exception):
@@ -89,3 +109,46 @@ def test_server_of_a_run_gets_a_secret_key(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXRL_API_KEY", "mine")
     begin()
     assert keys[-1] == "mine"
+
+
+def test_a_run_finds_the_key_of_a_running_server(monkeypatch, tmp_path):
+    """Without the user doing anything, for samples and for weights."""
+    monkeypatch.delenv("JAXRL_API_KEY", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    made, used = api_key.server_key("127.0.0.1"), []
+
+    class Client:
+        def __init__(self, *_, headers, **__):
+            used.append(headers)
+
+        def close(self):
+            pass
+
+    def control(*_, api_key, **__):
+        used.append(auth.headers(api_key))
+        raise StartedError
+
+    monkeypatch.setattr(sampler, "VllmSampler", Client)
+
+    monkeypatch.setattr(sampler, "VllmServer", control)
+    asked = {
+        "model.path": "m",
+        "data.path": "d",
+        "reward.path": "exact_match",
+        "sampler.name": "vllm",
+        "sampler.url": "http://127.0.0.1:8000",
+    }
+    config = toml_file.load(Config, overrides=list(asked.items()))
+    with (
+        pytest.raises(StartedError),
+        sampler.open_sampler(
+            config.sampler,
+            Weights(tiny.model(), {}, 0, PRESETS["fp32"], Path("m")),
+            layout=make_layout(config.mesh),
+            needs=sampler.SamplerNeeds(config.longest_sequence, max_batch=1),
+            directory=tmp_path,
+            note=print,
+        ),
+    ):
+        pass
+    assert used == [{"Authorization": f"Bearer {made}"}] * 2

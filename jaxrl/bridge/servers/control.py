@@ -183,6 +183,14 @@ class VllmServer:
         info = self._call("GET", "/server_info?config_format=json")
         return info["vllm_config"]["model_config"]["dtype"].removeprefix("torch.")
 
+    def try_request(self, *, timeout: float) -> None:
+        """Requests one token; raises ControlError if the server does not complete it."""
+        params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}
+        body = {"token_ids": [0], "sampling_params": params}
+        answer = self._call("POST", "/inference/v1/generate", body, timeout=timeout)
+        if not answer["choices"][0]["token_ids"]:
+            raise ControlError(f"{self.url} completed a request with no token: {answer}")
+
     def healthy(self) -> bool:
         """Tells whether the server answers that it is ready."""
         try:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxrl.bridge.manifest import ITEM_BYTES
+from jaxrl.bridge.servers.arguments import names
 from jaxrl.bridge.servers.launch import ServerOptions
 from jaxrl.models.families import DecoderConfig
 
@@ -42,7 +43,7 @@ def kv_cache_size(
     given = options.kv_cache_bytes
     if given is None and options.device == "cuda":
         return CacheSize(None)
-    if given is not None and any(map(_CHANGES_SIZE.match, options.arguments)):
+    if given is not None and any(map(_CHANGES_SIZE.match, names(options.arguments))):
         return CacheSize(given)
     tokens = options.max_model_len or model.max_positions
     block = _BLOCK[options.device] * token_bytes(model, options.dtype)

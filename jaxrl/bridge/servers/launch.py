@@ -5,6 +5,7 @@ import dataclasses
 import ipaddress
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,8 +18,10 @@ from typing import Literal, Self
 from jaxrl.bridge.in_vllm.auth import KEY, RequireKey
 from jaxrl.bridge.in_vllm.lease import Lease
 from jaxrl.bridge.in_vllm.plugin import BACKEND
+from jaxrl.bridge.owned_directory import BELONGINGS, MEMORY, OwnedDirectory
 from jaxrl.bridge.servers import watchdog
-from jaxrl.bridge.servers.control import VllmServer
+from jaxrl.bridge.servers.arguments import check_arguments
+from jaxrl.bridge.servers.control import ControlError, VllmServer
 
 Device = Literal["cpu", "cuda"]
 
@@ -37,11 +40,14 @@ _ENVIRONMENT = {
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # the default drops idle connections after 5 s
     "HF_HUB_OFFLINE": "1",
 }
-_SEGMENT = re.compile(r"/dev/shm/(?:vllm_dist_|psm_)\S+")
+# Of the user's environment; with them vLLM would ask for another key, or not for jaxrl's.
+_REMOVED = ("VLLM_API_KEY", "VLLM_USE_RUST_FRONTEND")
 _ERROR = re.compile(r"\w(?:Error|Exception)\b")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM accepts as the maximum
 _MATRICES = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
 _TAIL = 15  # lines of a log to show
+FIRST_REQUEST = 300.0  # seconds for a server's first token; a GPU may still compile
+_DYING = 5.0  # seconds in which a server ends whose engine has failed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +62,8 @@ class ServerOptions:
     host: str = "127.0.0.1"  # any other than loopback needs a key
     port: int = 0  # 0 takes a free port
     max_lora_rank: int = 0  # of adapters that are published alone; 0 for none
-    api_key: str | None = dataclasses.field(default=None, repr=False)  # that requests must carry
+    # That requests must carry; None makes one, on loopback.
+    api_key: str | None = dataclasses.field(default=None, repr=False)
     arguments: tuple[str, ...] = ()  # more of vLLM's api_server
 
 
@@ -65,54 +72,76 @@ class ServerFailedError(RuntimeError):
 
 
 class LocalServer:
-    """A vLLM server that ends with the `with` block, or with this process however it ends."""
+    """A vLLM server that ends with the `with` block, or with this process however it ends.
+
+    Attributes:
+      url: its address.
+      api_key: the key that requests must carry.
+    """
 
     def __init__(self, model_dir: Path, options: ServerOptions, *, log: Path) -> None:
         """Starts the server of a checkpoint; call `wait` before using it. Its output goes to `log`.
 
         Raises:
-          ValueError: if `options.host` is not loopback and there is no key.
+          ValueError: if `options.host` is not loopback and there is no key, or an argument would
+            undo a check.
           ServerFailedError: if the port is in use.
         """
-        if options.api_key is None and not _is_loopback(options.host):
+        if options.api_key is None and not is_loopback(options.host):
             raise ValueError(
                 f"host = {options.host!r} needs a key, because anyone who reaches the server can "
                 f"change its weights; set {KEY} to a secret, here and where the learner runs"
             )
+        check_arguments(options.arguments)
+        self.api_key = options.api_key or secrets.token_hex(16)
         port = free_port(options.host, options.port)
-        self.url = f"http://{options.host}:{port}"
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        self.url = f"http://{host}:{port}"
         self._log = log
-        self._control = VllmServer(self.url, timeout=5.0, api_key=options.api_key)
-        environment = os.environ | _ENVIRONMENT
-        if options.api_key is not None:
-            environment[KEY] = options.api_key
+        self._control = VllmServer(self.url, timeout=5.0, api_key=self.api_key)
+        self._owned = OwnedDirectory(MEMORY)
+        environment = os.environ | _ENVIRONMENT | {KEY: self.api_key}
+        environment["VLLM_RPC_BASE_PATH"] = str(self._owned.path)  # its sockets
+        for name in _REMOVED:
+            environment.pop(name, None)
         if options.device == "cpu":  # the first request would stall for many seconds
             environment["TORCH_COMPILE_DISABLE"] = "1"
         if options.max_lora_rank:
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         command = [sys.executable, "-I", "-S", watchdog.__file__]
-        with log.open("wb") as stream:
-            self._process = subprocess.Popen(
-                command + _command(model_dir, options, port),
-                env=environment,
-                bufsize=0,
-                stdin=subprocess.PIPE,  # never written: it closes when this process ends
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # one group with its workers, apart from Ctrl-C
-            )
+        command += [str(self._owned.path / BELONGINGS), str(self._owned.lock)]
+        try:
+            with log.open("wb") as stream:
+                self._process = subprocess.Popen(
+                    command + _command(model_dir, options, port),
+                    env=environment,
+                    bufsize=0,
+                    stdin=subprocess.PIPE,  # never written: it closes when this process ends
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # one group with its workers, apart from Ctrl-C
+                    pass_fds=[self._owned.lock],
+                )
+        except BaseException:
+            self._owned.close()
+            raise
 
     def wait(self, progress: Callable[[float], None], *, timeout: float = 900.0) -> None:
         """Waits until the server is ready; calls `progress` with the seconds so far.
 
+        It is ready when it has completed a request: vLLM's /health says nothing about its engine
+        before the first.
+
         Raises:
-          ServerFailedError: if the server ends or is not ready after `timeout` seconds.
+          ServerFailedError: if the server ends, is not ready after `timeout` seconds or fails its
+            first request.
         """
         start = time.monotonic()
         while True:
             ready = self.healthy()
             self.check()  # or another program has answered
             if ready:
+                self._try_request()
                 return
             waited = time.monotonic() - start
             if waited > timeout:
@@ -142,10 +171,6 @@ class LocalServer:
 
     def stop(self) -> None:
         """Ends the server and its workers, and removes the shared memory they leave behind."""
-        segments: set[str] = set()
-        for pid in self.process_ids:
-            with contextlib.suppress(OSError):
-                segments.update(_SEGMENT.findall(Path(f"/proc/{pid}/maps").read_text()))
         if self._process.stdin is not None:
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -154,8 +179,7 @@ class LocalServer:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
-        for path in segments:
-            Path(path).unlink(missing_ok=True)
+        self._owned.close()
 
     def __enter__(self) -> Self:
         return self
@@ -168,6 +192,15 @@ class LocalServer:
         lines = self._log.read_text(errors="replace").splitlines()
         errors = [line for line in lines[:-_TAIL] if _ERROR.search(line)]
         return "\n".join([*errors[-_TAIL:], *lines[-_TAIL:]])
+
+    def _try_request(self) -> None:
+        try:
+            self._control.try_request(timeout=FIRST_REQUEST)
+        except ControlError as error:
+            # A dying engine ends the server soon, and its log then has the cause.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_DYING)
+            raise self._failure(f"is healthy and fails its first request ({error})") from None
 
     def _failure(self, what: str) -> ServerFailedError:
         return ServerFailedError(f"vLLM {what}; {self._log} ends with\n{self.log_tail()}")
@@ -213,13 +246,13 @@ def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
         command += ["--lora-target-modules", *_MATRICES]
     # Of two, the one that is named last sees a request first.
     command += ["--middleware", f"{Lease.__module__}.{Lease.__qualname__}"]
-    if options.api_key is not None:
-        # Without the key itself: every user of the machine can read a command line.
-        command += ["--middleware", f"{RequireKey.__module__}.{RequireKey.__qualname__}"]
+    # Without the key itself: every user of the machine can read a command line.
+    command += ["--middleware", f"{RequireKey.__module__}.{RequireKey.__qualname__}"]
     return [*command, *options.arguments]
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Tells whether an address is reached from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a host name

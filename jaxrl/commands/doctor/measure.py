@@ -12,11 +12,11 @@ import numpy as np
 import optax
 
 from jaxrl.bridge.servers.control import VllmServer
+from jaxrl.builders.api_key import known_key
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import rendering, sampling_params
 from jaxrl.builders.sampler import SamplerNeeds, open_sampler
-from jaxrl.builders.servers import api_key
 from jaxrl.builders.weight_sync import Weights
 from jaxrl.commands.doctor.text import Finding
 from jaxrl.config.doctor import DoctorConfig
@@ -69,7 +69,7 @@ def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Findin
     inputs = _load_inputs(config)
     policies = config.policies
     if config.sampler.url:
-        served = np.dtype(VllmServer(config.sampler.url[0], api_key=api_key()).dtype())
+        served = np.dtype(VllmServer(config.sampler.url[0], api_key=known_key()).dtype())
         policies = {
             name: dataclasses.replace(policy, wire=served, sampler=served)
             for name, policy in policies.items()

@@ -41,7 +41,8 @@ class ServeConfig(ServerConfig):
 
     host: str = "127.0.0.1"
     """Address to listen on. Other machines can reach any address but loopback, so those need the
-    environment variable JAXRL_API_KEY, set to the same value where the learner runs."""
+    environment variable JAXRL_API_KEY, set to the same value where the learner runs. On loopback a
+    key is made that runs of the same user find by themselves."""
 
     log: str = "vllm.log"
     """File for the server's output; further replicas add a number to its name."""
@@ -67,11 +68,12 @@ def main(argv: Sequence[str]) -> int:
     config, arguments = options.parse(made, ServeConfig, argv)
 
     from jaxrl.bridge.servers.launch import LocalServer, free_port
-    from jaxrl.builders.servers import Address, Workload, api_key, started_server
+    from jaxrl.builders.api_key import server_key
+    from jaxrl.builders.servers import Address, Workload, started_server
     from jaxrl.commands.serve.replicas import Replica
 
-    # A restarted server keeps its port.
-    first = config.port or free_port(config.host, 0)
+    # A restarted server keeps its port and its key.
+    first, key = config.port or free_port(config.host, 0), server_key(config.host)
     note = functools.partial(print, file=sys.stderr, flush=True)
 
     def start(replica: int) -> AbstractContextManager[LocalServer]:
@@ -86,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
             ),
             log=log.with_stem(f"{log.stem}-{replica}") if replica else log,
             note=note,
-            address=Address(config.host, first + replica, api_key()),
+            address=Address(config.host, first + replica, key),
         )
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
