@@ -159,7 +159,9 @@ def test_the_kernel_follows_the_devices(device, settings, expected, monkeypatch)
     assert chosen("xla") == "xla"
     others: list[kernels.Kernel] = [name for name in ("splash", "cudnn") if name != expected]
     for wanted in others:
-        with pytest.raises(ValueError, match=f"train.attention = '{wanted}' .*; use 'auto' or 'xla'"):
+        with pytest.raises(
+            ValueError, match=f"train.attention = '{wanted}' .*; use 'auto' or 'xla'"
+        ):
             chosen(wanted)
 
 
