@@ -303,6 +303,12 @@ def jit(
     return jax.jit(function, compiler_options=compiler, **options)
 
 
+def jit_forward(function: Callable[..., Any], *, sums: str = "any", **options: Any) -> Any:
+    """Compiles a function without a backward pass as `jit` does, whatever the platform. Modules may
+    decorate with it: `jit` asks for the devices, which exist only after processes have joined."""
+    return jax.jit(function, compiler_options=_compiler_options(sums), **options)
+
+
 def _compiler_options(sums: str) -> dict[str, Any]:
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if sums == "fixed":
@@ -315,10 +321,7 @@ def jit_by_policy(**options: Any) -> Callable[[Callable[..., Any]], Callable[...
     """Decorates a function of `precision`, a static argument, to be compiled with every cast."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        programs = {
-            sums: jax.jit(function, compiler_options=_compiler_options(sums), **options)
-            for sums in SUMS
-        }
+        programs = {sums: jit_forward(function, sums=sums, **options) for sums in SUMS}
 
         @functools.wraps(function)
         def call(*args: Any, precision: Precision, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from jaxrl.core.precision import Precision, jit, jit_by_policy
+from jaxrl.core.precision import Precision, jit_by_policy, jit_forward
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.sampling.embedded.draw_token import DrawSettings, draw_tokens
@@ -60,13 +60,13 @@ class Segment:
     count: jax.Array  # i32[]
 
 
-@jit
+@jit_forward
 def row_experts(experts: jax.Array, row: jax.Array) -> jax.Array:
     """Returns the experts [S, L, k] of one row of a cache's [L, B, S, k]."""
     return experts[:, row].transpose(1, 0, 2)
 
 
-@functools.partial(jit, sums="fixed", static_argnames=("slots",))
+@functools.partial(jit_forward, sums="fixed", static_argnames=("slots",))
 def draw_first(
     cache: Cache,
     logits: jax.Array,
@@ -168,13 +168,13 @@ def decode_segment(
     return lax.while_loop(more, step, (state, out))
 
 
-@functools.partial(jit, static_argnames=("slots",))
+@functools.partial(jit_forward, static_argnames=("slots",))
 def grow_cache(state: DecodeState, *, slots: int) -> DecodeState:
     """Extends the cache to `slots` slots. Rows stay in place, so no data changes device."""
     return dataclasses.replace(state, cache=_pad_slots(state.cache, slots=slots))
 
 
-@functools.partial(jit, static_argnames=("slots",))
+@functools.partial(jit_forward, static_argnames=("slots",))
 def take_rows(state: DecodeState, source: jax.Array, used: jax.Array, *, slots: int) -> DecodeState:
     """Moves the rows `source`, i32[B], to a batch with this many slots; bool[B] `used` is False for
     rows that only pad the batch."""
