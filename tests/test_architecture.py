@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -31,3 +32,10 @@ def test_files_are_small_and_finished() -> None:
 def test_top_level_holds_only_what_the_design_names() -> None:
     odd = {name.split("/")[0] for name in tracked() if not TOP_LEVEL.fullmatch(name.split("/")[0])}
     assert not odd
+
+
+def test_importing_starts_no_backend() -> None:
+    """Else the processes of several hosts could not join."""
+    rooms = [f"jaxrl.{name}" for name in ("train", "learner.policy", "sampling.embedded.sampler")]
+    code = f"import jaxrl, {', '.join(rooms)}; from jax._src.xla_bridge import _backends as found"
+    subprocess.run([sys.executable, "-c", f"{code}; assert not found"], cwd=ROOT, check=True)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.core.hosts import Hosts
-from jaxrl.core.precision import jit
+from jaxrl.core.precision import jit_forward
 
 _OWN = "blake2b"  # key of the digest of the JSON itself
 _SMALL = 2**16  # elements, summed by numpy: compiling takes longer
@@ -50,7 +50,7 @@ def _local(x: jax.Array) -> np.ndarray:
     return _sums(found.view(_WORDS[found.dtype.itemsize]).astype(np.uint32), np)
 
 
-@jit
+@jit_forward
 def _on_devices(x: jax.Array) -> jax.Array:
     near = jax.device_put(x, jax.memory.Space.Device)  # moments may lie in the host's memory
     if near.dtype == jnp.bool_:
