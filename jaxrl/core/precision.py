@@ -253,13 +253,10 @@ def parse(text: str) -> Precision:
 def check_products(precision: Precision, platform: str, *, devices: int = 1) -> None:
     """Checks that devices can compute products as the policy says.
 
-    Example:
-      >>> check_products(parse("fp32,products=tf32"), "gpu")
-
     Args:
       precision: the policy.
       platform: as JAX names it, such as "cpu", "cuda" or "tpu".
-      devices: those that share a program.
+      devices: the number of those that share a program.
 
     Raises:
       ValueError: if they cannot; the message names the role and what they can do.
@@ -304,8 +301,7 @@ def jit(
 
 
 def jit_forward(function: Callable[..., Any], *, sums: str = "any", **options: Any) -> Any:
-    """Compiles a function without a backward pass as `jit` does, whatever the platform. Modules may
-    decorate with it: `jit` asks for the devices, which exist only after processes have joined."""
+    """Compiles as `jit` does, without asking for devices: modules may decorate with it."""
     return jax.jit(function, compiler_options=_compiler_options(sums), **options)
 
 
