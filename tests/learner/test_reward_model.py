@@ -71,7 +71,7 @@ def test_a_score_that_is_not_finite_is_a_failure(reward_model):
     )
     assert np.isnan(scored.total).all()
     assert scored.failures == {"model": 3}
-    assert scored.first_failure == "reward model is not finite on 3 completions"
+    assert scored.first_failure.startswith("reward model is nan on one of 3 failed completions")
 
 
 def test_parts_are_weighted_and_added():

@@ -27,13 +27,12 @@ def test_process_number_without_coordinator_is_an_error(monkeypatch, given, vari
 
 
 @pytest.mark.parametrize("address", ["host0", "host0:", ":9911", "host0:http", "Auto"])
-@pytest.mark.parametrize("of", ["key", "environment"])
-def test_coordinator_without_port_is_an_error(monkeypatch, address, of):
-    if of == "environment":
-        monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
-    config = HostsConfig(coordinator=address if of == "key" else None, processes=2, process=1)
+def test_coordinator_without_port_is_an_error(monkeypatch, address):
+    with pytest.raises(ValueError, match="expected HOST:PORT of process 0, such"):
+        HostsConfig(coordinator=address)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
     refused = pytest.raises(ValueError, match=f"{address!r}: expected HOST:PORT of process 0, such")
-    with refused, joined(config):
+    with refused, joined(HostsConfig(processes=2, process=1)):
         raise AssertionError("nobody is there")
 
 
