@@ -152,6 +152,19 @@ def test_experts_refuse_products_that_their_kernel_ignores():
         grouped_product(x, y, jnp.array([2, 2]), contract=(1, 2), precision=policy)
 
 
+@pytest.mark.parametrize(("name", "said"), [("bf16_master", False), ("fp32", True)])
+def test_grouped_products_of_bf16_do_not_ask_for_more(name, said):
+    # They are exact in any case, and the TPU's kernel does not compile if it is asked.
+    policy = precision.parse(name)
+
+    def grouped(x, y):
+        return grouped_product(x, y, jnp.array([2, 2]), contract=(1, 2), precision=policy)
+
+    traced = jax.jit(grouped).trace(jnp.zeros((4, 6)), jnp.zeros((2, 3, 6)))
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert ("HIGHEST" in text) is said
+
+
 def test_grouped_products_are_those_of_each_group():
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((10, 6), (3, 4, 6)))
