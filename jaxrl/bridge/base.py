@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 InFlight = Literal["keep", "wait", "abort"]
-"""What a weight sync does with requests in flight: `keep` continues them with the new weights and a
-recomputed KV cache, `wait` finishes them first, `abort` ends them and the client continues their
-completions in new requests."""
+"""Treatment of requests in flight during a weight sync: `keep` continues them with the new weights
+and a recomputed KV cache, `wait` finishes them first, `abort` ends them and the client continues
+their completions in new requests."""
 
 
 class TensorSpec(NamedTuple):

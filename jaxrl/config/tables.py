@@ -343,6 +343,12 @@ class LoraConfig(Section):
             yield "lora.publish = 'adapters', but lora.rank = 0 trains none; set lora.rank"
 
 
+def is_address(text: str) -> bool:
+    """Tells if a text has the form HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdigit()
+
+
 class HostsConfig(Section):
     """Several processes that train one model on all of their devices."""
 
@@ -364,8 +370,7 @@ class HostsConfig(Section):
     @field_validator("coordinator")
     @classmethod
     def _is_address(cls, value: str | None) -> str | None:
-        host, _, port = (value or "").rpartition(":")
-        if value not in (None, "auto") and not (host and port.isdigit()):
+        if value not in (None, "auto") and not is_address(value):
             raise ValueError("expected HOST:PORT of process 0, such as host0:9911, or 'auto'")
         return value
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import jax
 
-from jaxrl.config.tables import HostsConfig
+from jaxrl.config.tables import HostsConfig, is_address
 from jaxrl.core.hosts import ReportedError, report
 
 HEARTBEAT = 30  # seconds without a sign of life: longer than any pause of a healthy process
@@ -65,8 +65,7 @@ def joined(config: HostsConfig) -> Iterator[None]:
 
 
 def _check_address(text: str) -> None:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit():
+    if not is_address(text):
         raise ValueError(
             f"hosts.coordinator (or JAX_COORDINATOR_ADDRESS) = {text!r}: expected HOST:PORT of "
             "process 0, such as host0:9911, or hosts.coordinator = 'auto'"

@@ -18,6 +18,18 @@ from jaxrl.core.precision import PRESETS
 from tests import tiny
 
 
+def opened(config, directory):
+    """The sampler of a run, without weights."""
+    return sampler.open_sampler(
+        config.sampler,
+        Weights(tiny.model(), {}, 0, PRESETS["fp32"], Path("m")),
+        layout=make_layout(config.mesh),
+        needs=sampler.SamplerNeeds(config.longest_sequence, max_batch=1),
+        directory=directory,
+        note=print,
+    )
+
+
 def test_replicas_need_a_port():
     with pytest.raises(ConfigError, match="for example port = 8000"):
         toml_file.validate(command.ServeConfig, {"replicas": 2})
@@ -89,14 +101,7 @@ def test_server_of_a_run_gets_a_secret_key(monkeypatch, tmp_path):
     def begin() -> None:
         with (
             pytest.raises(StartedError),
-            sampler.open_sampler(
-                config.sampler,
-                Weights(tiny.model(), {}, 0, PRESETS["fp32"], Path("m")),
-                layout=make_layout(config.mesh),
-                needs=sampler.SamplerNeeds(config.longest_sequence, max_batch=1),
-                directory=tmp_path,
-                note=print,
-            ),
+            opened(config, tmp_path),
         ):
             pass
 
@@ -141,14 +146,7 @@ def test_a_run_finds_the_key_of_a_running_server(monkeypatch, tmp_path):
     config = toml_file.load(Config, overrides=list(asked.items()))
     with (
         pytest.raises(StartedError),
-        sampler.open_sampler(
-            config.sampler,
-            Weights(tiny.model(), {}, 0, PRESETS["fp32"], Path("m")),
-            layout=make_layout(config.mesh),
-            needs=sampler.SamplerNeeds(config.longest_sequence, max_batch=1),
-            directory=tmp_path,
-            note=print,
-        ),
+        opened(config, tmp_path),
     ):
         pass
     assert used == [{"Authorization": f"Bearer {made}"}] * 2

@@ -11,7 +11,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """What jax sees as one device, by its vendor's data sheet; None for an unknown rate."""
+    """One device of jax, by its vendor's data sheet; None for an unknown rate."""
 
     memory: float  # bytes
     # FLOPs per second of dense products, by the operands that the chip's units multiply.

@@ -9,7 +9,7 @@ import jax
 
 
 class _Device(NamedTuple):
-    """What XLA's compiler asks a GPU's driver for."""
+    """Properties of a GPU that XLA's compiler asks its driver for."""
 
     name: str
     capability: tuple[int, int]  # compute capability

@@ -1,4 +1,4 @@
-"""What one process can ask of the other: an operation on an object, by name."""
+"""Operations on an object, by name, that one process can ask of the other."""
 
 from __future__ import annotations
 
