@@ -48,6 +48,7 @@ class Result(NamedTuple):
       step: rollout batches trained on.
       signum: the signal that ended it early, or None.
       initial_accuracy, final_accuracy: held-out, greedy; None if not measured.
+      best: step and held-out accuracy of the best checkpoint; None without one.
       model: directory of the trained model; None if the run ended early.
       verdict: on the alarm that ended it early, or None.
     """
@@ -56,6 +57,7 @@ class Result(NamedTuple):
     signum: int | None
     initial_accuracy: float | None
     final_accuracy: float | None
+    best: tuple[int, float] | None
     model: Path | None
     verdict: Verdict | None = None
 
@@ -124,8 +126,15 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
         model = None
         if progress.step == config.train.steps and verdict is None:
             model = export(run.config, run.learning, params=state.policy.params, hosts=run.hosts)
-        accuracies = progress.initial_accuracy, progress.accuracy
-        return Result(progress.step, signum or None, *accuracies, model, verdict)
+        return Result(
+            progress.step,
+            signum or None,
+            progress.initial_accuracy,
+            progress.accuracy,
+            run.checkpoints.best(),
+            model,
+            verdict,
+        )
 
 
 def _open_profile(run: Run, *, done: int) -> Profile:

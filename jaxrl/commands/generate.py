@@ -1,5 +1,6 @@
 """`jaxrl generate`: samples completions for prompts."""
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -43,15 +44,20 @@ class GenerateConfig(BaseConfig):
     sampling: GenerateSamplingConfig = GenerateSamplingConfig()
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command."""
+def parser() -> argparse.ArgumentParser:
+    """Builds the command's parser."""
     made = options.parser("generate", GenerateConfig, description=DESCRIPTION, usage="[PROMPT ...]")
     made.add_argument("prompts", nargs="*", metavar="PROMPT")
     made.add_argument("--greedy", action="store_true", help="always take the most probable token")
     made.add_argument(
         "--samples", type=int, default=1, help="completions for each prompt (default: 1)"
     )
-    config, arguments = options.parse(made, GenerateConfig, argv)
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    config, arguments = options.parse(parser(), GenerateConfig, argv)
     texts = arguments.prompts or [line.rstrip("\n") for line in sys.stdin]
 
     from jaxrl.models import huggingface

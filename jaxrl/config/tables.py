@@ -263,8 +263,8 @@ class BaseConfig(Section):
 
 
 class ProbeConfig(Section):
-    """Splits the log-ratio into what the policy update moved (alpha) and what arithmetic added
-    (beta), logged as metrics `probe/...`; see docs/precision.md."""
+    """The split of the log-ratio into alpha, the policy's change, and beta, rounding; see
+    docs/precision.md. Its metrics are `probe/...`."""
 
     every: NonNegativeInt = 10
     """Probe the first mini-batch every this many steps, which costs two forward passes; 0 never

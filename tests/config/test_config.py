@@ -214,7 +214,7 @@ def test_the_policy_follows_the_text():
         (("seed", "9" * 5000), "... is not a value; write a number, true or false"),
         (("seed", "[" * 5000), "... is not a value; write a number, true or false"),
         (("optimizer.betas", "0.9"), "optimizer.betas = [0.9]: the list is too short"),
-        (("lr", "1e-5"), "lr: there is no such key; --help lists them"),
+        (("lr", "1e-5"), "lr: there is no such key; --help all lists them"),
     ],
 )
 def test_override_errors(override, message):

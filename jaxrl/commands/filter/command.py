@@ -26,8 +26,8 @@ change the bounds without sampling again.
   jaxrl filter configs/quickstart.toml --out solved_sometimes.jsonl --samples 40"""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command."""
+def parser() -> argparse.ArgumentParser:
+    """Builds the command's parser."""
     made = options.parser_with_file("filter", Config, description=DESCRIPTION)
     made.add_argument("--out", type=Path, required=True, help="the .jsonl file to write")
     made.add_argument(
@@ -35,7 +35,12 @@ def main(argv: Sequence[str]) -> int:
     )
     made.add_argument("--low", type=float, default=0.2, help="lowest pass rate (default: 0.2)")
     made.add_argument("--high", type=float, default=0.8, help="highest pass rate (default: 0.8)")
-    config, arguments = options.parse(made, Config, argv)
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    config, arguments = options.parse(parser(), Config, argv)
     if not 0 <= arguments.low <= arguments.high <= 1 or arguments.samples < 1:
         raise ValueError(
             f"--low {arguments.low} --high {arguments.high} --samples {arguments.samples}: "

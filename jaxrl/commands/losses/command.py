@@ -1,5 +1,6 @@
 """`jaxrl losses`: lists the algorithms with their formulas and parameters."""
 
+import argparse
 import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -13,14 +14,17 @@ DESCRIPTION = """Lists the recipes for [loss] name = ... with their formulas and
   jaxrl losses grpo gspo"""
 
 
+def parser() -> argparse.ArgumentParser:
+    """Builds the command's parser."""
+    made = options.plain_parser("losses", DESCRIPTION)
+    made.add_argument("name", nargs="*", help="recipes to show (default: all)")
+    made.add_argument("--markdown", action="store_true", help="print the tables of docs/losses.md")
+    return made
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    parser = options.plain_parser("losses", DESCRIPTION)
-    parser.add_argument("name", nargs="*", help="recipes to show (default: all)")
-    parser.add_argument(
-        "--markdown", action="store_true", help="print the tables of docs/losses.md"
-    )
-    arguments = parser.parse_args(argv)
+    arguments = parser().parse_args(argv)
     entries = catalogue.list_recipes()
     known = {entry.name: entry for entry in entries}
     for name in arguments.name:

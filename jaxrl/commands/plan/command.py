@@ -1,5 +1,6 @@
 """`jaxrl plan`: compiles a run's step for chips that need not exist."""
 
+import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,8 +39,8 @@ class PlanConfig(Config):
         return {**tree, **tables}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command; the exit status is 5 if the run does not fit."""
+def parser() -> argparse.ArgumentParser:
+    """Builds the command's parser."""
     made = options.parser_with_file("plan", PlanConfig, description=DESCRIPTION)
     made.add_argument("--topology", help="chips to compile for, such as v5p:4x4x4, h100:8 or cpu:8")
     made.add_argument("--estimate", action="store_true", help="calculate without compiling")
@@ -59,6 +60,12 @@ def main(argv: Sequence[str]) -> int:
         "--staleness",
         help="observations for --estimate, as staleness:improvement:utilisation,...",
     )
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; the exit status is 5 if the run does not fit."""
+    made = parser()
     config, given = options.parse(made, PlanConfig, argv)
     if (given.topology is None) != given.estimate:
         made.error("give either --topology or --estimate")

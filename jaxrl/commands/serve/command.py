@@ -1,5 +1,6 @@
 """`jaxrl serve`: runs vLLM servers that accept weights from a learner."""
 
+import argparse
 import functools
 import signal
 import sys
@@ -60,12 +61,17 @@ class ServeConfig(ServerConfig):
         return self
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command."""
+def parser() -> argparse.ArgumentParser:
+    """Builds the command's parser."""
     made = options.parser("serve", ServeConfig, description=DESCRIPTION, usage="MODEL_DIR")
     text = "directory of a Hugging Face model"
     made.add_argument("model_dir", metavar="MODEL_DIR", type=Path, help=text)
-    config, arguments = options.parse(made, ServeConfig, argv)
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    config, arguments = options.parse(parser(), ServeConfig, argv)
 
     from jaxrl.bridge.servers.launch import LocalServer, free_port
     from jaxrl.builders.api_key import server_key

@@ -4,6 +4,7 @@ The learner is that of reinforcement learning; the objective is -logprob, withou
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algebra import TokenLoss, objective, token_loss
 from jaxrl.losses.scores import Scores
 from jaxrl.models import huggingface
+from jaxrl.training.storage.run_directory import compare_config
 from jaxrl.training.supervised.fit import Result, Task, batch_indices, fit, too_long_note
 
 
@@ -54,6 +56,7 @@ def finetune(config: SFTConfig) -> Result:
       ResumeError, CheckpointError: as `supervised.fit`.
       ValueError: for data, a model or a run directory that cannot be used; the message names it.
     """
+    compare_config(Path(config.run_dir), config)  # before the model is read
     tokenizer = huggingface.load_tokenizer(config.model.path)
     texts = load_texts(config.data, tokenizer, max_tokens=config.train.row_length)
     setup = set_up(config)
