@@ -3,6 +3,7 @@ import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -164,6 +165,31 @@ def test_eval_and_generate_agree(material, tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     for prompt, row in zip(asked, rows, strict=True):
         assert f"{prompt}\n{row['completion']}" in out
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("1+1=" * 100, r"prompt 2 \('1\+1=.*'\.\.\.\) has 400 tokens, and the model takes 256 "),
+        (
+            "x" * 10_000_000,
+            r"prompt 2 \('x.*'\.\.\.\) has 10000000 characters, and the model takes",
+        ),
+        ("", r"prompt 2 \(''\) has no tokens"),
+        (os.fsdecode(b"\xff"), r"prompt 2 \('\\udcff'\): '\\udcff' is half of a character"),
+    ],
+    ids=["tokens", "characters", "empty", "bytes"],
+)
+def test_a_prompt_that_the_model_cannot_take_is_named(material, capsys, prompt, message):
+    argv = ["--model.path", f"{material}/untrained", "--prompt.template=text", "1+1=", prompt]
+    assert main(["generate", "--sampling.max_tokens=6", *argv]) == 1
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_standard_input_that_is_not_utf8_is_named(material, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"1+1=\n\xff"), "utf-8"))
+    assert main(["generate", "--model.path", f"{material}/untrained"]) == 1
+    assert "jaxrl generate: standard input is not UTF-8: " in capsys.readouterr().err
 
 
 def test_export_writes_the_requested_checkpoint(material, tmp_path, capsys):
