@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import tomllib
 from pathlib import Path
 
@@ -116,7 +117,20 @@ def test_an_exit_in_a_command_is_an_error(monkeypatch, capsys):
 
 
 def test_a_full_disk_is_one_message(monkeypatch, capsys, caplog):
+    full, late = OSError(errno.ENOSPC, "x"), RuntimeError("Event loop is closed")
+    news, shown = KeyError("news"), []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: shown.append(args[1]))
+    monkeypatch.setattr(threading, "excepthook", lambda args: shown.append(args.exc_value))
+
+    def fail(error):
+        raise error
+
     def train(config):
+        for error in (full, late, news):
+            writer = threading.Thread(target=fail, args=(error,))  # as TensorBoard's
+            writer.start()
+            writer.join()
+            sys.excepthook(type(error), error, None)  # as tensorstore's threads
         try:
             raise ValueError(f"zarr: {os.strerror(errno.ENOSPC)} [os_error_code='28']")
         except ValueError as error:
@@ -132,6 +146,7 @@ def test_a_full_disk_is_one_message(monkeypatch, capsys, caplog):
     assert error.count("\n") == 1
     assert "'r'" in error
     assert caplog.records == []
+    assert shown == [news, news]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
