@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 _NUMBERS = (errno.ENOSPC, errno.EDQUOT)
@@ -27,8 +26,8 @@ def one_message(directory: str) -> Iterator[None]:
     if not os.environ.get("JAXRL_TRACEBACK"):
         for name in ("absl", "asyncio"):  # orbax logs with them, also after the run has ended
             logging.getLogger(name).addFilter(_tells_news)
-        for module in (sys, threading):
-            _quieten(module)
+        sys.unraisablehook = _quietened(sys.unraisablehook)
+        threading.excepthook = _quietened(threading.excepthook)
     try:
         yield
     except Exception as error:
@@ -39,20 +38,19 @@ def one_message(directory: str) -> Iterator[None]:
 
 
 def _tells_news(record: logging.LogRecord) -> bool:
-    return record.exc_info is None or not _is_known(record.exc_info[1])
+    return not (record.exc_info and _is_known(record.exc_info[1]))  # asyncio's may be False
 
 
-def _quieten(module: ModuleType) -> None:
-    """Keeps what says nothing new from a module's hook for errors that nobody catches."""
-    hook = module.excepthook
-    if getattr(hook, "func", None) is not _print_news:
-        module.excepthook = functools.partial(_print_news, hook)
+def _quietened(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a hook for errors that nobody catches, without those that say nothing new."""
+    if getattr(hook, "func", None) is _print_news:
+        return hook
+    return functools.partial(_print_news, hook)
 
 
-def _print_news(hook: Callable[..., None], *args: Any) -> None:
-    error = args[1] if len(args) == 3 else args[0].exc_value  # of sys, and of threading
-    if not _is_known(error):
-        hook(*args)
+def _print_news(hook: Callable[[Any], Any], found: Any) -> None:
+    if not _is_known(found.exc_value):
+        hook(found)
 
 
 def _is_known(error: BaseException | None) -> bool:
