@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic.fields import FieldInfo
 
 from jaxrl.commands import key_help
+from jaxrl.commands.paths import check_paths
 from jaxrl.config import toml_file
 from jaxrl.config.section import Section
 
@@ -80,7 +81,7 @@ def parse(made: argparse.ArgumentParser, schema: type[C], argv: Sequence[str]) -
     """Loads the config file, if any, and overrides it with keys from the command line.
 
     Raises:
-      ConfigError: see `toml_file.load`.
+      ConfigError: see `toml_file.load` and `check_paths`.
     """
     more, rest = _free_keys(made, schema, argv)
     arguments = made.parse_args(rest)
@@ -88,6 +89,7 @@ def parse(made: argparse.ArgumentParser, schema: type[C], argv: Sequence[str]) -
     given = [(name, text) for name, text in vars(arguments).items() if name in names]
     file = getattr(arguments, "file", None)
     config = toml_file.load(schema, file=file, overrides=[*given, *more])
+    check_paths(config)
     own = {k: v for k, v in vars(arguments).items() if k not in names and k != "file"}
     return Parsed(config, argparse.Namespace(**own))
 

@@ -1,10 +1,13 @@
+import asyncio
 import errno
 import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
+import threading
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tensorstore
 
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
@@ -183,8 +187,36 @@ def test_an_exit_in_a_command_is_an_error(monkeypatch, capsys):
     assert "ended the program by exit(0)" in error
 
 
+def write_after_the_loop_has_closed():
+    """Does what orbax does when one of many writes fails: it waits no longer for the others."""
+    promise, future = tensorstore.Promise.new()
+
+    async def wait():
+        await future
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(wait())
+    task._log_destroy_pending = False
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    promise.set_result(None)
+
+
 def test_a_full_disk_is_one_message(monkeypatch, capsys, caplog):
+    full, news, shown = OSError(errno.ENOSPC, "x"), KeyError("news"), []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: shown.append(found.exc_value))
+    monkeypatch.setattr(threading, "excepthook", lambda found: shown.append(found.exc_value))
+
+    def fail(error):
+        raise error
+
     def train(config):
+        write_after_the_loop_has_closed()
+        for error in (full, news):
+            writer = threading.Thread(target=fail, args=(error,))  # as TensorBoard's
+            writer.start()
+            writer.join()
+        logging.getLogger("asyncio").error("a line without an error", exc_info=False)
         try:
             raise ValueError(f"zarr: {os.strerror(errno.ENOSPC)} [os_error_code='28']")
         except ValueError as error:
@@ -199,7 +231,8 @@ def test_a_full_disk_is_one_message(monkeypatch, capsys, caplog):
     )
     assert error.count("\n") == 1
     assert "'r'" in error
-    assert caplog.records == []
+    assert [record.message for record in caplog.records] == ["a line without an error"]
+    assert shown == [news]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
@@ -233,6 +266,31 @@ def test_eval_and_generate_agree(material, tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     for prompt, row in zip(asked, rows, strict=True):
         assert f"{prompt}\n{row['completion']}" in out
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("1+1=" * 100, r"prompt 2 \('1\+1=.*'\.\.\.\) has 400 tokens, and the model takes 256 "),
+        (
+            "x" * 10_000_000,
+            r"prompt 2 \('x.*'\.\.\.\) has 10000000 characters, and the model takes",
+        ),
+        ("", r"prompt 2 \(''\) has no tokens"),
+        (os.fsdecode(b"\xff"), r"prompt 2 \('\\udcff'\): '\\udcff' is half of a character"),
+    ],
+    ids=["tokens", "characters", "empty", "bytes"],
+)
+def test_a_prompt_that_the_model_cannot_take_is_named(material, capsys, prompt, message):
+    argv = ["--model.path", f"{material}/untrained", "--prompt.template=text", "1+1=", prompt]
+    assert main(["generate", "--sampling.max_tokens=6", *argv]) == 1
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_standard_input_that_is_not_utf8_is_named(material, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"1+1=\n\xff"), "utf-8"))
+    assert main(["generate", "--model.path", f"{material}/untrained"]) == 1
+    assert "jaxrl generate: standard input is not UTF-8: " in capsys.readouterr().err
 
 
 def test_export_writes_the_requested_checkpoint(material, tmp_path, capsys):

@@ -80,8 +80,11 @@ def lock(directory: Path, hosts: Hosts) -> Iterator[None]:
 
 def _open_locked(directory: Path) -> int:
     """Creates the directory; returns its file descriptor, locked until it is closed."""
-    directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError as error:
+        raise ResumeError(f"run_dir = '{directory}' cannot be used: {error.strerror}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

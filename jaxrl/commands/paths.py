@@ -1,0 +1,58 @@
+"""Checks of the paths that a config names: the libraries that read them do not know the keys."""
+
+import errno
+import os
+import stat
+
+from jaxrl.config import toml_file
+from jaxrl.config.section import Section
+
+# Of all commands. `commands/export` and others name their arguments themselves.
+_DIRECTORIES = (
+    *("model.path", "reward.model", "critic.path", "lora.path"),
+    *("run_dir", "out", "sampler.directory"),
+)
+_FILES = ("data.path", "data.eval_path", "sampler.python", "python", "log")
+_FUNCTIONS = ("reward.path", "environment.name", "environment.tools", "loss.name", "loss.advantage")
+
+
+def check_paths(config: Section) -> None:
+    """Checks the files and directories that a config names, as far as they exist: what a missing
+    one means, only its reader knows.
+
+    Raises:
+      ConfigError: for a path that the file system refuses (too long, through a file, in a circle of
+        links), a file in place of a directory or the reverse, or one that may not be read; the
+        message names the key.
+    """
+    for key, value in toml_file.flatten(config).items():
+        for text in value if isinstance(value, tuple) else [value]:
+            if isinstance(text, str) and (problem := _problem(key, text)) is not None:
+                raise toml_file.ConfigError(f"{key} = {toml_file.shown(text)}: {problem}")
+
+
+def _problem(key: str, text: str) -> str | None:
+    """Describes what is wrong with the path of a key; None if nothing is, or it names no path."""
+    is_directory = key in _DIRECTORIES
+    if key in _FUNCTIONS:
+        text = _file_of(text)
+    elif not is_directory and key not in _FILES:
+        return None
+    try:
+        found = os.stat(text)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return error.strerror
+    if stat.S_ISDIR(found.st_mode) != is_directory:
+        return f"expected {'a directory' if is_directory else 'a file, not a directory'}"
+    if not os.access(text, os.R_OK | os.X_OK if is_directory else os.R_OK):
+        return os.strerror(errno.EACCES)
+    return None
+
+
+def _file_of(reference: str) -> str:
+    """Returns the file of `file.py:function` or `search:FILE`; "" for other names."""
+    name, _, corpus = reference.partition(":")
+    file = reference.rpartition(":")[0]
+    return corpus if name == "search" else file * file.endswith(".py")
