@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from jaxrl.commands import full_disk, options, outcome
+from jaxrl.commands.paths import fetch_models
 from jaxrl.config.preference import DPOConfig
 
 DESCRIPTION = """Trains a model on preference pairs with DPO or one of its variants: the chosen
@@ -20,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    config = options.parse(parser(), DPOConfig, argv).config
+    config = fetch_models(options.parse(parser(), DPOConfig, argv).config)
 
     from jaxrl.training.supervised.dpo import train_dpo  # takes seconds, so after --help
 

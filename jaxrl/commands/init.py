@@ -21,7 +21,7 @@ precision = "bf16_master"  # bf16 arithmetic, f32 master weights; or fp32, fp16_
 run_dir = "runs/first"     # the trained model, checkpoints and metrics
 
 [model]
-path = "Qwen3-0.6B"        # hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B
+path = "Qwen/Qwen3-0.6B"   # on the Hugging Face hub, or a directory
 
 [data]
 path = "data.jsonl"        # one row per line; or .parquet, or the hub: "openai/gsm8k:main"

@@ -1,16 +1,22 @@
-"""Checks of the paths that a config names: the libraries that read them do not know the keys."""
+"""The paths that a config names: models of the hub, and checks that name the key."""
 
 import errno
 import os
 import stat
+from collections.abc import Sequence
+from typing import TypeVar
 
 from jaxrl.config import toml_file
 from jaxrl.config.section import Section
+from jaxrl.models import hub
 
+C = TypeVar("C", bound=Section)
+
+_MODELS = ("model.path", "reward.model", "critic.path")
 # Of all commands. `commands/export` and others name their arguments themselves.
 _DIRECTORIES = (
-    *("model.path", "reward.model", "critic.path", "lora.path"),
-    *("run_dir", "out", "sampler.directory"),
+    *_MODELS,
+    *("lora.path", "run_dir", "out", "sampler.directory"),
 )
 _FILES = ("data.path", "data.eval_path", "sampler.python", "python", "log")
 _FUNCTIONS = ("reward.path", "environment.name", "environment.tools", "loss.name", "loss.advantage")
@@ -29,6 +35,26 @@ def check_paths(config: Section) -> None:
         for text in value if isinstance(value, tuple) else [value]:
             if isinstance(text, str) and (problem := _problem(key, text)) is not None:
                 raise toml_file.ConfigError(f"{key} = {toml_file.shown(text)}: {problem}")
+
+
+def fetch_models(config: C, *, files: Sequence[str] = hub.FILES) -> C:
+    """Replaces the names of models on the Hugging Face hub by directories, downloading these files.
+
+    Raises:
+      ConfigError: as `hub.local_directory`; the message names the key.
+    """
+    for key in _MODELS:
+        name, _, leaf = key.partition(".")
+        table = getattr(config, name, None)
+        if (path := getattr(table, leaf, None)) is None:
+            continue
+        try:
+            directory = hub.local_directory(path, files=files)
+        except ValueError as error:
+            raise toml_file.ConfigError(f"{key} = {error}") from error
+        assert isinstance(table, Section)
+        config = config.model_copy(update={name: table.model_copy(update={leaf: directory})})
+    return config
 
 
 def _problem(key: str, text: str) -> str | None:

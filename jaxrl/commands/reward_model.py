@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from jaxrl.commands import full_disk, options, outcome
+from jaxrl.commands.paths import fetch_models
 from jaxrl.config.preference import RewardModelConfig
 
 DESCRIPTION = """Trains a reward model on preference pairs (Bradley-Terry): the chosen completion
@@ -20,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    config = options.parse(parser(), RewardModelConfig, argv).config
+    config = fetch_models(options.parse(parser(), RewardModelConfig, argv).config)
 
     # Takes seconds, so after --help.
     from jaxrl.training.supervised.reward_model import train_reward_model

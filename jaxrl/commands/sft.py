@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from jaxrl.commands import full_disk, options, outcome
+from jaxrl.commands.paths import fetch_models
 from jaxrl.config.supervised import SFTConfig
 
 DESCRIPTION = """Fine-tunes a model on texts, with cross-entropy over the completion tokens.
@@ -19,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    config = options.parse(parser(), SFTConfig, argv).config
+    config = fetch_models(options.parse(parser(), SFTConfig, argv).config)
 
     from jaxrl.training.supervised.sft import finetune  # takes seconds, so after --help
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxrl.commands import full_disk, options, outcome
+from jaxrl.commands.paths import fetch_models
 from jaxrl.config.training import Config
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; the exit status is 3 after a pause and 4 after a stop by an alarm."""
-    config = options.parse(parser(), Config, argv).config
+    config = fetch_models(options.parse(parser(), Config, argv).config)
 
     from jaxrl.core import hosts  # these take seconds, so after --help
     from jaxrl.train import train

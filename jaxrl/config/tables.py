@@ -38,7 +38,8 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: str
-    """Directory of a Hugging Face checkpoint: config.json, *.safetensors and tokenizer."""
+    """Directory of a Hugging Face checkpoint (config.json, *.safetensors and tokenizer), or a model
+    of the hub: `Qwen/Qwen3-0.6B` or `Qwen/Qwen3-0.6B@COMMIT`."""
 
 
 class PromptConfig(Section):

@@ -7,7 +7,9 @@ from typing import Any
 from pydantic import model_validator
 
 from jaxrl.commands import options
+from jaxrl.commands.paths import fetch_models
 from jaxrl.config.training import Config
+from jaxrl.models import hub
 
 DESCRIPTION = """Compiles a run's step for chips that you do not have. Prints its memory and speed.
 
@@ -73,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
         made.error("--rollout-seconds and --train-seconds go together")
     if given.link <= 0 or given.chip_memory <= 0:
         made.error("--link and --chip-memory must be positive")
+    config = fetch_models(config, files=hub.CONFIGS)
 
     if given.estimate:
         from jaxrl.commands.plan.estimate import estimate, read_observed  # after --help
