@@ -114,7 +114,8 @@ def place(tmp_path, monkeypatch) -> Path:
                     file.write(snippet.text)
     (tmp_path / "corpus.jsonl").write_text('{"title": "a", "text": "b"}\n')
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    for name in ("MODEL", "Qwen3-0.6B"):  # a plan reads no weights
+    (tmp_path / "Qwen").mkdir()
+    for name in ("MODEL", "Qwen/Qwen3-0.6B"):  # a plan reads no weights
         (tmp_path / name).symlink_to(ROOT / "configs/models/qwen3_0_6b")
     arithmetic.write(tmp_path)
     (tmp_path / "runs/quickstart/sft").mkdir(parents=True)
