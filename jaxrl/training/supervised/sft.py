@@ -3,7 +3,7 @@
 The learner is that of reinforcement learning; the objective is -logprob, without advantages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from jaxrl.core.batch import Minibatch, Rollout, TokenBatch, given_rollout
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.packing import pack_minibatch
 from jaxrl.data import prompts
-from jaxrl.data.prompts import Tokenizer
+from jaxrl.data.prompts import RawPrompt, Tokenizer
 from jaxrl.data.rows import Row, read_rows, read_text
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
@@ -96,16 +96,20 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
 
     longest = prompts.most_characters(tokenizer, max_tokens)
 
-    def read(row: Row) -> tuple[str, str]:
+    def read(row: Row) -> list[tuple[str, str]]:
         where, record = row
         if config.text_key is not None:
-            return "", read_text(record, config.text_key, where=where)
-        prompt = render(prompts.read_prompt(record, config.prompt_key, where=where), where=where)
-        return prompt, read_text(record, config.completion_key, where=where)
+            return [("", read_text(record, config.text_key, where=where))]
+        before = None
+        if config.prompt_key is not None:
+            before = prompts.read_prompt(record, config.prompt_key, where=where)
+        given = prompts.read_prompt(record, config.completion_key, where=where)
+        turns = _turns(before, given, where=f"{where}: {config.completion_key!r}")
+        return [(render(prompt, where=where), completion) for prompt, completion in turns]
 
     short, too_long = list[Rollout](), 0
-    for row in read_rows(config.path):
-        texts = read(row)
+    pieces = ((row, texts) for row in read_rows(config.path) for texts in read(row))
+    for one_row, texts in pieces:
         if sum(map(len, texts)) > longest:
             too_long += 1
             continue
@@ -113,7 +117,7 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
         if config.text_key is not None:
             prompt, completion = completion[:1], completion[1:]
         if not prompt:
-            raise ValueError(f"{row.where}: no token to predict the text from")
+            raise ValueError(f"{one_row.where}: no token to predict the text from")
         one = given_rollout(prompt, [*completion, end])
         if one.length > max_tokens:
             too_long += 1
@@ -124,3 +128,33 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
             f"{config.path}: no text fits; {too_long} have more than {max_tokens} tokens"
         )
     return Texts(short, too_long)
+
+
+def _turns(
+    prompt: RawPrompt | None, given: RawPrompt, *, where: str
+) -> Iterator[tuple[RawPrompt, str]]:
+    """Yields the texts to learn of a row, each with what stands before it.
+
+    Args:
+      prompt: of the row; None if `given` is a whole conversation.
+      given: the completion, a message of the assistant with it, or the conversation.
+      where: the row and the column, for errors.
+    """
+    if isinstance(given, str):
+        if prompt is None:
+            raise ValueError(f"{where} is a text; with data.prompt_key = 'none' write messages")
+        yield prompt, given
+        return
+    said = [i for i, message in enumerate(given) if message["role"] == "assistant"]
+    if prompt is not None:
+        if len(given) != 1 or not said:
+            raise ValueError(
+                f"{where} has {len(given)} messages, expected one of the assistant; set "
+                "data.prompt_key = 'none' if they are a whole conversation"
+            )
+        yield prompt, given[0]["content"]
+        return
+    if not said or said[0] == 0:
+        raise ValueError(f"{where} has no message of the assistant after another one")
+    for i in said:
+        yield given[:i], given[i]["content"]
