@@ -94,7 +94,7 @@ def main() -> None:
             stop()
         return call(method, path, body, **options)
 
-    server._call = stopping  # pyright: ignore[reportAttributeAccessIssue]
+    server._call = stopping
     f32 = np.dtype(np.float32)
     with SharedMemoryPublisher(
         [server], wire=f32, sampler=f32, learner=new_learner(name)
