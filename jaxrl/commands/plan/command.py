@@ -55,10 +55,6 @@ def main(argv: Sequence[str]) -> int:
             type=float,
             help=f"length of the {name} phase, to estimate utilisation",
         )
-    made.add_argument(
-        "--staleness",
-        help="observations for --estimate, as staleness:improvement:utilisation,...",
-    )
     config, given = options.parse(made, PlanConfig, argv)
     if (given.topology is None) != given.estimate:
         made.error("give either --topology or --estimate")
@@ -68,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         made.error("--link and --chip-memory must be positive")
 
     if given.estimate:
-        from jaxrl.commands.plan.estimate import estimate, read_observed  # after --help
+        from jaxrl.commands.plan.estimate import estimate  # after --help
 
         phases = None
         if given.rollout_seconds is not None:
@@ -79,7 +75,6 @@ def main(argv: Sequence[str]) -> int:
                 chip_memory=given.chip_memory * 1e9,
                 link_rate=given.link * 1e9,
                 phases=phases,
-                observed=None if given.staleness is None else read_observed(given.staleness),
             )
         )
         return 0
