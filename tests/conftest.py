@@ -36,7 +36,7 @@ settings.register_profile("jaxrl", deadline=None, derandomize=True)
 settings.load_profile("jaxrl")
 
 
-# Begun first, the longest first, so that both workers end at about the same time.
+# Begun first, the longest first, so that all workers end at about the same time.
 LONGEST = (
     "test_vllm_server.py",
     "test_hosts.py",
