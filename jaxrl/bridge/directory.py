@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
@@ -119,12 +118,6 @@ class DirectoryPublisher(WeightPublisher):
     def close(self) -> None:
         """Releases the root to other learners; the published versions stay."""
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def publish(self, source: WeightSource, *, version: int) -> Timings:
         """See `WeightPublisher.publish`."""

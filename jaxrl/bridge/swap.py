@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -77,6 +78,16 @@ class WeightPublisher(abc.ABC):
             self._servers, lambda s: s.update(name, version=version, in_flight=self._in_flight)
         )
         return timings._replace(write=written)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Gives up what the publisher holds; servers keep the weights they have loaded."""
 
     @abc.abstractmethod
     def _write(self, source: WeightSource, *, version: int) -> str:

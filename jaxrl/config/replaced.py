@@ -24,6 +24,7 @@ REPLACED = {
     "high": "`jaxrl doctor` has clip_range = [LOW, HIGH]",
     "hosts.heartbeat": "a silent process counts as dead after 30 seconds",
     "low": "`jaxrl doctor` has clip_range = [LOW, HIGH]",
+    "mesh.rules": "an axis of size 1 is inactive; leave the other axes of [mesh] at 1",
     "probe.high": "use probe.clip_range = [LOW, HIGH]",
     "probe.low": "use probe.clip_range = [LOW, HIGH]",
     "repeat": "`jaxrl doctor` calls it timed_steps",

@@ -62,8 +62,9 @@ class SamplerConfig(ServerConfig):
     """`embedded` decodes on the learner's devices; `vllm` sends requests to servers."""
 
     rules: Literal["data", "fsdp", "tensor", "fsdp_tensor", "expert", "all"] | None = None
-    """Sharding rules of the embedded sampler, as in `mesh.rules`; the learner's if absent. `data`
-    keeps whole weights on each device, so that decoding needs no communication."""
+    """Axes that shard the embedded sampler's weights and cache, a preset of sharding/rules.py; the
+    learner's rules if absent. `data` keeps whole weights on each device, so that decoding needs no
+    communication."""
 
     exact: bool = False
     """Make the embedded sampler's log-probs equal the learner's, bit for bit: sums are taken in an

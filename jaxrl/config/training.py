@@ -158,8 +158,8 @@ def _sizes(c: Config) -> Iterator[str]:
     if c.row_length % c.mesh.row_shards:
         wanted = math.ceil(c.row_length / c.mesh.row_shards) * c.mesh.row_shards
         yield (
-            f"mesh.context = {c.mesh.context} and mesh.rules split a row into {c.mesh.row_shards} "
-            f"shards, which do not divide {c.row_length} tokens; set train.row_length = {wanted}"
+            f"mesh.context = {c.mesh.context} splits a row into {c.mesh.row_shards} shards, which "
+            f"do not divide {c.row_length} tokens; set train.row_length = {wanted}"
         )
     if c.reward.overlong_buffer > c.sampling.max_tokens:
         yield (

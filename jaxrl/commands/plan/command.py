@@ -58,10 +58,6 @@ def parser() -> argparse.ArgumentParser:
             type=float,
             help=f"length of the {name} phase, to estimate utilisation",
         )
-    made.add_argument(
-        "--staleness",
-        help="observations for --estimate, as staleness:improvement:utilisation,...",
-    )
     return made
 
 
@@ -78,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     config = fetch_models(config, files=hub.CONFIGS)
 
     if given.estimate:
-        from jaxrl.commands.plan.estimate import estimate, read_observed  # after --help
+        from jaxrl.commands.plan.estimate import estimate  # after --help
 
         phases = None
         if given.rollout_seconds is not None:
@@ -89,7 +85,6 @@ def main(argv: Sequence[str]) -> int:
                 chip_memory=given.chip_memory * 1e9,
                 link_rate=given.link * 1e9,
                 phases=phases,
-                observed=None if given.staleness is None else read_observed(given.staleness),
             )
         )
         return 0
