@@ -4,9 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-import matplotlib.figure
-
 # Title and metric of each panel.
 PANELS = (
     ("reward", "reward"),
@@ -22,6 +19,8 @@ def draw_run(entries: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     The entries are those of `tracking.read_metrics`; a metric never logged leaves its panel empty.
     """
+    import matplotlib.figure  # half a second to import, and drawn at the end of a run
+
     figure = matplotlib.figure.Figure(figsize=(15, 7), layout="constrained")
     axes = list(figure.subplots(2, 3).flat)
     for axis, (title, name) in zip(axes, PANELS, strict=False):
