@@ -21,10 +21,12 @@ def main(argv: Sequence[str]) -> int:
     made = options.parser_with_file("train", Config, description=DESCRIPTION)
     config = options.parse(made, Config, argv).config
 
-    from jaxrl.core import hosts  # these take seconds, so after --help
+    from jaxrl.builders.layout import divide_cpu  # these take seconds, so after --help
+    from jaxrl.core import hosts
     from jaxrl.train import train
     from jaxrl.training import cluster
 
+    divide_cpu(config)
     with full_disk.one_message(config.run_dir), cluster.joined(config.hosts):
         result, leads = train(config), hosts.Hosts().leads
     if leads:

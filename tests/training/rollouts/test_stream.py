@@ -289,6 +289,7 @@ def test_failed_rewards_mask_their_group_only():
 def test_mesh_with_embedded_sampler_is_refused():
     with pytest.raises(ConfigError, match=r"rollouts\.max_staleness = 1 on a mesh"):
         hand_made(mesh={"data": 2})
+    hand_made(mesh={"data": 2}, sampler={"devices": 2})  # not with devices of its own
 
 
 @pytest.fixture(scope="module")
@@ -364,3 +365,14 @@ def test_killed_and_stopped_run_resumes(material, tmp_path):
         assert 0 <= e["staleness"] <= e["staleness/max"] <= 2
         assert np.isfinite(e["time/wait"])
     assert entries[-1]["rollouts/sampled"] == 12  # no group is started in vain
+
+
+def test_sampler_with_devices_of_its_own_works_beside_a_mesh(material, tmp_path):
+    changes = {"mesh.data": "4", "sampler.devices": "4", "rollouts.max_staleness": "1"}
+    changes |= {"train.steps": "3", "checkpoint.every": "0"}
+    assert train.train(settings(material, tmp_path / "run", **changes)).step == 3
+    entries = entries_of(tmp_path / "run")
+    assert [e["rollouts/trained"] for e in entries] == [2, 4, 6]
+    assert all(e["staleness/max"] <= 1 for e in entries)
+    # The weights that were sampled are the learner's of that version.
+    assert all(abs(e["mismatch/k3_kl"]) < 1e-8 for e in entries if not e["staleness/max"])
