@@ -248,18 +248,22 @@ def test_slow_reward_does_not_delay_the_exit(monkeypatch):
 
 def test_sampling_and_rewards_are_timed_apart(monkeypatch):
     now = [0.0]  # moves while a reward is computed, and at no other time
+    first = threading.Event()  # a group has its rewards
 
     def reward(text: str, example: Any) -> float:
         now[0] += 1.0
         return float(text[-1])
 
     monkeypatch.setattr(stream_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    run, progress, seconds = hand_made(reward=reward), Progress(), {}
+    train = {"train_batch": 2, "group_size": 2, "steps": 1}
+    run, progress, seconds = hand_made(reward=reward, train=train), Progress(), {}
+    run.sampler.gates = {prompts_of(run, 2)[1]: first}
     with streaming(run, progress) as stream:
-        until_waiting(stream, groups=4)
+        until_waiting(stream, groups=1)
+        first.set()
         stream.collect(seconds=seconds)
-    # Four groups of two rollouts; of two sampled together one waits for the other.
-    assert (seconds["time/reward"], seconds["time/sample"]) == (8, 4)
+    # Two groups of two rollouts: the second is sampled until the first has its rewards.
+    assert (seconds["time/reward"], seconds["time/sample"]) == (4, 2)
 
 
 def test_sampler_error_ends_the_run():
