@@ -1,4 +1,4 @@
-"""Compiles the learner's programs in a thread, beside the sampling of the first rollouts.
+"""Compiles the learner's programs in threads, beside the sampling of the first rollouts.
 
 Compiling takes seconds on a CPU and minutes for a large model, and needs shapes alone. The first
 call of a compiled function then finds its program in JAX's cache.
@@ -35,32 +35,34 @@ def compile_ahead(
     """
     errors: list[BaseException] = []
 
-    def work() -> None:
+    def run(compile_programs: Callable[..., None]) -> None:
         try:
-            _compile_step(config, learning, state, step=step)
+            compile_programs(config, learning, state, step=step)
         except BaseException as error:  # raised again where the programs are needed
             errors.append(error)
 
-    thread = threading.Thread(target=work, name="compile-ahead", daemon=True)
+    # A GPU's compiler measures kernels on the device, which must have nothing else to do.
+    measured = learning.layout.mesh.devices.flat[0].platform == "gpu"
+    parts = () if measured or step == config.train.steps else (_compile_update, _compile_probe)
+    threads = [threading.Thread(target=run, args=(part,), name="compile-ahead") for part in parts]
 
     def wait() -> None:
-        thread.join()
+        for thread in threads:
+            thread.join()
         if errors:
             raise errors[0]
 
-    # A GPU's compiler measures kernels on the device, which must have nothing else to do.
-    if step == config.train.steps or learning.layout.mesh.devices.flat[0].platform == "gpu":
-        yield lambda: None
-        return
-    thread.start()
+    for thread in threads:
+        thread.start()
     try:
         yield wait
     finally:
-        thread.join()  # Python must not end in the middle of the compiler
+        for thread in threads:  # Python must not end in the middle of the compiler
+            thread.join()
 
 
-def _compile_step(config: Config, learning: Learning, state: State, *, step: int) -> None:
-    """Compiles the scores of a minibatch, its probe and its update."""
+def _compile_update(config: Config, learning: Learning, state: State, *, step: int) -> None:
+    """Compiles the scores of a minibatch and its update."""
     learner, policy, needs = learning.learner, state.policy, learning.recipe.objective.needs
     minibatch, scores = _example(config, learning, learning.shape), dict[str, Any]()
     if learning.critic is not None:
@@ -73,10 +75,6 @@ def _compile_step(config: Config, learning: Learning, state: State, *, step: int
         scores["anchor"] = _compile(learner.score, policy.params, minibatch)
     if is_due(config.probe.every, step):
         _compile(learner.score, policy.params, minibatch)
-        _compile(learner.shadow, policy.params, minibatch)
-        if step == 0:
-            again = _example(config, learning, longer_rows(learning.shape))
-            _compile(learner.score, policy.params, again)
     if learning.recipe.entropy is not None:
         minibatch = _with_arrays(minibatch, "entropy_weights")
     minibatch = dataclasses.replace(minibatch, **scores)
@@ -86,6 +84,19 @@ def _compile_step(config: Config, learning: Learning, state: State, *, step: int
         _compile(learning.critic.pretrain, state, minibatch)
     else:
         _compile(learning.critic.step, state, minibatch)
+
+
+def _compile_probe(config: Config, learning: Learning, state: State, *, step: int) -> None:
+    """Compiles what only the probe of a minibatch runs."""
+    learner, params = learning.learner, state.policy.params
+    if is_due(config.probe.every, step):
+        minibatch = _example(config, learning, learning.shape)
+        if learning.critic is not None:
+            minibatch = _with_arrays(minibatch, "values", "returns")
+        _compile(learner.shadow, params, minibatch)
+        if step == 0:
+            again = _example(config, learning, longer_rows(learning.shape))
+            _compile(learner.score, params, again)
 
 
 def _compile(program: Any, *args: Any) -> Any:
