@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl.builders import environment
-from jaxrl.builders.layout import make_layout
+from jaxrl.builders.layout import divide_cpu, make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import sampling_params
 from jaxrl.builders.task import load_task
@@ -32,7 +32,8 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.training.rollouts.generate import RolloutSource
 
     policy = config.policy
-    layout = make_layout(config.mesh, policy=config.policy)
+    divide_cpu(config)
+    layout = make_layout(config.mesh, policy=config.policy, reserved=config.sampler.devices)
     task = load_task(config, splits=("test",))
     rewards, prompts, tokenizer = task.rewards, task.held_out, task.tokenizer
     assert prompts is not None

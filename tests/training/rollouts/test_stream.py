@@ -10,10 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jaxrl import train
+from jaxrl.builders.layout import make_layout, sampler_layout
 from jaxrl.config import toml_file
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
@@ -293,7 +295,20 @@ def test_failed_rewards_mask_their_group_only():
 def test_mesh_with_embedded_sampler_is_refused():
     with pytest.raises(ConfigError, match=r"rollouts\.max_staleness = 1 on a mesh"):
         hand_made(mesh={"data": 2})
-    hand_made(mesh={"data": 2}, sampler={"devices": 2})  # not with devices of its own
+
+
+def test_devices_of_the_sampler_are_the_last_ones():
+    config = hand_made(mesh={"data": 5}, sampler={"devices": 3, "rules": "tensor"}).config
+    layout = make_layout(config.mesh, reserved=3)
+    own = sampler_layout(config.sampler, layout)
+    assert [*layout.mesh.devices.flat, *own.mesh.devices.flat] == jax.devices()
+    assert own.mesh.shape["tensor"] == 3
+    with pytest.raises(ValueError, match=r"sampler\.devices = 8 leaves the learner none of 8"):
+        make_layout(config.mesh, reserved=8)
+    with pytest.raises(ConfigError, match=r"sampler\.rules = 'all' cuts over several axes"):
+        hand_made(sampler={"devices": 3, "rules": "all"})
+    with pytest.raises(ConfigError, match=r"sampler\.devices = 3 applies to sampler\.name = 'emb"):
+        hand_made(sampler={"devices": 3, "name": "vllm"})
 
 
 @pytest.fixture(scope="module")
