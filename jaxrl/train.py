@@ -21,6 +21,7 @@ from jaxrl.learner.actor_critic import State
 from jaxrl.learner.update import applied_steps
 from jaxrl.monitoring.tracking.profile import Profile, explain_no_trace
 from jaxrl.training.alarm_actions import AlarmActions, Verdict
+from jaxrl.training.compile_ahead import compile_ahead
 from jaxrl.training.evaluate import evaluate_greedily
 from jaxrl.training.export import export
 from jaxrl.training.interrupt import Interrupt
@@ -85,6 +86,7 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
     with (
         open_run(config) as (run, state, progress),
         run.hosts.reporting(),
+        compile_ahead(run.config, run.learning, state, step=progress.step) as wait_for_compiler,
         open_collector(
             run.source, progress=progress, interrupt=interrupt, hosts=run.hosts
         ) as collect,
@@ -108,6 +110,7 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
                     signum = run.hosts.largest(interrupt.signum or 0)
                     save(run.checkpoints, state, progress=progress)
                     break
+                wait_for_compiler()
                 with clock(seconds, "time/learn"):
                     state, learned = learn(run, state, rollouts=rollouts.batch, progress=progress)
                 with clock(seconds, "time/publish"):

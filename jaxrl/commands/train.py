@@ -28,10 +28,12 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; the exit status is 3 after a pause and 4 after a stop by an alarm."""
     config = fetch_models(options.parse(parser(), Config, argv).config)
 
-    from jaxrl.core import hosts  # these take seconds, so after --help
+    from jaxrl.builders.layout import divide_cpu  # these take seconds, so after --help
+    from jaxrl.core import hosts
     from jaxrl.train import train
     from jaxrl.training import cluster
 
+    divide_cpu(config)
     with full_disk.one_message(config.run_dir), cluster.joined(config.hosts):
         result, leads = train(config), hosts.Hosts().leads
     if leads:

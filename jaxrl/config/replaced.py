@@ -23,6 +23,7 @@ REPLACED = {
     "environment.weight": "scale the reward in the environment itself",
     "high": "`jaxrl doctor` has clip_range = [LOW, HIGH]",
     "hosts.heartbeat": "a silent process counts as dead after 30 seconds",
+    "hosts.join": "a process waits 300 seconds for the others",
     "low": "`jaxrl doctor` has clip_range = [LOW, HIGH]",
     "mesh.rules": "an axis of size 1 is inactive; leave the other axes of [mesh] at 1",
     "probe.high": "use probe.clip_range = [LOW, HIGH]",

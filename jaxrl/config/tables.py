@@ -365,9 +365,6 @@ class HostsConfig(Section):
     """Index of this process, from 0. Default: the environment variable JAX_PROCESS_ID, else what
     jax detects."""
 
-    join: int = Field(default=60, ge=1)
-    """Seconds that a process waits for the others at the start."""
-
     @field_validator("coordinator")
     @classmethod
     def _is_address(cls, value: str | None) -> str | None:

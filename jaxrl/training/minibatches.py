@@ -119,13 +119,14 @@ def prepare_minibatch(
         returns=targets.returns,
     )
     needs, score = learning.recipe.objective.needs, learning.learner.score
+    scores: dict[str, jax.Array] = {}
     if Need.REFERENCE in needs:
         assert learning.reference is not None
         reference = lora.with_trainable(policy.params, learning.reference)
-        minibatch = dataclasses.replace(minibatch, reference=score(reference, minibatch))
+        scores["reference"] = score(reference, minibatch)
     if Need.ANCHOR in needs and updates > 1:
-        minibatch = dataclasses.replace(minibatch, anchor=score(policy.params, minibatch))
-    return minibatch
+        scores["anchor"] = score(policy.params, minibatch)
+    return dataclasses.replace(minibatch, **scores)
 
 
 def with_entropy_weights(minibatch: Minibatch, coefficient: float) -> Minibatch:

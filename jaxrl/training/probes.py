@@ -1,5 +1,6 @@
 """Runs diagnostics before the update: the alpha/beta split and logged samples."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -72,10 +73,12 @@ def _split_ratio(
     c, batch, learner = probes.config, minibatch.batch, probes.learning.learner
     if not is_due(c.every, step):
         return {}, None
+    # Without the scores of the loss, so that the program is the one that made them.
+    bare = dataclasses.replace(minibatch, anchor=None, reference=None)
     arrays = fetch(
         {
-            "learner": learner.score(params, minibatch),
-            "shadow": learner.shadow(params, minibatch),
+            "learner": learner.score(params, bare),
+            "shadow": learner.shadow(params, bare),
             "sampler": batch.sampler_logprobs,
         }
     )

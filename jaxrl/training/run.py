@@ -84,7 +84,8 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     repaired = hosts.on_leader(lambda: incomplete_logs(directory))
     config = hosts.on_leader(lambda: rollbacks.settle(directory, config))
     change = hosts.on_leader(lambda: compare_config(directory, config))  # before the model is read
-    recipe, layout = make_recipe(config), make_layout(config.mesh, policy=config.policy)
+    recipe, apart = make_recipe(config), config.sampler.devices
+    layout = make_layout(config.mesh, policy=config.policy, reserved=apart)
     task = load_task(config, splits=("train", "test") if hosts.leads else ())
     learning, state = open_learning(config, recipe, layout=layout)
     episode_runner = environment.make_episode_runner(

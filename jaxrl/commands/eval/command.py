@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.builders import environment
-from jaxrl.builders.layout import make_layout
+from jaxrl.builders.layout import divide_cpu, make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import sampling_params
 from jaxrl.builders.task import load_task
@@ -92,7 +92,8 @@ def _sources(config: Config, paths: Sequence[str]) -> "list[RolloutSource]":
         for path in paths
     }
     tasks = [load_task(one, splits=("test",)) for one in of_data.values()]  # errors come first
-    layout = make_layout(config.mesh, policy=config.policy)
+    divide_cpu(config)
+    layout = make_layout(config.mesh, policy=config.policy, reserved=config.sampler.devices)
     model, weights = load_model(config.model.path, layout=layout, dtype=config.policy.params)
     sampler = EmbeddedSampler(
         model,

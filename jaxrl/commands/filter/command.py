@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl.builders.layout import make_layout
+from jaxrl.builders.layout import divide_cpu, make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import load_training_prompts, sampling_params
 from jaxrl.commands import options
@@ -112,7 +112,8 @@ def _measure(
     if done == len(examples):
         return
     policy = config.policy
-    layout = make_layout(config.mesh, policy=config.policy)
+    divide_cpu(config)
+    layout = make_layout(config.mesh, policy=config.policy, reserved=config.sampler.devices)
     reward, *_ = load_rewards(
         config.reward.path, config.reward.function_weights, timeout=config.reward.timeout
     )

@@ -45,7 +45,12 @@ def make_step(config: Config, topology: Topology) -> Step:
       FileNotFoundError, ValueError: for an unusable model or mesh, like `jaxrl train`.
     """
     policy = config.policy
-    layout = make_layout(config.mesh, policy=config.policy, devices=topology.devices)
+    layout = make_layout(
+        config.mesh,
+        policy=config.policy,
+        devices=topology.devices,
+        reserved=config.sampler.devices,
+    )
     sizes = huggingface.load_config(config.model.path)
     kernel = kernels.choose(
         config.train.attention,

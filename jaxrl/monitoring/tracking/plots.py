@@ -4,9 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-import matplotlib.figure
-
 # Title and metric of each panel.
 PANELS = (
     ("reward", "reward"),
@@ -24,6 +21,8 @@ def draw_run(entries: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     The entries are those of `tracking.read_metrics`; a metric never logged has no panel.
     """
+    import matplotlib.figure  # half a second to import, and drawn at the end of a run
+
     found = [
         (title, [(e["step"], e[name]) for e in entries if e.get(name) is not None])
         for title, name in PANELS
