@@ -97,6 +97,14 @@ def segment_sum(values: jax.Array, segments: jax.Array) -> jax.Array:
     return jnp.where(segments > 0, jnp.take_along_axis(totals, segments, axis=1), 0)
 
 
+def earlier_actions(batch: TokenBatch) -> jax.Array:
+    """Counts the tokens of its sequence before each token that the policy chose: i32[B, T]."""
+    chosen = batch.action_mask.astype(jnp.int32)
+    before = jnp.cumsum(chosen, axis=1) - chosen
+    begins = jnp.diff(batch.segments, axis=1, prepend=-1) != 0
+    return before - jax.lax.cummax(jnp.where(begins, before, 0), axis=1)
+
+
 def action_tokens(batch: TokenBatch) -> jax.Array:
     """Counts the tokens that the policy chose in the whole batch, f32[]."""
     return jnp.sum(batch.action_mask, dtype=jnp.float32)
