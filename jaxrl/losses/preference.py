@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jaxrl.core.batch import TokenBatch, earlier_actions, segment_totals
 from jaxrl.core.metrics import Metrics, masked_means
 from jaxrl.losses import bounds
-from jaxrl.losses.algebra import Aggregation, TokenLoss, token_loss
+from jaxrl.losses.algebra import TokenLoss, token_loss
 from jaxrl.losses.formulas import Formula, with_formula
+from jaxrl.losses.objectives import Aggregation
 from jaxrl.losses.scores import Need, Scores, require
 
 

@@ -21,7 +21,7 @@ from jaxrl.config.training import Config
 from jaxrl.core import precision
 from jaxrl.learner import policy
 from jaxrl.losses.aggregation import token_mean
-from jaxrl.losses.algebra import objective
+from jaxrl.losses.objectives import objective
 from jaxrl.losses.surrogates import reinforce
 from jaxrl.models import huggingface
 from jaxrl.training.storage.checkpoint import Checkpoints
