@@ -29,7 +29,7 @@ from jaxrl.training.minibatches import (
     compute_advantages,
     prepare_minibatch,
     split_minibatches,
-    with_entropy_weights,
+    with_coefficients,
 )
 from jaxrl.training.probes import run_probes
 from jaxrl.training.progress import Progress
@@ -209,10 +209,13 @@ def update(
       (the new state, metrics: means over all steps, and the learning rate of the first).
     """
     learning_rate = float(learning.learning_rate(applied_steps(state.policy)))
-    entropy, coefficient = learning.recipe.entropy, progress.entropy_coefficient
-    if entropy is not None:
-        coefficient = entropy.initial if coefficient is None else coefficient
-        minibatches = [with_entropy_weights(m, coefficient) for m in minibatches]
+    controllers = learning.recipe.controllers
+    coefficients = {
+        name: progress.coefficients.get(name, controller.initial)
+        for name, controller in controllers.items()
+    }
+    if coefficients:
+        minibatches = [with_coefficients(m, coefficients) for m in minibatches]
     collected: Metrics = {}
     for minibatch in minibatches:
         if learning.critic is None:
@@ -224,9 +227,11 @@ def update(
             state, metrics = learning.critic.step(state, minibatch)
         collected = merge(collected, metrics)
     numbers = to_floats(collected) | {"learning_rate": learning_rate}
-    if entropy is not None and coefficient is not None and "entropy" in numbers:
-        numbers["entropy/coefficient"] = coefficient
-        progress.entropy_coefficient = entropy.next(coefficient, entropy=numbers["entropy"])
+    for name, controller in controllers.items():
+        if controller.metric in numbers:
+            numbers[f"{name}/coefficient"] = coefficients[name]
+            measured = numbers[controller.metric]
+            progress.coefficients[name] = controller.next(coefficients[name], measured=measured)
     return state, numbers
 
 

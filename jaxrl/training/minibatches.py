@@ -3,7 +3,7 @@ loss needs."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -129,8 +129,11 @@ def prepare_minibatch(
     return dataclasses.replace(minibatch, **scores)
 
 
-def with_entropy_weights(minibatch: Minibatch, coefficient: float) -> Minibatch:
-    """Returns the minibatch with the coefficient of an adaptive entropy bonus."""
-    weights = jnp.full_like(minibatch.batch.advantages, coefficient)
-    batch = dataclasses.replace(minibatch.batch, entropy_weights=weights)
+def with_coefficients(minibatch: Minibatch, coefficients: Mapping[str, float]) -> Minibatch:
+    """Returns the minibatch with the coefficients of the terms that controllers steer."""
+    arrays = {
+        name: jnp.full_like(minibatch.batch.advantages, coefficient)
+        for name, coefficient in coefficients.items()
+    }
+    batch = dataclasses.replace(minibatch.batch, coefficients=arrays)
     return dataclasses.replace(minibatch, batch=batch)

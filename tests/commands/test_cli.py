@@ -27,7 +27,7 @@ from jaxrl.core import plugins, precision
 from jaxrl.environments.rewards import builtin
 from jaxrl.learner import policy
 from jaxrl.losses.aggregation import token_mean
-from jaxrl.losses.algebra import objective
+from jaxrl.losses.objectives import objective
 from jaxrl.losses.surrogates import reinforce
 from jaxrl.models import huggingface
 from jaxrl.training.storage.checkpoint import Checkpoints

@@ -16,7 +16,7 @@ from jaxrl.core.precision import PRESETS
 from jaxrl.learner.optimizers import make_optimizer, make_schedule
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
-from jaxrl.losses.algebra import objective
+from jaxrl.losses.objectives import objective
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.monitoring.tracking.tracking import read_metrics

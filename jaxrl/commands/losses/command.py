@@ -82,8 +82,8 @@ def markdown(entries: Sequence[Entry]) -> str:
             "\nAdvantage estimators, for `loss.advantage`:\n",
             *_table(("estimator", "definition"), advantages),
             "\nNames of parts: a Ratio for `ratio` and `kl_ratio`, a Level for `level`, Weights "
-            "for `correction` (several: `token_tis + veto`), an Aggregation for `aggregation`, a "
-            "KLEstimator for `kl_estimator`.\n",
+            "for `correction` and `rejection` (several: `token_tis + veto`), an Aggregation for "
+            "`aggregation`, a KLEstimator for `kl_estimator`, a Divergence for `divergence`.\n",
             *_table(("kind", "name", "definition"), parts),
             "",
         ]

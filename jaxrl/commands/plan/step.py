@@ -83,7 +83,7 @@ def make_step(config: Config, topology: Topology) -> Step:
         learner=learner,
         state=placed(shapes, shardings),
         state_shardings=shardings,
-        minibatch=_minibatch(config, sizes, layout=layout, needs=recipe.objective.needs),
+        minibatch=_minibatch(config, sizes, layout=layout, recipe=recipe),
     )
 
 
@@ -97,7 +97,7 @@ def placed(shapes: Any, shardings: Any) -> Any:
 
 
 def _minibatch(
-    config: Config, sizes: DecoderConfig, *, layout: Layout, needs: frozenset[Need]
+    config: Config, sizes: DecoderConfig, *, layout: Layout, recipe: Recipe
 ) -> Minibatch:
     """Builds the largest minibatch that training passes to the step: one sequence per row."""
     completions = config.train.train_batch * config.train.group_size
@@ -119,9 +119,11 @@ def _minibatch(
         action_mask=array(jnp.bool_),
         sampler_logprobs=score,
         advantages=score,
+        rewards=score,
+        coefficients={name: score for name in recipe.controllers} or None,
         experts=experts,
     )
-    several = config.train.updates_per_rollout > 1
+    needs, several = recipe.objective.needs, config.train.updates_per_rollout > 1
     used: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.replicated)
     return Minibatch(
         batch=batch,

@@ -17,7 +17,7 @@ from jaxrl.core.metrics import Metrics
 from jaxrl.core.precision import jit
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import from_config, preference
-from jaxrl.losses.algebra import objective
+from jaxrl.losses.objectives import objective
 from jaxrl.losses.preference import PairLoss
 from jaxrl.losses.scores import Scores
 from jaxrl.models import huggingface

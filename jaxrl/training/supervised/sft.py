@@ -20,7 +20,8 @@ from jaxrl.data.prompts import RawPrompt, Tokenizer
 from jaxrl.data.rows import Row, read_rows, read_text
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
-from jaxrl.losses.algebra import TokenLoss, objective, token_loss
+from jaxrl.losses.algebra import TokenLoss, token_loss
+from jaxrl.losses.objectives import objective
 from jaxrl.losses.scores import Scores
 from jaxrl.models import huggingface
 from jaxrl.training.storage.run_directory import compare_config
