@@ -38,7 +38,7 @@ def entry(step, *, slope):
         **{f"completion_length/{q}": 10 + i for i, q in enumerate(QUANTILES)},
         **{f"time/{name}": 0.1 for name in TIMES},
         "time/step": 1.5,
-        **({"probe/alpha_std": 0.1, "probe/beta_std": 0.01} if step % 10 == 1 else {}),
+        **({"probe/alpha_std": 0.1 * step, "probe/beta_std": 0.01} if step % 10 == 1 else {}),
         **({"probe/phantom": 0.02, "probe/clipped": 0.05} if step % 10 == 1 else {}),
     }
 
@@ -148,7 +148,7 @@ def gone_back(tmp_path_factory):
 
     back = event(12, "kl_spike", "rollback", number=1, to=5, changes={"loss.kl": [0.1, 0.2]})
     scaled = [
-        {**entry(s, slope=0.1), "loss_scale": 65536.0, "skipped_steps": 0.0} for s in range(10)
+        {**entry(s, slope=0.1), "loss_scale": 65536.0, "skipped_steps": s // 5} for s in range(10)
     ]
     write(
         run / "metrics.jsonl",
@@ -325,7 +325,7 @@ def test_search_and_links_find_completions(page):
     assert page.run(shown) == ["1+1="]
     page.run("location.hash = '#completion-1-2'; new Promise((done) => setTimeout(done, 100))")
     assert page.run(shown) == [SAMPLE["prompt"]]
-    assert page.run("document.querySelector(':target').textContent").startswith("reward 1")
+    assert page.run("document.querySelector('.linked').textContent").startswith("reward 1")
     assert page.errors == []
 
 

@@ -123,7 +123,10 @@ function follow() {
     Object.assign(view, { run: +run, step: when(sample), search: "" });
     drawCompletions();
   }
-  document.getElementById(location.hash.slice(1))?.scrollIntoView({ block: "center" });
+  document.querySelector(".linked")?.classList.remove("linked");
+  const card = document.getElementById(location.hash.slice(1));
+  card?.classList.add("linked");
+  card?.scrollIntoView({ block: "center" });
 }
 addEventListener("hashchange", follow);
 
