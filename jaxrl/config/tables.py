@@ -150,11 +150,11 @@ class TrainConfig(Section):
     down to whole rows."""
 
     row_length: PositiveInt | None = None
-    """Tokens in a row of the learner's batch; data.max_prompt_tokens + sampling.max_tokens if
-    absent. With packing, longer rows waste less."""
+    """Tokens in a row of the learner's batch. If absent: whole groups if prompts are shared, else
+    data.max_prompt_tokens + sampling.max_tokens. With packing, longer rows waste less."""
 
     packing: bool = True
-    """Pack several short sequences into a row instead of one per row."""
+    """Pack several sequences into a row; share the prompt of a group where attention can."""
 
     replay_routing: bool = False
     """Routing replay, for mixtures of experts with the embedded sampler: the learner sends each

@@ -90,6 +90,9 @@ class TokenBatch:
     coefficients: dict[str, jax.Array] | None = None
     # i16[B, T, L, k], the experts that the sampler's layers routed the token to; -1 if unknown.
     experts: jax.Array | None = None
+    # i32[B, T], where sequences share prefixes: index in the row after the last token that sees
+    # this one. A shared token belongs to the first of its sequences; see `prefixes`.
+    seen_until: jax.Array | None = None
 
 
 def segment_sum(values: jax.Array, segments: jax.Array) -> jax.Array:

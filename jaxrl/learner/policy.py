@@ -230,9 +230,10 @@ def _hidden(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes hidden states and, for a mixture of experts, its imbalance."""
     inputs = (weights, batch.tokens, batch.positions, batch.segments)
+    kwargs: Any = {"precision": precision, "seen_until": batch.seen_until}
     if model.hidden_routed is None:
-        return model.hidden(*inputs, precision=precision), None
-    routed = model.hidden_routed(*inputs, precision=precision, recorded=batch.experts)
+        return model.hidden(*inputs, **kwargs), None
+    routed = model.hidden_routed(*inputs, **kwargs, recorded=batch.experts)
     return routed.hidden, routed.imbalance
 
 

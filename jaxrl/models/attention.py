@@ -10,9 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.core.packing import ANYWHERE, Alignment
 from jaxrl.core.precision import Precision
 from jaxrl.models.products import product, transposed
-
-# Checkpoint name of the results that a remat policy may keep, to avoid recomputing attention.
-KEPT = "attention"
+from jaxrl.models.tree_attention import KEPT, Tree, tree_attention
 
 # Keys are padded to a multiple of this number. XLA's products then add in the same order whatever
 # the number of keys, and masked keys add exactly 0: a token's result does not depend on the length
@@ -28,7 +26,7 @@ class Part(NamedTuple):
     """Position of queries that are part of their rows; keys and values cover the whole rows."""
 
     first: jax.Array  # i32[], index of the first query in the row
-    segments: jax.Array  # i32[B, S], segments of the whole rows
+    segments: Any  # i32[B, S], segments of the whole rows, or their Tree
 
 
 class Mask(NamedTuple):
@@ -48,7 +46,7 @@ class Attend(Protocol):
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        segments: jax.Array,
+        segments: jax.Array | Tree,
         *,
         window: jax.Array | None,
         precision: Precision,
@@ -61,7 +59,7 @@ def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segments: jax.Array,
+    segments: jax.Array | Tree,
     *,
     window: jax.Array | None,
     precision: Precision,
@@ -79,7 +77,8 @@ def attention(
       k: [B, S, K, hd], H a multiple of K; query head h reads key head h // (H / K). S is T, or with
         `part` the length of the whole row.
       v: like k.
-      segments: i32[B, T], 0 for padding.
+      segments: i32[B, T], 0 for padding; or the Tree of rows whose sequences share prefixes, which
+        `tree_attention` computes.
       window: i32[], number of tokens that a token attends to, including itself; None for all.
       precision: the dtype policy; scores and softmax are in `accumulate`.
       part: the part of their rows that the queries are; None for whole rows.
@@ -87,6 +86,10 @@ def attention(
     Returns:
       [B, T, H, hd] in `precision.activations`.
     """
+    if isinstance(segments, Tree):
+        first, keys = (0, segments) if part is None else part
+        queries = (segments.positions, jnp.int32(first))
+        return tree_attention(q, k, v, keys, queries, window=window, precision=precision)
     batch, length, heads, dim = q.shape
     groups = heads // k.shape[2]
     q = q.reshape(batch, length, -1, groups, dim).transpose(0, 2, 3, 1, 4)

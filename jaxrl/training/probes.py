@@ -97,8 +97,9 @@ def _split_ratio(
             scores=arrays["learner"],
         )
         found |= moments("shape_noise", noise)
-    ids = fetch(batch.tokens) if c.replay else None  # on all processes; one of them asks servers
+    # On all processes; one of them asks servers.
+    ids, until = fetch((batch.tokens, batch.seen_until)) if c.replay else (None, None)
     if ids is not None and probes.replay is not None:
-        replay = replay_batch(probes.replay, tokens=ids, segments=segments)
+        replay = replay_batch(probes.replay, tokens=ids, segments=segments, seen_until=until)
         found |= log_ratio_parts(replay=replay[mask], **{k: v[mask] for k, v in arrays.items()})
     return {f"probe/{name}": value for name, value in found.items()}, beta

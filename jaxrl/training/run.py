@@ -137,7 +137,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         attention = learning.check_attention(config)
         missing = gap(tracker.history, step=progress.step) if hosts.leads else None
         notes = (*repaired, missing, *_notes(config, task, hosts=hosts))
-        notes = (*notes, change, unchecked, attention)
+        notes = (*notes, change, unchecked, attention, learning.rows_note)
         for line in filter(None, notes):
             tracker.note(line)
         yield run, state, progress
