@@ -28,7 +28,7 @@ class _Help(argparse.Action):
     """Prints help on a parser, on one of its tables or on all of them, and exits."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        tables = {
+        tables: dict[str, Any] = {
             group.title.strip("[]"): group
             for group in parser._action_groups
             if group.title == NO_TABLE or group.title.startswith("[")
@@ -37,7 +37,7 @@ class _Help(argparse.Action):
             print(_overview(parser, tables), end="")
             parser.exit()
         if values not in (_ALL, *tables):
-            near = difflib.get_close_matches(values, tables, n=1)
+            near = difflib.get_close_matches(str(values), tables, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(tables)}"
             parser.error(f"--help {values}: there is no such table of keys; {hint}")
         shown = tables.values() if values == _ALL else [tables[values]]

@@ -21,6 +21,7 @@ from jaxrl.learner.actor_critic import State
 from jaxrl.losses.scores import Need
 from jaxrl.models import lora
 from jaxrl.monitoring.ratio.shape_noise import longer_rows
+from jaxrl.training.minibatches import with_coefficients
 from jaxrl.training.schedule import is_due
 
 
@@ -75,8 +76,8 @@ def _compile_update(config: Config, learning: Learning, state: State, *, step: i
         scores["anchor"] = _compile(learner.score, policy.params, minibatch)
     if is_due(config.probe.every, step):
         _compile(learner.score, policy.params, minibatch)
-    if learning.recipe.entropy is not None:
-        minibatch = _with_arrays(minibatch, "entropy_weights")
+    if learning.recipe.controllers:
+        minibatch = with_coefficients(minibatch, dict.fromkeys(learning.recipe.controllers, 0.0))
     minibatch = dataclasses.replace(minibatch, **scores)
     if learning.critic is None:
         _compile(learner.step, policy, minibatch)

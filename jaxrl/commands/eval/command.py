@@ -48,8 +48,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     config, given = options.parse(parser(), Config, argv)
-    paths = given.data or [config.data.eval_path]
-    if None in paths:
+    paths: list[str] = given.data or [p for p in [config.data.eval_path] if p is not None]
+    if not paths:
         raise ValueError("data.eval_path is missing: name a file of held-out prompts")
     if given.samples is not None and given.samples < 1:
         raise ValueError(f"--samples {given.samples}: expected 1 or more")
