@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -16,7 +17,8 @@ class OneAtATime(Sampler):
     they would wait for its step.
     """
 
-    def __init__(self, sampler: Sampler, device: jax.Device) -> None:
+    def __init__(self, sampler: Sampler, device: Any) -> None:
+        """Wraps a sampler whose first `jax.Device` is `device`."""
         self._sampler, self._device, self._busy = sampler, device, threading.Lock()
 
     @property
