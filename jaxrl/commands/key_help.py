@@ -40,7 +40,7 @@ class _Help(argparse.Action):
             near = difflib.get_close_matches(str(values), tables, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(tables)}"
             parser.error(f"--help {values}: there is no such table of keys; {hint}")
-        shown = tables.values() if values == _ALL else [tables[values]]
+        shown = tables.values() if values == _ALL else [tables[str(values)]]
         print(_with_sections(parser._get_formatter(), shown), end="")
         parser.exit()
 

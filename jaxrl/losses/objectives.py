@@ -108,7 +108,7 @@ class Objective(Formula):
         for weights in self.whole:
             found[repr(weights)], more = applied(weights, scores, batch)
             metrics = merged(metrics, more)
-        return scores.replace(whole=jax.lax.stop_gradient(found)), metrics
+        return dataclasses.replace(scores, whole=jax.lax.stop_gradient(found)), metrics
 
     def total(
         self,
@@ -157,7 +157,7 @@ class Objective(Formula):
         if self.among is None:
             return batch
         kept = chosen_before(self.among, whole) != 0
-        return batch.replace(action_mask=batch.action_mask & kept)
+        return dataclasses.replace(batch, action_mask=batch.action_mask & kept)
 
 
 def objective(

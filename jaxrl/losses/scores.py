@@ -102,4 +102,5 @@ def one_sequence(
         advantages=row(advantages),
         rewards=row(rewards),
     )
-    return Scores(logprobs=row(logprobs), **{k: row(v) for k, v in scores.items()}), batch
+    others: dict[str, Any] = {name: row(values) for name, values in scores.items()}
+    return Scores(logprobs=row(logprobs), **others), batch

@@ -104,9 +104,11 @@ def masked(
     first, of_keys = (0, segments) if part is None else part
     queries, keys = first + jnp.arange(q.shape[1]), jnp.arange(k.shape[1])
     if isinstance(segments, Tree):
+        assert isinstance(of_keys, Tree)
         far = jnp.iinfo(jnp.int32).max if window is None else window
         seen = visible(of_keys, keys, segments.positions, queries, window=far)[:, None]
     else:
+        assert not isinstance(of_keys, Tree)
         seen = segments[:, None, :, None] == of_keys[:, None, None, :]
         if part is not None or window is not None:
             distance = queries[:, None] - keys[None, :]

@@ -310,7 +310,10 @@ def _splash(q, k, v, given: _Given, *, precision):
     # The kernel does not scale: queries are rounded once more than in `attention`.
     scaled = (q.astype(precision.accumulate) * q.shape[-1] ** -0.5).astype(precision.compute)
     k, v = k.astype(precision.compute), v.astype(precision.compute)
-    ids = splash.SegmentIds(q=segments, kv=segments if part is None else part.segments)
+    of_keys = segments if part is None else part.segments
+    assert not isinstance(segments, Tree)
+    assert not isinstance(of_keys, Tree)
+    ids = splash.SegmentIds(q=segments, kv=of_keys)
     out = jax.vmap(constant)(*(x.transpose(0, 2, 1, 3) for x in (scaled, k, v)), ids)
     return out.transpose(0, 2, 1, 3).astype(precision.activations)
 
