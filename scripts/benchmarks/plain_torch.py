@@ -3,6 +3,7 @@
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks.timing import Run
 
@@ -14,7 +15,7 @@ def step(directory: Path, shape: str, *, dtype: str, rows: int) -> Run:
     sys.path.insert(0, str(directory))
     for name in ("torch_step", "common"):
         sys.modules.pop(name, None)
-    common = importlib.import_module("common")
+    common: Any = importlib.import_module("common")
     # The program times itself and prints the result; here it is timed with the others.
     common.timed = lambda step, n: (0.0, [{"wall": 1.0}])
     common.record = lambda *args, **kwargs: None
