@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.core.packing import ANYWHERE, Alignment
 from jaxrl.core.precision import Precision
-from jaxrl.models.products import product, transposed
+from jaxrl.models.products import product, transposed_product
 from jaxrl.models.tree_attention import KEPT, Tree, tree_attention
 
 # Keys are padded to a multiple of this number. XLA's products then add in the same order whatever
@@ -159,6 +159,7 @@ def _forward(q, k, v, mask, precision, whole):
 def _backward(precision, whole, residuals, dout):
     q, k, v, out, log_total, mask = residuals
     dot = functools.partial(product, batch=(0, 1), precision=precision)
+    dot_t = functools.partial(transposed_product, batch=(0, 1), precision=precision)
     mean = jnp.sum(
         dout.astype(precision.accumulate) * out.astype(precision.accumulate), axis=-1, keepdims=True
     )
@@ -176,8 +177,8 @@ def _backward(precision, whole, residuals, dout):
         dscores = probs * (dprobs - mean[rows]) * q.shape[-1] ** -0.5
         probs, dscores = probs.astype(precision.compute), dscores.astype(precision.compute)
         dqs.append(dot(dscores, k[keys], contract=(4, 2)))
-        dk = _add(dk, dot(_columns(q[rows]), _flat(dscores), contract=(3, 2)))
-        dv = _add(dv, dot(_columns(dout[rows]), _flat(probs), contract=(3, 2)))
+        dk = _add(dk, dot_t(_flat(q[rows]), _flat(dscores)))
+        dv = _add(dv, dot_t(_flat(dout[rows]), _flat(probs)))
     grads = (jnp.concatenate(dqs, axis=3), dk.swapaxes(2, 3), dv.swapaxes(2, 3))
     return (*(x.astype(precision.activations) for x in grads), None)
 
@@ -207,10 +208,6 @@ def _add(total, part):
 def _flat(x):
     """[B, K, G, T, N] -> [B, K, G * T, N]: one row for each query of a key's group."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
-
-
-def _columns(x):
-    return transposed(_flat(x))
 
 
 def _scores(q, k, mask: Mask, block: tuple[int, int, int], *, precision):

@@ -18,7 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.core.precision import Precision
-from jaxrl.models.products import product, transposed
+from jaxrl.models.products import product, transposed_product
 
 # Checkpoint name of the results that a remat policy may keep, to avoid recomputing attention.
 KEPT = "attention"
@@ -149,13 +149,13 @@ def _forward(q, k, v, mask, precision):
 def _backward(precision, residuals, dout):
     q, k, v, out, log_total, mask = residuals
     wide, dot = precision.accumulate, functools.partial(product, batch=(0, 1), precision=precision)
+    # It transposes the queries, so that no product transposes an array of scores.
+    dot_t = functools.partial(transposed_product, batch=(0, 1), precision=precision)
     mean = jnp.sum(dout.astype(wide) * out.astype(wide), axis=-1, keepdims=True)
     dout = dout.astype(precision.compute)
 
     def of_queries(grads, i):
         own, d_own, log_sum, mean_own = (_block(x, i, axis=3) for x in (q, dout, log_total, mean))
-        # Transposed, so that no product transposes an array of scores.
-        columns, d_columns = (transposed(_flat(x)) for x in (own, d_own))
 
         def of_keys(n, grads):
             dq, dk, dv = grads
@@ -166,8 +166,8 @@ def _backward(precision, residuals, dout):
             dscores = probs * (dprobs - mean_own) * q.shape[-1] ** -0.5
             probs, dscores = probs.astype(precision.compute), dscores.astype(precision.compute)
             dq = dq + dot(dscores, keys, contract=(4, 2))
-            dk = _add(dk, j, dot(columns, _flat(dscores), contract=(3, 2)))
-            dv = _add(dv, j, dot(d_columns, _flat(probs), contract=(3, 2)))
+            dk = _add(dk, j, dot_t(_flat(own), _flat(dscores)))
+            dv = _add(dv, j, dot_t(_flat(d_own), _flat(probs)))
             return dq, dk, dv
 
         start = (jnp.zeros(own.shape, wide), *grads)
