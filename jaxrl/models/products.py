@@ -46,8 +46,10 @@ def product(
     """
     free = [axis for axis in range(x.ndim) if axis != contract[0] and axis not in batch]
     rows = math.prod(x.shape[axis] for axis in free)
-    if rows == 1:  # XLA sums the product of a vector in another order than that of a matrix
-        x = jnp.repeat(x, 2, axis=free[-1])
+    length, unit = x.shape[free[-1]], _row_unit(rows, precision)
+    more = -length % (unit // math.gcd(rows // max(1, length), unit))
+    if more:
+        x = jnp.pad(x, [(0, more * (axis == free[-1])) for axis in range(x.ndim)])
     dot = functools.partial(
         lax.dot_general,
         x.astype(precision.compute),
@@ -65,7 +67,16 @@ def product(
         z = jnp.concatenate(parts, axis=-1)
     else:
         z = dot(y)
-    return lax.slice_in_dim(z, 0, 1, axis=len(batch) + len(free) - 1) if rows == 1 else z
+    return lax.slice_in_dim(z, 0, length, axis=len(batch) + len(free) - 1) if more else z
+
+
+def _row_unit(rows: int, precision: Precision) -> int:
+    """Returns a number that a product's rows are padded to a multiple of. XLA on CPU sums the
+    product of a vector in another order than that of a matrix. Where a processor multiplies bf16 in
+    tiles (AMX), it also sums the last rows beside whole tiles in another order."""
+    if precision.sums == "fixed" and precision.compute == jnp.bfloat16:
+        return 16
+    return 2 if rows == 1 else 1
 
 
 def grouped_product(
