@@ -113,6 +113,10 @@ class Layout:
         """
         return tree_util.tree_map_with_path(self._declared, declared, is_leaf=_is_declared)
 
+    def constraints(self, declared: Any) -> Any:
+        """Returns `tree`, or None on one device, where nothing is constrained."""
+        return self.tree(declared) if self.mesh.size > 1 else None
+
     def state(self, state: Any, declared: Any) -> Any:
         """Computes the shardings of a whole learner state, in the same tree.
 

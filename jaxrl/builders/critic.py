@@ -75,7 +75,7 @@ def _own_network(
         optimizer=_optimizer(config, scorer.specs, learning_rate=config.critic.learning_rate),
         precision=config.policy,
         rows_per_microbatch=config.microbatch_rows,
-        param_shardings=layout.tree(scorer.specs) if layout.mesh.size > 1 else None,
+        param_shardings=layout.constraints(scorer.specs),
     )
     return side_by_side(learner, critic), params, scorer.specs
 
@@ -85,7 +85,6 @@ def _shared_trunk(
 ) -> tuple[ActorCritic, Params, Specs]:
     scorer = param_specs(dataclasses.replace(model.config, scored=True))
     specs = {VALUE_HEAD: scorer[VALUE_HEAD]}
-    both = {**model.specs, **specs}
     pure = shared_trunk(
         model,
         recipe,
@@ -95,11 +94,10 @@ def _shared_trunk(
         precision=config.policy,
         rows_per_microbatch=config.microbatch_rows,
         temperature=config.sampling.temperature,
-        param_shardings=layout.tree(both) if layout.mesh.size > 1 else None,
+        param_shardings=layout.constraints({**model.specs, **specs}),
     )
-    head = spec.init(
-        specs, jax.random.key(0), dtype=config.policy.params
-    )  # zeros: its spec says so
+    # Zeros: its spec says so.
+    head = spec.init(specs, jax.random.key(0), dtype=config.policy.params)
     return pure, place(head, layout.tree(specs)), specs
 
 

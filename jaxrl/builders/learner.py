@@ -148,6 +148,6 @@ def build_learner(
         precision=config.policy,
         rows_per_microbatch=config.microbatch_rows,
         temperature=config.sampling.temperature,
-        param_shardings=layout.tree(specs) if layout.mesh.size > 1 else None,
+        param_shardings=layout.constraints(specs),
         as_published=lora.merge if config.lora.publish == "merged" else lambda params: params,
     )

@@ -48,7 +48,7 @@ def load_reward_model(config: Config, tokenizer: Tokenizer, *, layout: Layout) -
         model,
         precision=policy,
         rows_per_microbatch=config.microbatch_rows,
-        param_shardings=layout.tree(model.specs) if layout.mesh.size > 1 else None,
+        param_shardings=layout.constraints(model.specs),
     )
     return functools.partial(
         score_rollouts,

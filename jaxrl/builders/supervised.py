@@ -46,7 +46,7 @@ def set_up(config: SupervisedConfig, *, output: Output = "tokens") -> Setup:
     numerics = {
         "precision": config.policy,
         "rows_per_microbatch": config.microbatch_rows,
-        "param_shardings": layout.tree(model.specs) if layout.mesh.size > 1 else None,
+        "param_shardings": layout.constraints(model.specs),
     }
     return Setup(layout, model, params, optimizer, numerics)
 

@@ -184,9 +184,7 @@ def _measure(
         optimizer=optax.adamw(1e-6),
         precision=policy,
         rows_per_microbatch=samples.shape.rows_per_microbatch,
-        param_shardings=(
-            inputs.layout.tree(inputs.model.specs) if inputs.layout.mesh.size > 1 else None
-        ),
+        param_shardings=inputs.layout.constraints(inputs.model.specs),
     )
     score = functools.partial(jit(learner.score, sums=policy.sums), params)
     arrays: dict[str, np.ndarray] = jax.device_get(
