@@ -117,8 +117,8 @@ def plan_rows(rollouts: Sequence[Rollout], shape: MinibatchShape) -> Rows:
     Raises:
       ValueError: if a sequence is longer than a row, or the rows exceed `max_rows`.
     """
-    rows = _shared_rows(rollouts, shape) if shape.align.shared else _plain_rows(rollouts, shape)
-    per = shape.rows_per_microbatch
+    shared, per = shape.align.shared and shape.packed, shape.rows_per_microbatch
+    rows = _shared_rows(rollouts, shape) if shared else _plain_rows(rollouts, shape)
     room = len(rows) if shape.max_rows is None else shape.max_rows
     return _interleave(rows, rows_per_microbatch=per, max_microbatches=max(1, -(-room // per)))
 

@@ -25,8 +25,9 @@ from tests import tiny
 
 # The learner takes its steps in f32: a gradient is rounded to it once.
 F64 = parse("fp32,compute=f64,activations=f64,logits=f64,grads=f64,sampler=f64")
-PLAIN = MinibatchShape(row_length=24, rows_per_microbatch=2)
-TREE = MinibatchShape(row_length=48, rows_per_microbatch=2, max_rows=4, align=SHARED)
+TREE = MinibatchShape(row_length=48, rows_per_microbatch=2, max_rows=10, align=SHARED)
+ALONE = dataclasses.replace(TREE, packed=False)  # for the program that is compiled for TREE
+PLAIN = dataclasses.replace(TREE, align=ANYWHERE)
 WINDOWED = dataclasses.replace(tiny.CONFIG, windows=(None, 5))
 COUNT = 10
 
@@ -77,12 +78,14 @@ def targets(samples: list[Rollout]) -> dict[str, list[np.ndarray]]:
     return {k: [rng.normal(size=len(s.completion)).astype("f4") for s in samples] for k in names}
 
 
-def compare(one: Learner, samples: list[Rollout], params: Any) -> None:
-    """Gradients and metrics of both ways to pack."""
+def compare(
+    one: Learner, samples: list[Rollout], params: Any, *, apart: MinibatchShape = ALONE
+) -> None:
+    """Gradients and metrics of sequences in trees and apart."""
     found = []
     with jax.enable_x64(True):
         step = jax.jit(one.step)
-        for shape in (TREE, PLAIN):
+        for shape in (TREE, apart):
             minibatch = packed(samples, shape, **targets(samples))
             given = {"anchor": minibatch.batch.values, "reference": minibatch.batch.returns}
             state, metrics = step(one.init(params), dataclasses.replace(minibatch, **given))
@@ -96,14 +99,14 @@ def compare(one: Learner, samples: list[Rollout], params: Any) -> None:
 
 
 def scored(score: Any, samples: list[Rollout], *more: Any) -> list[np.ndarray]:
-    """Scores by rollout; those of both ways to pack are equal."""
+    """Scores by rollout; those of sequences in trees and apart are equal."""
     with jax.enable_x64(True):
         score = jax.jit(score)
         tree, plain = (
             np.concatenate(
                 unpack(np.asarray(score(*more, packed(samples, shape))), samples, shape=shape)
             )
-            for shape in (TREE, PLAIN)
+            for shape in (TREE, ALONE)
         )
     np.testing.assert_allclose(tree, plain, rtol=0, atol=1e-11)
     return plain
@@ -128,11 +131,9 @@ def learner(config=tiny.CONFIG, recipe=None, *, layout: Layout | None = None, **
 
 
 def test_a_loss_over_sequences_with_entropy_reference_and_windows():
-    compare(learner(WINDOWED), groups(), tiny.params(config=WINDOWED))
-
-
-def test_scores():
-    assert scored(learner(WINDOWED).score, groups(), tiny.params(config=WINDOWED)).any()
+    one, params = learner(WINDOWED), tiny.params(config=WINDOWED)
+    compare(one, groups(), params, apart=PLAIN)
+    assert scored(one.score, groups(), params).any()
 
 
 def test_a_loss_with_a_shadow_and_adapters():
@@ -184,12 +185,12 @@ def test_a_critic_on_the_policys_trunk():
 
 
 def compare_steps(step: Any, before: Any) -> None:
-    """Changes of the whole state by both ways to pack."""
+    """Changes of the whole state by sequences in trees and apart."""
     samples = groups()
     with jax.enable_x64(True):
         step = jax.jit(step)
         tree, plain = (
-            step(before, packed(samples, shape, **targets(samples)))[0] for shape in (TREE, PLAIN)
+            step(before, packed(samples, shape, **targets(samples)))[0] for shape in (TREE, ALONE)
         )
     assert_close(moved(before, tree), moved(before, plain))
 
