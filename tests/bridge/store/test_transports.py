@@ -143,7 +143,7 @@ def test_agents_killed_at_random(tmp_path: Path) -> None:
         rng = random.Random(0)
 
         def kill() -> None:
-            while not done.wait(rng.uniform(0.1, 0.6)):
+            while not done.wait(rng.uniform(0.4, 1.2)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rng.choice(agents).process_id, signal.SIGKILL)
                 for agent in agents:
@@ -153,7 +153,7 @@ def test_agents_killed_at_random(tmp_path: Path) -> None:
         killer.start()
         try:
             with publisher(servers, (tmp_path / "store").as_uri()) as learner:
-                for number in range(20):
+                for number in range(10):
                     tensors = weights(number, changed=0.1)
                     learner.publish(ListSource(tensors), version=number)
                     for server in servers:
