@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -11,9 +12,12 @@ from jaxrl.bridge.in_vllm.auth import KEY
 from jaxrl.bridge.owned_directory import MEMORY, OwnedDirectory
 from jaxrl.bridge.store import agent
 
+_PAUSE = 0.5  # seconds before a restart
+
 
 class AgentProcess:
-    """The agent, which ends with the `with` block or with this process, however it ends.
+    """The agent, which ends with the `with` block or with this process, however it ends. If it ends
+    earlier, it is started again, and its successor has what it had.
 
     Attributes:
       directory: that servers of this host are told.
@@ -24,14 +28,10 @@ class AgentProcess:
         self._owned = OwnedDirectory(MEMORY)
         self.directory: Path = self._owned.path
         self._key, self._note = key, note
+        self._closed = threading.Event()
         self._process = self._start()
-
-    def check(self) -> None:
-        """Starts the agent again if it has ended; its successor has what it had."""
-        if (status := self._process.poll()) is not None:
-            self._end()
-            self._note(f"the agent that fetches weights ended with status {status}; restarting")
-            self._process = self._start()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
 
     @property
     def process_id(self) -> int:
@@ -40,7 +40,10 @@ class AgentProcess:
 
     def close(self) -> None:
         """Ends the agent and removes its payloads; servers keep the weights they have loaded."""
-        self._end()
+        self._closed.set()
+        while self._watcher.is_alive():  # it may just have started another
+            self._process.kill()
+            self._watcher.join(_PAUSE)
         self._owned.close()
 
     def __enter__(self) -> Self:
@@ -49,9 +52,15 @@ class AgentProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+    def _watch(self) -> None:
+        while True:
+            self._process.wait()
+            self._process.communicate()  # closes its pipe
+            if self._closed.wait(_PAUSE):
+                return
+            status = self._process.returncode
+            self._note(f"the agent that fetches weights ended with status {status}; restarting")
+            self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(

@@ -108,8 +108,6 @@ def main(argv: Sequence[str]) -> int:
             ]
             print("\n".join(replica.url for replica in replicas), flush=True)
             while True:
-                if agent is not None:
-                    agent.check()
                 for replica in replicas:
                     replica.check()
                 time.sleep(0.5)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -146,14 +145,12 @@ def test_agents_killed_at_random(tmp_path: Path) -> None:
             while not done.wait(rng.uniform(0.4, 1.2)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rng.choice(agents).process_id, signal.SIGKILL)
-                for agent in agents:
-                    agent.check()
 
         killer = threading.Thread(target=kill)
         killer.start()
         try:
             with publisher(servers, (tmp_path / "store").as_uri()) as learner:
-                for number in range(10):
+                for number in range(6):
                     tensors = weights(number, changed=0.1)
                     learner.publish(ListSource(tensors), version=number)
                     for server in servers:
@@ -163,9 +160,6 @@ def test_agents_killed_at_random(tmp_path: Path) -> None:
         finally:
             done.set()
             killer.join()
-        time.sleep(0.5)
-        for agent in agents:
-            agent.check()
         with publisher(servers, (tmp_path / "store").as_uri()) as learner:
             learner.publish(ListSource(weights(99)), version=99)
             for server in servers:
