@@ -126,7 +126,7 @@ def _open_send(
                 slots=adapters.keep + 1,  # the next one is loaded before the oldest goes
             )
             stack.callback(upload.close)
-            delivery = _through(upload, owned.path, word=wire.itemsize)
+            delivery = through_store(upload, owned.path, word=wire.itemsize)
         yield AdapterPublisher(
             servers,
             delivery,
@@ -138,7 +138,7 @@ def _open_send(
         ).publish
 
 
-def _through(upload: Upload, root: Path, *, word: int) -> Delivery:
+def through_store(upload: Upload, root: Path, *, word: int) -> Delivery:
     """Returns the way through a store for directories below a root."""
 
     def send(directory: Path, version: int) -> Callable[[VllmServer], PurePath]:

@@ -1,6 +1,6 @@
 """Versions travel through a store exactly, and as little of them as can be."""
 
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ from jaxrl.bridge.base import Learner, UnavailableError, new_learner
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.store import delta, version
 from jaxrl.bridge.store.publisher import StorePublisher
+from jaxrl.bridge.store.upload import Upload
+from jaxrl.builders.weight_sync import through_store
 from tests.bridge.cases import LEARNER, ListSource
 from tests.bridge.store.hosts import HostedRecorder, host
 
@@ -153,6 +155,26 @@ def test_what_a_killed_learner_left_goes(tmp_path: Path) -> None:
     before = stored(root)
     with publisher(host(tmp_path / "a"), root.as_uri(), learner=new_learner("a run")):
         assert before / 2.1 < stored(root) < before / 1.9
+
+
+def test_adapters_travel_as_directories(tmp_path: Path) -> None:
+    """vLLM may read an adapter again while requests name it: the last versions stay in place."""
+    (server,) = host(tmp_path / "a")
+    server.connect(root="", wire="", sampler="", learner=LEARNER)
+    url = (tmp_path / "store").as_uri()
+    upload = Upload(url, key=None, learner=LEARNER, group="adapters", slots=3)
+    delivery = through_store(upload, tmp_path, word=2)
+    found: list[tuple[PurePath, int]] = []
+    for number in range(5):
+        directory = delivery.root / f"adapter-{number}"
+        directory.mkdir()
+        (directory / "adapter_config.json").write_text(f'{{"rank": {number}}}')
+        np.full(MB, number, np.float16).tofile(directory / "adapter_model.safetensors")
+        found.append((delivery.send(directory, number)(server), number))
+        for place, old in found[-2:]:
+            for file in (tmp_path / f"adapter-{old}").iterdir():
+                assert Path(place, file.name).read_bytes() == file.read_bytes()
+    assert server.whole == 0
 
 
 def test_a_host_refuses_what_it_should_not_take(tmp_path: Path) -> None:
