@@ -1,39 +1,22 @@
 """The `jaxrl` command."""
 
 import argparse
-import importlib
+import difflib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from types import ModuleType
 
+import jaxrl
+from jaxrl.commands import COMMANDS, load
 from jaxrl.commands.compile_cache import use_compile_cache
-
-# Modules of jaxrl.commands, imported on demand so that --help is quick.
-COMMANDS = {
-    "train": "train a model with reinforcement learning",
-    "sft": "fine-tune a model on texts",
-    "dpo": "train a model on preference pairs (DPO)",
-    "reward-model": "train a reward model on preference pairs",
-    "eval": "measure greedy accuracy on held-out prompts",
-    "generate": "sample completions for prompts",
-    "filter": "keep the prompts that a model solves sometimes but not always",
-    "doctor": "measure how each dtype policy distorts the importance ratio",
-    "plan": "compile a run's step for chips you do not have: memory and speed",
-    "serve": "run vLLM servers that accept weights from a learner",
-    "export": "write a checkpoint as a Hugging Face model",
-    "watch": "follow a run from another terminal",
-    "report": "write an HTML page about one or more runs",
-    "losses": "list the algorithms with their formulas and parameters",
-    "config": "print a resolved config",
-}
 
 HELP = f"""usage: jaxrl COMMAND [options]
 
 {chr(10).join(f"  {name:14}{text}" for name, text in COMMANDS.items())}
 
-Run `jaxrl COMMAND --help` for all options. Set JAXRL_TRACEBACK=1 to get tracebacks with errors.
+Run `jaxrl COMMAND --help` for its options and `jaxrl --version` for the version. Set
+JAXRL_TRACEBACK=1 to get tracebacks with errors.
 """
 
 
@@ -49,8 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(HELP, end="")
         return 0
+    if name == "--version":
+        print(f"jaxrl {jaxrl.__version__}")
+        return 0
     if name not in COMMANDS:
-        print(f"jaxrl: unknown command {name!r}\n\n{HELP}" if name else HELP, file=sys.stderr)
+        print(_unknown(name) if name else HELP, file=sys.stderr)
         return 2
     use_compile_cache()
     try:
@@ -76,6 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _unknown(name: str) -> str:
+    """Returns the error for an unknown command, which names the nearest one."""
+    if near := difflib.get_close_matches(name, COMMANDS, n=1):
+        return f"jaxrl: unknown command {name!r}; did you mean {near[0]}?"
+    return f"jaxrl: unknown command {name!r}\n\n{HELP}"
+
+
 def _last_line(error: BaseException) -> str:
     """Returns file and line of the innermost call that raised."""
     *_, last = traceback.extract_tb(error.__traceback__)
@@ -95,13 +88,6 @@ def _flush() -> None:
 def _drop_output() -> None:
     """Leads what is still to be printed nowhere: Python would fail over it once more at the end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def load(name: str) -> ModuleType:
-    """Imports a command's module: its file, or `command.py` in its folder."""
-    path = "jaxrl.commands." + name.replace("-", "_")
-    module = importlib.import_module(path)
-    return importlib.import_module(path + ".command") if hasattr(module, "__path__") else module
 
 
 if __name__ == "__main__":

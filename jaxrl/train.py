@@ -21,6 +21,7 @@ from jaxrl.learner.actor_critic import State
 from jaxrl.learner.update import applied_steps
 from jaxrl.monitoring.tracking.profile import Profile, explain_no_trace
 from jaxrl.training.alarm_actions import AlarmActions, Verdict
+from jaxrl.training.compile_ahead import compile_ahead
 from jaxrl.training.evaluate import evaluate_greedily
 from jaxrl.training.export import export
 from jaxrl.training.interrupt import Interrupt
@@ -28,7 +29,7 @@ from jaxrl.training.minibatches import (
     compute_advantages,
     prepare_minibatch,
     split_minibatches,
-    with_entropy_weights,
+    with_coefficients,
 )
 from jaxrl.training.probes import run_probes
 from jaxrl.training.progress import Progress
@@ -48,6 +49,7 @@ class Result(NamedTuple):
       step: rollout batches trained on.
       signum: the signal that ended it early, or None.
       initial_accuracy, final_accuracy: held-out, greedy; None if not measured.
+      best: step and held-out accuracy of the best checkpoint; None without one.
       model: directory of the trained model; None if the run ended early.
       verdict: on the alarm that ended it early, or None.
     """
@@ -56,6 +58,7 @@ class Result(NamedTuple):
     signum: int | None
     initial_accuracy: float | None
     final_accuracy: float | None
+    best: tuple[int, float] | None
     model: Path | None
     verdict: Verdict | None = None
 
@@ -83,6 +86,7 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
     with (
         open_run(config) as (run, state, progress),
         run.hosts.reporting(),
+        compile_ahead(run.config, run.learning, state, step=progress.step) as wait_for_compiler,
         open_collector(
             run.source, progress=progress, interrupt=interrupt, hosts=run.hosts
         ) as collect,
@@ -106,6 +110,7 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
                     signum = run.hosts.largest(interrupt.signum or 0)
                     save(run.checkpoints, state, progress=progress)
                     break
+                wait_for_compiler()
                 with clock(seconds, "time/learn"):
                     state, learned = learn(run, state, rollouts=rollouts.batch, progress=progress)
                 with clock(seconds, "time/publish"):
@@ -124,8 +129,15 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
         model = None
         if progress.step == config.train.steps and verdict is None:
             model = export(run.config, run.learning, params=state.policy.params, hosts=run.hosts)
-        accuracies = progress.initial_accuracy, progress.accuracy
-        return Result(progress.step, signum or None, *accuracies, model, verdict)
+        return Result(
+            progress.step,
+            signum or None,
+            progress.initial_accuracy,
+            progress.accuracy,
+            run.checkpoints.best(),
+            model,
+            verdict,
+        )
 
 
 def _open_profile(run: Run, *, done: int) -> Profile:
@@ -197,10 +209,13 @@ def update(
       (the new state, metrics: means over all steps, and the learning rate of the first).
     """
     learning_rate = float(learning.learning_rate(applied_steps(state.policy)))
-    entropy, coefficient = learning.recipe.entropy, progress.entropy_coefficient
-    if entropy is not None:
-        coefficient = entropy.initial if coefficient is None else coefficient
-        minibatches = [with_entropy_weights(m, coefficient) for m in minibatches]
+    controllers = learning.recipe.controllers
+    coefficients = {
+        name: progress.coefficients.get(name, controller.initial)
+        for name, controller in controllers.items()
+    }
+    if coefficients:
+        minibatches = [with_coefficients(m, coefficients) for m in minibatches]
     collected: Metrics = {}
     for minibatch in minibatches:
         if learning.critic is None:
@@ -212,9 +227,11 @@ def update(
             state, metrics = learning.critic.step(state, minibatch)
         collected = merge(collected, metrics)
     numbers = to_floats(collected) | {"learning_rate": learning_rate}
-    if entropy is not None and coefficient is not None and "entropy" in numbers:
-        numbers["entropy/coefficient"] = coefficient
-        progress.entropy_coefficient = entropy.next(coefficient, entropy=numbers["entropy"])
+    for name, controller in controllers.items():
+        if controller.metric in numbers:
+            numbers[f"{name}/coefficient"] = coefficients[name]
+            measured = numbers[controller.metric]
+            progress.coefficients[name] = controller.next(coefficients[name], measured=measured)
     return state, numbers
 
 

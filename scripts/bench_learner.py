@@ -1,14 +1,14 @@
 """Measures speed and memory of the learner's step, as JSON lines.
 
-python scripts/bench_learner.py --shapes S M --dtypes f32 bf16 f16 --rows 4 [--baseline DIR]
+python scripts/bench_learner.py --shapes S M --dtypes f32 bf16 f16 [--baseline DIR] [--torch DIR]
 
-The dtypes of a shape and the baseline are timed alternately.
+The dtypes of a shape and the baselines are timed alternately.
 """
 
 import argparse
 from pathlib import Path
 
-from benchmarks import learning, plain
+from benchmarks import learning, plain, plain_torch
 from benchmarks.learning import LENGTH, SEQUENCES
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import alternate, matmul_peak, summary, versus, write
@@ -26,6 +26,8 @@ def main() -> None:
     parser.add_argument("--remat", default="matmuls")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--baseline", type=Path, help="directory with a plain jax_step.py")
+    parser.add_argument("--torch", type=Path, help="directory with a plain torch_step.py")
+    parser.add_argument("--torch-rows", type=int, default=16, help="its sequences per microbatch")
     parser.add_argument("--out", type=Path, help="also append the lines to this file")
     args = parser.parse_args()
     peaks = {dtype: matmul_peak(dtype) for dtype in args.dtypes}
@@ -37,10 +39,13 @@ def main() -> None:
             for dtype in args.dtypes
         }
         runs = {dtype: one.run for dtype, one in built.items()}
-        if args.baseline:
-            for dtype in plain.FLAGS.keys() & runs.keys():
+        for dtype in args.dtypes:
+            if args.baseline and dtype in plain.FLAGS:
                 step = plain.step(args.baseline, shape, dtype=dtype, rows=args.rows)
                 runs[f"baseline {dtype}"] = step
+            if args.torch and dtype in plain_torch.FLAGS:
+                step = plain_torch.step(args.torch, shape, dtype=dtype, rows=args.torch_rows)
+                runs[f"torch {dtype}"] = step
         seconds = alternate(runs, repetitions=args.repetitions)
         flops = learning.step_flops(shape)
         speeds = {name: [flops / s / 1e9 for s in values] for name, values in seconds.items()}
@@ -54,7 +59,9 @@ def main() -> None:
             row |= {"step MiB": one.step_bytes / 2**20, "live arrays MiB": one.live_bytes / 2**20}
             row |= {"compile s": one.compile_seconds}
             for name in speeds:
-                if name == f"baseline {dtype}" or (name == "f32" and dtype != "f32"):
+                if name in (f"baseline {dtype}", f"torch {dtype}") or (
+                    name == "f32" and dtype != "f32"
+                ):
                     row[f"over {name}"] = versus(speeds[dtype], speeds[name])
             write(row, args.out)
 

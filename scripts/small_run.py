@@ -114,7 +114,7 @@ def _folder(directory: Path) -> dict[str, bytes]:
 def _last_checkpoint(directory: Path) -> tuple[dict[str, bytes], Any]:
     """Returns (the bytes of its arrays, its host state, which holds their digests)."""
     steps = [path.name for path in directory.iterdir() if path.name.isdigit()]
-    last = directory / max(steps, key=int)
+    last = (directory / max(steps, key=int)).resolve()  # orbax reads no relative path
     with ocp.StandardCheckpointer() as reader:
         state = reader.restore(last / "state")
     arrays = {

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the environments .venv-test, .venv-vllm, .venv-tpu and .venv-gpu, then runs lint, types and tests. Arguments go to
-# pytest:
+# Makes the environments .venv-test, .venv-vllm, .venv-tpu and .venv-gpu, and runs lint, types and tests. Arguments go
+# to pytest:
 #   ./scripts/test.sh                       everything
 #   ./scripts/test.sh --fast                without servers, second processes and whole runs
 #   ./scripts/test.sh tests/losses -k ppo   a part of the tests
@@ -20,30 +20,49 @@ fi
 unset PYTHONDONTWRITEBYTECODE  # without byte code every start takes many seconds more
 scripts/make_venv.sh .venv-test requirements-dev.txt requirements-torch.txt
 bin=.venv-test/bin
-server=
-if [ -z "$fast" ] && [ "$(uname)" = Linux ]; then
-    scripts/install_vllm.sh &  # beside lint and types, which keep one core busy
-    server=$!
-    trap wait EXIT
-fi
-# XLA's compilers for TPUs and GPUs, apart from the rest: where jax finds one, it looks for the devices.
-for kind in tpu gpu; do
-    locked=$("$bin/python" -V && cat "requirements-$kind.txt")
-    if [ -z "$fast" ] && [ "$(uname)" = Linux ] && [ "$(cat ".venv-$kind/.locked" 2>/dev/null)" != "$locked" ]; then
-        rm -rf ".venv-$kind"
-        "$bin/python" -m pip install -q --disable-pip-version-check --no-compile --no-deps \
-            --target ".venv-$kind" -r "requirements-$kind.txt"
-        echo "$locked" >".venv-$kind/.locked"
-    fi
-done
 
+# Installs what only the tests marked `whole` need: vLLM, and XLA's compilers for TPUs and GPUs. These are apart from
+# the rest: where jax finds one, it looks for the devices.
+install_others() {
+    scripts/install_vllm.sh
+    for kind in tpu gpu; do
+        locked=$("$bin/python" -V && cat "requirements-$kind.txt")
+        if [ "$(cat ".venv-$kind/.locked" 2>/dev/null)" != "$locked" ]; then
+            rm -rf ".venv-$kind"
+            "$bin/python" -m pip install -q --disable-pip-version-check --no-compile --no-deps \
+                --target ".venv-$kind" -r "requirements-$kind.txt"
+            echo "$locked" >".venv-$kind/.locked"
+        fi
+    done
+}
+
+finish() {
+    if [ -n "$1" ] && ! wait "$1"; then
+        echo "$2 failed; its error is above" >&2
+        exit 1
+    fi
+}
+
+others=
+trap wait EXIT
+if [ -z "$fast" ] && [ "$(uname)" = Linux ]; then
+    install_others &
+    others=$!
+fi
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/lint-imports" --no-logo --no-cache
-"$bin/pyright" --pythonpath "$bin/python"
-if [ -n "$server" ] && ! wait "$server"; then
-    echo "scripts/install_vllm.sh failed; its error is above" >&2
-    exit 1
-fi
+"$bin/pyright" --pythonpath "$bin/python" &  # one core for half a minute
+types=$!
 
-exec "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${fast:+-m "not whole"} "$@"
+# Almost a third of the time tests wait for servers and processes, so two cores have work for three workers.
+tests=("$bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder)
+if [ $# = 0 ] && [ -n "$others" ] && kill -0 "$others" 2>/dev/null; then
+    "${tests[@]}" -m "not whole"
+    finish "$others" "the installation"
+    "${tests[@]}" -m whole
+else
+    finish "$others" "the installation"
+    "${tests[@]}" ${fast:+-m "not whole"} "$@"
+fi
+finish "$types" pyright

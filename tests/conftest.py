@@ -13,7 +13,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Servers that a test starts make a key for their user, which must not be that of the machine's.
 os.environ["XDG_CONFIG_HOME"] = str(Path(__file__).parent.parent / ".cache" / "config")
-# Threads of torch and vLLM wait for each other by spinning. Two workers have no core for more than
+# Threads of torch and vLLM wait for each other by spinning. The workers have no core for more than
 # one each: with one, a tiny model generates ten times faster.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -36,7 +36,7 @@ settings.register_profile("jaxrl", deadline=None, derandomize=True)
 settings.load_profile("jaxrl")
 
 
-# Begun first, the longest first, so that both workers end at about the same time.
+# Begun first, the longest first, so that all workers end at about the same time.
 LONGEST = (
     "test_vllm_server.py",
     "test_hosts.py",

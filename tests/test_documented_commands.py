@@ -37,11 +37,13 @@ ADAPTERS = "test_train.py::test_adapters_are_trained_resumed_and_exported"
 INDEX = "needs a package index"
 QUICK = "test_reproductions.py::test_quick_mode"
 ELSEWHERE = {
-    "jaxrl train --help": "test_cli.py::test_help_of_train_shows_every_key_with_its_default",
+    "jaxrl train --help": "test_cli.py::test_help_of_train_is_one_screen_that_leads_to_every_table",
     "jaxrl train --model.path DIR --data.path prompts.jsonl --reward.path my_rewards.py:score "
     "--precision bf16_master --train.steps 200": (
         "test_resume.py::test_killed_and_resumed_equals_undisturbed"
     ),
+    "jaxrl init first": "test_cli.py::test_init_writes_a_run_that_loads",
+    "jaxrl completion zsh": "test_cli.py::test_bash_completes_commands_and_keys",
     "jaxrl watch RUN": LIVE,
     "jaxrl watch runs/mine": LIVE,
     "jaxrl watch runs/quickstart/grpo": LIVE,
@@ -52,6 +54,9 @@ ELSEWHERE = {
         "test_report.py::test_two_runs_on_one_page_in_another_directory"
     ),
     "jaxrl eval mine.toml --completions before.jsonl": ANSWERS,
+    "jaxrl eval mine.toml --samples 8 --json scores.json": (
+        "test_eval.py::test_samples_by_column_of_two_data_sets"
+    ),
     "jaxrl eval mine.toml --model.path runs/mine/model --completions after.jsonl": ANSWERS,
     "jaxrl generate --model.path runs/mine/model --greedy 347+585=?": ANSWERS,
     'jaxrl train FILE --lora.rank 16 --lora.alpha 32 --lora.targets ["q_proj", "v_proj"]': ADAPTERS,
@@ -109,7 +114,8 @@ def place(tmp_path, monkeypatch) -> Path:
                     file.write(snippet.text)
     (tmp_path / "corpus.jsonl").write_text('{"title": "a", "text": "b"}\n')
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    for name in ("MODEL", "Qwen3-0.6B"):  # a plan reads no weights
+    (tmp_path / "Qwen").mkdir()
+    for name in ("MODEL", "Qwen/Qwen3-0.6B"):  # a plan reads no weights
         (tmp_path / name).symlink_to(ROOT / "configs/models/qwen3_0_6b")
     arithmetic.write(tmp_path)
     (tmp_path / "runs/quickstart/sft").mkdir(parents=True)

@@ -4,12 +4,12 @@ import argparse
 import textwrap
 
 from extension.parsers import own_options, parser, tables
-from jaxrl import cli
+from jaxrl.commands import COMMANDS
 
 
 def text() -> str:
     """Formats every command with its own arguments as Markdown."""
-    return "\n\n".join(_command(name) for name in cli.COMMANDS)
+    return "\n\n".join(_command(name) for name in COMMANDS)
 
 
 def _command(name: str) -> str:

@@ -1,14 +1,9 @@
 """The parser of each `jaxrl` command, and the config keys among its options."""
 
 import argparse
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import NamedTuple
 
-from jaxrl import cli
-
-
-class _BuiltError(Exception):
-    """Carries a parser out of the command that built it."""
+from jaxrl.commands import load
 
 
 class Key(NamedTuple):
@@ -29,17 +24,8 @@ class Table(NamedTuple):
 
 
 def parser(command: str) -> argparse.ArgumentParser:
-    """Returns the parser that a command builds."""
-
-    def stop(self: argparse.ArgumentParser, *_: Any) -> None:
-        raise _BuiltError(self)
-
-    with mock.patch.object(argparse.ArgumentParser, "parse_args", stop):
-        try:
-            cli.load(command).main([])
-        except _BuiltError as built:
-            return built.args[0]
-    raise ValueError(f"jaxrl {command} reads its arguments without argparse; document it by hand")
+    """Returns the parser of a command."""
+    return load(command).parser()
 
 
 def tables(made: argparse.ArgumentParser) -> list[Table]:

@@ -1,6 +1,6 @@
 """Advantages from a critic's values, and the critic's targets (host, numpy)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -78,7 +78,45 @@ def generalized(outcomes: Outcomes, *, gamma: float = 1.0, lam: float = 0.95) ->
     Raises:
       ValueError: if the outcomes hold no values.
     """
-    found = [advantages for advantages, _ in _estimated(outcomes, gamma, lam)]
+    return _whitened(_estimated(outcomes, gamma, lambda length: lam), outcomes)
+
+
+def length_adaptive(
+    outcomes: Outcomes, *, gamma: float = 1.0, alpha: float = 0.05
+) -> list[np.ndarray]:
+    """`generalized` with lam = 1 - 1 / (alpha length), at least 0, of each completion: the weights
+    of the surprises ahead of a token add up to alpha length, in a long completion as in a short
+    one. For each completion f32[C].
+
+    VAPO, arXiv:2504.05118. Up to 1 / alpha tokens the paper's lam would be negative; as in NeMo-RL
+    it is 0 there.
+
+    Example:
+      >>> outcomes = Outcomes(
+      ...     rewards=np.array([1.0, 0.0]),
+      ...     groups=np.array([7, 8]),
+      ...     action_masks=[np.ones(2, bool)] * 2,
+      ...     values=[np.array([0.5, 0.75]), np.array([0.5, 0.25])],
+      ... )
+      >>> np.stack(length_adaptive(outcomes, alpha=1.0)).round(2)  # lam = 1 / 2
+      array([[ 1.04,  0.69],
+             [-1.04, -0.69]], dtype=float32)
+
+    Raises:
+      ValueError: if the outcomes hold no values.
+    """
+
+    def lam(length: int) -> float:
+        return 1 - 1 / max(alpha * length, 1.0)
+
+    return _whitened(_estimated(outcomes, gamma, lam), outcomes)
+
+
+def _whitened(
+    estimated: Sequence[tuple[np.ndarray, np.ndarray]], outcomes: Outcomes
+) -> list[np.ndarray]:
+    """Less their mean and divided by their standard deviation over the tokens of the batch."""
+    found = [advantages for advantages, _ in estimated]
     known = _chosen(found, outcomes)
     mean, spread = (known.mean(), known.std(ddof=1)) if known.size > 1 else (0.0, 1.0)
     return [
@@ -105,7 +143,7 @@ def lambda_returns(
     Raises:
       ValueError: if the outcomes hold no values.
     """
-    return [returns for _, returns in _estimated(outcomes, gamma, lam)]
+    return [returns for _, returns in _estimated(outcomes, gamma, lambda length: lam)]
 
 
 def explained_variance(returns: Sequence[np.ndarray], outcomes: Outcomes) -> float:
@@ -130,9 +168,15 @@ def explained_variance(returns: Sequence[np.ndarray], outcomes: Outcomes) -> flo
     return float(1 - (wanted - _chosen(_values(outcomes), outcomes)).var() / spread)
 
 
-def _estimated(outcomes: Outcomes, gamma: float, lam: float) -> list[tuple[np.ndarray, np.ndarray]]:
+def _estimated(
+    outcomes: Outcomes, gamma: float, lam: Callable[[int], float]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """`gae` of each completion; `lam` maps its number of tokens that the policy chose."""
     given = zip(outcomes.token_rewards(), _values(outcomes), outcomes.counted, strict=True)
-    return [gae(*arrays, gamma=gamma, lam=lam) for arrays in given]
+    return [
+        gae(rewards, values, mask, gamma=gamma, lam=lam(int(mask.sum())))
+        for rewards, values, mask in given
+    ]
 
 
 def _values(outcomes: Outcomes) -> Sequence[np.ndarray]:

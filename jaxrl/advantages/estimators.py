@@ -8,13 +8,23 @@ from jaxrl.advantages.baselines import (
     remax,
     turn_relative,
 )
-from jaxrl.advantages.groups import centred, group_relative, leave_one_out, max_rl, pass_at_k
+from jaxrl.advantages.groups import (
+    batch_relative,
+    centred,
+    group_relative,
+    leave_one_out,
+    leave_one_out_relative,
+    max_rl,
+    pass_at_k,
+)
 
 __all__ = [
+    "batch_relative",
     "centred",
     "gdpo",
     "group_relative",
     "leave_one_out",
+    "leave_one_out_relative",
     "max_rl",
     "opo",
     "pass_at_k",

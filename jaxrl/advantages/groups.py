@@ -61,6 +61,52 @@ def leave_one_out(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 @within_group
+def batch_relative(rewards: np.ndarray, groups: np.ndarray, *, eps: float = 1e-6) -> np.ndarray:
+    """(reward - mean of the group) / (std + eps), std of all rewards of the batch, unbiased; alone
+    in its group: 0. An easy or a hard prompt, whose rewards hardly differ, is not blown up.
+
+    Lite PPO, arXiv:2508.08221; TRL's scale_rewards="batch", with eps = 1e-4. Raises as
+    `group_relative`.
+
+    Example:
+      >>> batch_relative(np.array([1.0, 0.0, 2.0, 2.0]), np.array([7, 7, 8, 8])).round(3)
+      array([ 0.522, -0.522,  0.   ,  0.   ], dtype=float32)
+    """
+    rewards, index, count = grouped(rewards, groups)
+    known = rewards[~np.isnan(rewards)]
+    std = known.std(ddof=1) if known.size > 1 else 0.0
+    return _finished((rewards - group_mean(rewards, index, count)) / (std + eps))
+
+
+@within_group
+def leave_one_out_relative(
+    rewards: np.ndarray, groups: np.ndarray, *, eps: float = 1e-6
+) -> np.ndarray:
+    """(reward - mean of the others in the group) / (std of the others + eps), std unbiased. Where
+    the others are all equal it is the difference itself; alone in its group: 0.
+
+    RLOO's baseline (arXiv:2402.14740) in units of the std of what it is made of: NeMo-RL's
+    leave-one-out baseline with normalised rewards, in MLPerf's GRPO recipe. Raises as
+    `group_relative`.
+
+    Example:
+      >>> leave_one_out_relative(np.array([2.0, 1.0, 0.0, 0.0]), np.array([7, 7, 7, 7])).round(3)
+      array([ 2.887,  0.289, -1.   , -1.   ], dtype=float32)
+    """
+    rewards, index, count = grouped(rewards, groups)
+    others = count[index] - 1
+    apart = _or_zero(rewards - group_mean(rewards, index, count))
+    # Without this reward, the sum of squares about the mean is smaller by n / (n - 1) apart^2.
+    squares = np.bincount(index, apart**2, minlength=len(count))[index]
+    squares = squares - (others + 1) / np.maximum(others, 1) * apart**2
+    std = np.sqrt(np.maximum(squares, 0) / np.maximum(others - 1, 1))
+    difference = (others + 1) / np.maximum(others, 1) * apart
+    equal = std <= 1e-9 * np.maximum(1, np.abs(rewards))  # what rounding leaves of a std of 0
+    found = np.where(equal, difference, difference / (std + eps))
+    return _finished(np.where(np.isnan(rewards) | (others < 1), 0.0, found))
+
+
+@within_group
 def pass_at_k(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """The best completion of a group gets its reward - that of the second best, the others get 0;
     with a tie for the first place all get 0; alone in its group: the reward.

@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
@@ -82,12 +81,6 @@ class SharedMemoryPublisher(WeightPublisher):
         """Frees the memory; servers keep the weights they have loaded."""
         self._slots.clear()
         self._owned.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _write(self, source: WeightSource, *, version: int) -> str:
         specs = list(source.specs())

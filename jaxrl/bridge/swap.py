@@ -4,7 +4,7 @@ import abc
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -83,6 +83,16 @@ class WeightPublisher(abc.ABC):
             return timings._replace(fetch=fetched)
 
         return swap_weights(self._servers, update)._replace(write=written)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Gives up what the publisher holds; servers keep the weights they have loaded."""
 
     @abc.abstractmethod
     def _write(self, source: WeightSource, *, version: int) -> Any:

@@ -1,6 +1,7 @@
 """Builds device layouts from the `[mesh]` table of a config."""
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,25 +9,51 @@ import jax
 
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplerConfig
+from jaxrl.config.training import Config
 from jaxrl.core.precision import Precision, check_products
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
 from sharding.rules import PRESETS
 
 
+def divide_cpu(config: Config) -> None:
+    """Has jax make as many devices of the CPU as [mesh] and the sampler's own need together, where
+    the environment does not say how many. It must run before jax looks for devices."""
+    named = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if config.sampler.devices and not named and "JAX_NUM_CPU_DEVICES" not in os.environ:
+        count = math.prod(config.mesh.sizes.values()) + config.sampler.devices
+        jax.config.update("jax_num_cpu_devices", count)
+
+
 def make_layout(
-    mesh: MeshConfig, *, policy: Precision | None = None, devices: Sequence[Any] | None = None
+    mesh: MeshConfig,
+    *,
+    policy: Precision | None = None,
+    devices: Sequence[Any] | None = None,
+    reserved: int = 0,
 ) -> Layout:
-    """Arranges devices in a mesh, with its sharding rules. `devices` are all used; by default they
-    are those that jax finds, or one if all sizes are 1.
+    """Arranges devices in a mesh, with its sharding rules. `devices` are all used but the last
+    `reserved`, the sampler's own; by default they are those that jax finds, or one if all sizes are
+    1.
 
     Raises:
       ValueError: if the product of the sizes is not the number of devices, a rule does not fit, or
-        the devices cannot compute products as `policy` says.
+        the devices cannot compute products as `policy` says; also if no device is left, or devices
+        of several processes are reserved.
     """
-    if devices is None:
-        alone = math.prod(mesh.sizes.values()) == 1 and jax.process_count() == 1
-        devices = jax.devices()[:1] if alone else jax.devices()
+    alone = devices is None and math.prod(mesh.sizes.values()) == 1 and jax.process_count() == 1
+    found = jax.devices() if devices is None else devices
+    if reserved and jax.process_count() > 1:
+        raise ValueError(
+            f"sampler.devices = {reserved} with {jax.process_count()} processes: it needs a single "
+            "one; leave it out, or sample on servers (sampler.name = 'vllm')"
+        )
+    if reserved >= len(found):
+        raise ValueError(
+            f"sampler.devices = {reserved} leaves the learner none of {len(found)} devices; lower "
+            "it, or set JAX_NUM_CPU_DEVICES for more devices of a CPU"
+        )
+    devices = found[:1] if alone else found[: len(found) - reserved]
     if policy is not None:
         check_products(policy, devices[0].platform, devices=len(devices))
     try:
@@ -38,5 +65,10 @@ def make_layout(
 
 
 def sampler_layout(config: SamplerConfig, layout: Layout) -> Layout:
-    """Returns the layout of the embedded sampler on the learner's devices."""
+    """Returns the layout of the embedded sampler: on the learner's devices, or on the last ones
+    that jax finds, along the axis that its rules cut."""
+    if config.devices:
+        axis = config.rules or "data"
+        devices = jax.devices()[-config.devices :]
+        return Layout(make_mesh(**{axis: config.devices}, devices=devices), PRESETS[axis])
     return layout if config.rules is None else Layout(layout.mesh, PRESETS[config.rules])

@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 from jaxrl.builders.critic import open_critic
 from jaxrl.builders.model import attention_note, load_trained, trained_specs
 from jaxrl.builders.optimizer import Optimizer, make_optimizer, state_shardings
+from jaxrl.builders.rows import choose_rows
 from jaxrl.config.training import Config
 from jaxrl.core import precision
-from jaxrl.core.packing import MinibatchShape
+from jaxrl.core.packing import Alignment, MinibatchShape, most_rows
 from jaxrl.core.precision import jit
 from jaxrl.learner.actor_critic import ActorCritic, State
 from jaxrl.learner.policy import Learner, make_learner
 from jaxrl.losses import Need, Objective, Recipe
 from jaxrl.models import lora
-from jaxrl.models.attention import sequence_alignment
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from sharding.partition import Layout
@@ -27,6 +27,7 @@ class Learning(NamedTuple):
       recipe: the loss and the advantages.
       layout: the learner's devices.
       shape: of the minibatches.
+      rows_note: says how the shape was chosen, for the log.
       model: the decoder.
       specs: of the learner's parameters: the model's, or lora.Adapted.
       learner: compiled; `step` donates the state.
@@ -41,6 +42,7 @@ class Learning(NamedTuple):
     recipe: Recipe
     layout: Layout
     shape: MinibatchShape
+    rows_note: str
     model: Model
     specs: Any
     learner: Learner
@@ -57,6 +59,9 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
       ValueError: for a model or a kernel that cannot be used; the message names the key.
     """
     model, params, specs = load_trained(config, layout=layout)
+    config, align, rows_note = choose_rows(
+        config, model.config, objective=recipe.objective, layout=layout
+    )
 
     def check_attention(config: Config) -> str:
         return attention_note(config, model, layout=layout, length=config.row_length)
@@ -88,11 +93,12 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
         shape=MinibatchShape(
             row_length=config.row_length,
             rows_per_microbatch=config.microbatch_rows,
-            max_rows=config.minibatch_completions,
+            max_rows=max_rows(config, align),
             packed=config.train.packing,
-            align=sequence_alignment(config.policy),
+            align=align,
             sharding=layout.batch(("batch", "length")),
         ),
+        rows_note=rows_note,
         model=model,
         specs=specs,
         learner=pure._replace(
@@ -111,6 +117,14 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
         check_attention=check_attention,
     )
     return learning, state
+
+
+def max_rows(config: Config, align: Alignment) -> int:
+    """Bounds the rows of a minibatch."""
+    completions = config.minibatch_completions
+    if not align.shared:
+        return completions
+    return most_rows(completions, longest=config.longest_sequence, row_length=config.row_length)
 
 
 def build_learner(

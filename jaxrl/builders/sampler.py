@@ -28,6 +28,7 @@ from jaxrl.models import lora
 from jaxrl.models.spec import Params
 from jaxrl.monitoring.ratio.replay import Score
 from jaxrl.sampling.base import Sampler
+from jaxrl.sampling.embedded.one_at_a_time import OneAtATime
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 from jaxrl.sampling.multihost import MultihostSampler, NullSampler
 from jaxrl.sampling.vllm.sampler import VllmSampler
@@ -171,20 +172,21 @@ def _open_client(
 def _embedded(
     config: SamplerConfig, weights: Weights, *, layout: Layout, needs: SamplerNeeds
 ) -> Serving:
-    """Builds the sampler on the learner's devices."""
+    """Builds the sampler on the learner's devices, or on its own."""
     own, several = sampler_layout(config, layout), layout.mesh.size > 1
     merged = lora.merge(weights.params)
+    placed = several or config.devices > 0
     sampler = EmbeddedSampler(
-        weights.model._replace(local=own.local) if several else weights.model,
+        weights.model._replace(local=own.local) if placed else weights.model,
         merged,
         precision=weights.policy,
         version=weights.version,
         max_batch=needs.max_batch,
-        layout=own if several else None,
+        layout=own if placed else None,
         record_experts=needs.record_experts,
     )
     numbers: dict[str, float] = {}
-    if several:
+    if several and not config.devices:
         moved = collectives(sampler.transfer_hlo(merged), trips=lambda _: 1)
         numbers["publish/bytes_sent"] = sum(traffic.sent for traffic in moved.values())
 
@@ -192,4 +194,6 @@ def _embedded(
         sampler.load(lora.merge(params), version=version)
         return numbers
 
+    if config.devices:
+        return Serving(OneAtATime(sampler, own.mesh.devices.flat[0]), publish)
     return Serving(sampler, publish)

@@ -82,40 +82,28 @@ def open_send(
 ) -> Iterator[Send]:
     """Opens the way from the learner to the servers: whole weights, or the adapters alone. At the
     end of the block other learners may connect."""
+    wire = weights.policy.wire
     with ExitStack() as stack:
         for server in servers:
             stack.callback(server.disconnect)
-        yield stack.enter_context(
-            _open_send(config, weights, servers=servers, adapters=adapters, learner=learner)
-        )
-
-
-@contextmanager
-def _open_send(
-    config: SamplerConfig,
-    weights: Weights,
-    *,
-    servers: Sequence[VllmServer],
-    adapters: Adapters | None,
-    learner: Learner,
-) -> Iterator[Send]:
-    wire = weights.policy.wire
-    if adapters is None:
-        with _open_publisher(config, weights, servers=servers, learner=learner) as publisher:
+        if adapters is None:
+            publisher = stack.enter_context(
+                _open_publisher(config, weights, servers=servers, learner=learner)
+            )
 
             def send(params: Any, *, version: int) -> tuple[None, Timings]:
                 source = ParamsSource(lora.merge(params), weights.model.specs, dtype=wire)
                 return None, publisher.publish(source, version=version)
 
             yield send
-        return
+            return
 
-    def publish_base(servers: Sequence[VllmServer], source: WeightSource, version: int) -> None:
-        # The base is published once in a run, so its publisher is not kept open.
-        with _open_publisher(config, weights, servers=servers, learner=learner) as publisher:
-            publisher.publish(source, version=version)
+        def publish_base(servers: Sequence[VllmServer], source: WeightSource, version: int) -> None:
+            # The base is published once in a run, so its publisher is not kept open.
+            with _open_publisher(config, weights, servers=servers, learner=learner) as publisher:
+                publisher.publish(source, version=version)
 
-    with OwnedDirectory(MEMORY) as owned, ExitStack() as stack:
+        owned = stack.enter_context(OwnedDirectory(MEMORY))
         delivery = in_place(owned.path)
         if config.store is not None:
             upload = Upload(

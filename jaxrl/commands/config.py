@@ -1,5 +1,6 @@
 """`jaxrl config`: prints a resolved config."""
 
+import argparse
 from collections.abc import Sequence
 
 from jaxrl.builders.environment import load_environment
@@ -16,12 +17,17 @@ DESCRIPTION = """Prints the complete config of `jaxrl train`, or of `jaxrl sft` 
   jaxrl config configs/quickstart.toml --train.steps 50 > mine.toml"""
 
 
+def parser(schema: type[Config | SFTConfig] = Config) -> argparse.ArgumentParser:
+    """Builds the command's parser."""
+    made = options.parser_with_file("config", schema, description=DESCRIPTION)
+    made.add_argument("--sft", action="store_true", help="print the config of `jaxrl sft`")
+    return made
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     schema = SFTConfig if "--sft" in argv else Config
-    made = options.parser_with_file("config", schema, description=DESCRIPTION)
-    made.add_argument("--sft", action="store_true", help="print the config of `jaxrl sft`")
-    config = options.parse(made, schema, argv).config
+    config = options.parse(parser(schema), schema, argv).config
     if isinstance(config, Config):
         _check_functions(config)
     print(toml_file.dumps(config), end="")

@@ -1,8 +1,10 @@
 """`jaxrl dpo`: direct preference optimisation."""
 
+import argparse
 from collections.abc import Sequence
 
 from jaxrl.commands import full_disk, options, outcome
+from jaxrl.commands.paths import fetch_models
 from jaxrl.config.preference import DPOConfig
 
 DESCRIPTION = """Trains a model on preference pairs with DPO or one of its variants: the chosen
@@ -12,10 +14,14 @@ same command to resume an interrupted run.
   jaxrl dpo --model.path DIR --data.path pairs.jsonl --loss ipo --run_dir runs/dpo"""
 
 
+def parser() -> argparse.ArgumentParser:
+    """Builds the command's parser."""
+    return options.parser_with_file("dpo", DPOConfig, description=DESCRIPTION)
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    made = options.parser_with_file("dpo", DPOConfig, description=DESCRIPTION)
-    config = options.parse(made, DPOConfig, argv).config
+    config = fetch_models(options.parse(parser(), DPOConfig, argv).config)
 
     from jaxrl.training.supervised.dpo import train_dpo  # takes seconds, so after --help
 

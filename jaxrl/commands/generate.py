@@ -1,5 +1,6 @@
 """`jaxrl generate`: samples completions for prompts."""
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -12,10 +13,12 @@ from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import rendering, sampling_params
 from jaxrl.commands import options
+from jaxrl.commands.paths import fetch_models
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplingConfig
 from jaxrl.config.tables import BaseConfig, ModelConfig, PromptConfig
 from jaxrl.data import prompts as data
+from jaxrl.data.rows import check_characters
 
 DESCRIPTION = """Samples completions for prompts, given as arguments or as lines on standard input.
 
@@ -43,29 +46,35 @@ class GenerateConfig(BaseConfig):
     sampling: GenerateSamplingConfig = GenerateSamplingConfig()
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command."""
+def parser() -> argparse.ArgumentParser:
+    """Builds the command's parser."""
     made = options.parser("generate", GenerateConfig, description=DESCRIPTION, usage="[PROMPT ...]")
     made.add_argument("prompts", nargs="*", metavar="PROMPT")
     made.add_argument("--greedy", action="store_true", help="always take the most probable token")
     made.add_argument(
         "--samples", type=int, default=1, help="completions for each prompt (default: 1)"
     )
-    config, arguments = options.parse(made, GenerateConfig, argv)
-    texts = arguments.prompts or [line.rstrip("\n") for line in sys.stdin]
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    config, arguments = options.parse(parser(), GenerateConfig, argv)
+    texts = arguments.prompts or _lines()
 
     from jaxrl.models import huggingface
     from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 
+    config = fetch_models(config)
     policy = config.policy
     tokenizer = huggingface.load_tokenizer(config.model.path)
-    render = data.make_renderer(tokenizer, rendering(config.prompt))
-    prompts = [
-        np.asarray(
-            tokenizer.encode(render(text, where=f"prompt {i}"), add_special_tokens=False), np.int32
-        )
-        for i, text in enumerate(texts, start=1)
-    ]
+    prompts = _tokenise(
+        texts,
+        tokenizer,
+        rendering=rendering(config.prompt),
+        max_tokens=config.sampling.max_tokens,
+        max_positions=huggingface.load_config(config.model.path).max_positions,
+    )
     layout = make_layout(MeshConfig(), policy=policy)
     model, params = load_model(config.model.path, layout=layout, dtype=policy.params)
     sampler = EmbeddedSampler(model, params, precision=policy, max_batch=config.sampling.max_batch)
@@ -82,3 +91,48 @@ def main(argv: Sequence[str]) -> int:
         note = "" if completion.finish_reason == "stop" else " [truncated at sampling.max_tokens]"
         print(f"{texts[completion.prompt_index]}\n{text}{note}\n", flush=True)
     return 0
+
+
+def _lines() -> list[str]:
+    try:
+        return [line.rstrip("\n") for line in sys.stdin]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not UTF-8: {error}") from None
+
+
+def _tokenise(
+    texts: Sequence[str],
+    tokenizer: data.Tokenizer,
+    *,
+    rendering: data.Rendering,
+    max_tokens: int,
+    max_positions: int,
+) -> list[np.ndarray]:
+    """Renders and tokenises prompts.
+
+    Raises:
+      ValueError: for a prompt that is no valid text, is empty, or leaves the model no room for
+        `max_tokens` more; the message names it.
+    """
+    render, longest = data.make_renderer(tokenizer, rendering), max(max_positions - max_tokens, 0)
+    characters, prompts = data.most_characters(tokenizer, longest), []
+    for number, text in enumerate(texts, start=1):
+        where = f"prompt {number} ({text[:40]!r}{'...' * (len(text) > 40)})"
+        rendered = render(text, where=where)
+        try:
+            check_characters(rendered)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        tokens = None
+        if len(rendered) <= characters:  # to tokenise megabytes takes minutes
+            tokens = tokenizer.encode(rendered, add_special_tokens=False)
+        if tokens is None or len(tokens) > longest:
+            size = f"{len(rendered)} characters" if tokens is None else f"{len(tokens)} tokens"
+            raise ValueError(
+                f"{where} has {size}, and the model takes {max_positions} tokens with the "
+                f"completion; shorten the prompt or lower sampling.max_tokens = {max_tokens}"
+            )
+        if not tokens:
+            raise ValueError(f"{where} has no tokens")
+        prompts.append(np.asarray(tokens, np.int32))
+    return prompts

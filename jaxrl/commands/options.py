@@ -2,12 +2,16 @@
 
 import argparse
 import inspect
+import re
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic.fields import FieldInfo
 
+from jaxrl.commands import key_help
+from jaxrl.commands.paths import check_paths
 from jaxrl.config import toml_file
 from jaxrl.config.section import Section
 
@@ -33,15 +37,22 @@ def parser_with_file(
 def parser(
     command: str, schema: type[Section], *, description: str, usage: str
 ) -> argparse.ArgumentParser:
-    """Builds a parser whose help shows every key; `usage` names the positional arguments."""
-    made = plain_parser(command, description, usage=f"{usage} [--section.key VALUE ...]")
+    """Builds a parser with an option for every key; `usage` names the positional arguments.
+
+    `--help` lists the tables of keys, `--help TABLE` shows the keys of one, `--help all` all keys.
+    """
+    made = plain_parser(
+        command, description, usage=f"{usage} [--section.key VALUE ...]", add_help=False
+    )
+    key_help.add_to(made)
     groups: dict[str, Any] = {}
     for name, field in toml_file.keys(schema).items():
         section = name.rpartition(".")[0]
         if section not in groups:
             table = schema.model_fields[section].annotation if section else None
             text = inspect.getdoc(table) if isinstance(table, type) else None
-            groups[section] = made.add_argument_group(f"[{section}]" if section else "keys", text)
+            title = f"[{section}]" if section else key_help.NO_TABLE
+            groups[section] = made.add_argument_group(title, text)
         groups[section].add_argument(
             f"--{name}",
             dest=name,
@@ -53,7 +64,7 @@ def parser(
 
 
 def plain_parser(
-    name: str, description: str, *, usage: str | None = None
+    name: str, description: str, *, usage: str | None = None, add_help: bool = True
 ) -> argparse.ArgumentParser:
     """Builds the parser of a command without config keys."""
     return argparse.ArgumentParser(
@@ -62,6 +73,7 @@ def plain_parser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        add_help=add_help,
     )
 
 
@@ -69,7 +81,7 @@ def parse(made: argparse.ArgumentParser, schema: type[C], argv: Sequence[str]) -
     """Loads the config file, if any, and overrides it with keys from the command line.
 
     Raises:
-      ConfigError: see `toml_file.load`.
+      ConfigError: see `toml_file.load` and `check_paths`.
     """
     more, rest = _free_keys(made, schema, argv)
     arguments = made.parse_args(rest)
@@ -77,6 +89,7 @@ def parse(made: argparse.ArgumentParser, schema: type[C], argv: Sequence[str]) -
     given = [(name, text) for name, text in vars(arguments).items() if name in names]
     file = getattr(arguments, "file", None)
     config = toml_file.load(schema, file=file, overrides=[*given, *more])
+    check_paths(config)
     own = {k: v for k, v in vars(arguments).items() if k not in names and k != "file"}
     return Parsed(config, argparse.Namespace(**own))
 
@@ -85,13 +98,15 @@ def _free_keys(
     made: argparse.ArgumentParser, schema: type[Section], argv: Sequence[str]
 ) -> tuple[list[tuple[str, str]], list[str]]:
     """Extracts keys unknown to argparse: those of a custom loss, and a table in place of its key
-    `name`, as in --sampler vllm."""
+    `name`, as in --sampler vllm. A key may do without its hyphens: train.steps=50."""
     known = made._option_string_actions
     names = toml_file.keys(schema)
     tables = toml_file.open_tables(schema)
     found, rest, tokens = [], [], iter(argv)
     for token in tokens:
         option, equals, value = token.partition("=")
+        if re.match(r"\w+(\.\w+)?=", token) and not Path(token).is_file():
+            token, option = f"--{token}", f"--{option}"
         if not option.startswith("--") or option == "--" or option in known:
             rest.append(token)
             continue

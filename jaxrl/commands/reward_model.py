@@ -1,8 +1,10 @@
 """`jaxrl reward-model`: trains a reward model on preference pairs."""
 
+import argparse
 from collections.abc import Sequence
 
 from jaxrl.commands import full_disk, options, outcome
+from jaxrl.commands.paths import fetch_models
 from jaxrl.config.preference import RewardModelConfig
 
 DESCRIPTION = """Trains a reward model on preference pairs (Bradley-Terry): the chosen completion
@@ -12,10 +14,14 @@ gets the higher score. The result is a Hugging Face model with one label, for
   jaxrl reward-model --model.path DIR --data.path pairs.jsonl --run_dir runs/reward_model"""
 
 
+def parser() -> argparse.ArgumentParser:
+    """Builds the command's parser."""
+    return options.parser_with_file("reward-model", RewardModelConfig, description=DESCRIPTION)
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    made = options.parser_with_file("reward-model", RewardModelConfig, description=DESCRIPTION)
-    config = options.parse(made, RewardModelConfig, argv).config
+    config = fetch_models(options.parse(parser(), RewardModelConfig, argv).config)
 
     # Takes seconds, so after --help.
     from jaxrl.training.supervised.reward_model import train_reward_model

@@ -1,8 +1,10 @@
 """`jaxrl sft`: fine-tunes a model on texts."""
 
+import argparse
 from collections.abc import Sequence
 
 from jaxrl.commands import full_disk, options, outcome
+from jaxrl.commands.paths import fetch_models
 from jaxrl.config.supervised import SFTConfig
 
 DESCRIPTION = """Fine-tunes a model on texts, with cross-entropy over the completion tokens.
@@ -11,10 +13,14 @@ Rerun the same command to resume an interrupted run.
   jaxrl sft --model.path DIR --data.path texts.jsonl --run_dir runs/sft"""
 
 
+def parser() -> argparse.ArgumentParser:
+    """Builds the command's parser."""
+    return options.parser_with_file("sft", SFTConfig, description=DESCRIPTION)
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    made = options.parser_with_file("sft", SFTConfig, description=DESCRIPTION)
-    config = options.parse(made, SFTConfig, argv).config
+    config = fetch_models(options.parse(parser(), SFTConfig, argv).config)
 
     from jaxrl.training.supervised.sft import finetune  # takes seconds, so after --help
 

@@ -1,9 +1,12 @@
 """`jaxrl train`: trains a model with reinforcement learning."""
 
+import argparse
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxrl.commands import full_disk, options, outcome
+from jaxrl.commands.paths import fetch_models
 from jaxrl.config.training import Config
 
 if TYPE_CHECKING:
@@ -16,26 +19,33 @@ interrupted run. The exit status is 3 after an alarm paused the run and 4 after 
   jaxrl train --model.path DIR --data.path prompts.jsonl --reward.path my_rewards.py:fn"""
 
 
+def parser() -> argparse.ArgumentParser:
+    """Builds the command's parser."""
+    return options.parser_with_file("train", Config, description=DESCRIPTION)
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the command; the exit status is 3 after a pause and 4 after a stop by an alarm."""
-    made = options.parser_with_file("train", Config, description=DESCRIPTION)
-    config = options.parse(made, Config, argv).config
+    config = fetch_models(options.parse(parser(), Config, argv).config)
 
-    from jaxrl.core import hosts  # these take seconds, so after --help
+    from jaxrl.builders.layout import divide_cpu  # these take seconds, so after --help
+    from jaxrl.core import hosts
     from jaxrl.train import train
     from jaxrl.training import cluster
 
+    divide_cpu(config)
     with full_disk.one_message(config.run_dir), cluster.joined(config.hosts):
         result, leads = train(config), hosts.Hosts().leads
     if leads:
-        print_result(result)
+        print_result(result, run_dir=config.run_dir)
     if result.signum is not None:
         return 128 + result.signum
     return 0 if result.verdict is None else {"pause": 3, "stop": 4}[result.verdict.action]
 
 
-def print_result(result: "Result") -> None:
-    """Prints the model's directory and accuracy, or why the run ended early."""
+def print_result(result: "Result", *, run_dir: str) -> None:
+    """Prints the model's directory and accuracy, or why the run ended early. If an earlier
+    checkpoint was better on held-out data, the last line is the command that exports it."""
     if result.signum is not None:
         print(outcome.interrupted(result.signum, step=result.step))
         return
@@ -44,5 +54,10 @@ def print_result(result: "Result") -> None:
         return
     print(f"model: {result.model}")
     before, after = result.initial_accuracy, result.final_accuracy
-    if before is not None and after is not None:
-        print(f"held-out accuracy: {outcome.change(before, after)}")
+    if before is None or after is None:
+        return
+    print(f"held-out accuracy: {outcome.change(before, after)}")
+    if result.best is not None and result.best[1] > after:
+        step, accuracy = result.best
+        best = f"best {accuracy:.1%} at step {step}".replace("%", " %")
+        print(f"{best}: jaxrl export {shlex.quote(run_dir)} OUT --step best")

@@ -1,15 +1,13 @@
 """The `[mesh]` table of a config: devices along each axis, and what is sharded over it."""
 
 import math
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import PositiveInt, model_validator
 
 from jaxrl.config.section import Section, Texts
 from sharding.mesh import AXES
 from sharding.rules import PRESETS, Rules, change
-
-MeshRules = Literal["data", "fsdp", "tensor", "fsdp_tensor", "expert", "context", "all"]
 
 
 class MeshConfig(Section):
@@ -29,9 +27,6 @@ class MeshConfig(Section):
 
     tensor: PositiveInt = 1
     """Shards of every matrix product (tensor parallelism)."""
-
-    rules: MeshRules = "all"
-    """Sharding rules: a preset of sharding/rules.py. `all` shards over every axis."""
 
     parameters: Texts = ()
     """Changes to the rules of parameters, such as `embed=fsdp+context`, or `vocab=` not to shard a
@@ -60,8 +55,8 @@ class MeshConfig(Section):
 
     @property
     def layout_rules(self) -> Rules:
-        """The preset with its changes."""
-        return change(PRESETS[self.rules], parameters=self.parameters, activations=self.activations)
+        """The rules of all axes, with the changes; an axis of size 1 is inactive."""
+        return change(PRESETS["all"], parameters=self.parameters, activations=self.activations)
 
     @model_validator(mode="after")
     def _rules_fit(self) -> Self:
@@ -69,12 +64,4 @@ class MeshConfig(Section):
         used = {axis for _, axes in (*rules.parameters, *rules.activations) for axis in axes}
         if unknown := sorted(used - set(AXES)):
             raise ValueError(f"a rule names the mesh axis {unknown[0]!r}; expected {AXES}")
-        idle = [
-            f"mesh.{axis} = {n}" for axis, n in self.sizes.items() if n > 1 and axis not in used
-        ]
-        if idle:
-            raise ValueError(
-                f"{', '.join(idle)}: mesh.rules = {self.rules!r} shards nothing over it, so its "
-                "devices would repeat each other's work; choose other mesh.rules or set it to 1"
-            )
         return self

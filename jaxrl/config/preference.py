@@ -48,8 +48,9 @@ class PairLossConfig(OpenSection):
     """The loss. Further keys of this table are its keyword arguments, such as beta."""
 
     name: str = "sigmoid"
-    """`sigmoid` (DPO), `hinge`, `ipo` (log-ratios averaged over a completion, as in TRL),
-    `ipo_summed` (summed over a completion, as in OpenRLHF), or `file.py:function`."""
+    """`sigmoid` (DPO), `sigmoid_averaged` (log-ratios averaged over a completion), `rpo` (with the
+    likelihood of the chosen completion), `length_desensitized` (LD-DPO), `hinge`, `ipo` (averaged
+    over a completion, as in TRL), `ipo_summed` (summed, as in OpenRLHF), or `file.py:function`."""
 
 
 class _PairsConfig(SupervisedConfig):

@@ -60,11 +60,16 @@ class SamplerConfig(ServerConfig):
     """The sampler: JAX itself, or vLLM servers that weights are published to."""
 
     name: Literal["embedded", "vllm"] = "embedded"
-    """`embedded` decodes on the learner's devices; `vllm` sends requests to servers."""
+    """`embedded` decodes with JAX in this program; `vllm` sends requests to servers."""
+
+    devices: NonNegativeInt = 0
+    """Devices that the embedded sampler has for itself, besides those of [mesh]; with
+    `rollouts.max_staleness` both then work at the same time. 0 shares the learner's."""
 
     rules: Literal["data", "fsdp", "tensor", "fsdp_tensor", "expert", "all"] | None = None
-    """Sharding rules of the embedded sampler, as in `mesh.rules`; the learner's if absent. `data`
-    keeps whole weights on each device, so that decoding needs no communication."""
+    """Axes that shard the embedded sampler's weights and cache, a preset of sharding/rules.py; the
+    learner's rules if absent, and `data` on devices of its own. `data` keeps whole weights on each
+    device, so that decoding needs no communication."""
 
     exact: bool = False
     """Make the embedded sampler's log-probs equal the learner's, bit for bit: sums are taken in an
@@ -113,10 +118,20 @@ class SamplerConfig(ServerConfig):
             )
         if self.name != "embedded" and self.exact:
             yield "sampler.exact = true applies to sampler.name = 'embedded' only; leave it out"
+        if self.name != "embedded" and self.devices:
+            yield (
+                f"sampler.devices = {self.devices} applies to sampler.name = 'embedded' only; "
+                "leave it out"
+            )
         if self.name != "embedded" and self.rules is not None:
             yield (
                 f"sampler.rules = {self.rules!r} applies to sampler.name = 'embedded' only; leave "
                 "it out"
+            )
+        if self.devices and self.rules in ("fsdp_tensor", "all"):
+            yield (
+                f"sampler.rules = {self.rules!r} cuts over several axes, and sampler.devices = "
+                f"{self.devices} lie along a single one; use data, fsdp, tensor or expert"
             )
 
 

@@ -77,12 +77,14 @@ class SupervisedConfig(RunConfig):
 class SFTDataConfig(TextsConfig):
     """Texts to train on."""
 
-    prompt_key: str = "prompt"
-    """Column with the prompt: a text, or a list of {role, content} messages. It is not trained
-    on."""
+    prompt_key: str | None = "prompt"
+    """Column with the prompt: a text, or a list of {role, content} messages. It is not trained on.
+    `none` if the column completion_key holds whole conversations."""
 
     completion_key: str = "completion"
-    """Column with the completion to train on; the end of the text is trained on, too."""
+    """Column with the completion to train on: a text, or a list with the assistant's message. The
+    end of the text is trained on, too. With prompt_key = none each turn of the assistant is
+    trained on, after the messages before it."""
 
     text_key: str | None = None
     """Column with a whole text to train on, from its second token; replaces prompt_key and

@@ -38,7 +38,8 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: str
-    """Directory of a Hugging Face checkpoint: config.json, *.safetensors and tokenizer."""
+    """Directory of a Hugging Face checkpoint (config.json, *.safetensors and tokenizer), or a model
+    of the hub: `Qwen/Qwen3-0.6B` or `Qwen/Qwen3-0.6B@COMMIT`."""
 
 
 class PromptConfig(Section):
@@ -149,11 +150,11 @@ class TrainConfig(Section):
     down to whole rows."""
 
     row_length: PositiveInt | None = None
-    """Tokens in a row of the learner's batch; data.max_prompt_tokens + sampling.max_tokens if
-    absent. With packing, longer rows waste less."""
+    """Tokens in a row of the learner's batch. If absent: whole groups if prompts are shared, else
+    data.max_prompt_tokens + sampling.max_tokens. With packing, longer rows waste less."""
 
     packing: bool = True
-    """Pack several short sequences into a row instead of one per row."""
+    """Pack several sequences into a row; share the prompt of a group where attention can."""
 
     replay_routing: bool = False
     """Routing replay, for mixtures of experts with the embedded sampler: the learner sends each
@@ -263,8 +264,8 @@ class BaseConfig(Section):
 
 
 class ProbeConfig(Section):
-    """Splits the log-ratio into what the policy update moved (alpha) and what arithmetic added
-    (beta), logged as metrics `probe/...`; see docs/precision.md."""
+    """The split of the log-ratio into alpha, the policy's change, and beta, rounding; see
+    docs/precision.md. Its metrics are `probe/...`."""
 
     every: NonNegativeInt = 10
     """Probe the first mini-batch every this many steps, which costs two forward passes; 0 never
@@ -363,9 +364,6 @@ class HostsConfig(Section):
     process: NonNegativeInt | None = None
     """Index of this process, from 0. Default: the environment variable JAX_PROCESS_ID, else what
     jax detects."""
-
-    join: int = Field(default=60, ge=1)
-    """Seconds that a process waits for the others at the start."""
 
     @field_validator("coordinator")
     @classmethod

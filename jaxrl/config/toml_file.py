@@ -187,7 +187,7 @@ def unknown_key(schema: type[Section], name: str) -> str:
     if (advice := replacement(name)) is not None:
         return advice
     if not name.isprintable():
-        return f"{shown(name)}: there is no such key; --help lists them"
+        return f"{shown(name)}: there is no such key; --help all lists them"
     names = list(keys(schema))
     section, _, leaf = name.rpartition(".")
     same_leaf = [n for n in names if n.rpartition(".")[2] == leaf]
@@ -196,7 +196,7 @@ def unknown_key(schema: type[Section], name: str) -> str:
     )
     near = [f"{section}.{inside[0]}"] if section and inside else []
     near = near or same_leaf or difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}?" if near else "--help lists them"
+    hint = f"did you mean {near[0]}?" if near else "--help all lists them"
     return f"{name}: there is no such key; {hint}"
 
 

@@ -158,8 +158,8 @@ def _sizes(c: Config) -> Iterator[str]:
     if c.row_length % c.mesh.row_shards:
         wanted = math.ceil(c.row_length / c.mesh.row_shards) * c.mesh.row_shards
         yield (
-            f"mesh.context = {c.mesh.context} and mesh.rules split a row into {c.mesh.row_shards} "
-            f"shards, which do not divide {c.row_length} tokens; set train.row_length = {wanted}"
+            f"mesh.context = {c.mesh.context} splits a row into {c.mesh.row_shards} shards, which "
+            f"do not divide {c.row_length} tokens; set train.row_length = {wanted}"
         )
     if c.reward.overlong_buffer > c.sampling.max_tokens:
         yield (
@@ -195,12 +195,14 @@ def _algorithm(c: Config) -> Iterator[str]:
 
 
 def _sampling(c: Config) -> Iterator[str]:
-    on_mesh = c.sampler.name == "embedded" or c.reward.model is not None
+    shared = c.sampler.name == "embedded" and not c.sampler.devices
+    on_mesh = shared or c.reward.model is not None
     if c.rollouts.max_staleness and math.prod(c.mesh.sizes.values()) > 1 and on_mesh:
         yield (
             f"rollouts.max_staleness = {c.rollouts.max_staleness} on a mesh of several devices: "
-            "two threads that start programs on the same devices block each other. Sample on a "
-            "server (sampler.name = 'vllm', no reward.model), or set rollouts.max_staleness = 0"
+            "two threads that start programs on the same devices block each other. Sample on other "
+            "devices (sampler.devices) or a server (sampler.name = 'vllm'), without reward.model, "
+            "or set rollouts.max_staleness = 0"
         )
     if c.train.replay_routing and c.sampler.name != "embedded":
         yield (

@@ -86,15 +86,33 @@ class TokenBatch:
     rewards: jax.Array | None = None  # f32[B, T], of the whole completion; 0 where unknown
     values: jax.Array | None = None  # f32[B, T], of the critic before its update
     returns: jax.Array | None = None  # f32[B, T], the critic's targets
-    entropy_weights: jax.Array | None = None  # f32[B, T], of an adaptive entropy bonus
+    # f32[B, T] each, of the terms that a controller steers; the same number everywhere.
+    coefficients: dict[str, jax.Array] | None = None
     # i16[B, T, L, k], the experts that the sampler's layers routed the token to; -1 if unknown.
     experts: jax.Array | None = None
+    # i32[B, T], where sequences share prefixes: index in the row after the last token that sees
+    # this one. A shared token belongs to the first of its sequences; see `prefixes`.
+    seen_until: jax.Array | None = None
 
 
 def segment_sum(values: jax.Array, segments: jax.Array) -> jax.Array:
     """Sums over each token's own sequence, at each token: [B, T] -> [B, T]; 0 at padding."""
     totals = segment_totals(jnp.where(segments > 0, values, 0), segments)
     return jnp.where(segments > 0, jnp.take_along_axis(totals, segments, axis=1), 0)
+
+
+def earlier_actions(batch: TokenBatch) -> jax.Array:
+    """Counts the tokens of its sequence before each token that the policy chose: i32[B, T]."""
+    chosen = batch.action_mask.astype(jnp.int32)
+    before = jnp.cumsum(chosen, axis=1) - chosen
+    begins = jnp.diff(batch.segments, axis=1, prepend=-1) != 0
+    return before - jax.lax.cummax(jnp.where(begins, before, 0), axis=1)
+
+
+def observed(batch: TokenBatch) -> jax.Array:
+    """Marks the tokens that the environment wrote, bool[B, T]: those of a sequence after the first
+    that the policy chose which it did not choose itself, such as a tool's output."""
+    return (batch.segments > 0) & ~batch.action_mask & (earlier_actions(batch) > 0)
 
 
 def action_tokens(batch: TokenBatch) -> jax.Array:
@@ -160,3 +178,5 @@ class Minibatch:
     microbatches: jax.Array | None
     anchor: jax.Array | None = None  # f32[N, T]
     reference: jax.Array | None = None  # f32[N, T]
+    # f32[N, T] for each of the weights that a step computes over the whole batch.
+    whole: dict[str, jax.Array] | None = None

@@ -6,20 +6,23 @@ back to rollouts. The other functions are its parts.
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.core.batch import Minibatch, Rollout, TokenBatch
+from jaxrl.core.prefixes import cut, group_by_prompt, in_order, seen_until, shared_prefix
 from sharding.transfer import place
 
 
 class Alignment(NamedTuple):
-    """Places in a row where sequences may begin."""
+    """How sequences lie in a row: where they may begin, and what of them is written."""
 
     start: int  # sequences begin at multiples of this number of tokens
     block: int  # and at one of this, if they would cross one otherwise
+    shared: bool = False  # prefixes that prompts share are written once, see `prefixes`
 
     def begin(self, free: int, length: int) -> int:
         """Returns where a sequence begins in a row that is free from `free` on."""
@@ -29,12 +32,19 @@ class Alignment(NamedTuple):
 
 
 ANYWHERE = Alignment(start=1, block=2**62)
+SHARED = ANYWHERE._replace(shared=True)
 
 
 def most_sequences(row_length: int) -> int:
     """Returns how many sequences a row may have, so that kernels of attention can reserve memory
     for each."""
     return 16 + row_length // 256
+
+
+def most_rows(sequences: int, *, longest: int, row_length: int) -> int:
+    """Bounds the rows that first-fit packing uses for sequences of at most `longest` tokens. All
+    rows but one are more than half full."""
+    return min(sequences, 2 * sequences * longest // row_length + 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +60,7 @@ class MinibatchShape:
     max_rows: int | None = None
     packed: bool = True  # sequences share a row where they fit; otherwise each has its own
     align: Alignment = ANYWHERE
-    together: int = 1  # consecutive rollouts that always share a row: 2 for pairs
+    together: int = 1  # consecutive rollouts that always share a row: 2 for pairs, if not `shared`
     sharding: Any = None  # of arrays [rows, tokens]; None for the default device
 
 
@@ -59,6 +69,14 @@ class Rows(NamedTuple):
 
     members: list[Sequence[int]]  # indices of the rollouts of each row; empty rows are padding
     microbatches: int  # those in use
+
+
+class _Span(NamedTuple):
+    """Place of a sequence in a row."""
+
+    start: int  # index of its first token there
+    skip: int  # number of its tokens that the row has already
+    end: int
 
 
 def pack_minibatch(
@@ -99,30 +117,45 @@ def plan_rows(rollouts: Sequence[Rollout], shape: MinibatchShape) -> Rows:
     Raises:
       ValueError: if a sequence is longer than a row, or the rows exceed `max_rows`.
     """
-    size, per = shape.together, shape.rows_per_microbatch
-    units = [range(i, i + size) for i in range(0, len(rollouts), size)]
-    if shape.packed:
-        lengths = [_starts(rollouts, unit, shape.align)[-1] for unit in units]
-        assigned = assign_rows(
-            lengths,
-            row_length=shape.row_length,
-            align=shape.align,
-            most=most_sequences(shape.row_length) // size,
-        )
-    else:
-        assigned = [[u] for u in range(len(units))]
-    rows = [[i for u in row for i in units[u]] for row in assigned]
+    rows = _shared_rows(rollouts, shape) if shape.align.shared else _plain_rows(rollouts, shape)
+    per = shape.rows_per_microbatch
     room = len(rows) if shape.max_rows is None else shape.max_rows
     return _interleave(rows, rows_per_microbatch=per, max_microbatches=max(1, -(-room // per)))
 
 
-def _starts(rollouts: Sequence[Rollout], members: Sequence[int], align: Alignment) -> list[int]:
-    """Returns where the sequences of a row begin, and where the last one ends."""
-    starts = [0]
-    for i in members:
-        begin = align.begin(starts[-1], rollouts[i].length)
-        starts[-1:] = [begin, begin + rollouts[i].length]
-    return starts
+def _plain_rows(rollouts: Sequence[Rollout], shape: MinibatchShape) -> list[list[int]]:
+    size, length = shape.together, shape.row_length
+    units = [list(range(i, i + size)) for i in range(0, len(rollouts), size)]
+    if not shape.packed:
+        return units
+    rows = assign_rows(
+        [_spans(rollouts, unit, shape.align)[-1].end for unit in units],
+        row_length=length,
+        align=shape.align,
+        most=most_sequences(length) // size,
+    )
+    return [list(chain.from_iterable(units[u] for u in row)) for row in rows]
+
+
+def _shared_rows(rollouts: Sequence[Rollout], shape: MinibatchShape) -> list[list[int]]:
+    """Keeps the rollouts of a prompt in one row, unless dividing them takes fewer rows."""
+    length = shape.row_length
+    units = group_by_prompt(rollouts, row_length=length)
+    sizes = [_spans(rollouts, unit, shape.align)[-1].end for unit in units]
+    rows = assign_rows(sizes, row_length=length)
+    whole = [in_order(rollouts, [units[u] for u in row]) for row in rows]
+    return min(whole, cut(rollouts, in_order(rollouts, units), row_length=length), key=len)
+
+
+def _spans(rollouts: Sequence[Rollout], members: Sequence[int], align: Alignment) -> list[_Span]:
+    """Returns the places of the sequences of a row."""
+    spans: list[_Span] = []
+    for n, i in enumerate(members):
+        shared = align.shared and n > 0
+        skip = shared_prefix(rollouts[members[n - 1]], rollouts[i]) if shared else 0
+        begin = align.begin(spans[-1].end if spans else 0, rollouts[i].length - skip)
+        spans.append(_Span(begin, skip, begin + rollouts[i].length - skip))
+    return spans
 
 
 def assign_rows(
@@ -210,7 +243,7 @@ def pack(
     if len(advantages) != len(rollouts):
         raise ValueError(f"{len(advantages)} advantages for {len(rollouts)} rollouts")
     for r, members in enumerate(rows):
-        used = _starts(rollouts, members, align)[-1]
+        used = max((span.end for span in _spans(rollouts, members, align)), default=0)
         if used > row_length:
             raise ValueError(f"row {r} is given {used} tokens but holds only {row_length}")
         for i in members:
@@ -225,25 +258,30 @@ def pack(
     }
     arrays["action_mask"] = np.zeros(shape, bool)
     arrays |= {name: np.zeros(shape, np.float32) for name in given}
+    if align.shared:
+        arrays["seen_until"] = np.zeros(shape, np.int32)
     sent = next((r.experts for r in rollouts if r.experts is not None), None)
     if sent is not None:
         arrays["experts"] = np.full((*shape, *sent.shape[1:]), -1, np.int16)
     for r, members in enumerate(rows):
-        starts = _starts(rollouts, members, align)
-        for segment, (i, start) in enumerate(zip(members, starts, strict=False), start=1):
-            rollout = rollouts[i]
-            whole = slice(start, start + rollout.length)
-            completion = slice(start + len(rollout.prompt), start + rollout.length)
-            arrays["tokens"][r, whole] = np.concatenate([rollout.prompt, rollout.completion])
+        spans = _spans(rollouts, members, align)
+        for segment, (i, span) in enumerate(zip(members, spans, strict=True), start=1):
+            rollout, whole = rollouts[i], slice(span.start, span.end)
+            completion = slice(span.end - len(rollout.completion), span.end)
+            tokens = np.concatenate([rollout.prompt, rollout.completion])
+            arrays["tokens"][r, whole] = tokens[span.skip :]
             arrays["segments"][r, whole] = segment
-            arrays["positions"][r, whole] = np.arange(rollout.length)
+            arrays["positions"][r, whole] = np.arange(span.skip, rollout.length)
             arrays["action_mask"][r, completion] = rollout.action_mask
             for name, of_rollouts in given.items():
                 # 0 where the policy did not choose: 0 x NaN must not reach a gradient.
                 chosen = np.where(rollout.action_mask, of_rollouts[i], 0)
                 arrays[name][r, completion] = chosen
             if rollout.experts is not None:
-                arrays["experts"][r, start : start + len(rollout.experts)] = rollout.experts
+                recorded = rollout.experts[span.skip :]
+                arrays["experts"][r, span.start : span.start + len(recorded)] = recorded
+        if align.shared:
+            arrays["seen_until"][r] = seen_until(spans, row_length=row_length)
     return TokenBatch(**arrays)  # numpy until it is on devices
 
 
@@ -258,9 +296,8 @@ def gather(
     placed it in these rows."""
     found: dict[int, np.ndarray] = {}
     for r, members in enumerate(rows):
-        for i, start in zip(members, _starts(rollouts, members, align), strict=False):
-            end = start + rollouts[i].length
-            found[i] = array[r, end - len(rollouts[i].completion) : end]
+        for i, span in zip(members, _spans(rollouts, members, align), strict=True):
+            found[i] = array[r, span.end - len(rollouts[i].completion) : span.end]
     return [found[i] for i in range(len(rollouts))]
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxrl.data.rows import Row, read_column
+from jaxrl.data.rows import Row, check_characters, read_column
 
 RawPrompt = str | list[dict[str, str]]
 """A prompt as it stands in the data: a text, or messages with role and content."""
@@ -193,7 +193,7 @@ def apply_template(
     """Renders messages with the chat template of the model, up to where the next turn begins.
 
     Raises:
-      ValueError: if the template fails, as it may for any reason, or returns no text.
+      ValueError: if the template fails, as it may for any reason, or returns no valid text.
     """
     given: dict[str, Any] = {"tools": list(tools)} if tools else {}
     try:
@@ -210,6 +210,12 @@ def apply_template(
             f"the model's chat template returns {text!r:.80}, expected a text; correct "
             "chat_template in its tokenizer_config.json, or set data.template = 'text'"
         )
+    try:
+        check_characters(text)
+    except ValueError as error:
+        raise ValueError(
+            f"the model's chat template renders {list(messages)!r:.200} as text in which {error}"
+        ) from None
     return text
 
 

@@ -58,6 +58,21 @@ def read_text(record: Mapping[str, Any], key: str, *, where: str) -> str:
     return value
 
 
+def check_characters(text: str) -> None:
+    """Checks that a text can be encoded.
+
+    Raises:
+      ValueError: for half of a character, which escapes in JSON and in templates can write.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{text[error.start]!r} is half of a character (a lone surrogate), which no tokenizer "
+            "takes; write the whole character"
+        ) from None
+
+
 def _not_empty(rows: Iterator[Row], path: str) -> Iterator[Row]:
     row = None
     for row in rows:
@@ -75,19 +90,17 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                 if not text:
                     continue
                 record = json.loads(text)
-                if "\\u" in text:
-                    json.dumps(record, ensure_ascii=False).encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(
-                    f"{where}: {error.object[error.start]!r} is half of a character (a lone "
-                    "surrogate), which no tokenizer takes; write the whole character"
-                ) from None
             except UnicodeDecodeError as error:
                 raise ValueError(f"{where}: not UTF-8: {error}; save the file as UTF-8") from None
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where}: not JSON: {error}") from None
             if not isinstance(record, dict):
                 raise ValueError(f"{where}: expected an object with keys, got {text:.80}")
+            if "\\u" in text:
+                try:
+                    check_characters(json.dumps(record, ensure_ascii=False))
+                except ValueError as error:
+                    raise ValueError(f"{where}: {error}") from None
             yield Row(where, record)
 
 

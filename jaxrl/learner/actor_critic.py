@@ -20,7 +20,7 @@ from jaxrl.core.precision import Precision, cast
 from jaxrl.learner.critic import CriticLearner, critic_values, named, value_total
 from jaxrl.learner.policy import VALUE_HEAD, Learner, make_learner
 from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update
-from jaxrl.losses import Recipe, objective
+from jaxrl.losses import Recipe
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 
@@ -131,10 +131,9 @@ def shared_trunk(
         "precision": precision,
         "rows_per_microbatch": rows_per_microbatch,
     }
-    loss = recipe.objective.loss + coefficient * critic.objective.loss
     joint = make_learner(
         model,
-        objective(loss, recipe.objective.aggregation),
+        recipe.objective + coefficient * critic.objective.loss,
         optimizer=_apart(optimizer, head_optimizer),
         temperature=temperature,
         param_shardings=param_shardings,

@@ -102,7 +102,12 @@ def critic_values(
       precision: the dtype policy.
     """
     hidden = model.hidden(
-        weights, batch.tokens, batch.positions, batch.segments, precision=precision
+        weights,
+        batch.tokens,
+        batch.positions,
+        batch.segments,
+        precision=precision,
+        seen_until=batch.seen_until,
     )
     return token_values(hidden, model.unembedding(weights), batch, precision=precision)
 

@@ -5,19 +5,21 @@ takes the step. Nothing here depends on a particular loss, model or mesh.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
 import jax
+import jax.numpy as jnp
 import optax
 
-from jaxrl.core.batch import Minibatch, TokenBatch
+from jaxrl.core.batch import Minibatch, TokenBatch, observed
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.precision import Precision, as_served, cast, sampler_precision
 from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update
-from jaxrl.losses.algebra import Objective
 from jaxrl.losses.mismatch import mismatch
+from jaxrl.losses.objectives import Objective
 from jaxrl.losses.scores import Need, Scores
 from jaxrl.models import lora
 from jaxrl.models.decoder import Model
@@ -39,7 +41,8 @@ class Learner(NamedTuple):
         experts of its tokens, `score`, `shadow` and `step` replay them: the routing weights are
         the router's own, the choice of experts is the recorded one.
       shadow: as `score`, with the published weights and in the sampler's dtypes.
-      step: (state, minibatch) -> (state, metrics). `metrics` has the objective's, those of
+      step: (state, minibatch) -> (state, metrics). Weights of the whole batch, if the objective has
+        any, are computed first, by a forward pass. `metrics` has the objective's, those of
         `losses.mismatch`, and "loss", "grad_norm" (before clipping), "loss_scale",
         "skipped_steps" (since the start).
     """
@@ -102,13 +105,14 @@ def make_learner(
         return score_rows(published(params), minibatch)
 
     def total(
-        weights: Params, minibatch: Minibatch, served: Params | None
+        weights: Params, minibatch: Minibatch, fixed: tuple[Params | None, list[jax.Array]]
     ) -> tuple[jax.Array, Metrics]:
+        served, denominators = fixed
         replay = None if served is None else as_sampled(served, minibatch.batch)
-        found = _scores(objective.needs, model, weights, minibatch, **numerics)
+        found = _scores(objective.step_needs, model, weights, minibatch, **numerics)
         if replay is not None:
             found = dataclasses.replace(found, shadow=jax.lax.stop_gradient(replay))
-        value, metrics = objective.total(found, minibatch.batch)
+        value, metrics = objective.total(found, minibatch.batch, denominators=denominators)
         return value, metrics | mismatch(found.logprobs, minibatch.batch)
 
     update = make_update(
@@ -119,14 +123,28 @@ def make_learner(
         param_shardings=param_shardings,
     )
 
+    def survey(params: Params, minibatch: Minibatch) -> tuple[Minibatch, Metrics]:
+        """Computes the weights of the whole batch, by a forward pass without gradient."""
+        if not objective.whole:
+            return minibatch, {}
+        needs = objective.survey_needs
+        forward = functools.partial(_forward, needs, model, **numerics)
+        rows = by_microbatch(forward, rows_per_microbatch=rows_per_microbatch)
+        own = rows(constrain(cast(params, precision.compute)), minibatch)
+        replay = shadow(params, minibatch) if Need.SHADOW in needs else None
+        scores = dataclasses.replace(_with_given(own, needs, minibatch), shadow=replay)
+        scores, metrics = objective.survey(scores, minibatch.batch)
+        return dataclasses.replace(minibatch, whole=scores.whole), metrics
+
     def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
         _check(minibatch, state.params, objective.needs, rows_per_microbatch=rows_per_microbatch)
-        return update.step(
-            state,
-            minibatch,
-            fixed=published(state.params) if Need.SHADOW in objective.needs else None,
-            denominator=objective.denominator(minibatch.batch),
+        minibatch, before = survey(state.params, minibatch)
+        denominators = objective.denominators(minibatch.batch, minibatch.whole)
+        served = published(state.params) if Need.SHADOW in objective.step_needs else None
+        state, metrics = update.step(
+            state, minibatch, fixed=(served, denominators), denominator=denominators[0]
         )
+        return state, before | metrics
 
     return Learner(update.init, score, shadow, step)
 
@@ -141,9 +159,36 @@ def _scores(
     temperature: float,
 ) -> Scores:
     """Computes the scores that a loss needs, all but the shadow."""
-    batch, anchor = minibatch.batch, minibatch.anchor
+    numerics: Any = {"precision": precision, "temperature": temperature}
+    own = _forward(needs, model, weights, minibatch.batch, **numerics)
+    return _with_given(own, needs, minibatch)
+
+
+def _with_given(own: Scores, needs: frozenset[Need], minibatch: Minibatch) -> Scores:
+    """Adds the scores that a minibatch holds to the learner's own."""
+    anchor = minibatch.anchor
+    if Need.ANCHOR in needs and anchor is None:
+        # One update per rollout: the anchor is the learner itself, at no cost.
+        anchor = jax.lax.stop_gradient(own.logprobs)
+    return dataclasses.replace(
+        own, anchor=anchor, reference=minibatch.reference, whole=minibatch.whole
+    )
+
+
+def _forward(
+    needs: frozenset[Need],
+    model: Model,
+    weights: Params,
+    batch: TokenBatch,
+    *,
+    precision: Precision,
+    temperature: float,
+) -> Scores:
+    """Computes the scores that the learner's own forward pass gives."""
     hidden, imbalance = _hidden(model, weights, batch, precision=precision)
-    tokens = (hidden, model.unembedding(weights), batch.tokens, batch.action_mask)
+    written = observed(batch) if Need.OBSERVED in needs else None
+    mask = batch.action_mask if written is None else batch.action_mask | written
+    tokens = (hidden, model.unembedding(weights), batch.tokens, mask)
     if Need.ENTROPY in needs:
         pi, entropy = token_logprobs_and_entropy(
             *tokens, precision=precision, temperature=temperature
@@ -151,18 +196,13 @@ def _scores(
     else:
         pi = token_logprobs(*tokens, precision=precision, temperature=temperature)
         entropy = None
-    if Need.ANCHOR in needs and anchor is None:
-        # One update per rollout: the anchor is the learner itself, at no cost.
-        anchor = jax.lax.stop_gradient(pi)
     values = None
     if Need.VALUES in needs:
         values = token_values(hidden, weights[VALUE_HEAD], batch, precision=precision)
     return Scores(
-        logprobs=pi,
+        logprobs=pi if written is None else jnp.where(batch.action_mask, pi, 0),
         entropy=entropy,
-        anchor=anchor,
-        shadow=None,
-        reference=minibatch.reference,
+        observed=None if written is None else jnp.where(written, pi, 0),
         values=values,
         imbalance=imbalance if Need.IMBALANCE in needs else None,
     )
@@ -190,9 +230,10 @@ def _hidden(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes hidden states and, for a mixture of experts, its imbalance."""
     inputs = (weights, batch.tokens, batch.positions, batch.segments)
+    kwargs: Any = {"precision": precision, "seen_until": batch.seen_until}
     if model.hidden_routed is None:
-        return model.hidden(*inputs, precision=precision), None
-    routed = model.hidden_routed(*inputs, precision=precision, recorded=batch.experts)
+        return model.hidden(*inputs, **kwargs), None
+    routed = model.hidden_routed(*inputs, **kwargs, recorded=batch.experts)
     return routed.hidden, routed.imbalance
 
 

@@ -7,7 +7,7 @@ loss scale and the step count change.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import chex
 import jax
@@ -63,6 +63,7 @@ class Update(NamedTuple):
     step: Callable[..., tuple[LearnerState, Metrics]]
 
 
+Rows = TypeVar("Rows")  # an array [N, ...], or a tree of such
 # (weights in precision.compute, a microbatch, fixed) -> (sum of losses, metrics).
 Total = Callable[[Params, Minibatch, Any], tuple[jax.Array, Metrics]]
 
@@ -142,15 +143,16 @@ def make_update(
 
 
 def by_microbatch(
-    fn: Callable[[Params, TokenBatch], jax.Array], *, rows_per_microbatch: int
-) -> Callable[[Params, Minibatch], jax.Array]:
+    fn: Callable[[Params, TokenBatch], Rows], *, rows_per_microbatch: int
+) -> Callable[[Params, Minibatch], Rows]:
     """Wraps `fn` to run over the microbatches of a minibatch one after the other.
 
     Returns:
-      (weights, minibatch) -> the results [N, ...] in the minibatch's rows; unused rows are 0.
+      (weights, minibatch) -> the results, arrays [N, ...] in the minibatch's rows; unused rows are
+      0.
     """
 
-    def apply(weights: Params, minibatch: Minibatch) -> jax.Array:
+    def apply(weights: Params, minibatch: Minibatch) -> Rows:
         concatenated = optax.microbatching.microbatch(
             fn,
             argnums=1,

@@ -19,21 +19,22 @@ from jaxrl.losses.aggregation import (
     token_sum,
 )
 from jaxrl.losses.algebra import (
-    Aggregation,
-    Objective,
     Shift,
     TokenLoss,
     Weights,
     add,
     both,
-    objective,
     prefix,
     reweight,
     scale,
     token_loss,
+    whole_batch,
 )
+from jaxrl.losses.controllers import Controller, EntropyController, KLController, controlled
 from jaxrl.losses.corrections import gamma_shaped, masked, truncated
 from jaxrl.losses.from_config import build
+from jaxrl.losses.imitation import observation_likelihood, positive_likelihood
+from jaxrl.losses.objectives import Aggregation, Objective, objective
 from jaxrl.losses.ratios import (
     Level,
     Ratio,
@@ -50,9 +51,8 @@ from jaxrl.losses.ratios import (
 from jaxrl.losses.recipe import Recipe, Terms, with_terms
 from jaxrl.losses.recipes import *  # noqa: F403
 from jaxrl.losses.regularizers import (
-    EntropyController,
     KLEstimator,
-    adaptive_entropy_bonus,
+    absolute,
     drift_penalty,
     entropy_bonus,
     k1,
@@ -62,16 +62,22 @@ from jaxrl.losses.regularizers import (
     k3_plus,
     kl_penalty,
     load_balance,
-    positive_likelihood,
+    squared,
 )
 from jaxrl.losses.rejections import (
+    Divergence,
+    binary_kl,
+    error_within,
     k3_within,
+    near,
     off_policy_negatives,
+    total_variation,
+    trust_region,
     vetoed,
     within,
-    within_variation,
 )
 from jaxrl.losses.scores import Need, Scores, one_sequence, require
+from jaxrl.losses.selections import top_covariance, top_entropy, without_covariance
 from jaxrl.losses.surrogates import (
     clipped,
     geometric_clipped,

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.core.batch import TokenBatch, action_sequences, action_tokens, sequence_weights
-from jaxrl.losses.algebra import Aggregation
 from jaxrl.losses.formulas import with_formula
+from jaxrl.losses.objectives import Aggregation
 
 
 def _every_token(batch: TokenBatch) -> jax.Array:

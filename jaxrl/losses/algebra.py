@@ -1,13 +1,13 @@
 """Losses as values: pure functions of scores, added and scaled like numbers.
 
 A `TokenLoss` maps log-probabilities to one loss per token. It never sees a model and never reduces.
-It declares the scores that it needs, and the learner computes no others. `objective` pairs it with
-the one aggregation of the run.
+It declares the scores that it needs, and the learner computes no others. `objectives.objective`
+pairs it with its one aggregation.
 """
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -38,7 +38,8 @@ TermFn = Callable[[Scores, TokenBatch], tuple[jax.Array, Metrics]]
 class Term(Formula):
     """One number per token, from the scores of a microbatch: the base of losses and of weights."""
 
-    needs: frozenset[Need]  # the scores, beyond the learner's log-probs, that `apply` reads
+    # The scores, beyond the learner's log-probs, that `apply` reads, and weights of a whole batch.
+    needs: "frozenset[Need | Weights]"
     apply: TermFn
     weighted: frozenset[Shift] = frozenset()  # shifts that its importance weights account for
 
@@ -113,8 +114,8 @@ def add(*losses: TokenLoss) -> TokenLoss:
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         total, metrics = jnp.zeros_like(scores.logprobs), {}
         for loss in losses:
-            value, more = _applied(loss, scores, batch)
-            total, metrics = total + value, _merged(metrics, more)
+            value, more = applied(loss, scores, batch)
+            total, metrics = total + value, merged(metrics, more)
         return total, metrics
 
     return TokenLoss(
@@ -154,8 +155,8 @@ class Weights(Term):
       >>> from jaxrl.losses import anchor_over_sampler, clipped, over_anchor, truncated, vetoed
       >>> w = anchor_over_sampler
       >>> vetoed(w) * truncated(w, high=2) * clipped(over_anchor)
-      vetoed(anchor_over_sampler, below=0.0001) * truncated(anchor_over_sampler, low=0.0, high=2)
-      * clipped(over_anchor, low=0.2, high=0.2)
+      vetoed(anchor_over_sampler, low=0.0001, high=inf) * truncated(anchor_over_sampler, low=0.0,
+      high=2) * clipped(over_anchor, low=0.2, high=0.2)
     """
 
     def __mul__(self, other: Any) -> Any:
@@ -222,8 +223,8 @@ def both(first: Weights, second: Weights) -> Weights:
 
     Example:
       >>> from jaxrl.losses import masked, over_sampler, vetoed
-      >>> masked(over_sampler, high=2) * vetoed(over_sampler, below=0.01)
-      masked(over_sampler, low=0.0, high=2) * vetoed(over_sampler, below=0.01)
+      >>> masked(over_sampler, high=2) * vetoed(over_sampler, low=0.01)
+      masked(over_sampler, low=0.0, high=2) * vetoed(over_sampler, low=0.01, high=inf)
 
     Raises:
       TypeError: for anything but weights.
@@ -248,9 +249,9 @@ def _product(
         )
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        value, metrics = _applied(term, scores, batch)
-        factors, more = _applied(weights, scores, batch)
-        return multiply(value, factors), _merged(metrics, more)
+        value, metrics = applied(term, scores, batch)
+        factors, more = applied(weights, scores, batch)
+        return multiply(value, factors), merged(metrics, more)
 
     return type(term)(
         term.needs | weights.needs,
@@ -266,7 +267,49 @@ def _loss(operand: Any, *, operation: str = "add") -> TokenLoss:
     return operand
 
 
-def _applied(term: Term, scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+def whole_batch(weights: Weights) -> Weights:
+    """Weights that are computed over all tokens of a batch at once, before it is divided into
+    microbatches: for choices that a microbatch cannot make, such as the tokens of highest entropy.
+
+    They cost a forward pass of their own. Their metrics are those of that pass.
+
+    Example:
+      >>> from jaxrl.losses import over_sampler, within
+      >>> whole_batch(within(over_sampler, high=2))
+      whole_batch(within(over_sampler, low=0.0, high=2))
+
+    Raises:
+      ValueError: for weights that contain such weights already.
+    """
+    if any(isinstance(need, Weights) for need in weights.needs):
+        raise ValueError(f"whole_batch: {weights} contains weights of the whole batch already")
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        return chosen_before(weights, scores.whole), {}
+
+    return Weights(frozenset({weights}), apply, weights.weighted, formula=f"whole_batch({weights})")
+
+
+def chosen_before(weights: Weights, whole: Mapping[str, jax.Array] | None) -> jax.Array:
+    """Returns weights of the whole batch, f32[B, T], at the tokens of a microbatch.
+
+    Raises:
+      ValueError: if they were not computed.
+    """
+    if whole is None or repr(weights) not in whole:
+        raise ValueError(
+            f"{weights} is computed over the whole batch, and scores.whole does not hold it; "
+            "a learner fills it, and so does objective.survey(scores, batch)"
+        )
+    return whole[repr(weights)]
+
+
+def applied(term: Term, scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+    """Applies a term and checks what it returns.
+
+    Raises:
+      ValueError: for anything but one number per token and a dict of metrics.
+    """
     found = term.apply(scores, batch)
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
         got = "an array" if isinstance(found, jax.Array) else type(found).__name__
@@ -286,84 +329,14 @@ def _applied(term: Term, scores: Scores, batch: TokenBatch) -> tuple[jax.Array, 
     return value, metrics
 
 
-def _merged(metrics: Metrics, more: Metrics) -> Metrics:
+def merged(metrics: Metrics, more: Metrics) -> Metrics:
+    """Puts together the metrics of two terms.
+
+    Raises:
+      ValueError: if both report one of the same name.
+    """
     if twice := sorted(metrics.keys() & more.keys()):
         raise ValueError(
             f"two terms report the metric {twice[0]!r}; prefix(term, 'name/') tells them apart"
         )
     return metrics | more
-
-
-@dataclass(frozen=True, repr=False)
-class Aggregation(Formula):
-    """The reduction of per-token losses to one number: sum(weights * loss) / denominator.
-
-    Both depend on the batch alone, never on scores, so the denominator is known before the first
-    microbatch and is that of the whole batch over all devices.
-    """
-
-    weights: Callable[[TokenBatch], jax.Array]  # f32[B, T], 0 outside action_mask
-    denominator: Callable[[TokenBatch], jax.Array]  # f32[]
-
-
-@dataclass(frozen=True, repr=False)
-class Objective:
-    """The quantity that a learner minimises: a loss and its one reduction; made by `objective`."""
-
-    loss: TokenLoss
-    aggregation: Aggregation
-
-    def __repr__(self) -> str:
-        return f"objective({self.loss!r}, {self.aggregation!r})"
-
-    def __add__(self, term: TokenLoss) -> "Objective":
-        return objective(self.loss + term, self.aggregation)
-
-    def __sub__(self, term: TokenLoss) -> "Objective":
-        return objective(self.loss - term, self.aggregation)
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """The scores that the loss reads."""
-        return self.loss.needs
-
-    def total(self, scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        """Returns f32[], the weighted sum over this microbatch, and metrics.
-
-        Raises:
-          ValueError: if the loss, or a part of it, is not one number for each token.
-        """
-        value, metrics = _applied(self.loss, scores, batch)
-        weights = self.aggregation.weights(batch)
-        # Select before multiplying: 0 * inf at a token outside the mask would poison the sum.
-        return jnp.sum(jnp.where(weights != 0, value, 0) * weights), metrics
-
-    def denominator(self, batch: TokenBatch) -> jax.Array:
-        """Returns f32[], of the whole batch; 0 for one without action tokens, as its total."""
-        return self.aggregation.denominator(batch)
-
-
-def objective(loss: TokenLoss, aggregation: Aggregation) -> Objective:
-    """Reduces a loss, once. Terms may still be added to the result.
-
-    Example:
-      >>> from jaxrl.losses import one_sequence, reinforce, token_mean
-      >>> goal = objective(reinforce(), token_mean)
-      >>> scores, batch = one_sequence(advantages=[1, 2], logprobs=-1)
-      >>> goal.total(scores, batch)[0] / goal.denominator(batch)
-      Array(-1.5, dtype=float32)
-
-    Raises:
-      TypeError: if `loss` is not a loss, or reduced already, or `aggregation` is not one.
-    """
-    if not isinstance(loss, TokenLoss):
-        raise TypeError(
-            f"objective: {shown(loss)} is not a TokenLoss; write a loss such as "
-            "clipped(over_sampler); aggregation happens once, on the sum of all terms"
-        )
-    if not isinstance(aggregation, Aggregation):
-        raise TypeError(
-            f"objective: {shown(aggregation)} is not an Aggregation; write one such as token_mean "
-            "or fixed_length(1024)"
-        )
-    return Objective(loss, aggregation)

@@ -113,6 +113,7 @@ def grouped(part: Formula, *, signs: str = "+*/-") -> str:
 
 
 _EXAMPLES = {
+    "Divergence": "a divergence such as total_variation",
     "KLEstimator": "an estimator such as k3",
     "PairLoss": "a loss of pairs such as sigmoid()",
     "Ratio": "a ratio such as over_sampler",

@@ -10,11 +10,13 @@ from typing import Any
 from jaxrl import advantages
 from jaxrl.advantages import estimators
 from jaxrl.core import plugins
-from jaxrl.losses import aggregation, presets, ratios, recipes, regularizers
-from jaxrl.losses.algebra import Aggregation, Objective, TokenLoss, Weights, both, objective
+from jaxrl.losses import aggregation, presets, ratios, recipes, regularizers, rejections
+from jaxrl.losses.algebra import TokenLoss, Weights, both
+from jaxrl.losses.objectives import Aggregation, Objective, objective
 from jaxrl.losses.ratios import Level, Ratio
 from jaxrl.losses.recipe import Recipe, Terms, with_terms
 from jaxrl.losses.regularizers import KLEstimator
+from jaxrl.losses.rejections import Divergence
 from jaxrl.losses.shape_check import blaming, check_shapes
 
 
@@ -39,6 +41,7 @@ PARTS: Mapping[Any, Mapping[str, Any]] = {
         "k1+": regularizers.k1_plus,
         "k3+": regularizers.k3_plus,
     },
+    Divergence: _named(rejections, "total_variation binary_kl"),
 }
 
 

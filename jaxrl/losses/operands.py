@@ -16,7 +16,8 @@ _INSTEAD = {
     ("add", "Ratio"): "make a loss of a ratio, as in clipped(ratio)",
     ("add", "Recipe"): "write recipe + term, with the one recipe first; of another recipe add the "
     "loss, recipe.objective.loss",
-    ("add", "Objective"): "it is reduced already; write objective(loss + term, aggregation)",
+    ("add", "Objective"): "it is reduced already; reduce the other too, as in "
+    "objective(loss, aggregation) + 0.1 * positive_likelihood()",
     ("add", "Aggregation"): "write objective(loss, aggregation), once, around the sum",
     ("add", "other"): "write a loss, such as kl_penalty() or token_loss(function)",
     ("multiply", "number"): "scale the loss: write weights * (0.1 * loss)",

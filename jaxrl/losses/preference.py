@@ -4,9 +4,10 @@ In a batch the completions of a pair are consecutive sequences of one row: 1 and
 on, the chosen one first. The advantages of the chosen completion add up to the margin of the
 Bradley-Terry loss.
 
-The examples have one pair, with log-ratios 1 (chosen) and -1 (rejected).
+The examples have one pair: log-ratios 1 over 4 tokens (chosen) and -1 over 2 (rejected).
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,38 +15,73 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl.core.batch import TokenBatch, segment_totals
+from jaxrl.core.batch import TokenBatch, earlier_actions, segment_totals
 from jaxrl.core.metrics import Metrics, masked_means
 from jaxrl.losses import bounds
-from jaxrl.losses.algebra import Aggregation, TokenLoss, token_loss
+from jaxrl.losses.algebra import TokenLoss, token_loss
 from jaxrl.losses.formulas import Formula, with_formula
+from jaxrl.losses.objectives import Aggregation
 from jaxrl.losses.scores import Need, Scores, require
 
 
-class LogRatios(NamedTuple):
-    """Both completions' log pi / reference, for each pair; all f32[...] of one shape."""
+class Completion(NamedTuple):
+    """One completion of each pair; all f32[...] of one shape."""
 
-    chosen: jax.Array  # summed over the completion's tokens
-    rejected: jax.Array
-    chosen_tokens: jax.Array  # their number
-    rejected_tokens: jax.Array
+    learner: jax.Array  # log-prob under the learner, summed over the completion's tokens
+    reference: jax.Array  # the same under the reference
+    tokens: jax.Array  # their number
+
+    @property
+    def log_ratio(self) -> jax.Array:
+        """Log of learner / reference."""
+        return self.learner - self.reference
+
+    @property
+    def mean_log_ratio(self) -> jax.Array:
+        """The log-ratio averaged over the tokens."""
+        return self.log_ratio / self.tokens
+
+
+class Pair(NamedTuple):
+    """Both completions of each pair.
+
+    Example:
+      >>> pair = Pair(Completion(-4.0, -5.0, 4.0), Completion(-3.0, -2.0, 2.0))
+      >>> pair.chosen.log_ratio, pair.rejected.mean_log_ratio
+      (1.0, -0.5)
+    """
+
+    chosen: Completion
+    rejected: Completion
+
+    @property
+    def apart(self) -> jax.Array:
+        """Log-ratio of the chosen completion - that of the rejected one."""
+        return self.chosen.log_ratio - self.rejected.log_ratio
+
+    @property
+    def mean_apart(self) -> jax.Array:
+        """The same for log-ratios averaged over the tokens."""
+        return self.chosen.mean_log_ratio - self.rejected.mean_log_ratio
 
 
 @dataclass(frozen=True, repr=False)
 class PairLoss(Formula):
-    """A loss of the DPO family: log-ratios -> one loss per pair. Beta is the strength of the
-    reference; beta times the log-ratio is the implicit reward.
+    """A loss of the DPO family: log-probs of both completions -> one loss per pair. Beta is the
+    strength of the reference; beta times the log-ratio is the implicit reward.
 
     Raises:
-      ValueError: for a beta that is not positive: it would prefer the rejected completion, or
-        neither.
+      ValueError: for a beta that is not positive, which would prefer the rejected completion, or
+        neither; for a tail that is not in [0, 1].
     """
 
     beta: float
-    apply: Callable[[LogRatios], jax.Array]
+    apply: Callable[[Pair], jax.Array]
+    tail: float = 1.0  # weight of log-probs beyond the length of the pair's shorter completion
 
     def __post_init__(self) -> None:
         bounds.positive("beta", self.beta)
+        bounds.fraction("tail", self.tail)
 
 
 @with_formula
@@ -56,7 +92,7 @@ def sigmoid(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PairLoss:
     labels is taken to be the wrong way round.
 
     Example:
-      >>> pair = LogRatios(*jnp.array([1.0, -1.0, 4.0, 2.0]))
+      >>> pair = Pair(Completion(-4.0, -5.0, 4.0), Completion(-3.0, -2.0, 2.0))
       >>> f"{sigmoid(beta=0.5).apply(pair):.3f}"
       '0.313'
 
@@ -66,8 +102,8 @@ def sigmoid(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PairLoss:
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing={label_smoothing} must be >= 0 and < 0.5")
 
-    def apply(x: LogRatios) -> jax.Array:
-        h = beta * (x.chosen - x.rejected)
+    def apply(x: Pair) -> jax.Array:
+        h = beta * x.apart
         right, wrong = jax.nn.log_sigmoid(h), jax.nn.log_sigmoid(-h)
         return -(1 - label_smoothing) * right - label_smoothing * wrong
 
@@ -80,11 +116,11 @@ def hinge(*, beta: float = 0.1) -> PairLoss:
     max(0, 1 - beta (chosen - rejected)).
 
     Example:
-      >>> pair = LogRatios(*jnp.array([1.0, -1.0, 4.0, 2.0]))
-      >>> hinge(beta=0.25).apply(pair)
-      Array(0.5, dtype=float32)
+      >>> pair = Pair(Completion(-4.0, -5.0, 4.0), Completion(-3.0, -2.0, 2.0))
+      >>> float(hinge(beta=0.25).apply(pair))
+      0.5
     """
-    return PairLoss(beta, lambda x: jax.nn.relu(1 - beta * (x.chosen - x.rejected)))
+    return PairLoss(beta, lambda x: jax.nn.relu(1 - beta * x.apart))
 
 
 @with_formula
@@ -93,16 +129,11 @@ def ipo(*, beta: float = 0.1) -> PairLoss:
     (chosen / tokens - rejected / tokens - 1 / (2 beta))^2.
 
     Example:
-      >>> pair = LogRatios(*jnp.array([1.0, -1.0, 4.0, 2.0]))
+      >>> pair = Pair(Completion(-4.0, -5.0, 4.0), Completion(-3.0, -2.0, 2.0))
       >>> ipo(beta=0.5).apply(pair)  # (0.25 + 0.5 - 1)^2
-      Array(0.0625, dtype=float32)
+      0.0625
     """
-
-    def apply(x: LogRatios) -> jax.Array:
-        apart = x.chosen / x.chosen_tokens - x.rejected / x.rejected_tokens
-        return (apart - 1 / (2 * beta)) ** 2
-
-    return PairLoss(beta, apply)
+    return PairLoss(beta, lambda x: (x.mean_apart - 1 / (2 * beta)) ** 2)
 
 
 @with_formula
@@ -111,11 +142,66 @@ def ipo_summed(*, beta: float = 0.1) -> PairLoss:
     (chosen - rejected - 1 / (2 beta))^2.
 
     Example:
-      >>> pair = LogRatios(*jnp.array([1.0, -1.0, 4.0, 2.0]))
+      >>> pair = Pair(Completion(-4.0, -5.0, 4.0), Completion(-3.0, -2.0, 2.0))
       >>> ipo_summed(beta=0.5).apply(pair)
-      Array(1., dtype=float32)
+      1.0
     """
-    return PairLoss(beta, lambda x: (x.chosen - x.rejected - 1 / (2 * beta)) ** 2)
+    return PairLoss(beta, lambda x: (x.apart - 1 / (2 * beta)) ** 2)
+
+
+@with_formula
+def sigmoid_averaged(*, beta: float = 5.0) -> PairLoss:
+    """Length-normalised DPO (Tulu 3, arXiv:2411.15124), on log-ratios averaged over a completion's
+    tokens: -log sigmoid(beta (chosen / tokens - rejected / tokens)). As averages are smaller than
+    sums, beta is larger than in DPO.
+
+    Example:
+      >>> pair = Pair(Completion(-4.0, -5.0, 4.0), Completion(-3.0, -2.0, 2.0))
+      >>> f"{sigmoid_averaged(beta=4.0).apply(pair):.3f}"  # softplus(-4 (0.25 + 0.5))
+      '0.049'
+    """
+    return PairLoss(beta, lambda x: -jax.nn.log_sigmoid(beta * x.mean_apart))
+
+
+@with_formula
+def rpo(*, beta: float = 0.1, nll: float = 1.0) -> PairLoss:
+    """DPO and the likelihood of the chosen completion (iterative RPO, arXiv:2404.19733):
+    -log sigmoid(beta (chosen - rejected)) - nll log pi(chosen) / tokens. The likelihood keeps the
+    chosen completion from becoming less probable, too. The paper's factor stands before the first
+    term and is 1. TRL divides by the tokens of all chosen completions of a batch instead.
+
+    Example:
+      >>> pair = Pair(Completion(-4.0, -5.0, 4.0), Completion(-3.0, -2.0, 2.0))
+      >>> f"{rpo(beta=0.5, nll=0.1).apply(pair):.3f}"  # 0.313 + 0.1 x 4 / 4
+      '0.413'
+
+    Raises:
+      ValueError: for a negative `nll`.
+    """
+    bounds.not_negative("nll", nll)
+    dpo = sigmoid(beta=beta)
+
+    def apply(x: Pair) -> jax.Array:
+        return dpo.apply(x) - nll * x.chosen.learner / x.chosen.tokens
+
+    return PairLoss(beta, apply)
+
+
+@with_formula
+def length_desensitized(*, beta: float = 0.1, tail: float = 0.5) -> PairLoss:
+    """LD-DPO (arXiv:2409.06411): DPO in which the log-probs of the longer completion, beyond the
+    length of the shorter one, count `tail` times, under the learner and the reference alike. A
+    longer completion then does not win by its length. With 1 it is DPO; the paper's best values are
+    .3 to .6.
+
+    Example:
+      >>> print(length_desensitized(tail=0.25))
+      length_desensitized(beta=0.1, tail=0.25)
+
+    Raises:
+      ValueError: for a tail that is not in [0, 1].
+    """
+    return dataclasses.replace(sigmoid(beta=beta), tail=tail)
 
 
 def bradley_terry(
@@ -156,22 +242,27 @@ def pairwise(loss: PairLoss) -> TokenLoss:
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         there, mask = pairs_there(batch), batch.action_mask
+        logprobs, reference = scores.logprobs, require(scores, Need.REFERENCE)
 
         def of_completions(values: jax.Array) -> tuple[jax.Array, jax.Array]:
             return split_pairs(segment_totals(jnp.where(mask, values, 0), batch.segments))
 
-        chosen, rejected = of_completions(scores.logprobs - require(scores, Need.REFERENCE))
+        totals = of_completions(logprobs)
         # Where there is no pair the lengths are 0, and 0 / 0 must not reach a gradient.
-        lengths = [jnp.maximum(x, 1) for x in of_completions(jnp.ones_like(scores.logprobs))]
-        value = loss.apply(LogRatios(chosen, rejected, *lengths))
-        parts = jnp.where(there, value / lengths[0], 0)
-        shares = jnp.zeros((mask.shape[0], mask.shape[1] + 1), parts.dtype)
-        shares = shares.at[:, 1 : 2 * parts.shape[1] : 2].set(parts)
-        per_token = jnp.where(mask, jnp.take_along_axis(shares, batch.segments, axis=1), 0)
+        lengths = [jnp.maximum(x, 1) for x in of_completions(jnp.ones_like(logprobs))]
+        weights = jnp.ones_like(logprobs)
+        if loss.tail != 1:
+            shorter = jnp.minimum(*lengths)
+            shared = earlier_actions(batch) < _at_tokens(shorter, shorter, batch)
+            weights = jnp.where(shared, 1, loss.tail)
+        sums = of_completions(weights * logprobs), of_completions(weights * reference), lengths
+        pair = Pair(*(Completion(*numbers) for numbers in zip(*sums, strict=True)))
+        value = jnp.where(there, loss.apply(pair) / lengths[0], 0)
+        per_token = jnp.where(mask, _at_tokens(value, jnp.zeros_like(value), batch), 0)
 
-        logprobs = of_completions(scores.logprobs)
-        reports = _compared("reward", loss.beta * chosen, loss.beta * rejected)
-        reports |= {"logprobs/chosen": logprobs[0], "logprobs/rejected": logprobs[1]}
+        rewards = (loss.beta * completion.log_ratio for completion in pair)
+        reports = _compared("reward", *rewards)
+        reports |= {"logprobs/chosen": totals[0], "logprobs/rejected": totals[1]}
         return per_token, masked_means(reports, there)
 
     return token_loss(apply, Need.REFERENCE)
@@ -200,6 +291,15 @@ def split_pairs(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     completions, [B, T // 2] each."""
     rejected = values[:, 2::2]
     return values[:, 1::2][:, : rejected.shape[1]], rejected
+
+
+def _at_tokens(chosen: jax.Array, rejected: jax.Array, batch: TokenBatch) -> jax.Array:
+    """Inverts `split_pairs`, at each token: [B, T // 2] each -> [B, T]; 0 at padding."""
+    rows, length = batch.segments.shape
+    values = jnp.zeros((rows, length + 1), chosen.dtype)
+    end = 2 * chosen.shape[1]
+    values = values.at[:, 1:end:2].set(chosen).at[:, 2 : end + 1 : 2].set(rejected)
+    return jnp.take_along_axis(values, batch.segments, axis=1)
 
 
 def pairs_there(batch: TokenBatch) -> jax.Array:

@@ -18,7 +18,7 @@ Example:
   [[0. 0.]] masked(product(anchor_over_sampler), low=0.0, high=3.0)
   [[0. 0.]] within(geometric(anchor_over_sampler), low=0.999, high=1.001)
   [[0. 0.]] k3_within(anchor_over_sampler, high=0.01)
-  [[1. 1.]] vetoed(anchor_over_sampler, below=0.0001)
+  [[1. 1.]] vetoed(anchor_over_sampler, low=0.0001, high=inf)
 """
 
 from jaxrl.losses.corrections import masked, truncated
@@ -46,5 +46,5 @@ geometric_mask = within(geometric(anchor_over_sampler), low=0.999, high=1.001)
 k3_mask = k3_within(anchor_over_sampler, high=0.01)
 """1, and 0 for sequences whose mean of w - 1 - log w, the k3 estimate, exceeds .01 per token."""
 
-veto = vetoed(anchor_over_sampler, below=1e-4)
+veto = vetoed(anchor_over_sampler, low=1e-4)
 """1, and 0 for sequences with a token whose w is below 1e-4."""

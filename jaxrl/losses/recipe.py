@@ -3,24 +3,26 @@
 import dataclasses
 import functools
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from jaxrl.advantages import AdvantageEstimator
 from jaxrl.losses import bounds, operands
-from jaxrl.losses.algebra import Aggregation, Objective, TokenLoss, Weights, objective, reweight
+from jaxrl.losses.algebra import TokenLoss, Weights, both, reweight
+from jaxrl.losses.controllers import Controller, EntropyController, KLController, controlled
 from jaxrl.losses.formulas import shown
+from jaxrl.losses.imitation import observation_likelihood, positive_likelihood
+from jaxrl.losses.objectives import Aggregation, Objective
 from jaxrl.losses.ratios import Ratio
 from jaxrl.losses.regularizers import (
-    EntropyController,
     KLEstimator,
-    adaptive_entropy_bonus,
     entropy_bonus,
     k3,
     kl_penalty,
     load_balance,
-    positive_likelihood,
 )
+from jaxrl.losses.selections import top_entropy
 from jaxrl.losses.value import Critic
 
 
@@ -42,7 +44,8 @@ class Recipe:
 
     objective: Objective  # the quantity that the learner minimises
     advantages: AdvantageEstimator  # rewards -> advantages
-    entropy: EntropyController | None = None  # of the coefficient of an adaptive entropy bonus
+    # Of the coefficients that follow a metric, by their names.
+    controllers: Mapping[str, Controller] = dataclasses.field(default_factory=dict, hash=False)
     critic: Critic | None = None  # that the advantages read
 
     def __post_init__(self) -> None:
@@ -54,11 +57,13 @@ class Recipe:
 
     def __repr__(self) -> str:
         fields = [repr(self.objective), shown(self.advantages)]
-        more = {"entropy": self.entropy, "critic": self.critic}
-        fields += [f"{name}={value!r}" for name, value in more.items() if value is not None]
+        if self.controllers:
+            fields.append(f"controllers={dict(self.controllers)!r}")
+        if self.critic is not None:
+            fields.append(f"critic={self.critic!r}")
         return f"Recipe({', '.join(fields)})"
 
-    def __add__(self, term: TokenLoss) -> "Recipe":
+    def __add__(self, term: TokenLoss | Objective) -> "Recipe":
         return dataclasses.replace(self, objective=self.objective + term)
 
     def __radd__(self, other: int) -> "Recipe":
@@ -66,7 +71,7 @@ class Recipe:
             raise TypeError(operands.mistake("add", self, to=other))
         return self
 
-    def __sub__(self, term: TokenLoss) -> "Recipe":
+    def __sub__(self, term: TokenLoss | Objective) -> "Recipe":
         return dataclasses.replace(self, objective=self.objective - term)
 
     def __mul__(self, other: Any) -> NoReturn:
@@ -83,16 +88,27 @@ class Terms:
 
     Attributes:
       correction: weights of the policy term; the terms below are not weighted.
+      rejection: weights whose 0 takes a token out of the batch, before the update: out of the loss,
+        of its denominator and of the means over sequences (veRL). It costs a forward pass.
+      top_entropy: share of the batch's tokens that the policy term is about, those at which the
+        learner's entropy is highest (.2 in arXiv:2506.01939). It costs a forward pass.
       kl: coefficient of the divergence from the reference model (.04 in GRPO's paper). Long runs
         without it are reported to have slowly growing gradient norms, and .001 to prevent them;
         10,000 steps of a small task did not show it (docs/operating.md).
       kl_estimator: the estimator of the divergence.
       kl_ratio: importance ratio that the estimate is multiplied by; none by default.
+      kl_target: divergence per token, in nats, towards which `kl` is moved after each rollout; none
+        keeps it fixed.
+      kl_step: factor of the relative change of `kl` after a rollout; the divergence moves it by at
+        most a fifth of this (arXiv:1909.08593).
       entropy: coefficient of the entropy bonus.
       entropy_target: entropy per token, in nats, towards which the coefficient is moved after each
         rollout, starting from `entropy`; none keeps it fixed (.2 in Skywork-OR1).
       entropy_step: change of that coefficient after each rollout.
-      positive_nll: coefficient of the likelihood of completions whose reward is positive.
+      positive_nll: coefficient of the mean -log pi over the tokens of completions whose reward is
+        positive (.1 in VAPO, arXiv:2504.05118).
+      observation_nll: coefficient of the mean -log pi over the tokens that the environment wrote
+        (.05 in ECHO, arXiv:2605.24517).
       balance: coefficient of the imbalance of a mixture of experts.
       aggregation: reduction of tokens to one number; the recipe's own by default. `fixed_length`
         divides by sequences times the longest completion, as dr_grpo does.
@@ -104,19 +120,24 @@ class Terms:
     """
 
     correction: Weights | None = None
+    rejection: Weights | None = None
+    top_entropy: float | None = None
     kl: float = 0.0
     kl_estimator: KLEstimator = k3
     kl_ratio: Ratio | None = None
+    kl_target: float | None = None
+    kl_step: float = 0.1
     entropy: float = 0.0
     entropy_target: float | None = None
     entropy_step: float = 0.005
     positive_nll: float = 0.0
+    observation_nll: float = 0.0
     balance: float = 0.0
     aggregation: Aggregation | None = None
     advantage_eps: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("kl", "entropy", "positive_nll", "balance"):
+        for name in ("kl", "entropy", "positive_nll", "observation_nll", "balance"):
             bounds.not_negative(name, getattr(self, name))
 
 
@@ -138,27 +159,42 @@ def with_terms(recipe: Recipe, **terms: Any) -> Recipe:
             f"with_terms: {shown(recipe)} is not a Recipe; write a recipe such as grpo(), or "
             "Recipe(objective(loss, token_mean), group_relative)"
         )
-    add = Terms(**terms)
-    loss, estimator, controller = recipe.objective.loss, recipe.advantages, recipe.entropy
+    add, goal = Terms(**terms), recipe.objective
+    loss, estimator, controllers = goal.loss, recipe.advantages, dict(recipe.controllers)
     if add.correction is not None:
         loss = reweight(loss, add.correction)
-    if add.kl:
-        loss = loss + add.kl * kl_penalty(add.kl_estimator, ratio=add.kl_ratio)
+    if add.top_entropy is not None:
+        loss = reweight(loss, top_entropy(add.top_entropy))
+    if add.kl_target is not None:
+        controllers["kl"] = KLController(initial=add.kl, target=add.kl_target, step=add.kl_step)
     if add.entropy_target is not None:
-        controller = EntropyController(
+        controllers["entropy"] = EntropyController(
             initial=add.entropy, target=add.entropy_target, step=add.entropy_step
         )
-        loss = loss + adaptive_entropy_bonus()
-    elif add.entropy:
-        loss = loss + add.entropy * entropy_bonus()
+    for name, term in {
+        "kl": kl_penalty(add.kl_estimator, ratio=add.kl_ratio),
+        "entropy": entropy_bonus(),
+        "balance": load_balance(),
+    }.items():
+        if getattr(add, f"{name}_target", None) is not None:
+            loss = loss + controlled(term, name)
+        elif coefficient := getattr(add, name):
+            loss = loss + coefficient * term
+    goal = dataclasses.replace(
+        goal, loss=loss, aggregation=add.aggregation or goal.aggregation, formula=""
+    )
+    if add.rejection is not None:
+        among = add.rejection if goal.among is None else both(goal.among, add.rejection)
+        goal = dataclasses.replace(goal, among=among)
     if add.positive_nll:
-        loss = loss + add.positive_nll * positive_likelihood()
-    if add.balance:
-        loss = loss + add.balance * load_balance()
+        goal = goal + add.positive_nll * positive_likelihood()
+    if add.observation_nll:
+        goal = goal + add.observation_nll * observation_likelihood()
     if add.advantage_eps is not None:
         estimator = _with_eps(estimator, add.advantage_eps)
-    reduced = objective(loss, add.aggregation or recipe.objective.aggregation)
-    return dataclasses.replace(recipe, objective=reduced, advantages=estimator, entropy=controller)
+    return dataclasses.replace(
+        recipe, objective=goal, advantages=estimator, controllers=controllers
+    )
 
 
 def _with_eps(estimator: AdvantageEstimator, eps: float) -> AdvantageEstimator:

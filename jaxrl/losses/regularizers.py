@@ -6,7 +6,6 @@ that of the divergence, while the gradient of `k1` is zero in expectation. `k1_p
 take the value from one and the gradient from the other.
 """
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import jax
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.metrics import Metrics, masked_mean
-from jaxrl.losses import bounds
 from jaxrl.losses.algebra import TokenLoss, token_loss
 from jaxrl.losses.formulas import with_formula
 from jaxrl.losses.ratios import LOG_RATIO_LIMIT, Ratio
@@ -107,10 +105,30 @@ def kl_penalty(estimator: KLEstimator = k3, *, ratio: Ratio | None = None) -> To
     return token_loss(apply, Need.REFERENCE, *(ratio.needs if ratio else ()))
 
 
+def squared(d: jax.Array) -> jax.Array:
+    """d^2, f32[B, T]: twice k2.
+
+    Example:
+      >>> print(squared(jnp.array([-0.5, 0.5])))
+      [0.25 0.25]
+    """
+    return d**2
+
+
+def absolute(d: jax.Array) -> jax.Array:
+    """|d|, f32[B, T], with a gradient of 1 or -1, and of 0 where d is 0.
+
+    Example:
+      >>> print(absolute(jnp.array([-0.5, 0.5])), jax.grad(absolute)(0.0))
+      [0.5 0.5] 0.0
+    """
+    return d * jnp.sign(d)  # the gradient of jnp.abs is 1 at 0, where every first update begins
+
+
 @with_formula
-def drift_penalty(ratio: Ratio) -> TokenLoss:
-    """(log ratio)^2: holds the learner near the ratio's other policy (prime-rl); "drift" reports
-    its mean.
+def drift_penalty(ratio: Ratio, estimator: KLEstimator = squared) -> TokenLoss:
+    """A function of log ratio, (log ratio)^2 by default: holds the learner near the ratio's other
+    policy (prime-rl); "drift" reports its mean.
 
     Example:
       >>> from jaxrl.losses import one_sequence, over_sampler
@@ -120,39 +138,11 @@ def drift_penalty(ratio: Ratio) -> TokenLoss:
     """
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        value = jnp.clip(ratio.log(scores, batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) ** 2
+        d = jnp.clip(ratio.log(scores, batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        value = estimator(d)
         return value, {"drift": masked_mean(value, batch.action_mask)}
 
     return token_loss(apply, *ratio.needs)
-
-
-@with_formula
-def positive_likelihood(threshold: float = 0.0) -> TokenLoss:
-    """-log pi on completions whose reward exceeds `threshold`, 0 on others: imitation of successes
-    (VAPO, arXiv:2504.05118). "nll/positive" reports its mean over the tokens of these completions.
-
-    Example:
-      >>> from jaxrl.losses import one_sequence
-      >>> for reward in (1, 0):
-      ...     scores, batch = one_sequence(advantages=[1, 1], logprobs=[-1, -0.5], rewards=reward)
-      ...     print(positive_likelihood().apply(scores, batch)[0])
-      [[1.  0.5]]
-      [[0. 0.]]
-
-    Raises:
-      ValueError: when the loss is applied, if the batch holds no rewards.
-    """
-
-    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        if batch.rewards is None:
-            raise ValueError(
-                "positive_likelihood: batch.rewards is None; make the batch with pack()"
-            )
-        right = batch.action_mask & (batch.rewards > threshold)
-        value = jnp.where(right, -scores.logprobs, 0)
-        return value, {"nll/positive": masked_mean(value, right)}
-
-    return token_loss(apply)
 
 
 @with_formula
@@ -175,34 +165,6 @@ def entropy_bonus() -> TokenLoss:
 
 
 @with_formula
-def adaptive_entropy_bonus() -> TokenLoss:
-    """`entropy_bonus` times a coefficient that an `EntropyController` sets for each rollout.
-
-    Example:
-      >>> from jaxrl.losses import one_sequence
-      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, entropy=[0.5, 2])
-      >>> batch = batch.replace(entropy_weights=jnp.full((1, 2), 0.1))
-      >>> adaptive_entropy_bonus().apply(scores, batch)[0]
-      Array([[-0.05, -0.2 ]], dtype=float32)
-
-    Raises:
-      ValueError: when the loss is applied, if the batch does not hold the coefficient.
-    """
-    bonus = entropy_bonus()
-
-    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        if batch.entropy_weights is None:
-            raise ValueError(
-                "adaptive_entropy_bonus: batch.entropy_weights is None; write "
-                "with_terms(recipe, entropy_target=0.2), which has the loop set them"
-            )
-        value, metrics = bonus.apply(scores, batch)
-        return batch.entropy_weights * value, metrics
-
-    return token_loss(apply, Need.ENTROPY)
-
-
-@with_formula
 def load_balance() -> TokenLoss:
     """The price of an uneven use of experts, per token (arXiv:2101.03961, within sequences);
     "imbalance" reports its mean, which is the number of experts per token when all are used alike.
@@ -219,32 +181,3 @@ def load_balance() -> TokenLoss:
         return value, {"imbalance": masked_mean(value, batch.action_mask)}
 
     return token_loss(apply, Need.IMBALANCE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EntropyController:
-    """Raises the coefficient of the entropy bonus while the policy's entropy is below a target, and
-    lowers it while it is above (Skywork-OR1, arXiv:2505.22312).
-
-    Example:
-      >>> controller = EntropyController(target=0.5, step=0.25)
-      >>> controller.next(0.5, entropy=0.3), controller.next(0.5, entropy=0.7)
-      (0.75, 0.25)
-
-    Raises:
-      ValueError: for a number out of range.
-    """
-
-    initial: float = 0.0  # the first coefficient; all stay in [0, 1]
-    target: float = 0.2  # entropy, nats per token
-    step: float = 0.005  # change of the coefficient after each rollout
-
-    def __post_init__(self) -> None:
-        bounds.fraction("entropy", self.initial)
-        bounds.positive("entropy_target", self.target)
-        bounds.positive("entropy_step", self.step)
-
-    def next(self, coefficient: float, *, entropy: float) -> float:
-        """Returns the coefficient after a rollout whose mean entropy was `entropy`."""
-        move = self.step if entropy < self.target else -self.step
-        return min(max(coefficient + move, 0.0), 1.0)

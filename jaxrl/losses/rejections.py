@@ -6,7 +6,9 @@ denominator. Ratios are the learner's side over the sampler's. Each reports the 
 tokens that it rejects.
 """
 
+import math
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -74,35 +76,65 @@ def k3_within(ratio: Ratio, *, high: float = 0.01) -> Weights:
     Raises:
       ValueError: unless high > 0; for the ratio of whole sequences.
     """
-    per_token(ratio, reader="k3_within")
     bounds.positive("k3_within: high", high)
-
-    def rejects(d: jax.Array, scores: Scores, batch: TokenBatch) -> jax.Array:
-        return sequence_mean(jnp.expm1(d) - d, batch) > high
-
-    return _rejection(rejects, ratio, name="k3")
+    return _mean_within(lambda d: jnp.expm1(d) - d, ratio, high=high, name="k3")
 
 
 @with_formula
-def vetoed(ratio: Ratio, *, below: float = 1e-4) -> Weights:
-    """0 for sequences with a token whose ratio is less than `below`: one that the learner considers
-    all but impossible. Reports "rejected/veto".
+def error_within(ratio: Ratio, *, high: float = 2.0) -> Weights:
+    """0 for sequences whose mean over tokens of e^|log w|, the factor by which two programs
+    disagree about a token, exceeds `high` (NeMo-RL's mask of log-prob errors, which MLPerf's GRPO
+    recipe uses; no paper). Reports "rejected/error".
+
+    Example:
+      >>> from jaxrl.losses import one_sequence, over_sampler
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, sampler=[-1, -2.5])
+      >>> for high in (3, 2):  # the mean is (1 + 4.482) / 2
+      ...     print(error_within(over_sampler, high=high).apply(scores, batch)[0])
+      [[1. 1.]]
+      [[0. 0.]]
+
+    Raises:
+      ValueError: unless high > 1; for the ratio of whole sequences.
+    """
+    if not high > 1:
+        raise ValueError(f"error_within: high={high} must be > 1, the value where w is 1")
+    return _mean_within(lambda d: jnp.exp(jnp.abs(d)), ratio, high=high, name="error")
+
+
+def _mean_within(
+    of: Callable[[jax.Array], jax.Array], ratio: Ratio, *, high: float, name: str
+) -> Weights:
+    per_token(ratio, reader=f"{name}_within")
+
+    def rejects(d: jax.Array, scores: Scores, batch: TokenBatch) -> jax.Array:
+        return sequence_mean(of(d), batch) > high
+
+    return _rejection(rejects, ratio, name=name)
+
+
+@with_formula
+def vetoed(ratio: Ratio, *, low: float = 1e-4, high: float = math.inf) -> Weights:
+    """0 for sequences with a token whose ratio is not in low to high: one that the learner
+    considers all but impossible or, with a finite `high`, the sampler (SkyRL's and AReaL's outlier
+    masks; no paper). Reports "rejected/veto".
 
     Example:
       >>> from jaxrl.losses import one_sequence, over_sampler
       >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=[-1, -12], sampler=-1)
-      >>> print(vetoed(over_sampler, below=1e-4).apply(scores, batch)[0])
+      >>> print(vetoed(over_sampler, low=1e-4).apply(scores, batch)[0])
       [[0. 0.]]
 
     Raises:
-      ValueError: unless 0 < below < 1; for the ratio of whole sequences.
+      ValueError: unless 0 <= low < 1 < high; for the ratio of whole sequences.
     """
     per_token(ratio, reader="vetoed")
-    if not 0 < below < 1:
-        raise ValueError(f"vetoed: below={below} must lie between 0 and 1")
+    if not 0 <= low < 1 < high:
+        raise ValueError(f"vetoed needs 0 <= low < 1 < high, got low={low}, high={high}")
 
     def rejects(d: jax.Array, scores: Scores, batch: TokenBatch) -> jax.Array:
-        tokens = (jnp.exp(d) < below) & batch.action_mask
+        w = jnp.exp(d)
+        tokens = ((w < low) | (w > high)) & batch.action_mask
         return segment_sum(tokens.astype(jnp.float32), batch.segments) > 0
 
     return _rejection(rejects, ratio, name="veto")
@@ -135,29 +167,99 @@ def off_policy_negatives(ratio: Ratio, *, delta: float) -> Weights:
     return _rejection(rejects, ratio, name="opsm")
 
 
+class Divergence(Protocol):
+    """Log-probs log p of the learner and log q of another policy, f32[B, T] -> the divergence of
+    their choices between the token and all others, f32[B, T]."""
+
+    def __call__(self, logp: jax.Array, logq: jax.Array, /) -> jax.Array:
+        """Never negative."""
+        ...
+
+
+def total_variation(logp: jax.Array, logq: jax.Array) -> jax.Array:
+    """|p - q|, f32[B, T]: binary total variation (arXiv:2602.04879, equation 13).
+
+    Example:
+      >>> print(f"{total_variation(jnp.log(0.5), jnp.log(0.75)):.3f}")
+      0.250
+    """
+    return jnp.abs(jnp.exp(logp) - jnp.exp(logq))
+
+
+def binary_kl(logp: jax.Array, logq: jax.Array) -> jax.Array:
+    """Binary KL divergence (arXiv:2602.04879, equation 14), f32[B, T]:
+    q log q / p + (1 - q) log (1 - q) / (1 - p), where 1 - p and 1 - q are at least 1e-8.
+
+    Example:
+      >>> print(f"{binary_kl(jnp.log(0.5), jnp.log(0.75)):.3f}")
+      0.131
+    """
+    others_p, others_q = (jnp.log(jnp.maximum(-jnp.expm1(x), 1e-8)) for x in (logp, logq))
+    return jnp.exp(logq) * (logq - logp) - jnp.expm1(logq) * (others_q - others_p)
+
+
 @with_formula
-def within_variation(ratio: Ratio, *, low: float = 0.2, high: float = 0.2) -> Weights:
-    """DPPO's trust region (arXiv:2602.04879) in total variation: with p the learner's probability
-    of the token and q that of the ratio's other policy, 0 where A > 0 and p - q > high, or A <= 0
-    and p - q < -low. Reports "rejected/variation".
+def trust_region(
+    ratio: Ratio, divergence: Divergence, *, low: float = 0.2, high: float = 0.2
+) -> Weights:
+    """DPPO's trust region (arXiv:2602.04879): with p the learner's probability of the token and q
+    that of the ratio's other policy, 0 where p has already moved too far in the direction of the
+    advantage: A > 0, p > q and a divergence above `high`, or A <= 0, p < q and one above `low`.
+    Reports "rejected/divergence".
 
     Example:
       >>> from jaxrl.losses import one_sequence, over_sampler
       >>> now, before = jnp.log(jnp.array([0.1, 0.9])), jnp.log(jnp.array([0.01, 0.5]))
       >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=now, sampler=before)
-      >>> print(within_variation(over_sampler).apply(scores, batch)[0])  # the rare token may move
+      >>> region = trust_region(over_sampler, total_variation)
+      >>> print(region.apply(scores, batch)[0])  # the rare token may move
       [[1. 0.]]
 
     Raises:
-      ValueError: for bounds outside [0, 1], or the ratio of whole sequences.
+      ValueError: for a negative bound, or the ratio of whole sequences.
     """
-    per_token(ratio, reader="within_variation")
-    if not (0 <= low <= 1 and 0 <= high <= 1):
-        raise ValueError(f"within_variation: low={low} and high={high} must lie in [0, 1]")
+    bounds.not_negative("trust_region: low", low)
+    bounds.not_negative("trust_region: high", high)
+
+    def beyond(apart: jax.Array, d: jax.Array, batch: TokenBatch) -> jax.Array:
+        return jnp.where(batch.advantages > 0, (d > 0) & (apart > high), (d < 0) & (apart > low))
+
+    return _divergent(beyond, ratio, divergence, reader="trust_region")
+
+
+@with_formula
+def near(ratio: Ratio, divergence: Divergence, *, high: float = 0.1) -> Weights:
+    """0 where the divergence of the learner from the ratio's other policy exceeds `high`, whatever
+    the sign of the advantage. Reports "rejected/divergence".
+
+    With `total_variation` the mask of prime-rl's loss "ipo", which has no paper.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence, over_sampler
+      >>> now, before = jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.9, 0.55]))
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=now, sampler=before)
+      >>> print(near(over_sampler, total_variation).apply(scores, batch)[0])
+      [[0. 1.]]
+
+    Raises:
+      ValueError: for a bound that is not positive, or the ratio of whole sequences.
+    """
+    bounds.positive("near: high", high)
+    return _divergent(lambda apart, d, batch: apart > high, ratio, divergence, reader="near")
+
+
+def _divergent(
+    beyond: Callable[[jax.Array, jax.Array, TokenBatch], jax.Array],
+    ratio: Ratio,
+    divergence: Divergence,
+    *,
+    reader: str,
+) -> Weights:
+    """Makes weights of (divergence, log-ratio, batch) -> bool[B, T]."""
+    per_token(ratio, reader=reader)
 
     def rejects(d: jax.Array, scores: Scores, batch: TokenBatch) -> jax.Array:
-        logprobs = jax.lax.stop_gradient(scores.logprobs)
-        moved = jnp.exp(logprobs) - jnp.exp(logprobs - d)
-        return jnp.where(batch.advantages > 0, moved > high, moved < -low)
+        logp = jax.lax.stop_gradient(scores.logprobs)
+        return beyond(divergence(logp, logp - d), d, batch)
 
-    return _rejection(rejects, ratio, name="variation")
+    return _rejection(rejects, ratio, name="divergence")

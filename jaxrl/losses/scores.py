@@ -19,14 +19,15 @@ class Need(enum.StrEnum):
     REFERENCE = "reference"  # log-probs of the frozen reference model
     VALUES = "values"  # a critic's expectation before each token
     IMBALANCE = "imbalance"  # unevenness of the learner's routing to experts
+    OBSERVED = "observed"  # log-probs of the learner for tokens that the environment wrote
 
 
 @struct.dataclass(kw_only=True)
 class Scores:
     """The scores that a loss may read; entry t scores tokens[:, t] given the tokens before it.
 
-    Only `logprobs`, `entropy`, `values` and `imbalance` carry a gradient. A score that no loss
-    needs is None.
+    Only `logprobs`, `entropy`, `values`, `imbalance` and `observed` carry a gradient. A score that
+    no loss needs is None.
     """
 
     logprobs: jax.Array  # f32[B, T], the learner
@@ -36,6 +37,9 @@ class Scores:
     reference: jax.Array | None = None  # f32[B, T]
     values: jax.Array | None = None  # f32[B, T], of a critic, differentiable
     imbalance: jax.Array | None = None  # f32[B, T], see `models.experts.imbalance`
+    observed: jax.Array | None = None  # f32[B, T], the learner, at `core.batch.observed` tokens
+    # f32[B, T] for each of the weights that are computed over the whole batch.
+    whole: dict[str, jax.Array] | None = None
 
 
 def require(scores: Scores, need: Need) -> jax.Array:
@@ -98,4 +102,5 @@ def one_sequence(
         advantages=row(advantages),
         rewards=row(rewards),
     )
-    return Scores(logprobs=row(logprobs), **{k: row(v) for k, v in scores.items()}), batch
+    others: dict[str, Any] = {name: row(values) for name, values in scores.items()}
+    return Scores(logprobs=row(logprobs), **others), batch

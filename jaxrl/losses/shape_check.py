@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.metrics import Mean
-from jaxrl.losses.algebra import Objective
+from jaxrl.losses.objectives import Objective
 from jaxrl.losses.recipe import Recipe
 from jaxrl.losses.scores import Need, Scores
 
@@ -36,14 +36,15 @@ def check_shapes(recipe: Recipe) -> None:
 
 def _check(goal: Objective, batch: TokenBatch) -> None:
     scores = Scores(logprobs=_array(), **{need.value: _array() for need in goal.needs})
+    scores, before = jax.eval_shape(goal.survey, scores, batch)
     _, metrics = jax.eval_shape(goal.total, scores, batch)
-    for name, metric in metrics.items():
+    for name, metric in [*before.items(), *metrics.items()]:
         if not isinstance(metric, Mean) or metric.total.shape or metric.weight.shape:
             raise ValueError(
                 f"the metric {name!r} is {metric}, expected a Mean of two scalars: "
                 "jaxrl.core.metrics.masked_mean(values, batch.action_mask) makes one"
             )
-    jax.eval_shape(goal.denominator, batch)
+    jax.eval_shape(goal.denominators, batch, scores.whole)
 
 
 def _batch(recipe: Recipe) -> TokenBatch:
@@ -51,11 +52,11 @@ def _batch(recipe: Recipe) -> TokenBatch:
     judged = recipe.critic is not None or Need.VALUES in recipe.objective.needs
     numbers = ["sampler_logprobs", "advantages", "rewards"]
     numbers += ["values", "returns"] if judged else []
-    numbers += [] if recipe.entropy is None else ["entropy_weights"]
     return TokenBatch(
         **{name: _array(jnp.int32) for name in ("tokens", "segments", "positions")},
         **{name: _array() for name in numbers},
         action_mask=_array(jnp.bool_),
+        coefficients={name: _array() for name in recipe.controllers},
     )
 
 

@@ -11,8 +11,9 @@ from jaxrl.advantages import Outcomes
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.metrics import Metrics, masked_means
 from jaxrl.losses import bounds
-from jaxrl.losses.algebra import Objective, TokenLoss, token_loss
+from jaxrl.losses.algebra import TokenLoss, token_loss
 from jaxrl.losses.formulas import shown, with_formula
+from jaxrl.losses.objectives import Objective
 from jaxrl.losses.scores import Need, Scores, require
 
 

@@ -9,10 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.core.packing import ANYWHERE, Alignment
 from jaxrl.core.precision import Precision
-from jaxrl.models.products import product, transposed
-
-# Checkpoint name of the results that a remat policy may keep, to avoid recomputing attention.
-KEPT = "attention"
+from jaxrl.models.products import product, transposed_product
+from jaxrl.models.tree_attention import KEPT, Tree, tree_attention
 
 # Keys are padded to a multiple of this number. XLA's products then add in the same order whatever
 # the number of keys, and masked keys add exactly 0: a token's result does not depend on the length
@@ -28,7 +26,7 @@ class Part(NamedTuple):
     """Position of queries that are part of their rows; keys and values cover the whole rows."""
 
     first: jax.Array  # i32[], index of the first query in the row
-    segments: jax.Array  # i32[B, S], segments of the whole rows
+    segments: Any  # i32[B, S], segments of the whole rows, or their Tree
 
 
 class Mask(NamedTuple):
@@ -48,7 +46,7 @@ class Attend(Protocol):
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        segments: jax.Array,
+        segments: jax.Array | Tree,
         *,
         window: jax.Array | None,
         precision: Precision,
@@ -61,7 +59,7 @@ def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segments: jax.Array,
+    segments: jax.Array | Tree,
     *,
     window: jax.Array | None,
     precision: Precision,
@@ -79,7 +77,8 @@ def attention(
       k: [B, S, K, hd], H a multiple of K; query head h reads key head h // (H / K). S is T, or with
         `part` the length of the whole row.
       v: like k.
-      segments: i32[B, T], 0 for padding.
+      segments: i32[B, T], 0 for padding; or the Tree of rows whose sequences share prefixes, which
+        `tree_attention` computes.
       window: i32[], number of tokens that a token attends to, including itself; None for all.
       precision: the dtype policy; scores and softmax are in `accumulate`.
       part: the part of their rows that the queries are; None for whole rows.
@@ -87,6 +86,10 @@ def attention(
     Returns:
       [B, T, H, hd] in `precision.activations`.
     """
+    if isinstance(segments, Tree):
+        first, keys = (0, segments) if part is None else part
+        queries = (segments.positions, jnp.int32(first))
+        return tree_attention(q, k, v, keys, queries, window=window, precision=precision)
     batch, length, heads, dim = q.shape
     groups = heads // k.shape[2]
     q = q.reshape(batch, length, -1, groups, dim).transpose(0, 2, 3, 1, 4)
@@ -156,6 +159,7 @@ def _forward(q, k, v, mask, precision, whole):
 def _backward(precision, whole, residuals, dout):
     q, k, v, out, log_total, mask = residuals
     dot = functools.partial(product, batch=(0, 1), precision=precision)
+    dot_t = functools.partial(transposed_product, batch=(0, 1), precision=precision)
     mean = jnp.sum(
         dout.astype(precision.accumulate) * out.astype(precision.accumulate), axis=-1, keepdims=True
     )
@@ -173,8 +177,8 @@ def _backward(precision, whole, residuals, dout):
         dscores = probs * (dprobs - mean[rows]) * q.shape[-1] ** -0.5
         probs, dscores = probs.astype(precision.compute), dscores.astype(precision.compute)
         dqs.append(dot(dscores, k[keys], contract=(4, 2)))
-        dk = _add(dk, dot(_columns(q[rows]), _flat(dscores), contract=(3, 2)))
-        dv = _add(dv, dot(_columns(dout[rows]), _flat(probs), contract=(3, 2)))
+        dk = _add(dk, dot_t(_flat(q[rows]), _flat(dscores)))
+        dv = _add(dv, dot_t(_flat(dout[rows]), _flat(probs)))
     grads = (jnp.concatenate(dqs, axis=3), dk.swapaxes(2, 3), dv.swapaxes(2, 3))
     return (*(x.astype(precision.activations) for x in grads), None)
 
@@ -204,10 +208,6 @@ def _add(total, part):
 def _flat(x):
     """[B, K, G, T, N] -> [B, K, G * T, N]: one row for each query of a key's group."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
-
-
-def _columns(x):
-    return transposed(_flat(x))
 
 
 def _scores(q, k, mask: Mask, block: tuple[int, int, int], *, precision):

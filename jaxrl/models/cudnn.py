@@ -1,8 +1,8 @@
 """cuDNN's flash attention on NVIDIA GPUs: over packed sequences since Hopper, else with a mask.
 
 Its packed form computes each sequence of a row by itself, so that tokens of other sequences cost
-nothing. Before Hopper, and where a device has only part of a row's queries, the kernel gets a mask
-of [B, 1, T, S] and computes all causal scores of a row.
+nothing. Before Hopper, where a device has only part of a row's queries, and where sequences share
+prefixes, the kernel gets a mask of [B, 1, T, S] and computes all causal scores of a row.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxrl.core.packing import most_sequences
 from jaxrl.core.precision import Precision
 from jaxrl.models.attention import Part
+from jaxrl.models.tree_attention import Tree, visible
 
 
 class Sequences(NamedTuple):
@@ -92,7 +93,7 @@ def masked(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segments: jax.Array,
+    segments: jax.Array | Tree,
     *,
     window: int | None,
     precision: Precision,
@@ -101,11 +102,18 @@ def masked(
 ) -> jax.Array:
     """Computes `attention.attention` with a mask; `implementation` is for tests without a GPU."""
     first, of_keys = (0, segments) if part is None else part
-    seen = segments[:, None, :, None] == of_keys[:, None, None, :]
-    if part is not None or window is not None:
-        distance = first + jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None, :]
-        near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-        seen = seen & near[None, None]
+    queries, keys = first + jnp.arange(q.shape[1]), jnp.arange(k.shape[1])
+    if isinstance(segments, Tree):
+        assert isinstance(of_keys, Tree)
+        far = jnp.iinfo(jnp.int32).max if window is None else window
+        seen = visible(of_keys, keys, segments.positions, queries, window=far)[:, None]
+    else:
+        assert not isinstance(of_keys, Tree)
+        seen = segments[:, None, :, None] == of_keys[:, None, None, :]
+        if part is not None or window is not None:
+            distance = queries[:, None] - keys[None, :]
+            near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            seen = seen & near[None, None]
     q, k, v = (x.astype(precision.compute) for x in (q, k, v))
     out = jax.nn.dot_product_attention(
         q, k, v, mask=seen, is_causal=part is None, implementation=implementation

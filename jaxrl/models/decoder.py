@@ -25,6 +25,7 @@ from jaxrl.models.layers import (
 from jaxrl.models.lora import attach, frozen
 from jaxrl.models.products import OUTPUT
 from jaxrl.models.spec import Params, ParamSpec, Specs
+from jaxrl.models.tree_attention import Tree
 
 
 class Hidden(Protocol):
@@ -38,10 +39,12 @@ class Hidden(Protocol):
         segments: jax.Array,
         *,
         precision: Precision,
+        seen_until: jax.Array | None = None,
     ) -> jax.Array:
         """Computes the residual stream after the final norm, [B, T, D] in `precision.activations`.
 
-        `tokens`, `positions` (within the segment) and `segments` (0: padding) are i32[B, T]. The
+        `tokens`, `positions` (within the segment) and `segments` (0: padding) are i32[B, T], and so
+        is `seen_until`, in rows whose sequences share prefixes (`tree_attention.Tree`). The
         caller casts `params` to `precision.compute` once per step; other dtypes are cast here.
         `params` may be `lora.Adapted`.
         """
@@ -67,6 +70,7 @@ class HiddenRouted(Protocol):
         segments: jax.Array,
         *,
         precision: Precision,
+        seen_until: jax.Array | None = None,
         recorded: jax.Array | None = None,
     ) -> Routed:
         """Computes hidden states and routing. `recorded`: i32[B, T, L, k], experts to replay;
@@ -124,8 +128,9 @@ def decoder(
     if remat != "none" and remat not in _REMAT:
         raise ValueError(f"remat={remat!r}; expected one of {', '.join(('none', *_REMAT))}")
 
-    def run(params, tokens, positions, segments, precision, recorded, observe):
+    def run(params, tokens, positions, segments, observe, *, precision, seen_until, recorded=None):
         params = attach(params)
+        rows = segments if seen_until is None else Tree(seen_until, positions)
         table = rope_table(
             positions, rope=config.rope, head_dim=config.head_dim, precision=precision
         )
@@ -138,7 +143,7 @@ def decoder(
             layer, window, replay = scanned
 
             def attention_of(q, k, v):
-                return attend(q, k, v, segments, window=window, precision=precision), None
+                return attend(q, k, v, rows, window=window, precision=precision), None
 
             x, _, routing = block(
                 x, layer, attention_of, table=table, context=context, recorded=replay
@@ -154,14 +159,24 @@ def decoder(
         x = context.norm(x, params["final_norm"])
         return constrain(x, ("batch", "length", "embed")), observed
 
-    def hidden(params, tokens, positions, segments, *, precision):
-        return run(params, tokens, positions, segments, precision, None, _nothing)[0]
+    def hidden(params, tokens, positions, segments, *, precision, seen_until=None):
+        inputs = (params, tokens, positions, segments)
+        return run(*inputs, _nothing, precision=precision, seen_until=seen_until)[0]
 
-    def hidden_routed(params, tokens, positions, segments, *, precision, recorded=None):
+    def hidden_routed(
+        params, tokens, positions, segments, *, precision, seen_until=None, recorded=None
+    ):
         if recorded is not None:
             recorded = recorded.transpose(2, 0, 1, 3)
         x, (costs, chosen) = run(
-            params, tokens, positions, segments, precision, recorded, _imbalance_and_experts
+            params,
+            tokens,
+            positions,
+            segments,
+            _imbalance_and_experts,
+            precision=precision,
+            seen_until=seen_until,
+            recorded=recorded,
         )
         return Routed(x, jnp.mean(costs, axis=0), chosen.transpose(1, 2, 0, 3))
 

@@ -56,8 +56,7 @@ def load_config(directory: str | Path) -> DecoderConfig:
     directory = Path(directory)
     if not directory.is_dir():
         raise ValueError(
-            f"the model '{directory}' is not a directory; models are read from disk: download it "
-            f"with `hf download {directory} --local-dir DIRECTORY` and name that directory"
+            f"the model '{directory}' is not a directory; relative paths start at {Path.cwd()}"
         )
     path = directory / "config.json"
     if not path.exists():

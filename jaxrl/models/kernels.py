@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.core.precision import Precision, jit
 from jaxrl.models import cudnn
-from jaxrl.models.attention import KEPT, Attend, Part, attention
+from jaxrl.models.attention import KEPT, Attend, Part, Tree, attention
 from jaxrl.models.families import DecoderConfig
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
@@ -98,10 +98,19 @@ def attend(wanted: Wanted, *, layout: Layout, config: DecoderConfig) -> Attend:
         kernel = choose(
             wanted, layout=layout, config=config, precision=precision, length=q.shape[1]
         )
+        if isinstance(segments, Tree) and unshared(kernel) is not None:
+            kernel = "xla"  # rows were packed for the learner's dtypes; the sampler's are others
         on_mesh = by_kernel(kernel, layout=layout, alike=_shared_window(config))
         return on_mesh(q, k, v, segments, window=window, precision=precision)
 
     return chosen
+
+
+def unshared(kernel: Kernel) -> str | None:
+    """Says why a kernel cannot compute rows whose sequences share prefixes; None if it can."""
+    if kernel == "splash":
+        return "splash compares one segment per token, and a shared token has several"
+    return None
 
 
 def _shared_window(config: DecoderConfig) -> int | None:
@@ -110,7 +119,7 @@ def _shared_window(config: DecoderConfig) -> int | None:
 
 def verify(kernel: Kernel, *, layout: Layout, config: DecoderConfig, precision: Precision) -> None:
     """Compares a kernel with `attention` on one device of this process: output and gradients over
-    a row of three sequences and padding.
+    a row of three sequences and padding, and over one whose second sequence shares a prefix.
 
     Raises:
       RuntimeError: if they differ by more than rounding explains.
@@ -121,12 +130,14 @@ def verify(kernel: Kernel, *, layout: Layout, config: DecoderConfig, precision: 
     alone = Layout(make_mesh(devices=[device]), layout.rules)
     window = _shared_window(config)
     of_kernel = by_kernel(kernel, layout=alone, alike=window)
-    found, expected = (
-        _example(attend, config, device=device, window=window, precision=precision)
-        for attend in (of_kernel, attention)
-    )
-    norm = jnp.linalg.norm
-    worst = max(float(norm(a - b) / norm(b)) for a, b in zip(found, expected, strict=True))
+    norm, worst = jnp.linalg.norm, 0.0
+    for rows in _rows()[: 1 if unshared(kernel) else 2]:
+        found, expected = (
+            _example(attend, config, rows, device=device, window=window, precision=precision)
+            for attend in (of_kernel, attention)
+        )
+        differences = (float(norm(a - b) / norm(b)) for a, b in zip(found, expected, strict=True))
+        worst = max(worst, *differences)
     if not worst < _AGREEMENT:
         raise RuntimeError(
             f"attention by {kernel} differs from XLA's by {worst:.2g} on this device, "
@@ -135,11 +146,28 @@ def verify(kernel: Kernel, *, layout: Layout, config: DecoderConfig, precision: 
         )
 
 
+def _rows() -> tuple[jax.Array, Tree]:
+    """Makes up a row: its segments, and its tree if the second sequence of the same tokens shared
+    the first 100 of the first one."""
+    lengths = [200, 150, 100, 62]
+    places = np.concatenate([np.arange(200), np.arange(100, 250), np.arange(100), np.zeros(62)])
+    until = np.repeat([350, 200, 350, 450, 0], [100, 100, *lengths[1:]])
+    until[450:] = np.arange(451, 513)
+    arrays = (np.repeat([1, 2, 3, 0], lengths), until, places)
+    segments, *tree = (jnp.asarray(x[None], jnp.int32) for x in arrays)
+    return segments, Tree(*tree)
+
+
 def _example(
-    attend: Attend, config: DecoderConfig, *, device: Any, window: int | None, precision: Precision
+    attend: Attend,
+    config: DecoderConfig,
+    rows: jax.Array | Tree,
+    *,
+    device: Any,
+    window: int | None,
+    precision: Precision,
 ) -> tuple[jax.Array, ...]:
     """Runs attention over real tokens of a made-up row; returns output and gradients in f32."""
-    segments = jnp.asarray(np.repeat([1, 2, 3, 0], [200, 150, 100, 62])[None], jnp.int32)
     rng, groups = np.random.default_rng(0), config.num_heads // config.num_kv_heads
     inputs = [
         rng.normal(size=(1, 512, heads, config.head_dim)).astype(precision.activations)
@@ -148,8 +176,9 @@ def _example(
 
     def run(q, k, v):
         traced = None if window is None else jnp.int32(window)
-        out = attend(q, k, v, segments, window=traced, precision=precision)
-        return jnp.where((segments > 0)[:, :, None, None], out, 0).astype(jnp.float32)
+        out = attend(q, k, v, rows, window=traced, precision=precision)
+        real = (_rows()[0] > 0)[:, :, None, None]
+        return jnp.where(real, out, 0).astype(jnp.float32)
 
     def both(q, k, v):
         out, backward = jax.vjp(run, q, k, v)
@@ -164,7 +193,8 @@ def by_kernel(
     """Builds attention with a kernel, without checking that the devices support it.
 
     Rows and heads are sharded as the rules say. Where the rules cut "length", every device keeps
-    its part of the queries and gathers the keys and values of the whole rows.
+    its part of the queries and gathers the keys and values of the whole rows. In rows that share
+    prefixes, each device skips the blocks that its own rows do not see.
 
     Args:
       kernel: the kernel to run.
@@ -172,12 +202,18 @@ def by_kernel(
       alike: window of all layers, which kernels other than `xla` must know when they are compiled.
       interpret: run splash attention's program without a TPU, slowly.
 
-    The result raises ValueError if rows, tokens or heads do not divide over their devices.
+    The result raises ValueError if rows, tokens or heads do not divide over their devices, or for
+    rows that share prefixes, if the kernel cannot compute them (`unshared`).
     """
-    if kernel == "xla" and layout.count("length") == 1:
-        return attention  # XLA shards it over rows and heads itself
 
     def on_mesh(q, k, v, segments, *, window, precision):
+        shared = isinstance(segments, Tree)
+        if shared and (reason := unshared(kernel)) is not None:
+            raise ValueError(f"rows share prefixes, but {reason}; pack them without")
+        whole = kernel == "xla" and layout.count("length") == 1
+        if whole and (not shared or k.shape[2] % layout.count("kv_heads")):
+            # XLA shards it over rows and heads itself
+            return attention(q, k, v, segments, window=window, precision=precision)
         constant = None
         if kernel == "splash":
             constant = _splash_kernel(q, layout, window=alike, interpret=interpret)
@@ -193,7 +229,7 @@ def by_kernel(
 class _Given(NamedTuple):
     """Arguments of a kernel besides queries, keys and values."""
 
-    segments: jax.Array  # see `attention`
+    segments: jax.Array | Tree  # see `attention`
     window: jax.Array | None
     part: Part | None
     constant: Any  # splash attention's compiled mask
@@ -215,7 +251,8 @@ def _on_mesh(local, layout, q, k, v, given: _Given):
         if over:
             gather = functools.partial(jax.lax.all_gather, axis_name=over, axis=1, tiled=True)
             first = jax.lax.axis_index(over) * q.shape[1]
-            given = given._replace(part=Part(first.astype(jnp.int32), gather(given.segments)))
+            rows = jax.tree.map(gather, given.segments)
+            given = given._replace(part=Part(first.astype(jnp.int32), rows))
             k, v = gather(k), gather(v)
         return local(q, k, v, given)
 
@@ -273,7 +310,10 @@ def _splash(q, k, v, given: _Given, *, precision):
     # The kernel does not scale: queries are rounded once more than in `attention`.
     scaled = (q.astype(precision.accumulate) * q.shape[-1] ** -0.5).astype(precision.compute)
     k, v = k.astype(precision.compute), v.astype(precision.compute)
-    ids = splash.SegmentIds(q=segments, kv=segments if part is None else part.segments)
+    of_keys = segments if part is None else part.segments
+    assert not isinstance(segments, Tree)
+    assert not isinstance(of_keys, Tree)
+    ids = splash.SegmentIds(q=segments, kv=of_keys)
     out = jax.vmap(constant)(*(x.transpose(0, 2, 1, 3) for x in (scaled, k, v)), ids)
     return out.transpose(0, 2, 1, 3).astype(precision.activations)
 
@@ -284,7 +324,7 @@ def _is_packed(device: Any) -> bool:
 
 def _cudnn(q, k, v, given: _Given, *, precision, window, packed):
     segments, _, part, _ = given
-    if packed and part is None:
+    if packed and part is None and not isinstance(segments, Tree):
         return cudnn.packed(q, k, v, segments, window=window, precision=precision)
     return cudnn.masked(q, k, v, segments, window=window, precision=precision, part=part)
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl.core.precision import DType, Precision
-from jaxrl.models.products import product, transposed
+from jaxrl.models.products import product, transposed_product
 
 
 class Chunk(NamedTuple):
@@ -271,8 +271,9 @@ def _scores_backward(plan, residuals, cotangents):
             chosen = target[:, None] == (columns + j)[None, :]
             d_z = jnp.where(chosen, g_logprob, 0) - jnp.exp(logp) * per_p
             d_z = d_z.astype(plan.precision.compute)
-            dot = functools.partial(product, contract=(1, 0), precision=plan.precision)
-            return d_h + dot(d_z, weights[j]), d_weights.at[j].add(dot(transposed(d_z), h))
+            d_h = d_h + product(d_z, weights[j], contract=(1, 0), precision=plan.precision)
+            d_w = transposed_product(d_z, h, precision=plan.precision)
+            return d_h, d_weights.at[j].add(d_w)
 
         start = (jnp.zeros(h.shape, plan.precision.accumulate), d_weights)
         d_h, d_weights = lax.fori_loop(0, plan.vocab_chunks, per_vocab_chunk, start)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl.core.precision import PRESETS, Precision
-from jaxrl.models import huggingface
+from jaxrl.models import hub, huggingface
 from jaxrl.models.decoder import Model, decoder
 from jaxrl.models.spec import Params
 
@@ -26,10 +26,11 @@ class Pretrained(NamedTuple):
 
 
 def load(directory: str | Path, *, precision: Precision = PRESETS["fp32"]) -> Pretrained:
-    """Loads a language model from a Hugging Face checkpoint directory.
+    """Loads a language model from a Hugging Face checkpoint directory, or from the hub.
 
     Args:
-      directory: holds config.json, model.safetensors (or shards) and the tokenizer's files.
+      directory: holds config.json, model.safetensors (or shards) and the tokenizer's files; or a
+        name on the hub, see `hub.local_directory`.
       precision: the dtype policy; parameters are cast to `precision.params`.
 
     Raises:
@@ -37,6 +38,7 @@ def load(directory: str | Path, *, precision: Precision = PRESETS["fp32"]) -> Pr
       ValueError: if the directory does not exist, its files do not fit together, or it holds a
         reward model; the message names the file or tensor.
     """
+    directory = hub.local_directory(str(directory))
     tokenizer = huggingface.load_tokenizer(directory)
     config, params = huggingface.load(directory, dtype=precision.params)
     if config.scored:

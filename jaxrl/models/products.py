@@ -46,8 +46,10 @@ def product(
     """
     free = [axis for axis in range(x.ndim) if axis != contract[0] and axis not in batch]
     rows = math.prod(x.shape[axis] for axis in free)
-    if rows == 1:  # XLA sums the product of a vector in another order than that of a matrix
-        x = jnp.repeat(x, 2, axis=free[-1])
+    length, unit = x.shape[free[-1]], _row_unit(rows, precision)
+    more = -length % (unit // math.gcd(rows // max(1, length), unit))
+    if more:
+        x = jnp.pad(x, [(0, more * (axis == free[-1])) for axis in range(x.ndim)])
     dot = functools.partial(
         lax.dot_general,
         x.astype(precision.compute),
@@ -65,7 +67,16 @@ def product(
         z = jnp.concatenate(parts, axis=-1)
     else:
         z = dot(y)
-    return lax.slice_in_dim(z, 0, 1, axis=len(batch) + len(free) - 1) if rows == 1 else z
+    return lax.slice_in_dim(z, 0, length, axis=len(batch) + len(free) - 1) if more else z
+
+
+def _row_unit(rows: int, precision: Precision) -> int:
+    """Returns a number that a product's rows are padded to a multiple of. XLA on CPU sums the
+    product of a vector in another order than that of a matrix. Where a processor multiplies bf16 in
+    tiles (AMX), it also sums the last rows beside whole tiles in another order."""
+    if precision.sums == "fixed" and precision.compute == jnp.bfloat16:
+        return 16
+    return 2 if rows == 1 else 1
 
 
 def grouped_product(
@@ -128,7 +139,7 @@ def _grouped_on_cpu(x, y, sizes, *, contract, group, precision):
         own = jnp.where((index >= start) & (index < end), x, 0)
         if group:
             return product(own, matrix, contract=(1, contract[1] - 1), precision=precision)
-        return product(transposed(own), y, contract=(1, 0), precision=precision)
+        return transposed_product(own, y, precision=precision)
 
     def nothing(start, end, matrix):
         return jnp.zeros_like(jax.eval_shape(one, start, end, matrix))
@@ -144,17 +155,32 @@ def _grouped_on_cpu(x, y, sizes, *, contract, group, precision):
     return total if group else jnp.asarray(stacked)
 
 
-def transposed(x: jax.Array) -> jax.Array:
-    """Transposes [..., M, N] -> [..., N, M], for the first operand of a product.
+def transposed_product(
+    x: jax.Array, y: jax.Array, *, batch: Axes = (), precision: Precision
+) -> jax.Array:
+    """Computes `x.T @ y` for matrices behind the `batch` axes: [..., N, A] and [..., N, B] ->
+    [..., A, B], in `accumulate`.
 
-    On CPU, XLA has bf16 kernels for plain products only. If it folded the transpose into the
-    product, that would be slow, or fail at run time on a processor without bf16 instructions. A
-    barrier prevents the folding.
+    On CPU, XLA has bf16 kernels for plain products of row-major arrays only. It converts other
+    operands to f32, which is five times slower where there are bf16 units, or fails at run time. So
+    a barrier keeps it from folding the transpose into the product, and the array behind the barrier
+    is flat, or XLA would see its layout. Another guards a transpose of the result.
     """
-    swap = functools.partial(jnp.swapaxes, axis1=-1, axis2=-2)
-    if x.dtype != jnp.bfloat16:
-        return swap(x)
-    return lax.platform_dependent(x, cpu=lambda x: lax.optimization_barrier(swap(x)), default=swap)
+    rows = len(batch)
+    dot = functools.partial(product, contract=(rows + 1, rows), batch=batch, precision=precision)
+
+    def plain(x: jax.Array, y: jax.Array) -> jax.Array:
+        return dot(jnp.swapaxes(x, -1, -2), y)
+
+    def guarded(x: jax.Array, y: jax.Array) -> jax.Array:
+        columns = jnp.swapaxes(x, -1, -2)
+        flat = lax.optimization_barrier(columns.reshape(-1))
+        return lax.optimization_barrier(dot(flat.reshape(columns.shape), y))
+
+    if precision.compute != jnp.bfloat16:
+        return plain(x, y)
+    x = x.astype(precision.compute)
+    return lax.platform_dependent(x, y, cpu=guarded, default=plain)
 
 
 def _matmul_forward(x, weight, precision):
@@ -166,8 +192,7 @@ def _matmul_forward(x, weight, precision):
 def _matmul_backward(precision, residuals, dy):
     x, weight = residuals
     dx = product(dy, weight, contract=(1, 0), precision=precision)
-    columns = transposed(dy.astype(precision.compute))
-    dweight = product(columns, x, contract=(1, 0), precision=precision)
+    dweight = transposed_product(dy, x, precision=precision)
     return dx.astype(precision.activations), dweight.astype(weight.dtype)
 
 

@@ -63,7 +63,14 @@ def sequence_scores(
       f32[B, T + 1]: entry s of a row is the score of its sequence s; 0 if it has no sequence s.
     """
     tokens, segments = batch.tokens, batch.segments
-    hidden = model.hidden(weights, tokens, batch.positions, segments, precision=precision)
+    hidden = model.hidden(
+        weights,
+        tokens,
+        batch.positions,
+        segments,
+        precision=precision,
+        seen_until=batch.seen_until,
+    )
     scores = token_scores(hidden, model.unembedding(weights), precision=precision)
     last = jax.vmap(_last)(segments, _not_padding(tokens, model.config.pad_id) & (segments > 0))
     return jnp.where(last >= 0, jnp.take_along_axis(scores, jnp.maximum(last, 0), axis=1), 0)

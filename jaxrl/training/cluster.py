@@ -11,6 +11,7 @@ import jax
 from jaxrl.config.tables import HostsConfig, is_address
 from jaxrl.core.hosts import ReportedError, report
 
+JOIN = 300  # seconds that a process waits for the others at the start
 HEARTBEAT = 30  # seconds without a sign of life: longer than any pause of a healthy process
 
 
@@ -37,13 +38,13 @@ def joined(config: HostsConfig) -> Iterator[None]:
         _check_address(address)
     who = "this process" if process is None else f"process {process} of {processes}"
     try:
-        with _waiting(who, address, at_most=config.join):
+        with _waiting(who, address, at_most=JOIN):
             jax.distributed.initialize(
                 None if address == "auto" else address,
                 num_processes=processes,
                 process_id=process,
                 local_device_ids=_all_devices(os.environ),
-                initialization_timeout=2 * config.join,  # jax's own end is a crash
+                initialization_timeout=2 * JOIN,  # jax's own end is a crash
                 heartbeat_timeout_seconds=HEARTBEAT,
             )
     except ValueError as error:
@@ -94,8 +95,8 @@ def _waiting(who: str, address: str, *, at_most: int) -> Iterator[None]:
 
     def end() -> None:
         _say(
-            f"{who} failed: not all processes joined at {address} within hosts.join = {at_most} s. "
-            "See their output; check that all have this address and can reach it"
+            f"{who} failed: not all processes joined at {address} within {at_most} s. See their "
+            "output; check that all have this address and can reach it"
         )
         os._exit(1)
 

@@ -3,7 +3,7 @@ loss needs."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -119,17 +119,21 @@ def prepare_minibatch(
         returns=targets.returns,
     )
     needs, score = learning.recipe.objective.needs, learning.learner.score
+    scores: dict[str, jax.Array] = {}
     if Need.REFERENCE in needs:
         assert learning.reference is not None
         reference = lora.with_trainable(policy.params, learning.reference)
-        minibatch = dataclasses.replace(minibatch, reference=score(reference, minibatch))
+        scores["reference"] = score(reference, minibatch)
     if Need.ANCHOR in needs and updates > 1:
-        minibatch = dataclasses.replace(minibatch, anchor=score(policy.params, minibatch))
-    return minibatch
+        scores["anchor"] = score(policy.params, minibatch)
+    return dataclasses.replace(minibatch, **scores)
 
 
-def with_entropy_weights(minibatch: Minibatch, coefficient: float) -> Minibatch:
-    """Returns the minibatch with the coefficient of an adaptive entropy bonus."""
-    weights = jnp.full_like(minibatch.batch.advantages, coefficient)
-    batch = dataclasses.replace(minibatch.batch, entropy_weights=weights)
+def with_coefficients(minibatch: Minibatch, coefficients: Mapping[str, float]) -> Minibatch:
+    """Returns the minibatch with the coefficients of the terms that controllers steer."""
+    arrays = {
+        name: jnp.full_like(minibatch.batch.advantages, coefficient)
+        for name, coefficient in coefficients.items()
+    }
+    batch = dataclasses.replace(minibatch.batch, coefficients=arrays)
     return dataclasses.replace(minibatch, batch=batch)

@@ -1,5 +1,6 @@
 """Runs diagnostics before the update: the alpha/beta split and logged samples."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -72,10 +73,12 @@ def _split_ratio(
     c, batch, learner = probes.config, minibatch.batch, probes.learning.learner
     if not is_due(c.every, step):
         return {}, None
+    # Without the scores of the loss, so that the program is the one that made them.
+    bare = dataclasses.replace(minibatch, anchor=None, reference=None)
     arrays = fetch(
         {
-            "learner": learner.score(params, minibatch),
-            "shadow": learner.shadow(params, minibatch),
+            "learner": learner.score(params, bare),
+            "shadow": learner.shadow(params, bare),
             "sampler": batch.sampler_logprobs,
         }
     )
@@ -94,8 +97,9 @@ def _split_ratio(
             scores=arrays["learner"],
         )
         found |= moments("shape_noise", noise)
-    ids = fetch(batch.tokens) if c.replay else None  # on all processes; one of them asks servers
+    # On all processes; one of them asks servers.
+    ids, until = fetch((batch.tokens, batch.seen_until)) if c.replay else (None, None)
     if ids is not None and probes.replay is not None:
-        replay = replay_batch(probes.replay, tokens=ids, segments=segments)
+        replay = replay_batch(probes.replay, tokens=ids, segments=segments, seen_until=until)
         found |= log_ratio_parts(replay=replay[mask], **{k: v[mask] for k, v in arrays.items()})
     return {f"probe/{name}": value for name, value in found.items()}, beta

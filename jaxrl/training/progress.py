@@ -20,7 +20,7 @@ class Progress:
       running: numbers of prompts that were being sampled; they are sampled again on resuming.
       counts: `buffer.Counts` of an asynchronous run.
       short_batches: steps in which dynamic sampling found too few groups.
-      entropy_coefficient: of an adaptive entropy bonus; None until there is one.
+      coefficients: of the terms that controllers steer.
       precision: the dtype policy of the run so far.
     """
 
@@ -32,7 +32,7 @@ class Progress:
     running: list[int] = dataclasses.field(default_factory=list)
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     short_batches: int = 0
-    entropy_coefficient: float | None = None
+    coefficients: dict[str, float] = dataclasses.field(default_factory=dict)
     precision: str | None = None
 
     def to_json(self) -> dict[str, Any]:

@@ -36,10 +36,10 @@ from jaxrl.monitoring.tracking.tracking import (
 from jaxrl.training import rollbacks
 from jaxrl.training.probes import Probes
 from jaxrl.training.progress import Progress
-from jaxrl.training.rollouts.collect import RolloutSource
+from jaxrl.training.rollouts.collect import RolloutSource, prompts_at
 from jaxrl.training.storage.checkpoint import Checkpoints
 from jaxrl.training.storage.resume import restore
-from jaxrl.training.storage.run_directory import check_config, record_start
+from jaxrl.training.storage.run_directory import check_config, compare_config, record_start
 from sharding.partition import Layout
 
 Note = Callable[[str], None]  # shows a line to the user
@@ -83,7 +83,9 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     directory, hosts = Path(config.run_dir), Hosts()
     repaired = hosts.on_leader(lambda: incomplete_logs(directory))
     config = hosts.on_leader(lambda: rollbacks.settle(directory, config))
-    recipe, layout = make_recipe(config), make_layout(config.mesh, policy=config.policy)
+    change = hosts.on_leader(lambda: compare_config(directory, config))  # before the model is read
+    recipe, apart = make_recipe(config), config.sampler.devices
+    layout = make_layout(config.mesh, policy=config.policy, reserved=apart)
     task = load_task(config, splits=("train", "test") if hosts.leads else ())
     learning, state = open_learning(config, recipe, layout=layout)
     episode_runner = environment.make_episode_runner(
@@ -93,7 +95,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     reward_model = None
     if config.reward.model is not None:
         reward_model = hosts.on_all(load_reward_model(config, task.tokenizer, layout=layout))
-    change = hosts.on_leader(lambda: check_config(directory, config))
+    hosts.on_leader(lambda: check_config(directory, config))
     checkpoints = Checkpoints(
         directory / "checkpoints",
         keep=config.checkpoints_kept,
@@ -112,22 +114,20 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         ) as serving,
         closing(checkpoints),
     ):
-        samples = NullSamples()
-        if hosts.leads:
-            path, given = directory / "samples.jsonl", config.samples
-            samples = Samples(path, given, tokenizer=task.tokenizer, start_step=progress.step)
+        source = RolloutSource(
+            config=config,
+            task=task,
+            sampler=serving.sampler,
+            params=params,
+            episode_runner=episode_runner,
+            reward_model=reward_model,
+            note=tracker.note,
+        )
+        samples = _open_samples(source, step=progress.step) if hosts.leads else NullSamples()
         run = Run(
             config=config,
             hosts=hosts,
-            source=RolloutSource(
-                config=config,
-                task=task,
-                sampler=serving.sampler,
-                params=params,
-                episode_runner=episode_runner,
-                reward_model=reward_model,
-                note=tracker.note,
-            ),
+            source=source,
             learning=learning,
             probes=Probes(config.probe, learning, serving.score, samples),
             publish=serving.publish,
@@ -137,7 +137,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         attention = learning.check_attention(config)
         missing = gap(tracker.history, step=progress.step) if hosts.leads else None
         notes = (*repaired, missing, *_notes(config, task, hosts=hosts))
-        notes = (*notes, change, unchecked, attention)
+        notes = (*notes, change, unchecked, attention, learning.rows_note)
         for line in filter(None, notes):
             tracker.note(line)
         yield run, state, progress
@@ -171,6 +171,19 @@ def _open_serving(
             record_experts=config.train.replay_routing,
             completions=config.concurrent_completions,
         ),
+    )
+
+
+def _open_samples(source: RolloutSource, *, step: int) -> Samples:
+    """Opens samples.jsonl of a run that has trained for `step` steps."""
+    config, task = source.config, source.task
+    return Samples(
+        Path(config.run_dir, "samples.jsonl"),
+        config.samples,
+        tokenizer=task.tokenizer,
+        answer=lambda number: prompts_at(source, [number])[number].record.get("answer"),
+        parts=list(task.weights),
+        start_step=step,
     )
 
 

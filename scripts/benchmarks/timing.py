@@ -1,6 +1,8 @@
 """Alternating timings, the machine's peak, and results as lines of JSON."""
 
 import json
+import os
+import platform
 import resource
 import statistics
 import time
@@ -27,6 +29,13 @@ def alternate(runs: dict[str, Run], *, repetitions: int) -> dict[str, list[float
             if seed:
                 seconds[name].append(time.perf_counter() - start)
     return seconds
+
+
+def processor() -> str:
+    """Names the processor, with its number of cores."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.split(":", 1)[1].strip() for line in info.splitlines() if "model name" in line]
+    return f"{os.cpu_count()} x {names[0] if names else platform.processor()}"
 
 
 def matmul_peak(dtype: str) -> float:

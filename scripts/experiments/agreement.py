@@ -4,6 +4,7 @@ python scripts/experiments/agreement.py [--families qwen3 llama]
 
 Random models: 4 layers of width 128, 12 prompts x 2 completions of 96 tokens at temperature 1. A
 cell is the standard deviation of learner - sampler and the share of tokens that are bitwise equal.
+A mixture of experts has a second row, in which the learner replays the sampler's experts.
 """
 
 import argparse
@@ -61,11 +62,15 @@ def make_model(family: str) -> tuple[Model, Params]:
     return model, {**params, "head": 3 * params["head"]}
 
 
-def differences(model: Model, params: Params, precision: Precision) -> np.ndarray:
+def differences(
+    model: Model, params: Params, precision: Precision, *, replay_routing: bool
+) -> np.ndarray:
     """Samples, scores, and returns learner - sampler of every token."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 512, rng.integers(5, 40)).astype(np.int32) for _ in range(12)]
-    sampler = EmbeddedSampler(model, params, precision=precision, max_batch=32)
+    sampler = EmbeddedSampler(
+        model, params, precision=precision, max_batch=32, record_experts=replay_routing
+    )
     rollouts = [
         Rollout(
             prompt=prompts[c.prompt_index],
@@ -75,6 +80,7 @@ def differences(model: Model, params: Params, precision: Precision) -> np.ndarra
             version=c.versions,
             group=c.prompt_index,
             reward=0.0,
+            experts=c.experts,
         )
         for c in sampler.sample(prompts, SamplingParams(max_tokens=96, seed=1), group_size=2)
     ]
@@ -103,14 +109,16 @@ def main() -> None:
     families = parser.parse_args().families
     columns = [(name, sums) for name in POLICIES for sums in ("any", "fixed")]
     print("| family |", " | ".join(f"{name}, sums {sums}" for name, sums in columns), "|")
-    for family in families:
+    rows = [(family, "") for family in families]
+    rows += [(family, ", experts replayed") for family in families if family.endswith("moe")]
+    for family, replayed in rows:
         model, params = make_model(family)
         cells = []
         for name, sums in columns:
             precision = dataclasses.replace(parse(name), sums=sums)
-            found = differences(model, params, precision)
+            found = differences(model, params, precision, replay_routing=bool(replayed))
             cells.append(f"{found.std():.1e}, {100 * np.mean(found == 0):.1f} %")
-        print(f"| {family} |", " | ".join(cells), "|", flush=True)
+        print(f"| {family}{replayed} |", " | ".join(cells), "|", flush=True)
 
 
 if __name__ == "__main__":

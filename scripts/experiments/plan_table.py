@@ -5,8 +5,7 @@ python scripts/experiments/plan_table.py --only qwen3_8b        # rows with this
 python scripts/experiments/plan_table.py --write docs/scale.md  # tables of the compiled rows
 
 Needs libtpu and jax's CUDA plugin, no TPU and no GPU, and some minutes a row. Rows in --results are
-not compiled again. The column "compiled in" is for quiet cores and a new --results, without
-JAX_COMPILATION_CACHE_DIR.
+not compiled again.
 """
 
 import argparse
@@ -265,7 +264,6 @@ _MODEL_CELLS = {
     "sent": _sent(),
     "products, s": _bound("compute"),
     "links, s": _bound("links"),
-    "compiled in, s": lambda row: f"{row['seconds']:.0f}",
 }
 _SIZE_CELLS = {
     "chips": lambda row: row["topology"],

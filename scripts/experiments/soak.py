@@ -145,6 +145,7 @@ def soak(
             else:
                 learner.kill()
                 killed["learner"] += learner.wait() == -signal.SIGKILL  # it may have ended before
+            print(f"killed so far: {dict(killed)}", flush=True)
         if learner.wait() == 0:
             break
         if learner.returncode != -signal.SIGKILL:

@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from jaxrl.advantages import Outcomes, explained_variance, generalized, lambda_returns
+from jaxrl.advantages import (
+    Outcomes,
+    explained_variance,
+    gae,
+    generalized,
+    lambda_returns,
+    length_adaptive,
+)
 
 # The worked example of tests/advantages/test_gae.py, with a token between that is not an action,
 # and an answer whose reward could not be computed.
@@ -32,6 +39,21 @@ def test_advantages_are_whitened_over_the_tokens_of_known_answers():
     np.testing.assert_array_equal(unknown, 0)
     assert found[CHOSEN].mean() == pytest.approx(0, abs=1e-6)
     assert found[CHOSEN].std(ddof=1) == pytest.approx(1, abs=1e-6)
+
+
+def test_lambda_grows_with_the_length():
+    """lam = 1 - 1 / (alpha l): 1 - 1 / 2 for the four tokens, 0 for the two."""
+    both = outcomes(rewards=np.array([1.0, 0.5]))
+    found = np.concatenate(length_adaptive(both, gamma=0.99, alpha=0.5))
+    raw = [
+        gae(rewards, values, mask, gamma=0.99, lam=lam)[0]
+        for rewards, values, mask, lam in zip(
+            both.token_rewards(), VALUES, MASKS, (0.5, 0.0), strict=True
+        )
+    ]
+    raw, mask = np.concatenate(raw), np.concatenate(MASKS)
+    expected = (raw - raw[mask].mean()) / raw[mask].std(ddof=1)
+    np.testing.assert_allclose(found[mask], expected[mask], rtol=1e-5)
 
 
 def test_returns_are_advantages_and_values():

@@ -6,15 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.advantages import (
+    batch_relative,
     centred,
     group_relative,
     leave_one_out,
+    leave_one_out_relative,
     max_rl,
     pass_at_k,
     zero_std_groups,
 )
 
 ESTIMATORS = [group_relative, centred, leave_one_out]
+STD = np.std([1, 0, 3, 2, 0.5, 0.5], ddof=1) + 1e-6
 NAN = float("nan")
 
 rewards_and_groups = st.lists(
@@ -30,6 +33,12 @@ quick = settings(max_examples=50, derandomize=True, deadline=None, database=None
         (group_relative, [0, -1 / (1 + 1e-6), 3.0, 1 / (1 + 1e-6), 0, 0, 0]),
         (centred, [0, -1, 0, 1, 0, 0, 0]),
         (leave_one_out, [0, -1.5, 3.0, 1.5, 0, 0, 0]),
+        # The others of group 4: 0 and 2, 1 and 2, 0 and 1.
+        (
+            leave_one_out_relative,
+            [0, -1.5 / (0.5**0.5 + 1e-6), 0, 1.5 / (0.5**0.5 + 1e-6), 0, 0, 0],
+        ),
+        (batch_relative, [0, -1 / STD, 0, 1 / STD, 0, 0, 0]),
         (max_rl, [0, -1, 0, 1, 0, 0, 0]),
         (pass_at_k, [0, 0, 3.0, 1, 0, 0, 0]),
     ],
@@ -50,6 +59,25 @@ def test_leave_one_out_is_the_mean_of_the_others():
     rewards = np.array([1.0, 4.0, -2.0, 7.0])
     expected = [r - np.delete(rewards, i).mean() for i, r in enumerate(rewards)]
     np.testing.assert_allclose(leave_one_out(rewards, np.zeros(4, int)), expected, rtol=1e-6)
+
+
+def test_leave_one_out_relative_is_made_of_the_others():
+    rewards = np.array([1.0, 4.0, -2.0, 7.0, NAN])
+    known = rewards[:4]
+    others = [np.delete(known, i) for i in range(4)]
+    expected = [(r - o.mean()) / o.std(ddof=1) for r, o in zip(known, others, strict=True)]
+    found = leave_one_out_relative(rewards, np.zeros(5, int))
+    np.testing.assert_allclose(found, [*expected, 0], rtol=1e-5)
+    # The only right answer: the others are all equal, and the difference itself is the advantage.
+    found = leave_one_out_relative(np.array([1.1, 0.1, 0.1]), np.zeros(3, int))
+    np.testing.assert_allclose(found, [1, -0.5 / 0.5**0.5, -0.5 / 0.5**0.5], rtol=1e-5)
+    np.testing.assert_array_equal(leave_one_out_relative(np.ones(2), np.zeros(2, int)), 0)
+
+
+def test_batch_relative_does_not_blow_up_a_prompt_that_is_almost_solved():
+    rewards, groups = np.array([1.0, 0.99, 0.0, 1.0]), np.array([0, 0, 1, 1])
+    found = batch_relative(rewards, groups)
+    np.testing.assert_allclose(found[0] / found[3], 0.01, rtol=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

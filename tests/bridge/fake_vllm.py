@@ -1,7 +1,7 @@
 """Stands in for vLLM: takes its command line, is healthy, and misbehaves as argument 1 says.
 
-It makes what vLLM leaves behind: a segment, a semaphore and a socket, and writes their names with
-its environment to the file of the second argument.
+It makes what vLLM leaves behind: a segment, a semaphore, a socket and a temporary file, and writes
+their names with its environment to the file of the second argument.
 """
 
 import json
@@ -10,6 +10,7 @@ import multiprocessing.synchronize
 import os
 import socket
 import sys
+import tempfile
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import resource_tracker, shared_memory
@@ -64,7 +65,10 @@ def main() -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(os.environ["VLLM_RPC_BASE_PATH"] + "/socket")
     left = ["/" + segment.name.lstrip("/"), "/sem." + semaphore._semlock.name.lstrip("/")]
-    about = {"left": left, "socket": listener.getsockname(), "environment": dict(os.environ)}
+    temporary = Path(tempfile.gettempdir(), "vllm_dist_0")
+    temporary.touch()
+    about = {"left": left, "socket": listener.getsockname(), "temporary": str(temporary)}
+    about["environment"] = dict(os.environ)
     draft = Path(sys.argv[2] + ".draft")
     draft.write_text(json.dumps(about))
     time.sleep(0.6)  # the watchdog looks every .2 s

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -118,14 +119,17 @@ def test_a_program_on_the_port_is_not_mistaken_for_the_server(tmp_path: Path) ->
 
 
 def left_behind(directory: Path) -> list[Path]:
-    """Returns what a fake server has made in shared memory."""
+    """Returns what a fake server has made in shared memory and for a while."""
     wait_for((directory / "about").exists)
     about = json.loads((directory / "about").read_text())
-    return [Path(f"{MEMORY}{name}") for name in about["left"]] + [Path(about["socket"])]
+    others = [Path(about["socket"]), Path(about["temporary"])]
+    return [Path(f"{MEMORY}{name}") for name in about["left"]] + others
 
 
 @pytest.mark.parametrize("killed", ["learner", "server", "all", "none"])
-def test_shared_memory_of_a_server_goes_with_it(tmp_path: Path, killed: str) -> None:
+def test_shared_memory_and_temporary_files_of_a_server_go_with_it(
+    tmp_path: Path, killed: str
+) -> None:
     """With its watchdog killed as well, at the next start."""
     options = fake(tmp_path, "answers")
     foreign = shared_memory.SharedMemory(create=True, size=1000)
@@ -147,7 +151,7 @@ def test_shared_memory_of_a_server_goes_with_it(tmp_path: Path, killed: str) -> 
                 os.killpg(watchdog, signal.SIGKILL)
                 wait_for(lambda: not any(map(alive, processes)))
                 assert all(path.exists() for path in found)
-                OwnedDirectory(MEMORY).close()
+                start_another()
             else:
                 learner.kill()
             wait_for(lambda: not any(path.exists() for path in found))
@@ -157,15 +161,21 @@ def test_shared_memory_of_a_server_goes_with_it(tmp_path: Path, killed: str) -> 
     foreign.unlink()  # fails if it is gone
 
 
+def start_another() -> None:
+    """Does what the next server does first."""
+    for parent in (MEMORY, Path(tempfile.gettempdir())):
+        OwnedDirectory(parent).close()
+
+
 def children(process: int) -> list[int]:
     return [*map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
 
 
-def test_a_server_with_its_own_watchdog_killed_keeps_its_memory(tmp_path: Path) -> None:
+def test_a_server_with_its_own_watchdog_killed_keeps_its_files(tmp_path: Path) -> None:
     with LocalServer(Path("model"), fake(tmp_path, "answers"), log=tmp_path / "log") as server:
         found = left_behind(tmp_path)
         os.kill(server.process_ids[0], signal.SIGKILL)
-        OwnedDirectory(MEMORY).close()
+        start_another()
         assert all(path.exists() for path in found)
     assert not any(path.exists() for path in found)
 

@@ -28,6 +28,7 @@ from jaxrl.models.decoder import decoder
 from tests.bridge.asking import KEY, Output, ask
 from tests.bridge.cases import LEARNER, QWEN3, ListSource, params
 from tests.bridge.engines import LINUX, VLLM_PYTHON
+from tests.bridge.killed_learner import PLACES, kill_in_publish
 
 pytestmark = LINUX
 F32 = np.dtype(np.float32)
@@ -183,26 +184,23 @@ def test_a_refusal_leaves_the_server_serving(
         SharedMemoryPublisher([control(server)], wire=F32, sampler=np.dtype(np.float16))
 
 
-def abandon(server: LocalServer, *, after: str) -> None:
-    """Does what a learner does that is killed in the middle of publishing version 7."""
-    killed = control(server)
-    with SharedMemoryPublisher([killed], wire=F32, sampler=F32) as publisher:
-        payload = publisher._write(weights(1), version=7)
-        info = {"payload": payload, "version": 7, "learner": killed._learner}
-        killed._call("POST", "/pause?mode=keep&clear_cache=true")
-        if after != "/pause":
-            killed._call("POST", "/start_weight_update")
-        if after == "/update_weights":
-            killed._call("POST", after, {"update_info": info})
+@pytest.fixture(scope="module")
+def kill(server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Kills a learner of this name in the middle of publishing version 7; see `killed_learner`."""
+    file = tmp_path_factory.mktemp("weights") / "tensors.npz"
+    np.savez(file, **{name: np.asarray(x) for name, x in weights(1)})
+    name = new_learner().name
+    return lambda place: kill_in_publish(server.url, key=KEY, name=name, tensors=file, place=place)
 
 
-@pytest.mark.parametrize("after", ["/pause", "/start_weight_update", "/update_weights"])
+@pytest.mark.parametrize("place", PLACES)
 def test_the_next_publish_repairs_what_a_killed_learner_left(
-    server: LocalServer, publisher: SharedMemoryPublisher, after: str
+    server: LocalServer, publisher: SharedMemoryPublisher, kill: Callable[[str], Path], place: str
 ) -> None:
     expected = ask(server, PROMPT, 24)
-    abandon(server, after=after)
+    left = kill(place)
     with SharedMemoryPublisher([control(server)], wire=F32, sampler=F32) as resumed:
+        assert not left.exists()
         resumed.publish(weights(0), version=0)
         assert ask(server, PROMPT, 24) == expected
         resumed.publish(weights(1), version=1)
@@ -217,18 +215,18 @@ def wait_until(condition: Callable[[], bool], *, seconds: float) -> None:
 
 
 def test_a_lease_that_runs_out_resumes_or_reports_ill_health(
-    server: LocalServer, publisher: SharedMemoryPublisher
+    server: LocalServer, publisher: SharedMemoryPublisher, kill: Callable[[str], Path]
 ) -> None:
     old, own = ask(server, PROMPT, 24), control(server)
-    abandon(server, after="/start_weight_update")
+    kill("/update_weights")
     assert own._call("GET", "/is_paused")["is_paused"]
     assert own.healthy()
     assert ask(server, PROMPT, 24) == old  # it waits for the lease to run out
     assert own.healthy()
-    abandon(server, after="/pause")
+    kill("/start_weight_update")
     with SharedMemoryPublisher([own], wire=F32, sampler=F32) as resumed:
         resumed.publish(weights(0), version=0)
-    abandon(server, after="/update_weights")
+    kill("/finish_weight_update")
     wait_until(lambda: not own.healthy(), seconds=10 * LEASE)
     assert control(server)._call("GET", "/is_paused")["is_paused"]
     with SharedMemoryPublisher([own], wire=F32, sampler=F32) as resumed:

@@ -1,16 +1,21 @@
+import asyncio
 import errno
 import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
+import threading
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import tensorstore
 
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
@@ -18,10 +23,11 @@ from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.cli import COMMANDS, main
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.core import precision
+from jaxrl.core import plugins, precision
+from jaxrl.environments.rewards import builtin
 from jaxrl.learner import policy
 from jaxrl.losses.aggregation import token_mean
-from jaxrl.losses.algebra import objective
+from jaxrl.losses.objectives import objective
 from jaxrl.losses.surrogates import reinforce
 from jaxrl.models import huggingface
 from jaxrl.training.storage.checkpoint import Checkpoints
@@ -49,7 +55,7 @@ def test_every_command_has_help(command, capsys):
 def test_help_of_train_shows_every_key_with_its_default(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit):
-        main(["train", "--help"])
+        main(["train", "--help", "all"])
     shown = " ".join(capsys.readouterr().out.split())
     for name, field in toml_file.keys(Config).items():
         assert f"--{name} " in shown
@@ -58,8 +64,44 @@ def test_help_of_train_shows_every_key_with_its_default(capsys, monkeypatch):
     assert "Each step samples a *rollout batch*" in shown
 
 
+def test_help_of_train_is_one_screen_that_leads_to_every_table(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    overview = capsys.readouterr().out
+    assert overview.count("\n") <= 40
+    for name, field in Config.model_fields.items():
+        if name in toml_file.keys(Config):
+            assert name in overview
+            continue
+        assert f"  {name} " in overview
+        with pytest.raises(SystemExit):
+            main(["train", "--help", name])
+        shown = capsys.readouterr().out
+        assert all(f"--{name}.{key} " in shown for key in field.annotation.model_fields)
+        assert "--seed" not in shown
+
+
+def test_help_names_the_nearest_table(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--help", "smapling"])
+    assert end.value.code == 2
+    assert "did you mean sampling?" in capsys.readouterr().err
+
+
+def test_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxrl {metadata.version('jaxrl')}\n"
+
+
+def test_python_runs_the_package():
+    ended = subprocess.run([sys.executable, "-m", "jaxrl", "--help"], capture_output=True)
+    assert ended.returncode == 0
+    assert ended.stdout.startswith(b"usage: jaxrl COMMAND")
+
+
 def test_printed_config_loads_again(tmp_path, capsys):
-    changes = ["--train.steps=7", "--loss.kl", "0.001", "--optimizer.clip_norm", "none"]
+    changes = ["train.steps=7", "--loss.kl", "0.001", "--optimizer.clip_norm", "none"]
     assert main(["config", *REQUIRED, *changes]) == 0
     (tmp_path / "a.toml").write_text(printed := capsys.readouterr().out)
     assert tomllib.loads(printed)["train"]["steps"] == 7
@@ -70,10 +112,11 @@ def test_printed_config_loads_again(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "status", "message"),
     [
-        (["trian"], 2, "unknown command 'trian'"),
+        (["trian"], 2, "unknown command 'trian'; did you mean train?"),
         ([], 2, "usage: jaxrl"),
         (["train", "--train.stepz", "3"], 1, "did you mean train.steps?"),
         (["config", *REQUIRED, "--loss.kl"], 1, "loss.kl: the value is missing"),
+        (["train", "train.stepz=3"], 1, "did you mean train.steps?"),
         (["train", "none.toml"], 1, "none.toml: cannot be read"),
         (["config", *REQUIRED, "--train.group_size", "1"], 1, "set train.group_size to 2 or more"),
         (["config", *REQUIRED, "--loss.name", "gppo"], 1, "did you mean"),
@@ -87,6 +130,36 @@ def test_errors_are_one_line_with_a_status(argv, status, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def test_init_writes_a_run_that_loads(tmp_path, monkeypatch, capsys):
+    assert main(["init", str(tmp_path / "first")]) == 0
+    monkeypatch.chdir(tmp_path / "first")
+    config = toml_file.load(Config, file="config.toml")
+    *_, reward = config.reward.path
+    score = plugins.load_function(reward, builtin=builtin, key="reward.path")
+    for line in Path(config.data.path).read_text().splitlines():
+        row = json.loads(line)
+        assert row[config.data.prompt_key]
+        assert score(f"It is {row['answer']}.", row) == 1
+        assert score("I do not know.", row) == 0
+    assert main(["init"]) == 1
+    assert "config.toml, rewards.py, data.jsonl: exists" in capsys.readouterr().err
+
+
+def test_bash_completes_commands_and_keys(tmp_path, capsys):
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "jaxrl.bash").write_text(capsys.readouterr().out)
+
+    def completions(*words):
+        line = " ".join(words)
+        script = f"""source {tmp_path}/jaxrl.bash; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}
+        _shtab_jaxrl; echo "${{COMPREPLY[@]}}" """
+        return subprocess.check_output(["bash", "-c", script], text=True).split()
+
+    assert completions("jaxrl", "tra") == ["train"]
+    assert completions("jaxrl", "train", "--optimizer.l") == ["--optimizer.learning_rate"]
+    assert completions("jaxrl", "export", "--st") == ["--step"]
 
 
 def test_ctrl_c_leaves_no_traceback(monkeypatch, capsys):
@@ -114,8 +187,36 @@ def test_an_exit_in_a_command_is_an_error(monkeypatch, capsys):
     assert "ended the program by exit(0)" in error
 
 
+def write_after_the_loop_has_closed():
+    """Does what orbax does when one of many writes fails: it waits no longer for the others."""
+    promise, future = tensorstore.Promise.new()
+
+    async def wait():
+        await future
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(wait())
+    task._log_destroy_pending = False
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    promise.set_result(None)
+
+
 def test_a_full_disk_is_one_message(monkeypatch, capsys, caplog):
+    full, news, shown = OSError(errno.ENOSPC, "x"), KeyError("news"), []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: shown.append(found.exc_value))
+    monkeypatch.setattr(threading, "excepthook", lambda found: shown.append(found.exc_value))
+
+    def fail(error):
+        raise error
+
     def train(config):
+        write_after_the_loop_has_closed()
+        for error in (full, news):
+            writer = threading.Thread(target=fail, args=(error,))  # as TensorBoard's
+            writer.start()
+            writer.join()
+        logging.getLogger("asyncio").error("a line without an error", exc_info=False)
         try:
             raise ValueError(f"zarr: {os.strerror(errno.ENOSPC)} [os_error_code='28']")
         except ValueError as error:
@@ -130,7 +231,8 @@ def test_a_full_disk_is_one_message(monkeypatch, capsys, caplog):
     )
     assert error.count("\n") == 1
     assert "'r'" in error
-    assert caplog.records == []
+    assert [record.message for record in caplog.records] == ["a line without an error"]
+    assert shown == [news]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
@@ -164,6 +266,31 @@ def test_eval_and_generate_agree(material, tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     for prompt, row in zip(asked, rows, strict=True):
         assert f"{prompt}\n{row['completion']}" in out
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("1+1=" * 100, r"prompt 2 \('1\+1=.*'\.\.\.\) has 400 tokens, and the model takes 256 "),
+        (
+            "x" * 10_000_000,
+            r"prompt 2 \('x.*'\.\.\.\) has 10000000 characters, and the model takes",
+        ),
+        ("", r"prompt 2 \(''\) has no tokens"),
+        (os.fsdecode(b"\xff"), r"prompt 2 \('\\udcff'\): '\\udcff' is half of a character"),
+    ],
+    ids=["tokens", "characters", "empty", "bytes"],
+)
+def test_a_prompt_that_the_model_cannot_take_is_named(material, capsys, prompt, message):
+    argv = ["--model.path", f"{material}/untrained", "--prompt.template=text", "1+1=", prompt]
+    assert main(["generate", "--sampling.max_tokens=6", *argv]) == 1
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_standard_input_that_is_not_utf8_is_named(material, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"1+1=\n\xff"), "utf-8"))
+    assert main(["generate", "--model.path", f"{material}/untrained"]) == 1
+    assert "jaxrl generate: standard input is not UTF-8: " in capsys.readouterr().err
 
 
 def test_export_writes_the_requested_checkpoint(material, tmp_path, capsys):

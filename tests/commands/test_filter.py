@@ -19,19 +19,19 @@ def test_bounds_are_inclusive():
 def test_journal_drops_unfinished_lines_and_chunks(tmp_path):
     path = tmp_path / "j"
     measured = [Measured(i / 5, 0, i) for i in range(5)]
-    journal = Journal(path, fingerprint="a", chunk=2, total=5)
+    journal = Journal(path, fingerprint={"seed": "a"}, chunk=2, total=5)
     journal.add(measured[:2])
     journal.add(measured[2:4])
     whole = path.read_bytes()
     for end in range(len(whole) + 1):
         path.write_bytes(whole[:end])
-        found = Journal(path, fingerprint="a", chunk=2, total=5).measured
+        found = Journal(path, fingerprint={"seed": "a"}, chunk=2, total=5).measured
         lines = whole[:end].count(b"\n") - 1
         assert found == measured[: max(lines, 0) // 2 * 2]
     journal.add(measured[4:])  # the last chunk is shorter
-    assert Journal(path, fingerprint="a", chunk=2, total=5).measured == measured
-    with pytest.raises(ValueError, match="another model, data, reward or sampling"):
-        Journal(path, fingerprint="b", chunk=2, total=5)
+    assert Journal(path, fingerprint={"seed": "a"}, chunk=2, total=5).measured == measured
+    with pytest.raises(ValueError, match="measured with another seed; delete it"):
+        Journal(path, fingerprint={"seed": "b"}, chunk=2, total=5)
 
 
 REWARD = """

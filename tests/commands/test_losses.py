@@ -33,7 +33,7 @@ from jaxrl.losses import (
 )
 from jaxrl.losses.from_config import PARTS
 from tests.documented import undocumented
-from tests.losses.cases import RECIPES, TERMS, lay_out, random_sequences
+from tests.losses.cases import OBJECTIVES, RECIPES, TERMS, lay_out, random_sequences
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
 
@@ -75,7 +75,8 @@ def test_every_part_is_described():
 
 def test_shown_defaults_are_valid_in_a_config():
     for entry in catalogue.list_recipes():
-        shown = [p for p in (*entry.parameters, *catalogue.list_terms()) if p.default is not None]
+        own = {p.name: p for p in (*catalogue.list_terms(), *entry.parameters)}  # vapo takes a term
+        shown = [p for p in own.values() if p.default is not None]
         lines = "\n".join(f"{p.name} = {_toml(p.default)}" for p in shown)
         config = validate(
             Config,
@@ -109,14 +110,23 @@ def test_command(capsys):
 def test_every_metric_of_a_loss_is_on_its_page():
     sequences = random_sequences(0)
     scores, batch = lay_out(sequences, [[i] for i in range(len(sequences))])
-    losses = [*TERMS.values(), *(recipe.objective.loss for recipe in RECIPES.values())]
+    losses = [*TERMS.values()]
     losses += [reweight(reinforce(), weights) for weights in PARTS[Weights].values()]
     losses += [clipped(over_sampler, dual=2.0, cap=2.0), value_loss()]
     scores, batch = (
         scores.replace(values=scores.anchor),
         batch.replace(values=batch.advantages, returns=batch.advantages),
     )
-    found = jax.eval_shape(lambda: [loss.apply(scores, batch)[1] for loss in losses])
+    goals = [*OBJECTIVES.values(), *(recipe.objective for recipe in RECIPES.values())]
+
+    def metrics():
+        found = [loss.apply(scores, batch)[1] for loss in losses]
+        for goal in goals:
+            whole, before = goal.survey(scores, batch)
+            found += [before, goal.total(whole, batch)[1]]
+        return found
+
+    found = jax.eval_shape(metrics)
     assert not undocumented({name for metrics in found for name in metrics})
 
 

@@ -79,6 +79,8 @@ TEMPLATES = st.lists(
             "{% for i in range(10 ** 9) %}{% endfor %}",
             "{{ messages | tojson }}",
             "{{ ''.__class__.__mro__ }}",
+            r"{{ '\ud800' }}",
+            r"{{ messages[0].content + '\udfff' }}",
             "{%",
             "}}",
             "x",
@@ -159,7 +161,6 @@ def check_config(path: str, *options: str) -> str:
         known = (
             "data.",
             "the model ",
-            "File name too long: ",
             ".jsonl",
             ".parquet",
             "data '",

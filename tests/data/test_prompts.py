@@ -197,6 +197,7 @@ def test_messages_are_texts(tmp_path: Path, message):
     [
         (lambda: 1 / 0, r"a\.jsonl:1: the model's chat template cannot render .*ZeroDivision"),
         (lambda: 7, r"a\.jsonl:1: the model's chat template returns 7, expected a text"),
+        (lambda: "x\ud800", r"a\.jsonl:1: the model's chat template .*'\\ud800' is half of a char"),
     ],
 )
 def test_a_chat_template_that_fails_is_named(tmp_path: Path, rendered, message):

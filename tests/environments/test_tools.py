@@ -252,6 +252,13 @@ def test_a_tool_result_cannot_end_its_own_turn():
     ]
 
 
+def test_half_characters_of_a_tool_do_not_fail_the_episode():
+    """It would be left out of training, also where the policy was about to lose."""
+    chat, after = Chat(QWEN_TOKENIZER), ids("x<|im_end|>")
+    expected = chat.tool_messages(["a?b"], after=after)
+    np.testing.assert_array_equal(chat.tool_messages(["a\ud800b"], after=after), expected)
+
+
 def test_a_template_without_the_tool_role_gets_a_user_message():
     plain = tokenizer(PLAIN)
     chat = Chat(plain)

@@ -19,6 +19,7 @@ from jaxrl.learner.update import applied_steps
 from jaxrl.losses import (
     clipped,
     grpo,
+    kl_cov,
     kl_penalty,
     objective,
     over_anchor,
@@ -27,12 +28,19 @@ from jaxrl.losses import (
     token_mean,
     token_sum,
     with_terms,
+    within,
 )
 from jaxrl.models.decoder import decoder
 from tests import tiny
 
 FP32 = PRESETS["fp32"]
 GRPO = grpo()
+EVERYTHING = {  # that depends on the tokens of the whole batch, and on their number
+    "top_entropy": 0.5,
+    "rejection": within(over_sampler, high=1.5),
+    "positive_nll": 0.1,
+    "observation_nll": 0.1,
+}
 ROW = 24
 
 
@@ -91,6 +99,7 @@ def assert_close(a, b, *, rtol):
         (GRPO, tiny.CONFIG),
         (with_terms(GRPO, aggregation=token_sum, entropy=0.1), tiny.CONFIG),
         (with_terms(GRPO, balance=0.1), tiny.MOE),
+        (with_terms(kl_cov(share=0.3, ratio=over_anchor), **EVERYTHING), tiny.CONFIG),
     ],
 )
 def test_packing_microbatching_and_padding_change_no_gradient(recipe, config):

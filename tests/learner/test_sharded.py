@@ -50,13 +50,15 @@ def sent_somewhere(rollout: Rollout, config: DecoderConfig) -> Rollout:
 
 def run(layout: Layout, config: DecoderConfig, *, offload: bool = False):
     """Scores, gradient (as Adam's first moment), metrics and parameters after two steps."""
-    balance = 0.0 if config.experts is None else 0.1
+    terms = {}
+    if config.experts is not None:
+        terms = {"balance": 0.1, "top_entropy": 0.5, "positive_nll": 0.1, "observation_nll": 0.1}
     attend = kernels.attend("auto", layout=layout, config=config)
     model = decoder(config, constrain=layout.constrain, local=layout.local, attend=attend)
     schedule = make_schedule("constant", learning_rate=1e-2, warmup_steps=0, total_steps=2)
     learner = make_learner(
         model,
-        with_terms(grpo(), entropy=0.01, balance=balance).objective,
+        with_terms(grpo(), entropy=0.01, **terms).objective,
         optimizer=make_optimizer(
             "adamw",
             schedule,

@@ -10,15 +10,19 @@ import numpy as np
 from jaxrl.core.batch import Rollout, TokenBatch
 from jaxrl.core.packing import pack
 from jaxrl.losses import (
+    Objective,
     Recipe,
     Scores,
     TokenLoss,
+    absolute,
     anchor_over_sampler,
+    binary_kl,
     both,
     build,
     clipped,
     drift_penalty,
     entropy_bonus,
+    error_within,
     gamma_shaped,
     geometric,
     geometric_clipped,
@@ -32,6 +36,9 @@ from jaxrl.losses import (
     likelihood,
     load_balance,
     masked,
+    near,
+    objective,
+    observation_likelihood,
     off_policy_negatives,
     over_anchor,
     over_sampler,
@@ -41,13 +48,19 @@ from jaxrl.losses import (
     reinforce,
     reweight,
     sequence,
+    sequence_mean_token_mean,
     shadowed,
     soft_gated,
+    token_mean,
+    top_covariance,
+    top_entropy,
+    total_variation,
     truncated,
+    trust_region,
     unclipped,
     vetoed,
     within,
-    within_variation,
+    without_covariance,
 )
 
 RECIPES: dict[str, Recipe] = {
@@ -56,7 +69,7 @@ RECIPES: dict[str, Recipe] = {
 
 ROWS, ROW_LENGTH = 6, 24  # one shape for all layouts, so that each loss compiles once
 
-SCORES = ("logprobs", "entropy", "anchor", "shadow", "reference", "imbalance")
+SCORES = ("logprobs", "entropy", "anchor", "shadow", "reference", "imbalance", "observed")
 
 TERMS: dict[str, TokenLoss] = {
     "reinforce": reinforce(),
@@ -88,11 +101,16 @@ TERMS: dict[str, TokenLoss] = {
         ),
     ),
     "k3 within": reweight(reinforce(), k3_within(over_sampler, high=0.05)),
-    "veto": reweight(reinforce(), vetoed(over_sampler, below=0.7)),
+    "veto": reweight(reinforce(), vetoed(over_sampler, low=0.7, high=1.6)),
     "opsm": reweight(reinforce(), off_policy_negatives(over_sampler, delta=0.05)),
-    "variation": reweight(reinforce(), within_variation(over_sampler, low=0.03, high=0.03)),
+    "error within": reweight(reinforce(), error_within(over_sampler, high=1.3)),
+    "variation": reweight(
+        reinforce(), trust_region(over_sampler, total_variation, low=0.03, high=0.03)
+    ),
+    "binary kl": reweight(reinforce(), trust_region(over_sampler, binary_kl, low=0.01, high=0.01)),
+    "near": reweight(reinforce(), near(over_sampler, total_variation, high=0.03)),
     "drift": drift_penalty(over_sampler),
-    "positive nll": positive_likelihood(),
+    "absolute drift": drift_penalty(over_anchor, absolute),
     "weighted k3": kl_penalty(k3, ratio=over_sampler),
     "k1": kl_penalty(k1),
     "k2": kl_penalty(k2),
@@ -101,6 +119,25 @@ TERMS: dict[str, TokenLoss] = {
     "k3+": kl_penalty(k3_plus),
     "entropy": entropy_bonus(),
     "balance": load_balance(),
+}
+
+
+# Those that depend on the whole batch, beyond one denominator.
+OBJECTIVES: dict[str, Objective] = {
+    "positive nll": objective(reinforce(), token_mean) + 0.5 * positive_likelihood(),
+    "observation nll": objective(clipped(over_anchor), sequence_mean_token_mean)
+    + 0.5 * observation_likelihood(),
+    "top entropy": objective(top_entropy(0.5) * reinforce(), token_mean),
+    "top covariance": objective(top_covariance(0.5) * drift_penalty(over_sampler), token_mean),
+    "without covariance": objective(
+        without_covariance(0.2, low=0.05, high=2.0) * reinforce(), sequence_mean_token_mean
+    ),
+    "among": objective(
+        clipped(geometric(over_anchor)) + entropy_bonus(),
+        sequence_mean_token_mean,
+        among=both(within(over_sampler, low=0.7, high=1.6), vetoed(anchor_over_sampler, low=0.5)),
+    )
+    + 0.5 * positive_likelihood(),
 }
 
 

@@ -110,7 +110,7 @@ def test_losses_are_added_and_scaled_like_numbers():
         (lambda a: a + "kl_penalty", r"add 'kl_penalty' to a loss: .*without quotes, .*kl_penalty"),
         (lambda a: a + kl_penalty, r"add kl_penalty to a loss: .*call it, as in kl_penalty\(\)"),
         (lambda a: a + GRPO, r"add Recipe\(.*\) to a loss: write recipe \+ term"),
-        (lambda a: a + GRPO.objective, "add objective.* to a loss: it is reduced already; write"),
+        (lambda a: a + GRPO.objective, "add objective.* to a loss: it is reduced already; reduce"),
         (lambda a: a + token_mean, r"add token_mean to a loss: write objective\(loss, aggregation"),
         (lambda a: a + None, r"add None to a loss: write a loss, such as kl_penalty\(\)"),
         (lambda a: a * a, r"a loss by reinforce\(\): losses are added, a \+ b, and scaled by num"),

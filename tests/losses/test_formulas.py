@@ -48,7 +48,7 @@ WORDS |= {"partial": functools.partial, "inf": math.inf}
 ONE = clipped(over_sampler)
 TWO = prefix(unclipped(over_sampler), "two/")
 TIS = truncated(anchor_over_sampler, high=2.0)
-VETO = vetoed(anchor_over_sampler, below=1e-4)
+VETO = vetoed(anchor_over_sampler, low=1e-4)
 COMPOSED = {
     "a + b": ONE + TWO,
     "a - b": ONE - TWO,
@@ -152,10 +152,15 @@ def test_nothing_prints_as_an_address(name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_plus_a_term_is_the_recipe_of_the_sum(name):
     recipe, term = RECIPES[name], 0.1 * entropy_bonus()
-    loss, how = recipe.objective.loss, recipe.objective.aggregation
-    assert str((recipe + term).objective) == str(objective(loss + term, how))
+    goal = recipe.objective
+
+    def of(loss):
+        first = objective(loss, goal.aggregation, among=goal.among)
+        return " + ".join(map(str, (first, *goal.others)))
+
+    assert str((recipe + term).objective) == of(goal.loss + term)
     assert str(sum([recipe, term])) == str(recipe + term)
-    assert str((recipe - term).objective) == str(objective(loss - term, how))
+    assert str((recipe - term).objective) == of(goal.loss - term)
     assert (recipe + term).advantages is recipe.advantages
     assert (recipe + term).critic is recipe.critic
     assert str(eval(str(recipe), WORDS)) == str(recipe)

@@ -56,7 +56,7 @@ def test_what_may_learn_from_one_answer_to_each_prompt(user_file):
     alone = {
         name for name in recipes.__all__ if not is_marked(RECIPES[name].advantages, within_group)
     }
-    assert alone == {"ppo", "reinforce_pp", "remax"}
+    assert alone == {"ppo", "reinforce_pp", "remax", "vapo"}
     alone = {
         name
         for name in estimators.__all__

@@ -7,7 +7,9 @@ import pytest
 from jax.test_util import check_grads
 
 from jaxrl.losses import (
+    absolute,
     anchor_over_sampler,
+    binary_kl,
     cispo,
     clipped,
     dppo,
@@ -29,6 +31,7 @@ from jaxrl.losses import (
     pg_token_is,
     positive_likelihood,
     prime,
+    prime_ipo,
     product,
     reweight,
     soft_gated,
@@ -57,7 +60,8 @@ DIFFERENTIABLE = {
     "likelihood": likelihood(),
     "rejected": reweight(clipped(over_sampler), off_policy_negatives(over_sampler, delta=9.0)),
     "drift": drift_penalty(over_sampler),
-    "positive nll": positive_likelihood(),
+    "absolute drift": drift_penalty(over_sampler, absolute),
+    "positive nll": positive_likelihood().loss,
     "weighted k3": kl_penalty(k3, ratio=over_sampler),
     "k1": kl_penalty(k1),
     "k2": kl_penalty(k2),
@@ -111,6 +115,14 @@ WEIGHTED = {
         dppo(low=0.01, high=0.02, cap=1.3),
         lambda r, a: np.minimum(r, 1.3) * _within_variation(r, a, low=0.01, high=0.02),
     ),
+    "dppo, binary KL": (
+        dppo(divergence=binary_kl, low=1e-3, high=2e-3),
+        lambda r, a: np.minimum(r, 20) * _within_binary_kl(r, a, low=1e-3, high=2e-3),
+    ),
+    "prime_ipo": (
+        prime_ipo(high=0.01, drift=0.0),
+        lambda r, a: r * (np.abs(r - 1) * _others(r) <= 0.01),
+    ),
     "prime": (
         prime(low=0.01, high=0.02, drift=0.0),
         lambda r, a: r * _within_variation(r, a, low=0.01, high=0.02),
@@ -118,9 +130,20 @@ WEIGHTED = {
 }
 
 
+def _others(r):
+    return np.exp(np.linspace(-3.0, -4.0, len(r)))
+
+
 def _within_variation(r, a, *, low, high):
-    q = np.exp(np.linspace(-3.0, -4.0, len(r)))
+    q = _others(r)
     return np.where(a > 0, r * q - q <= high, r * q - q >= -low)
+
+
+def _within_binary_kl(r, a, *, low, high):
+    q = _others(r)
+    p = r * q
+    apart = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
+    return np.where(a > 0, (p <= q) | (apart <= high), (p >= q) | (apart <= low))
 
 
 @pytest.mark.parametrize("name", WEIGHTED)

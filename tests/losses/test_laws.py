@@ -35,6 +35,7 @@ from jaxrl.losses import (
     unclipped,
 )
 from tests.losses.cases import (
+    OBJECTIVES,
     RECIPES,
     ROW_LENGTH,
     ROWS,
@@ -56,6 +57,7 @@ AGGREGATIONS = {
 CASES = (
     {f"term: {name}": objective(term, sequence_mean_token_mean) for name, term in TERMS.items()}
     | {name: objective(clipped(over_sampler), how) for name, how in AGGREGATIONS.items()}
+    | OBJECTIVES
     | {f"recipe: {name}": recipe.objective for name, recipe in RECIPES.items()}
 )
 UNPACKED = [[i] for i in range(ROWS)]
@@ -64,26 +66,40 @@ quick = settings(max_examples=10, derandomize=True, deadline=None, database=None
 seeds = st.integers(0, 2**32 - 1)
 
 
-def evaluate(case, scores, batch):
-    """((total, metrics), gradients for log-probs and entropy), denominator."""
+DIFFERENTIATED = ("logprobs", "entropy", "observed")
+
+
+def evaluate(case, scores, batch, used):
+    """((total, metrics) of the rows in use, gradients), denominator of the whole batch."""
     reduced = CASES[case]
+    whole, before = reduced.survey(scores, batch)
+    denominators = reduced.denominators(batch, whole.whole)
+    part = batch.replace(
+        segments=jnp.where(used[:, None], batch.segments, 0),
+        action_mask=used[:, None] & batch.action_mask,
+    )
 
-    def total(logprobs, entropy):
-        return reduced.total(scores.replace(logprobs=logprobs, entropy=entropy), batch)
+    def total(*arrays):
+        given = whole.replace(**dict(zip(DIFFERENTIATED, arrays, strict=True)))
+        value, metrics = reduced.total(given, part, denominators=denominators)
+        return value, before | metrics
 
-    both = jax.value_and_grad(total, (0, 1), has_aux=True)(scores.logprobs, scores.entropy)
-    return both, reduced.denominator(batch)
+    arrays = [getattr(scores, name) for name in DIFFERENTIATED]
+    both = jax.value_and_grad(total, tuple(range(len(arrays))), has_aux=True)(*arrays)
+    return both, denominators[0]
 
 
 @functools.cache
 def evaluator(cases):
-    return jax.jit(lambda scores, batch: [evaluate(case, scores, batch) for case in cases])
+    return jax.jit(lambda *given: [evaluate(case, *given) for case in cases])
 
 
-def evaluated(sequences, rows, *, cases=tuple(CASES), **layout):
+def evaluated(sequences, rows, *, cases=tuple(CASES), used=None, **layout):
     """For each case total, denominator, metrics, and each sequence's gradient in any layout."""
     found = {}
-    results = jax.device_get(evaluator(cases)(*lay_out(sequences, rows, **layout)))
+    scores, batch = lay_out(sequences, rows, **layout)
+    used = np.ones(len(batch.tokens), bool) if used is None else used
+    results = jax.device_get(evaluator(cases)(scores, batch, used))
     for case, (((total, metrics), grads), denominator) in zip(cases, results, strict=True):
         mine = {i: np.stack([g[index] for g in grads]) for i, index in places(sequences, rows)}
         everywhere, inside = (sum(np.abs(g).sum() for g in x) for x in (grads, mine.values()))
@@ -127,6 +143,8 @@ def test_a_masked_token_is_as_if_absent(seed):
     whole = evaluated(sequences, UNPACKED)
     found = evaluated([without_masked(s) for s in sequences], UNPACKED)
     for case, (total, denominator, metrics, grads) in whole.items():
+        if case == "observation nll":  # which is about these tokens
+            continue
         kept = {i: grads[i][:, s.rollout.action_mask] for i, s in enumerate(sequences)}
         assert_same({case: found[case]}, {case: (total, denominator, metrics, kept)})
 
@@ -157,12 +175,13 @@ def test_longer_and_more_rows_change_nothing():
 def test_microbatches_add_up_to_the_whole(seed, cut):
     sequences = random_sequences(seed)
     whole = evaluated(sequences, UNPACKED)
-    parts = [evaluated(sequences, part) for part in (UNPACKED[:cut], UNPACKED[cut:])]
+    first = np.arange(ROWS) < cut
+    parts = [evaluated(sequences, UNPACKED, used=used) for used in (first, ~first)]
     for case in CASES:
-        totals, denominators, _, grads = zip(*(part[case] for part in parts), strict=True)
+        totals, _, _, grads = zip(*(part[case] for part in parts), strict=True)
         np.testing.assert_allclose(sum(totals), whole[case][0], rtol=2e-5, atol=1e-5)
-        assert case == "token_sum" or sum(denominators) == whole[case][1]
-        assert_same_gradients(grads[0] | grads[1], whole[case][3], case)
+        added = {i: grads[0][i] + grads[1][i] for i in grads[0]}
+        assert_same_gradients(added, whole[case][3], case)
 
 
 @jax.jit

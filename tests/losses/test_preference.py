@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 from jaxrl.core.batch import Rollout
 from jaxrl.core.packing import pack
 from jaxrl.losses import Scores, objective, preference
-from jaxrl.losses.preference import LogRatios
+from jaxrl.losses.preference import Completion, Pair
 
 LOSSES = {
     "sigmoid": preference.sigmoid(beta=0.5),
@@ -19,11 +19,19 @@ LOSSES = {
     "hinge": preference.hinge(beta=0.5),
     "ipo": preference.ipo(beta=0.5),
     "ipo_summed": preference.ipo_summed(beta=0.5),
+    "sigmoid_averaged": preference.sigmoid_averaged(beta=2.0),
+    "rpo": preference.rpo(beta=0.5, nll=0.3),
+    "length_desensitized": preference.length_desensitized(beta=0.5, tail=0.25),
 }
 
 
 def ratios(chosen, rejected, chosen_tokens=2.0, rejected_tokens=4.0):
-    return LogRatios(*map(jnp.float32, (chosen, rejected, chosen_tokens, rejected_tokens)))
+    """A pair with these log-ratios; the reference finds a token e^-1 likely."""
+
+    def completion(ratio, tokens):
+        return Completion(*map(jnp.float32, (ratio - tokens, -tokens, tokens)))
+
+    return Pair(completion(chosen, chosen_tokens), completion(rejected, rejected_tokens))
 
 
 def softplus(x):
@@ -39,6 +47,9 @@ def softplus(x):
         ("hinge", 0.0),
         ("ipo", (1.5 + 0.25 - 1.0) ** 2),
         ("ipo_summed", (4.0 - 1.0) ** 2),
+        ("sigmoid_averaged", softplus(-2 * (1.5 + 0.25))),
+        ("rpo", softplus(-2.0) - 0.3 * (3.0 - 2.0) / 2),
+        ("length_desensitized", softplus(-2.0)),  # it gets its sums discounted already
     ],
 )
 def test_worked_by_hand(name, expected):
@@ -137,6 +148,19 @@ LAYOUTS = {
 }
 
 
+def completion(tail, pi, ref, i, *, other):
+    """Log-probs of completion i under both policies, and its length; beyond the length of the
+    other completion they count `tail` times."""
+    weights = np.where(np.arange(len(pi[i])) < len(pi[other]), 1, tail)
+    return (weights * pi[i]).sum(), (weights * ref[i]).sum(), float(len(pi[i]))
+
+
+def test_a_tail_of_one_is_dpo():
+    assert preference.length_desensitized(tail=1.0).tail == preference.sigmoid().tail
+    with pytest.raises(ValueError, match=r"tail=1\.5"):
+        preference.length_desensitized(tail=1.5)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_loss_of_a_batch_is_the_mean_over_its_pairs_in_any_layout(name, layout):
@@ -158,20 +182,24 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_pairs_in_any_layout(name, layo
         return total / goal.denominator(batch), metrics
 
     (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(logprobs))
-    summed = [p.sum() - q.sum() for p, q in zip(pi, ref, strict=True)]
     pairs = [
-        ratios(summed[i], summed[i + 1], float(len(pi[i])), float(len(pi[i + 1])))
-        for i in (0, 2, 4)
+        Pair(
+            *(
+                Completion(*completion(LOSSES[name].tail, pi, ref, i, other=2 * i0 + 1 - i))
+                for i in (i0, i0 + 1)
+            )
+        )
+        for i0 in (0, 2, 4)
     ]
     np.testing.assert_allclose(
         value, np.mean([LOSSES[name].apply(pair) for pair in pairs]), rtol=1e-5
     )
     np.testing.assert_allclose(
         metrics["reward/margin"].value,
-        0.5 * np.mean([p.chosen - p.rejected for p in pairs]),
+        LOSSES[name].beta * np.mean([p.apart for p in pairs]),
         rtol=1e-5,
     )
-    ahead = np.mean([p.chosen > p.rejected for p in pairs])
+    ahead = np.mean([p.apart > 0 for p in pairs])
     np.testing.assert_allclose(metrics["accuracy"].value, ahead)
     chosen = np.mean([pi[i].sum() for i in (0, 2, 4)])
     np.testing.assert_allclose(metrics["logprobs/chosen"].value, chosen, rtol=1e-5)

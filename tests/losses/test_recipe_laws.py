@@ -1,5 +1,6 @@
 """What holds for every recipe: on-policy it is REINFORCE, and its two wirings agree."""
 
+import dataclasses
 import functools
 import inspect
 
@@ -32,8 +33,12 @@ ROWS = [[i] for i in range(6)]
 
 
 def gradient(reduced, scores, batch):
-    total = reduced.total
+    (scores, _), total = reduced.survey(scores, batch), reduced.total
     return jax.grad(lambda lp: total(scores.replace(logprobs=lp), batch)[0])(scores.logprobs)
+
+
+def value(reduced, scores, batch):
+    return reduced.total(reduced.survey(scores, batch)[0], batch)[0]
 
 
 @functools.cache
@@ -56,7 +61,9 @@ def on_policy_gradients(scores, batch):
     for name, recipe in RECIPES.items():
         how = sequence_mean_token_sum if name == "rloo" else recipe.objective.aggregation
         plain = objective(reinforce(), how)
-        found[name] = gradient(recipe.objective, scores, batch), gradient(plain, scores, batch)
+        policy = dataclasses.replace(recipe.objective, others=())  # without VAPO's likelihood
+        found[name] = gradient(policy, scores, batch), gradient(plain, scores, batch)
+    del found["clip_cov"]  # stops at least one token's gradient
     return found
 
 
@@ -82,7 +89,7 @@ WIRED = [
 def wirings(scores, batch):
     return {
         name: [
-            (reduced.total(scores, batch)[0], gradient(reduced, scores, batch))
+            (value(reduced, scores, batch), gradient(reduced, scores, batch))
             for reduced in (_wired(name, "over_sampler"), _wired(name, "over_anchor"))
         ]
         for name in WIRED
@@ -90,7 +97,7 @@ def wirings(scores, batch):
 
 
 def test_bypass_and_decoupled_agree_where_anchor_and_sampler_do():
-    assert set(recipes.__all__) - set(WIRED) == {"grpo_token_tis", "grpo_seq_mis"}
+    assert set(recipes.__all__) - set(WIRED) == {"grpo_token_tis", "grpo_seq_mis", "mlperf"}
     for name, (bypass, decoupled) in wirings(*case(spread=0.3, same=True)).items():
         np.testing.assert_allclose(bypass[0], decoupled[0], rtol=1e-6, err_msg=name)
         np.testing.assert_allclose(bypass[1], decoupled[1], rtol=1e-5, atol=1e-7, err_msg=name)
@@ -167,6 +174,6 @@ def test_no_recipe_over_the_sampler_takes_a_correction(name):
 
 
 def test_sequence_ratio_is_refused_where_tokens_are_read():
-    for name in ("gmpo", "opsm", "dppo", "prime", "rloo", "gspo"):
+    for name in ("gmpo", "opsm", "dppo", "prime", "prime_ipo", "rloo", "gspo"):
         with pytest.raises(ValueError, match="ratio of each token"):
             getattr(recipes, name)(ratio=sequence(over_sampler))

@@ -7,8 +7,6 @@ import pytest
 
 from jaxrl.core.metrics import to_floats
 from jaxrl.losses import (
-    EntropyController,
-    adaptive_entropy_bonus,
     drift_penalty,
     entropy_bonus,
     grpo,
@@ -20,7 +18,6 @@ from jaxrl.losses import (
     kl_penalty,
     one_sequence,
     over_sampler,
-    positive_likelihood,
     with_terms,
 )
 
@@ -132,38 +129,11 @@ def test_drift_is_the_squared_log_ratio():
     np.testing.assert_allclose(gradient(drift_penalty(over_sampler), scores, batch), [1, 0, 0])
 
 
-def test_likelihood_of_answers_that_earned_something():
-    scores, batch = one_sequence(
-        advantages=[-1.0] * 3, logprobs=[-1.0, -2.0, -3.0], rewards=[1.0, 0.0, -1.0]
-    )
-    loss, metrics = jax.jit(positive_likelihood().apply)(scores, batch)
-    np.testing.assert_array_equal(loss, [[1.0, 0.0, 0.0]])
-    assert to_floats(metrics) == {"nll/positive": 1.0}
-    with pytest.raises(ValueError, match=r"batch\.rewards"):
-        positive_likelihood().apply(scores, batch.replace(rewards=None))
-
-
-def test_adaptive_entropy_bonus():
-    scores, batch = one_sequence(advantages=[0.0] * 2, logprobs=-1.0, entropy=[0.5, 1.5])
-    term = adaptive_entropy_bonus()
-    loss, _ = jax.jit(term.apply)(scores, batch.replace(entropy_weights=jnp.full((1, 2), 0.1)))
-    np.testing.assert_allclose(loss, [[-0.05, -0.15]], rtol=1e-6)
-    with pytest.raises(ValueError, match=r"batch\.entropy_weights"):
-        term.apply(scores, batch)
-
-
-def test_the_controller_follows_the_target_within_its_range():
-    controller = EntropyController(initial=0.01, target=0.2, step=0.005)
-    assert controller.next(0.01, entropy=0.1) == pytest.approx(0.015)
-    assert controller.next(0.01, entropy=0.3) == pytest.approx(0.005)
-    assert controller.next(0.002, entropy=0.3) == 0.0
-    assert controller.next(0.999, entropy=0.1) == 1.0
-
-
 def test_a_coefficient_of_zero_needs_no_score():
     recipe = grpo()
     assert with_terms(recipe).objective.needs == frozenset()
     assert with_terms(recipe, kl=0.1).objective.needs == {"reference"}
+    assert with_terms(recipe, observation_nll=0.1).objective.needs == {"observed"}
     assert with_terms(recipe, kl=0.1, entropy=0.1).objective.needs == {"reference", "entropy"}
     with pytest.raises(ValueError, match=r"kl=-0\.1"):
         with_terms(recipe, kl=-0.1)

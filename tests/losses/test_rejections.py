@@ -7,11 +7,14 @@ import pytest
 from jaxrl.core.metrics import to_floats
 from jaxrl.losses import (
     anchor_over_sampler,
+    binary_kl,
     both,
     clipped,
+    error_within,
     geometric,
     k3_within,
     masked,
+    near,
     off_policy_negatives,
     one_sequence,
     over_anchor,
@@ -22,10 +25,11 @@ from jaxrl.losses import (
     reinforce,
     reweight,
     sequence,
+    total_variation,
     truncated,
+    trust_region,
     vetoed,
     within,
-    within_variation,
 )
 from jaxrl.losses.algebra import Weights
 from jaxrl.losses.from_config import PARTS
@@ -43,6 +47,8 @@ def applied(weights, *, ratios=RATIOS, advantages=None, **scores):
 
 K3 = np.mean(np.array([0.4, 0.9, 1.5, 4.0, 1.0]) - 1 - np.log([0.4, 0.9, 1.5, 4.0, 1.0]))
 
+ERROR = np.mean([2.5, 1 / 0.9, 1.5, 4.0, 1.0])
+
 
 @pytest.mark.parametrize(
     ("weights", "expected"),
@@ -54,8 +60,12 @@ K3 = np.mean(np.array([0.4, 0.9, 1.5, 4.0, 1.0]) - 1 - np.log([0.4, 0.9, 1.5, 4.
         (within(geometric(over_sampler), low=0.9, high=1.16), [0] * 5),
         (k3_within(over_sampler, high=K3 + 1e-3), [1] * 5),
         (k3_within(over_sampler, high=K3 - 1e-3), [0] * 5),
-        (vetoed(over_sampler, below=0.41), [0] * 5),
-        (vetoed(over_sampler, below=0.39), [1] * 5),
+        (error_within(over_sampler, high=ERROR + 1e-3), [1] * 5),
+        (error_within(over_sampler, high=ERROR - 1e-3), [0] * 5),
+        (vetoed(over_sampler, low=0.41), [0] * 5),
+        (vetoed(over_sampler, low=0.39), [1] * 5),
+        (vetoed(over_sampler, low=0.39, high=4.1), [1] * 5),
+        (vetoed(over_sampler, low=0.39, high=3.9), [0] * 5),
         (
             both(within(over_sampler, high=2), truncated(over_sampler, high=1.2)),
             [0.4, 0.9, 1.2, 0, 1],
@@ -92,18 +102,41 @@ def test_off_policy_negatives(advantage, delta, kept):
     np.testing.assert_array_equal(factors, [kept] * 2)
 
 
-def test_variation_bounds_probabilities_and_not_their_ratio():
+P, Q = np.array([0.6, 0.3, 0.6, 0.3, 0.01]), np.array([0.3, 0.6, 0.3, 0.6, 0.001])
+UP = 0.3 * np.log(0.3 / 0.6) + 0.7 * np.log(0.7 / 0.4)  # binary KL of .3 from .6, .184
+DOWN = 0.6 * np.log(0.6 / 0.3) + 0.4 * np.log(0.4 / 0.7)  # of .6 from .3, .192
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),  # A is 1, 1, -1, -1, 1
+    [
+        (trust_region(over_sampler, total_variation), [0, 1, 1, 0, 1]),
+        (trust_region(over_sampler, total_variation, high=0.31), [1, 1, 1, 0, 1]),
+        (trust_region(over_sampler, total_variation, low=0.31), [0, 1, 1, 1, 1]),
+        (trust_region(over_sampler, binary_kl, high=UP - 1e-3, low=DOWN - 1e-3), [0, 1, 1, 0, 1]),
+        (trust_region(over_sampler, binary_kl, high=UP + 1e-3, low=DOWN - 1e-3), [1, 1, 1, 0, 1]),
+        (trust_region(over_sampler, binary_kl, high=UP - 1e-3, low=DOWN + 1e-3), [0, 1, 1, 1, 1]),
+        (near(over_sampler, total_variation, high=0.29), [0, 0, 0, 0, 1]),
+        (near(over_sampler, total_variation, high=0.31), [1, 1, 1, 1, 1]),
+        (near(over_sampler, binary_kl, high=(UP + DOWN) / 2), [1, 0, 1, 0, 1]),
+    ],
+)
+def test_divergences_bound_probabilities_and_not_their_ratio(weights, expected):
     """p - q is .3, -.3, .3, -.3, and for a rare token whose ratio is 10, .009."""
-    p, q = np.array([0.6, 0.3, 0.6, 0.3, 0.01]), np.array([0.3, 0.6, 0.3, 0.6, 0.001])
-    factors, metrics = applied(
-        within_variation(over_sampler),
-        ratios=p / q,
-        advantages=[1.0, 1.0, -1.0, -1.0, 1.0],
-        logprobs=np.log(p),
-        sampler=np.log(q),
-    )
-    np.testing.assert_array_equal(factors, [0, 1, 1, 0, 1])
-    assert metrics == {"rejected/variation": pytest.approx(0.4)}
+    advantages = [1.0, 1.0, -1.0, -1.0, 1.0]
+    chosen = {"logprobs": np.log(P), "sampler": np.log(Q)}
+    factors, metrics = applied(weights, ratios=P / Q, advantages=advantages, **chosen)
+    np.testing.assert_array_equal(factors, expected)
+    assert metrics == {"rejected/divergence": pytest.approx(np.mean(np.array(expected) == 0))}
+
+
+def test_binary_kl_of_certain_tokens_is_finite():
+    certain = np.float32([0.0, 0.0, -1e-9, -80.0])
+    other = np.float32([0.0, -1.0, -80.0, 0.0])
+    found = np.asarray(jax.jit(binary_kl)(certain, other))
+    assert np.isfinite(found).all()
+    assert found[0] == 0
+    assert (found[1:] > 0.1).all()
 
 
 @pytest.mark.parametrize(
@@ -111,12 +144,17 @@ def test_variation_bounds_probabilities_and_not_their_ratio():
     [
         (lambda: within(over_sampler, high=1.0), "0 <= low < 1 < high"),
         (lambda: k3_within(over_sampler, high=0.0), "high=0"),
-        (lambda: vetoed(over_sampler, below=1.0), "below=1"),
+        (lambda: vetoed(over_sampler, low=1.0), "low=1"),
+        (lambda: vetoed(over_sampler, high=0.5), "high=0.5"),
+        (lambda: error_within(over_sampler, high=1.0), "high=1"),
         (lambda: off_policy_negatives(over_sampler, delta=0.0), "delta=0"),
-        (lambda: within_variation(over_sampler, low=-0.1), "low=-0.1"),
+        (lambda: trust_region(over_sampler, total_variation, low=-0.1), "low=-0.1"),
+        (lambda: near(over_sampler, total_variation, high=0.0), "high=0"),
         (lambda: vetoed(product(over_sampler)), "vetoed reads the ratio of each token"),
         (lambda: k3_within(geometric(over_sampler)), "k3_within reads the ratio of each token"),
-        (lambda: within_variation(sequence(over_sampler)), "reads the ratio of each token"),
+        (lambda: trust_region(sequence(over_sampler), binary_kl), "trust_region reads the ratio"),
+        (lambda: near(sequence(over_sampler), binary_kl), "near reads the ratio of each token"),
+        (lambda: error_within(product(over_sampler)), "error_within reads the ratio of each"),
         (lambda: off_policy_negatives(product(over_sampler), delta=1), "ratio of each token"),
         (lambda: product(product(over_sampler)), "product reads the ratio of each token"),
         (lambda: geometric(sequence(over_sampler)), "geometric reads the ratio of each token"),

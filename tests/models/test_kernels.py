@@ -12,7 +12,7 @@ import pytest
 from jaxrl.core.precision import PRESETS as PRECISIONS
 from jaxrl.core.precision import parse
 from jaxrl.models import kernels
-from jaxrl.models.attention import attention
+from jaxrl.models.attention import Tree, attention
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
 from sharding.rules import PRESETS
@@ -165,13 +165,18 @@ def test_the_kernel_follows_the_devices(device, settings, expected, monkeypatch)
             chosen(wanted)
 
 
-def test_a_kernel_that_is_wrong_on_its_device_is_refused(monkeypatch):
+@pytest.mark.parametrize("to", ["segments", "shared prefixes"])
+def test_a_kernel_that_is_wrong_on_its_device_is_refused(to, monkeypatch):
     settings = {"layout": layout(), "config": tiny.CONFIG, "precision": parse("bf16_master")}
     monkeypatch.setattr(kernels, "by_kernel", lambda *_, **__: attention)
     kernels.verify("cudnn", **settings)
 
     def blind(q, k, v, segments, **kwargs):
-        return attention(q, k, v, jnp.ones_like(segments), **kwargs)
+        if not isinstance(segments, Tree):
+            segments = segments if to != "segments" else jnp.ones_like(segments)
+        elif to == "shared prefixes":
+            segments = segments._replace(seen_until=jnp.full_like(segments.seen_until, 512))
+        return attention(q, k, v, segments, **kwargs)
 
     monkeypatch.setattr(kernels, "by_kernel", lambda *_, **__: blind)
     with pytest.raises(RuntimeError, match=r"attention by cudnn differs from XLA's by .*'xla'"):

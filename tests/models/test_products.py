@@ -19,7 +19,7 @@ from jaxrl.learner.policy import make_learner
 from jaxrl.losses import grpo
 from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
-from jaxrl.models.products import grouped_product, product
+from jaxrl.models.products import grouped_product, matmul, product, transposed_product
 from jaxrl.sampling.embedded.kv_cache import decode_step, prefill
 from tests import tiny
 
@@ -107,6 +107,41 @@ def test_compiled_products_have_the_operands_that_the_policy_names(name):
             # The CPU may widen an operand for its kernel; it must never narrow one.
             width = {types[x] for x in operands}
             assert width <= {SHORT[side.compute.name], "f32"}, (program, line)
+
+
+def has_bf16_units() -> bool:
+    cpu = Path("/proc/cpuinfo")
+    return cpu.exists() and "avx512_bf16" in cpu.read_text()
+
+
+@pytest.mark.skipif(not has_bf16_units(), reason="XLA widens bf16 on a CPU without units for it")
+def test_no_product_of_a_gradient_is_widened():
+    policy = precision.parse("bf16_master")
+
+    def gradient(x, weight, dy):
+        return jax.vjp(lambda *a: matmul(*a, precision=policy), x, weight)[1](dy)
+
+    shapes = [(256, 64), (128, 64), (256, 128)]
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    text = jit(gradient).lower(*arguments).compile().as_text()
+    assert text is not None
+    kernels = [part for part in text.split("\n\n") if " dot(" in part]
+    operands = [re.findall(r"param_[\d.]+: (\w+)\[", kernel) for kernel in kernels]
+    assert operands == [["bf16", "bf16"]] * 2
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16_master", "fp16_master"])
+def test_a_transposed_product_may_be_transposed(name):
+    # XLA turns transpose(x.T @ y) into y.T @ x, and fails at run time if the operands are bf16.
+    policy = precision.parse(name)
+    x, y = (jax.random.normal(jax.random.key(i), (2, 96, n)) for i, n in enumerate((32, 64)))
+    x, y = (array.astype(policy.compute) for array in (x, y))
+
+    def transpose(x, y):
+        return transposed_product(x, y, batch=(0,), precision=policy).swapaxes(1, 2)
+
+    expected = np.swapaxes(np.asarray(y, np.float32), 1, 2) @ np.asarray(x, np.float32)
+    np.testing.assert_allclose(jit(transpose)(x, y), expected, atol=1e-4)
 
 
 def test_a_rounding_between_two_operations_is_kept():

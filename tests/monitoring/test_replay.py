@@ -43,6 +43,18 @@ def test_tokens_without_a_score_are_excluded_from_all_parts():
     assert (numbers["dtype"], numbers["engine"], numbers["policy"]) == (0, 1, 2)
 
 
+def test_sequences_that_share_a_prefix_are_scored_whole():
+    tokens, segments = np.array([[5, 6, 7, 6, 8, 0]]), np.array([[1, 1, 1, 2, 2, 0]])
+
+    def score(sequences):
+        assert [s.tolist() for s in sequences] == [[5, 6, 7], [5, 6, 8]]
+        return [-s.astype(float) for s in sequences]
+
+    until = np.array([[5, 3, 3, 5, 5, 6]])
+    found = replay_batch(score, tokens=tokens, segments=segments, seen_until=until)
+    np.testing.assert_array_equal(found, [[-5, -6, -7, -6, -8, np.nan]])
+
+
 def test_scores_of_a_batch_return_to_their_positions():
     tokens = np.array([[5, 6, 7, 8, 0], [9, 4, 0, 0, 0]])
     segments = np.array([[1, 1, 2, 2, 0], [3, 3, 0, 0, 0]])

@@ -47,10 +47,13 @@ def opened(directory, *, start, total=2):
         yield tracker
 
 
+SPIKE = {"alarm": "kl_spike", "value": 3.0, "action": "log", "text": "KL 3 nats"}
+
+
 def track(directory, *, start):
     with opened(directory, start=start) as tracker:
         tracker.log(start + 1, {"reward": 0.5})
-        tracker.event(start + 1, {"alarm": "kl_spike", "value": 3.0, "action": "log"})
+        tracker.event(start + 1, SPIKE | {"at": start + 1})
 
 
 def test_metrics_and_alarms_are_sent_and_a_resumed_run_continues_there(calls, tmp_path):
@@ -101,7 +104,7 @@ def test_an_outage_of_a_service_does_not_affect_the_run(
     with opened(tmp_path, start=0, total=3) as tracker:
         for step in (1, 2, 3):
             tracker.log(step, {"reward": step / 4})
-            tracker.event(step, {"alarm": "kl_spike", "value": 3.0, "action": "log"})
+            tracker.event(step, SPIKE | {"at": step})
     said = capsys.readouterr().err
     assert said.count("tracking.mlflow failed: ConnectionError('503") == 1
     assert "tracking.wandb" not in said

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.core.precision import PRESETS, cast, parse, sampler_precision
+from jaxrl.core.precision import PRESETS, as_served, cast, parse, sampler_precision
 from jaxrl.models.logprobs import token_logprobs
 from jaxrl.sampling.base import SamplingParams, Turn
 from jaxrl.sampling.embedded import decode_steps
 from jaxrl.sampling.embedded.kv_cache import Cache
+from jaxrl.sampling.embedded.one_at_a_time import OneAtATime
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 from sharding.collectives import collectives
 from sharding.mesh import make_mesh
@@ -180,6 +182,25 @@ def test_a_mesh_gives_the_completions_of_one_device(greedy, rules, axes):
     assert _same_tokens(greedy, sharded)
     for key in greedy:
         np.testing.assert_allclose(greedy[key].logprobs, sharded[key].logprobs, atol=1e-5)
+
+
+def test_devices_of_its_own_serve_the_learners_weights(greedy):
+    """Bit for bit, whatever the learner's layout, and to two threads at once."""
+    learners, own = jax.devices()[:4], jax.devices()[4:6]
+    fsdp = Layout(make_mesh(fsdp=4, devices=learners), RULES["fsdp"])
+    params = jax.device_put(PARAMS, fsdp.tree(MODEL.specs))
+    layout, policy = Layout(make_mesh(data=2, devices=own), RULES["data"]), parse("fp32,wire=bf16")
+    rounded = EmbeddedSampler(MODEL, params, precision=policy, layout=layout)
+    served = jax.tree.leaves(rounded._weights.params)
+    for mine, sent in zip(served, jax.tree.leaves(as_served(PARAMS, policy)), strict=True):
+        assert mine.devices() == set(own)
+        for part in mine.addressable_shards:  # `data` keeps whole weights on each device
+            np.testing.assert_array_equal(part.data, sent, strict=True)
+    whole = EmbeddedSampler(MODEL, params, precision=F32, layout=layout)
+    sampler = OneAtATime(whole, own[0])
+    with ThreadPoolExecutor(2) as threads:
+        for found in threads.map(lambda _: _sample(sampler, GREEDY), range(2)):
+            assert _same_tokens(greedy, found)
 
 
 def test_moving_a_sharded_batch_needs_no_whole_copy_on_one_device():

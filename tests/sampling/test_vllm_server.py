@@ -23,7 +23,7 @@ from jaxrl.environments.episodes.base import EpisodeLimits, Step
 from jaxrl.environments.episodes.runner import ContinuousScheduler, EpisodeRunner
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
-from jaxrl.losses.algebra import objective
+from jaxrl.losses.objectives import objective
 from jaxrl.losses.surrogates import reinforce
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder

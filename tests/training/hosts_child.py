@@ -142,7 +142,7 @@ if __name__ == "__main__":
     name, address, count, index = sys.argv[1:-1]
     numbers = {} if address == "auto" else {"processes": int(count), "process": int(index)}
     cluster.HEARTBEAT = 5
-    with joined(HostsConfig(coordinator=address, join=600, **numbers)):
+    with joined(HostsConfig(coordinator=address, **numbers)):
         {f.__name__: f for f in (whole, failing, interrupted, apart, damaged, devices)}[name](
             Hosts()
         )

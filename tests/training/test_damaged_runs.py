@@ -93,6 +93,29 @@ def test_incomplete_last_line_of_the_metrics_is_dropped_with_a_line(
     assert read_metrics(run_dir / "metrics.jsonl") == read_metrics(base / "metrics.jsonl")
 
 
+def test_other_numbers_in_the_logs_do_not_change_the_run(damaging, run_dir):
+    """The logs have no digests: reports and alarms read them, nothing that a step computes."""
+    shutil.rmtree(run_dir / "checkpoints" / "3")  # to compute that step again
+    for name, key in (("metrics.jsonl", '"grad_norm": '), ("samples.jsonl", '"reward": ')):
+        text = (run_dir / name).read_text()
+        assert key in text
+        (run_dir / name).write_text(text.replace(key, f"{key}1"))
+    script, directory, base = damaging
+    script.resume(directory / "material", run_dir)
+    assert script.small_run.differences(run_dir, base) == ["metrics.jsonl", "samples.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+def test_a_damaged_line_of_a_log_is_named(damaging, run_dir, name):
+    lines = (run_dir / name).read_bytes().splitlines(keepends=True)
+    assert len(lines) > 1
+    (run_dir / name).write_bytes(b"".join([lines[0][:-3] + b"\n", *lines[1:]]))
+    outcome, message = judge(damaging, run_dir / name)
+    assert outcome == "refused"
+    assert f"{name}:1: not an entry" in message
+    assert "Delete this line to resume" in message
+
+
 def test_lost_metrics_are_reported(damaging, run_dir, capsys):
     script, directory, _ = damaging
     (run_dir / "metrics.jsonl").write_text("")

@@ -82,9 +82,10 @@ def test_four_processes_share_and_all_end_when_one_hangs(tmp_path):
 
 
 ALONE = """
-from jaxrl.training.cluster import joined
+from jaxrl.training import cluster
 from jaxrl.config.tables import HostsConfig
-with joined(HostsConfig(coordinator="{address}", processes=2, process={process}, join=1)):
+cluster.JOIN = 1
+with cluster.joined(HostsConfig(coordinator="{address}", processes=2, process={process})):
     pass
 """
 
@@ -99,7 +100,7 @@ def test_join_timeout_is_reported(tmp_path):
         assert [line for line in lines if line.startswith("jaxrl:")] == [
             f"jaxrl: process {i} of 2 is waiting for the others at {address[i]}, at most 1 s",
             f"jaxrl: process {i} of 2 failed: not all processes joined at {address[i]} within "
-            "hosts.join = 1 s. See their output; check that all have this address and can reach it",
+            "1 s. See their output; check that all have this address and can reach it",
         ]
 
 
@@ -203,7 +204,7 @@ def commands(material: Path, run_dir: Path, *, count: int) -> list[list[str]]:
     for i in range(count):
         every = keys(material, run_dir)
         if count > 1:
-            every |= {"hosts.coordinator": address, "hosts.join": "600"}
+            every |= {"hosts.coordinator": address}
             every |= {"hosts.processes": str(count), "hosts.process": str(i)}
         made.append([*JAXRL, "train"])
         made[-1] += [part for key, value in every.items() for part in (f"--{key}", value)]

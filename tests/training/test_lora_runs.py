@@ -14,7 +14,7 @@ from jaxrl.core.precision import cast
 from jaxrl.learner.policy import make_learner
 from jaxrl.learner.update import checkpoint_view, from_checkpoint
 from jaxrl.losses.aggregation import token_mean
-from jaxrl.losses.algebra import objective
+from jaxrl.losses.objectives import objective
 from jaxrl.losses.surrogates import reinforce
 from jaxrl.models import lora, spec
 from jaxrl.models.decoder import decoder

@@ -106,7 +106,8 @@ def test_killed_rollback_is_completed(asked, tmp_path):
 def test_rolled_back_steps_stay_readable(asked, tmp_path):
     """The alarm's own numbers, other events of the rolled-back steps, and their samples."""
     entries = read_metrics(tmp_path / "metrics.jsonl")
-    other = {"step": 8, "time": 1.0, "event": {"alarm": "entropy", "at": 8, "action": "pause"}}
+    event = {"alarm": "entropy", "at": 8, "action": "pause", "text": "0.1 nats"}
+    other = {"step": 8, "time": 1.0, "event": event}
     write_lines(tmp_path / "metrics.jsonl", [*entries[:8], other, *entries[8:]])
     answers = [{"step": step, "prompt": "1+1="} for step in (4, 8, 12)]
     write_lines(tmp_path / "samples.jsonl", answers)

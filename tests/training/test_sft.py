@@ -16,7 +16,7 @@ from jaxrl.core.precision import PRESETS
 from jaxrl.learner.optimizers import make_optimizer, make_schedule
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
-from jaxrl.losses.algebra import objective
+from jaxrl.losses.objectives import objective
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.monitoring.tracking.tracking import read_metrics
@@ -91,6 +91,34 @@ def test_whole_texts_are_trained_from_their_second_token(material, tmp_path):
     (tmp_path / "texts.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(ValueError, match=r"texts\.jsonl:1: no token to predict the text from"):
         sft.load_texts(config(material, "x", **keys).data, tokenizer, max_tokens=9)
+
+
+def test_conversations_are_learnt_turn_by_turn(material, tmp_path):
+    tokenizer = huggingface.load_tokenizer(material / "untrained")
+    says = [("user", "1+1="), ("assistant", "2"), ("user", "2+2="), ("assistant", "4")]
+    messages = [{"role": role, "content": text} for role, text in says]
+
+    def load(row, **keys):
+        (tmp_path / "chats.jsonl").write_text(json.dumps(row) + "\n")
+        given = config(material, "x", **{"data.path": f"{tmp_path}/chats.jsonl"} | keys).data
+        texts = sft.load_texts(given, tokenizer, max_tokens=96).sequences
+        return [(tokenizer.decode(t.prompt), tokenizer.decode(t.completion)) for t in texts]
+
+    whole = {"data.prompt_key": "none", "data.completion_key": "messages"}
+    first = ("<|user|>1+1=<|assistant|>", "2<|end|>")
+    assert load({"messages": messages}, **whole) == [
+        first,
+        ("<|user|>1+1=<|assistant|>2<|end|><|user|>2+2=<|assistant|>", "4<|end|>"),
+    ]
+    assert load({"prompt": messages[:1], "completion": messages[1:2]}) == [first]
+    assert load({"prompt": "1+1=", "completion": "2"}) == [first]
+    for row, keys, message in (
+        ({"messages": messages[:1]}, whole, "has no message of the assistant after another"),
+        ({"messages": "2"}, whole, "is a text; with data.prompt_key = 'none' write messages"),
+        ({"prompt": "1+1=", "completion": messages}, {}, "has 4 messages, expected one of the"),
+    ):
+        with pytest.raises(ValueError, match=rf"chats\.jsonl:1: '\w+' {message}"):
+            load(row, **keys)
 
 
 def test_loss_is_the_mean_cross_entropy_of_completion_tokens(material):

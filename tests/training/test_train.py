@@ -3,9 +3,13 @@
 import functools
 import json
 import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import jax.monitoring
 import numpy as np
 import pytest
 from flax import traverse_util
@@ -82,7 +86,21 @@ def config(material: Path, run_dir: Path, **changes: str) -> Config:
 
 
 @pytest.fixture(scope="module")
-def finished(material, tmp_path_factory) -> tuple[Path, train.Result]:
+def compiled() -> Iterator[Counter[tuple[str, str]]]:
+    """Counts compilations by program and thread."""
+    found: Counter[tuple[str, str]] = Counter()
+
+    def count(event: str, seconds: float, **about: str) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            found[about["fun_name"], threading.current_thread().name] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(count)
+
+
+@pytest.fixture(scope="module")
+def finished(material, compiled, tmp_path_factory) -> tuple[Path, train.Result]:
     """A run with every optional part: a user's loss and reward, a reference, mini-batches."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
     changes = {
@@ -133,6 +151,13 @@ def test_run_leaves_model_metrics_picture_and_checkpoint(finished):
     assert last["time/score"] + last["time/update"] <= last["time/learn"]
     # 4 of the 16 answers end in 5; their failed rewards are counted.
     assert sum(e.get("reward/failed", 0) for e in entries) % 4 == 0
+
+
+def test_learner_is_compiled_once_and_beside_the_sampler(finished, compiled):
+    programs = {"jit(score)": 2, "jit(shadow)": 1, "jit(step)": 1}  # one score is of longer rows
+    assert {
+        (name, thread): count for (name, thread), count in compiled.items() if name in programs
+    } == {(name, "compile-ahead"): count for name, count in programs.items()}
 
 
 def test_run_leaves_samples_a_trace_and_its_versions(finished):

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -101,34 +102,26 @@ class LocalServer:
         self.url = f"http://{host}:{port}"
         self._log = log
         self._control = VllmServer(self.url, timeout=5.0, api_key=self.api_key)
-        self._owned = OwnedDirectory(MEMORY)
-        environment = os.environ | _ENVIRONMENT | {KEY: self.api_key}
-        environment["VLLM_RPC_BASE_PATH"] = str(self._owned.path)  # its sockets
-        for name in _REMOVED:
-            environment.pop(name, None)
-        if options.agent is not None:
-            environment[DIRECTORY] = str(options.agent)
-        if options.device == "cpu":  # the first request would stall for many seconds
-            environment["TORCH_COMPILE_DISABLE"] = "1"
-        if options.max_lora_rank:
-            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        command = [sys.executable, "-I", "-S", watchdog.__file__]
-        command += [str(self._owned.path / BELONGINGS), str(self._owned.lock)]
-        try:
+        with contextlib.ExitStack() as stack:
+            owned = stack.enter_context(OwnedDirectory(MEMORY))
+            temporary = stack.enter_context(OwnedDirectory(Path(tempfile.gettempdir())))
+            environment = _environment(options, sockets=owned.path, temporary=temporary.path)
+            locks = owned.lock, temporary.lock
+            command = [sys.executable, "-I", "-S", watchdog.__file__]
+            command += [str(owned.path / BELONGINGS), str(temporary.path)]
+            command += [",".join(map(str, locks))]
             with log.open("wb") as stream:
                 self._process = subprocess.Popen(
                     command + _command(model_dir, options, port),
-                    env=environment,
+                    env=environment | {KEY: self.api_key},
                     bufsize=0,
                     stdin=subprocess.PIPE,  # never written: it closes when this process ends
                     stdout=stream,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # one group with its workers, apart from Ctrl-C
-                    pass_fds=[self._owned.lock],
+                    pass_fds=locks,
                 )
-        except BaseException:
-            self._owned.close()
-            raise
+            self._owned = stack.pop_all()
 
     def wait(self, progress: Callable[[float], None], *, timeout: float = 900.0) -> None:
         """Waits until the server is ready; calls `progress` with the seconds so far.
@@ -224,6 +217,24 @@ def free_port(host: str, port: int) -> int:
                 f"cannot listen on {host}:{port}: {error}; stop that program or choose another port"
             ) from error
         return probe.getsockname()[1]
+
+
+def _environment(options: ServerOptions, *, sockets: Path, temporary: Path) -> dict[str, str]:
+    found = os.environ | _ENVIRONMENT
+    for name in _REMOVED:
+        found.pop(name, None)
+    found["VLLM_RPC_BASE_PATH"] = str(sockets)
+    found["TMPDIR"] = str(temporary)  # a killed vLLM leaves files there
+    # By default torch keeps below TMPDIR what it compiles, which the next server needs as well.
+    compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    found.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
+    if options.agent is not None:
+        found[DIRECTORY] = str(options.agent)
+    if options.device == "cpu":  # the first request would stall for many seconds
+        found["TORCH_COMPILE_DISABLE"] = "1"
+    if options.max_lora_rank:
+        found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    return found
 
 
 def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:

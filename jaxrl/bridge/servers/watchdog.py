@@ -1,7 +1,9 @@
-"""Ends a server together with the process that started it, and removes the server's shared memory.
+"""Ends a server together with the process that started it, and removes the server's shared memory
+and temporary files.
 
 `launch.py` runs this program, which uses the standard library only. Its arguments are the list of
-belongings of an owned directory in /dev/shm, the descriptor of its lock, and the server's command.
+belongings of an owned directory in /dev/shm, an owned directory for temporary files, the
+descriptors of their locks, and the server's command.
 Its standard input is a pipe that closes when the starting process ends, even by SIGKILL; the whole
 process group then gets SIGTERM and later SIGKILL. The kernel's PR_SET_PDEATHSIG would watch the
 starting thread instead and would not reach the server's workers.
@@ -100,12 +102,13 @@ def _group() -> list[int]:
 
 def main() -> int:
     """Runs the server until it ends or the pipe closes."""
-    belongings, lock, *command = sys.argv[1:]
+    belongings, temporary, locks, *command = sys.argv[1:]
     # SIGTERM to the group reaches this process too. Unlike SIG_IGN, a handler is not inherited.
     signal.signal(signal.SIGTERM, lambda *_: None)
     segments = Segments(Path(belongings))
-    # The server keeps the lock: if only this process is killed, its segments are in use.
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[int(lock)])
+    # The server keeps the locks: if only this process is killed, its segments are in use.
+    descriptors = [*map(int, locks.split(","))]
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
     while server.poll() is None:
         segments.record()
         if select.select([sys.stdin], [], [], _POLL)[0]:
@@ -123,6 +126,7 @@ def main() -> int:
         server.poll()
         time.sleep(0.1)
     segments.remove()
+    shutil.rmtree(temporary, ignore_errors=True)
     status = server.wait()
     return status if status >= 0 else 128 - status
 

@@ -45,11 +45,16 @@ def check_url(url: str) -> None:
         )
 
 
+def directory_of(url: str) -> Path | None:
+    """Returns the directory of a store that is one; None for others."""
+    parts = urllib.parse.urlsplit(url)
+    return Path(urllib.parse.unquote(parts.path)) if parts.scheme == "file" else None
+
+
 def make_place(url: str) -> None:
     """Makes the directory of a store that is one; others need none."""
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme == "file":
-        Path(urllib.parse.unquote(parts.path)).mkdir(parents=True, exist_ok=True)
+    if (directory := directory_of(url)) is not None:
+        directory.mkdir(parents=True, exist_ok=True)
 
 
 class Objects:
@@ -70,8 +75,7 @@ class Objects:
 
         self._url = url
         with self._named():
-            if url.startswith("file:"):
-                directory = Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path))
+            if (directory := directory_of(url)) is not None:
                 self._store: Any = LocalStore(directory, automatic_cleanup=True)
                 return
             options: dict[str, Any] = {"retry_config": _RETRIES}

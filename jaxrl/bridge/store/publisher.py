@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -72,12 +72,6 @@ class StorePublisher(WeightPublisher):
         """Empties the store; servers keep the weights they have loaded."""
         self._upload.close()
         self._buffers.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _write(self, source: WeightSource, *, version: int) -> dict[str, Any]:
         specs = list(source.specs())

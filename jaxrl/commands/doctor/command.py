@@ -1,5 +1,6 @@
 """`jaxrl doctor`: measures the numerical error of each dtype policy."""
 
+import argparse
 import functools
 import importlib.metadata
 import json
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl.commands import options
+from jaxrl.commands.paths import fetch_models
 from jaxrl.config import toml_file
 from jaxrl.config.doctor import DoctorConfig
 
@@ -23,12 +25,18 @@ or from a running server. Do not use a server of a training run: MODEL replaces 
   jaxrl doctor MODEL --server http://127.0.0.1:8000 --precisions fp32,bf16_master"""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command."""
+def parser() -> argparse.ArgumentParser:
+    """Builds the command's parser."""
     made = options.parser("doctor", DoctorConfig, description=DESCRIPTION, usage="MODEL")
     made.add_argument("model.path", metavar="MODEL", help="directory of a Hugging Face model")
     made.add_argument("--server", metavar="URL", help="a running vLLM server (`jaxrl serve`)")
-    config, arguments = options.parse(made, DoctorConfig, argv)
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    config, arguments = options.parse(parser(), DoctorConfig, argv)
+    config = fetch_models(config)
     if arguments.server is not None:
         sampler = config.sampler.model_dump() | {"name": "vllm", "url": [arguments.server]}
         config = toml_file.validate(DoctorConfig, config.model_dump() | {"sampler": sampler})

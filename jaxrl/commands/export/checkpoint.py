@@ -16,7 +16,7 @@ from jaxrl.core.precision import DType
 from jaxrl.learner.policy import LearnerState, make_learner
 from jaxrl.learner.update import checkpoint_view
 from jaxrl.losses.aggregation import token_mean
-from jaxrl.losses.algebra import objective
+from jaxrl.losses.objectives import objective
 from jaxrl.losses.surrogates import reinforce
 from jaxrl.models import huggingface, lora, peft
 from jaxrl.models.decoder import Model, decoder

@@ -1,5 +1,6 @@
 """`jaxrl export`: writes a checkpoint as a Hugging Face model, or its adapters."""
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,8 +15,8 @@ adapters are merged into it, or written alone with --adapter.
   jaxrl export runs/latest adapters/mine --adapter"""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command."""
+def parser() -> argparse.ArgumentParser:
+    """Builds the command's parser."""
     made = options.plain_parser("export", DESCRIPTION)
     made.add_argument("run_dir", type=Path, help="directory of the training run")
     made.add_argument("directory", type=Path, help="where to write the model")
@@ -27,7 +28,12 @@ def main(argv: Sequence[str]) -> int:
         "--dtype",
         help="f32, bf16 or f16 (default: the run's wire dtype; for adapters, its params dtype)",
     )
-    arguments = made.parse_args(argv)
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    arguments = parser().parse_args(argv)
     config = toml_file.load(Config, file=arguments.run_dir / "config.toml")
 
     # Takes seconds, so after --help.

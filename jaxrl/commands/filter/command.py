@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl.builders.layout import make_layout
+from jaxrl.builders.layout import divide_cpu, make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import load_training_prompts, sampling_params
 from jaxrl.commands import options
 from jaxrl.commands.filter import pass_rate
+from jaxrl.commands.paths import fetch_models
 from jaxrl.config.training import Config
 from jaxrl.data.prompts import Example, Tokenizer
 from jaxrl.environments.rewards.scoring import load_rewards
@@ -26,8 +27,8 @@ change the bounds without sampling again.
   jaxrl filter configs/quickstart.toml --out solved_sometimes.jsonl --samples 40"""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command."""
+def parser() -> argparse.ArgumentParser:
+    """Builds the command's parser."""
     made = options.parser_with_file("filter", Config, description=DESCRIPTION)
     made.add_argument("--out", type=Path, required=True, help="the .jsonl file to write")
     made.add_argument(
@@ -35,7 +36,12 @@ def main(argv: Sequence[str]) -> int:
     )
     made.add_argument("--low", type=float, default=0.2, help="lowest pass rate (default: 0.2)")
     made.add_argument("--high", type=float, default=0.8, help="highest pass rate (default: 0.8)")
-    config, arguments = options.parse(made, Config, argv)
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    config, arguments = options.parse(parser(), Config, argv)
     if not 0 <= arguments.low <= arguments.high <= 1 or arguments.samples < 1:
         raise ValueError(
             f"--low {arguments.low} --high {arguments.high} --samples {arguments.samples}: "
@@ -48,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         )
     if not config.reward.path:
         raise ValueError("reward.path is missing: name a function that scores completions")
-    return _filter(config, arguments)
+    return _filter(fetch_models(config), arguments)
 
 
 def _filter(config: Config, arguments: argparse.Namespace) -> int:
@@ -106,7 +112,8 @@ def _measure(
     if done == len(examples):
         return
     policy = config.policy
-    layout = make_layout(config.mesh, policy=config.policy)
+    divide_cpu(config)
+    layout = make_layout(config.mesh, policy=config.policy, reserved=config.sampler.devices)
     reward, *_ = load_rewards(
         config.reward.path, config.reward.function_weights, timeout=config.reward.timeout
     )

@@ -9,9 +9,9 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,11 +50,11 @@ class Journal:
     """A file of JSON lines, one for each prompt measured so far; it survives an interruption at any
     moment."""
 
-    def __init__(self, path: Path, *, fingerprint: str, chunk: int, total: int):
+    def __init__(self, path: Path, *, fingerprint: Mapping[str, str], chunk: int, total: int):
         """Opens or creates the file for `total` prompts and drops an incomplete chunk.
 
         Raises:
-          ValueError: if the file has another fingerprint.
+          ValueError: if the file has another fingerprint; the message names the keys that differ.
         """
         self._path, self.chunk = path, chunk
         header = json.dumps({"fingerprint": fingerprint})
@@ -62,8 +62,8 @@ class Journal:
         found = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
         if found and found[0] != header:
             raise ValueError(
-                f"{path} was measured with another model, data, reward or sampling; delete it or "
-                "choose another --out"
+                f"{path} was measured with another {_difference(found[0], fingerprint)}; delete it "
+                "or choose another --out"
             )
         lines = found[1:]
         whole = len(lines) if len(lines) == total else len(lines) // chunk * chunk
@@ -80,24 +80,38 @@ class Journal:
         self.measured.extend(chunk)
 
 
-def fingerprint(config: Config, examples: Sequence[Example], *, samples: int) -> str:
-    """Digests everything that the pass rates depend on; weight files count by size and time of
-    change."""
+def fingerprint(config: Config, examples: Sequence[Example], *, samples: int) -> dict[str, str]:
+    """Digests everything that the pass rates depend on, by the key that sets it; weight files count
+    by size and time of change."""
     files = [path.stat() for path in sorted(Path(config.model.path).glob("*.safetensors"))]
-    tables = {
-        "model": [config.model.path, *((file.st_size, file.st_mtime_ns) for file in files)],
-        "reward": config.reward.path[0],
-        "sampling": config.sampling.model_dump(exclude={"max_batch"}),
+    sampling = config.sampling.model_dump(exclude={"max_batch"})
+    values = {
+        "model.path": [config.model.path, *((file.st_size, file.st_mtime_ns) for file in files)],
+        "data.path": [dict(example.record) for example in examples],
+        "reward.path": config.reward.path[0],
+        **{f"sampling.{name}": value for name, value in sampling.items()},
         "precision": config.precision,
-        "sampler": config.sampler.name,
+        "sampler.name": config.sampler.name,
         "seed": config.seed,
-        "samples": samples,
-        "chunk": config.train.train_batch,
+        "--samples": samples,
+        "train.train_batch": config.train.train_batch,
     }
-    digest = hashlib.sha256(json.dumps(tables, sort_keys=True).encode())
-    for example in examples:
-        digest.update(json.dumps(dict(example.record), sort_keys=True, default=str).encode())
-    return digest.hexdigest()
+    return {name: _digest(value) for name, value in values.items()}
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _difference(header: str, fingerprint: Mapping[str, str]) -> str:
+    """Names the keys in which the first line of a journal differs from a fingerprint."""
+    try:
+        there = dict(json.loads(header)["fingerprint"])
+    except (KeyError, TypeError, ValueError):  # of an earlier version, or damaged
+        there = {}
+    changed = [name for name, digest in fingerprint.items() if there.get(name) != digest]
+    return ", ".join(changed)
 
 
 def measure(

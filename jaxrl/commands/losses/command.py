@@ -1,5 +1,6 @@
 """`jaxrl losses`: lists the algorithms with their formulas and parameters."""
 
+import argparse
 import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -13,14 +14,17 @@ DESCRIPTION = """Lists the recipes for [loss] name = ... with their formulas and
   jaxrl losses grpo gspo"""
 
 
+def parser() -> argparse.ArgumentParser:
+    """Builds the command's parser."""
+    made = options.plain_parser("losses", DESCRIPTION)
+    made.add_argument("name", nargs="*", help="recipes to show (default: all)")
+    made.add_argument("--markdown", action="store_true", help="print the tables of docs/losses.md")
+    return made
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    parser = options.plain_parser("losses", DESCRIPTION)
-    parser.add_argument("name", nargs="*", help="recipes to show (default: all)")
-    parser.add_argument(
-        "--markdown", action="store_true", help="print the tables of docs/losses.md"
-    )
-    arguments = parser.parse_args(argv)
+    arguments = parser().parse_args(argv)
     entries = catalogue.list_recipes()
     known = {entry.name: entry for entry in entries}
     for name in arguments.name:
@@ -78,8 +82,8 @@ def markdown(entries: Sequence[Entry]) -> str:
             "\nAdvantage estimators, for `loss.advantage`:\n",
             *_table(("estimator", "definition"), advantages),
             "\nNames of parts: a Ratio for `ratio` and `kl_ratio`, a Level for `level`, Weights "
-            "for `correction` (several: `token_tis + veto`), an Aggregation for `aggregation`, a "
-            "KLEstimator for `kl_estimator`.\n",
+            "for `correction` and `rejection` (several: `token_tis + veto`), an Aggregation for "
+            "`aggregation`, a KLEstimator for `kl_estimator`, a Divergence for `divergence`.\n",
             *_table(("kind", "name", "definition"), parts),
             "",
         ]

@@ -1,12 +1,15 @@
 """`jaxrl plan`: compiles a run's step for chips that need not exist."""
 
+import argparse
 from collections.abc import Sequence
 from typing import Any
 
 from pydantic import model_validator
 
 from jaxrl.commands import options
+from jaxrl.commands.paths import fetch_models
 from jaxrl.config.training import Config
+from jaxrl.models import hub
 
 DESCRIPTION = """Compiles a run's step for chips that you do not have. Prints its memory and speed.
 
@@ -38,8 +41,8 @@ class PlanConfig(Config):
         return {**tree, **tables}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command; the exit status is 5 if the run does not fit."""
+def parser() -> argparse.ArgumentParser:
+    """Builds the command's parser."""
     made = options.parser_with_file("plan", PlanConfig, description=DESCRIPTION)
     made.add_argument("--topology", help="chips to compile for, such as v5p:4x4x4, h100:8 or cpu:8")
     made.add_argument("--estimate", action="store_true", help="calculate without compiling")
@@ -55,10 +58,12 @@ def main(argv: Sequence[str]) -> int:
             type=float,
             help=f"length of the {name} phase, to estimate utilisation",
         )
-    made.add_argument(
-        "--staleness",
-        help="observations for --estimate, as staleness:improvement:utilisation,...",
-    )
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; the exit status is 5 if the run does not fit."""
+    made = parser()
     config, given = options.parse(made, PlanConfig, argv)
     if (given.topology is None) != given.estimate:
         made.error("give either --topology or --estimate")
@@ -66,9 +71,10 @@ def main(argv: Sequence[str]) -> int:
         made.error("--rollout-seconds and --train-seconds go together")
     if given.link <= 0 or given.chip_memory <= 0:
         made.error("--link and --chip-memory must be positive")
+    config = fetch_models(config, files=hub.CONFIGS)
 
     if given.estimate:
-        from jaxrl.commands.plan.estimate import estimate, read_observed  # after --help
+        from jaxrl.commands.plan.estimate import estimate  # after --help
 
         phases = None
         if given.rollout_seconds is not None:
@@ -79,7 +85,6 @@ def main(argv: Sequence[str]) -> int:
                 chip_memory=given.chip_memory * 1e9,
                 link_rate=given.link * 1e9,
                 phases=phases,
-                observed=None if given.staleness is None else read_observed(given.staleness),
             )
         )
         return 0

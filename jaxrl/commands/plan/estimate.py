@@ -4,7 +4,6 @@ Memory covers weights, gradients and optimizer state; activations need a compile
 """
 
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxrl.builders.model import trained_specs
@@ -52,50 +51,20 @@ def utilisation(rollout: float, train: float, sync: float) -> tuple[float, float
     return train / (rollout + train + sync), train / (max(rollout, train) + sync)
 
 
-def progress_per_time(observed: Mapping[int, tuple[float, float]]) -> dict[int, float]:
-    """Computes the improvement per unit of time for each staleness.
-
-    The unit is the time of a step at the lowest staleness.
-
-    Args:
-      observed: staleness in steps -> (improvement per step, utilisation).
-    """
-    base = observed[min(observed)][1]
-    return {steps: gain * used / base for steps, (gain, used) in observed.items()}
-
-
-def read_observed(text: str) -> dict[int, tuple[float, float]]:
-    """Parses "0:0.15:35,1:0.13:55": staleness, improvement per step and utilisation.
-
-    Raises:
-      ValueError: for any other form.
-    """
-    try:
-        rows = [one.split(":") for one in text.split(",")]
-        return {int(steps): (float(gain), float(used)) for steps, gain, used in rows}
-    except ValueError:
-        raise ValueError(
-            f"--staleness {text!r}: expected staleness:improvement:utilisation,..., for example "
-            "0:0.15:35,1:0.13:55"
-        ) from None
-
-
 def estimate(
     config: Config,
     *,
     chip_memory: float,
     link_rate: float,
     phases: tuple[float, float] | None = None,
-    observed: Mapping[int, tuple[float, float]] | None = None,
 ) -> str:
-    """Formats memory, publish time, the learner's utilisation and the best staleness.
+    """Formats memory, publish time and the learner's utilisation.
 
     Args:
       config: the run's config; only the model's config.json is read.
       chip_memory: bytes.
       link_rate: bytes per second from the learner to the samplers.
       phases: seconds of a rollout and of a training step; None leaves out utilisation.
-      observed: see `progress_per_time`; None leaves out staleness.
 
     Raises:
       FileNotFoundError, ValueError: for an unusable model or adapters.
@@ -138,14 +107,5 @@ def estimate(
             "",
             f"Learner utilisation: {turns:.0%} in turn with sampling, {apart:.0%} with samplers "
             "one step behind on separate chips",
-        ]
-    if observed is not None:
-        found = progress_per_time(observed)
-        best = max(found, key=lambda steps: found[steps])
-        lines += [
-            "",
-            "Improvement by staleness, per time of a step at the lowest staleness",
-            *(f"  {steps:3}{gain:10.3f}" for steps, gain in sorted(found.items())),
-            f"  best: rollouts.max_staleness = {best}",
         ]
     return "\n".join(lines).replace("%", " %")

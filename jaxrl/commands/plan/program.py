@@ -59,6 +59,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
       jax.errors.JaxRuntimeError: if the compiler fails for a reason other than memory.
     """
     step = make_step(config, topology)
+    config = step.config
     microbatches = step.minibatch.batch.tokens.shape[0] // config.microbatch_rows
     built = {
         "step": step,

@@ -34,7 +34,7 @@ class KVCache:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResidentMemory:
-    """Bytes on one device; 0 for parts that a run does not have."""
+    """Bytes on one of the learner's devices; 0 for parts that a run does not have there."""
 
     state: float  # learner state between two steps, also counted in the step's own memory
     # The embedded sampler's weights; two versions if it samples while the learner trains,
@@ -46,7 +46,7 @@ class ResidentMemory:
     # Extra bytes during a publish: the sampler's next weights, and a copy in the wire dtype
     # if one is made.
     published: float
-    cache: KVCache | None  # the KV cache; None if servers sample
+    cache: KVCache | None  # the KV cache; None if servers or other devices sample
     overlapped: bool  # the sampler runs while the learner does
 
     @property
@@ -75,8 +75,9 @@ def resident_memory(config: Config, step: Step) -> ResidentMemory:
     """
     policy, layout = step.policy, step.layout
     embedded = config.sampler.name == "embedded"
+    shared = embedded and not config.sampler.devices
     base = step.model.specs
-    own = sampler_layout(config.sampler, layout)
+    own = sampler_layout(config.sampler, layout) if shared else layout
     served = _weights(base, own, dtype=policy.sampler) if embedded else 0.0
     # Equal dtypes need one cast only, and equal layouts no transfer.
     sent = layout.mesh.size > 1 and own != layout
@@ -93,12 +94,12 @@ def resident_memory(config: Config, step: Step) -> ResidentMemory:
     overlapped = config.rollouts.max_staleness > 0
     return ResidentMemory(
         state=on_one(step.state.params) + moments,
-        sampler=served * (2 if overlapped else 1),
+        sampler=served * (2 if overlapped else 1) if shared else 0.0,
         reference=reference,
         reward_model=reward_model,
         critic=_critic(config, layout=layout, policy=policy) if step.recipe.critic else 0.0,
         published=served + wire,
-        cache=_cache(config, step, layout=own) if embedded else None,
+        cache=_cache(config, step, layout=own) if shared else None,
         overlapped=overlapped,
     )
 

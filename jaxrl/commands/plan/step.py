@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.builders.layout import make_layout
-from jaxrl.builders.learner import build_learner
+from jaxrl.builders.learner import build_learner, max_rows
 from jaxrl.builders.model import make_decoder, trained_specs
 from jaxrl.builders.optimizer import make_optimizer, state_shardings
 from jaxrl.builders.recipe import make_recipe
+from jaxrl.builders.rows import choose_rows
 from jaxrl.commands.plan.topology import Topology
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Minibatch, TokenBatch
+from jaxrl.core.packing import Alignment
 from jaxrl.core.precision import Precision
 from jaxrl.learner.policy import Learner, LearnerState
 from jaxrl.losses import Need, Recipe
@@ -26,6 +28,7 @@ from sharding.partition import Layout
 class Step(NamedTuple):
     """Parts of the step."""
 
+    config: Config  # with `train.row_length`
     recipe: Recipe
     model: Model  # without weights
     specs: Any  # of the learner's parameters: the model's, or lora.Adapted
@@ -45,8 +48,14 @@ def make_step(config: Config, topology: Topology) -> Step:
       FileNotFoundError, ValueError: for an unusable model or mesh, like `jaxrl train`.
     """
     policy = config.policy
-    layout = make_layout(config.mesh, policy=config.policy, devices=topology.devices)
-    sizes = huggingface.load_config(config.model.path)
+    layout = make_layout(
+        config.mesh,
+        policy=config.policy,
+        devices=topology.devices,
+        reserved=config.sampler.devices,
+    )
+    sizes, recipe = huggingface.load_config(config.model.path), make_recipe(config)
+    config, align, _ = choose_rows(config, sizes, objective=recipe.objective, layout=layout)
     kernel = kernels.choose(
         config.train.attention,
         layout=layout,
@@ -55,7 +64,6 @@ def make_step(config: Config, topology: Topology) -> Step:
         length=config.row_length,
     )
     model = make_decoder(sizes, layout=layout, remat=config.train.remat, attention=kernel)
-    recipe = make_recipe(config)
     specs = trained_specs(config.lora, model.specs)
     optimizer = make_optimizer(
         config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
@@ -69,6 +77,7 @@ def make_step(config: Config, topology: Topology) -> Step:
         config.optimizer, learner.init, params, layout=layout, specs=lora.declared(specs)
     )
     return Step(
+        config=config,
         recipe=recipe,
         model=model,
         specs=specs,
@@ -78,7 +87,7 @@ def make_step(config: Config, topology: Topology) -> Step:
         learner=learner,
         state=placed(shapes, shardings),
         state_shardings=shardings,
-        minibatch=_minibatch(config, sizes, layout=layout, needs=recipe.objective.needs),
+        minibatch=_minibatch(config, sizes, layout=layout, recipe=recipe, align=align),
     )
 
 
@@ -92,11 +101,10 @@ def placed(shapes: Any, shardings: Any) -> Any:
 
 
 def _minibatch(
-    config: Config, sizes: DecoderConfig, *, layout: Layout, needs: frozenset[Need]
+    config: Config, sizes: DecoderConfig, *, layout: Layout, recipe: Recipe, align: Alignment
 ) -> Minibatch:
-    """Builds the largest minibatch that training passes to the step: one sequence per row."""
-    completions = config.train.train_batch * config.train.group_size
-    count = -(-completions // config.train.updates_per_rollout // config.microbatch_rows)
+    """Builds the largest minibatch that training passes to the step."""
+    count = -(-max_rows(config, align) // config.microbatch_rows)
     rows = layout.batch(("batch", "length"))
     shape = (count * config.microbatch_rows, config.row_length)
 
@@ -114,9 +122,12 @@ def _minibatch(
         action_mask=array(jnp.bool_),
         sampler_logprobs=score,
         advantages=score,
+        rewards=score,
+        coefficients={name: score for name in recipe.controllers} or None,
         experts=experts,
+        seen_until=whole if align.shared else None,
     )
-    several = config.train.updates_per_rollout > 1
+    needs, several = recipe.objective.needs, config.train.updates_per_rollout > 1
     used: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.replicated)
     return Minibatch(
         batch=batch,

@@ -10,6 +10,7 @@ class Chart(NamedTuple):
     """One chart."""
 
     title: str  # heading
+    group: str  # of charts that fold together
     note: str  # unit and remarks
     metrics: Mapping[str, str]  # {name of a metric: its label}
     rest: str | None = None  # prefix of further metrics to draw, except those in `left_out`
@@ -17,7 +18,7 @@ class Chart(NamedTuple):
     # "fan" (quantiles, lowest first) and "stack" (parts of a sum) show one run, "lines" several.
     kind: Literal["lines", "fan", "stack"] = "lines"
     log: bool = False  # logarithmic scale
-    points: bool = False  # mark each value of a short curve
+    points: Sequence[str] = ()  # metrics of which each value of a short curve is marked
     right: str | None = None  # the metric with its own scale on the right
 
     def names(self, known: Collection[str]) -> dict[str, str]:
@@ -33,51 +34,92 @@ def _quantiles(metric: str) -> dict[str, str]:
     return {f"{metric}/{q}": q for q in _QUANTILES}
 
 
+# The first chart is drawn large. Metrics of different meaning have charts of their own, because
+# runs are compared in them: KL to the reference and divergence from the sampler are two things.
 CHARTS = (
-    Chart("Reward", "mean of a step", {"reward": "reward"}),
-    Chart("Held-out accuracy", "greedy decoding", {"eval/accuracy": "accuracy"}, points=True),
+    Chart(
+        "Reward",
+        "",
+        "mean of a step, and accuracy by greedy decoding",
+        {"reward": "reward", "eval/accuracy": "held-out accuracy"},
+        points=("eval/accuracy",),
+        right="eval/accuracy",
+    ),
     Chart(
         "Reward, distribution",
+        "Learning",
         "minimum to maximum, 10 % to 90 %, median",
         _quantiles("reward"),
         kind="fan",
     ),
     Chart(
         "Reward, parts",
+        "Learning",
         "mean of each, before weighting",
         {},
         rest="reward/",
         left_out=("reward/std", "reward/failed", *_quantiles("reward")),
     ),
-    Chart("Completion length, distribution", "tokens", _quantiles("completion_length"), kind="fan"),
     Chart(
-        "KL", "nats per token, to the reference model (without one: to the sampler)", {"kl": "KL"}
+        "Zero-variance groups",
+        "Learning",
+        "all completions of a prompt earned the same reward",
+        {"groups/zero_std": "zero variance", "groups/sampled": "all groups"},
     ),
-    Chart("Gradient norm", "before clipping", {"grad_norm": "gradient norm"}),
+    Chart("Gradient norm", "Learning", "before clipping", {"grad_norm": "gradient norm"}),
+    Chart("Loss", "Learning", "", {"loss": "loss"}),
+    Chart("Learning rate", "Learning", "", {"learning_rate": "learning rate"}),
+    Chart(
+        "Skipped steps, loss scale",
+        "Learning",
+        "steps skipped so far for a gradient that was not finite; loss scale on the right",
+        {"skipped_steps": "skipped", "loss_scale": "loss scale"},
+        right="loss_scale",
+    ),
+    Chart("KL to the reference", "Policy", "nats per token", {"kl/reference": "KL"}),
+    Chart(
+        "Entropy", "Policy", "nats per token, over sampled tokens", {"entropy/sampled": "entropy"}
+    ),
+    Chart(
+        "Clipping by side", "Policy", "share of tokens", {"clip/low": "below", "clip/high": "above"}
+    ),
+    Chart(
+        "Variety",
+        "Policy",
+        "distinct 3-grams across prompts, identical completions, repetition within one",
+        {
+            "diversity/distinct": "distinct",
+            "diversity/identical": "identical",
+            "diversity/repetition": "repetition",
+        },
+    ),
     Chart(
         "Alpha against beta",
+        "Mismatch of learner and sampler",
         "standard deviation of the policy's change and of numerical error, nats",
         {"probe/alpha_std": "alpha", "probe/beta_std": "beta"},
         log=True,
-        points=True,
+        points=("probe/alpha_std", "probe/beta_std"),
     ),
     Chart(
         "Phantom clipping",
+        "Mismatch of learner and sampler",
         "share of tokens clipped, and clipped because of numerical error alone",
         {"probe/clipped": "clipped", "probe/phantom": "phantom"},
-        points=True,
+        points=("probe/clipped", "probe/phantom"),
     ),
-    Chart("Clipping by side", "share of tokens", {"clip/low": "below", "clip/high": "above"}),
     Chart(
         "Mismatch of whole completions",
+        "Mismatch of learner and sampler",
         "standard deviation of the log-ratio before any update, nats",
         {"probe/sequence_std": "std"},
         log=True,
-        points=True,
+        points=("probe/sequence_std",),
     ),
     Chart(
         "Mismatch at every step",
-        "learner against sampler on sampled tokens; factor on the right",
+        "Mismatch of learner and sampler",
+        "on sampled tokens; factor on the right",
         {
             "mismatch/k3_kl": "divergence, nats",
             "mismatch/chi2": "chi-square",
@@ -88,35 +130,21 @@ CHARTS = (
         right="mismatch/token_mult_error",
     ),
     Chart(
-        "Variety",
-        "distinct 3-grams across prompts, identical completions, repetition within one",
-        {
-            "diversity/distinct": "distinct",
-            "diversity/identical": "identical",
-            "diversity/repetition": "repetition",
-        },
-    ),
-    Chart("Entropy", "nats per token, over sampled tokens", {"entropy/sampled": "entropy"}),
-    Chart(
-        "Zero-variance groups",
-        "all completions of a prompt earned the same reward",
-        {"groups/zero_std": "zero variance", "groups/sampled": "all groups"},
+        "Completion length, distribution",
+        "Lengths",
+        "tokens",
+        _quantiles("completion_length"),
+        kind="fan",
     ),
     Chart(
         "Truncated completions",
+        "Lengths",
         "share that reached sampling.max_tokens",
         {"completion/truncated": "truncated"},
     ),
-    Chart("Learning rate", "", {"learning_rate": "learning rate"}),
-    Chart("Loss", "", {"loss": "loss"}),
-    Chart(
-        "Skipped steps, loss scale",
-        "steps skipped so far for a gradient that was not finite; loss scale on the right",
-        {"skipped_steps": "skipped", "loss_scale": "loss scale"},
-        right="loss_scale",
-    ),
     Chart(
         "Throughput",
+        "Time",
         "tokens per second",
         {
             "tokens_per_second": "whole step",
@@ -126,6 +154,7 @@ CHARTS = (
     ),
     Chart(
         "Time per step",
+        "Time",
         "seconds; without the first step after each start, which compiles",
         {
             f"time/{part}": part

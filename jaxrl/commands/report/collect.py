@@ -49,6 +49,7 @@ def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
         },
         "starts": starts,
         "last_step": max(entry["step"] for entry in entries),
+        "seconds": sum(entry.get("time/step") or 0.0 for entry in entries),
         "series": _series(entries, starts),
         "rolled_back": discarded,
         "alarms": [

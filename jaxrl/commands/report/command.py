@@ -1,5 +1,6 @@
 """`jaxrl report`: writes an HTML page about one or more runs."""
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,14 +14,19 @@ works while a run is training.
   jaxrl report runs/a runs/b --out compared.html"""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command."""
-    parser = options.plain_parser("report", DESCRIPTION, usage="RUN [RUN ...] [--out FILE]")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    """Builds the command's parser."""
+    made = options.plain_parser("report", DESCRIPTION, usage="RUN [RUN ...] [--out FILE]")
+    made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
+    made.add_argument(
         "--out", type=Path, help="file to write (default: report.html in the first RUN)"
     )
-    given = parser.parse_args(argv)
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    given = parser().parse_args(argv)
 
     from jaxrl.commands.report.collect import collect
     from jaxrl.commands.report.html_page import render

@@ -1,5 +1,6 @@
 """`jaxrl serve`: runs vLLM servers that accept weights from a learner."""
 
+import argparse
 import functools
 import signal
 import sys
@@ -14,6 +15,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from jaxrl.commands import options
 from jaxrl.config.sampler import ServerConfig
 from jaxrl.core import precision
+from jaxrl.models import hub
 
 DESCRIPTION = """Runs a stock vLLM server that accepts weights from a learner.
 
@@ -61,12 +63,17 @@ class ServeConfig(ServerConfig):
         return self
 
 
+def parser() -> argparse.ArgumentParser:
+    """Builds the command's parser."""
+    made = options.parser("serve", ServeConfig, description=DESCRIPTION, usage="MODEL_DIR")
+    text = "directory of a Hugging Face model, or its name on the hub"
+    made.add_argument("model_dir", metavar="MODEL_DIR", help=text)
+    return made
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    made = options.parser("serve", ServeConfig, description=DESCRIPTION, usage="MODEL_DIR")
-    text = "directory of a Hugging Face model"
-    made.add_argument("model_dir", metavar="MODEL_DIR", type=Path, help=text)
-    config, arguments = options.parse(made, ServeConfig, argv)
+    config, arguments = options.parse(parser(), ServeConfig, argv)
 
     from jaxrl.bridge.servers.launch import LocalServer, free_port
     from jaxrl.bridge.store import objects
@@ -75,6 +82,7 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.builders.servers import Address, Workload, started_server
     from jaxrl.commands.serve.replicas import Replica
 
+    model_dir = Path(hub.local_directory(arguments.model_dir))
     # A restarted server keeps its port and its key.
     first, key = config.port or free_port(config.host, 0), server_key(config.host)
     note = functools.partial(print, file=sys.stderr, flush=True)
@@ -83,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         log = Path(config.log)
         return started_server(
             config,
-            arguments.model_dir,
+            model_dir,
             work=Workload(
                 precision.parse(f"fp32,sampler={config.dtype}").sampler,
                 max_model_len=config.max_model_len,

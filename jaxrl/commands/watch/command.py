@@ -1,5 +1,6 @@
 """`jaxrl watch`: follows a run from another terminal."""
 
+import argparse
 import time
 import tomllib
 from collections.abc import Sequence
@@ -21,16 +22,21 @@ command, not the run.
   jaxrl watch runs/latest --once"""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command."""
+def parser() -> argparse.ArgumentParser:
+    """Builds the command's parser."""
     usage = "RUN [--every SECONDS] [--once]"
-    parser = options.plain_parser("watch", DESCRIPTION, usage=usage)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
-    parser.add_argument(
+    made = options.plain_parser("watch", DESCRIPTION, usage=usage)
+    made.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    made.add_argument(
         "--every", type=float, default=2.0, help="seconds between updates (default: 2)"
     )
-    parser.add_argument("--once", action="store_true", help="print the current state and exit")
-    given = parser.parse_args(argv)
+    made.add_argument("--once", action="store_true", help="print the current state and exit")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    given = parser().parse_args(argv)
     console, metrics = Console(), Tail(given.run / "metrics.jsonl")
     if given.once:
         console.print(render(given.run, metrics))

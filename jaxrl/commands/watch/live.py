@@ -81,8 +81,8 @@ def _state(
         return _ENDED[action]
     if last["step"] >= total:
         return "done"
-    left = seconds_left([(e["step"], e["time"]) for e in steps[-RECENT_STEPS - 1 :]], total=total)
-    silent = now - last["time"]
+    times = [(e["step"], e["time"]) for e in steps[-RECENT_STEPS - 1 :] if "time" in e]
+    left, silent = seconds_left(times, total=total), now - last.get("time", now)
     if left is None:
         return f"compiling; last update {format_duration(silent)} ago"
     usual = left / (total - last["step"])

@@ -1,8 +1,9 @@
 """Incremental reader of a growing metrics.jsonl."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+from jaxrl.monitoring.tracking.tracking import parse_entry
 
 
 class Tail:
@@ -20,7 +21,7 @@ class Tail:
         """Returns all entries so far, none without a file; an unfinished line waits.
 
         Raises:
-          ValueError: for a line that is not JSON.
+          ValueError: for a line that is not an entry.
         """
         if not self._path.exists():
             self._forget()
@@ -40,7 +41,7 @@ class Tail:
 
     def _parsed(self, line: bytes) -> dict[str, Any]:
         try:
-            return json.loads(line)
-        except ValueError as error:
+            return parse_entry(line)
+        except (ValueError, RecursionError) as error:
             number = len(self._entries) + 1
-            raise ValueError(f"{self._path}:{number}: not JSON: {error}") from None
+            raise ValueError(f"{self._path}:{number}: not an entry: {error}") from None

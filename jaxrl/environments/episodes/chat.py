@@ -61,7 +61,11 @@ class Chat:
         return self._encode([{"role": "user", "content": joined}], after=after)
 
     def escape(self, text: str) -> str:
-        """Returns the text with a space inside each control token, so that it cannot end a turn."""
+        """Returns the text with a space inside each control token, so that it cannot end a turn.
+
+        Halves of characters become "?": a tool may return them, and no tokenizer takes them.
+        """
+        text = text.encode(errors="replace").decode()
         for token in self._control:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text

@@ -43,6 +43,11 @@ def batched(function: RewardFn) -> RewardFn:
     return function
 
 
+def is_batched(function: RewardFn) -> bool:
+    """Tells if a function is marked by `batched`."""
+    return hasattr(function, _BATCHED)
+
+
 def load_rewards(
     paths: Sequence[str], weights: Sequence[float] = (), *, timeout: float = 60.0
 ) -> list[Reward]:
@@ -123,7 +128,7 @@ def _apply(
 ) -> Sequence[float | BaseException]:
     """Returns the reward of each completion, or the error in its place."""
     own = [copy.deepcopy(dict(example)) for example in examples]
-    if not hasattr(term.function, _BATCHED):
+    if not is_batched(term.function):
         pairs = list(zip(completions, own, strict=True))
         return call_each(_then(term.function, float), pairs, timeout=term.timeout)
     count = len(completions)

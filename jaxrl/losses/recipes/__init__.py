@@ -15,9 +15,11 @@ from jaxrl.losses.recipes.baselines import (
     reinforce_pp_baseline,
     remax,
     rloo,
+    vapo,
 )
 from jaxrl.losses.recipes.clipping import (
     bnpo,
+    clip_cov,
     dapo,
     dr_grpo,
     gmpo,
@@ -25,14 +27,25 @@ from jaxrl.losses.recipes.clipping import (
     grpo_seq_mis,
     grpo_token_tis,
     gspo,
+    kl_cov,
     opsm,
     sapo,
 )
-from jaxrl.losses.recipes.weighting import cispo, dppo, pg_seq_is, pg_token_is, prime, vespo
+from jaxrl.losses.recipes.weighting import (
+    cispo,
+    dppo,
+    mlperf,
+    pg_seq_is,
+    pg_token_is,
+    prime,
+    prime_ipo,
+    vespo,
+)
 
 __all__ = [
     "bnpo",
     "cispo",
+    "clip_cov",
     "dapo",
     "dppo",
     "dr_grpo",
@@ -42,7 +55,9 @@ __all__ = [
     "grpo_seq_mis",
     "grpo_token_tis",
     "gspo",
+    "kl_cov",
     "max_rl",
+    "mlperf",
     "opo",
     "opsm",
     "pass_at_k",
@@ -50,10 +65,12 @@ __all__ = [
     "pg_token_is",
     "ppo",
     "prime",
+    "prime_ipo",
     "reinforce_pp",
     "reinforce_pp_baseline",
     "remax",
     "rloo",
     "sapo",
+    "vapo",
     "vespo",
 ]

@@ -5,7 +5,8 @@ import functools
 from jaxrl import advantages
 from jaxrl.losses import bounds
 from jaxrl.losses.aggregation import sequence_mean_token_mean, token_mean
-from jaxrl.losses.algebra import objective
+from jaxrl.losses.imitation import positive_likelihood
+from jaxrl.losses.objectives import objective
 from jaxrl.losses.ratios import Level, Ratio, on_policy, over_sampler, product
 from jaxrl.losses.recipe import Recipe
 from jaxrl.losses.surrogates import clipped, unclipped
@@ -216,8 +217,54 @@ def ppo(
     return Recipe(
         objective(policy, token_mean),
         functools.partial(advantages.generalized, gamma=gamma, lam=lam),
-        critic=Critic(
-            objective(value_loss(clip=value_clip), token_mean),
-            functools.partial(advantages.lambda_returns, gamma=gamma, lam=value_lam),
-        ),
+        critic=_critic(value_clip=value_clip, gamma=gamma, lam=value_lam),
     )
+
+
+def vapo(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    alpha: float = 0.05,
+    positive_nll: float = 0.1,
+    value_clip: float = 0.2,
+    ratio: Ratio = over_sampler,
+) -> Recipe:
+    """VAPO (arXiv:2504.05118): PPO with a lam that grows with the length of the completion, a
+    critic that learns from the rewards alone, clip-higher, and the likelihood of right completions.
+    The critic is to be trained first: critic.pretrain_steps, 50 in the paper.
+
+    Formula:
+      token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + positive_nll L
+      L = mean of -log pi over the tokens of completions whose reward is positive
+      A as in ppo, with gamma = 1 and lam = 1 - 1 / (alpha length), at least 0
+      critic: as in ppo, with value_lam = 1
+
+    Args:
+      alpha: the surprises to come add up to alpha x length.
+      positive_nll: coefficient of the likelihood.
+      value_clip: largest change of a value, per rollout, that pays.
+
+    Example:
+      >>> vapo()
+      Recipe(objective(clipped(over_sampler, low=0.2, high=0.28), token_mean) + 0.1 *
+        positive_likelihood(0.0), partial(length_adaptive, alpha=0.05),
+        critic=Critic(objective(value_loss(clip=0.2), token_mean), partial(lambda_returns,
+        gamma=1.0, lam=1.0)))
+
+    Raises:
+      ValueError: for an alpha that is not positive, or a negative coefficient.
+    """
+    bounds.positive("alpha", alpha)
+    bounds.not_negative("positive_nll", positive_nll)
+    policy = clipped(ratio, low=clip_low, high=clip_high)
+    return Recipe(
+        objective(policy, token_mean) + positive_nll * positive_likelihood(),
+        functools.partial(advantages.length_adaptive, alpha=alpha),
+        critic=_critic(value_clip=value_clip, gamma=1.0, lam=1.0),
+    )
+
+
+def _critic(*, value_clip: float, gamma: float, lam: float) -> Critic:
+    returns = functools.partial(advantages.lambda_returns, gamma=gamma, lam=lam)
+    return Critic(objective(value_loss(clip=value_clip), token_mean), returns)

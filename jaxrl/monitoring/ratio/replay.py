@@ -21,26 +21,35 @@ Score = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
 """Sequences of token ids i32[T] -> f32[T] log-probs, NaN where there is none."""
 
 
-def replay_batch(score: Score, *, tokens: np.ndarray, segments: np.ndarray) -> np.ndarray:
+def replay_batch(
+    score: Score,
+    *,
+    tokens: np.ndarray,
+    segments: np.ndarray,
+    seen_until: np.ndarray | None = None,
+) -> np.ndarray:
     """Scores all sequences of a rectangular batch.
 
     Args:
       score: the sampler's, such as `VllmSampler.score`.
       tokens: i32[B, T].
       segments: i32[B, T], sequence within the row, 0 for padding.
+      seen_until: i32[B, T], of a batch whose sequences share prefixes (`TokenBatch`).
 
     Returns:
       f32[B, T]; NaN for first tokens, padding and tokens without a score.
     """
-    places = [
-        (row, segments[row] == number)
-        for row in range(len(tokens))
-        for number in np.unique(segments[row][segments[row] > 0])
-    ]
-    scores = score([tokens[row][where] for row, where in places])
+    places = []  # row, a sequence's own tokens, all of its tokens
+    for row in range(len(tokens)):
+        for number in np.unique(segments[row][segments[row] > 0]):
+            own = whole = np.flatnonzero(segments[row] == number)
+            if seen_until is not None:
+                whole = np.flatnonzero(seen_until[row, : own[-1] + 1] > own[-1])
+            places.append((row, own, whole))
+    scores = score([tokens[row, whole] for row, _, whole in places])
     filled = np.full(tokens.shape, np.nan, np.float32)
-    for (row, where), logprobs in zip(places, scores, strict=True):
-        filled[row, where] = logprobs
+    for (row, own, _), logprobs in zip(places, scores, strict=True):
+        filled[row, own] = logprobs[len(logprobs) - len(own) :]
     return filled
 
 

@@ -16,6 +16,12 @@ from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
 from sharding.transfer import fetch
 
 
+def longer_rows(shape: MinibatchShape) -> MinibatchShape:
+    """Returns the shape of a microbatch with rows of twice the length."""
+    rows = shape.rows_per_microbatch
+    return dataclasses.replace(shape, row_length=2 * shape.row_length, max_rows=rows)
+
+
 def shape_noise(
     score: Callable[[Minibatch], jax.Array],
     rollouts: Sequence[Rollout],
@@ -23,7 +29,7 @@ def shape_noise(
     shape: MinibatchShape,
     scores: np.ndarray,
 ) -> np.ndarray:
-    """Scores a microbatch of rollouts again in rows of twice the length.
+    """Scores a microbatch of rollouts again in `longer_rows`.
 
     Args:
       score: minibatch -> log-probs [N, T], see `Learner.score`.
@@ -34,10 +40,7 @@ def shape_noise(
     Returns:
       f64[M], the first log-probs of the action tokens minus the second.
     """
-    some = rollouts[: shape.rows_per_microbatch]
-    longer = dataclasses.replace(
-        shape, row_length=2 * shape.row_length, max_rows=shape.rows_per_microbatch
-    )
+    some, longer = rollouts[: shape.rows_per_microbatch], longer_rows(shape)
     again = fetch(score(pack_minibatch(some, [0.0] * len(some), shape=longer)))
     firsts = unpack(scores, rollouts, shape=shape)[: len(some)]
     found = [

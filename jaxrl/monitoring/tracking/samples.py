@@ -1,7 +1,7 @@
-"""Logged samples: a few completions with the advantage and beta of each token, to be read."""
+"""Logged samples: completions of a few prompts, with numbers for each token, to be read."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from jaxrl.data.prompts import Tokenizer
 from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
 
 _DIGITS = 5
-_COUNT = 4  # of a step: as many as a reader compares at a glance
+_PROMPTS = 2  # of a step
+_COMPLETIONS = 4  # of a prompt: as many as a reader compares at a glance
 _MOST_TOKENS = 512  # of a completion: the page of `jaxrl report` holds hundreds of them
 _UNKNOWN = "\ufffd"  # replaces bytes that are not a character
 _MOST_HELD = 16  # tokens that may wait for the end of a character; valid text needs few
@@ -24,9 +25,27 @@ class Samples:
     """Appends to samples.jsonl; drops what a killed run wrote after its checkpoint."""
 
     def __init__(
-        self, path: Path, config: SamplesConfig, *, tokenizer: Tokenizer, start_step: int
+        self,
+        path: Path,
+        config: SamplesConfig,
+        *,
+        tokenizer: Tokenizer,
+        answer: Callable[[int], Any],
+        parts: Sequence[str],
+        start_step: int,
     ) -> None:
+        """Opens the file.
+
+        Args:
+          path: of samples.jsonl.
+          config: says when samples are due.
+          tokenizer: the policy's.
+          answer: number of a prompt -> its reference answer; None without one.
+          parts: names of the parts of the reward.
+          start_step: steps trained on so far.
+        """
         self._path, self._config, self._tokenizer = path, config, tokenizer
+        self._answer, self._parts = answer, parts
         write_lines(path, [e for e in read_metrics(path) if e["step"] <= start_step])
 
     def due(self, step: int) -> bool:
@@ -41,21 +60,25 @@ class Samples:
         advantages: Advantages,
         betas: Sequence[np.ndarray] | None,
     ) -> None:
-        """Logs some of a step's completions, evenly spread over the rewards.
+        """Logs completions of some of a step's prompts, both evenly spread over the rewards.
 
         `betas` has learner - shadow in nats for each rollout, f32[C]; None without a probe.
         """
         lines = []
-        for i in _spread([r.reward for r in rollouts]):
+        for i in _chosen(rollouts):
             rollout, size = rollouts[i], _MOST_TOKENS
             entry = {
                 "step": step,
+                "group": rollout.group,
                 "prompt": self._tokenizer.decode(rollout.prompt, skip_special_tokens=False),
-                "reward": None if np.isnan(rollout.reward) else rollout.reward,
+                "answer": None if (answer := self._answer(rollout.group)) is None else str(answer),
+                "reward": _finite(rollout.reward),
+                "parts": dict(zip(self._parts, map(_finite, rollout.components), strict=False)),
                 "length": len(rollout.completion),
                 "truncated": rollout.truncated,
                 "tokens": token_texts(self._tokenizer, rollout.completion[:size].tolist()),
                 "advantages": _numbers(advantages[i], rollout)[:size],
+                "probabilities": _numbers(np.exp(rollout.logprobs), rollout)[:size],
             }
             if betas is not None:
                 entry["betas"] = _numbers(betas[i], rollout)[:size]
@@ -109,8 +132,26 @@ def _numbers(values: np.ndarray | float, rollout: Rollout) -> list[float | None]
     ]
 
 
-def _spread(rewards: Sequence[float]) -> list[int]:
-    """Returns a few indices, evenly from the lowest to the highest reward."""
+def _finite(value: float) -> float | None:
+    return None if np.isnan(value) else value
+
+
+def _chosen(rollouts: Sequence[Rollout]) -> list[int]:
+    """Returns indices of a few completions of a few prompts, by prompt."""
+    groups: dict[int, list[int]] = {}
+    for i, rollout in enumerate(rollouts):
+        groups.setdefault(rollout.group, []).append(i)
+    members = list(groups.values())
+    means = [float(np.mean([rollouts[i].reward for i in group])) for group in members]
+    return [
+        group[i]
+        for group in (members[place] for place in _spread(means, count=_PROMPTS))
+        for i in _spread([rollouts[i].reward for i in group], count=_COMPLETIONS)
+    ]
+
+
+def _spread(rewards: Sequence[float], *, count: int) -> list[int]:
+    """Returns at most `count` indices, evenly from the lowest to the highest reward."""
     order = np.argsort(np.nan_to_num(np.array(rewards), nan=-np.inf), kind="stable")
-    places = np.linspace(0, len(order) - 1, min(_COUNT, len(order)))
+    places = np.linspace(0, len(order) - 1, min(count, len(order)))
     return [int(order[round(place)]) for place in places]

@@ -24,6 +24,8 @@ from jaxrl.monitoring.alarms.history import History
 from jaxrl.monitoring.tracking.progress import ProgressDisplay
 from jaxrl.monitoring.tracking.services import Ending, Note, Service
 
+_EVENT = {"alarm": str, "at": int, "action": str, "text": str}
+
 
 class Tracker(NamedTuple):
     """Writes metrics and events to all outputs of a run."""
@@ -184,7 +186,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
     entries = []
     for number, line in enumerate(lines, start=1):
         try:
-            entries.append(_parse(line))
+            entries.append(parse_entry(line))
         except (ValueError, RecursionError) as error:
             if number == len(lines):
                 return entries, True
@@ -194,12 +196,17 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
     return entries, False
 
 
-def _parse(line: bytes) -> dict[str, Any]:
+def parse_entry(line: bytes) -> dict[str, Any]:
+    """Reads a line of a log; raises ValueError if it is not an entry, or an event without what its
+    readers look at."""
     entry = json.loads(line.decode())
     if not isinstance(entry, dict) or type(entry.get("step")) is not int:
         raise ValueError("expected an object with a step")
-    if not isinstance(entry.get("event", {}), dict):
-        raise ValueError("expected an object as its event")
+    event = entry.get("event")
+    if "event" in entry and not (
+        isinstance(event, dict) and all(type(event.get(k)) is kind for k, kind in _EVENT.items())
+    ):
+        raise ValueError(f"expected an event with {', '.join(_EVENT)}")
     return entry
 
 

@@ -14,6 +14,7 @@ from jaxrl.models.spec import Params
 from jaxrl.sampling.base import Completion, SamplingParams, Turn, check_turns, group_turns
 from jaxrl.sampling.embedded.batch_decoding import DecodeRequest, decode_batch
 from sharding.partition import Layout
+from sharding.transfer import place
 
 
 class _Weights(NamedTuple):
@@ -51,8 +52,8 @@ class EmbeddedSampler:
           version: the policy version of `params`.
           max_batch: the most completions decoded at once. More use the machine better; each needs
             KV cache for its tokens, 2 * layers * kv heads * head_dim numbers per token.
-          layout: placement of the sampler's weights and batches on a mesh; None leaves the weights
-            where they are.
+          layout: placement of the sampler's weights and batches on a mesh, of the learner's devices
+            or of others; None leaves the weights where they are.
           record_experts: whether completions record the experts that the layers chose.
 
         Raises:
@@ -70,9 +71,12 @@ class EmbeddedSampler:
         self._max_batch = max_batch
         self._layout, self._record_experts = layout, record_experts
         self._closed = threading.Event()
+        shardings = None if layout is None else layout.tree(model.specs)
+        apart = layout is not None and devices.isdisjoint(layout.mesh.devices.flat)
+        self._elsewhere = shardings if apart else None
         self._serve = jit(
             functools.partial(as_served, precision=precision),
-            out_shardings=None if layout is None else layout.tree(model.specs),
+            out_shardings=None if apart else shardings,
         )
         self.load(params, version=version)
 
@@ -87,7 +91,10 @@ class EmbeddedSampler:
         They are cast to `precision.wire`, then to `precision.sampler`, on their devices. The
         sampler keeps its own copy, so the learner may donate its arrays.
         """
-        self._weights = _Weights(self._serve(params), version)
+        served = self._serve(params)
+        if self._elsewhere is not None:
+            served = place(served, self._elsewhere)
+        self._weights = _Weights(served, version)
 
     def transfer_hlo(self, params: Params) -> str:
         """Returns the HLO text of the compiled program that `load` runs: it casts the weights and

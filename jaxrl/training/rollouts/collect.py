@@ -2,6 +2,8 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +16,8 @@ from jaxrl.sampling.base import SamplingParams
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts import dynamic_sampling
 from jaxrl.training.rollouts.buffer import check_versions
-from jaxrl.training.rollouts.generate import RolloutSource, generate
-from jaxrl.training.rollouts.score import reward_metrics, score_rollouts
+from jaxrl.training.rollouts.generate import Generated, RolloutSource, generate
+from jaxrl.training.rollouts.score import reward_metrics, score_rollouts, scores_by_group
 from jaxrl.training.timing import Numbers, clock
 
 
@@ -44,12 +46,12 @@ def collect(source: RolloutSource, *, progress: Progress, seconds: Numbers) -> R
     found, sampled, rounds = progress.pending, list[Rollout](), 0
     rollouts: list[Rollout] = []
     while rounds <= extra_rounds and dynamic_sampling.count_groups(found) < config.train_batch:
-        with clock(seconds, "time/sample"):
-            first, progress.position = progress.position, progress.position + config.train_batch
-            examples = prompts_at(source, range(first, progress.position))
-            rollouts = _sample(source, examples, step=progress.step, request=rounds)
-        with clock(seconds, "time/reward"):
-            rollouts = score_rollouts(source, rollouts, examples=examples)
+        first, progress.position = progress.position, progress.position + config.train_batch
+        examples = prompts_at(source, range(first, progress.position))
+        params = request_params(source, step=progress.step, request=rounds)
+        rollouts = _sample_and_score(
+            source, examples, params=params, step=progress.step, seconds=seconds
+        )
         kept = dynamic_sampling.informative(rollouts) if extra_rounds else rollouts
         found, sampled, rounds = [*found, *kept], [*sampled, *rollouts], rounds + 1
     numbers = reward_metrics(sampled, names=names)
@@ -109,20 +111,52 @@ def request_params(source: RolloutSource, *, step: int, request: int) -> Samplin
     return dataclasses.replace(source.params, seed=int(entropy.generate_state(1)[0]))
 
 
-def _sample(
-    source: RolloutSource, examples: Mapping[int, Example], *, step: int, request: int
+def _sample_and_score(
+    source: RolloutSource,
+    examples: Mapping[int, Example],
+    *,
+    params: SamplingParams,
+    step: int,
+    seconds: Numbers,
 ) -> list[Rollout]:
-    """Samples the groups of some prompts, without rewards, in the prompts' order."""
-    params = request_params(source, step=step, request=request)
+    """Samples and scores the groups of some prompts; returns them in the prompts' order. Groups
+    that are complete are scored in a thread while others are still being sampled."""
+    size, failures = source.config.train.group_size, list[str]()
+    noting, early = source._replace(note=failures.append), scores_by_group(source)
+    groups: dict[int, list[Generated]] = {number: [] for number in examples}
+    ready, scored = SimpleQueue[list[Generated]](), list[Rollout]()
+
+    def score_ready() -> None:
+        # All that are there at once: asynchronous rewards are then computed together.
+        found = [one for _ in range(ready.qsize()) for one in ready.get()]
+        if found:
+            rollouts = [rollout for _, rollout in found]
+            scored.extend(score_rollouts(noting, rollouts, examples=examples))
+
+    with ThreadPoolExecutor(1, thread_name_prefix="rewards") as thread:
+        with clock(seconds, "time/sample"):
+            tasks = list[Future[None]]()
+            for one in generate(source, examples, params=params, group_size=size):
+                check_versions([one.rollout], step=step)
+                groups[one.rollout.group].append(one)
+                if early and len(groups[one.rollout.group]) == size:
+                    ready.put(_ordered(groups.pop(one.rollout.group)))
+                    tasks.append(thread.submit(score_ready))
+        with clock(seconds, "time/reward"):
+            for task in tasks:
+                task.result()
+            for group in groups.values():
+                ready.put(_ordered(group))
+            score_ready()
+    if failures:
+        source.note(failures[0])
     order = {number: i for i, number in enumerate(examples)}
-    # They arrive as they finish; training must not depend on that.
-    generated = sorted(
-        generate(source, examples, params=params, group_size=source.config.train.group_size),
-        key=lambda one: (order[one.rollout.group], one.index),
-    )
-    rollouts = [rollout for _, rollout in generated]
-    check_versions(rollouts, step=step)
-    return rollouts
+    # They finish in any order; training must not depend on it.
+    return sorted(scored, key=lambda rollout: order[rollout.group])
+
+
+def _ordered(group: list[Generated]) -> list[Generated]:
+    return sorted(group, key=lambda one: one.index)
 
 
 def greedy_rewards(source: RolloutSource, rollouts: Sequence[Rollout]) -> np.ndarray:

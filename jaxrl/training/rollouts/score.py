@@ -14,6 +14,13 @@ from jaxrl.training.rollouts.generate import RolloutSource
 from jaxrl.training.timing import Numbers
 
 
+def scores_by_group(source: RolloutSource) -> bool:
+    """Tells if scoring a group by itself gives the same rewards: not where a function is asked for
+    all completions at once, nor with a reward model, which runs on the devices."""
+    functions = (reward.function for reward in source.task.rewards)
+    return source.reward_model is None and not any(map(scoring.is_batched, functions))
+
+
 def score_rollouts(
     source: RolloutSource, rollouts: Sequence[Rollout], *, examples: Mapping[int, Example]
 ) -> list[Rollout]:

@@ -1,8 +1,8 @@
 """Asynchronous rollouts: sampled while the learner trains.
 
-Threads take prompts as `jaxrl.training.rollouts.buffer` admits them, sample and score each group
-and put it into the buffer. `Stream.collect` takes a batch of groups from there, and waits only if
-there are too few.
+Threads take prompts as `jaxrl.training.rollouts.buffer` admits them and sample them. Others score
+each group as soon as it is complete and put it into the buffer. `Stream.collect` takes a batch of
+groups from there, and waits only if there are too few.
 """
 
 import dataclasses
@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Self
+from queue import SimpleQueue
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -82,9 +83,11 @@ class Stream:
         served = c.sampler.name == "vllm"
         self._chunk = 1 if served else c.train.train_batch
         most = (c.rollouts.max_staleness + 1) * c.train.train_batch
+        self._complete = SimpleQueue[_Group | None]()  # None ends a thread
         self._threads = [
-            threading.Thread(target=self._work, name=f"rollouts-{i}", daemon=True)
+            threading.Thread(target=self._run, args=(work,), name=f"{name}-{i}", daemon=True)
             for i in range(min(workers, most) if served else 1)
+            for name, work in (("rollouts", self._sample_groups), ("rewards", self._score_groups))
         ]
 
     def __enter__(self) -> Self:
@@ -97,6 +100,8 @@ class Stream:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        for _ in self._threads:
+            self._complete.put(None)
         self._source.sampler.close()
         until = time.monotonic() + GRACE
         for thread in self._threads:
@@ -162,15 +167,22 @@ class Stream:
             "staleness/max": float(max(ages)),
         }
 
-    def _work(self) -> None:
-        """Samples and scores groups in a thread until the stream is closed or a call fails."""
+    def _run(self, work: Callable[[], None]) -> None:
+        """Works in a thread until the stream is closed or a call fails."""
         try:
-            while (numbers := self._begin()) is not None:
-                self._sample(numbers)
+            work()
         except BaseException as error:  # raised again in `collect`
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
+
+    def _sample_groups(self) -> None:
+        while (numbers := self._begin()) is not None:
+            self._sample(numbers)
+
+    def _score_groups(self) -> None:
+        while (group := self._complete.get()) is not None and not self._closed:
+            self._score(group)
 
     def _begin(self) -> list[int] | None:
         with self._changed:
@@ -194,21 +206,28 @@ class Stream:
             number = one.rollout.group
             groups[number].append(one)
             if len(groups[number]) == size:
-                self._finish(groups.pop(number), examples[number])
+                with self._changed:
+                    self._sampling.stop()
+                    self._rewarding.start()
+                self._complete.put(_Group(groups.pop(number), examples[number]))
         if groups:  # the learner would wait for them for ever
             raise RuntimeError(f"the sampler ended without all completions of prompts {[*groups]}")
 
-    def _finish(self, group: list[Generated], example: Example) -> None:
-        ordered = [rollout for _, rollout in sorted(group, key=lambda one: one.index)]
+    def _score(self, group: "_Group") -> None:
+        ordered = [one.rollout for one in sorted(group.completed, key=lambda one: one.index)]
         number = ordered[0].group
-        with self._changed:
-            self._sampling.stop()
-            self._rewarding.start()
-        rollouts = score_rollouts(self._source, ordered, examples={number: example})
+        rollouts = score_rollouts(self._source, ordered, examples={number: group.example})
         with self._changed:
             self._rewarding.stop()
             self._buffer.finish(number, rollouts)
             self._changed.notify_all()
+
+
+class _Group(NamedTuple):
+    """A complete group without rewards."""
+
+    completed: list[Generated]
+    example: Example
 
 
 class _Clock:

@@ -172,8 +172,13 @@ class Checkpoints:
 
     def best_step(self) -> int | None:
         """Returns the step with the largest metric, the later one of equals; None without one."""
+        return best[0] if (best := self.best()) is not None else None
+
+    def best(self) -> tuple[int, float] | None:
+        """Returns the step with the largest metric, the later one of equals, and the metric."""
         step = self._manager.best_step()
-        return None if step is None or not self._manager.metrics(step) else step
+        metrics = None if step is None else self._manager.metrics(step)
+        return (step, float(metrics["metric"])) if step is not None and metrics else None
 
     def restore(self, step: int, like: State, *, critic: Any = None) -> Restored[State]:
         """Reads one checkpoint.

@@ -81,8 +81,11 @@ def lock(directory: Path, hosts: Hosts) -> Iterator[None]:
 
 def _open_locked(directory: Path) -> int:
     """Creates the directory; returns its file descriptor, locked until it is closed."""
-    directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError as error:
+        raise ResumeError(f"run_dir = '{directory}' cannot be used: {error.strerror}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -122,6 +125,17 @@ def _appears(path: Path) -> bool:
 def check_config(directory: Path, config: Config | SupervisedConfig) -> str | None:
     """Checks a config against that of the run in the directory, and writes it there.
 
+    Returns and raises as `compare_config`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    note = compare_config(directory, config)
+    write_whole(directory / "config.toml", toml_file.dumps(config))
+    return note
+
+
+def compare_config(directory: Path, config: Config | SupervisedConfig) -> str | None:
+    """Checks a config against that of the run in the directory.
+
     Returns:
       A line about keys that changed and change results by rounding only; None without such keys.
 
@@ -129,28 +143,26 @@ def check_config(directory: Path, config: Config | SupervisedConfig) -> str | No
       ResumeError: if the directory holds a run with another config, whose keys the message names,
         or checkpoints whose config cannot be read.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    path, saved, note = directory / "config.toml", directory / "checkpoints", None
-    # Without checkpoints there is nothing to resume.
-    if saved.exists() and any(saved.iterdir()):
-        there = toml_file.flatten(_read_config(path, type(config)))
-        here = toml_file.flatten(config)
-        free = _FREE if config.optimizer.schedule != "constant" else (*_FREE, "train.steps")
-        order = _ORDER if isinstance(config, Config) else ()
-        changed = {
-            key: f"{key} = {there.get(key)!r} there and {here.get(key)!r} here"
-            for key in sorted(there.keys() | here.keys())
-            if there.get(key) != here.get(key) and not key.startswith(free)
-        }
-        if others := [text for key, text in changed.items() if not key.startswith(order)]:
-            raise ResumeError(
-                f"{directory} holds a run with another config: {'; '.join(others)}. Choose "
-                "another run_dir, or delete this one to start over"
-            )
-        if changed:
-            note = f"{'; '.join(changed.values())}: resuming; results stay the same up to rounding"
-    write_whole(path, toml_file.dumps(config))
-    return note
+    saved = directory / "checkpoints"
+    if not saved.exists() or not any(saved.iterdir()):
+        return None  # there is nothing to resume
+    there = toml_file.flatten(_read_config(directory / "config.toml", type(config)))
+    here = toml_file.flatten(config)
+    free = _FREE if config.optimizer.schedule != "constant" else (*_FREE, "train.steps")
+    order = _ORDER if isinstance(config, Config) else ()
+    changed = {
+        key: f"{key} = {there.get(key)!r} there and {here.get(key)!r} here"
+        for key in sorted(there.keys() | here.keys())
+        if there.get(key) != here.get(key) and not key.startswith(free)
+    }
+    if others := [text for key, text in changed.items() if not key.startswith(order)]:
+        raise ResumeError(
+            f"{directory} holds a run with another config: {'; '.join(others)}. Choose another "
+            "run_dir, or delete this one to start over"
+        )
+    if changed:
+        return f"{'; '.join(changed.values())}: resuming; results stay the same up to rounding"
+    return None
 
 
 def _read_config(path: Path, schema: type[C]) -> C:

@@ -5,6 +5,7 @@ are computed once for each batch.
 """
 
 import dataclasses
+from pathlib import Path
 
 import jax
 
@@ -16,11 +17,12 @@ from jaxrl.core.metrics import Metrics
 from jaxrl.core.precision import jit
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import from_config, preference
-from jaxrl.losses.algebra import objective
+from jaxrl.losses.objectives import objective
 from jaxrl.losses.preference import PairLoss
 from jaxrl.losses.scores import Scores
 from jaxrl.models import huggingface
 from jaxrl.models.spec import Params
+from jaxrl.training.storage.run_directory import compare_config
 from jaxrl.training.supervised.fit import Result
 from jaxrl.training.supervised.pairs import fit_pairs, load_pairs
 
@@ -33,6 +35,7 @@ def train_dpo(config: DPOConfig) -> Result:
       ValueError: for a loss, data, a model or a run directory that cannot be used; the message
         names it.
     """
+    compare_config(Path(config.run_dir), config)  # before the model is read
     goal = objective(preference.pairwise(load_loss(config.loss)), preference.pair_mean)
     tokenizer = huggingface.load_tokenizer(config.model.path)
     data = load_pairs(config.data, tokenizer, max_tokens=config.train.row_length)

@@ -3,7 +3,8 @@
 The learner is that of reinforcement learning; the objective is -logprob, without advantages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -15,13 +16,15 @@ from jaxrl.core.batch import Minibatch, Rollout, TokenBatch, given_rollout
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.packing import pack_minibatch
 from jaxrl.data import prompts
-from jaxrl.data.prompts import Tokenizer
+from jaxrl.data.prompts import RawPrompt, Tokenizer
 from jaxrl.data.rows import Row, read_rows, read_text
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
-from jaxrl.losses.algebra import TokenLoss, objective, token_loss
+from jaxrl.losses.algebra import TokenLoss, token_loss
+from jaxrl.losses.objectives import objective
 from jaxrl.losses.scores import Scores
 from jaxrl.models import huggingface
+from jaxrl.training.storage.run_directory import compare_config
 from jaxrl.training.supervised.fit import Result, Task, batch_indices, fit, too_long_note
 
 
@@ -54,6 +57,7 @@ def finetune(config: SFTConfig) -> Result:
       ResumeError, CheckpointError: as `supervised.fit`.
       ValueError: for data, a model or a run directory that cannot be used; the message names it.
     """
+    compare_config(Path(config.run_dir), config)  # before the model is read
     tokenizer = huggingface.load_tokenizer(config.model.path)
     texts = load_texts(config.data, tokenizer, max_tokens=config.train.row_length)
     setup = set_up(config)
@@ -93,16 +97,20 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
 
     longest = prompts.most_characters(tokenizer, max_tokens)
 
-    def read(row: Row) -> tuple[str, str]:
+    def read(row: Row) -> list[tuple[str, str]]:
         where, record = row
         if config.text_key is not None:
-            return "", read_text(record, config.text_key, where=where)
-        prompt = render(prompts.read_prompt(record, config.prompt_key, where=where), where=where)
-        return prompt, read_text(record, config.completion_key, where=where)
+            return [("", read_text(record, config.text_key, where=where))]
+        before = None
+        if config.prompt_key is not None:
+            before = prompts.read_prompt(record, config.prompt_key, where=where)
+        given = prompts.read_prompt(record, config.completion_key, where=where)
+        turns = _turns(before, given, where=f"{where}: {config.completion_key!r}")
+        return [(render(prompt, where=where), completion) for prompt, completion in turns]
 
     short, too_long = list[Rollout](), 0
-    for row in read_rows(config.path):
-        texts = read(row)
+    pieces = ((row, texts) for row in read_rows(config.path) for texts in read(row))
+    for one_row, texts in pieces:
         if sum(map(len, texts)) > longest:
             too_long += 1
             continue
@@ -110,7 +118,7 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
         if config.text_key is not None:
             prompt, completion = completion[:1], completion[1:]
         if not prompt:
-            raise ValueError(f"{row.where}: no token to predict the text from")
+            raise ValueError(f"{one_row.where}: no token to predict the text from")
         one = given_rollout(prompt, [*completion, end])
         if one.length > max_tokens:
             too_long += 1
@@ -121,3 +129,33 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
             f"{config.path}: no text fits; {too_long} have more than {max_tokens} tokens"
         )
     return Texts(short, too_long)
+
+
+def _turns(
+    prompt: RawPrompt | None, given: RawPrompt, *, where: str
+) -> Iterator[tuple[RawPrompt, str]]:
+    """Yields the texts to learn of a row, each with what stands before it.
+
+    Args:
+      prompt: of the row; None if `given` is a whole conversation.
+      given: the completion, a message of the assistant with it, or the conversation.
+      where: the row and the column, for errors.
+    """
+    if isinstance(given, str):
+        if prompt is None:
+            raise ValueError(f"{where} is a text; with data.prompt_key = 'none' write messages")
+        yield prompt, given
+        return
+    said = [i for i, message in enumerate(given) if message["role"] == "assistant"]
+    if prompt is not None:
+        if len(given) != 1 or not said:
+            raise ValueError(
+                f"{where} has {len(given)} messages, expected one of the assistant; set "
+                "data.prompt_key = 'none' if they are a whole conversation"
+            )
+        yield prompt, given[0]["content"]
+        return
+    if not said or said[0] == 0:
+        raise ValueError(f"{where} has no message of the assistant after another one")
+    for i in said:
+        yield given[:i], given[i]["content"]

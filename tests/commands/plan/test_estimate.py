@@ -10,7 +10,6 @@ from jaxrl.commands.plan.estimate import (
     PPO,
     bytes_per_trained,
     estimate,
-    progress_per_time,
     utilisation,
 )
 from jaxrl.config import toml_file
@@ -33,13 +32,6 @@ def test_bytes_per_trained_parameter(policy, expected):
 def test_utilisation():
     assert utilisation(60, 40, 0) == (0.4, pytest.approx(2 / 3))
     assert utilisation(40, 40, 4) == (pytest.approx(40 / 84), pytest.approx(40 / 44))
-
-
-def test_best_staleness():
-    observed = {0: (0.15, 35), 1: (0.13, 55), 3: (0.10, 75), 5: (0.05, 85), 10: (-0.02, 92)}
-    found = progress_per_time(observed)
-    assert found == pytest.approx({0: 0.15, 1: 0.204, 3: 0.214, 5: 0.121, 10: -0.053}, abs=5e-4)
-    assert max(found, key=lambda steps: found[steps]) == 3
 
 
 def test_text():
@@ -70,16 +62,9 @@ def test_adapters_need_one_copy_of_the_weights(tmp_path):
     assert "PPO" not in text
 
 
-def test_staleness_from_the_command_line(capsys):
+def test_refused_numbers():
     path = Path(__file__).parents[3] / "configs" / "models" / "qwen3_8b"
     command = ["plan", "--model.path", str(path), "--estimate"]
-    assert cli.main([*command, "--staleness", "0:0.15:35,1:0.13:55,3:0.10:75,5:0.05:85"]) == 0
-    assert "best: rollouts.max_staleness = 3" in capsys.readouterr().out
-    assert cli.main([*command, "--staleness", "0:0.15"]) == 1
-    assert (
-        "--staleness '0:0.15': expected staleness:improvement:utilisation"
-        in capsys.readouterr().err
-    )
     for wrong in (["--rollout-seconds", "60"], ["--link", "0"]):
         with pytest.raises(SystemExit):
             cli.main([*command, *wrong])

@@ -25,6 +25,7 @@ def entry(step, *, slope):
         "time": float(step),
         "reward": slope * step,
         "kl": 0.01 * step,
+        "kl/reference": 0.01 * step,
         "grad_norm": 1.0,
         "learning_rate": 1e-4,
         "loss": None,
@@ -36,7 +37,8 @@ def entry(step, *, slope):
         **{f"reward/{q}": slope * step + i for i, q in enumerate(QUANTILES)},
         **{f"completion_length/{q}": 10 + i for i, q in enumerate(QUANTILES)},
         **{f"time/{name}": 0.1 for name in TIMES},
-        **({"probe/alpha_std": 0.1, "probe/beta_std": 0.01} if step % 10 == 1 else {}),
+        "time/step": 1.5,
+        **({"probe/alpha_std": 0.1 * step, "probe/beta_std": 0.01} if step % 10 == 1 else {}),
         **({"probe/phantom": 0.02, "probe/clipped": 0.05} if step % 10 == 1 else {}),
     }
 
@@ -44,12 +46,16 @@ def entry(step, *, slope):
 ALARM = {"alarm": "kl_spike", "at": 20, "action": "log", "value": 0.2, "limit": 0.1}
 SAMPLE = {
     "step": 11,
+    "group": 7,
     "prompt": "2+2=</script><b>",
+    "answer": "4",
     "reward": 1.0,
+    "parts": {"exact": 1.0, "brevity": -0.5},
     "length": 3,
     "truncated": False,
     "tokens": ["4", " ", "<end>"],
     "advantages": [0.5, -0.25, None],
+    "probabilities": [0.9, 0.25, None],
     "betas": [0.001, -0.02, None],
 }
 
@@ -64,7 +70,8 @@ def runs(tmp_path_factory):
         entries += [{"step": 20, "time": 20.0, "event": {**ALARM, "text": "KL 0.2 nats"}}]
         write(run / "metrics.jsonl", entries)
         low = {**SAMPLE, "reward": 0.0, "step": 1, "prompt": "1+1=", "tokens": ["3", " ", "<end>"]}
-        write(run / "samples.jsonl", [low, SAMPLE])
+        sibling = {**SAMPLE, "reward": 0.0, "tokens": ["5", "<end>"], "advantages": [-0.5, -0.5]}
+        write(run / "samples.jsonl", [low, sibling | {"length": 2}, SAMPLE])
         config = f'precision = "fp32"\n[loss]\nname = "grpo"\nkl = {slope}\n[train]\nsteps = 40\n'
         (run / "config.toml").write_text(config)
         start = {"step": 0, "devices": "1 x cpu", "processors": 2, "system": "Linux", "python": "3"}
@@ -88,7 +95,8 @@ def test_page_holds_the_data_and_loads_nothing(runs, capsys):
     (alarm,) = run["alarms"]
     assert (alarm["title"], alarm["at"]) == ("KL spike", 20)
     assert "optimizer.learning_rate" in alarm["keys"]
-    assert run["samples"][1]["prompt"] == SAMPLE["prompt"]
+    assert run["samples"][2] == SAMPLE
+    assert run["seconds"] == pytest.approx(40 * 1.5)
     assert not re.findall(r'(?:src|href)="(?!#)', page)
     assert len(page) < 200_000
 
@@ -140,7 +148,7 @@ def gone_back(tmp_path_factory):
 
     back = event(12, "kl_spike", "rollback", number=1, to=5, changes={"loss.kl": [0.1, 0.2]})
     scaled = [
-        {**entry(s, slope=0.1), "loss_scale": 65536.0, "skipped_steps": 0.0} for s in range(10)
+        {**entry(s, slope=0.1), "loss_scale": 65536.0, "skipped_steps": s // 5} for s in range(10)
     ]
     write(
         run / "metrics.jsonl",
@@ -244,6 +252,8 @@ def test_choosing_a_run_and_hovering_over_a_curve(page):
     page.run("document.getElementById('run-0').click()")
     assert "first" not in page.run(labels)
     assert page.run("document.querySelectorAll('.alarm').length") == 1
+    last = "[...document.querySelectorAll('.chart')][0].querySelector('.u-legend').textContent"
+    assert "0.8" in page.run(last)  # without a cursor, the last values
     page.hover(".chart .u-over")
     page.run("new Promise((done) => setTimeout(done, 100))")
     values = page.run(
@@ -266,7 +276,7 @@ def choose(page, key, value):
 @in_browser
 def test_completions_by_step_and_reward_with_coloured_tokens(page):
     page.open(page.file, width=820, dark=False)
-    prompts = "[...document.querySelectorAll('.completion .prompt')].map((e) => e.textContent)"
+    prompts = "[...document.querySelectorAll('.prompt')].map((e) => e.textContent)"
     assert page.run(prompts) == [SAMPLE["prompt"], "1+1="]
 
     choose(page, "order", "low")
@@ -281,12 +291,78 @@ def test_completions_by_step_and_reward_with_coloured_tokens(page):
     choose(page, "tint", "betas")
     strength = [float(t.rstrip(")").split(",")[-1]) for t in page.run(tints)[:2]]
     assert strength[0] < strength[1]
+    choose(page, "tint", "probabilities")
+    strength = [float(t.rstrip(")").split(",")[-1]) for t in page.run(tints)[:2]]
+    assert strength[0] < strength[1]  # the less probable, the stronger
     page.hover(".token")
     assert (
-        page.run("document.getElementById('tip').textContent") == '"4"\nadvantage 0.5\nbeta 0.001'
+        page.run("document.getElementById('tip').textContent")
+        == '"4"\nadvantage 0.5\nprobability 0.9\nbeta 0.001'
     )
     assert page.run("document.getElementById('tip').hidden") is False
     assert page.errors == []
+
+
+@in_browser
+def test_siblings_stand_side_by_side_with_their_numbers(page):
+    page.open(page.file, width=1400, dark=False)
+    cards = "[...document.querySelectorAll('.prompt-card')]"
+    assert page.run(f"{cards}.map((e) => e.querySelectorAll('.completion').length)") == [2, 1]
+    assert page.run(f"{cards}[0].querySelector('.answer').textContent") == "reference answer 4"
+    tops = "e.querySelectorAll('.completion').values().map((c) => c.offsetTop).toArray()"
+    above, below = page.run(f"((e) => {tops})({cards}[0])")
+    assert above == below
+    numbers = page.run(f"{cards}[0].querySelector('.numbers').textContent").split()
+    assert " ".join(numbers) == "reward 1 exact 1 brevity -0.5 advantage 0.5 tokens 3 #"
+
+
+@in_browser
+def test_search_and_links_find_completions(page):
+    page.open(page.file, width=1400, dark=False)
+    shown = "[...document.querySelectorAll('.prompt')].map((e) => e.textContent)"
+    search = "document.getElementById('completion-search')"
+    page.run(f"{search}.value = '1+1'; {search}.dispatchEvent(new Event('input'))")
+    assert page.run(shown) == ["1+1="]
+    page.run("location.hash = '#completion-1-2'; new Promise((done) => setTimeout(done, 100))")
+    assert page.run(shown) == [SAMPLE["prompt"]]
+    assert page.run("document.querySelector('.linked').textContent").startswith("reward 1")
+    assert page.errors == []
+
+
+@in_browser
+def test_a_constant_is_named_and_not_drawn(page):
+    page.open(page.file, width=1400, dark=False)
+    titles = page.run("[...document.querySelectorAll('.chart h3')].map((e) => e.textContent)")
+    assert "Learning rate" not in titles
+    constants = "[...document.querySelectorAll('.constants')].map((e) => e.textContent).join(' ')"
+    assert "learning rate 1.0e-4" in page.run(constants)
+
+
+@in_browser
+def test_a_curve_ends_where_its_run_ends(page, runs, tmp_path):
+    for name, steps in (("long", 40), ("short", 20)):
+        (tmp_path / name).mkdir()
+        entries = [entry(step, slope=0.01) for step in range(1, steps + 1)]
+        write(tmp_path / name / "metrics.jsonl", entries)
+    file = tmp_path / "page.html"
+    file.write_text(render([collect(tmp_path / n, name=n) for n in ("long", "short")]))
+    page.open(file, width=1400, dark=False)
+    at = "drawn[0].series.slice(1).map((s, i) => s.value(drawn[0], null, i + 1, %s))"
+    assert page.run(at % "29") == ["0.3", "-"]
+    assert page.run(at % "null") == ["0.4", "0.2"]
+
+
+@in_browser
+def test_smoothing_is_the_mean_of_the_last_steps(page):
+    page.open(page.file, width=1400, dark=False)
+    page.run(
+        "(() => { const s = document.getElementById('smoothing'); s.value = '5';"
+        "s.dispatchEvent(new Event('change')); })()"
+    )
+    labels = page.run("drawn[0].series.map((s) => s.label)")
+    values = page.run("drawn[0].data.map((v) => [...v])")[labels.index("first")]
+    assert values[:2] == pytest.approx([0.01, 0.015])
+    assert values[9] == pytest.approx(0.08)
 
 
 @in_browser
@@ -350,7 +426,7 @@ def test_page_shows_discarded_steps(page, gone_back, tmp_path):
         f"drawn[{titles.index('Skipped steps, loss scale')}].series.map((s) => s.scale)"
     )
     assert scales == ["x", "y", "right"]
-    prompts = "[...document.querySelectorAll('.completion .prompt')].map((e) => e.textContent)"
+    prompts = "[...document.querySelectorAll('.prompt')].map((e) => e.textContent)"
     assert page.run(prompts) == ["discarded 12", "kept 8", "discarded 8", "kept 4"]
     choose(page, "step", "8, discarded by rollback 1")
     assert page.run(prompts) == ["discarded 8"]
@@ -365,6 +441,6 @@ def test_servers_of_a_run_are_linked_and_nothing_else_is(page, tmp_path):
     file = tmp_path / "page.html"
     file.write_text(render([collect(tmp_path, name="run")]))
     page.open(file, width=1400, dark=False)
-    links = page.run("[...document.querySelectorAll('#overview a')].map((a) => a.href)")
+    links = page.run("[...document.querySelectorAll('#facts a')].map((a) => a.href)")
     assert links == ["http://one:8000/metrics", "https://two/metrics"]
     assert page.errors == []

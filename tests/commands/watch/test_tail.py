@@ -1,5 +1,3 @@
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +11,8 @@ def test_lines_are_parsed_once(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     reading, parsed = Tail(path), []
     assert reading.read() == []
-    loads = json.loads
-    monkeypatch.setattr(tail.json, "loads", lambda line: parsed.append(line) or loads(line))
+    parse = tail.parse_entry
+    monkeypatch.setattr(tail, "parse_entry", lambda line: parsed.append(line) or parse(line))
     lines = JsonLines(path, start_step=0)
     for step in range(1, 4):
         lines.write(step, {"reward": step / 4})
@@ -48,7 +46,8 @@ def test_tail_equals_the_file_after_any_changes(tmp_path_factory, changes):
         assert reading.read() == read_metrics(path)
 
 
-def test_line_that_is_not_json_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not JSON"):
+@pytest.mark.parametrize("line", ['{"st', "7", '{"time": 1}', '{"step": 1, "event": {}}'])
+def test_line_that_is_not_an_entry_is_named(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not an entry"):
         Tail(tmp_path / "metrics.jsonl").read()

@@ -143,6 +143,8 @@ def test_run_with_all_shaping(material, tmp_path):  # noqa: F811
         "loss.name": "remax",
         "loss.entropy_target": "100.0",
         "loss.entropy": "0.01",
+        "loss.kl": "0.01",
+        "loss.kl_target": "100.0",
         "reward.path": "exact_match,numeric_match",
         "reward.kl": "0.1",
         "reward.overlong_buffer": "4",
@@ -155,3 +157,5 @@ def test_run_with_all_shaping(material, tmp_path):  # noqa: F811
     assert -1 <= first["reward/overlong"] <= 0
     assert first["entropy/coefficient"] == pytest.approx(0.01)
     assert second["entropy/coefficient"] == pytest.approx(0.015)
+    assert first["kl/coefficient"] == pytest.approx(0.01)
+    assert second["kl/coefficient"] == pytest.approx(0.0098)

@@ -10,10 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jaxrl import train
+from jaxrl.builders.layout import make_layout, sampler_layout
 from jaxrl.config import toml_file
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
@@ -248,18 +250,22 @@ def test_slow_reward_does_not_delay_the_exit(monkeypatch):
 
 def test_sampling_and_rewards_are_timed_apart(monkeypatch):
     now = [0.0]  # moves while a reward is computed, and at no other time
+    first = threading.Event()  # a group has its rewards
 
     def reward(text: str, example: Any) -> float:
         now[0] += 1.0
         return float(text[-1])
 
     monkeypatch.setattr(stream_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    run, progress, seconds = hand_made(reward=reward), Progress(), {}
+    train = {"train_batch": 2, "group_size": 2, "steps": 1}
+    run, progress, seconds = hand_made(reward=reward, train=train), Progress(), {}
+    run.sampler.gates = {prompts_of(run, 2)[1]: first}
     with streaming(run, progress) as stream:
-        until_waiting(stream, groups=4)
+        until_waiting(stream, groups=1)
+        first.set()
         stream.collect(seconds=seconds)
-    # Four groups of two rollouts; of two sampled together one waits for the other.
-    assert (seconds["time/reward"], seconds["time/sample"]) == (8, 4)
+    # Two groups of two rollouts: the second is sampled until the first has its rewards.
+    assert (seconds["time/reward"], seconds["time/sample"]) == (4, 2)
 
 
 def test_sampler_error_ends_the_run():
@@ -289,6 +295,20 @@ def test_failed_rewards_mask_their_group_only():
 def test_mesh_with_embedded_sampler_is_refused():
     with pytest.raises(ConfigError, match=r"rollouts\.max_staleness = 1 on a mesh"):
         hand_made(mesh={"data": 2})
+
+
+def test_devices_of_the_sampler_are_the_last_ones():
+    config = hand_made(mesh={"data": 5}, sampler={"devices": 3, "rules": "tensor"}).config
+    layout = make_layout(config.mesh, reserved=3)
+    own = sampler_layout(config.sampler, layout)
+    assert [*layout.mesh.devices.flat, *own.mesh.devices.flat] == jax.devices()
+    assert own.mesh.shape["tensor"] == 3
+    with pytest.raises(ValueError, match=r"sampler\.devices = 8 leaves the learner none of 8"):
+        make_layout(config.mesh, reserved=8)
+    with pytest.raises(ConfigError, match=r"sampler\.rules = 'all' cuts over several axes"):
+        hand_made(sampler={"devices": 3, "rules": "all"})
+    with pytest.raises(ConfigError, match=r"sampler\.devices = 3 applies to sampler\.name = 'emb"):
+        hand_made(sampler={"devices": 3, "name": "vllm"})
 
 
 @pytest.fixture(scope="module")
@@ -364,3 +384,14 @@ def test_killed_and_stopped_run_resumes(material, tmp_path):
         assert 0 <= e["staleness"] <= e["staleness/max"] <= 2
         assert np.isfinite(e["time/wait"])
     assert entries[-1]["rollouts/sampled"] == 12  # no group is started in vain
+
+
+def test_sampler_with_devices_of_its_own_works_beside_a_mesh(material, tmp_path):
+    changes = {"mesh.data": "4", "sampler.devices": "4", "rollouts.max_staleness": "1"}
+    changes |= {"train.steps": "3", "checkpoint.every": "0"}
+    assert train.train(settings(material, tmp_path / "run", **changes)).step == 3
+    entries = entries_of(tmp_path / "run")
+    assert [e["rollouts/trained"] for e in entries] == [2, 4, 6]
+    assert all(e["staleness/max"] <= 1 for e in entries)
+    # The weights that were sampled are the learner's of that version.
+    assert all(abs(e["mismatch/k3_kl"]) < 1e-8 for e in entries if not e["staleness/max"])

@@ -9,24 +9,60 @@ function element(tag, properties, children = []) {
   return made;
 }
 
+const brief = (v) => String(+v.toPrecision(3));
+const percent = (v) => `${(100 * v).toFixed(1)} %`;
+const duration = (s) => s < 90 ? `${Math.round(s)} s` : s < 5400 ? `${Math.round(s / 60)} min` : `${(s / 3600).toFixed(1)} h`;
+const median = (values) => [...values].sort((a, b) => a - b)[Math.floor(values.length / 2)];
+// A path as a word of a shell.
+const quoted = (text) => /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", `'"'"'`)}'`;
+
+// What a run came to: {name: [value, remark]}.
+function outcome(run) {
+  const accuracy = run.series["eval/accuracy"], reward = run.series.reward, speed = run.series.tokens_per_second, found = {};
+  if (accuracy) {
+    const [steps, values] = accuracy, best = values.lastIndexOf(Math.max(...values));
+    found["held-out accuracy"] = [`${percent(values[0])} \u2192 ${percent(values.at(-1))}`, `best ${percent(values[best])} at step ${steps[best]}`];
+    found["best model"] = [`step ${steps[best]}`, element("code", {}, [`jaxrl export ${quoted(run.path)} OUT --step best`])];
+  }
+  if (reward) found.reward = [`${brief(reward[1][0])} \u2192 ${brief(reward[1].at(-1))}`, "first and last step"];
+  found.steps = [`${run.last_step} of ${run.config["train.steps"] ?? "?"}`, run.seconds ? `${duration(run.seconds)} in steps` : ""];
+  if (speed) found["tokens/s"] = [shown(Math.round(median(speed[1]))), "median of a step"];
+  const alarms = run.alarms.filter((event) => !event.repeated).length;
+  found.alarms = [String(alarms), alarms ? element("a", { href: "#alarms" }, ["see below"]) : "none raised"];
+  return found;
+}
+
+// Tiles for one run, a table for several.
+function tiles(runs) {
+  const found = runs.map(outcome), names = [...new Set(found.flatMap(Object.keys))];
+  if (runs.length === 1) return element("div", { className: "tiles" }, names.map((name) => {
+    const [value, remark] = found[0][name];
+    return element("div", { className: "card tile" }, [element("div", { className: "quiet" }, [name]), element("div", { className: "value" }, [value]), element("div", { className: "quiet" }, [remark])]);
+  }));
+  const head = element("tr", {}, ["run", ...names].map((name) => element("th", {}, [name])));
+  const rows = runs.map((run, i) => element("tr", {}, [element("td", {}, [title(run)]), ...names.map((name) => element("td", { title: name }, [found[i][name]?.[0] ?? "-"]))]));
+  return element("div", { className: "scroll card" }, [element("table", {}, [head, ...rows])]);
+}
+
+// What a run is: its algorithm, numerics, model and machine.
 function facts(run) {
-  const start = run.starts.at(-1), last = (metric) => run.series[metric]?.[1].at(-1), first = (metric) => run.series[metric]?.[1][0];
-  const change = (metric) => run.series[metric] ? `${shown(first(metric))} to ${shown(last(metric))}` : null;
-  const versions = start ? Object.entries(start.versions).map(([name, v]) => `${name} ${v}`).join(", ") : null;
-  const rows = {
-    "steps": `${run.last_step} of ${run.config["train.steps"] ?? "?"}`, "reward": change("reward"), "held-out": change("eval/accuracy"),
-    "loss": run.config["loss.name"], "precision": run.config.precision, "model": run.config["model.path"], "sampler": run.config["sampler.name"],
-    "alarms": String(run.alarms.length), "devices": start?.devices, "system": start ? `${start.system}, ${start.processors} processors, Python ${start.python}` : null,
-    "versions": versions, "server's metrics": metricsOf(run.config["sampler.url"] ?? []), "started": run.starts.length > 1 ? `${run.starts.length} times` : null, "directory": run.path,
-  };
-  const list = Object.entries(rows).filter(([, v]) => v?.length).flatMap(([k, v]) => [element("dt", {}, [k]), element("dd", {}, [v].flat())]);
-  return element("div", { className: "card" }, [title(run), element("dl", {}, list)]);
+  const start = run.starts.at(-1), c = run.config;
+  const words = [c["loss.name"], c.precision, c["model.path"], c["sampler.name"] && `${c["sampler.name"]} sampler`, start?.devices].filter(Boolean);
+  return element("span", {}, [...words.flatMap((word) => [word, " \u00b7 "]).slice(0, -1), ...metricsOf(c["sampler.url"] ?? [])]);
+}
+
+function machine(run) {
+  const start = run.starts.at(-1);
+  if (!start) return [];
+  const versions = Object.entries(start.versions).map(([name, v]) => `${name} ${v}`).join(", ");
+  const times = run.starts.length > 1 ? `; started ${run.starts.length} times` : "";
+  return [element("p", { className: "quiet" }, [`${RUNS.length > 1 ? `${run.name}: ` : ""}${run.path}; ${start.devices}; ${start.system}, ${start.processors} processors, Python ${start.python}; ${versions}${times}`])];
 }
 
 // Links to the Prometheus metrics of vLLM servers.
 function metricsOf(urls) {
   const pages = urls.filter((url) => /^https?:/.test(url)).map((url) => `${url.replace(/\/+$/, "")}/metrics`);
-  return pages.flatMap((href) => [element("a", { href, rel: "noreferrer", textContent: href }), " "]);
+  return pages.flatMap((href) => [" \u00b7 ", element("a", { href, rel: "noreferrer", textContent: href })]);
 }
 
 function title(run) {
@@ -66,25 +102,36 @@ function alarm(run, event) {
   ]);
 }
 
+// A table of the config: for several runs the keys that differ, and behind a click all of them.
 function configTable(runs) {
+  const head = () => element("tr", {}, [element("th", {}, ["key"]), ...runs.map((run) => element("th", {}, [run.name]))]);
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))];
   const rows = keys.map((key) => {
     const values = runs.map((run) => JSON.stringify(run.config[key]) ?? "-");
-    return element("tr", { className: new Set(values).size > 1 ? "differs" : "" }, [element("td", {}, [key]), ...values.map((v) => element("td", {}, [v]))]);
+    const row = element("tr", {}, [element("td", {}, [key]), ...values.map((v) => element("td", {}, [v]))]);
+    return [row, new Set(values).size > 1];
   });
-  const head = element("tr", {}, [element("th", {}, ["key"]), ...runs.map((run) => element("th", {}, [run.name]))]);
-  return element("div", { className: "scroll" }, [element("table", {}, [head, ...rows])]);
+  const differing = rows.filter(([, differs]) => differs).map(([row]) => row), table = (some) => element("div", { className: "scroll" }, [element("table", {}, [head(), ...some])]);
+  const same = rows.filter(([, differs]) => !differs).map(([row]) => row);
+  return [
+    ...(differing.length ? [element("h3", {}, ["Keys that differ"]), table(differing)] : []),
+    element("details", {}, [element("summary", {}, [differing.length ? "the other keys" : "every key"]), table(same)]),
+  ];
 }
 
 function draw() {
   const runs = RUNS.filter((run) => run.chosen), focus = RUNS[+(document.getElementById("focus")?.value ?? 0)];
-  document.getElementById("overview").replaceChildren(element("div", { className: "facts" }, runs.map(facts)));
+  document.getElementById("tiles").replaceChildren(tiles(runs));
+  document.getElementById("facts").replaceChildren(...(RUNS.length > 1 ? [] : [facts(RUNS[0])]));
   const events = runs.flatMap((run) => run.alarms.filter((event) => !event.repeated).map((event) => alarm(run, event)));
   document.getElementById("alarm-list").replaceChildren(...(events.length ? events : [element("p", { className: "quiet" }, ["No alarms."])]));
   drawCharts(runs, focus);
-  document.getElementById("config-table").replaceChildren(element("details", {}, [element("summary", {}, ["every key"]), configTable(runs)]));
+  document.getElementById("config-table").replaceChildren(...configTable(runs), ...runs.flatMap(machine));
 }
 
+const smoother = element("select", { id: "smoothing" }, [1, 5, 20, 50].map((n) => element("option", { value: String(n), textContent: n === 1 ? "none" : `mean of ${n} steps` })));
+smoother.addEventListener("change", () => { smoothing = +smoother.value; draw(); });
+document.getElementById("curve-controls").append(element("label", {}, ["Smoothing", smoother]));
 if (RUNS.length > 1) {
   const boxes = RUNS.map((run) => {
     const box = element("input", { type: "checkbox", checked: true, id: `run-${run.index}` });
@@ -94,7 +141,9 @@ if (RUNS.length > 1) {
   });
   const focus = element("select", { id: "focus" }, RUNS.map((run, i) => element("option", { value: String(i), textContent: run.name })));
   focus.addEventListener("change", draw);
-  document.getElementById("runs").append(...boxes, element("label", {}, ["Run for distributions and times:", focus]));
+  document.getElementById("runs").append(...boxes);
+  document.getElementById("curve-controls").append(element("label", {}, ["Run for distributions and times", focus]));
 }
 draw();
 drawCompletions();
+follow();

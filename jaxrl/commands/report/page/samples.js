@@ -1,6 +1,13 @@
 "use strict";
-// Sampled completions: filtered by run and step, sorted by step or reward, with coloured tokens.
-const view = { run: 0, step: "all", order: "step", tint: "advantages" };
+// Sampled completions: a card for each prompt, its completions side by side. They are filtered by
+// run, step and text, sorted by step or reward, and their tokens are coloured.
+const view = { run: 0, step: "all", order: "step", tint: "advantages", search: "" };
+const MOST = 30; // prompts shown at once
+const TINTS = {
+  advantages: { label: "advantage", key: ["worse", "better"] },
+  probabilities: { label: "probability", key: ["certain", "unlikely"], note: "This run did not log probabilities." },
+  betas: { label: "|beta|", key: ["0", "largest"], note: "This step was not probed (probe.every)." },
+};
 
 function option(value, text, chosen) {
   return element("option", { value: String(value), textContent: text, selected: String(value) === String(chosen) });
@@ -18,45 +25,110 @@ function control(label, key, options) {
 
 // After a rollback the same step number occurs twice.
 const when = (s) => s.rollback ? `${s.step}, discarded by rollback ${s.rollback}` : String(s.step);
+const best = (group) => Math.max(...group.map((s) => s.reward ?? -Infinity));
 
-function drawCompletions() {
+// The completions of each prompt of each step, in their order.
+function grouped(samples) {
+  const groups = new Map();
+  samples.forEach((sample, i) => {
+    const key = JSON.stringify([when(sample), sample.group ?? sample.prompt]);
+    sample.anchor ??= `completion-${view.run}-${i}`;
+    groups.set(key, [...(groups.get(key) ?? []), sample]);
+  });
+  return [...groups.values()];
+}
+
+function drawControls() {
   const run = RUNS[view.run], steps = [...new Set(run.samples.map(when))];
+  const search = element("input", { type: "search", id: "completion-search", placeholder: "search", value: view.search });
+  search.addEventListener("input", () => { view.search = search.value; drawList(); });
   document.getElementById("completion-controls").replaceChildren(
     ...(RUNS.length > 1 ? [control("Run", "run", RUNS.map((r, i) => option(i, r.name, view.run)))] : []),
     control("Step", "step", [option("all", "all", view.step), ...steps.map((s) => option(s, s, view.step))]),
     control("Order", "order", [option("step", "newest step first", view.order), option("high", "highest reward first", view.order), option("low", "lowest reward first", view.order)]),
-    control("Colour", "tint", [option("advantages", "advantage", view.tint), option("betas", "|beta|", view.tint)]),
+    control("Colour", "tint", Object.entries(TINTS).map(([name, tint]) => option(name, tint.label, view.tint))),
+    element("label", {}, ["Text", search]),
   );
-  const chosen = run.samples.filter((s) => view.step === "all" || when(s) === view.step);
-  const reward = (s) => s.reward ?? -Infinity;
-  const orders = { step: (a, b) => b.step - a.step || reward(b) - reward(a), high: (a, b) => reward(b) - reward(a), low: (a, b) => reward(a) - reward(b) };
+}
+
+function drawCompletions() {
+  drawControls();
+  drawList();
+}
+
+function drawList() {
+  const run = RUNS[view.run], sought = view.search.toLowerCase();
+  const all = grouped(run.samples), said = (s) => `${s.prompt}\n${s.tokens.join("")}\n${s.answer ?? ""}`.toLowerCase();
+  const chosen = all.filter((group) => (view.step === "all" || when(group[0]) === view.step) && (!sought || group.some((s) => said(s).includes(sought))));
+  const orders = { step: (a, b) => b[0].step - a[0].step || best(b) - best(a), high: (a, b) => best(b) - best(a), low: (a, b) => best(a) - best(b) };
   chosen.sort(orders[view.order]);
-  const values = chosen.flatMap((s) => s[view.tint] ?? []).filter((v) => v != null).map(Math.abs);
-  const most = Math.max(1e-12, ...values);
+  const most = Math.max(1e-12, ...chosen.flat().flatMap((s) => s[view.tint] ?? []).filter((v) => v != null).map(Math.abs));
+  drawKey(most);
   const list = document.getElementById("completion-list");
-  list.replaceChildren(...chosen.slice(0, 60).map((s) => completion(s, most)));
-  if (!chosen.length) list.append(element("p", { className: "quiet" }, ["This run logged no completions (samples.every)."]));
-  if (chosen.length > 60) list.append(element("p", { className: "quiet" }, [`60 of ${chosen.length} shown; choose a step to narrow the list.`]));
+  list.replaceChildren(...chosen.slice(0, MOST).map((group) => prompt(group, most)));
+  if (!all.length) list.append(element("p", { className: "quiet" }, ["This run logged no completions (samples.every)."]));
+  else if (!chosen.length) list.append(element("p", { className: "quiet" }, ["No completion has this text."]));
+  if (chosen.length > MOST) list.append(element("p", { className: "quiet" }, [`${MOST} of ${chosen.length} prompts shown; choose a step or search.`]));
+}
+
+// The background of a token with value v, where `most` is the largest size of any.
+function tint(v, most) {
+  if (v == null) return "";
+  if (view.tint === "probabilities") return v > 0.995 ? "" : `rgba(${css("--beta")}, ${(0.08 + 0.6 * (1 - v)).toFixed(3)})`;
+  const hue = view.tint === "betas" ? "--beta" : v > 0 ? "--up" : "--down";
+  return v ? `rgba(${css(hue)}, ${(0.08 + 0.6 * Math.abs(v) / most).toFixed(3)})` : "";
+}
+
+function drawKey(most) {
+  const [low, high] = TINTS[view.tint].key, ends = { advantages: [-most, most], probabilities: [1, 0], betas: [0, most] }[view.tint];
+  const steps = Array.from({ length: 9 }, (_, i) => ends[0] + (ends[1] - ends[0]) * i / 8);
+  const boxes = steps.map((v) => { const box = element("span", { className: "key" }); box.style.background = tint(v, most); return box; });
+  document.getElementById("colour-key").replaceChildren(`${low} (${shown(ends[0])}) `, ...boxes, ` ${high} (${shown(ends[1])})`);
+}
+
+function prompt(group, most) {
+  const [first] = group, head = `step ${when(first)}, ${group.length === 1 ? "1 completion" : `${group.length} completions of one prompt`}`;
+  return element("div", { className: "card prompt-card" }, [
+    element("h3", {}, [head]),
+    element("pre", { className: "prompt", textContent: first.prompt }),
+    ...(first.answer == null ? [] : [element("p", { className: "answer" }, ["reference answer ", element("code", {}, [first.answer])])]),
+    element("div", { className: "siblings" }, [...group].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity)).map((s) => completion(s, most))),
+  ]);
 }
 
 function completion(s, most) {
-  const known = s[view.tint];
-  const head = `step ${when(s)}, reward ${s.reward == null ? "failed" : shown(s.reward)}, ${s.length} tokens${s.truncated ? ", truncated" : ""}`;
+  const advantage = s.advantages.find((v) => v != null), parts = Object.entries(s.parts ?? {});
+  const numbers = [["reward", s.reward == null ? "failed" : shown(s.reward)], ...(parts.length > 1 ? parts.map(([name, v]) => [name, shown(v)]) : []), ["advantage", shown(advantage)], ["tokens", `${s.length}${s.truncated ? ", truncated" : ""}`]];
   const tokens = s.tokens.map((text, i) => {
-    const span = element("span", { className: "token", textContent: text });
-    const v = known?.[i], hue = view.tint === "betas" ? "--beta" : v > 0 ? "--up" : "--down";
-    if (v) span.style.background = `rgba(${css(hue)}, ${(0.08 + 0.6 * Math.abs(v) / most).toFixed(3)})`;
-    span.dataset.tip = `${JSON.stringify(text)}\nadvantage ${shown(s.advantages[i])}` + (s.betas ? `\nbeta ${shown(s.betas[i])}` : "");
+    // The policy chose a token with an advantage; others are what the environment said.
+    const span = element("span", { className: s.advantages[i] == null ? "token observed" : "token", textContent: text });
+    span.style.background = tint(s[view.tint]?.[i], most);
+    const known = [["advantage", s.advantages], ["probability", s.probabilities], ["beta", s.betas]].filter(([, values]) => values?.[i] != null);
+    span.dataset.tip = [JSON.stringify(text), ...known.map(([name, values]) => `${name} ${shown(values[i])}`)].join("\n");
     return span;
   });
   const rest = s.length - s.tokens.length;
-  return element("div", { className: "card completion" }, [
-    element("h3", {}, [head]),
-    ...(view.tint === "betas" && !s.betas ? [element("p", { className: "quiet" }, ["This step was not probed (probe.every)."])] : []),
-    element("pre", { className: "prompt", textContent: s.prompt }),
+  return element("div", { className: "completion", id: s.anchor }, [
+    element("p", { className: "numbers" }, [...numbers.flatMap(([name, value]) => [element("span", { className: "quiet" }, [`${name} `]), `${value}  `]), element("a", { href: `#${s.anchor}`, title: "link to this completion" }, ["#"])]),
+    ...(s[view.tint] ? [] : [element("p", { className: "quiet" }, [TINTS[view.tint].note])]),
     element("pre", {}, [...tokens, ...(rest > 0 ? [element("span", { className: "quiet" }, [` ... ${rest} more`])] : [])]),
   ]);
 }
+
+// A link to a completion shows it, whatever the filters were.
+function follow() {
+  const [, run, index] = /^#completion-(\d+)-(\d+)$/.exec(location.hash) ?? [], sample = RUNS[run]?.samples[index];
+  if (!sample) return;
+  if (!document.getElementById(location.hash.slice(1))) {
+    Object.assign(view, { run: +run, step: when(sample), search: "" });
+    drawCompletions();
+  }
+  document.querySelector(".linked")?.classList.remove("linked");
+  const card = document.getElementById(location.hash.slice(1));
+  card?.classList.add("linked");
+  card?.scrollIntoView({ block: "center" });
+}
+addEventListener("hashchange", follow);
 
 const tip = document.getElementById("tip");
 document.addEventListener("pointerover", (event) => {

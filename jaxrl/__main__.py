@@ -1,0 +1,7 @@
+"""`python -m jaxrl`: the `jaxrl` command."""
+
+import sys
+
+from jaxrl.cli import main
+
+sys.exit(main())

@@ -1,0 +1,105 @@
+"""Chooses the rows of a run's batch: how long they are, and whether sequences share prefixes."""
+
+from typing import NamedTuple
+
+from jaxrl.config.training import Config
+from jaxrl.core.packing import SHARED, Alignment
+from jaxrl.losses import Objective
+from jaxrl.losses.scores import Need
+from jaxrl.models import kernels
+from jaxrl.models.attention import sequence_alignment
+from jaxrl.models.families import DecoderConfig
+from jaxrl.models.kernels import Kernel
+from sharding.partition import Layout
+
+_BLOCK = 128  # rows are multiples of it where that is possible: kernels work in blocks of it
+
+
+class RowsChoice(NamedTuple):
+    """The rows of a run's batch.
+
+    Attributes:
+      config: of the run, with `train.row_length`.
+      align: how sequences lie in a row.
+      note: the choice and its reason, for the log.
+    """
+
+    config: Config
+    align: Alignment
+    note: str
+
+
+def choose_rows(
+    config: Config, sizes: DecoderConfig, *, objective: Objective, layout: Layout
+) -> RowsChoice:
+    """Chooses rows in which the completions of a group share their prompt, if everything else in
+    the run allows that and attention does not cost more than it saves. A `train.row_length` in the
+    config is kept."""
+    kernel = kernels.choose(
+        config.train.attention,
+        layout=layout,
+        config=sizes,
+        precision=config.policy,
+        length=config.row_length,
+    )
+    skips = kernel == "xla" and layout.mesh.devices.flat[0].platform == "cpu"
+    length = _whole_groups(config) if skips else _part_of_group(config)
+    reason = _unshared(config, objective, kernel=kernel, longer=length > config.longest_sequence)
+    if reason is not None:
+        note = f"every completion computes its own prompt: {reason}"
+        return RowsChoice(config, sequence_alignment(config.policy), note)
+    if config.train.row_length is None:
+        train = config.train.model_copy(update={"row_length": length})
+        config = config.model_copy(update={"train": train})
+    note = f"completions of a group share their prompt, in rows of {config.row_length} tokens"
+    return RowsChoice(config, SHARED, note)
+
+
+def _unshared(config: Config, objective: Objective, *, kernel: Kernel, longer: bool) -> str | None:
+    if not config.train.packing:
+        return "train.packing = false"
+    if config.policy.sums == "fixed":
+        return "sampler.exact = true, and a shared prompt has another order of sums"
+    if Need.IMBALANCE in objective.needs:
+        return "the loss balances experts over whole sequences, and a shared prompt is in one"
+    if (reason := kernels.unshared(kernel)) is not None:
+        return f"attention by {reason}"
+    if not (longer or config.train.row_length):
+        return (
+            f"several completions of {config.sampling.max_tokens} tokens behind a prompt of "
+            f"{config.data.max_prompt_tokens} cost more in attention by {kernel}, or do not fit "
+            f"into train.microbatch_tokens = {config.train.microbatch_tokens}"
+        )
+    return None
+
+
+def _whole_groups(config: Config) -> int:
+    """Returns the length of rows for attention that skips what is not seen: as many whole groups as
+    a microbatch holds, or all of its tokens if it holds none."""
+    prompt, completion = config.data.max_prompt_tokens, config.sampling.max_tokens + 1
+    group = prompt + config.train.group_size * completion
+    most = config.train.microbatch_tokens
+    return _rounded(config, most // group * group or most)
+
+
+def _part_of_group(config: Config) -> int:
+    """Returns the length of rows for attention that computes all tokens before a token, seen or
+    not: as many completions of a group as cost no more of it than in rows of their own, which is
+    (P + n R)^2 <= n (P + R)^2."""
+    prompt, completion = config.data.max_prompt_tokens, config.sampling.max_tokens + 1
+
+    def row(n: int) -> int:
+        return prompt + n * completion
+
+    counts = range(1, config.train.group_size + 1)
+    most = max(n for n in counts if row(n) ** 2 <= n * row(1) ** 2)
+    return _rounded(config, row(most)) if most > 1 else config.longest_sequence
+
+
+def _rounded(config: Config, length: int) -> int:
+    """Rounds up to whole blocks and shards, as far as a microbatch goes."""
+    shards, most = config.mesh.row_shards, config.train.microbatch_tokens
+    for unit in (_BLOCK * shards, shards):
+        if (rounded := min(-(-length // unit), most // unit) * unit) >= config.longest_sequence:
+            return rounded
+    return config.longest_sequence

@@ -1,0 +1,94 @@
+"""Summary of an evaluation: accuracy, its confidence interval, pass@k and the majority."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxrl.commands.eval.statistics import half_interval, majority, pass_at_k
+from jaxrl.data.prompts import Example
+from jaxrl.environments.rewards.builtin import final_number
+
+if TYPE_CHECKING:
+    from jaxrl.training.evaluate import Evaluation
+
+
+def summarize(
+    measured: "Evaluation", examples: Sequence[Example], *, by: str | None
+) -> dict[str, Any]:
+    """Computes the numbers of one data set, as JSON values.
+
+    Args:
+      measured: S completions of each of N prompts.
+      examples: the N prompts.
+      by: a column of the data, for the accuracy of each of its values; None for none.
+
+    Raises:
+      ValueError: if a row has no such column.
+    """
+    rewards = measured.rewards
+    samples = rewards.shape[1]
+    found: dict[str, Any] = {"prompts": len(rewards), "samples": samples, **_accuracy(rewards)}
+    if samples > 1:
+        powers = {2**i for i in range(samples.bit_length())}
+        counts = sorted(k for k in powers | {samples} if k <= samples)
+        found["pass@k"] = {str(k): _known(pass_at_k(rewards, k)) for k in counts}
+        answers = [_answer(text) for text in measured.completions]
+        grouped = [answers[i : i + samples] for i in range(0, len(answers), samples)]
+        found["majority"] = majority(grouped, rewards)
+    if by is not None:
+        found["by"] = {
+            value: {"prompts": int(rows.sum()), **_accuracy(rewards[rows])}
+            for value, rows in _values(examples, by).items()
+        }
+    return found | ({"episodes": measured.numbers} if measured.numbers else {})
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """Formats the numbers of one data set; the accuracy of all prompts comes last."""
+    for name, value in found.get("episodes", {}).items():
+        yield f"{name}: {value:.3g}"
+    for value, part in found.get("by", {}).items():
+        yield f"{value}: {_percent(part)}, {part['prompts']} prompts"
+    for k, value in found.get("pass@k", {}).items():
+        yield f"pass@{k}: {_percent({'accuracy': value})}"
+    if "majority" in found:
+        yield f"majority of {found['samples']}: {_percent({'accuracy': found['majority']})}"
+    yield f"held-out accuracy: {_percent(found)}"
+
+
+def _accuracy(rewards: np.ndarray) -> dict[str, float | None]:
+    known = rewards[~np.isnan(rewards)]
+    return {
+        "accuracy": float(known.mean()) if known.size else None,
+        "interval": _known(half_interval(rewards)),
+    }
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _percent(part: dict[str, Any]) -> str:
+    if part["accuracy"] is None:
+        return "not known"
+    interval = part.get("interval")
+    text = f"{part['accuracy']:.1%}" + (f" ± {interval:.1%}" if interval is not None else "")
+    return text.replace("%", " %")
+
+
+def _answer(text: str) -> Any:
+    """Returns what a completion votes for: its final number, else its last line."""
+    number = final_number(text)
+    return number if number is not None else (text.strip().splitlines() or [None])[-1]
+
+
+def _values(examples: Sequence[Example], column: str) -> dict[str, np.ndarray]:
+    """Maps each value of a column to bool[N], the prompts that have it."""
+    for example in examples:
+        if column not in example.row:
+            has = ", ".join(map(str, example.row))
+            raise ValueError(f"--by {column}: a row has no such column; it has {has}")
+    values = np.array([str(example.row[column]) for example in examples])
+    return {value: values == value for value in dict.fromkeys(values.tolist())}

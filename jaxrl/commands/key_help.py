@@ -1,0 +1,77 @@
+"""`--help` of commands with config keys: an overview of one screen, and each table by its name."""
+
+import argparse
+import difflib
+import re
+from typing import Any
+
+NO_TABLE = "keys"  # title of the keys outside of all tables
+_ALL = "all"
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Adds `--help`, `--help TABLE` and `--help all` to a parser made without help.
+
+    The parser's argument groups titled `[name]`, or `keys`, are its tables of config keys.
+    """
+    parser.add_argument(
+        "-h",
+        "--help",
+        nargs="?",
+        metavar="TABLE",
+        action=_Help,
+        help=f"show this page, the keys of a table, or {_ALL!r} keys",
+    )
+
+
+class _Help(argparse.Action):
+    """Prints help on a parser, on one of its tables or on all of them, and exits."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        tables: dict[str, Any] = {
+            group.title.strip("[]"): group
+            for group in parser._action_groups
+            if group.title == NO_TABLE or group.title.startswith("[")
+        }
+        if values is None:
+            print(_overview(parser, tables), end="")
+            parser.exit()
+        if values not in (_ALL, *tables):
+            near = difflib.get_close_matches(str(values), tables, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(tables)}"
+            parser.error(f"--help {values}: there is no such table of keys; {hint}")
+        shown = tables.values() if values == _ALL else [tables[str(values)]]
+        print(_with_sections(parser._get_formatter(), shown), end="")
+        parser.exit()
+
+
+def _overview(parser: Any, tables: dict[str, Any]) -> str:
+    if [*tables] == [NO_TABLE]:
+        return parser.format_help()
+    formatter = parser._get_formatter()
+    formatter.add_usage(parser.usage, parser._actions, parser._mutually_exclusive_groups)
+    formatter.add_text(parser.description)
+    own = [group for group in parser._action_groups if group not in tables.values()]
+    text = _with_sections(formatter, own)
+    width = max(map(len, tables))
+    lines = [f"  {name:{width}}  {_summary(name, group)}" for name, group in tables.items()]
+    example = next(name for name in tables if name != NO_TABLE)
+    return (
+        f"{text}\ntables of keys; --help {example} shows the keys of [{example}], --help {_ALL} "
+        "all keys:\n" + "\n".join(lines) + "\n"
+    )
+
+
+def _summary(name: str, group: Any) -> str:
+    if name == NO_TABLE:
+        return "Outside of the tables: " + ", ".join(a.dest for a in group._group_actions) + "."
+    return re.split(r"[.;](?: |$)", " ".join((group.description or "").split()))[0] + "."
+
+
+def _with_sections(formatter: Any, groups: Any) -> str:
+    for group in groups:
+        formatter.start_section(group.title)
+        formatter.add_text(group.description)
+        formatter.add_arguments(group._group_actions)
+        formatter.end_section()
+    return formatter.format_help()

@@ -1,0 +1,87 @@
+"""The paths that a config names: models of the hub, and checks that name the key."""
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from typing import TypeVar
+
+from jaxrl.bridge.store.objects import directory_of
+from jaxrl.config import toml_file
+from jaxrl.config.section import Section
+from jaxrl.models import hub
+
+C = TypeVar("C", bound=Section)
+
+_MODELS = ("model.path", "reward.model", "critic.path")
+# Of all commands. `commands/export` and others name their arguments themselves.
+_DIRECTORIES = (
+    *_MODELS,
+    *("lora.path", "run_dir", "out", "sampler.store"),
+)
+_FILES = ("data.path", "data.eval_path", "sampler.python", "python", "log")
+_FUNCTIONS = ("reward.path", "environment.name", "environment.tools", "loss.name", "loss.advantage")
+
+
+def check_paths(config: Section) -> None:
+    """Checks the files and directories that a config names, as far as they exist: what a missing
+    one means, only its reader knows.
+
+    Raises:
+      ConfigError: for a path that the file system refuses (too long, through a file, in a circle of
+        links), a file in place of a directory or the reverse, or one that may not be read; the
+        message names the key.
+    """
+    for key, value in toml_file.flatten(config).items():
+        for text in value if isinstance(value, tuple) else [value]:
+            if isinstance(text, str) and (problem := _problem(key, text)) is not None:
+                raise toml_file.ConfigError(f"{key} = {toml_file.shown(text)}: {problem}")
+
+
+def fetch_models(config: C, *, files: Sequence[str] = hub.FILES) -> C:
+    """Replaces the names of models on the Hugging Face hub by directories, downloading these files.
+
+    Raises:
+      ConfigError: as `hub.local_directory`; the message names the key.
+    """
+    for key in _MODELS:
+        name, _, leaf = key.partition(".")
+        table = getattr(config, name, None)
+        if (path := getattr(table, leaf, None)) is None:
+            continue
+        try:
+            directory = hub.local_directory(path, files=files)
+        except ValueError as error:
+            raise toml_file.ConfigError(f"{key} = {error}") from error
+        assert isinstance(table, Section)
+        config = config.model_copy(update={name: table.model_copy(update={leaf: directory})})
+    return config
+
+
+def _problem(key: str, text: str) -> str | None:
+    """Describes what is wrong with the path of a key; None if nothing is, or it names no path."""
+    is_directory = key in _DIRECTORIES
+    if key == "sampler.store":
+        text = str(directory_of(text) or "")
+    elif key in _FUNCTIONS:
+        text = _file_of(text)
+    elif not is_directory and key not in _FILES:
+        return None
+    try:
+        found = os.stat(text)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return error.strerror
+    if stat.S_ISDIR(found.st_mode) != is_directory:
+        return f"expected {'a directory' if is_directory else 'a file, not a directory'}"
+    if not os.access(text, os.R_OK | os.X_OK if is_directory else os.R_OK):
+        return os.strerror(errno.EACCES)
+    return None
+
+
+def _file_of(reference: str) -> str:
+    """Returns the file of `file.py:function` or `search:FILE`; "" for other names."""
+    name, _, corpus = reference.partition(":")
+    file = reference.rpartition(":")[0]
+    return corpus if name == "search" else file * file.endswith(".py")

@@ -1,0 +1,100 @@
+"""Likelihoods of some of the tokens, each reduced over these tokens alone.
+
+They are objectives: `grpo() + 0.1 * positive_likelihood()`. Their coefficients mean the same in
+every batch, however many of its tokens they concern.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.core.batch import TokenBatch, observed
+from jaxrl.core.metrics import Metrics, masked_mean
+from jaxrl.losses.algebra import token_loss
+from jaxrl.losses.formulas import with_formula
+from jaxrl.losses.objectives import Aggregation, Objective, objective
+from jaxrl.losses.scores import Need, Scores, require
+
+
+@with_formula
+def positive_likelihood(threshold: float = 0.0) -> Objective:
+    """-log pi, averaged over the tokens of completions whose reward exceeds `threshold`: imitation
+    of successes (VAPO, arXiv:2504.05118). "nll/positive" reports it.
+
+    The paper's sum runs over the right completions of a batch, and so does this one; NeMo-RL
+    divides by the right tokens of each microbatch.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence
+      >>> goal = positive_likelihood()
+      >>> for rewards in ([1, 1, 0, 0], [0, 0, 0, 0]):
+      ...     scores, batch = one_sequence(
+      ...         advantages=[1] * 4, logprobs=[-1, -0.5, -3, -3], rewards=rewards
+      ...     )
+      ...     print(*(float(x) for x in (goal.total(scores, batch)[0], goal.denominator(batch))))
+      1.5 2.0
+      0.0 0.0
+
+    Raises:
+      ValueError: when it is applied, if the batch holds no rewards.
+    """
+
+    def right(batch: TokenBatch) -> jax.Array:
+        if batch.rewards is None:
+            raise ValueError(
+                "positive_likelihood: batch.rewards is None; make the batch with pack()"
+            )
+        return batch.action_mask & (batch.rewards > threshold)
+
+    def logprobs(scores: Scores) -> jax.Array:
+        return scores.logprobs
+
+    return _mean_nll(logprobs, right, name="nll/positive")
+
+
+@with_formula
+def observation_likelihood() -> Objective:
+    """-log pi, averaged over the tokens that the environment wrote: the policy learns to predict
+    what its actions lead to, from failed episodes too (ECHO, arXiv:2605.24517). "nll/observed"
+    reports it.
+
+    The marks of a chat template around a tool's output are among these tokens. The paper leaves out
+    the terminal's warnings; a batch does not know them.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence
+      >>> scores, batch = one_sequence(
+      ...     advantages=[1] * 4,
+      ...     logprobs=-1,
+      ...     observed=[0, 0, -2, 0],
+      ...     action_mask=[False, True, False, True],  # prompt, action, output of a tool, action
+      ... )
+      >>> goal = observation_likelihood()
+      >>> float(goal.total(scores, batch)[0]), float(goal.denominator(batch))
+      (2.0, 1.0)
+    """
+
+    def logprobs(scores: Scores) -> jax.Array:
+        return require(scores, Need.OBSERVED)
+
+    return _mean_nll(logprobs, observed, Need.OBSERVED, name="nll/observed")
+
+
+def _mean_nll(
+    logprobs: Callable[[Scores], jax.Array],
+    marks: Callable[[TokenBatch], jax.Array],
+    *needs: Need,
+    name: str,
+) -> Objective:
+    """Averages -logprobs over the tokens that are marked, bool[B, T]."""
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        value = -logprobs(scores)
+        return value, {name: masked_mean(value, marks(batch))}
+
+    aggregation = Aggregation(
+        lambda batch: marks(batch).astype(jnp.float32),
+        lambda batch: jnp.sum(marks(batch), dtype=jnp.float32),
+    )
+    return objective(token_loss(apply, *needs), aggregation)

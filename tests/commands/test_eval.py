@@ -1,0 +1,72 @@
+"""Statistics of repeated completions against enumeration, and `jaxrl eval` on two data sets."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+
+from jaxrl.cli import main
+from jaxrl.commands.eval.statistics import half_interval, majority, pass_at_k
+from tests import arithmetic
+
+REWARDS = np.random.default_rng(0).integers(0, 2, (7, 6)).astype(float)
+
+
+@pytest.mark.parametrize("k", range(1, 7))
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_completions(k):
+    chosen = [
+        np.max(REWARDS[:, list(some)], axis=1) for some in itertools.combinations(range(6), k)
+    ]
+    assert pass_at_k(REWARDS, k) == pytest.approx(np.mean(chosen))
+
+
+def test_a_failed_completion_counts_as_none():
+    rewards = np.array([[1, math.nan, 0], [0, 0, 1]])
+    assert pass_at_k(rewards, 2) == pytest.approx((1 + 2 / 3) / 2)
+    assert pass_at_k(rewards, 3) == 1  # of the second prompt alone
+    assert math.isnan(pass_at_k(rewards[:1], 3))
+
+
+def test_majority_shares_a_prompt_among_equals():
+    rewards = np.array([[1, 0, 1, 0], [0, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]])
+    answers = [[4, 5, 4, 6], [7, 8, 7, 7], [1, 1, 2, 2], [None] * 4]
+    assert majority(answers, rewards) == pytest.approx((1 + 0 + 0.5 + 0) / 4)
+
+
+def test_interval_covers_the_mean_of_prompts_at_its_rate():
+    rng = np.random.default_rng(1)
+    covered = 0
+    for _ in range(1000):
+        rewards = rng.binomial(1, rng.beta(2, 2, (100, 1)), (100, 4)).astype(float)
+        covered += abs(rewards.mean() - 0.5) <= half_interval(rewards)
+    assert covered == pytest.approx(950, abs=25)
+
+
+def test_samples_by_column_of_two_data_sets(tmp_path, capsys):
+    arithmetic.write(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "held_out.jsonl").read_text().splitlines()]
+    rows = [row | {"level": "even" if i % 2 else "odd"} for i, row in enumerate(rows)]
+    for name, part in (("a", rows[:4]), ("b", rows[4:])):
+        text = "".join(json.dumps(row) + "\n" for row in part)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    paths = [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]
+    argv = ["eval", "--model.path", f"{tmp_path}/untrained", "--precision", "fp32"]
+    argv += ["--sampling.max_tokens", "4", "--data.path", "x", "--reward.path", "numeric_match"]
+    argv += ["--data", *paths, "--samples", "4", "--by", "level"]
+    argv += ["--json", f"{tmp_path}/s.json", "--completions", f"{tmp_path}/c.jsonl"]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert f"{paths[1]}: 4 prompts, 0 too long and skipped\nodd: " in out
+    found = json.loads((tmp_path / "s.json").read_text())
+    completions = [json.loads(x) for x in (tmp_path / "c.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in completions[::4]] == [row["prompt"] for row in rows]
+    for path, part in zip(paths, (completions[:16], completions[16:]), strict=True):
+        rewards = np.array([row["numeric_match"] for row in part]).reshape(4, 4)
+        assert found[path]["accuracy"] == pytest.approx(rewards.mean())
+        assert found[path]["pass@k"]["4"] == pytest.approx(rewards.max(axis=1).mean())
+        assert found[path]["by"]["even"]["prompts"] == 2
+
+    assert main([*argv, "--by", "lvl"]) == 1
+    assert "--by lvl: a row has no such column; it has prompt" in capsys.readouterr().err

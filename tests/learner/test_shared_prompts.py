@@ -1,0 +1,199 @@
+"""Sharing prompts changes no score, loss or gradient: with every kind of model and loss."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxrl.core.batch import Minibatch, Rollout
+from jaxrl.core.metrics import to_floats
+from jaxrl.core.packing import ANYWHERE, SHARED, MinibatchShape, pack_minibatch, unpack
+from jaxrl.core.precision import parse
+from jaxrl.learner.actor_critic import State, shared_trunk
+from jaxrl.learner.critic import make_critic
+from jaxrl.learner.policy import VALUE_HEAD, Learner, make_learner
+from jaxrl.losses import clipped, gspo, objective, ppo, shadowed, token_mean, with_terms
+from jaxrl.models import kernels, lora, spec
+from jaxrl.models.decoder import decoder
+from sharding.mesh import make_mesh
+from sharding.partition import Layout
+from sharding.rules import PRESETS
+from tests import tiny
+
+# The learner takes its steps in f32: a gradient is rounded to it once.
+F64 = parse("fp32,compute=f64,activations=f64,logits=f64,grads=f64,sampler=f64")
+PLAIN = MinibatchShape(row_length=24, rows_per_microbatch=2)
+TREE = MinibatchShape(row_length=48, rows_per_microbatch=2, max_rows=4, align=SHARED)
+WINDOWED = dataclasses.replace(tiny.CONFIG, windows=(None, 5))
+COUNT = 10
+
+
+def groups(*, experts: int = 0) -> list[Rollout]:
+    """Three groups; the prompts of two have instructions in common. With `experts`, the tokens of
+    one group know theirs."""
+    rng = np.random.default_rng(0)
+    first = rng.integers(2, 64, 9)
+    prompts = [first, np.append(first[:6], rng.integers(2, 64, 4)), rng.integers(2, 64, 3)]
+    found = []
+    for i, one in enumerate(tiny.rollouts(COUNT, longest=14)):
+        found.append(one._replace(prompt=prompts[i // 4].astype(np.int32), group=i // 4))
+    if experts:
+        routed = rng.integers(0, experts, (len(first), 2, 1))
+        for i in range(4):
+            own = rng.integers(0, experts, (len(found[i].completion) - 1, 2, 1))
+            both = np.concatenate([routed, own])
+            found[i] = found[i]._replace(experts=np.concatenate([both, (both + 1) % experts], -1))
+    return found
+
+
+def packed(samples: list[Rollout], shape: MinibatchShape, **targets: Any) -> Minibatch:
+    advantages = list(np.random.default_rng(1).normal(size=len(samples)))
+    return pack_minibatch(samples, advantages, shape=shape, **targets)
+
+
+def test_tokens_are_saved():
+    tree, plain = (np.asarray(packed(groups(), s).batch.segments) for s in (TREE, PLAIN))
+    assert np.count_nonzero(tree) < 0.65 * np.count_nonzero(plain)
+
+
+def assert_close(found: Any, wanted: Any) -> None:
+    leaves = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True)
+    for (path, x), y in leaves:
+        np.testing.assert_allclose(x, y, atol=5e-7 * np.abs(y).max(), rtol=0, err_msg=str(path))
+
+
+def moved(before: Any, after: Any) -> Any:
+    """The gradient: what sgd with a learning rate of 1 subtracted."""
+    return jax.tree.map(lambda a, b: np.asarray(a - b), before, after)
+
+
+def targets(samples: list[Rollout]) -> dict[str, list[np.ndarray]]:
+    """Numbers for each token, by name."""
+    rng = np.random.default_rng(4)
+    names = ("values", "returns")
+    return {k: [rng.normal(size=len(s.completion)).astype("f4") for s in samples] for k in names}
+
+
+def compare(one: Learner, samples: list[Rollout], params: Any) -> None:
+    """Gradients and metrics of both ways to pack."""
+    found = []
+    with jax.enable_x64(True):
+        step = jax.jit(one.step)
+        for shape in (TREE, PLAIN):
+            minibatch = packed(samples, shape, **targets(samples))
+            given = {"anchor": minibatch.batch.values, "reference": minibatch.batch.returns}
+            state, metrics = step(one.init(params), dataclasses.replace(minibatch, **given))
+            trained = lora.trainable(params), lora.trainable(state.params)
+            found.append((moved(*trained), to_floats(metrics)))
+    (gradient, numbers), (expected, same) = found
+    assert max(np.abs(x).max() for x in jax.tree.leaves(expected)) > 1e-3
+    assert_close(gradient, expected)
+    for name, value in same.items():
+        assert numbers[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+
+
+def scored(score: Any, samples: list[Rollout], *more: Any) -> list[np.ndarray]:
+    """Scores by rollout; those of both ways to pack are equal."""
+    with jax.enable_x64(True):
+        score = jax.jit(score)
+        tree, plain = (
+            np.concatenate(
+                unpack(np.asarray(score(*more, packed(samples, shape))), samples, shape=shape)
+            )
+            for shape in (TREE, PLAIN)
+        )
+    np.testing.assert_allclose(tree, plain, rtol=0, atol=1e-11)
+    return plain
+
+
+def learner(config=tiny.CONFIG, recipe=None, *, layout: Layout | None = None, **kwargs) -> Learner:
+    if layout is None:
+        model = decoder(config, remat="matmuls")
+    else:
+        attend = kernels.attend("auto", layout=layout, config=config)
+        model = decoder(config, constrain=layout.constrain, local=layout.local, attend=attend)
+        kwargs["param_shardings"] = layout.tree(model.specs)
+    recipe = recipe or with_terms(gspo(), entropy=0.1, kl=0.1)
+    return make_learner(
+        model,
+        getattr(recipe, "objective", recipe),
+        optimizer=optax.sgd(1.0),
+        precision=F64,
+        rows_per_microbatch=2,
+        **kwargs,
+    )
+
+
+def test_a_loss_over_sequences_with_entropy_reference_and_windows():
+    compare(learner(WINDOWED), groups(), tiny.params(config=WINDOWED))
+
+
+def test_scores():
+    assert scored(learner(WINDOWED).score, groups(), tiny.params(config=WINDOWED)).any()
+
+
+def test_a_loss_with_a_shadow_and_adapters():
+    recipe = objective(clipped(shadowed), token_mean)
+    specs = lora.adapter_specs(decoder(tiny.CONFIG).specs, rank=2, targets=["*_proj"])
+    adapters = spec.init(specs, jax.random.key(1), dtype=F64.params)
+    adapters = jax.tree.map(lambda x: x + 0.1, adapters)
+    params = lora.Adapted(adapters, tiny.params(), alpha=4.0)
+    compare(learner(recipe=recipe), groups(), params)
+
+
+def test_experts_that_are_replayed():
+    assert tiny.MOE.experts is not None
+    samples = groups(experts=tiny.MOE.experts.count)
+    compare(learner(tiny.MOE), samples, tiny.params(config=tiny.MOE))
+
+
+def test_rows_cut_over_devices():
+    layout = Layout(make_mesh(data=2, context=2, tensor=2), PRESETS["all"])
+    one = learner(layout=layout)
+    placed = jax.device_put(tiny.params(), layout.tree(decoder(tiny.CONFIG).specs))
+    compare(one, groups(), placed)
+
+
+SGD, SHAPES = optax.sgd(1.0), {"precision": F64, "rows_per_microbatch": 2}
+
+
+def head(seed: int) -> dict:
+    values = np.random.default_rng(seed).normal(size=(1, tiny.CONFIG.hidden_size))
+    return {VALUE_HEAD: values.astype("f4")}
+
+
+def test_a_critic_of_its_own():
+    recipe = ppo().critic
+    assert recipe is not None
+    config = dataclasses.replace(tiny.CONFIG, scored=True)
+    one = make_critic(decoder(config), recipe, optimizer=SGD, **SHAPES)
+    params = tiny.params(config=config) | head(0)
+    assert scored(one.values, groups(), params).any()
+    compare_steps(one.step, one.init(params))
+
+
+def test_a_critic_on_the_policys_trunk():
+    one = shared_trunk(
+        tiny.model(), ppo(), coefficient=0.5, optimizer=SGD, head_optimizer=SGD, **SHAPES
+    )
+    policy = make_learner(tiny.model(), ppo().objective, optimizer=SGD, **SHAPES)
+    compare_steps(one.step, State(policy.init(tiny.params()), one.init(head(0))))
+
+
+def compare_steps(step: Any, before: Any) -> None:
+    """Changes of the whole state by both ways to pack."""
+    samples = groups()
+    with jax.enable_x64(True):
+        step = jax.jit(step)
+        tree, plain = (
+            step(before, packed(samples, shape, **targets(samples)))[0] for shape in (TREE, PLAIN)
+        )
+    assert_close(moved(before, tree), moved(before, plain))
+
+
+def test_plain_rows_have_no_tree():
+    assert PLAIN.align == ANYWHERE
+    assert packed(groups(), PLAIN).batch.seen_until is None

@@ -1,0 +1,111 @@
+"""Attention over shared prefixes equals attention over each sequence alone, gradients too."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.core import precision
+from jaxrl.core.packing import SHARED, pack
+from jaxrl.models import cudnn, kernels
+from jaxrl.models.attention import attention
+from jaxrl.models.tree_attention import Tree, visible
+from sharding.mesh import make_mesh
+from sharding.partition import Layout
+from sharding.rules import PRESETS
+from tests.core.test_prefixes import behind
+
+F64 = precision.parse("fp32,compute=f64,activations=f64,logits=f64")
+LENGTH = 448
+
+
+@functools.cache
+def rows() -> tuple[Tree, jax.Array]:
+    """Two rows of several groups of different shapes; the last blocks of one are all padding."""
+    prompts = [np.arange(length) for length in (150, 40)]
+    samples = [
+        behind(prompts[n % 2], size, seed=n) for n, size in enumerate((30, 90, 50, 7, 20, 40, 3))
+    ]
+    batch = pack(
+        samples, [0.0] * 7, rows=[[1, 3, 5, 0, 2, 4], [6]], row_length=LENGTH, align=SHARED
+    )
+    assert batch.seen_until is not None
+    return Tree(jnp.asarray(batch.seen_until), jnp.asarray(batch.positions)), batch.segments > 0
+
+
+def results(attend, *, window=None):
+    """Output and gradients of the real tokens."""
+    tree, real = rows()
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        q, k, v, dout = (
+            jnp.asarray(rng.normal(size=(2, LENGTH, heads, 8))) for heads in (4, 2, 2, 4)
+        )
+        size = None if window is None else jnp.int32(window)
+
+        @jax.jit
+        def both(q, k, v):
+            def of_real(q, k, v):
+                out = attend(q, k, v, tree, window=size, precision=F64)
+                return jnp.where(jnp.asarray(real)[:, :, None, None], out, 0)
+
+            out, backward = jax.vjp(of_real, q, k, v)
+            return out, *backward(dout)
+
+        return jax.device_get(both(q, k, v))
+
+
+def naive(q, k, v, tree, *, window, precision):
+    del precision
+    index, groups = jnp.arange(LENGTH), q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
+    seen = visible(tree, index, tree.positions, index, window=LENGTH if window is None else window)
+    probs = jax.nn.softmax(scores, axis=-1, where=seen[:, None])
+    return jnp.einsum("bhts,bshd->bthd", probs, v)
+
+
+@functools.cache
+def expected(window=None):
+    return results(naive, window=window)
+
+
+def assert_equal(found, wanted, *, within=1e-12):
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=within * np.abs(b).max())
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_equals_the_naive_form(window):
+    assert_equal(results(attention, window=window), expected(window))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"context": 8},
+        {"data": 2, "context": 2, "tensor": 2},
+        {"data": 2, "tensor": 2},
+        {"data": 2, "tensor": 4},  # heads do not divide
+    ],
+)
+def test_tokens_rows_and_heads_cut_over_devices_change_nothing(sizes):
+    devices = jax.devices()[: math.prod(sizes.values())]
+    layout = Layout(make_mesh(**sizes, devices=devices), PRESETS["all"])
+    assert_equal(results(kernels.by_kernel("xla", layout=layout), window=20), expected(20))
+
+
+def test_the_mask_that_cudnn_gets_is_the_same():
+    def masked(q, k, v, tree, *, window, precision):
+        return cudnn.masked(q, k, v, tree, window=window, precision=precision, implementation="xla")
+
+    assert_equal(results(masked), expected(), within=1e-6)  # its softmax is in f32
+
+
+def test_splash_attention_refuses_shared_prefixes():
+    layout = Layout(make_mesh(devices=jax.devices()[:1]), PRESETS["all"])
+    with pytest.raises(ValueError, match="splash compares one segment per token"):
+        results(kernels.by_kernel("splash", layout=layout, interpret=True))

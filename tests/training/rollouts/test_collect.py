@@ -1,0 +1,110 @@
+"""Synchronous rollouts, with a sampler and rewards written by hand."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrl.config import toml_file
+from jaxrl.config.training import Config
+from jaxrl.data.prompts import Example
+from jaxrl.environments.rewards.scoring import batched
+from jaxrl.sampling.base import Completion
+from jaxrl.training.progress import Progress
+from jaxrl.training.rollouts.collect import RolloutBatch, collect
+from tests.training.rollouts.source import make_source
+
+
+class Backwards:
+    """Completes the last prompt first; after each group it waits for `seen`, if there is one."""
+
+    version = 0
+
+    def __init__(self, seen: threading.Event | None = None) -> None:
+        self._seen = seen
+
+    def sample(self, prompts, params, *, group_size):
+        for i in reversed(range(len(prompts))):
+            for j in reversed(range(group_size)):
+                tokens = np.array([prompts[i][0], j], np.int32)
+                numbers = np.zeros(2, np.float32), np.zeros(2, np.int32)
+                yield Completion(i, j, tokens, *numbers, "stop")
+            assert self._seen is None or self._seen.wait(250), "no reward of a complete group"
+
+
+def collected(sampler: Any, *, reward: Any, notes: list[str] | None = None) -> RolloutBatch:
+    """Collects 4 prompts x 2 rollouts; the reward of token ids [p, j] is 10 p + j."""
+    config = toml_file.validate(
+        Config,
+        {
+            "model": {"path": "m"},
+            "data": {"path": "d.jsonl"},
+            "reward": {"path": ["earned"]},
+            "train": {"train_batch": 4, "group_size": 2},
+        },
+    )
+    examples = [Example(np.array([i], np.int32), {"prompt": i}, {}) for i in range(4)]
+    note = ([] if notes is None else notes).append
+    source = make_source(config, examples, sampler=sampler, reward=reward, note=note)
+    return collect(source, progress=Progress(), seconds={})
+
+
+def worth(text: str, example: Any) -> float:
+    prompt, sample = map(int, text.split())
+    assert example["prompt"] == prompt
+    return 10.0 * prompt + sample
+
+
+def test_complete_groups_are_scored_while_others_are_sampled():
+    seen = threading.Event()
+
+    def reward(text: str, example: Any) -> float:
+        seen.set()
+        return worth(text, example)
+
+    batch = collected(Backwards(seen), reward=reward).batch
+    assert [r.group for r in batch] == [0, 0, 1, 1, 2, 2, 3, 3]  # in the prompts' order
+    assert [r.reward for r in batch] == [10 * r.completion[0] + i % 2 for i, r in enumerate(batch)]
+
+
+def test_batched_rewards_see_all_completions_at_once():
+    calls: list[int] = []
+
+    @batched
+    def reward(texts: list[str], examples: Any) -> list[float]:
+        calls.append(len(texts))
+        return [worth(*pair) for pair in zip(texts, examples, strict=True)]
+
+    one_by_one = collected(Backwards(), reward=worth).batch
+    assert [r.reward for r in collected(Backwards(), reward=reward).batch] == [
+        r.reward for r in one_by_one
+    ]
+    assert calls == [8]
+
+
+def test_first_failure_is_noted_once():
+    notes: list[str] = []
+
+    def reward(text: str, example: Any) -> float:
+        if text.endswith("1"):
+            raise ValueError("no reward for this one")
+        return worth(text, example)
+
+    batch = collected(Backwards(), reward=reward, notes=notes)
+    assert batch.numbers["reward/failed"] == 4
+    assert len(notes) == 1
+    assert "no reward for this one" in notes[0]
+
+
+def test_a_newer_policy_is_refused():
+    sampler = Backwards()
+    made = sampler.sample
+
+    def newer(*args: Any, **kwargs: Any) -> Any:
+        for one in made(*args, **kwargs):
+            yield one._replace(versions=one.versions + 1)
+
+    sampler.sample = newer
+    with pytest.raises(RuntimeError, match="serves policy version 1"):
+        collected(sampler, reward=worth)

@@ -1,0 +1,70 @@
+"""Prompts are shared where everything in a run allows it, and the log says why not elsewhere."""
+
+import jax
+import pytest
+
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.learner import max_rows
+from jaxrl.builders.recipe import make_recipe
+from jaxrl.builders.rows import RowsChoice, choose_rows
+from jaxrl.core.packing import ANYWHERE, SHARED
+from jaxrl.models import kernels
+from tests import tiny
+from tests.commands.plan.configs import make_config
+
+
+def chosen(directory, **changes) -> RowsChoice:
+    alone = {"mesh__fsdp": "1", "mesh__tensor": "1", "train__microbatch_tokens": "4096"}
+    config = make_config(directory, **alone | changes)
+    layout = make_layout(config.mesh, devices=jax.devices()[: 2 if config.mesh.context > 1 else 1])
+    return choose_rows(config, tiny.CONFIG, objective=make_recipe(config).objective, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("changes", "length", "rows"),
+    [
+        ({}, 4096, 1),  # 48 groups of 16 + 4 x 17 tokens, rounded up to blocks
+        ({"sampling__max_tokens": "600"}, 2432, 1),  # one group, rounded up
+        ({"sampling__max_tokens": "3000"}, 4096, 1),  # part of a group
+        ({"train__microbatch_tokens": "100"}, 84, 1),  # no block fits
+        ({"train__microbatch_tokens": "100", "mesh__context": "2"}, 84, 1),
+        ({"train__row_length": "1024"}, 1024, 4),  # as the config says
+    ],
+)
+def test_rows_hold_whole_groups(changes, length, rows, tmp_path):
+    config, align, note = chosen(tmp_path, **changes)
+    assert (config.row_length, config.microbatch_rows, align) == (length, rows, SHARED)
+    assert note == f"completions of a group share their prompt, in rows of {length} tokens"
+    assert max_rows(config, align) <= 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"train__packing": "false"}, "train.packing = false"),
+        ({"sampler__exact": "true", "precision": "fp32"}, "sampler.exact = true"),
+        ({"loss__balance": "0.1"}, "the loss balances experts over whole sequences"),
+    ],
+)
+def test_the_log_says_what_keeps_prompts_apart(changes, reason, tmp_path):
+    config, align, note = chosen(tmp_path, **changes)
+    assert config.row_length == 32
+    assert not align.shared
+    assert note.startswith(f"every completion computes its own prompt: {reason}")
+
+
+def test_kernels_that_compute_what_is_not_seen_share_long_prompts_only(tmp_path, monkeypatch):
+    long = {"data__max_prompt_tokens": "500", "sampling__max_tokens": "99"}
+
+    def by(kernel, **changes):
+        monkeypatch.setattr(kernels, "choose", lambda *_, **__: kernel)
+        return chosen(tmp_path, **changes)
+
+    config, align, _ = by("cudnn", **long)
+    assert (config.row_length, align) == (1024, SHARED)  # 500 + 4 x 100 tokens
+    config, align, note = by("cudnn")
+    assert (config.row_length, align) == (32, ANYWHERE)
+    assert "behind a prompt of 16 cost more in attention by cudnn" in note
+    config, align, note = by("splash", **long)
+    assert (config.row_length, align) == (599, ANYWHERE)
+    assert "attention by splash compares one segment per token" in note
