@@ -1,12 +1,18 @@
 """Times a publish to a vLLM server by part, as JSON lines.
 
 python scripts/bench_bridge.py --models S 0.5B --params bf16 f32 --wire bf16
+
+With --transport store it times the way to hosts on slow links until they have the weights in their
+shared memory. What follows is a local load: pause, load and resume of the other transport.
+
+python scripts/bench_bridge.py --transport store --bandwidth 1Gbit --hosts 3
 """
 
 import argparse
 import statistics
 from pathlib import Path
 
+from benchmarks import hosts
 from benchmarks.publishing import MODELS, measure
 from benchmarks.timing import write
 
@@ -24,7 +30,31 @@ def main() -> None:
     parser.add_argument("--wire", default="bf16", help="dtype of wire and server")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--out", type=Path, help="also append the lines to this file")
+    parser.add_argument("--transport", choices=["memory", "store"], default="memory")
+    parser.add_argument("--bandwidth", default="1Gbit", help="of each link, such as 100Mbit")
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument(
+        "--changed", nargs="+", type=float, default=[0.2, 0.006], help="shares of the words"
+    )
     args = parser.parse_args()
+    if args.transport == "store":
+        through_store(args)
+    else:
+        through_memory(args)
+
+
+def through_store(args: argparse.Namespace) -> None:
+    number, unit = args.bandwidth.removesuffix("bit")[:-1], args.bandwidth.removesuffix("bit")[-1]
+    bandwidth = float(number) * {"M": 1e6, "G": 1e9}[unit] / 8
+    for name in args.models:
+        wire = parse(f"fp32,wire={args.wire}").wire
+        for row in hosts.measure(
+            name, wire=wire, hosts=args.hosts, bandwidth=bandwidth, shares=args.changed
+        ):
+            write({"model": name, "link": args.bandwidth, "hosts": args.hosts, **row}, args.out)
+
+
+def through_memory(args: argparse.Namespace) -> None:
     for name, params in ((n, p) for n in args.models for p in args.params):
         policy = parse(f"fp32,params={params},wire={args.wire},sampler={args.wire}")
         nbytes, seconds = measure(

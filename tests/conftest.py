@@ -84,7 +84,9 @@ WHOLE = {
     "test_stream.py",
     "test_compilers.py",
     "test_train.py",
+    "test_transports.py",
     "test_vllm_server.py",
+    "test_vllm_store.py",
 }
 
 

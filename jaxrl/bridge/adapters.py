@@ -10,7 +10,8 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import NamedTuple
 
 from jaxrl.bridge.base import (
     PoisonedError,
@@ -30,13 +31,31 @@ PublishBase = Callable[[Sequence[VllmServer], WeightSource, int], None]
 """Publishes the base weights to some servers as a version; raises as `WeightPublisher.publish`."""
 
 
+class Delivery(NamedTuple):
+    """A way to the servers for the directory of each version.
+
+    Attributes:
+      root: an existing directory; each version gets a directory below it.
+      send: (directory, version) -> server -> the directory on that server's host; raises as
+        `bridge.store.publisher.bring`.
+    """
+
+    root: Path
+    send: Callable[[Path, int], Callable[[VllmServer], PurePath]]
+
+
+def in_place(root: Path) -> Delivery:
+    """Returns the way to servers that see `root` under the same path."""
+    return Delivery(root.resolve(), lambda directory, _: lambda _: directory)
+
+
 class AdapterPublisher:
     """Publishes adapters to every server that answers."""
 
     def __init__(
         self,
         servers: Sequence[VllmServer],
-        root: Path,
+        delivery: Delivery,
         *,
         specs: Adapted,
         base: str,
@@ -47,8 +66,8 @@ class AdapterPublisher:
         """Makes the publisher without connecting.
 
         Args:
-          servers: they must see `root` under the same path.
-          root: an existing directory; each version gets a directory below it.
+          servers: that get the adapters.
+          delivery: of each version to the servers' hosts.
           specs: of the adapters and of the base weights.
           base: path of the base model, recorded in the adapter's files.
           wire: dtype in which adapters and weights are sent.
@@ -56,7 +75,7 @@ class AdapterPublisher:
             after a restart.
           keep: versions to keep, because requests may still name them.
         """
-        self._servers, self._root = servers, root.resolve()
+        self._servers, (self._root, self._send) = servers, delivery
         self._specs, self._base, self._wire = specs, base, wire
         self._publish_base, self._keep = publish_base, keep
         self._run = secrets.token_hex(4)  # a server may hold adapters of an earlier learner
@@ -79,12 +98,15 @@ class AdapterPublisher:
         draft, directory = self._root / f".{name}", self._root / name
         peft.save(draft, params.adapters, specs=self._specs, base=self._base, dtype=self._wire)
         draft.rename(directory)
+        place = self._send(directory, version)
         written = time.perf_counter() - start
 
         def load(server: VllmServer) -> Timings:
             start = time.perf_counter()
-            server.load_adapter(name, directory)
-            return Timings(load=time.perf_counter() - start)
+            found = place(server)
+            fetched = time.perf_counter()
+            server.load_adapter(name, found)
+            return Timings(fetch=fetched - start, load=time.perf_counter() - fetched)
 
         try:
             timings = swap_weights(self._with_base(params, version), load)

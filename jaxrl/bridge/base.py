@@ -57,6 +57,7 @@ class Timings(NamedTuple):
     """Seconds spent in each part of a publish; of several servers the slowest counts."""
 
     write: float = 0.0
+    fetch: float = 0.0  # by the agent on a server's host, which samples meanwhile
     pause: float = 0.0
     load: float = 0.0
     resume: float = 0.0

@@ -20,7 +20,12 @@ def chunks(data: np.ndarray) -> list[np.ndarray]:
 
 def hash_chunk(chunk: np.ndarray) -> bytes:
     """Returns the hash of u8[N]."""
-    return xxhash.xxh3_128_digest(chunk.data)
+    return hash_bytes(chunk.data)
+
+
+def hash_bytes(data: bytes | memoryview) -> bytes:
+    """Returns the hash of bytes."""
+    return xxhash.xxh3_128_digest(data)
 
 
 def combine(hashes: Sequence[bytes], *, nbytes: int) -> str:

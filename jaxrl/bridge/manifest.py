@@ -79,7 +79,7 @@ def parse(text: str) -> Manifest:
             f"manifest format {_shown(raw['format'])} is unknown, expected {FORMAT}; learner and "
             "server need the same version of jaxrl"
         )
-    if not _is_count(raw["version"]) or not isinstance(raw["tensors"], list):
+    if not is_count(raw["version"]) or not isinstance(raw["tensors"], list):
         raise ManifestError(
             "the manifest's version must be an integer of at least 0 and its tensors a list"
         )
@@ -158,22 +158,28 @@ def _entry(item: Any) -> Entry:
     name, shape, dtype = item["name"], item["shape"], item["dtype"]
     if not _is_name(name):
         raise ManifestError(f"a tensor of the manifest has the name {_shown(name)}")
-    if not isinstance(shape, list) or not all(map(_is_count, shape)):
+    if not isinstance(shape, list) or not all(map(is_count, shape)):
         raise ManifestError(f"{name}: the shape {_shown(shape)} is not a list of sizes")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ManifestError(f"{name}: dtype {_shown(dtype)}; known are {', '.join(ITEM_BYTES)}")
-    if not isinstance(item["file"], str) or not _FILE_NAME.fullmatch(item["file"]):
+    if not is_file_name(item["file"]):
         raise ManifestError(
             f"{name}: {_shown(item['file'])} is not the name of a file beside the manifest"
         )
-    if not _is_count(item["offset"]) or not isinstance(item["checksum"], str):
+    if not is_count(item["offset"]) or not isinstance(item["checksum"], str):
         raise ManifestError(
             f"{name}: the offset must be an integer of at least 0 and the checksum a string"
         )
     return Entry(**{**item, "shape": tuple(shape)})
 
 
-def _is_count(value: Any) -> bool:
+def is_file_name(value: Any) -> bool:
+    """Tells whether a value is the name of a file that stays in its directory and is not hidden."""
+    return isinstance(value, str) and _FILE_NAME.fullmatch(value) is not None
+
+
+def is_count(value: Any) -> bool:
+    """Tells whether a value is an integer of at least 0 that a file can hold."""
     return type(value) is int and 0 <= value < _MAX_COUNT
 
 

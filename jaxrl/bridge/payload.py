@@ -1,4 +1,4 @@
-"""Writes the tensors of a source to the files of a payload, and maps and checks them."""
+"""Writes the tensors of a source to the file of a payload, and maps and checks them."""
 
 import itertools
 import mmap
@@ -18,13 +18,13 @@ from jaxrl.bridge.safetensors_file import SafetensorsFile
 _THREADS = 2
 
 
-WriteBytes = Callable[[str, int, np.ndarray], None]
-"""Writes u8[N] to a file of the payload at an offset; called from several threads."""
+WriteBytes = Callable[[int, np.ndarray], None]
+"""Writes u8[N] to the file of the payload at an offset; called from several threads."""
 
 
 def write_tensors(
     source: WeightSource,
-    files: Sequence[SafetensorsFile],
+    file: SafetensorsFile,
     write_bytes: WriteBytes,
     *,
     version: int,
@@ -32,27 +32,25 @@ def write_tensors(
 ) -> Manifest:
     """Writes every tensor and returns the manifest; raises ValueError if the source yields a tensor
     that differs from its spec."""
-    locations = [(file.name, spec, offset) for file in files for spec, offset in file.tensors]
     entries = []
-    for file in files:
-        write_bytes(file.name, 0, np.frombuffer(file.header, np.uint8))
+    write_bytes(0, np.frombuffer(file.header, np.uint8))
     with ThreadPoolExecutor(_THREADS) as pool:
-        for (file, spec, offset), (name, array) in zip(locations, source, strict=True):
+        for (spec, offset), (name, array) in zip(file.tensors, source, strict=True):
             if (name, array.shape, array.dtype.name) != spec:
                 raise ValueError(
                     f"the source announced {spec} and yielded {name} {array.dtype} {array.shape}"
                 )
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
-            def copy(chunk: np.ndarray, at: int, file: str = file) -> bytes:
-                write_bytes(file, at, chunk)
+            def copy(chunk: np.ndarray, at: int) -> bytes:
+                write_bytes(at, chunk)
                 return checksum.hash_chunk(chunk)
 
             parts = checksum.chunks(data)
             starts = range(offset, offset + data.nbytes, checksum.CHUNK_BYTES)
             hashes = list(pool.map(copy, parts, starts))
             total = checksum.combine(hashes, nbytes=data.nbytes)
-            entries.append(Entry(*spec, file, offset, total))
+            entries.append(Entry(*spec, file.name, offset, total))
     return Manifest(version, learner, tuple(entries))
 
 

@@ -7,7 +7,6 @@ needs all tensors in memory at once.
 
 import itertools
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,34 +39,19 @@ class SafetensorsFile(NamedTuple):
     nbytes: int  # of the whole file
 
 
-def plan_files(
-    specs: Sequence[TensorSpec], *, max_file_bytes: float = math.inf
-) -> list[SafetensorsFile]:
-    """Distributes tensors over files, in order; without a limit there is one file.
-
-    A tensor larger than the limit gets its own file. Names are Hugging Face's: model.safetensors,
-    or model-00001-of-00002.safetensors and so on.
-    """
-    groups: list[list[TensorSpec]] = [[]]
-    used = 0
-    for spec in specs:
-        if groups[-1] and used + tensor_bytes(spec) > max_file_bytes:
-            groups.append([])
-            used = 0
-        groups[-1].append(spec)
-        used += tensor_bytes(spec)
-    count = len(groups)
-    suffixes = [""] if count == 1 else [f"-{i:05}-of-{count:05}" for i in range(1, count + 1)]
-    return [
-        _file(f"model{s}.safetensors", group) for s, group in zip(suffixes, groups, strict=True)
-    ]
-
-
-def index_json(files: Sequence[SafetensorsFile]) -> str:
-    """Returns the text of model.safetensors.index.json for a checkpoint of several files."""
-    total = sum(tensor_bytes(spec) for file in files for spec, _ in file.tensors)
-    weight_map = {spec.name: file.name for file in files for spec, _ in file.tensors}
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+def plan_file(specs: Sequence[TensorSpec]) -> SafetensorsFile:
+    """Returns the file model.safetensors that holds tensors in this order."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    ends = list(itertools.accumulate(map(tensor_bytes, specs), initial=0))
+    for spec, offsets in zip(specs, itertools.pairwise(ends), strict=True):
+        dtype, shape = _TO_FORMAT[spec.dtype], list(spec.shape)
+        entries[spec.name] = {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    starts = [len(header) + end for end in ends]
+    tensors = tuple(zip(specs, starts, strict=False))
+    return SafetensorsFile("model.safetensors", header, tensors, starts[-1])
 
 
 def read_specs(directory: Path) -> list[TensorSpec]:
@@ -91,19 +75,6 @@ def read_specs(directory: Path) -> list[TensorSpec]:
         raise ValueError(f"{directory} has no safetensors file")
     specs = [spec for file in files for spec in _read_header(file)]
     return [spec for spec in specs if not spec.name.endswith("rotary_emb.inv_freq")]
-
-
-def _file(name: str, specs: Sequence[TensorSpec]) -> SafetensorsFile:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    ends = list(itertools.accumulate(map(tensor_bytes, specs), initial=0))
-    for spec, offsets in zip(specs, itertools.pairwise(ends), strict=True):
-        dtype, shape = _TO_FORMAT[spec.dtype], list(spec.shape)
-        entries[spec.name] = {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
-    starts = [len(header) + end for end in ends]
-    return SafetensorsFile(name, header, tuple(zip(specs, starts, strict=False)), starts[-1])
 
 
 def _read_header(file: Path) -> list[TensorSpec]:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import InFlight, Learner, TensorSpec, WeightSource
 from jaxrl.bridge.owned_directory import MEMORY, OwnedDirectory
-from jaxrl.bridge.safetensors_file import SafetensorsFile, plan_files
+from jaxrl.bridge.safetensors_file import SafetensorsFile, plan_file
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.swap import WeightPublisher
 
@@ -22,7 +22,7 @@ class _Slot:
     def __init__(self, directory: Path, file: SafetensorsFile) -> None:
         directory.mkdir(mode=0o700)
         self.directory = directory
-        self._files = [file]
+        self._file = file
         with open(directory / file.name, "x+b", opener=_private) as stream:
             os.posix_fallocate(stream.fileno(), 0, file.nbytes)  # fails here if memory is full
             self._map = mmap.mmap(stream.fileno(), file.nbytes)
@@ -31,12 +31,12 @@ class _Slot:
     def fill(self, source: WeightSource, *, version: int, learner: Learner) -> None:
         (self.directory / manifest.FILE).unlink(missing_ok=True)
         written = payload.write_tensors(
-            source, self._files, self._put, version=version, learner=learner
+            source, self._file, self._put, version=version, learner=learner
         )
         payload.write_manifest(self.directory, written)
         (self.directory / manifest.FILE).chmod(0o600)
 
-    def _put(self, file: str, offset: int, data: np.ndarray) -> None:
+    def _put(self, offset: int, data: np.ndarray) -> None:
         self._bytes[offset : offset + data.nbytes] = data
 
 
@@ -60,14 +60,14 @@ class SharedMemoryPublisher(WeightPublisher):
     ) -> None:
         """Connects the servers as `WeightPublisher` does."""
         self._owned = OwnedDirectory(memory)
-        root = self._owned.path / "slots"
-        root.mkdir()
+        self._root = (self._owned.path / "slots").resolve()
+        self._root.mkdir()
         self._specs: list[TensorSpec] = []
         self._slots: list[_Slot] = []
         try:
             super().__init__(
                 servers,
-                root,
+                str(self._root),
                 wire=wire,
                 sampler=sampler,
                 in_flight=in_flight,
@@ -88,7 +88,7 @@ class SharedMemoryPublisher(WeightPublisher):
             self._slots.clear()
             for directory in self._root.iterdir():
                 shutil.rmtree(directory)
-            (file,) = plan_files(specs)
+            file = plan_file(specs)
             self._slots = [_Slot(self._root / f"slot-{i}", file) for i in range(2)]
             self._specs = specs
         slot = self._slots.pop(0)

@@ -4,8 +4,7 @@ import abc
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -25,23 +24,24 @@ _FAILURES = PoisonedError, RefusedError, UnavailableError  # the worst first
 
 
 class WeightPublisher(abc.ABC):
-    """Publishes whole weights to every server; a subclass writes them below a directory."""
+    """Publishes whole weights to every server; a subclass writes them where servers find them."""
 
     def __init__(
         self,
         servers: Sequence[VllmServer],
-        root: Path,
+        root: str,
         *,
         wire: np.dtype,
         sampler: np.dtype,
         in_flight: InFlight,
         learner: Learner | None = None,
     ) -> None:
-        """Connects the servers, which must see the root under the same path.
+        """Connects the servers.
 
         Args:
           servers: the servers to update.
-          root: parent of the payloads.
+          root: parent of the payloads, which the servers must see under the same path; "" for the
+            directory of the agent on each server's host.
           wire: dtype of the published tensors.
           sampler: dtype that the servers compute in.
           in_flight: what happens to requests in flight.
@@ -51,12 +51,12 @@ class WeightPublisher(abc.ABC):
           RefusedError: if a server takes weights from a learner that this one does not replace, or
             computes in another dtype than `sampler`.
         """
-        self._servers, self._root = servers, root
+        self._servers = servers
         self._learner = learner or new_learner()
         self._in_flight: InFlight = in_flight
         for server in servers:
             server.connect(
-                root=str(root.resolve()),
+                root=root,
                 wire=wire.name,
                 sampler=sampler.name,
                 learner=self._learner,
@@ -72,12 +72,17 @@ class WeightPublisher(abc.ABC):
           UnavailableError: no server answers.
         """
         start = time.perf_counter()
-        name = self._write(source, version=version)
+        payload = self._write(source, version=version)
         written = time.perf_counter() - start
-        timings = swap_weights(
-            self._servers, lambda s: s.update(name, version=version, in_flight=self._in_flight)
-        )
-        return timings._replace(write=written)
+
+        def update(server: VllmServer) -> Timings:
+            start = time.perf_counter()
+            name = self._bring(server, payload)
+            fetched = time.perf_counter() - start
+            timings = server.update(name, version=version, in_flight=self._in_flight)
+            return timings._replace(fetch=fetched)
+
+        return swap_weights(self._servers, update)._replace(write=written)
 
     def __enter__(self) -> Self:
         return self
@@ -90,8 +95,14 @@ class WeightPublisher(abc.ABC):
         """Gives up what the publisher holds; servers keep the weights they have loaded."""
 
     @abc.abstractmethod
-    def _write(self, source: WeightSource, *, version: int) -> str:
-        """Writes a payload; returns its directory's name below the root."""
+    def _write(self, source: WeightSource, *, version: int) -> Any:
+        """Writes a payload; returns its directory's name below the root, or what `_bring` takes."""
+
+    def _bring(self, server: VllmServer, payload: Any) -> str:
+        """Brings a written payload to a server that still samples; returns its directory's name
+        below the server's root."""
+        del server
+        return payload
 
 
 def swap_weights(servers: Sequence[VllmServer], update: Callable[[VllmServer], Timings]) -> Timings:

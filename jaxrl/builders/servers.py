@@ -34,17 +34,19 @@ class Workload(NamedTuple):
 
 
 class Address(NamedTuple):
-    """The address of a server.
+    """The way to a server.
 
     Attributes:
       host: anything but loopback can be reached by others, and needs a given key.
       port: 0 takes a free one.
       api_key: that every request must carry; None for the user's own, see `server_key`.
+      agent: directory of this host's agent, which fetches weights from a store, if there is one.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     api_key: str | None = None
+    agent: Path | None = None
 
 
 _LOOPBACK = Address()
@@ -84,6 +86,7 @@ def started_server(
         port=address.port,
         api_key=address.api_key or server_key(address.host),
         max_lora_rank=work.max_lora_rank,
+        agent=address.agent,
         arguments=config.vllm_args,
     )
     cache = kv_cache_size(

@@ -4,17 +4,21 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from jaxrl.bridge.adapters import AdapterPublisher
+import numpy as np
+
+from jaxrl.bridge.adapters import AdapterPublisher, Delivery, in_place
 from jaxrl.bridge.base import Learner, Timings, WeightSource, new_learner
-from jaxrl.bridge.directory import DirectoryPublisher
 from jaxrl.bridge.in_vllm.ownership import TAKE_OVER
 from jaxrl.bridge.owned_directory import MEMORY, OwnedDirectory
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
+from jaxrl.bridge.store.publisher import StorePublisher, bring
+from jaxrl.bridge.store.upload import Upload
+from jaxrl.builders.api_key import known_key
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.core.precision import Precision
 from jaxrl.models import lora
@@ -99,20 +103,38 @@ def open_send(
             with _open_publisher(config, weights, servers=servers, learner=learner) as publisher:
                 publisher.publish(source, version=version)
 
-        parent = MEMORY if config.directory is None else Path(config.directory)
-        parent.mkdir(parents=True, exist_ok=True)
-        owned = stack.enter_context(OwnedDirectory(parent))
-        if parent != MEMORY:  # servers may run as other users
-            owned.path.chmod(parent.stat().st_mode & 0o777)
+        owned = stack.enter_context(OwnedDirectory(MEMORY))
+        delivery = in_place(owned.path)
+        if config.store is not None:
+            upload = Upload(
+                config.store,
+                key=known_key(),
+                learner=learner,
+                group="adapters",
+                slots=adapters.keep + 1,  # the next one is loaded before the oldest goes
+            )
+            stack.callback(upload.close)
+            delivery = through_store(upload, owned.path, word=wire.itemsize)
         yield AdapterPublisher(
             servers,
-            owned.path,
+            delivery,
             specs=adapters.specs,
             base=str(weights.model_dir),
             wire=wire,
             publish_base=publish_base,
             keep=adapters.keep,
         ).publish
+
+
+def through_store(upload: Upload, root: Path, *, word: int) -> Delivery:
+    """Returns the way through a store for directories below a root."""
+
+    def send(directory: Path, version: int) -> Callable[[VllmServer], PurePath]:
+        files = {path.name: np.fromfile(path, np.uint8) for path in directory.iterdir()}
+        request = upload.write(files, number=version, word=word)
+        return lambda server: bring(server, upload, request)
+
+    return Delivery(root, send)
 
 
 class PublishToServers:
@@ -158,16 +180,16 @@ class PublishToServers:
 
 def _open_publisher(
     config: SamplerConfig, weights: Weights, *, servers: Sequence[VllmServer], learner: Learner
-) -> SharedMemoryPublisher | DirectoryPublisher:
+) -> SharedMemoryPublisher | StorePublisher:
     wire, sampler, in_flight = weights.policy.wire, weights.policy.sampler, config.in_flight
-    if config.directory is None:
+    if config.store is None:
         return SharedMemoryPublisher(
             servers, wire=wire, sampler=sampler, in_flight=in_flight, learner=learner
         )
-    return DirectoryPublisher(
+    return StorePublisher(
         servers,
-        Path(config.directory),
-        model_dir=weights.model_dir,
+        config.store,
+        key=known_key(),
         wire=wire,
         sampler=sampler,
         in_flight=in_flight,

@@ -6,6 +6,7 @@ import stat
 from collections.abc import Sequence
 from typing import TypeVar
 
+from jaxrl.bridge.store.objects import directory_of
 from jaxrl.config import toml_file
 from jaxrl.config.section import Section
 from jaxrl.models import hub
@@ -16,7 +17,7 @@ _MODELS = ("model.path", "reward.model", "critic.path")
 # Of all commands. `commands/export` and others name their arguments themselves.
 _DIRECTORIES = (
     *_MODELS,
-    *("lora.path", "run_dir", "out", "sampler.directory"),
+    *("lora.path", "run_dir", "out", "sampler.store"),
 )
 _FILES = ("data.path", "data.eval_path", "sampler.python", "python", "log")
 _FUNCTIONS = ("reward.path", "environment.name", "environment.tools", "loss.name", "loss.advantage")
@@ -60,7 +61,9 @@ def fetch_models(config: C, *, files: Sequence[str] = hub.FILES) -> C:
 def _problem(key: str, text: str) -> str | None:
     """Describes what is wrong with the path of a key; None if nothing is, or it names no path."""
     is_directory = key in _DIRECTORIES
-    if key in _FUNCTIONS:
+    if key == "sampler.store":
+        text = str(directory_of(text) or "")
+    elif key in _FUNCTIONS:
         text = _file_of(text)
     elif not is_directory and key not in _FILES:
         return None

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from jaxrl.bridge.servers.arguments import check_arguments
+from jaxrl.bridge.store.objects import check_url
 from jaxrl.config.section import Seconds, Section, Texts
 
 Order = Literal["begun", "finished"]
@@ -79,10 +80,10 @@ class SamplerConfig(ServerConfig):
     """Addresses of running servers (`jaxrl serve`), such as http://127.0.0.1:8000. If empty, the
     run starts a server and stops it at the end."""
 
-    directory: str | None = None
-    """Directory that the servers see under the same path, for servers on other hosts: each version
-    is published there as a Hugging Face checkpoint. If absent, weights go through this host's
-    shared memory."""
+    store: str | None = None
+    """Object store, web server or shared directory that weights take to servers on other hosts:
+    s3://BUCKET/PATH, gs://..., az://..., https://HOST/PATH or file:///DIRECTORY. Needs
+    jaxrl[store]. If absent, weights go through this host's shared memory."""
 
     in_flight: Literal["keep", "wait", "abort"] = "keep"
     """Requests in flight during a weight sync: `keep` continues them with the new weights, `wait`
@@ -94,6 +95,13 @@ class SamplerConfig(ServerConfig):
     timeout: Seconds = 600.0
     """Time limit in seconds of a request, and of each part of a publish."""
 
+    @field_validator("store")
+    @classmethod
+    def _check_store(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_url(value)
+        return value
+
     def _contradictions(self) -> Iterator[str]:
         for url in self.url:
             if not _is_address(url):
@@ -102,6 +110,11 @@ class SamplerConfig(ServerConfig):
             yield (
                 f"sampler.url = {list(self.url)} and sampler.name = 'embedded', which uses no "
                 "server; set sampler.name = 'vllm'"
+            )
+        if self.store is not None and not self.url:
+            yield (
+                f"sampler.store = {self.store!r} is for running servers; set sampler.url to their "
+                "addresses (jaxrl serve), or leave it out"
             )
         if self.name != "embedded" and self.exact:
             yield "sampler.exact = true applies to sampler.name = 'embedded' only; leave it out"

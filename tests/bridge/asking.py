@@ -15,7 +15,7 @@ KEY = "a key"
 class Output(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
-    versions: list[int]  # of each token
+    versions: list[int]  # of each token; -1 before the first publish
     finish_reason: str
 
 
@@ -40,7 +40,7 @@ def ask(server: LocalServer, prompt: list[int], max_tokens: int) -> Output:
     assert response.status == 200, text
     choice: dict[str, Any] = json.loads(text)["choices"][0]
     versions = [
-        int(span["version"].partition("@")[0])
+        -1 if span["version"] == "default" else int(span["version"].partition("@")[0])
         for span in choice["weight_versions"]
         for _ in range(span["start"], span["end"])
     ]

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.bridge import manifest, payload
-from jaxrl.bridge.base import InFlight, Learner, TensorSpec, Timings
+from jaxrl.bridge.base import InFlight, Learner, TensorSpec, Timings, WeightSource
 from jaxrl.bridge.payload import MappedTensor
+from jaxrl.bridge.safetensors_file import plan_file
 from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig, Experts, Rope
@@ -109,6 +110,20 @@ class Recorder:
         self.tensors = {tensor.entry.name: tensor.data.tobytes() for tensor in tensors}
         self.version = version
         return Timings(load=1.0)
+
+
+def write_payload(source: WeightSource, directory: Path, *, version: int) -> None:
+    """Makes a directory with a payload of `LEARNER`."""
+    directory.mkdir()
+    file = plan_file(source.specs())
+    data = np.zeros(file.nbytes, np.uint8)
+
+    def put(offset: int, part: np.ndarray) -> None:
+        data[offset : offset + part.nbytes] = part
+
+    written = payload.write_tensors(source, file, put, version=version, learner=LEARNER)
+    data.tofile(directory / file.name)
+    payload.write_manifest(directory, written)
 
 
 def read_payload(root: Path, name: str) -> list[MappedTensor]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.bridge.adapters import AdapterPublisher
+from jaxrl.bridge.adapters import AdapterPublisher, in_place
 from jaxrl.bridge.base import RefusedError, UnavailableError
 from jaxrl.models import lora, peft, spec
 from jaxrl.models.decoder import decoder
@@ -65,7 +65,7 @@ def publisher(servers: list[Server], tmp_path: Path) -> AdapterPublisher:
             server.adapters.clear()
 
     return AdapterPublisher(
-        servers, tmp_path, specs=SPECS, base="base", wire=BF16, publish_base=publish_base
+        servers, in_place(tmp_path), specs=SPECS, base="base", wire=BF16, publish_base=publish_base
     )
 
 
@@ -105,7 +105,7 @@ def test_a_server_that_refuses_the_base_is_skipped(servers, tmp_path):
             server.label = str(version)
 
     publisher = AdapterPublisher(
-        servers, tmp_path, specs=SPECS, base="base", wire=BF16, publish_base=publish_base
+        servers, in_place(tmp_path), specs=SPECS, base="base", wire=BF16, publish_base=publish_base
     )
     publisher.publish(adapted(0), version=0)
     servers[1].label = "default"

@@ -15,14 +15,13 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import Learner, PoisonedError, RefusedError
-from jaxrl.bridge.directory import write_checkpoint
 from jaxrl.bridge.manifest import Manifest
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
-from tests.bridge.cases import EXPERTS, FAMILIES, LEARNER, QWEN3, ListSource, params
+from tests.bridge.cases import EXPERTS, FAMILIES, LEARNER, QWEN3, ListSource, params, write_payload
 from tests.bridge.engines import LINUX, ChildEngine, child_engine
 
 pytestmark = LINUX
@@ -118,10 +117,10 @@ def serving(engine: ChildEngine, model: Path, tmp_path: Path) -> Serving:
     engine.call("disconnect")
     engine.connect(root=str(root), wire="float32", sampler="float32")
     source = ParamsSource(params(QWEN3, 0), specs, dtype=f32)
-    write_checkpoint(source, root / "now", version=5, learner=LEARNER, model_dir=model)
+    write_payload(source, root / "now", version=5)
     engine.update("now", version=5, in_flight="keep")
     source = ParamsSource(params(QWEN3, 1), specs, dtype=f32)
-    write_checkpoint(source, root / "next", version=6, learner=LEARNER, model_dir=model)
+    write_payload(source, root / "next", version=6)
     return Serving(engine, root, source, engine.generate(PROMPTS))
 
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from jaxrl.bridge import checksum, manifest, payload, safetensors_file
 from jaxrl.bridge.base import TensorSpec
-from jaxrl.bridge.directory import write_checkpoint
 from jaxrl.bridge.manifest import Entry, Manifest, ManifestError
-from tests.bridge.cases import LEARNER, ListSource
+from tests.bridge.cases import LEARNER, ListSource, write_payload
 
 ENTRY = Entry("a.weight", (2, 3), "bfloat16", "model.safetensors", 64, "00")
 TEXT = manifest.dump(Manifest(7, LEARNER, (ENTRY, ENTRY._replace(name="b"))))
@@ -137,7 +136,7 @@ def test_many_tensors_and_duplicates_take_linear_time() -> None:
     count = 40_000
     specs = [TensorSpec(f"a.{i}", (2, 3), "bfloat16") for i in range(count)]
     start = time.process_time()
-    (file,) = safetensors_file.plan_files(specs)
+    file = safetensors_file.plan_file(specs)
     entries = [Entry(*spec, file.name, offset, "") for spec, offset in file.tensors]
     text = manifest.dump(Manifest(1, LEARNER, tuple(entries)))
     manifest.check_tensors(manifest.parse(text).entries, specs)
@@ -204,8 +203,5 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def test_a_manifest_names_its_learner(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    source = ListSource({"a": np.ones(2, np.float32)})
-    made = tmp_path / "p"
-    write_checkpoint(source, made, version=1, learner=LEARNER, model_dir=tmp_path / "model")
-    assert manifest.read(made).learner == LEARNER
+    write_payload(ListSource({"a": np.ones(2, np.float32)}), tmp_path / "p", version=1)
+    assert manifest.read(tmp_path / "p").learner == LEARNER

@@ -1,12 +1,7 @@
 """Servers read exactly the learner's tensors from a publisher, bit for bit."""
 
 import os
-import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +10,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
-from jaxrl.bridge import manifest, payload, safetensors_file
+from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import PoisonedError, RefusedError, UnavailableError
-from jaxrl.bridge.directory import DirectoryPublisher, write_checkpoint
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
@@ -28,12 +22,12 @@ from sharding.mesh import make_mesh
 from tests.bridge.cases import (
     EXPERTS,
     FAMILIES,
-    LEARNER,
     QWEN3,
     ListSource,
     Recorder,
     params,
     read_payload,
+    write_payload,
 )
 
 F32, BF16 = np.dtype(np.float32), np.dtype(jnp.bfloat16)
@@ -114,199 +108,6 @@ def test_shared_memory_is_read_by_its_user_only(tmp_path: Path) -> None:
         os.umask(before)
 
 
-def test_directory_publishes_checkpoints(tmp_path: Path) -> None:
-    model_dir, server = tmp_path / "model", Recorder()
-    tree = params(QWEN3, 0)
-    expected = exported(QWEN3, tree, model_dir, F32)
-    with DirectoryPublisher(
-        [server], tmp_path / "root", model_dir=model_dir, wire=F32, sampler=F32
-    ) as publisher:
-        for version in range(3):
-            publisher.publish(ParamsSource(tree, SPECS, dtype=F32), version=version)
-            assert server.tensors == expected
-    kept = {path.name for path in (tmp_path / "root").iterdir()}
-    assert kept == {".jaxrl-lock", "version-1", "version-2"}
-    config, loaded = huggingface.load(tmp_path / "root" / "version-2", dtype=F32)
-    assert config == QWEN3
-    jax.tree.map(np.testing.assert_array_equal, loaded, tree)
-
-
-def test_a_resumed_run_replaces_a_published_version(tmp_path: Path) -> None:
-    model_dir, root = tmp_path / "model", tmp_path / "root"
-    exported(QWEN3, params(QWEN3, 0), model_dir, F32)
-    roles: Any = {"model_dir": model_dir, "wire": F32, "sampler": F32}
-    with DirectoryPublisher([Recorder()], root, **roles) as first:
-        for version in (1, 2):
-            first.publish(ParamsSource(params(QWEN3, 0), SPECS, dtype=F32), version=version)
-    other = params(QWEN3, 1)
-    expected = exported(QWEN3, other, model_dir, F32)
-    with DirectoryPublisher([server := Recorder()], root, **roles) as second:
-        for version in (1, 2, 3):
-            second.publish(ParamsSource(other, SPECS, dtype=F32), version=version)
-            assert server.tensors == expected
-    assert versions(root) == {"version-2", "version-3"}
-
-
-def versions(root: Path) -> set[str]:
-    return {path.name for path in root.iterdir() if path.name.startswith("version-")}
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    return tmp_path / "model"
-
-
-def publish_small(root: Path, model: Path, *numbers: int) -> None:
-    with DirectoryPublisher(
-        [Recorder()], root, model_dir=model, wire=F32, sampler=F32
-    ) as publisher:
-        for version in numbers:
-            source = ListSource({"a": np.full(3, version, np.float32)})
-            publisher.publish(source, version=version)
-
-
-def test_foreign_directories_stay(tmp_path: Path, model: Path) -> None:
-    root = tmp_path / "root"
-    foreign = [root / "version-best", root / "version-01", root / "version-", root / ".version-3"]
-    for directory in foreign:
-        directory.mkdir(parents=True)
-        (directory / "notes").write_text("mine")
-    (root / "version-x").write_text("mine")
-    publish_small(root, model, 1, 2, 3, 4)
-    assert all((directory / "notes").read_text() == "mine" for directory in foreign)
-    assert versions(root) == {
-        *("version-best", "version-01", "version-", "version-x", "version-3", "version-4")
-    }
-
-
-@pytest.mark.parametrize("kind", ["directory", "file", "link", "other version", "manifest"])
-def test_a_foreign_version_is_an_error_before_anything_is_published(
-    tmp_path: Path, model: Path, kind: str
-) -> None:
-    """It may be in the way of a later version, and is not ours to remove."""
-    root = tmp_path / "root"
-    publish_small(root, model, 1, 2)
-    path = root / "version-9"
-    if kind == "file":
-        path.write_text("mine")
-    elif kind == "link":
-        path.symlink_to(root / "version-1")
-    elif kind == "other version":
-        shutil.copytree(root / "version-1", path)
-    else:
-        path.mkdir()
-        (path / ("manifest.json" if kind == "manifest" else "notes")).write_text('{"mine": 1}')
-    with pytest.raises(FileExistsError, match="version-9 was not published by a learner"):
-        publish_small(root, model, 3)
-    assert versions(root) == {"version-1", "version-2", "version-9"}
-
-
-def test_two_learners_do_not_share_a_directory(tmp_path: Path, model: Path) -> None:
-    root = tmp_path / "root"
-    with (
-        DirectoryPublisher([], root, model_dir=model, wire=F32, sampler=F32),
-        pytest.raises(FileExistsError, match=r"another learner publishes to .*root; "),
-    ):
-        publish_small(root, model, 1)
-    publish_small(root, model, 1)
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import numpy as np
-from jaxrl.bridge.directory import DirectoryPublisher
-from tests.bridge.cases import ListSource, Recorder
-
-class Dies(ListSource):
-    def __iter__(self):
-        yield "a", np.zeros(3, np.float32)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-f32 = np.dtype("float32")
-root, model = map(Path, sys.argv[1:])
-publisher = DirectoryPublisher([Recorder()], root, model_dir=model, wire=f32, sampler=f32)
-publisher.publish(Dies({"a": np.zeros(3, np.float32), "b": np.ones(2, np.float32)}), version=3)
-"""
-
-
-def test_the_draft_of_a_killed_learner_is_removed(tmp_path: Path, model: Path) -> None:
-    root = tmp_path / "root"
-    publish_small(root, model, 1, 2)
-    command = [sys.executable, "-c", KILLED, str(root), str(model)]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-    assert [path for path in root.rglob("model.safetensors") if "version" not in path.parent.name]
-    assert versions(root) == {"version-1", "version-2"}
-    publish_small(root, model, 3)
-    assert {path.name for path in root.iterdir()} == {".jaxrl-lock", "version-2", "version-3"}
-
-
-@pytest.mark.parametrize("moment", ["rename", "rmtree"])
-def test_killed_while_a_version_is_replaced(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    """Each version is whole or absent, whatever the moment."""
-    root = tmp_path / "root"
-    publish_small(root, model, 1, 2)
-
-    class KilledError(BaseException):
-        pass
-
-    def killed(*_: object, **__: object) -> None:
-        raise KilledError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(*{"rename": (Path, "rename"), "rmtree": (shutil, "rmtree")}[moment], killed)
-        with pytest.raises(KilledError):
-            publish_small(root, model, 2)
-    for name in versions(root):
-        assert read_payload(root, name)
-    publish_small(root, model, 2, 3)
-    assert {path.name for path in root.iterdir()} == {".jaxrl-lock", "version-2", "version-3"}
-
-
-def test_a_version_that_its_user_removed_is_no_error(tmp_path: Path, model: Path) -> None:
-    root = tmp_path / "root"
-    with DirectoryPublisher(
-        [Recorder()], root, model_dir=model, wire=F32, sampler=F32
-    ) as publisher:
-        for version in range(4):
-            publisher.publish(ListSource({"a": np.zeros(3, np.float32)}), version=version)
-            shutil.rmtree(root / "version-0", ignore_errors=True)
-    assert versions(root) == {"version-2", "version-3"}
-
-
-def test_checkpoints_have_several_files_and_leave_no_draft(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("jaxrl.bridge.directory._MAX_FILE_BYTES", 50_000)
-    tree = params(QWEN3, 0)
-    huggingface.save(tmp_path / "model", tree, QWEN3, dtype=F32)
-    source = ParamsSource(tree, SPECS, dtype=F32)
-    write_checkpoint(
-        source, tmp_path / "a", version=3, learner=LEARNER, model_dir=tmp_path / "model"
-    )
-    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 2
-    _, loaded = huggingface.load(tmp_path / "a", dtype=F32)
-    jax.tree.map(np.testing.assert_array_equal, loaded, tree)
-    assert set(safetensors_file.read_specs(tmp_path / "a")) == set(source.specs())
-
-    class Broken(ListSource):
-        def __iter__(self):
-            raise OSError("no more")
-
-    with pytest.raises(OSError, match="no more"):
-        write_checkpoint(
-            Broken({"a": np.zeros(3, np.float32)}),
-            tmp_path / "b",
-            version=4,
-            learner=LEARNER,
-            model_dir=tmp_path / "model",
-        )
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "model"}
-
-
 def test_a_source_must_follow_its_specs(tmp_path: Path) -> None:
     class Liar(ListSource):
         def __iter__(self):
@@ -352,19 +153,16 @@ def test_unavailable_servers_are_skipped(tmp_path: Path) -> None:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Makes a root with the payload `p`."""
-    (tmp_path / "model").mkdir()
     (tmp_path / "root").mkdir()
     source = ListSource({"a": np.arange(300, dtype=np.float32), "b": np.ones(2, np.float32)})
-    write_checkpoint(
-        source, tmp_path / "root" / "p", version=1, learner=LEARNER, model_dir=tmp_path / "model"
-    )
+    write_payload(source, tmp_path / "root" / "p", version=1)
     return tmp_path / "root"
 
 
-@pytest.mark.parametrize("name", ["..", ".", "p/..", "../model", "/tmp", "q", "p/manifest.json"])
+@pytest.mark.parametrize("name", ["..", ".", "p/..", "../root", "/tmp", "q", "p/manifest.json"])
 def test_payloads_stay_below_the_root(root: Path, name: str) -> None:
     read_payload(root, "p")
-    (root / "q").symlink_to(root.parent / "model")
+    (root / "q").symlink_to(root.parent)
     with pytest.raises(ManifestError, match="root"):
         payload.resolve(root, name)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,19 +21,23 @@ from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
 
 BASE = {"model.path": "m", "data.path": "d.jsonl", "reward.path": "exact_match"}
-DIRECTORIES = ["model.path", "reward.model", "critic.path", "lora.path", "run_dir"]
+DIRECTORIES = ["model.path", "reward.model", "critic.path", "lora.path", "run_dir", "sampler.store"]
 FILES = ["data.path", "data.eval_path", "sampler.python"]
 FUNCTIONS = ["reward.path", "environment.name", "environment.tools", "loss.name", "loss.advantage"]
 BESIDE = {
     "lora.path": {"lora.rank": "1"},
     "environment.tools": {"environment.name": "agent"},
     "critic.path": {"loss.name": "ppo"},
-    "sampler.directory": {"sampler.name": "vllm", "sampler.url": "http://h:1"},
+    "sampler.store": {"sampler.name": "vllm", "sampler.url": "http://h:1"},
 }
 
 
+def spelled(key: str, path: str) -> str:
+    return f"file://{Path.cwd()}/{path}" if key == "sampler.store" else path
+
+
 def load(key: str, value: str) -> Config:
-    keys = BASE | BESIDE.get(key, {}) | {key: value}
+    keys = BASE | BESIDE.get(key, {}) | {key: spelled(key, value)}
     return toml_file.load(Config, overrides=[*keys.items()])
 
 
@@ -45,7 +50,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("circle").symlink_to("circle")
 
 
-@pytest.mark.parametrize("key", [*DIRECTORIES, "sampler.directory", *FILES, *FUNCTIONS])
+@pytest.mark.parametrize("key", [*DIRECTORIES, *FILES, *FUNCTIONS])
 def test_a_path_that_the_file_system_refuses_is_named_with_its_key(key: str) -> None:
     for bad, reason in (
         ("x" * 5000, "File name too long"),
@@ -71,7 +76,8 @@ def test_a_path_of_the_wrong_kind_is_named_with_its_key(key: str) -> None:
         right, wrong = "file.py:function", "folder.py:function"
     check_paths(load(key, right))
     check_paths(load(key, f"missing/{right}"))
-    with pytest.raises(ConfigError, match=rf"^{key} = '{wrong}': expected a "):
+    named = f"{key} = '{spelled(key, wrong)}': expected a "
+    with pytest.raises(ConfigError, match=f"^{re.escape(named)}"):
         check_paths(load(key, wrong))
 
 
@@ -108,7 +114,7 @@ def test_a_path_that_may_not_be_read_is_named_with_its_key(key: str, tmp_path: P
 def test_every_key_of_a_path_is_checked() -> None:
     schemas = (Config, SFTConfig, DPOConfig, RewardModelConfig, DoctorConfig, ServeConfig)
     names = {name for schema in schemas for name in toml_file.keys(schema)}
-    ends = ("path", "run_dir", "directory", "python", "log", "out")
+    ends = ("path", "run_dir", "store", "python", "log", "out")
     known = {*paths._DIRECTORIES, *paths._FILES, *paths._FUNCTIONS}
     assert {name for name in names if name.rpartition(".")[2] in ends} <= known <= names
 

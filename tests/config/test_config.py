@@ -145,6 +145,11 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({"loss__kl": 1e308}, "loss.kl = 1e+308: a number of 32 bits is expected"),
         ({"reward__timeout": 1e9}, "reward.timeout = 1000000000.0: input should be less than or"),
         ({"sampler__name": "vllm", "sampler__url": ["x:1"]}, "sampler.url = 'x:1': an address is"),
+        (
+            {"sampler__name": "vllm", "sampler__store": "file:///x"},
+            "'file:///x' is for running servers",
+        ),
+        ({"sampler__name": "vllm", "sampler__store": "/mnt/x"}, "not the address of a store"),
         ({"hosts__coordinator": "host"}, "hosts.coordinator = 'host': expected HOST:PORT"),
         ({"environment__game": "x.py:G"}, "environment.game: no environment takes it; set"),
     ],

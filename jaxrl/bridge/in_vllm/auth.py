@@ -32,6 +32,13 @@ def headers(key: str | None) -> dict[str, str]:
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
+async def respond(send: Send, status: int, body: Any) -> None:
+    """Answers a request with JSON."""
+    kind = (b"content-type", b"application/json")
+    await send({"type": "http.response.start", "status": status, "headers": [kind]})
+    await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+
+
 class RequireKey:
     """ASGI middleware that answers 401 to requests without the key, except health and metrics, and
     403 to those that a browser sends for a web page of another origin."""
@@ -53,11 +60,7 @@ class RequireKey:
         if refusal is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            status, text = refusal
-            kind = (b"content-type", b"application/json")
-            await send({"type": "http.response.start", "status": status, "headers": [kind]})
-            body = json.dumps({"error": text}).encode()
-            await send({"type": "http.response.body", "body": body})
+            await respond(send, refusal[0], {"error": refusal[1]})
         else:
             await send({"type": "websocket.close", "code": 1008})
 

@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import NOT_CONNECTED, POISONED, REFUSED, TensorSpec
+from jaxrl.bridge.in_vllm import relay
 from jaxrl.bridge.in_vllm.ownership import Ownership
 from jaxrl.bridge.payload import MappedTensor
 from jaxrl.bridge.safetensors_file import read_specs
@@ -42,7 +43,7 @@ _SHOWN = 500  # characters of an error
 class InitInfo(WeightTransferInitInfo):
     """Announcement of a learner that connects."""
 
-    root: str  # directory of all payloads
+    root: str  # directory of all payloads; "" for the one of this host's agent
     wire: str  # dtype of all tensors, such as "bfloat16"
     sampler: str  # dtype that the learner expects this server to compute in
     learner: dict[str, str]  # fields of `Learner`
@@ -116,7 +117,7 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         if init_info.wire not in manifest.ITEM_BYTES:
             raise ValueError(f"unknown wire dtype {init_info.wire!r}")
-        root = Path(init_info.root).resolve()
+        root = Path(init_info.root or relay.agent_directory()).resolve()
         if not root.is_dir():
             raise ValueError(f"the server finds no directory {root}")
         return root

@@ -6,7 +6,6 @@ old weights, or reports ill health if some of them were replaced.
 """
 
 import asyncio
-import json
 import logging
 import math
 import os
@@ -14,7 +13,8 @@ import urllib.parse
 from typing import Any
 
 from jaxrl.bridge.base import REFUSED, UNFINISHED, Learner, marker
-from jaxrl.bridge.in_vllm.auth import App, Message, Receive, Send
+from jaxrl.bridge.in_vllm import relay
+from jaxrl.bridge.in_vllm.auth import App, Message, Receive, Send, respond
 from jaxrl.bridge.in_vllm.ownership import TAKE_OVER
 
 SECONDS = "JAXRL_LEASE"
@@ -27,7 +27,7 @@ _CONNECT, _DISCONNECT = "/init_weight_transfer_engine", "/shutdown_weight_transf
 _START, _UPDATE, _FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
 _PAUSE, _RESUME = "/pause", "/resume"
 _STEPS = (_START, _UPDATE, _FINISH, _RESUME)  # of a publish, after its pause
-_ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_OTHERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", relay.PATH)
 _KEPT = 1 << 16  # bytes of a response to look at
 
 _log = logging.getLogger("vllm.jaxrl")
@@ -63,11 +63,11 @@ class Lease:
         """Answers /health of an ill server, refuses a request, or passes it on."""
         path = scope["path"] if scope["type"] == "http" else ""
         if path == "/health" and self._fault:
-            await _respond(send, 503, f"{UNFINISHED} {self._fault}")
-        elif path not in (_CONNECT, _DISCONNECT, _PAUSE, *_STEPS, *_ADAPTERS):
+            await respond(send, 503, {"error": f"{UNFINISHED} {self._fault}"})
+        elif path not in (_CONNECT, _DISCONNECT, _PAUSE, *_STEPS, *_OTHERS):
             await self._app(scope, receive, send)
         elif refusal := self._refusal(path, _sender(scope)):
-            await _respond(send, 409, f"{REFUSED} {refusal}")
+            await respond(send, 409, {"error": f"{REFUSED} {refusal}"})
         elif path in (_PAUSE, *_STEPS):
             await self._step(path, scope, receive, send)
         else:
@@ -172,9 +172,3 @@ class Lease:
 def _sender(scope: Message) -> str | None:
     values = [value for name, value in scope["headers"] if name.lower() == HEADER.lower().encode()]
     return values[0].decode("latin-1") if len(values) == 1 else None
-
-
-async def _respond(send: Send, status: int, text: str) -> None:
-    kind = (b"content-type", b"application/json")
-    await send({"type": "http.response.start", "status": status, "headers": [kind]})
-    await send({"type": "http.response.body", "body": json.dumps({"error": text}).encode()})

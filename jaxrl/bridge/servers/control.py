@@ -5,7 +5,7 @@ import itertools
 import time
 import urllib.parse
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import httpx2
@@ -23,7 +23,7 @@ from jaxrl.bridge.base import (
     UnavailableError,
     marker,
 )
-from jaxrl.bridge.in_vllm import auth, lease
+from jaxrl.bridge.in_vllm import auth, lease, relay
 
 _PROBE_TIMEOUT = 5.0  # seconds that a failed server has to answer
 _TRIED = ("0.32.0",)  # versions of vLLM that the tests run
@@ -106,6 +106,21 @@ class VllmServer:
             f"{', '.join(_TRIED)}); continuing"
         )
 
+    def fetch(self, request: dict[str, Any]) -> PurePath | None:
+        """Returns the directory of a version on the server's host, once the agent there has fetched
+        it; None if the agent needs the version whole. The server samples meanwhile.
+
+        Raises:
+          RefusedError: the server belongs to another learner, or its host has no agent.
+          UnavailableError: the server or its agent does not answer.
+        """
+        with self._tracked():
+            if not self.connected:
+                self._check_alive()
+                self._connect()
+            found = self._call("POST", relay.PATH, request | {"learner": self._learner})
+        return PurePath(found["directory"]) if found["directory"] else None
+
     def update(self, payload: str, *, version: int, in_flight: InFlight) -> Timings:
         """Pauses, loads the directory `payload` below the root, sets the version and resumes.
 
@@ -146,7 +161,7 @@ class VllmServer:
         self.connected = found == self._label(label)
         return self.connected
 
-    def load_adapter(self, name: str, directory: Path) -> None:
+    def load_adapter(self, name: str, directory: PurePath) -> None:
         """Loads an adapter in PEFT's format; vLLM checks it before it replaces another.
 
         Raises:

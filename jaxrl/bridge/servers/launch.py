@@ -19,6 +19,7 @@ from typing import Literal, Self
 from jaxrl.bridge.in_vllm.auth import KEY, RequireKey
 from jaxrl.bridge.in_vllm.lease import Lease
 from jaxrl.bridge.in_vllm.plugin import BACKEND
+from jaxrl.bridge.in_vllm.relay import DIRECTORY, Relay
 from jaxrl.bridge.owned_directory import BELONGINGS, MEMORY, OwnedDirectory
 from jaxrl.bridge.servers import watchdog
 from jaxrl.bridge.servers.arguments import check_arguments
@@ -63,6 +64,7 @@ class ServerOptions:
     host: str = "127.0.0.1"  # any other than loopback needs a key
     port: int = 0  # 0 takes a free port
     max_lora_rank: int = 0  # of adapters that are published alone; 0 for none
+    agent: Path | None = None  # directory of this host's agent, which fetches from a store
     # That requests must carry; None makes one, on loopback.
     api_key: str | None = dataclasses.field(default=None, repr=False)
     arguments: tuple[str, ...] = ()  # more of vLLM's api_server
@@ -226,6 +228,8 @@ def _environment(options: ServerOptions, *, sockets: Path, temporary: Path) -> d
     # By default torch keeps below TMPDIR what it compiles, which the next server needs as well.
     compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
     found.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
+    if options.agent is not None:
+        found[DIRECTORY] = str(options.agent)
     if options.device == "cpu":  # the first request would stall for many seconds
         found["TORCH_COMPILE_DISABLE"] = "1"
     if options.max_lora_rank:
@@ -255,10 +259,10 @@ def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
         command += ["--max-loras", "2"]
         # Not the head: a request for a prompt's log-probs would crash vLLM 0.32 on a CPU.
         command += ["--lora-target-modules", *_MATRICES]
-    # Of two, the one that is named last sees a request first.
-    command += ["--middleware", f"{Lease.__module__}.{Lease.__qualname__}"]
-    # Without the key itself: every user of the machine can read a command line.
-    command += ["--middleware", f"{RequireKey.__module__}.{RequireKey.__qualname__}"]
+    # The one that is named last sees a request first. It has the key from the environment: every
+    # user of the machine can read a command line.
+    for middleware in (Relay, Lease, RequireKey):
+        command += ["--middleware", f"{middleware.__module__}.{middleware.__qualname__}"]
     return [*command, *options.arguments]
 
 

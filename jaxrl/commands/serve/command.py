@@ -23,7 +23,8 @@ DESCRIPTION = """Runs a stock vLLM server that accepts weights from a learner.
   jaxrl train configs/quickstart.toml --sampler vllm --sampler.url http://127.0.0.1:8000
 
 With --replicas N it runs N servers on consecutive ports. A server that exits or hangs is restarted;
-a run sends it the weights at the next publish."""
+a run sends it the weights at the next publish. If jaxrl[store] is installed, an agent fetches the
+weights of runs with sampler.store, for all servers of the command."""
 
 
 class ServeConfig(ServerConfig):
@@ -75,6 +76,8 @@ def main(argv: Sequence[str]) -> int:
     config, arguments = options.parse(parser(), ServeConfig, argv)
 
     from jaxrl.bridge.servers.launch import LocalServer, free_port
+    from jaxrl.bridge.store import objects
+    from jaxrl.bridge.store.process import AgentProcess
     from jaxrl.builders.api_key import server_key
     from jaxrl.builders.servers import Address, Workload, started_server
     from jaxrl.commands.serve.replicas import Replica
@@ -84,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     first, key = config.port or free_port(config.host, 0), server_key(config.host)
     note = functools.partial(print, file=sys.stderr, flush=True)
 
-    def start(replica: int) -> AbstractContextManager[LocalServer]:
+    def start(replica: int, agent: AgentProcess | None) -> AbstractContextManager[LocalServer]:
         log = Path(config.log)
         return started_server(
             config,
@@ -96,14 +99,19 @@ def main(argv: Sequence[str]) -> int:
             ),
             log=log.with_stem(f"{log.stem}-{replica}") if replica else log,
             note=note,
-            address=Address(config.host, first + replica, key),
+            address=Address(config.host, first + replica, key, agent and agent.directory),
         )
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     try:
         with ExitStack() as stack:
+            agent = (
+                stack.enter_context(AgentProcess(key=key, note=note))
+                if objects.available()
+                else None
+            )
             replicas = [
-                stack.enter_context(Replica(functools.partial(start, i), note=note))
+                stack.enter_context(Replica(functools.partial(start, i, agent), note=note))
                 for i in range(config.replicas)
             ]
             print("\n".join(replica.url for replica in replicas), flush=True)

@@ -34,6 +34,7 @@ _FREE = (
     "sampler.kv_cache_bytes",
     "sampler.max_requests",
     "sampler.python",
+    "sampler.store",
     "sampler.timeout",
     "sampler.url",
     "sampler.vllm_args",

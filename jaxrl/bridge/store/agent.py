@@ -1,0 +1,171 @@
+"""Agent of a host with servers: fetches versions from a store while the servers sample.
+
+`jaxrl serve` runs this program for all of its servers, which never imports jax. Its argument is a
+directory in shared memory; its standard input is a pipe that closes when `jaxrl serve` ends. It
+answers the servers' relays (`in_vllm/relay.py`): a line of JSON for a line of JSON.
+"""
+
+import collections
+import functools
+import json
+import os
+import socketserver
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl.bridge import checksum, manifest
+from jaxrl.bridge.base import REFUSED
+from jaxrl.bridge.in_vllm.auth import KEY
+from jaxrl.bridge.in_vllm.relay import PAYLOADS, SOCKET
+from jaxrl.bridge.manifest import ManifestError
+from jaxrl.bridge.store import delta, slots, version
+from jaxrl.bridge.store.objects import Objects
+from jaxrl.bridge.store.version import Chunk
+
+_THREADS = 16  # requests at a time
+_TRIES = 3  # of a chunk that arrives damaged
+_LONGEST = 500  # characters of an error
+
+
+class _MissingError(Exception):
+    """A chunk cannot be rebuilt from what the store and this host have."""
+
+
+class Agent:
+    """Fetches versions into slots below a directory."""
+
+    def __init__(self, root: Path, *, key: str | None) -> None:
+        """Goes on with what an earlier agent left in the directory."""
+        self._root = root
+        self._users = threading.Lock()
+        self._locks: dict[Path, threading.Lock] = collections.defaultdict(threading.Lock)
+        self._objects = functools.lru_cache(8)(functools.partial(Objects, key=key))
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Returns status and body of the answer to a relay; never raises."""
+        try:
+            return {"status": 200, "body": {"directory": self._directory(request)}}
+        except ManifestError as error:
+            return {"status": 409, "body": {"error": f"{REFUSED} {str(error)[:_LONGEST]}"}}
+        except Exception as error:
+            return {"status": 502, "body": {"error": f"the agent: {error!r}"[:_LONGEST]}}
+
+    def _directory(self, request: dict[str, Any]) -> str | None:
+        """Returns the slot with a version; None if it is needed whole, or none is requested."""
+        server = request["server"]
+        if "learner" not in request:
+            self._leave(server, keep=None)
+            return None
+        learner = manifest.parse_learner(request["learner"])
+        directory = slots.slots_directory(self._root, learner, group=request["group"])
+        with self._users:
+            slots.enter(directory, server=server)
+        with self._locks[directory]:
+            try:
+                slot = self._fetch(request, directory)
+            except _MissingError:
+                return None
+        self._leave(server, keep=directory)
+        return str(slot)
+
+    def _leave(self, server: str, *, keep: Path | None) -> None:
+        with self._users:
+            others = [path for path in self._root.iterdir() if path != keep]
+            slots.leave(others, server=server)
+
+    def _fetch(self, request: dict[str, Any], directory: Path) -> Path:
+        own = slots.complete_slots(directory)
+        for slot in own:
+            if slot.name == request["manifest"]:  # for another server of this host
+                return slot.directory
+        objects = self._objects(request["store"])
+        data = bytes(objects.get(request["manifest"]))
+        content = version.parse(data)
+        if version.name(data, version=content.version) != request["manifest"]:
+            raise ValueError(f"{request['manifest']} arrived damaged")
+        if content.learner._asdict() != request["learner"]:
+            raise ManifestError(f"{request['manifest']} is a version of another learner")
+        if own and content.version < own[0].content.version:
+            raise ManifestError(
+                f"version {content.version} is older than {own[0].content.version}, which the host "
+                "has"
+            )
+        target = slots.next_slot(directory, count=request["slots"])
+        # Chunks are chunks: those of an earlier process of the same run serve as well.
+        others = [path for path in self._root.iterdir() if path != directory]
+        known = [*own, *(slot for path in others for slot in slots.complete_slots(path))]
+        held = slots.chunks_held(slot for slot in reversed(known) if slot.directory != target)
+        chunks = [chunk for file in content.files for chunk in file.chunks]
+        if not all(c.whole or c.digest in held or c.base in held for c in chunks):
+            raise _MissingError
+        outs = [o for file in slots.open_slot(target, content.files) for o in checksum.chunks(file)]
+        rebuild = functools.partial(_rebuild, objects=objects, held=held, word=content.word)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(rebuild, chunks, outs))
+        slots.close_slot(target, data)
+        return target
+
+
+def _rebuild(
+    chunk: Chunk, out: np.ndarray, *, objects: Objects, held: dict[str, np.ndarray], word: int
+) -> None:
+    """Writes the chunk to `out`, and reads it again; raises _MissingError or StoreError."""
+
+    def copy() -> None:
+        out[:] = held[chunk.digest]
+
+    def difference() -> None:
+        delta.decode(objects.get(chunk.delta_name()), held[chunk.base], out, word=word)
+
+    def whole() -> None:
+        out[:] = np.frombuffer(objects.get(chunk.whole_name()), np.uint8)
+
+    ways = [copy] * (chunk.digest in held)
+    ways += [difference] * _TRIES * (chunk.base in held) + [whole] * _TRIES * chunk.whole
+    for way in ways:
+        try:
+            way()
+        except ValueError:  # damaged on its way: not compressed, or of another size
+            continue
+        if version.digest(out.data) == chunk.digest:
+            return
+    raise _MissingError
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    """Answers one request."""
+
+    server: "_Server"
+
+    def handle(self) -> None:
+        """Reads a line and writes a line."""
+        answer = self.server.agent.answer(json.loads(self.rfile.readline()))
+        self.wfile.write(json.dumps(answer).encode() + b"\n")
+
+
+class _Server(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True
+
+    def __init__(self, path: Path, agent: Agent) -> None:
+        path.unlink(missing_ok=True)
+        super().__init__(str(path), _Handler)
+        self.agent = agent
+
+
+def main() -> None:
+    """Answers requests until standard input closes."""
+    directory = Path(sys.argv[1])
+    root = directory / PAYLOADS
+    root.mkdir(mode=0o700, exist_ok=True)
+    server = _Server(directory / SOCKET, Agent(root, key=os.environ.get(KEY)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    sys.stdin.buffer.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Payloads on a server's host, in memory that its servers share.
+
+Every learner has slots of its own: one that servers may read, and one to fill. All that is known
+about them lies beside them, so an agent that was killed goes on where its predecessor stopped.
+"""
+
+import contextlib
+import hashlib
+import mmap
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl.bridge import checksum
+from jaxrl.bridge.base import Learner
+from jaxrl.bridge.manifest import ManifestError
+from jaxrl.bridge.store import version
+from jaxrl.bridge.store.version import StoredFile, StoredVersion
+
+_RECORD = ".stored"  # the manifest from the store, in a slot that is complete
+_USERS = "users"  # directory with an empty file for each server
+
+
+class Slot(NamedTuple):
+    """A complete slot."""
+
+    directory: Path
+    name: str  # of the manifest in the store
+    content: StoredVersion
+    time: int  # of its completion
+
+
+def slots_directory(root: Path, learner: Learner, *, group: str) -> Path:
+    """Returns the directory of a learner's slots for one kind of files."""
+    text = f"{learner.name}\n{learner.session}\n{group}"
+    return root / hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def enter(directory: Path, *, server: str) -> None:
+    """Notes that a server uses a directory of slots; makes the directory if it is missing."""
+    users = directory / _USERS
+    users.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (users / server).touch()
+
+
+def leave(directories: Iterable[Path], *, server: str) -> None:
+    """Notes that a server does not use these any more, and removes those that nobody uses."""
+    for directory in directories:
+        users = directory / _USERS
+        if (users / server).exists():
+            (users / server).unlink()
+            if not any(users.iterdir()):
+                shutil.rmtree(directory)
+
+
+def complete_slots(directory: Path) -> list[Slot]:
+    """Returns the complete slots of a directory, the newest first."""
+    found = []
+    for path in directory.glob("slot-*"):
+        with contextlib.suppress(OSError, ManifestError):
+            data = (path / _RECORD).read_bytes()
+            content = version.parse(data)
+            name = version.name(data, version=content.version)
+            found.append(Slot(path, name, content, (path / _RECORD).stat().st_mtime_ns))
+    return sorted(found, key=lambda slot: -slot.time)
+
+
+def next_slot(directory: Path, *, count: int) -> Path:
+    """Returns the slot to fill, of `count`: one that is not complete, else the oldest."""
+    times = {slot.directory: slot.time for slot in complete_slots(directory)}
+    paths = [directory / f"slot-{i}" for i in range(count)]
+    return min(paths, key=lambda path: times.get(path, 0))
+
+
+def open_slot(slot: Path, files: Sequence[StoredFile]) -> list[np.ndarray]:
+    """Returns the writable bytes of the files of a slot, which is not complete from now on. Memory
+    is reused, because new pages cost more than a copy. Raises OSError if there is too little."""
+    slot.mkdir(mode=0o700, exist_ok=True)
+    (slot / _RECORD).unlink(missing_ok=True)
+    for path in slot.iterdir():
+        if path.name not in {file.name for file in files}:
+            path.unlink()
+    return [_map(slot / file.name, file.nbytes) for file in files]
+
+
+def close_slot(slot: Path, data: bytes) -> None:
+    """Marks a filled slot as complete; `data` is the manifest from the store."""
+    draft = slot / f"{_RECORD}-draft"
+    draft.write_bytes(data)
+    draft.replace(slot / _RECORD)
+
+
+def chunks_held(slots: Iterable[Slot]) -> dict[str, np.ndarray]:
+    """Returns the chunks of complete slots by digest. They may be damaged or change: verify."""
+    found: dict[str, np.ndarray] = {}
+    for slot in slots:
+        for file in slot.content.files:
+            with contextlib.suppress(OSError, ValueError):
+                parts = checksum.chunks(_map_read(slot.directory / file.name))
+                digests = [chunk.digest for chunk in file.chunks]
+                found |= zip(digests, parts, strict=False)
+    return found
+
+
+def _map(path: Path, nbytes: int) -> np.ndarray:
+    if not nbytes:
+        path.write_bytes(b"")
+        return np.zeros(0, np.uint8)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        os.truncate(descriptor, min(os.fstat(descriptor).st_size, nbytes))
+        os.posix_fallocate(descriptor, 0, nbytes)  # fails here if memory is full
+        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+    finally:
+        os.close(descriptor)
+
+
+def _map_read(path: Path) -> np.ndarray:
+    with path.open("rb") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)

@@ -1,0 +1,143 @@
+"""Learner's side of a store: writes of each version what changed."""
+
+import hashlib
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from jaxrl.bridge import checksum
+from jaxrl.bridge.base import Learner
+from jaxrl.bridge.store import delta, version
+from jaxrl.bridge.store.objects import Objects, check_url, make_place
+from jaxrl.bridge.store.version import Chunk, StoredFile, StoredVersion
+
+_THREADS = 16  # most of the time a thread waits for the store
+_NOTHING = np.zeros(0, np.uint8)
+
+
+class Upload:
+    """Successive versions of a set of files.
+
+    A chunk that did not change keeps its objects. One that did is written as a difference, or whole
+    where that is smaller or there is no base. `complete` adds what an agent without the base needs.
+    Objects are deleted once neither of the last two versions names them.
+    """
+
+    def __init__(
+        self, url: str, *, key: str | None, learner: Learner, group: str, slots: int = 2
+    ) -> None:
+        """Begins without a version, in a place of this learner's process and group.
+
+        Each host keeps the last versions in `slots` slots; one of them is being filled at times.
+
+        Raises:
+          ValueError, StoreError: as `Objects`.
+        """
+        check_url(url)
+        run = hashlib.blake2b(learner.name.encode(), digest_size=8).hexdigest()
+        root, own = f"{url.rstrip('/')}/jaxrl-{run}", f"{learner.session}-{group}"
+        make_place(f"{root}/{own}")
+        self._run, self._objects = Objects(root, key=key), Objects(f"{root}/{own}", key=key)
+        self._request: dict[str, Any] = {"store": f"{root}/{own}", "group": group, "slots": slots}
+        self._learner = learner
+        self._current = StoredVersion(0, learner, 2, ())
+        self._data: dict[str, np.ndarray] = {}  # of the current version
+        self._named: list[set[str]] = []  # objects of the last versions
+        self._lock, self._complete = threading.Lock(), True
+
+    def remove_earlier(self) -> None:
+        """Deletes what killed processes of the same run left; call it once the servers have
+        admitted this one."""
+        own = self._learner.session
+        self._run.delete([name for name in self._run.names() if not name.startswith(own)])
+
+    def write(self, files: Mapping[str, np.ndarray], *, number: int, word: int) -> dict[str, Any]:
+        """Writes a version and returns the request that fetches it.
+
+        Args:
+          files: u8[N] of each file, by name. They must not change before the next call returns.
+          number: of the version.
+          word: bytes of a number.
+
+        Raises:
+          StoreError: the last version stays the base.
+        """
+        held = {file.name: file.chunks for file in self._current.files}
+
+        def put(chunk: np.ndarray, base: np.ndarray, old: Chunk | None) -> Chunk:
+            digest = version.digest(chunk.data)
+            if old is not None and old.digest == digest:
+                return old
+            if old is not None and base.size == chunk.size:
+                difference = delta.encode(chunk, base, word=word)
+                if len(difference) < chunk.nbytes:
+                    made = Chunk(digest, old.digest, whole=False)
+                    self._objects.put(made.delta_name(), difference)
+                    return made
+            return self._put_whole(chunk, Chunk(digest, "", whole=False))
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            jobs: dict[str, list[Future[Chunk]]] = {}
+            for name, data in files.items():
+                bases = checksum.chunks(self._data.get(name, _NOTHING))
+                olds = held.get(name, ())
+                jobs[name] = [
+                    pool.submit(put, chunk, bases[i], olds[i])
+                    if i < len(bases)
+                    else pool.submit(put, chunk, _NOTHING, None)
+                    for i, chunk in enumerate(checksum.chunks(data))
+                ]
+            stored = tuple(
+                StoredFile(name, files[name].nbytes, tuple(job.result() for job in parts))
+                for name, parts in jobs.items()
+            )
+        made = StoredVersion(number, self._learner, word, stored)
+        self._record(made)
+        self._data, self._complete = dict(files), False
+        return self._request
+
+    def complete(self) -> dict[str, Any]:
+        """Writes the chunks of the last version that the store does not have whole, and returns the
+        request that fetches it; raises StoreError. Several threads may call it."""
+        with self._lock, ThreadPoolExecutor(_THREADS) as pool:
+            if not self._complete:
+                files = tuple(
+                    file._replace(
+                        chunks=tuple(
+                            pool.map(
+                                self._put_whole, checksum.chunks(self._data[file.name]), file.chunks
+                            )
+                        )
+                    )
+                    for file in self._current.files
+                )
+                self._record(self._current._replace(files=files))
+                self._complete = True
+            return self._request
+
+    def close(self) -> None:
+        """Deletes all objects."""
+        named = set[str]().union(*self._named)
+        self._objects.delete(sorted(named.union(self._objects.names())))
+
+    def _put_whole(self, data: np.ndarray, chunk: Chunk) -> Chunk:
+        if not chunk.whole:
+            self._objects.put(chunk.whole_name(), data.data)
+        return chunk._replace(whole=True)
+
+    def _record(self, made: StoredVersion) -> None:
+        """Writes a manifest, and deletes the objects that no version of the last two names."""
+        data = version.dump(made)
+        name = version.name(data, version=made.version)
+        self._objects.put(name, data)
+        kept = made.objects() | {name}
+        if made.version == self._current.version and self._named:
+            kept |= self._named.pop()
+        old = self._named[:-1]
+        self._named = [*self._named[-1:], kept]
+        self._objects.delete(sorted(set[str]().union(*old) - set[str]().union(*self._named)))
+        self._current = made
+        self._request = {**self._request, "manifest": name}
