@@ -99,8 +99,8 @@ def length_adaptive(
       ...     values=[np.array([0.5, 0.75]), np.array([0.5, 0.25])],
       ... )
       >>> np.stack(length_adaptive(outcomes, alpha=1.0)).round(2)  # lam = 1 / 2
-      array([[ 1.04,  0.69],
-             [-1.04, -0.69]], dtype=float32)
+      array([[ 1.02,  0.68],
+             [-1.02, -0.68]], dtype=float32)
 
     Raises:
       ValueError: if the outcomes hold no values.
