@@ -50,7 +50,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:obj", ".*"),
     ("py:class", r"(jax|numpy|optax|collections|pathlib|decimal)\..*"),
-    ("py:class", r"jaxrl\..*\.(E|T|Term|Tree)"),  # type variables
+    ("py:class", r"jaxrl\..*\.(E|Rows|T|Term|Tree)"),  # type variables
     ("py:class", r"jaxrl\.models\.(attention\.Attend|experts\.Local)"),  # how layers are called
     ("py:class", r"jaxrl\.\w+\.\w+\.(\w+Fn|From\w+)"),  # functions, which tables describe
 ]

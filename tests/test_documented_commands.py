@@ -42,6 +42,8 @@ ELSEWHERE = {
     "--precision bf16_master --train.steps 200": (
         "test_resume.py::test_killed_and_resumed_equals_undisturbed"
     ),
+    "jaxrl train --help all": ("test_cli.py::test_help_of_train_shows_every_key_with_its_default"),
+    "jaxrl init": "test_cli.py::test_init_writes_a_run_that_loads",
     "jaxrl init first": "test_cli.py::test_init_writes_a_run_that_loads",
     "jaxrl completion zsh": "test_cli.py::test_bash_completes_commands_and_keys",
     "jaxrl watch RUN": LIVE,
@@ -84,7 +86,7 @@ ELSEWHERE = {
     "pip install mlflow": INDEX,
     "pip install vllm==0.32.0 xxhash": INDEX,
     "pip install --no-deps -e .": "what scripts/make_venv.sh does in every fresh environment",
-    "hf download Qwen/Qwen3-0.6B --local-dir MODEL": "needs the Hugging Face hub",
+    "hf auth login": "needs an account on the Hugging Face hub",
     "tensorboard --logdir profile": "needs its profile plugin, and somebody who looks",
     "scripts/experiments/false_alarms.py --steps 24 --windows 5 8 10": "needs the quickstart",
 }
@@ -245,7 +247,8 @@ def test_keys_that_are_named_are_keys():
     tables = {name.partition(".")[0] for name in known if "." in name} - {"environment"}
     known |= {f"loss.{p.name}" for p in catalogue.list_terms()}
     known |= {f"loss.{p.name}" for entry in catalogue.list_recipes() for p in entry.parameters}
-    known |= {f"loss.{p}" for p in inspect.signature(preference.sigmoid).parameters}
+    for loss in (preference.sigmoid, preference.rpo, preference.length_desensitized):
+        known |= {f"loss.{p}" for p in inspect.signature(loss).parameters}
     for page in PAGES:
         for said in INLINE.findall(prose(page)):
             for name in re.findall(r"(?<![\w./-])(?:--)?([a-z_]+\.[a-z_]+)(?![\w./(*])", said):

@@ -101,7 +101,7 @@ def leave_one_out_relative(
     squares = squares - (others + 1) / np.maximum(others, 1) * apart**2
     std = np.sqrt(np.maximum(squares, 0) / np.maximum(others - 1, 1))
     difference = (others + 1) / np.maximum(others, 1) * apart
-    equal = std <= 1e-9 * np.maximum(1, np.abs(rewards))  # what rounding leaves of a std of 0
+    equal = std <= 1e-7 * np.maximum(1, np.abs(rewards))  # what rounding leaves of a std of 0
     found = np.where(equal, difference, difference / (std + eps))
     return _finished(np.where(np.isnan(rewards) | (others < 1), 0.0, found))
 

@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         tokenizer,
         rendering=rendering(config.prompt),
         max_tokens=config.sampling.max_tokens,
-        max_positions=huggingface.load_config(config.model.path).max_positions,
+        model=config.model.path,
     )
     layout = make_layout(MeshConfig(), policy=policy)
     model, params = load_model(config.model.path, layout=layout, dtype=policy.params)
@@ -106,14 +106,17 @@ def _tokenise(
     *,
     rendering: data.Rendering,
     max_tokens: int,
-    max_positions: int,
+    model: str,
 ) -> list[np.ndarray]:
-    """Renders and tokenises prompts.
+    """Renders and tokenises prompts for the model of a directory.
 
     Raises:
       ValueError: for a prompt that is no valid text, is empty, or leaves the model no room for
         `max_tokens` more; the message names it.
     """
+    from jaxrl.models import huggingface
+
+    max_positions = huggingface.load_config(model).max_positions
     render, longest = data.make_renderer(tokenizer, rendering), max(max_positions - max_tokens, 0)
     characters, prompts = data.most_characters(tokenizer, longest), []
     for number, text in enumerate(texts, start=1):
@@ -129,7 +132,7 @@ def _tokenise(
         if tokens is None or len(tokens) > longest:
             size = f"{len(rendered)} characters" if tokens is None else f"{len(tokens)} tokens"
             raise ValueError(
-                f"{where} has {size}, and the model takes {max_positions} tokens with the "
+                f"{where} has {size}, and the model {model} takes {max_positions} tokens with the "
                 f"completion; shorten the prompt or lower sampling.max_tokens = {max_tokens}"
             )
         if not tokens:

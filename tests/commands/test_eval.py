@@ -61,7 +61,7 @@ def test_samples_by_column_of_two_data_sets(tmp_path, capsys):
     assert f"{paths[1]}: 4 prompts, 0 too long and skipped\nodd: " in out
     found = json.loads((tmp_path / "s.json").read_text())
     completions = [json.loads(x) for x in (tmp_path / "c.jsonl").read_text().splitlines()]
-    assert [row["prompt"] for row in completions[::4]] == [row["prompt"] for row in rows]
+    assert [row["answer"] for row in completions[::4]] == [row["answer"] for row in rows]
     for path, part in zip(paths, (completions[:16], completions[16:]), strict=True):
         rewards = np.array([row["numeric_match"] for row in part]).reshape(4, 4)
         assert found[path]["accuracy"] == pytest.approx(rewards.mean())
