@@ -271,10 +271,13 @@ def test_eval_and_generate_agree(material, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("1+1=" * 100, r"prompt 2 \('1\+1=.*'\.\.\.\) has 400 tokens, and the model takes 256 "),
+        (
+            "1+1=" * 100,
+            r"prompt 2 \('1\+1=.*'\.\.\.\) has 400 tokens, and the model \S+ takes 256 ",
+        ),
         (
             "x" * 10_000_000,
-            r"prompt 2 \('x.*'\.\.\.\) has 10000000 characters, and the model takes",
+            r"prompt 2 \('x.*'\.\.\.\) has 10000000 characters, and the model \S+ takes",
         ),
         ("", r"prompt 2 \(''\) has no tokens"),
         (os.fsdecode(b"\xff"), r"prompt 2 \('\\udcff'\): '\\udcff' is half of a character"),
