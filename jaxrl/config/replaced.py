@@ -37,7 +37,7 @@ REPLACED = {
     "sampler.max_lora_rank": "a run starts its server with lora.rank; `jaxrl serve` has the key",
     "sampler.port": "a run starts its server on a free port; `jaxrl serve` has the key",
     "sampler.transport": "weights go through sampler.store if it is set, else shared memory",
-    "samples.count": "four completions are logged",
+    "samples.count": "up to four completions of two prompts are logged",
     "samples.most_tokens": "the first 512 tokens of a completion are logged",
     "sampling.min_p": _TRUNCATION,
     "sampling.top_k": _TRUNCATION,

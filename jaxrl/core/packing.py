@@ -18,7 +18,7 @@ from sharding.transfer import place
 
 
 class Alignment(NamedTuple):
-    """How sequences lie in a row: where they may begin, and what of them is written."""
+    """Layout of sequences within a row: where they may begin, and what of them is written."""
 
     start: int  # sequences begin at multiples of this number of tokens
     block: int  # and at one of this, if they would cross one otherwise

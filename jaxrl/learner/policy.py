@@ -91,6 +91,9 @@ def make_learner(
             "the loss balances experts but the model has none; set the coefficient `balance` to 0"
         )
 
+    survey = _survey_fn(model, objective, **numerics, rows_per_microbatch=rows_per_microbatch)
+    needs_replay = Need.SHADOW in objective.survey_needs
+
     def published(params: Params) -> Params:
         weights: Any = as_published(params)
         served: Any = as_served(weights, precision)
@@ -104,6 +107,38 @@ def make_learner(
         score_rows = by_microbatch(as_sampled, rows_per_microbatch=rows_per_microbatch)
         return score_rows(published(params), minibatch)
 
+    update = make_update(
+        _total_fn(model, objective, **numerics),
+        optimizer=optimizer,
+        precision=precision,
+        rows_per_microbatch=rows_per_microbatch,
+        param_shardings=param_shardings,
+    )
+
+    def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
+        _check(minibatch, state.params, objective.needs, rows_per_microbatch=rows_per_microbatch)
+        before: Metrics = {}
+        if objective.whole:
+            weights = constrain(cast(state.params, precision.compute))
+            replay = shadow(state.params, minibatch) if needs_replay else None
+            minibatch, before = survey(weights, minibatch, replay)
+        denominators = objective.denominators(minibatch.batch, minibatch.whole)
+        served = published(state.params) if Need.SHADOW in objective.step_needs else None
+        state, metrics = update.step(
+            state, minibatch, fixed=(served, denominators), denominator=denominators[0]
+        )
+        return state, before | metrics
+
+    return Learner(update.init, score, shadow, step)
+
+
+def _total_fn(
+    model: Model, objective: Objective, *, precision: Precision, temperature: float
+) -> Callable[..., tuple[jax.Array, Metrics]]:
+    """Builds the loss of a microbatch, to be differentiated."""
+    numerics: Any = {"precision": precision, "temperature": temperature}
+    as_sampled = _score_fn(model, precision=sampler_precision(precision), temperature=temperature)
+
     def total(
         weights: Params, minibatch: Minibatch, fixed: tuple[Params | None, list[jax.Array]]
     ) -> tuple[jax.Array, Metrics]:
@@ -115,38 +150,33 @@ def make_learner(
         value, metrics = objective.total(found, minibatch.batch, denominators=denominators)
         return value, metrics | mismatch(found.logprobs, minibatch.batch)
 
-    update = make_update(
-        total,
-        optimizer=optimizer,
-        precision=precision,
-        rows_per_microbatch=rows_per_microbatch,
-        param_shardings=param_shardings,
-    )
+    return total
 
-    def survey(params: Params, minibatch: Minibatch) -> tuple[Minibatch, Metrics]:
-        """Computes the weights of the whole batch, by a forward pass without gradient."""
-        if not objective.whole:
-            return minibatch, {}
-        needs = objective.survey_needs
-        forward = functools.partial(_forward, needs, model, **numerics)
-        rows = by_microbatch(forward, rows_per_microbatch=rows_per_microbatch)
-        own = rows(constrain(cast(params, precision.compute)), minibatch)
-        replay = shadow(params, minibatch) if Need.SHADOW in needs else None
+
+def _survey_fn(
+    model: Model,
+    objective: Objective,
+    *,
+    precision: Precision,
+    temperature: float,
+    rows_per_microbatch: int,
+) -> Callable[[Params, Minibatch, jax.Array | None], tuple[Minibatch, Metrics]]:
+    """Builds the forward pass that computes the weights of the whole batch, without gradient."""
+    needs = objective.survey_needs
+    forward = functools.partial(
+        _forward, needs, model, precision=precision, temperature=temperature
+    )
+    rows = by_microbatch(forward, rows_per_microbatch=rows_per_microbatch)
+
+    def survey(
+        weights: Params, minibatch: Minibatch, replay: jax.Array | None
+    ) -> tuple[Minibatch, Metrics]:
+        own = rows(weights, minibatch)
         scores = dataclasses.replace(_with_given(own, needs, minibatch), shadow=replay)
         scores, metrics = objective.survey(scores, minibatch.batch)
         return dataclasses.replace(minibatch, whole=scores.whole), metrics
 
-    def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
-        _check(minibatch, state.params, objective.needs, rows_per_microbatch=rows_per_microbatch)
-        minibatch, before = survey(state.params, minibatch)
-        denominators = objective.denominators(minibatch.batch, minibatch.whole)
-        served = published(state.params) if Need.SHADOW in objective.step_needs else None
-        state, metrics = update.step(
-            state, minibatch, fixed=(served, denominators), denominator=denominators[0]
-        )
-        return state, before | metrics
-
-    return Learner(update.init, score, shadow, step)
+    return survey
 
 
 def _scores(

@@ -34,7 +34,7 @@ class Tree(NamedTuple):
 
 
 class _Mask(NamedTuple):
-    """What queries see. `order` and `count` list the blocks of keys visible to each block."""
+    """Visibility of keys to queries. `order` and `count` list the visible blocks of keys."""
 
     tree: Tree  # of the keys, [B, S]
     positions: jax.Array  # i32[B, T], of the queries
