@@ -39,16 +39,20 @@ settings.load_profile("jaxrl")
 # Begun first, the longest first, so that all workers end at about the same time.
 LONGEST = (
     "test_vllm_server.py",
-    "test_hosts.py",
-    "test_server.py",
-    "test_examples.py",
-    "test_engine.py",
-    "test_resume.py",
-    "test_reproductions.py",
     "test_alarm_actions.py",
+    "test_server.py",
+    "test_hosts.py",
+    "test_compilers.py",
+    "test_examples.py",
     "test_train.py",
+    "test_resume.py",
+    "test_damaged_runs.py",
+    "test_vllm_store.py",
     "test_stream.py",
+    "test_reproductions.py",
+    "test_precision_rollback.py",
     "test_compile_cache.py",
+    "test_engine.py",
     "test_agents.py",
 )
 
