@@ -5,6 +5,7 @@ prompt's group is one request, so the server prefills the prompt once. Later tur
 to the server that holds its prefix.
 """
 
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +16,7 @@ import numpy as np
 
 from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn, check_turns
 from jaxrl.sampling.vllm.router import Router, SamplerError, UnpublishedWeightsError
-
-_PATH = "/inference/v1/generate"
-_ROUNDING = 1e-4  # a log-prob above 0 by less is rounded to 0; by more it is invalid
+from jaxrl.sampling.vllm.scoring import PATH, score_turn, scored_turns, valid_logprob
 
 
 class _Served(NamedTuple):
@@ -133,9 +132,8 @@ class VllmSampler(Sampler):
           ValueError: if a sequence is empty, too long or outside the vocabulary.
           SamplerError: as `sample_turns`; if a server serves another version than `self.version`.
         """
-        turns = [Turn(sequence, i, 0, 1) for i, sequence in enumerate(sequences)]
-        turns = check_turns(
-            turns, max_positions=self._max_positions + 1, vocab_size=self._vocab_size
+        turns = scored_turns(
+            sequences, max_positions=self._max_positions, vocab_size=self._vocab_size
         )
         return list(self._pool.map(self._score, turns))
 
@@ -176,7 +174,7 @@ class VllmSampler(Sampler):
         first = request.turns[0]
         prompt_hash = hash(first.context[: first.prompt_length].tobytes())
         return self._router.post(
-            _PATH,
+            PATH,
             json.dumps(_body(request, params)),
             read=lambda text: _parse_choices(text, request),
             about=f"prompt {first.prompt_index}",
@@ -185,23 +183,14 @@ class VllmSampler(Sampler):
         )
 
     def _score(self, turn: Turn) -> np.ndarray:
-        served, sequence = self._served, turn.context
-        known = sequence[: self._max_positions - 1].tolist()
-        settings = {
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "prompt_logprobs": 0,  # of the token itself and no other
-            "detokenize": False,
-            "ignore_eos": True,
-        }
-        found = self._router.post(
-            _PATH,
-            json.dumps({"token_ids": known, "sampling_params": settings} | _model(served)),
-            read=lambda text: _parse_scores(text, known, served=served),
-            about=f"sequence {turn.prompt_index}",
+        served = self._served
+        return score_turn(
+            self._router,
+            turn,
+            max_positions=self._max_positions,
+            check=functools.partial(_check_scored, served=served),
+            model=_model(served),
         )
-        unknown = [math.nan] * (len(sequence) - len(known))
-        return np.array([math.nan, *found, *unknown], np.float32)
 
 
 def _follows(turn: Turn, before: Turn) -> bool:
@@ -263,28 +252,21 @@ def _parse_version(label: str, served: _Served) -> int:
     return int(version)
 
 
-def _parse_scores(text: str, tokens: Sequence[int], *, served: _Served) -> list[float]:
-    """Returns the log-probs of all tokens but the first."""
-    reply = json.loads(text)
-    (span,) = reply["choices"][0]["weight_versions"]
+def _check_scored(label: str, *, served: _Served) -> None:
     # The name of an adapter is its version; the weights below it have a version of their own.
-    version = _parse_version(span["version"], served)
+    version = _parse_version(label, served)
     if version != served.version and served.adapter is None:
         raise SamplerError(
-            f"the server scores with weights {span['version']!r}, but version {served.version} was "
+            f"the server scores with weights {label!r}, but version {served.version} was "
             "published last: the weights changed during the request"
         )
-    return [
-        _valid_logprob(entry[str(token)]["logprob"])
-        for token, entry in zip(tokens[1:], reply["prompt_logprobs"][1:], strict=True)
-    ]
 
 
 def _parse_choice(choice: dict[str, Any], request: _HttpRequest) -> _Partial:
     """Appends a choice to the completion that it continues."""
     tokens = choice["token_ids"] or []
     content = (choice.get("logprobs") or {}).get("content") or []
-    logprobs = [_valid_logprob(item.get("logprob")) for item in content[: len(tokens)]]
+    logprobs = [valid_logprob(item.get("logprob")) for item in content[: len(tokens)]]
     logprobs += [math.nan] * (len(tokens) - len(logprobs))
     versions = [0] * len(tokens)
     for span in choice.get("weight_versions") or ():
@@ -296,12 +278,6 @@ def _parse_choice(choice: dict[str, Any], request: _HttpRequest) -> _Partial:
         versions = [request.served.version] * len(tokens)
     before = request.partial
     return _Partial(before.tokens + tokens, before.logprobs + logprobs, before.versions + versions)
-
-
-def _valid_logprob(logprob: float | None) -> float:
-    if logprob is None or not logprob <= _ROUNDING:
-        return math.nan
-    return min(logprob, 0.0)
 
 
 def _completion(
