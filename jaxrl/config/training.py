@@ -204,11 +204,12 @@ def _sampling(c: Config) -> Iterator[str]:
             "devices (sampler.devices) or a server (sampler.name = 'vllm'), without reward.model, "
             "or set rollouts.max_staleness = 0"
         )
-    if c.train.replay_routing and c.sampler.name != "embedded":
+    started = c.sampler.name == "vllm" and not c.sampler.url
+    if c.train.replay_routing and started and c.sampler.device == "cpu":
         yield (
             "train.replay_routing needs a sampler that reports the experts of each token, which "
-            f"sampler.name = {c.sampler.name!r} does not; set sampler.name = 'embedded', or leave "
-            "train.replay_routing out"
+            "vLLM's CPU build cannot (its newer model runner needs Triton); set sampler.device = "
+            "'cuda' or sampler.name = 'embedded', or leave train.replay_routing out"
         )
     if c.probe.replay and c.sampler.name == "embedded":
         yield (

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn, check_turns
+from jaxrl.sampling.vllm.experts import read_experts
 from jaxrl.sampling.vllm.router import Router, SamplerError, UnpublishedWeightsError
 from jaxrl.sampling.vllm.scoring import PATH, score_turn, scored_turns, valid_logprob
 
@@ -33,6 +34,7 @@ class _Partial(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
+    experts: np.ndarray | None = None
 
 
 class _HttpRequest(NamedTuple):
@@ -61,6 +63,7 @@ class VllmSampler(Sampler):
         max_requests: int = 32,
         timeout: float = 600.0,
         headers: Mapping[str, str] | None = None,
+        record_experts: bool = False,
     ) -> None:
         """Makes the client without connecting.
 
@@ -71,6 +74,8 @@ class VllmSampler(Sampler):
           max_requests: concurrent requests per server.
           timeout: seconds after which a request is sent again.
           headers: of every request, such as the server's key.
+          record_experts: whether completions record the experts that the layers chose, which the
+            servers must then report.
 
         Raises:
           ValueError: if `urls` is empty or has an entry that is not an http:// address.
@@ -80,6 +85,7 @@ class VllmSampler(Sampler):
             urls, max_requests=max_requests, timeout=timeout, headers=headers or {}
         )
         self._pool = ThreadPoolExecutor(len(urls) * max_requests, thread_name_prefix="vllm")
+        self._record_experts = record_experts
         self._served = _Served(0)
 
     @property
@@ -163,6 +169,10 @@ class VllmSampler(Sampler):
             one = todo.pop()
             for turn, choice in zip(one.turns, self._generate(one, params), strict=True):
                 partial = _parse_choice(choice, one)
+                if self._record_experts:
+                    tokens = len(turn.context) + len(partial.tokens)
+                    experts = read_experts(choice, one.partial.experts, tokens=tokens)
+                    partial = partial._replace(experts=experts)
                 reason = choice["finish_reason"]
                 if reason == "abort":
                     todo.append(one._replace(turns=[turn], partial=partial))
@@ -284,7 +294,8 @@ def _completion(
     turn: Turn, whole: _Partial, *, reason: str, stop: Sequence[Sequence[int]]
 ) -> Completion:
     end = _stop_sequence_end(whole.tokens, stop)
-    tokens, logprobs, versions = (part[:end] for part in whole)
+    tokens, logprobs, versions = (part[:end] for part in whole[:3])
+    computed = len(turn.context) + len(tokens) - 1
     return Completion(
         prompt_index=turn.prompt_index,
         sample_index=turn.sample_index,
@@ -292,6 +303,7 @@ def _completion(
         logprobs=np.asarray(logprobs, np.float32),
         versions=np.asarray(versions, np.int32),
         finish_reason="length" if reason == "length" and end is None else "stop",
+        experts=None if whole.experts is None else whole.experts[:computed],
     )
 
 
