@@ -140,7 +140,7 @@ def _connect(config: Config, tokenizer: Tokenizer) -> VllmTeacher:
     return VllmTeacher(
         [url],
         max_positions=longest,
-        vocab_size=max(tokenizer.get_vocab().values()) + 1,
+        vocab_size=huggingface.load_config(config.model.path).vocab_size,
         max_requests=c.max_requests,
         timeout=c.timeout,
         headers=auth.headers(key),
