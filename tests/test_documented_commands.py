@@ -71,6 +71,9 @@ ELSEWHERE = {
     "jaxrl serve MODEL_DIR --max_lora_rank 16": (
         "test_vllm_server.py::test_adapters_are_published_alone"
     ),
+    "jaxrl serve TEACHER --port 8001": (
+        "test_vllm_server.py::test_a_teacher_on_a_server_scores_as_in_the_learners_process"
+    ),
     "jaxrl serve MODEL_DIR --host ADDRESS": ("test_launch.py::test_every_server_has_a_key"),
     "jaxrl train FILE --hosts.coordinator HOST0:9911 --hosts.processes 4 --hosts.process I": (
         "test_hosts.py::test_two_processes_resumed_as_four_equal_one"

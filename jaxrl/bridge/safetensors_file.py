@@ -39,8 +39,8 @@ class SafetensorsFile(NamedTuple):
     nbytes: int  # of the whole file
 
 
-def plan_file(specs: Sequence[TensorSpec]) -> SafetensorsFile:
-    """Returns the file model.safetensors that holds tensors in this order."""
+def plan_file(specs: Sequence[TensorSpec], *, name: str = "model.safetensors") -> SafetensorsFile:
+    """Returns the file that holds tensors in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     ends = list(itertools.accumulate(map(tensor_bytes, specs), initial=0))
     for spec, offsets in zip(specs, itertools.pairwise(ends), strict=True):
@@ -51,7 +51,7 @@ def plan_file(specs: Sequence[TensorSpec]) -> SafetensorsFile:
     header = len(text).to_bytes(8, "little") + text
     starts = [len(header) + end for end in ends]
     tensors = tuple(zip(specs, starts, strict=False))
-    return SafetensorsFile("model.safetensors", header, tensors, starts[-1])
+    return SafetensorsFile(name, header, tensors, starts[-1])
 
 
 def read_specs(directory: Path) -> list[TensorSpec]:

@@ -1,8 +1,9 @@
 """Weight source over the learner's parameters, as Hugging Face tensors."""
 
 import functools
+import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,11 +29,16 @@ class ParamsSource:
     none where nothing must be cast or gathered. Do not donate the parameters before iteration ends.
     With several processes all must iterate, in the same order.
 
+    `share` = (index, count) divides the tensors into `count` parts of about equal size and yields
+    those of one; the others are gathered on the devices, but not fetched to the host.
+
     Raises:
       ValueError: if the parameters are not those of the specs.
     """
 
-    def __init__(self, params: Params, specs: Specs, *, dtype: DType) -> None:
+    def __init__(
+        self, params: Params, specs: Specs, *, dtype: DType, share: tuple[int, int] = (0, 1)
+    ) -> None:
         flat = traverse_util.flatten_dict(params, sep="/")
         declared = spec.flatten(specs)
         if flat.keys() != declared.keys():
@@ -40,13 +46,15 @@ class ParamsSource:
             raise ValueError(f"parameters and specs differ in {', '.join(map(str, odd))}")
         self._parts = [(flat[path], declared[path]) for path in declared]
         self._dtype = dtype
+        self._own = _divide([part for _, part in self._parts], *share)
 
     def specs(self) -> list[TensorSpec]:
         """See `WeightSource.specs`."""
         return [
             TensorSpec(name, part.tensor_shape, self._dtype.name)
-            for _, part in self._parts
-            for name in part.hf_names()
+            for (_, part), own in zip(self._parts, self._own, strict=True)
+            for names, mine in zip(_layers(part), own, strict=True)
+            for name in names * mine
         ]
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -59,16 +67,39 @@ class ParamsSource:
             yield from _fetch(*ahead.popleft())
 
     def _tasks(self) -> Iterator[tuple[ParamSpec, list[str], Callable[[], Any]]]:
-        """Yields what is fetched at once: one layer of a parameter, and its tensors' names."""
-        for array, part in self._parts:
+        """Yields what is fetched at once: one layer of a parameter, and its tensors' names, none if
+        another process fetches it."""
+        for (array, part), own in zip(self._parts, self._own, strict=True):
             prepare = _prepare(array, part, self._dtype)
-            names = part.hf_names()
-            size = len(names) // (part.shape[0] if part.stacked else 1)
-            for i in range(len(names) // size):
-                yield part, names[i * size : (i + 1) * size], functools.partial(prepare, i)
+            for i, (names, mine) in enumerate(zip(_layers(part), own, strict=True)):
+                yield part, names * mine, functools.partial(prepare, i)
+
+
+def _layers(part: ParamSpec) -> list[list[str]]:
+    """Returns the names of a parameter's tensors by layer."""
+    names = part.hf_names()
+    size = len(names) // (part.shape[0] if part.stacked else 1)
+    return [names[i : i + size] for i in range(0, len(names), size)]
+
+
+def _divide(parts: Sequence[ParamSpec], index: int, count: int) -> list[list[bool]]:
+    """Returns for each layer of each parameter whether it belongs to a part. The next one goes to
+    the part that has the fewest numbers so far."""
+    loads = [0] * count
+    found = list[list[bool]]()
+    for part in parts:
+        found.append([])
+        for names in _layers(part):
+            owner = loads.index(min(loads))
+            loads[owner] += len(names) * math.prod(part.tensor_shape)
+            found[-1].append(owner == index)
+    return found
 
 
 def _fetch(part: ParamSpec, names: list[str], array: Any) -> Iterator[tuple[str, np.ndarray]]:
+    if not names:
+        jax.block_until_ready(array)  # or gathers would pile up on the devices
+        return
     yield from zip(names, np.asarray(array).reshape(-1, *part.tensor_shape), strict=True)
 
 

@@ -82,7 +82,7 @@ class WeightPublisher(abc.ABC):
             timings = server.update(name, version=version, in_flight=self._in_flight)
             return timings._replace(fetch=fetched)
 
-        return swap_weights(self._servers, update)._replace(write=written)
+        return self._swap(update)._replace(write=written)
 
     def __enter__(self) -> Self:
         return self
@@ -97,6 +97,9 @@ class WeightPublisher(abc.ABC):
     @abc.abstractmethod
     def _write(self, source: WeightSource, *, version: int) -> Any:
         """Writes a payload; returns its directory's name below the root, or what `_bring` takes."""
+
+    def _swap(self, update: Callable[[VllmServer], Timings]) -> Timings:
+        return swap_weights(self._servers, update)
 
     def _bring(self, server: VllmServer, payload: Any) -> str:
         """Brings a written payload to a server that still samples; returns its directory's name

@@ -27,16 +27,10 @@ def load_reward_model(config: Config, tokenizer: Tokenizer, *, layout: Layout) -
     devices in `precision.compute`; rows and microbatches are the learner's.
 
     Raises:
-      ValueError: if it is not a reward model, or its tokenizer is not the policy's.
+      ValueError: if its tokenizer is not the policy's.
     """
-    path = config.reward.model
+    path, policy = config.reward.model, config.policy
     assert path is not None
-    if not huggingface.load_config(path).scored:
-        raise ValueError(
-            f"reward.model = {path!r} is a language model, which has no scores; train a reward "
-            "model from it with `jaxrl reward-model`"
-        )
-    policy = config.policy
     model, params = load_model(path, layout=layout, dtype=policy.compute, output="scores")
     check_vocabulary(
         path,
@@ -77,7 +71,8 @@ def score_rollouts(
 
 
 def check_vocabulary(path: str, *, own: Tokenizer, policy: Tokenizer, vocab_size: int) -> None:
-    """Checks that the reward model has the policy's tokenizer, and an embedding for every token.
+    """Checks that a model that reads the policy's token ids has its tokenizer, and an embedding
+    for every token.
 
     Raises:
       ValueError: if it has not; the message names the first difference.
@@ -89,11 +84,11 @@ def check_vocabulary(path: str, *, own: Tokenizer, policy: Tokenizer, vocab_size
         raise ValueError(
             f"reward.model = {path!r} reads the policy's token ids, but its tokenizer is not the "
             f"policy's: {len(differing)} tokens differ, such as {token!r} with the id "
-            f"{theirs.get(token)} there and {ours.get(token)} here; train a reward model from this "
-            "policy"
+            f"{theirs.get(token)} there and {ours.get(token)} here; give a model with the policy's "
+            "tokenizer, such as one trained from it"
         )
     if (highest := max(ours.values())) >= vocab_size:
         raise ValueError(
             f"reward.model = {path!r} has {vocab_size} embeddings, but the policy's tokenizer has "
-            f"the token id {highest}; train a reward model from this policy"
+            f"the token id {highest}; give a model trained from this policy"
         )

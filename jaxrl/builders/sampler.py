@@ -1,15 +1,14 @@
 """Builds the sampler that a config names, with the weight sync from the learner to it."""
 
 import secrets
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxrl.bridge.base import Learner
 from jaxrl.bridge.in_vllm import auth
 from jaxrl.bridge.servers.control import VllmServer
-from jaxrl.bridge.source import ParamsSource
 from jaxrl.builders import servers
 from jaxrl.builders.api_key import given_key, known_key
 from jaxrl.builders.layout import sampler_layout
@@ -19,6 +18,7 @@ from jaxrl.builders.weight_sync import (
     Publish,
     PublishToServers,
     Weights,
+    follower,
     open_send,
     run_learner,
 )
@@ -43,7 +43,7 @@ class SamplerNeeds(NamedTuple):
       longest_sequence: maximum length of a prompt with its completion, in tokens.
       max_batch: completions that the embedded sampler decodes at once.
       adapters: given if servers receive adapters instead of whole weights.
-      record_experts: the embedded sampler's completions name the experts of each token.
+      record_experts: completions name the experts of each token.
       completions: number that is requested at the same time.
     """
 
@@ -96,18 +96,21 @@ def open_sampler(
             f"lora.publish = 'adapters' with {hosts.count} processes: it needs a single one; set "
             "lora.publish = 'merged'"
         )
+    learner = hosts.share(run_learner(directory))
     if not hosts.leads:
-        # The other processes only take part in gathering the tensors.
-        def follow(params: Params, *, version: int) -> dict[str, float]:
-            del version
-            specs, dtype = weights.model.specs, weights.policy.wire
-            deque(ParamsSource(lora.merge(params), specs, dtype=dtype), maxlen=0)
-            return {}
-
+        follow = follower(config, weights, learner=learner, hosts=hosts)
         follow(weights.params, version=weights.version)
         yield Serving(NullSampler(), follow)
         return
-    with _open_client(config, weights, directory=directory, note=note, needs=needs) as serving:
+    with _open_client(
+        config,
+        weights,
+        needs=needs,
+        directory=directory,
+        note=note,
+        learner=learner,
+        hosts=hosts,
+    ) as serving:
         serving.publish(weights.params, version=weights.version)
         yield serving
 
@@ -120,6 +123,8 @@ def _open_client(
     needs: SamplerNeeds,
     directory: Path,
     note: Callable[[str], None],
+    learner: Learner,
+    hosts: Hosts,
 ) -> Iterator[Serving]:
     """Opens a client of the config's servers, or of one that is started here."""
     limit = weights.model.config.max_positions
@@ -131,6 +136,7 @@ def _open_client(
         max_model_len=min(needs.longest_sequence + 1, limit),
         completions=needs.completions,
         max_lora_rank=0 if needs.adapters is None else needs.adapters.specs.rank,
+        record_experts=needs.record_experts,
     )
     with ExitStack() as stack:
         urls = config.url or (
@@ -152,9 +158,9 @@ def _open_client(
             max_requests=config.max_requests,
             timeout=config.timeout,
             headers=auth.headers(key),
+            record_experts=needs.record_experts,
         )
         stack.callback(client.close)
-        learner = run_learner(directory)
         named = [VllmServer(url, timeout=config.timeout, api_key=key) for url in urls]
         send = stack.enter_context(
             open_send(
@@ -163,6 +169,7 @@ def _open_client(
                 servers=named,
                 adapters=needs.adapters,
                 learner=learner,
+                hosts=hosts,
             )
         )
         publish = PublishToServers(send, named, client=client, note=note, learner=learner)

@@ -25,12 +25,14 @@ class Workload(NamedTuple):
       max_model_len: maximum length of a prompt with its completion; None for the model's own limit.
       completions: that are requested at the same time; the KV cache on a CPU is sized for them.
       max_lora_rank: largest rank of the adapters that it can load; 0 for none.
+      record_experts: completions name the experts of each token.
     """
 
     dtype: np.dtype
     max_model_len: int | None = None
     completions: int = 1
     max_lora_rank: int = 0
+    record_experts: bool = False
 
 
 class Address(NamedTuple):
@@ -86,6 +88,7 @@ def started_server(
         port=address.port,
         api_key=address.api_key or server_key(address.host),
         max_lora_rank=work.max_lora_rank,
+        record_experts=work.record_experts,
         agent=address.agent,
         arguments=config.vllm_args,
     )

@@ -54,3 +54,8 @@ def load_task(config: Config, *, splits: Container[str]) -> TaskData:
     if config.environment.name is not None:
         weights[ENVIRONMENT] = 1.0
     return TaskData(tokenizer, tools, prompts, held_out, rewards, weights)
+
+
+def without_reward_model(task: TaskData) -> TaskData:
+    """Returns the task for a `reward.model` that teaches, and is no part of the reward."""
+    return task._replace(weights={k: v for k, v in task.weights.items() if k != MODEL})

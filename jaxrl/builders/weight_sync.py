@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePath
@@ -16,13 +17,15 @@ from jaxrl.bridge.owned_directory import MEMORY, OwnedDirectory
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.bridge.store.publisher import StorePublisher, bring
+from jaxrl.bridge.store.publisher import StoreFollower, StorePublisher, bring
 from jaxrl.bridge.store.upload import Upload
 from jaxrl.builders.api_key import known_key
 from jaxrl.config.sampler import SamplerConfig
+from jaxrl.core.hosts import Hosts
 from jaxrl.core.precision import Precision
 from jaxrl.models import lora
 from jaxrl.models.decoder import Model
+from jaxrl.models.spec import Params
 from jaxrl.sampling.vllm.sampler import VllmSampler
 
 Publish = Callable[..., dict[str, float]]
@@ -79,20 +82,21 @@ def open_send(
     servers: Sequence[VllmServer],
     adapters: Adapters | None,
     learner: Learner,
+    hosts: Hosts,
 ) -> Iterator[Send]:
     """Opens the way from the learner to the servers: whole weights, or the adapters alone. At the
-    end of the block other learners may connect."""
+    end of the block other learners may connect. Other processes than 0 take part by `follower`."""
     wire = weights.policy.wire
     with ExitStack() as stack:
         for server in servers:
             stack.callback(server.disconnect)
         if adapters is None:
             publisher = stack.enter_context(
-                _open_publisher(config, weights, servers=servers, learner=learner)
+                _open_publisher(config, weights, servers=servers, learner=learner, hosts=hosts)
             )
 
             def send(params: Any, *, version: int) -> tuple[None, Timings]:
-                source = ParamsSource(lora.merge(params), weights.model.specs, dtype=wire)
+                source = _source(config, weights, params, hosts=hosts)
                 return None, publisher.publish(source, version=version)
 
             yield send
@@ -100,7 +104,9 @@ def open_send(
 
         def publish_base(servers: Sequence[VllmServer], source: WeightSource, version: int) -> None:
             # The base is published once in a run, so its publisher is not kept open.
-            with _open_publisher(config, weights, servers=servers, learner=learner) as publisher:
+            with _open_publisher(
+                config, weights, servers=servers, learner=learner, hosts=hosts
+            ) as publisher:
                 publisher.publish(source, version=version)
 
         owned = stack.enter_context(OwnedDirectory(MEMORY))
@@ -124,6 +130,37 @@ def open_send(
             publish_base=publish_base,
             keep=adapters.keep,
         ).publish
+
+
+def follower(config: SamplerConfig, weights: Weights, *, learner: Learner, hosts: Hosts) -> Publish:
+    """Returns what the other processes than 0 do in a publish: they take part in gathering the
+    tensors, and with a store each writes its share of them."""
+    if config.store is None:
+
+        def gather(params: Params, *, version: int) -> dict[str, float]:
+            del version
+            deque(_source(config, weights, params, hosts=hosts), maxlen=0)
+            return {}
+
+        return gather
+    wire = weights.policy.wire
+    share = StoreFollower(config.store, key=known_key(), wire=wire, learner=learner, hosts=hosts)
+
+    def write(params: Params, *, version: int) -> dict[str, float]:
+        share.publish(_source(config, weights, params, hosts=hosts), version=version)
+        return {}
+
+    return write
+
+
+def _source(config: SamplerConfig, weights: Weights, params: Any, *, hosts: Hosts) -> ParamsSource:
+    """Returns the tensors that this process publishes: all, or through a store its share."""
+    return ParamsSource(
+        lora.merge(params),
+        weights.model.specs,
+        dtype=weights.policy.wire,
+        share=(0, 1) if config.store is None else (hosts.index, hosts.count),
+    )
 
 
 def through_store(upload: Upload, root: Path, *, word: int) -> Delivery:
@@ -179,7 +216,12 @@ class PublishToServers:
 
 
 def _open_publisher(
-    config: SamplerConfig, weights: Weights, *, servers: Sequence[VllmServer], learner: Learner
+    config: SamplerConfig,
+    weights: Weights,
+    *,
+    servers: Sequence[VllmServer],
+    learner: Learner,
+    hosts: Hosts,
 ) -> SharedMemoryPublisher | StorePublisher:
     wire, sampler, in_flight = weights.policy.wire, weights.policy.sampler, config.in_flight
     if config.store is None:
@@ -194,4 +236,5 @@ def _open_publisher(
         sampler=sampler,
         in_flight=in_flight,
         learner=learner,
+        hosts=hosts,
     )

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from jaxrl.bridge.store.objects import directory_of
 from jaxrl.config import toml_file
-from jaxrl.config.section import Section
+from jaxrl.config.section import Section, is_http_address
 from jaxrl.models import hub
 
 C = TypeVar("C", bound=Section)
@@ -47,7 +47,8 @@ def fetch_models(config: C, *, files: Sequence[str] = hub.FILES) -> C:
     for key in _MODELS:
         name, _, leaf = key.partition(".")
         table = getattr(config, name, None)
-        if (path := getattr(table, leaf, None)) is None:
+        path = getattr(table, leaf, None)
+        if path is None or is_http_address(path):  # of a teacher
             continue
         try:
             directory = hub.local_directory(path, files=files)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from pydantic import NonNegativeFloat, NonNegativeInt
 
-from jaxrl.config.section import Numbers, Seconds, Section, Texts
+from jaxrl.config.section import Numbers, Seconds, Section, Texts, is_http_address
 
 
 class RewardConfig(Section):
@@ -16,12 +16,14 @@ class RewardConfig(Section):
     what counts as correct in evaluations."""
 
     weights: Numbers = ()
-    """One weight for each function, in the same order, then one for the reward model if there is
-    one; all 1 if empty. A part with weight 0 is logged but not trained on."""
+    """One weight for each function, in the same order, then one for reward.model if it is set; all
+    1 if empty. A part with weight 0 is logged but not trained on."""
 
     model: str | None = None
-    """Directory of a reward model (`jaxrl reward-model`), whose score is added. It reads the
-    sampled token ids, so its tokenizer must be the policy's."""
+    """Directory of a reward model (`jaxrl reward-model`), whose score is added to the reward. Or a
+    teacher: directory of a language model, or address of a vLLM server of one, such as
+    http://127.0.0.1:8001; the advantage of each token then gains weight x log(teacher / sampler).
+    Both read the sampled token ids, so their tokenizer must be the policy's."""
 
     timeout: Seconds = 60.0
     """Seconds that a reward function may take for one completion, or for all of them if it takes a
@@ -43,8 +45,13 @@ class RewardConfig(Section):
 
     @property
     def model_weight(self) -> float:
-        """Weight of the reward model."""
+        """Weight of the reward model or the teacher."""
         return self.weights[-1] if self.weights else 1.0
+
+    @property
+    def teacher_url(self) -> bool:
+        """True if `model` is the address of a server, not a directory."""
+        return self.model is not None and is_http_address(self.model)
 
     def _contradictions(self) -> Iterator[str]:
         parts = len(self.path) + (self.model is not None)

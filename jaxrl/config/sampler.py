@@ -1,6 +1,5 @@
 """The tables of a config about sampling: parameters, the sampler, its servers, rollouts."""
 
-import urllib.parse
 from collections.abc import Iterator
 from typing import Literal
 
@@ -8,7 +7,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from jaxrl.bridge.servers.arguments import check_arguments
 from jaxrl.bridge.store.objects import check_url
-from jaxrl.config.section import Seconds, Section, Texts
+from jaxrl.config.section import Seconds, Section, Texts, is_http_address
 
 Order = Literal["begun", "finished"]
 
@@ -104,7 +103,7 @@ class SamplerConfig(ServerConfig):
 
     def _contradictions(self) -> Iterator[str]:
         for url in self.url:
-            if not _is_address(url):
+            if not is_http_address(url):
                 yield f"sampler.url = {url!r}: an address is expected, such as http://HOST:8000"
         if self.name == "embedded" and self.url:
             yield (
@@ -133,14 +132,6 @@ class SamplerConfig(ServerConfig):
                 f"sampler.rules = {self.rules!r} cuts over several axes, and sampler.devices = "
                 f"{self.devices} lie along a single one; use data, fsdp, tensor or expert"
             )
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urllib.parse.urlsplit(url)
-        return parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of brackets, or of the port
-        return False
 
 
 class RolloutsConfig(Section):

@@ -2,6 +2,7 @@
 
 import math
 import typing
+import urllib.parse
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
@@ -104,6 +105,15 @@ class Section(BaseModel):
         if found := list(self._contradictions()):
             raise ValueError("\n".join(found))
         return self
+
+
+def is_http_address(text: str) -> bool:
+    """Tells if a text is the address of a server, such as http://HOST:8000."""
+    try:
+        parts = urllib.parse.urlsplit(text)
+        return parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of brackets, or of the port
+        return False
 
 
 class OpenSection(Section):

@@ -157,8 +157,8 @@ class TrainConfig(Section):
     """Pack several sequences into a row; share the prompt of a group where attention can."""
 
     replay_routing: bool = False
-    """Routing replay, for mixtures of experts with the embedded sampler: the learner sends each
-    token to the experts that the sampler used. The routers are still trained."""
+    """Routing replay, for mixtures of experts: the learner sends each token to the experts that the
+    sampler used. The routers are still trained. vLLM reports them on GPUs only."""
 
     remat: Remat = "matmuls"
     """Recomputation in the backward pass: `none`; `matmuls` recomputes everything except matrix

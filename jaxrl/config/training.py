@@ -196,7 +196,7 @@ def _algorithm(c: Config) -> Iterator[str]:
 
 def _sampling(c: Config) -> Iterator[str]:
     shared = c.sampler.name == "embedded" and not c.sampler.devices
-    on_mesh = shared or c.reward.model is not None
+    on_mesh = shared or (c.reward.model is not None and not c.reward.teacher_url)
     if c.rollouts.max_staleness and math.prod(c.mesh.sizes.values()) > 1 and on_mesh:
         yield (
             f"rollouts.max_staleness = {c.rollouts.max_staleness} on a mesh of several devices: "
@@ -204,16 +204,23 @@ def _sampling(c: Config) -> Iterator[str]:
             "devices (sampler.devices) or a server (sampler.name = 'vllm'), without reward.model, "
             "or set rollouts.max_staleness = 0"
         )
-    if c.train.replay_routing and c.sampler.name != "embedded":
+    started = c.sampler.name == "vllm" and not c.sampler.url
+    if c.train.replay_routing and started and c.sampler.device == "cpu":
         yield (
             "train.replay_routing needs a sampler that reports the experts of each token, which "
-            f"sampler.name = {c.sampler.name!r} does not; set sampler.name = 'embedded', or leave "
-            "train.replay_routing out"
+            "vLLM's CPU build cannot (its newer model runner needs Triton); set sampler.device = "
+            "'cuda' or sampler.name = 'embedded', or leave train.replay_routing out"
         )
     if c.probe.replay and c.sampler.name == "embedded":
         yield (
             "probe.replay needs a server, and sampler.name = 'embedded' uses none; leave it out, "
             "or set sampler.name = 'vllm'"
+        )
+    if c.reward.teacher_url and c.sampling.temperature != 1:
+        yield (
+            f"reward.model = {c.reward.model!r} and sampling.temperature = "
+            f"{c.sampling.temperature:g}: vLLM scores given tokens only at a temperature of 1; set "
+            "it to 1, or give the teacher's directory"
         )
     if c.probe.replay and c.sampling.temperature != 1:
         yield (

@@ -34,7 +34,8 @@ class Rollout(NamedTuple):
     reported none. `version` is the policy version that sampled the token; at a token that the
     policy did not choose, that of the token before. `experts` are those that the sampler's layers
     routed the first N tokens of prompt and completion to, usually all but the last token; None if
-    they were not recorded.
+    they were not recorded. `teacher` are log-probs of the completion under a teacher, NaN where it
+    gave none; None without a teacher.
     """
 
     prompt: np.ndarray  # i32[P], token ids
@@ -48,6 +49,7 @@ class Rollout(NamedTuple):
     truncated: bool = False  # the completion ended at the limit of tokens or of turns
     episode: Episode | None = None  # None for a single turn without an environment
     experts: np.ndarray | None = None  # [N, L, k]
+    teacher: np.ndarray | None = None  # f32[C]
 
     @property
     def length(self) -> int:
@@ -153,7 +155,8 @@ def to_json(rollout: Rollout) -> dict[str, Any]:
 def from_json(content: Mapping[str, Any]) -> Rollout:
     """Inverts `to_json`."""
     fields: dict[str, Any] = dict(content)
-    for name in ("prompt", "completion", "logprobs", "action_mask", "version", "experts"):
+    arrays = ("prompt", "completion", "logprobs", "action_mask", "version", "experts", "teacher")
+    for name in arrays:
         if fields.get(name) is not None:
             dtype, data, *rest = fields[name]
             fields[name] = np.frombuffer(base64.b64decode(data), dtype).reshape(-1, *rest)

@@ -82,6 +82,17 @@ class Hosts:
         found = multihost_utils.broadcast_one_to_all(buffer)
         return value if self.leads else pickle.loads(np.asarray(found)[:size].tobytes())
 
+    def gather(self, value: T) -> list[T]:
+        """Returns the values of all processes on every process; all must call it."""
+        if self.count == 1:
+            return [value]
+        data = np.frombuffer(pickle.dumps(value), np.uint8)
+        sizes = multihost_utils.process_allgather(np.uint32(data.size))
+        room = max(_SMALLEST, 1 << (int(sizes.max()) - 1).bit_length())
+        padded = np.pad(data, (0, room - data.size))
+        rows = np.asarray(multihost_utils.process_allgather(padded))
+        return [pickle.loads(row[:n].tobytes()) for row, n in zip(rows, sizes, strict=True)]
+
     def largest(self, number: int) -> int:
         """Returns the largest number over all processes; all must call it."""
         if self.count == 1:

@@ -84,7 +84,12 @@ def make_learner(
     constrain = constrainer(param_shardings)
     constrain_merged = constrainer(lora.frozen(param_shardings))
     numerics: Any = {"precision": precision, "temperature": temperature}
-    logprobs = _score_fn(model, **numerics)
+    score = make_score(
+        model,
+        rows_per_microbatch=rows_per_microbatch,
+        param_shardings=param_shardings,
+        **numerics,
+    )
     as_sampled = _score_fn(model, precision=sampler_precision(precision), temperature=temperature)
     if Need.IMBALANCE in objective.needs and model.hidden_routed is None:
         raise ValueError(
@@ -98,10 +103,6 @@ def make_learner(
         weights: Any = as_published(params)
         served: Any = as_served(weights, precision)
         return constrain(served) if isinstance(weights, lora.Adapted) else constrain_merged(served)
-
-    def score(params: Params, minibatch: Minibatch) -> jax.Array:
-        weights = constrain(cast(params, precision.compute))
-        return by_microbatch(logprobs, rows_per_microbatch=rows_per_microbatch)(weights, minibatch)
 
     def shadow(params: Params, minibatch: Minibatch) -> jax.Array:
         score_rows = by_microbatch(as_sampled, rows_per_microbatch=rows_per_microbatch)
@@ -177,6 +178,25 @@ def _survey_fn(
         return dataclasses.replace(minibatch, whole=scores.whole), metrics
 
     return survey
+
+
+def make_score(
+    model: Model,
+    *,
+    precision: Precision,
+    rows_per_microbatch: int,
+    temperature: float = 1.0,
+    param_shardings: Any = None,
+) -> Callable[[Params, Minibatch], jax.Array]:
+    """Builds `Learner.score` for any model; the arguments are those of `make_learner`."""
+    constrain = constrainer(param_shardings)
+    logprobs = _score_fn(model, precision=precision, temperature=temperature)
+
+    def score(params: Params, minibatch: Minibatch) -> jax.Array:
+        weights = constrain(cast(params, precision.compute))
+        return by_microbatch(logprobs, rows_per_microbatch=rows_per_microbatch)(weights, minibatch)
+
+    return score
 
 
 def _scores(

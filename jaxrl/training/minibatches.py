@@ -21,7 +21,7 @@ from jaxrl.losses.scores import Need
 from jaxrl.models import lora
 from jaxrl.training.rollouts.collect import greedy_rewards
 from jaxrl.training.rollouts.generate import RolloutSource
-from jaxrl.training.rollouts.outcomes import LogProbs, shaped_outcomes
+from jaxrl.training.rollouts.outcomes import LogProbs, add_teacher, shaped_outcomes
 from jaxrl.training.timing import Numbers
 from sharding.transfer import fetch
 
@@ -93,12 +93,16 @@ def compute_advantages(
         greedy=lambda: hosts.on_leader(lambda: greedy_rewards(source, rollouts)),
     )
     if learning.critic is None or recipe.critic is None:
-        return Targets(estimate(recipe.advantages, outcomes)), numbers
+        advantages = estimate(recipe.advantages, outcomes)
+        advantages, taught = add_teacher(source.config.reward, rollouts, advantages)
+        return Targets(advantages), numbers | taught
     values = by_token(functools.partial(learning.critic.values, state))
     outcomes = dataclasses.replace(outcomes, values=values)
     returns = recipe.critic.returns(outcomes)
     numbers["value/explained_variance"] = explained_variance(returns, outcomes)
-    return Targets(estimate(recipe.advantages, outcomes), values, returns), numbers
+    advantages = estimate(recipe.advantages, outcomes)
+    advantages, taught = add_teacher(source.config.reward, rollouts, advantages)
+    return Targets(advantages, values, returns), numbers | taught
 
 
 def prepare_minibatch(

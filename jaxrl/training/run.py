@@ -16,7 +16,8 @@ from jaxrl.builders.prompts import sampling_params
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.reward_model import load_reward_model
 from jaxrl.builders.sampler import SamplerNeeds, Serving, open_sampler
-from jaxrl.builders.task import TaskData, load_task
+from jaxrl.builders.task import TaskData, load_task, without_reward_model
+from jaxrl.builders.teacher import names_teacher, open_teacher
 from jaxrl.builders.weight_sync import Adapters, Publish, Weights
 from jaxrl.config.toml_file import flatten
 from jaxrl.config.training import Config
@@ -93,7 +94,9 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     )
     params = sampling_params(config.sampling, config.model.path, task.tokenizer, seed=config.seed)
     reward_model = None
-    if config.reward.model is not None:
+    if names_teacher(config.reward):
+        task = without_reward_model(task)
+    elif config.reward.model is not None:
         reward_model = hosts.on_all(load_reward_model(config, task.tokenizer, layout=layout))
     hosts.on_leader(lambda: check_config(directory, config))
     checkpoints = Checkpoints(
@@ -113,6 +116,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             hosts=hosts,
         ) as serving,
         closing(checkpoints),
+        open_teacher(config, task.tokenizer, layout=layout, hosts=hosts) as teacher,
     ):
         source = RolloutSource(
             config=config,
@@ -121,6 +125,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             params=params,
             episode_runner=episode_runner,
             reward_model=reward_model,
+            teacher=teacher,
             note=tracker.note,
         )
         samples = _open_samples(source, step=progress.step) if hosts.leads else NullSamples()
@@ -211,6 +216,11 @@ def _notes(config: Config, task: TaskData, *, hosts: Hosts) -> Iterator[str]:
         yield f"rolled back after step {made.at} to {made.to}, with {made.in_words}"
     if (advice := precision.disagreement(config.policy)) is not None:
         yield f"learner and sampler compute different policies: {advice}"
+    if names_teacher(config.reward):
+        yield (
+            f"reward.model = {config.reward.model!r} is a language model: it teaches each token "
+            f"with weight {config.reward.model_weight:g}, and is no part of the reward"
+        )
     for name, loaded in (("data.path", task.prompts), ("data.eval_path", task.held_out)):
         if loaded is not None and loaded.too_long:
             yield (

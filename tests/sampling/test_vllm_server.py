@@ -14,9 +14,12 @@ from jaxrl import train
 from jaxrl.bridge.base import RefusedError
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer
+from jaxrl.builders.layout import make_layout
 from jaxrl.builders.sampler import Serving
+from jaxrl.builders.teacher import open_teacher
 from jaxrl.cli import main
-from jaxrl.core.batch import Minibatch, Rollout
+from jaxrl.core.batch import Minibatch, Rollout, given_rollout
+from jaxrl.core.hosts import Hosts
 from jaxrl.core.packing import pack
 from jaxrl.data.prompts import Example
 from jaxrl.environments.episodes.base import EpisodeLimits, Step
@@ -154,6 +157,22 @@ def test_server_and_learner_score_given_tokens_alike(serving):
         again = serving.score([np.append(PROMPTS[c.prompt_index], c.tokens) for c in drawn])
         for completion, scores in zip(drawn, again, strict=True):
             np.testing.assert_allclose(completion.logprobs, scores[-9:], atol=5e-5)
+
+
+@pytest.mark.usefixtures("serving")  # which publishes the checkpoint's weights
+def test_a_teacher_on_a_server_scores_as_in_the_learners_process(material):
+    directory, rng = material.directory, np.random.default_rng(1)
+    rollouts = [
+        given_rollout(rng.integers(2, 64, n), rng.integers(2, 64, 13 - n)) for n in (1, 5, 12)
+    ]
+    tokenizer = huggingface.load_tokenizer(directory / "model")
+    found = []
+    for model in (material.url, f"{directory}/model"):
+        made = config(directory, reward__model=model)
+        layout = make_layout(made.mesh)
+        with open_teacher(made, tokenizer, layout=layout, hosts=Hosts()) as teacher:
+            found.append(np.concatenate(teacher(rollouts)))
+    np.testing.assert_allclose(*found, atol=5e-5)
 
 
 class Speaks:

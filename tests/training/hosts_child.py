@@ -6,6 +6,7 @@ NAME is one of the functions.
 """
 
 import json
+import math
 import signal
 import sys
 import time
@@ -16,11 +17,14 @@ import numpy as np
 import pytest
 from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES
 
+from jaxrl.bridge.base import UnavailableError, new_learner
 from jaxrl.bridge.source import ParamsSource
+from jaxrl.bridge.store.publisher import StoreFollower, StorePublisher
 from jaxrl.config.tables import HostsConfig
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.precision import PRESETS
 from jaxrl.models.decoder import decoder
+from jaxrl.models.spec import Params
 from jaxrl.training import cluster
 from jaxrl.training.cluster import joined
 from jaxrl.training.interrupt import Interrupt
@@ -32,6 +36,7 @@ from sharding.partition import Layout
 from sharding.rules import PRESETS as RULES
 from sharding.transfer import fetch, place
 from tests import tiny
+from tests.bridge.store.hosts import host
 
 DIRECTORY = Path(sys.argv[-1])
 
@@ -70,6 +75,43 @@ def whole(hosts: Hosts) -> None:
     while True:  # until one of them is stopped
         hosts.share(0)
         time.sleep(0.1)
+
+
+def stored(hosts: Hosts) -> None:
+    """Publishes versions of a model that is cut over all devices. One host lacks the base of the
+    third, and needs it whole."""
+    layout = Layout(make_mesh(fsdp=-1), RULES["fsdp"])
+    specs, wire = decoder(tiny.CONFIG).specs, PRESETS["bf16"].wire
+    common = {"key": None, "wire": wire, "learner": hosts.share(new_learner()), "hosts": hosts}
+    url = (DIRECTORY / "store").as_uri()
+
+    def params(version: int) -> Params:
+        return jax.tree.map(lambda x: np.asarray(x) * np.float32(1 + version / 64), tiny.params())
+
+    def source(version: int) -> ParamsSource:
+        cut = place(params(version), layout.tree(specs))
+        return ParamsSource(cut, specs, dtype=wire, share=(hosts.index, hosts.count))
+
+    def numbers(found: ParamsSource) -> int:
+        return sum(math.prod(spec.shape) for spec in found.specs())
+
+    assert numbers(source(0)) < 0.6 * numbers(ParamsSource(tiny.params(), specs, dtype=wire))
+    if not hosts.leads:
+        follower = StoreFollower(url, **common)
+        for version in range(4):
+            follower.publish(source(version), version=version)
+    else:
+        servers = [*host(DIRECTORY / "a"), *host(DIRECTORY / "b")]
+        with StorePublisher(servers, url, sampler=wire, **common) as publisher:
+            for version in range(4):
+                servers[1].failure = UnavailableError("not yet") if version == 1 else None
+                publisher.publish(source(version), version=version)
+                whole = ParamsSource(jax.device_put(params(version)), specs, dtype=wire)
+                for server in servers[: 1 if version == 1 else 2]:
+                    assert server.tensors == {name: array.tobytes() for name, array in whole}
+        assert [server.whole for server in servers] == [0, 1]
+        assert not [path for path in (DIRECTORY / "store").rglob("*") if path.is_file()]
+    print("stored", flush=True)
 
 
 def failing(hosts: Hosts) -> None:
@@ -143,6 +185,5 @@ if __name__ == "__main__":
     numbers = {} if address == "auto" else {"processes": int(count), "process": int(index)}
     cluster.HEARTBEAT = 5
     with joined(HostsConfig(coordinator=address, **numbers)):
-        {f.__name__: f for f in (whole, failing, interrupted, apart, damaged, devices)}[name](
-            Hosts()
-        )
+        cases = (whole, stored, failing, interrupted, apart, damaged, devices)
+        {f.__name__: f for f in cases}[name](Hosts())

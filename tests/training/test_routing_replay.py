@@ -225,7 +225,7 @@ def config(**changes: Any) -> Config:
 
 
 def test_unavailable_replay_is_refused():
-    with pytest.raises(ValueError, match=r"sampler\.name = 'vllm' does not"):
+    with pytest.raises(ValueError, match=r"which vLLM's CPU build cannot"):
         config(**{"sampler.name": "vllm"})
     with pytest.raises(ValueError, match=r"replay_routing and critic\.trunk = 'shared'"):
         config(**{"critic.trunk": "shared", "loss.name": "ppo"})

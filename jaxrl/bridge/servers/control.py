@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -197,6 +197,14 @@ class VllmServer:
         because the server also lists its whole environment."""
         info = self._call("GET", "/server_info?config_format=json")
         return info["vllm_config"]["model_config"]["dtype"].removeprefix("torch.")
+
+    def max_model_len(self) -> int:
+        """Returns the longest sequence that the server takes, in tokens."""
+        return self._call("GET", "/v1/models")["data"][0]["max_model_len"]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of token ids, by the server's tokenizer."""
+        return self._call("POST", "/detokenize", {"tokens": list(tokens)})["prompt"]
 
     def try_request(self, *, timeout: float) -> None:
         """Requests one token; raises ControlError if the server does not complete it."""

@@ -64,6 +64,7 @@ class ServerOptions:
     host: str = "127.0.0.1"  # any other than loopback needs a key
     port: int = 0  # 0 takes a free port
     max_lora_rank: int = 0  # of adapters that are published alone; 0 for none
+    record_experts: bool = False  # responses name the experts of each token
     agent: Path | None = None  # directory of this host's agent, which fetches from a store
     # That requests must carry; None makes one, on loopback.
     api_key: str | None = dataclasses.field(default=None, repr=False)
@@ -232,6 +233,8 @@ def _environment(options: ServerOptions, *, sockets: Path, temporary: Path) -> d
         found[DIRECTORY] = str(options.agent)
     if options.device == "cpu":  # the first request would stall for many seconds
         found["TORCH_COMPILE_DISABLE"] = "1"
+    if options.record_experts:  # the older model runner has no record of them
+        found["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     if options.max_lora_rank:
         found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     return found
@@ -263,6 +266,8 @@ def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
     # user of the machine can read a command line.
     for middleware in (Relay, Lease, RequireKey):
         command += ["--middleware", f"{middleware.__module__}.{middleware.__qualname__}"]
+    if options.record_experts:
+        command += ["--enable-return-routed-experts"]
     return [*command, *options.arguments]
 
 

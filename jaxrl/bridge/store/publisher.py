@@ -1,24 +1,28 @@
 """Publishing to servers anywhere through a store; the agent on each server's host fetches it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 
-from jaxrl.bridge import manifest, payload
+from jaxrl.bridge import manifest
 from jaxrl.bridge.base import (
     InFlight,
     Learner,
-    TensorSpec,
+    Timings,
     UnavailableError,
     WeightSource,
     new_learner,
 )
-from jaxrl.bridge.safetensors_file import plan_file
+from jaxrl.bridge.manifest import Manifest
 from jaxrl.bridge.servers.control import VllmServer
-from jaxrl.bridge.store.upload import Upload
-from jaxrl.bridge.swap import WeightPublisher
+from jaxrl.bridge.store.shares import ShareWriter
+from jaxrl.bridge.store.upload import Upload, open_place
+from jaxrl.bridge.swap import WeightPublisher, swap_weights
+from jaxrl.core.hosts import Hosts
+
+_GROUP = "weights"
 
 
 def bring(server: VllmServer, upload: Upload, request: dict[str, Any]) -> PurePath:
@@ -38,8 +42,8 @@ def bring(server: VllmServer, upload: Upload, request: dict[str, Any]) -> PurePa
 class StorePublisher(WeightPublisher):
     """Publishes through an object store, a web server or a shared directory.
 
-    The last version stays in this process's memory, and the next is written beside it: what changed
-    in between is what travels.
+    Of a learner with several processes, this is process 0; the others write their shares by
+    `StoreFollower`.
     """
 
     def __init__(
@@ -52,17 +56,21 @@ class StorePublisher(WeightPublisher):
         sampler: np.dtype,
         in_flight: InFlight = "keep",
         learner: Learner | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
-        """Connects the servers as `WeightPublisher` does.
+        """Connects the servers as `WeightPublisher` does. `hosts` are the learner's processes, one
+        by default.
 
         Raises:
           ValueError: if `url` is not the address of a store.
           StoreError: if the packages for it are not installed.
         """
-        learner = learner or new_learner()
-        self._upload = Upload(url, key=key, learner=learner, group="weights")
-        self._word, self._specs = wire.itemsize, list[TensorSpec]()
-        self._buffers: list[np.ndarray] = []
+        learner, self._hosts = learner or new_learner(), hosts or Hosts()
+        self._upload = Upload(url, key=key, learner=learner, group=_GROUP)
+        self._word = wire.itemsize
+        self._share = ShareWriter(
+            self._upload.objects, hosts=self._hosts, learner=learner, word=self._word
+        )
         super().__init__(
             servers, "", wire=wire, sampler=sampler, in_flight=in_flight, learner=learner
         )
@@ -71,26 +79,41 @@ class StorePublisher(WeightPublisher):
     def close(self) -> None:
         """Empties the store; servers keep the weights they have loaded."""
         self._upload.close()
-        self._buffers.clear()
+        self._share.close()
 
     def _write(self, source: WeightSource, *, version: int) -> dict[str, Any]:
-        specs = list(source.specs())
-        file = plan_file(specs)
-        if specs != self._specs:
-            self._buffers = [np.zeros(file.nbytes, np.uint8) for _ in range(2)]
-            self._specs = specs
-        buffer = self._buffers[0]
+        shares = self._share.write(source, version=version)
+        entries = tuple(entry for share in shares for entry in share.entries)
+        text = manifest.dump(Manifest(version, self._learner, entries)).encode()
+        return self._upload.write(
+            {manifest.FILE: np.frombuffer(text, np.uint8)},
+            number=version,
+            word=self._word,
+            others=[file for share in shares for file in share.files],
+            complete_others=self._share.complete,
+        )
 
-        def put(offset: int, data: np.ndarray) -> None:
-            buffer[offset : offset + data.nbytes] = data
-
-        written = payload.write_tensors(source, file, put, version=version, learner=self._learner)
-        text = np.frombuffer(manifest.dump(written).encode(), np.uint8)
-        files = {file.name: buffer, manifest.FILE: text}
-        request = self._upload.write(files, number=version, word=self._word)
-        self._buffers.reverse()  # the base of the next version stays as it is
-        return request
+    def _swap(self, update: Callable[[VllmServer], Timings]) -> Timings:
+        # Meanwhile the other processes write whole chunks where a host asks for them.
+        return self._hosts.on_leader(lambda: swap_weights(self._servers, update))
 
     def _bring(self, server: VllmServer, payload: dict[str, Any]) -> str:
         directory = bring(server, self._upload, payload)
         return str(directory.relative_to(directory.parent.parent))
+
+
+class StoreFollower:
+    """Publishes the share of another process than 0."""
+
+    def __init__(
+        self, url: str, *, key: str | None, wire: np.dtype, learner: Learner, hosts: Hosts
+    ) -> None:
+        """Takes the identity of process 0's learner; errors are those of `StorePublisher`."""
+        objects = open_place(url, key=key, learner=learner, group=_GROUP)
+        self._hosts = hosts
+        self._share = ShareWriter(objects, hosts=hosts, learner=learner, word=wire.itemsize)
+
+    def publish(self, source: WeightSource, *, version: int) -> None:
+        """Returns once process 0 has published `version`."""
+        self._share.write(source, version=version)
+        self._hosts.on_leader(lambda: None)

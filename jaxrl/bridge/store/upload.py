@@ -2,7 +2,7 @@
 
 import hashlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -18,54 +18,36 @@ _THREADS = 16  # most of the time a thread waits for the store
 _NOTHING = np.zeros(0, np.uint8)
 
 
-class Upload:
-    """Successive versions of a set of files.
+def run_address(url: str, learner: Learner) -> str:
+    """Returns the address of what all processes of a learner's run write, now and earlier."""
+    run = hashlib.blake2b(learner.name.encode(), digest_size=8).hexdigest()
+    return f"{url.rstrip('/')}/jaxrl-{run}"
+
+
+def open_place(url: str, *, key: str | None, learner: Learner, group: str) -> Objects:
+    """Opens the place of a learner's session and group; raises ValueError, StoreError."""
+    check_url(url)
+    address = f"{run_address(url, learner)}/{learner.session}-{group}"
+    make_place(address)
+    return Objects(address, key=key)
+
+
+class FileWriter:
+    """Successive versions of some files.
 
     A chunk that did not change keeps its objects. One that did is written as a difference, or whole
     where that is smaller or there is no base. `complete` adds what an agent without the base needs.
-    Objects are deleted once neither of the last two versions names them.
     """
 
-    def __init__(
-        self, url: str, *, key: str | None, learner: Learner, group: str, slots: int = 2
-    ) -> None:
-        """Begins without a version, in a place of this learner's process and group.
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._files: tuple[StoredFile, ...] = ()  # of the last version
+        self._data: dict[str, np.ndarray] = {}  # their bytes
 
-        Each host keeps the last versions in `slots` slots; one of them is being filled at times.
-
-        Raises:
-          ValueError, StoreError: as `Objects`.
-        """
-        check_url(url)
-        run = hashlib.blake2b(learner.name.encode(), digest_size=8).hexdigest()
-        root, own = f"{url.rstrip('/')}/jaxrl-{run}", f"{learner.session}-{group}"
-        make_place(f"{root}/{own}")
-        self._run, self._objects = Objects(root, key=key), Objects(f"{root}/{own}", key=key)
-        self._request: dict[str, Any] = {"store": f"{root}/{own}", "group": group, "slots": slots}
-        self._learner = learner
-        self._current = StoredVersion(0, learner, 2, ())
-        self._data: dict[str, np.ndarray] = {}  # of the current version
-        self._named: list[set[str]] = []  # objects of the last versions
-        self._lock, self._complete = threading.Lock(), True
-
-    def remove_earlier(self) -> None:
-        """Deletes what killed processes of the same run left; call it once the servers have
-        admitted this one."""
-        own = self._learner.session
-        self._run.delete([name for name in self._run.names() if not name.startswith(own)])
-
-    def write(self, files: Mapping[str, np.ndarray], *, number: int, word: int) -> dict[str, Any]:
-        """Writes a version and returns the request that fetches it.
-
-        Args:
-          files: u8[N] of each file, by name. They must not change before the next call returns.
-          number: of the version.
-          word: bytes of a number.
-
-        Raises:
-          StoreError: the last version stays the base.
-        """
-        held = {file.name: file.chunks for file in self._current.files}
+    def write(self, files: Mapping[str, np.ndarray], *, word: int) -> tuple[StoredFile, ...]:
+        """Writes a version; the arguments are those of `Upload.write`. Raises StoreError: the last
+        version stays the base."""
+        held = {file.name: file.chunks for file in self._files}
 
         def put(chunk: np.ndarray, base: np.ndarray, old: Chunk | None) -> Chunk:
             digest = version.digest(chunk.data)
@@ -94,26 +76,96 @@ class Upload:
                 StoredFile(name, files[name].nbytes, tuple(job.result() for job in parts))
                 for name, parts in jobs.items()
             )
-        made = StoredVersion(number, self._learner, word, stored)
-        self._record(made)
-        self._data, self._complete = dict(files), False
+        self._files, self._data = stored, dict(files)
+        return stored
+
+    def complete(self) -> tuple[StoredFile, ...]:
+        """Writes the chunks of the last version that the store does not have whole; raises
+        StoreError."""
+        with ThreadPoolExecutor(_THREADS) as pool:
+            self._files = tuple(
+                file._replace(
+                    chunks=tuple(
+                        pool.map(
+                            self._put_whole, checksum.chunks(self._data[file.name]), file.chunks
+                        )
+                    )
+                )
+                for file in self._files
+            )
+        return self._files
+
+    def _put_whole(self, data: np.ndarray, chunk: Chunk) -> Chunk:
+        if not chunk.whole:
+            self._objects.put(chunk.whole_name(), data.data)
+        return chunk._replace(whole=True)
+
+
+class Upload:
+    """Successive versions of a set of files, some of which other processes may write.
+
+    Objects are deleted once neither of the last two versions names them.
+    """
+
+    def __init__(
+        self, url: str, *, key: str | None, learner: Learner, group: str, slots: int = 2
+    ) -> None:
+        """Begins without a version, in a place of this learner's process and group.
+
+        Each host keeps the last versions in `slots` slots; one of them is being filled at times.
+
+        Raises:
+          ValueError, StoreError: as `Objects`.
+        """
+        self.objects = open_place(url, key=key, learner=learner, group=group)
+        self._run = Objects(run_address(url, learner), key=key)
+        self._writer = FileWriter(self.objects)
+        address = f"{run_address(url, learner)}/{learner.session}-{group}"
+        self._request: dict[str, Any] = {"store": address, "group": group, "slots": slots}
+        self._learner = learner
+        self._current = StoredVersion(0, learner, 2, ())
+        self._complete_others: Callable[[], Sequence[StoredFile]] = tuple
+        self._named: list[set[str]] = []  # objects of the last versions
+        self._lock, self._complete = threading.Lock(), True
+
+    def remove_earlier(self) -> None:
+        """Deletes what killed processes of the same run left; call it once the servers have
+        admitted this one."""
+        own = self._learner.session
+        self._run.delete([name for name in self._run.names() if not name.startswith(own)])
+
+    def write(
+        self,
+        files: Mapping[str, np.ndarray],
+        *,
+        number: int,
+        word: int,
+        others: Sequence[StoredFile] = (),
+        complete_others: Callable[[], Sequence[StoredFile]] = tuple,
+    ) -> dict[str, Any]:
+        """Writes a version and returns the request that fetches it.
+
+        Args:
+          files: u8[N] of each file, by name. They must not change before the next call returns.
+          number: of the version.
+          word: bytes of a number.
+          others: further files of the version, which are in the store already.
+          complete_others: writes those whole, as `FileWriter.complete`.
+
+        Raises:
+          StoreError: the last version stays the base.
+        """
+        stored = (*others, *self._writer.write(files, word=word))
+        self._record(StoredVersion(number, self._learner, word, stored))
+        self._complete_others, self._complete = complete_others, False
         return self._request
 
     def complete(self) -> dict[str, Any]:
         """Writes the chunks of the last version that the store does not have whole, and returns the
         request that fetches it; raises StoreError. Several threads may call it."""
-        with self._lock, ThreadPoolExecutor(_THREADS) as pool:
+        with self._lock:
             if not self._complete:
-                files = tuple(
-                    file._replace(
-                        chunks=tuple(
-                            pool.map(
-                                self._put_whole, checksum.chunks(self._data[file.name]), file.chunks
-                            )
-                        )
-                    )
-                    for file in self._current.files
-                )
+                files = (*self._complete_others(), *self._writer.complete())
                 self._record(self._current._replace(files=files))
                 self._complete = True
             return self._request
@@ -121,23 +173,18 @@ class Upload:
     def close(self) -> None:
         """Deletes all objects."""
         named = set[str]().union(*self._named)
-        self._objects.delete(sorted(named.union(self._objects.names())))
-
-    def _put_whole(self, data: np.ndarray, chunk: Chunk) -> Chunk:
-        if not chunk.whole:
-            self._objects.put(chunk.whole_name(), data.data)
-        return chunk._replace(whole=True)
+        self.objects.delete(sorted(named.union(self.objects.names())))
 
     def _record(self, made: StoredVersion) -> None:
         """Writes a manifest, and deletes the objects that no version of the last two names."""
         data = version.dump(made)
         name = version.name(data, version=made.version)
-        self._objects.put(name, data)
+        self.objects.put(name, data)
         kept = made.objects() | {name}
         if made.version == self._current.version and self._named:
             kept |= self._named.pop()
         old = self._named[:-1]
         self._named = [*self._named[-1:], kept]
-        self._objects.delete(sorted(set[str]().union(*old) - set[str]().union(*self._named)))
+        self.objects.delete(sorted(set[str]().union(*old) - set[str]().union(*self._named)))
         self._current = made
         self._request = {**self._request, "manifest": name}

@@ -112,6 +112,7 @@ def _sources(config: Config, paths: Sequence[str]) -> "list[RolloutSource]":
                 one, task.tokenizer, task.tools, vocab_size=model.config.vocab_size
             ),
             reward_model=None,
+            teacher=None,
             note=print,
         )
         for one, task in zip(of_data.values(), tasks, strict=True)

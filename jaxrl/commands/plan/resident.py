@@ -41,7 +41,7 @@ class ResidentMemory:
     # for requests in flight and for new ones.
     sampler: float
     reference: float  # the frozen policy of loss.kl and reward.kl
-    reward_model: float  # its weights
+    reward_model: float  # its weights, or a teacher's
     critic: float  # parameters and optimizer of a critic with its own trunk
     # Extra bytes during a publish: the sampler's next weights, and a copy in the wire dtype
     # if one is made.
@@ -88,8 +88,9 @@ def resident_memory(config: Config, step: Step) -> ResidentMemory:
     if Need.REFERENCE in step.recipe.objective.needs or config.reward.kl:
         reference = on_one(lora.trainable(step.state.params), dtype=policy.compute)
     reward_model = 0.0
-    if config.reward.model is not None:
-        reward_model = _weights(_scorer(config.reward.model), layout, dtype=policy.compute)
+    if config.reward.model is not None and not config.reward.teacher_url:
+        specs = param_specs(huggingface.load_config(config.reward.model))
+        reward_model = _weights(specs, layout, dtype=policy.compute)
     moments = 0.0 if config.optimizer.offload else on_one(step.state.opt_state)
     overlapped = config.rollouts.max_staleness > 0
     return ResidentMemory(

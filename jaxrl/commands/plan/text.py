@@ -111,7 +111,7 @@ def _resident(program: Program) -> Iterator[str]:
     held = (
         ("sampler's weights", found.sampler),
         ("reference", found.reference),
-        ("reward model", found.reward_model),
+        ("reward model or teacher", found.reward_model),
         ("critic and its optimizer", found.critic),
     )
     if found.always:

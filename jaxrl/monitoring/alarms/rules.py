@@ -157,7 +157,10 @@ def held_out(history: History, limits: Limits) -> Finding | None:
 
 
 def zero_variance(history: History, limits: Limits) -> Finding | None:
-    """No reward variance in any group of a window, so that there is nothing to learn from."""
+    """No reward variance in any group of a window, so that there is nothing to learn from but a
+    teacher."""
+    if "kl/teacher" in history.names:
+        return None
     flat = history.last("groups/zero_std", limits.window)
     groups = history.last("groups/sampled", limits.window)
     if not flat.size or not groups.size or (flat < groups).any():

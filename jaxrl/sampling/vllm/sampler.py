@@ -5,6 +5,7 @@ prompt's group is one request, so the server prefills the prompt once. Later tur
 to the server that holds its prefix.
 """
 
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn, check_turns
+from jaxrl.sampling.vllm.experts import read_experts
 from jaxrl.sampling.vllm.router import Router, SamplerError, UnpublishedWeightsError
-
-_PATH = "/inference/v1/generate"
-_ROUNDING = 1e-4  # a log-prob above 0 by less is rounded to 0; by more it is invalid
+from jaxrl.sampling.vllm.scoring import PATH, score_turn, scored_turns, valid_logprob
 
 
 class _Served(NamedTuple):
@@ -34,6 +34,7 @@ class _Partial(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
+    experts: np.ndarray | None = None
 
 
 class _HttpRequest(NamedTuple):
@@ -62,6 +63,7 @@ class VllmSampler(Sampler):
         max_requests: int = 32,
         timeout: float = 600.0,
         headers: Mapping[str, str] | None = None,
+        record_experts: bool = False,
     ) -> None:
         """Makes the client without connecting.
 
@@ -72,6 +74,8 @@ class VllmSampler(Sampler):
           max_requests: concurrent requests per server.
           timeout: seconds after which a request is sent again.
           headers: of every request, such as the server's key.
+          record_experts: whether completions record the experts that the layers chose, which the
+            servers must then report.
 
         Raises:
           ValueError: if `urls` is empty or has an entry that is not an http:// address.
@@ -81,6 +85,7 @@ class VllmSampler(Sampler):
             urls, max_requests=max_requests, timeout=timeout, headers=headers or {}
         )
         self._pool = ThreadPoolExecutor(len(urls) * max_requests, thread_name_prefix="vllm")
+        self._record_experts = record_experts
         self._served = _Served(0)
 
     @property
@@ -133,9 +138,8 @@ class VllmSampler(Sampler):
           ValueError: if a sequence is empty, too long or outside the vocabulary.
           SamplerError: as `sample_turns`; if a server serves another version than `self.version`.
         """
-        turns = [Turn(sequence, i, 0, 1) for i, sequence in enumerate(sequences)]
-        turns = check_turns(
-            turns, max_positions=self._max_positions + 1, vocab_size=self._vocab_size
+        turns = scored_turns(
+            sequences, max_positions=self._max_positions, vocab_size=self._vocab_size
         )
         return list(self._pool.map(self._score, turns))
 
@@ -165,6 +169,10 @@ class VllmSampler(Sampler):
             one = todo.pop()
             for turn, choice in zip(one.turns, self._generate(one, params), strict=True):
                 partial = _parse_choice(choice, one)
+                if self._record_experts:
+                    tokens = len(turn.context) + len(partial.tokens)
+                    experts = read_experts(choice, one.partial.experts, tokens=tokens)
+                    partial = partial._replace(experts=experts)
                 reason = choice["finish_reason"]
                 if reason == "abort":
                     todo.append(one._replace(turns=[turn], partial=partial))
@@ -176,7 +184,7 @@ class VllmSampler(Sampler):
         first = request.turns[0]
         prompt_hash = hash(first.context[: first.prompt_length].tobytes())
         return self._router.post(
-            _PATH,
+            PATH,
             json.dumps(_body(request, params)),
             read=lambda text: _parse_choices(text, request),
             about=f"prompt {first.prompt_index}",
@@ -185,23 +193,14 @@ class VllmSampler(Sampler):
         )
 
     def _score(self, turn: Turn) -> np.ndarray:
-        served, sequence = self._served, turn.context
-        known = sequence[: self._max_positions - 1].tolist()
-        settings = {
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "prompt_logprobs": 0,  # of the token itself and no other
-            "detokenize": False,
-            "ignore_eos": True,
-        }
-        found = self._router.post(
-            _PATH,
-            json.dumps({"token_ids": known, "sampling_params": settings} | _model(served)),
-            read=lambda text: _parse_scores(text, known, served=served),
-            about=f"sequence {turn.prompt_index}",
+        served = self._served
+        return score_turn(
+            self._router,
+            turn,
+            max_positions=self._max_positions,
+            check=functools.partial(_check_scored, served=served),
+            model=_model(served),
         )
-        unknown = [math.nan] * (len(sequence) - len(known))
-        return np.array([math.nan, *found, *unknown], np.float32)
 
 
 def _follows(turn: Turn, before: Turn) -> bool:
@@ -263,28 +262,21 @@ def _parse_version(label: str, served: _Served) -> int:
     return int(version)
 
 
-def _parse_scores(text: str, tokens: Sequence[int], *, served: _Served) -> list[float]:
-    """Returns the log-probs of all tokens but the first."""
-    reply = json.loads(text)
-    (span,) = reply["choices"][0]["weight_versions"]
+def _check_scored(label: str, *, served: _Served) -> None:
     # The name of an adapter is its version; the weights below it have a version of their own.
-    version = _parse_version(span["version"], served)
+    version = _parse_version(label, served)
     if version != served.version and served.adapter is None:
         raise SamplerError(
-            f"the server scores with weights {span['version']!r}, but version {served.version} was "
+            f"the server scores with weights {label!r}, but version {served.version} was "
             "published last: the weights changed during the request"
         )
-    return [
-        _valid_logprob(entry[str(token)]["logprob"])
-        for token, entry in zip(tokens[1:], reply["prompt_logprobs"][1:], strict=True)
-    ]
 
 
 def _parse_choice(choice: dict[str, Any], request: _HttpRequest) -> _Partial:
     """Appends a choice to the completion that it continues."""
     tokens = choice["token_ids"] or []
     content = (choice.get("logprobs") or {}).get("content") or []
-    logprobs = [_valid_logprob(item.get("logprob")) for item in content[: len(tokens)]]
+    logprobs = [valid_logprob(item.get("logprob")) for item in content[: len(tokens)]]
     logprobs += [math.nan] * (len(tokens) - len(logprobs))
     versions = [0] * len(tokens)
     for span in choice.get("weight_versions") or ():
@@ -298,17 +290,12 @@ def _parse_choice(choice: dict[str, Any], request: _HttpRequest) -> _Partial:
     return _Partial(before.tokens + tokens, before.logprobs + logprobs, before.versions + versions)
 
 
-def _valid_logprob(logprob: float | None) -> float:
-    if logprob is None or not logprob <= _ROUNDING:
-        return math.nan
-    return min(logprob, 0.0)
-
-
 def _completion(
     turn: Turn, whole: _Partial, *, reason: str, stop: Sequence[Sequence[int]]
 ) -> Completion:
     end = _stop_sequence_end(whole.tokens, stop)
-    tokens, logprobs, versions = (part[:end] for part in whole)
+    tokens, logprobs, versions = (part[:end] for part in whole[:3])
+    computed = len(turn.context) + len(tokens) - 1
     return Completion(
         prompt_index=turn.prompt_index,
         sample_index=turn.sample_index,
@@ -316,6 +303,7 @@ def _completion(
         logprobs=np.asarray(logprobs, np.float32),
         versions=np.asarray(versions, np.int32),
         finish_reason="length" if reason == "length" and end is None else "stop",
+        experts=None if whole.experts is None else whole.experts[:computed],
     )
 
 

@@ -17,7 +17,12 @@ from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts import dynamic_sampling
 from jaxrl.training.rollouts.buffer import check_versions
 from jaxrl.training.rollouts.generate import Generated, RolloutSource, generate
-from jaxrl.training.rollouts.score import reward_metrics, score_rollouts, scores_by_group
+from jaxrl.training.rollouts.score import (
+    reward_metrics,
+    score_rollouts,
+    scores_by_group,
+    with_teacher,
+)
 from jaxrl.training.timing import Numbers, clock
 
 
@@ -41,7 +46,7 @@ def collect(source: RolloutSource, *, progress: Progress, seconds: Numbers) -> R
     With dynamic sampling it repeats, up to `dynamic_sampling_rounds` more times, until the batch is
     full of groups whose rewards differ.
     """
-    config, names = source.config.train, list(source.task.weights)
+    config = source.config.train
     extra_rounds = config.dynamic_sampling_rounds
     found, sampled, rounds = progress.pending, list[Rollout](), 0
     rollouts: list[Rollout] = []
@@ -54,7 +59,7 @@ def collect(source: RolloutSource, *, progress: Progress, seconds: Numbers) -> R
         )
         kept = dynamic_sampling.informative(rollouts) if extra_rounds else rollouts
         found, sampled, rounds = [*found, *kept], [*sampled, *rollouts], rounds + 1
-    numbers = reward_metrics(sampled, names=names)
+    numbers = reward_metrics(sampled, weights=source.task.weights)
     groups = dynamic_sampling.count_groups(found)
     # Where all rewards are equal, the last round is trained on: a KL term still has a gradient.
     batch, progress.pending = dynamic_sampling.split_groups(
@@ -148,6 +153,7 @@ def _sample_and_score(
             for group in groups.values():
                 ready.put(_ordered(group))
             score_ready()
+            scored = with_teacher(source, scored)
     if failures:
         source.note(failures[0])
     order = {number: i for i, number in enumerate(examples)}

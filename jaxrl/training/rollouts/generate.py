@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxrl.builders.reward_model import RewardModel
 from jaxrl.builders.task import TaskData
+from jaxrl.builders.teacher import Teacher
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Rollout
 from jaxrl.data.prompts import Example
@@ -26,6 +27,7 @@ class RolloutSource(NamedTuple):
       params: sampling parameters, with the seed of the run.
       episode_runner: plays episodes; None for completions of a single turn.
       reward_model: None without one.
+      teacher: None without one.
       note: shows a line to the user.
     """
 
@@ -35,6 +37,7 @@ class RolloutSource(NamedTuple):
     params: SamplingParams
     episode_runner: EpisodeRunner | None
     reward_model: RewardModel | None
+    teacher: Teacher | None
     note: Callable[[str], None]
 
     @property

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.advantages import Outcomes
+from jaxrl.advantages import Advantages, Outcomes
+from jaxrl.advantages.teacher import log_ratios, with_log_ratios
 from jaxrl.builders.task import ENVIRONMENT
+from jaxrl.config.reward import RewardConfig
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Rollout
 from jaxrl.losses.regularizers import k1
@@ -69,6 +71,24 @@ def shaped_outcomes(
         turns=turns,
         greedy=greedy,
     ), numbers
+
+
+def add_teacher(
+    config: RewardConfig, rollouts: Sequence[Rollout], advantages: Advantages
+) -> tuple[Advantages, Numbers]:
+    """Adds the teacher's part to the advantages, if the rollouts have its log-probs.
+
+    Returns:
+      (the advantages, "kl/teacher": the reverse KL per token, in nats).
+    """
+    teacher = [r.teacher for r in rollouts if r.teacher is not None]
+    if not teacher:
+        return advantages, {}
+    masks = [r.action_mask for r in rollouts]
+    ratios = log_ratios(teacher, [r.logprobs for r in rollouts], masks)
+    chosen = max(1, sum(int(mask.sum()) for mask in masks))
+    numbers = {"kl/teacher": -sum(float(one.sum()) for one in ratios) / chosen}
+    return with_log_ratios(advantages, ratios, weight=config.model_weight), numbers
 
 
 def overlong_penalty(lengths: np.ndarray, *, longest: int, buffer: int) -> np.ndarray:

@@ -47,7 +47,7 @@ def score_rollouts(
     total = np.full(len(rollouts), np.nan)
     components = np.full((len(rollouts), len(weights)), np.nan)
     total[known] = scored.total
-    components[known] = np.stack(list(scored.components.values()), axis=1)
+    components[known] = np.array([*scored.components.values()]).reshape(len(weights), len(known)).T
     failed = np.isnan(total)
     return [
         r._replace(
@@ -59,8 +59,16 @@ def score_rollouts(
     ]
 
 
-def reward_metrics(rollouts: Sequence[Rollout], *, names: Sequence[str]) -> Numbers:
-    """Computes means over the known rewards, also of the named parts, and counts of the rest.
+def with_teacher(source: RolloutSource, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Returns the rollouts with the log-probs of the teacher, if there is one."""
+    if source.teacher is None:
+        return list(rollouts)
+    scores = source.teacher(rollouts)
+    return [r._replace(teacher=found) for r, found in zip(rollouts, scores, strict=True)]
+
+
+def reward_metrics(rollouts: Sequence[Rollout], *, weights: Mapping[str, float]) -> Numbers:
+    """Computes means over the known rewards, also of their parts, and counts of the rest.
 
     Raises:
       RuntimeError: if every reward failed.
@@ -76,9 +84,9 @@ def reward_metrics(rollouts: Sequence[Rollout], *, names: Sequence[str]) -> Numb
         "reward/failed": float(np.isnan(rewards).sum()),
         "groups/zero_std": float(zero_std_groups(rewards, np.array([r.group for r in rollouts]))),
     }
-    if len(names) > 1:
+    if len(weights) > 1 or 0.0 in weights.values():
         components = np.nanmean([r.components for r in rollouts], axis=0)
         numbers |= {
-            f"reward/{name}": float(value) for name, value in zip(names, components, strict=True)
+            f"reward/{name}": float(value) for name, value in zip(weights, components, strict=True)
         }
     return numbers | episode_metrics(rollouts)

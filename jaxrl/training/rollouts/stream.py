@@ -25,7 +25,7 @@ from jaxrl.training.rollouts import dynamic_sampling
 from jaxrl.training.rollouts.buffer import Buffer, Counts, staleness
 from jaxrl.training.rollouts.collect import RolloutBatch, collect, prompts_at, request_params
 from jaxrl.training.rollouts.generate import Generated, RolloutSource, generate
-from jaxrl.training.rollouts.score import reward_metrics, score_rollouts
+from jaxrl.training.rollouts.score import reward_metrics, score_rollouts, with_teacher
 from jaxrl.training.timing import Numbers
 
 GRACE = 10.0  # seconds for running rewards to end
@@ -128,7 +128,7 @@ class Stream:
             progress.counts = dataclasses.asdict(self._buffer.counts)
         if batch is None:
             return None
-        numbers = reward_metrics(batch, names=list(self._source.task.weights))
+        numbers = reward_metrics(batch, weights=self._source.task.weights)
         return RolloutBatch(batch, batch, numbers | self._numbers(batch))
 
     def _wait(self) -> list[Rollout] | None:
@@ -217,6 +217,7 @@ class Stream:
         ordered = [one.rollout for one in sorted(group.completed, key=lambda one: one.index)]
         number = ordered[0].group
         rollouts = score_rollouts(self._source, ordered, examples={number: group.example})
+        rollouts = with_teacher(self._source, rollouts)
         with self._changed:
             self._rewarding.stop()
             self._buffer.finish(number, rollouts)

@@ -48,6 +48,8 @@ def test_text():
     assert "PPO  2 trained, 2 frozen    2822.1 GB, at least 36 chips of 80 GB" in text
     assert "GRPO 1 trained, 1 frozen    1411.1 GB, at least 18 chips of 80 GB" in text
     assert "Publishing 141.1 GB at 50 GB/s: 2.8 s" in text
+    assert "through sampler.store (up, then down to all hosts at once): 5.6 s" in text
+    assert "0.6 % of the words changed: 0.04 s" in text
     assert "Learner utilisation: 39 % in turn" in text
 
 

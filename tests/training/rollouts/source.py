@@ -30,5 +30,6 @@ def make_source(
         params=SamplingParams(max_tokens=2),
         episode_runner=None,
         reward_model=None,
+        teacher=None,
         note=note,
     )

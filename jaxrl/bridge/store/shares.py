@@ -1,0 +1,86 @@
+"""The share of a version that each process of the learner writes.
+
+The tensors of a model are divided among the processes. Each holds its own on the host, in a file of
+its own, and writes it; process 0 writes the manifest that names all of them. No host holds the
+whole model, and no link carries it.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl.bridge import payload
+from jaxrl.bridge.base import Learner, TensorSpec, WeightSource
+from jaxrl.bridge.manifest import Entry
+from jaxrl.bridge.safetensors_file import plan_file
+from jaxrl.bridge.store.objects import Objects
+from jaxrl.bridge.store.upload import FileWriter
+from jaxrl.bridge.store.version import StoredFile
+from jaxrl.core.hosts import Hosts
+
+
+class Share(NamedTuple):
+    """What one process has written of a version."""
+
+    entries: tuple[Entry, ...]
+    files: tuple[StoredFile, ...]
+
+
+class ShareWriter:
+    """Writes the share of this process, of successive versions.
+
+    The last version stays in this process's memory, and the next is written beside it: what changed
+    in between is what travels.
+    """
+
+    def __init__(self, objects: Objects, *, hosts: Hosts, learner: Learner, word: int) -> None:
+        """Takes the place in the store of all processes; `word` is the bytes of a number."""
+        self._writer, self._hosts, self._learner, self._word = (
+            FileWriter(objects),
+            hosts,
+            learner,
+            word,
+        )
+        self._specs = list[TensorSpec]()
+        self._buffers = list[np.ndarray]()
+        self._complete = hosts.on_all(self._writer.complete)
+        self._shares: Sequence[Share] = ()
+
+    def write(self, source: WeightSource, *, version: int) -> Sequence[Share]:
+        """Writes this process's tensors and returns the shares of all processes. All must call it.
+
+        Raises:
+          StoreError: the last version stays the base.
+        """
+        specs, name = list(source.specs()), "model"
+        if self._hosts.count > 1:
+            name = f"model-{self._hosts.index + 1:05}-of-{self._hosts.count:05}"
+        file = plan_file(specs, name=f"{name}.safetensors")
+        if specs != self._specs:
+            self._buffers = [np.zeros(file.nbytes, np.uint8) for _ in range(2)]
+            self._specs = specs
+        buffer = self._buffers[0]
+
+        def put(offset: int, data: np.ndarray) -> None:
+            buffer[offset : offset + data.nbytes] = data
+
+        written = payload.write_tensors(source, file, put, version=version, learner=self._learner)
+        stored = self._writer.write({file.name: buffer}, word=self._word)
+        self._buffers.reverse()  # the base of the next version stays as it is
+        self._shares = self._hosts.gather(Share(written.entries, stored))
+        return self._shares
+
+    def complete(self) -> Sequence[StoredFile]:
+        """Has all processes write their shares whole; for process 0, in `Hosts.on_leader`."""
+        own = self._complete()
+        others = (file for share in self._shares[1:] for file in share.files)
+        return (*own, *map(_whole, others))
+
+    def close(self) -> None:
+        """Frees the memory."""
+        self._buffers.clear()
+
+
+def _whole(file: StoredFile) -> StoredFile:
+    return file._replace(chunks=tuple(chunk._replace(whole=True) for chunk in file.chunks))

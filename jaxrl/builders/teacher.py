@@ -1,0 +1,152 @@
+"""Opens the teacher that a config names: a language model that judges each token of a completion.
+
+On-policy distillation: the policy samples, and the advantage of each of its tokens gains
+log teacher - log sampler, minus an estimate of the reverse KL (Thinking Machines, "On-Policy
+Distillation", 2025; GKD, arXiv:2306.13649).
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+
+from jaxrl.bridge.in_vllm import auth
+from jaxrl.bridge.servers.control import ControlError, VllmServer
+from jaxrl.builders.api_key import known_key
+from jaxrl.builders.model import load_model
+from jaxrl.builders.reward_model import check_vocabulary
+from jaxrl.config.reward import RewardConfig
+from jaxrl.config.training import Config
+from jaxrl.core.batch import Minibatch, Rollout
+from jaxrl.core.hosts import Hosts
+from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
+from jaxrl.core.precision import jit
+from jaxrl.data.prompts import Tokenizer
+from jaxrl.learner.policy import make_score
+from jaxrl.models import huggingface
+from jaxrl.sampling.vllm.scoring import VllmTeacher
+from sharding.partition import Layout
+from sharding.transfer import fetch
+
+Teacher = Callable[[Sequence[Rollout]], Sequence[np.ndarray]]
+"""Rollouts -> f32[C] for each, log-probs of its completion; NaN where there is none."""
+
+_COMPARED = 32  # token ids whose texts a server's tokenizer is compared by
+
+
+def names_teacher(config: RewardConfig) -> bool:
+    """Tells if reward.model is a language model, not a reward model."""
+    path = config.model
+    return path is not None and (config.teacher_url or not huggingface.load_config(path).scored)
+
+
+@contextmanager
+def open_teacher(
+    config: Config, tokenizer: Tokenizer, *, layout: Layout, hosts: Hosts
+) -> Iterator[Teacher | None]:
+    """Opens the teacher of a run whose policy has the tokenizer; None if the config names none. A
+    server is asked by process 0; a model in a directory runs on the learner's devices.
+
+    Raises:
+      ValueError: for a model or a server that cannot be used; the message names the key.
+    """
+    if not names_teacher(config.reward):
+        yield None
+    elif not config.reward.teacher_url:
+        yield hosts.on_all(_load_teacher(config, tokenizer, layout=layout))
+    elif hosts.leads:
+        client = _connect(config, tokenizer)
+        try:
+            yield functools.partial(_ask, client)
+        finally:
+            client.close()
+    else:
+        yield None
+
+
+def _load_teacher(config: Config, tokenizer: Tokenizer, *, layout: Layout) -> Teacher:
+    """Loads a teacher in `precision.compute`; rows and microbatches are the learner's."""
+    path, policy = config.reward.model, config.policy
+    assert path is not None
+    model, params = load_model(path, layout=layout, dtype=policy.compute)
+    check_vocabulary(
+        path,
+        own=huggingface.load_tokenizer(path),
+        policy=tokenizer,
+        vocab_size=model.config.vocab_size,
+    )
+    score = make_score(
+        model,
+        precision=policy,
+        rows_per_microbatch=config.microbatch_rows,
+        temperature=config.sampling.temperature,
+        param_shardings=layout.constraints(model.specs),
+    )
+    # Sized for the worst case, one sequence per row, so that it compiles once.
+    shape = MinibatchShape(
+        row_length=config.row_length,
+        rows_per_microbatch=config.microbatch_rows,
+        max_rows=config.minibatch_completions,
+        sharding=layout.batch(("batch", "length")),
+    )
+    compiled = functools.partial(jit(score, sums=policy.sums), params)
+    return functools.partial(score_completions, score=compiled, shape=shape)
+
+
+def score_completions(
+    rollouts: Sequence[Rollout], *, score: Callable[[Minibatch], jax.Array], shape: MinibatchShape
+) -> list[np.ndarray]:
+    """Scores completions by a compiled model: f32[C] for each, 0 where the policy did not choose
+    the token."""
+    # The experts that the policy used are no teacher's.
+    rollouts = [r._replace(experts=None) for r in rollouts]
+    most, found = shape.max_rows or len(rollouts), list[np.ndarray]()
+    for first in range(0, len(rollouts), most):
+        some = rollouts[first : first + most]
+        minibatch = pack_minibatch(some, [0.0] * len(some), shape=shape)
+        found += unpack(fetch(score(minibatch)), some, shape=shape)
+    return found
+
+
+def _connect(config: Config, tokenizer: Tokenizer) -> VllmTeacher:
+    url = config.reward.model
+    assert url is not None
+    key, c = known_key(), config.sampler
+    server = VllmServer(url, timeout=c.timeout, api_key=key)
+    ids = sorted(tokenizer.get_vocab().values())
+    ids = ids[:: -(-len(ids) // _COMPARED)]
+    try:
+        longest, texts = server.max_model_len(), server.decode(ids)
+    except ControlError as error:
+        raise ValueError(
+            f"reward.model = {url!r}: {error}; start the teacher with `jaxrl serve` and give its "
+            "address"
+        ) from None
+    # vLLM draws a token after those that it scores.
+    if longest <= config.longest_sequence:
+        raise ValueError(
+            f"reward.model = {url!r} takes {longest} tokens, but scoring a prompt and a completion "
+            f"takes {config.longest_sequence + 1} (data.max_prompt_tokens + sampling.max_tokens + "
+            "1); start it with a larger --max_model_len, or lower one of these"
+        )
+    if texts != (own := tokenizer.decode(ids)):
+        raise ValueError(
+            f"reward.model = {url!r} reads the policy's token ids, but its tokenizer is not the "
+            f"policy's: it decodes {ids} as {texts!r}, the policy as {own!r}; serve a model with "
+            "the policy's tokenizer"
+        )
+    return VllmTeacher(
+        [url],
+        max_positions=longest,
+        vocab_size=huggingface.load_config(config.model.path).vocab_size,
+        max_requests=c.max_requests,
+        timeout=c.timeout,
+        headers=auth.headers(key),
+    )
+
+
+def _ask(client: VllmTeacher, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+    scores = client.score([np.concatenate([r.prompt, r.completion]) for r in rollouts])
+    return [one[len(r.prompt) :] for one, r in zip(scores, rollouts, strict=True)]

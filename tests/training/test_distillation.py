@@ -1,0 +1,165 @@
+"""Teachers: a language model, or a server of one, that scores the tokens of completions."""
+
+import dataclasses
+import functools
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl import train
+from jaxrl.builders.teacher import open_teacher, score_completions
+from jaxrl.config.alarms import LIMITS
+from jaxrl.config.toml_file import ConfigError, load
+from jaxrl.config.training import Config
+from jaxrl.core.batch import from_json, given_rollout, to_json
+from jaxrl.core.hosts import Hosts
+from jaxrl.core.packing import MinibatchShape
+from jaxrl.core.precision import PRESETS
+from jaxrl.learner.policy import make_score
+from jaxrl.models import huggingface
+from jaxrl.models.decoder import decoder
+from jaxrl.monitoring.alarms.history import History
+from jaxrl.monitoring.alarms.rules import zero_variance
+from jaxrl.monitoring.tracking.tracking import read_metrics
+from tests import tiny
+
+FP32 = PRESETS["fp32"]
+# Another architecture than the policy's, with its vocabulary.
+CONFIG = dataclasses.replace(tiny.CONFIG, model_type="llama", qk_norm=False, num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("material")
+    tiny.write_checkpoint(directory / "policy")
+    params = tiny.params(1, config=CONFIG)
+    source = directory / "policy"
+    huggingface.save(directory / "teacher", params, CONFIG, dtype=FP32.wire, source_dir=source)
+    rows = [{"prompt": p, "answer": p} for p in ("ab", "cd", "ef", "gh")]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return directory
+
+
+def config(material, **overrides) -> Config:
+    keys = {
+        "model.path": f"{material}/policy",
+        "data.path": f"{material}/prompts.jsonl",
+        "data.max_prompt_tokens": "8",
+        "reward.model": f"{material}/teacher",
+        "sampling.max_tokens": "8",
+        "train.steps": "6",
+        "train.train_batch": "4",
+        "train.group_size": "8",
+        "train.microbatch_tokens": "256",
+        "optimizer.learning_rate": "0.01",
+        "precision": "fp32",
+        "probe.every": "0",
+        "run_dir": f"{material}/run",
+    }
+    return load(Config, overrides=list((keys | overrides).items()))
+
+
+def test_scores_are_those_of_each_sequence_alone_whatever_the_batch():
+    """Five completions in minibatches of two; the experts of the policy are not replayed."""
+    score = make_score(decoder(CONFIG), precision=FP32, rows_per_microbatch=2)
+    compiled = functools.partial(jax.jit(score), tiny.params(1, config=CONFIG))
+    shape = MinibatchShape(row_length=24, rows_per_microbatch=2, sharding=jax.devices()[0])
+    rollouts = [r._replace(experts=np.zeros((r.length, 2, 2), np.int16)) for r in tiny.rollouts(5)]
+    few = dataclasses.replace(shape, max_rows=2)
+    together = score_completions(rollouts, score=compiled, shape=few)
+    for rollout, found in zip(rollouts, together, strict=True):
+        (alone,) = score_completions([rollout], score=compiled, shape=few)
+        np.testing.assert_allclose(found, alone, rtol=1e-5, atol=1e-6)
+        assert (found[rollout.action_mask] < 0).all()
+        assert not found[~rollout.action_mask].any()
+
+
+def test_the_policy_approaches_its_teacher(material):
+    train.train(config(material))
+    rows = read_metrics(material / "run" / "metrics.jsonl")
+    distances = [row["kl/teacher"] for row in rows]
+    assert np.mean(distances[-2:]) < 0.9 * np.mean(distances[:2])
+    assert [row["reward"] for row in rows] == [0.0] * len(rows)  # a teacher rewards nothing
+
+
+def test_a_teachers_scores_survive_a_checkpoint():
+    rollout = tiny.rollouts(1)[0]
+    rollout = rollout._replace(teacher=np.linspace(-2, 0, len(rollout.completion), dtype="f4"))
+    found = from_json(json.loads(json.dumps(to_json(rollout)))).teacher
+    np.testing.assert_array_equal(found, rollout.teacher)
+
+
+class _Teacher(BaseHTTPRequestHandler):
+    """Speaks the part of vLLM's protocol that a teacher needs; gives token t the log-prob -t."""
+
+    def do_GET(self) -> None:
+        self._answer({"data": [{"id": "m", "max_model_len": 17}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/detokenize":
+            self._answer({"prompt": " ".join(map(str, body["tokens"]))})
+            return
+        scores = [{str(t): {"logprob": -float(t)}} for t in body["token_ids"]]
+        choice = {"weight_versions": [{"version": "default", "start": 0, "end": 1}]}
+        self._answer({"choices": [choice], "prompt_logprobs": [None, *scores[1:]]})
+
+    def _answer(self, content: Any) -> None:
+        text = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Teacher) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def opened(config, decode):
+    vocabulary = {str(i): i for i in range(64)}
+    tokenizer: Any = SimpleNamespace(get_vocab=lambda: vocabulary, decode=decode)
+    layout: Any = None
+    return open_teacher(config, tokenizer, layout=layout, hosts=Hosts())
+
+
+def test_a_server_is_asked_for_the_tokens_that_were_sampled(material, url):
+    def decode(ids):
+        return " ".join(map(str, ids))
+
+    rollouts = [given_rollout([5, 6], [7, 8, 9]), given_rollout([5], [4])]
+    with opened(config(material, **{"reward.model": url}), decode) as teacher:
+        found = [scores.tolist() for scores in teacher(rollouts)]
+    assert found == [[-7.0, -8.0, -9.0], [-4.0]]
+    too_long = config(material, **{"reward.model": url, "sampling.max_tokens": "9"})
+    with pytest.raises(ValueError, match=r"takes 17 tokens, but scoring .* takes 18"):
+        opened(too_long, decode).__enter__()
+    with pytest.raises(ValueError, match="its tokenizer is not the policy's: it decodes"):
+        opened(config(material, **{"reward.model": url}), str).__enter__()
+    with pytest.raises(ConfigError, match="vLLM scores given tokens only at a temperature of 1"):
+        config(material, **{"reward.model": url, "sampling.temperature": "0.5"})
+
+
+def test_equal_rewards_are_no_alarm_where_a_teacher_teaches():
+    equal, taught = History(), History()
+    for step in range(1, 21):
+        numbers = {"step": step, "groups/zero_std": 8.0, "groups/sampled": 8.0, "reward": 0.0}
+        equal.add(numbers)
+        taught.add(numbers | {"kl/teacher": 0.1})
+    assert zero_variance(equal, LIMITS) is not None
+    assert zero_variance(taught, LIMITS) is None
