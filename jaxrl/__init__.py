@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jaxrl.learner.minibatch import minibatch
     from jaxrl.learner.policy import make_learner
     from jaxrl.losses import grpo
+    from jaxrl.models.nnx import from_nnx
     from jaxrl.models.pretrained import load
     from jaxrl.sampling.base import SamplingParams
     from jaxrl.sampling.embedded.sampler import EmbeddedSampler
@@ -28,6 +29,7 @@ __all__ = [
     "Precision",
     "SamplingParams",
     "__version__",
+    "from_nnx",
     "grpo",
     "jit",
     "load",
@@ -42,6 +44,7 @@ _HOMES = {
     "EmbeddedSampler": "jaxrl.sampling.embedded.sampler",
     "Precision": "jaxrl.core.precision",
     "SamplingParams": "jaxrl.sampling.base",
+    "from_nnx": "jaxrl.models.nnx",
     "grpo": "jaxrl.losses",
     "jit": "jaxrl.core.precision",
     "load": "jaxrl.models.pretrained",

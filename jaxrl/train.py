@@ -19,6 +19,7 @@ from jaxrl.core.hosts import Hosts
 from jaxrl.core.metrics import Metrics, merge, to_floats
 from jaxrl.learner.actor_critic import State
 from jaxrl.learner.update import applied_steps
+from jaxrl.models import spec
 from jaxrl.monitoring.tracking.profile import Profile, explain_no_trace
 from jaxrl.training.alarm_actions import AlarmActions, Verdict
 from jaxrl.training.compile_ahead import compile_ahead
@@ -97,6 +98,7 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
             run.checkpoints,
             tracker=run.tracker,
             check_changed=run.learning.check_attention,
+            parameters=spec.parameter_count(run.learning.model.specs),
         )
         if progress.step == 0:
             progress.initial_accuracy = evaluate(run, progress)

@@ -46,6 +46,15 @@ def test_own_loss_prints_its_formula_and_holds_the_policy(material, monkeypatch,
     assert out.count("KL from the reference") == 5
 
 
+def test_nnx_module_learns_without_a_line_of_jaxrl_in_it(material, monkeypatch, capsys):
+    run("nnx_module.py", material, monkeypatch=monkeypatch)
+    lines = capsys.readouterr().out.splitlines()
+    rewards = [float(line.split("reward ")[1].split(",")[0]) for line in lines]
+    assert rewards[-1] > rewards[0] + 0.1
+    # The sampler decodes without a cache what the learner scores.
+    assert all(abs(float(line.split("KL ")[1])) < 1e-4 for line in lines)
+
+
 def test_precision_sweep_finds_the_mismatch_where_it_is(material, monkeypatch, capsys, tmp_path):
     run("precision_sweep.py", material, tmp_path / "sweep.png", monkeypatch=monkeypatch)
     lines = capsys.readouterr().out.splitlines()

@@ -56,7 +56,8 @@ class AlarmsConfig(Section):
     was 0), the learning rate halved, or the precision set to alarms.precision."""
 
     kl_spike: Action = "log"
-    """KL above 5 x the median of the last 20 steps, and above 0.1 nats per token."""
+    """KL above 5 x the median of the last 20 steps, and above 0.1 nats per token; in steps 10 to
+    20, a reward below that of the first two steps, or not above it at a KL above 0.1."""
 
     kl_with_reward: Action = "log"
     """KL above twice its mean over the last 20 steps, and above 0.1, while the reward rises."""

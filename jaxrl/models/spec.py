@@ -1,6 +1,7 @@
 """Declarations of parameters: shape, axes, initial value and Hugging Face name."""
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -61,6 +62,11 @@ def flatten(specs: Specs) -> dict[str, ParamSpec]:
     """Flattens specs to {"layers/q": spec, ...}, the paths used in error messages."""
     flat = traverse_util.flatten_dict(dict(specs), sep="/", is_leaf=lambda _, x: is_spec(x))
     return {str(path): spec for path, spec in flat.items()}  # pyright: ignore
+
+
+def parameter_count(specs: Specs) -> int:
+    """Counts all parameters of a model."""
+    return sum(math.prod(one.shape) for one in flatten(specs).values())
 
 
 def init(specs: Specs, key: jax.Array, *, dtype: DType) -> Params:

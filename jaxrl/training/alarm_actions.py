@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jaxrl.config.training import Config
-from jaxrl.monitoring.alarms.causes import CAUSES
+from jaxrl.monitoring.alarms.causes import CAUSES, usual_learning_rates
 from jaxrl.monitoring.alarms.rules import Alarm, check_alarms
 from jaxrl.monitoring.tracking.tracking import NullTracker, Tracker, read_metrics
 from jaxrl.training import rollbacks
@@ -37,12 +37,13 @@ class AlarmActions:
         *,
         tracker: Tracker | NullTracker,
         check_changed: Callable[[Config], object],
+        parameters: int,
     ) -> None:
         """Reads the alarms that the run has raised so far. `check_changed` raises ValueError for a
-        config that the run's devices cannot compute."""
+        config that the run's devices cannot compute. The model has `parameters` numbers."""
         self._config, self._directory = config, Path(config.run_dir)
         self._checkpoints, self._tracker = checkpoints, tracker
-        self._check_changed = check_changed
+        self._check_changed, self._parameters = check_changed, parameters
         entries = read_metrics(self._directory / "metrics.jsonl")
         events = (e["event"] for e in entries if "event" in e)
         self._raised = {e["alarm"]: e["at"] for e in events if e["action"] != "rollback"}
@@ -72,7 +73,7 @@ class AlarmActions:
             except ValueError as error:
                 kind, more = "pause", f"no rollback: {error}"
         self._log(alarm, action=kind, more=more)
-        message = f"{_described(alarm)}{'; ' * bool(more)}{more}\n"
+        message = f"{self._described(alarm)}{'; ' * bool(more)}{more}\n"
         directory = self._directory
         if kind == "pause":
             return Verdict(
@@ -105,11 +106,11 @@ class AlarmActions:
         decided = rollbacks.decide(self._directory, alarm, to=to, config=config, changes=changes)
         more = f"back to step {to} with {decided.in_words}"
         self._log(alarm, action="rollback", more=more)
-        return Verdict("rollback", f"{_described(alarm)}; {more} (rollback {before + 1})")
+        return Verdict("rollback", f"{self._described(alarm)}; {more} (rollback {before + 1})")
 
     def _log(self, alarm: Alarm, *, action: str, more: str) -> None:
         acted = f"; {action}" * (action != "log")
-        self._tracker.note(f"{_described(alarm)}{acted}{'; ' * bool(more)}{more}")
+        self._tracker.note(f"{self._described(alarm)}{acted}{'; ' * bool(more)}{more}")
         self._tracker.event(
             alarm.step,
             {
@@ -123,10 +124,22 @@ class AlarmActions:
             },
         )
 
+    def _described(self, alarm: Alarm) -> str:
+        known = CAUSES[alarm.name]
+        return (
+            f"step {alarm.step}: {known.title}: {alarm.text} (limit {alarm.limit:.3g}). Likely: "
+            f"{known.causes}. Keys: {', '.join(known.keys)}{self._learning_rates(known.keys[0])}"
+        )
 
-def _described(alarm: Alarm) -> str:
-    known = CAUSES[alarm.name]
-    return (
-        f"step {alarm.step}: {known.title}: {alarm.text} (limit {alarm.limit:.3g}). Likely: "
-        f"{known.causes}. Keys: {', '.join(known.keys)}"
-    )
+    def _learning_rates(self, key: str) -> str:
+        """Names the usual range if the learning rate is the first key to try and lies outside."""
+        of, adapters = self._config.optimizer, self._config.lora.rank > 0
+        low, high = usual_learning_rates(self._parameters, adapters=adapters)
+        within = low <= of.learning_rate <= high
+        if key != "optimizer.learning_rate" or of.name != "adamw" or within:
+            return ""
+        return (
+            f". optimizer.learning_rate is {of.learning_rate:g}; usual for adamw and "
+            f"{self._parameters:.2g} parameters{' with adapters' * adapters} is {low:.1g} to "
+            f"{high:.1g}"
+        )

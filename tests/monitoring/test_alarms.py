@@ -10,7 +10,7 @@ from jaxrl.config.alarms import Limits
 from jaxrl.config.training import Config
 from jaxrl.losses import recipes
 from jaxrl.losses.recipe import Terms
-from jaxrl.monitoring.alarms.causes import CAUSES
+from jaxrl.monitoring.alarms.causes import CAUSES, usual_learning_rates
 from jaxrl.monitoring.alarms.rules import RULES, replay_alarms
 
 LIMITS = Limits(warmup=10, window=8)
@@ -140,6 +140,38 @@ def test_one_large_penalty_does_not_make_a_task_solved():
     for step, p10 in ((5, -100.0), (25, -10.0), (35, 0.0)):
         entries[step - 1] |= {"reward/min": -1000.0, "reward/p10": p10}
     assert {alarm.name for alarm in replay_alarms(entries, LIMITS)} == {"identical", "entropy"}
+
+
+def beginning(rewards, *, kl):
+    """Returns the first steps of a run with these rewards and this KL."""
+    return [usual(s) | {"reward": r, "kl": kl} for s, r in enumerate(rewards, 1)]
+
+
+FALLING = [0.43, 0.44, 0.40, 0.41, 0.38, 0.36, 0.37, 0.35, 0.34, 0.34]
+
+
+def test_kl_that_earns_nothing_is_an_alarm_in_the_first_steps():
+    limits = Limits()
+    (found,) = replay_alarms(beginning(FALLING, kl=0.3), limits)
+    assert (found.name, found.step, found.healthy) == ("kl_spike", 10, 0)
+    assert "the reward went from 0.435 in the first two steps to 0.352 in the last 5" in found.text
+    level = [0.4 + 0.02 * (-1) ** step for step in range(10)]
+    assert [a.name for a in replay_alarms(beginning(level, kl=0.3), limits)] == ["kl_spike"]
+    (fallen,) = replay_alarms(beginning(FALLING, kl=None), limits)  # a run without a reference
+    assert (fallen.name, fallen.value) == ("kl_spike", pytest.approx(0.083))
+    assert replay_alarms(beginning(level, kl=0.05), limits) == []
+    rising = FALLING[::-1]  # a policy that improves may move
+    assert replay_alarms(beginning(rising, kl=0.3), limits) == []
+    assert replay_alarms(beginning([0.97] * 10, kl=0.3), limits) == []  # solved
+
+
+def test_the_usual_learning_rates_are_those_of_published_recipes():
+    for parameters, low, high in ((1e5, 3e-5, 3e-4), (1.5e9, 3e-7, 3e-6), (32e9, 3e-7, 3e-6)):
+        found = usual_learning_rates(int(parameters), adapters=False)
+        assert found == pytest.approx((low, high), rel=0.12)
+        assert usual_learning_rates(int(parameters), adapters=True) == pytest.approx(
+            (10 * low, 10 * high), rel=0.12
+        )
 
 
 def skipping(steps, *, prefix="", skipped):

@@ -7,11 +7,11 @@ import math
 from typing import NamedTuple
 
 from jaxrl.builders.model import trained_specs
-from jaxrl.commands.plan.roofline import parameter_count
 from jaxrl.config.training import Config
 from jaxrl.core.precision import Precision
 from jaxrl.models import huggingface, lora
 from jaxrl.models.decoder import param_specs
+from jaxrl.models.spec import parameter_count
 
 # Share of bf16 words that changed -> share of the bytes that a store gets; docs/bridge.md.
 _DIFFERENCES = {0.2: 0.086, 0.006: 0.0076}

@@ -7,7 +7,7 @@ from jaxrl.commands.plan.chips import Chip, Products, products
 from jaxrl.commands.plan.program import Program
 from jaxrl.models import lora, spec
 from jaxrl.models.families import DecoderConfig
-from jaxrl.models.spec import ParamSpec, Specs
+from jaxrl.models.spec import ParamSpec, Specs, parameter_count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,6 @@ class Roofline:
         if self.compute is None or self.memory is None or self.links is None:
             return None
         return max(self.compute, self.memory) + self.links
-
-
-def parameter_count(specs: Specs) -> int:
-    """Counts all parameters of a model."""
-    return sum(math.prod(one.shape) for one in spec.flatten(specs).values())
 
 
 def forward_flops(config: DecoderConfig, specs: Specs, *, rows: int, length: int) -> float:

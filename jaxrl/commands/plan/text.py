@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.commands.plan.chips import GIB
 from jaxrl.commands.plan.program import Program
-from jaxrl.commands.plan.roofline import Roofline, parameter_count, roofline
+from jaxrl.commands.plan.roofline import Roofline, roofline
 from jaxrl.commands.plan.topology import Topology
 from jaxrl.config.training import Config
 from jaxrl.models import lora
+from jaxrl.models.spec import parameter_count
 
 
 def plan_text(config: Config, topology: Topology, program: Program, *, link_rate: float) -> str:

@@ -33,6 +33,9 @@ class Environment(Protocol):
 
     Each episode gets a new instance and a thread with its own event loop, so the methods may block
     and may be `def` or `async def`.
+
+    If there is a method `close()`, it is called once when the episode has ended, in another thread:
+    the last `reset` or `step` may still run if it timed out.
     """
 
     async def reset(self, example: Example) -> TokenIds:

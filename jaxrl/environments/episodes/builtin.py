@@ -10,10 +10,13 @@ from collections.abc import Mapping
 
 from jaxrl.core import plugins
 from jaxrl.data.prompts import Tokenizer
+from jaxrl.environments.adapters.openenv import Server, Session
+from jaxrl.environments.adapters.verifiers import Host
 from jaxrl.environments.episodes import text_game as text_games
 from jaxrl.environments.episodes.agent import Agent
 from jaxrl.environments.episodes.base import Environment
 from jaxrl.environments.episodes.chat import Chat
+from jaxrl.environments.episodes.verifiers import VerifiersEpisode
 from jaxrl.environments.tools.schema import Tool
 
 
@@ -57,3 +60,46 @@ def text_game(context: EnvironmentContext, *, game: str) -> Environment:
     """
     make = plugins.load_function(game, builtin=text_games, key="environment.game")
     return text_games.TextGame(make, chat=context.chat, tokenizer=context.tokenizer)
+
+
+def openenv(
+    context: EnvironmentContext,
+    *,
+    url: str,
+    action: str | None = None,
+    observation: str | None = None,
+) -> Environment:
+    """Plays the environment of an OpenEnv server; see `adapters.openenv`.
+
+    The policy's text becomes the field `action`, by default the only one that the server's actions
+    require. `observation` is a format string over the fields of an observation, such as
+    "{question}"; without it the policy reads them as JSON.
+
+    Raises:
+      ValueError: if there is no server at `url`, or without a chat template.
+    """
+    make = functools.partial(_session, url, action=action, observation=observation)
+    return text_games.TextGame(make, chat=context.chat, tokenizer=context.tokenizer)
+
+
+def verifiers(context: EnvironmentContext, *, python: str, config: str) -> Environment:
+    """Plays tasks of an environment of `verifiers`; see `episodes.verifiers`.
+
+    `python` is the interpreter of an environment that has verifiers. `config` is a TOML file with
+    the contents of verifiers' `env` table: the taskset, and its agents.
+
+    Raises:
+      ValueError: if the environment cannot be loaded, or without a chat template.
+    """
+    host = _host(python, config)
+    return VerifiersEpisode(host, chat=context.chat, tokenizer=context.tokenizer)
+
+
+_host = functools.cache(Host)  # one process for all episodes of a run
+
+
+def _session(url: str, *, action: str | None, observation: str | None) -> Session:
+    return Session(_server(url, action=action, observation=observation))
+
+
+_server = functools.cache(Server.at)  # its schema is read once a run

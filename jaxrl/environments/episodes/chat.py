@@ -1,5 +1,6 @@
 """Rendering of new messages with the model's chat template; earlier turns are never re-rendered."""
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,11 +55,19 @@ class Chat:
         They have the role `tool` if the template knows it. Otherwise they are one user message with
         a <tool_response> for each.
         """
-        contents = [self.escape(text) for text in texts]
-        if self._has_tools:
-            return self._encode([{"role": "tool", "content": c} for c in contents], after=after)
-        joined = "\n".join(f"<tool_response>\n{c}\n</tool_response>" for c in contents)
-        return self._encode([{"role": "user", "content": joined}], after=after)
+        return self.messages([{"role": "tool", "content": text} for text in texts], after=after)
+
+    def messages(self, messages: Sequence[Mapping[str, str]], *, after: np.ndarray) -> np.ndarray:
+        """Renders messages of role and content as `user_message` does, those of the role `tool` as
+        `tool_messages`."""
+        said: list[dict[str, str]] = []
+        for is_tool, run in itertools.groupby(messages, lambda m: m["role"] == "tool"):
+            escaped = [m | {"content": self.escape(m["content"])} for m in map(dict, run)]
+            if is_tool and not self._has_tools:
+                results = (f"<tool_response>\n{m['content']}\n</tool_response>" for m in escaped)
+                escaped = [{"role": "user", "content": "\n".join(results)}]
+            said += escaped
+        return self._encode(said, after=after)
 
     def escape(self, text: str) -> str:
         """Returns the text with a space inside each control token, so that it cannot end a turn.

@@ -194,6 +194,7 @@ class _Episode:
             with self._failures():
                 checked = check_step(await self._call(step, name="step"), self._limits)
                 self._end = self._builder.add_step(checked, self._limits)
+        self._close_environment()
         scheduler.leave()
 
     def rollout(self) -> Rollout:
@@ -201,8 +202,14 @@ class _Episode:
         return self._builder.build(self._end, group=self._group)
 
     def close(self) -> None:
+        self._close_environment()
         self._worker.submit(self._loop.close)
         self._worker.end()
+
+    def _close_environment(self) -> None:
+        environment, self._environment = self._environment, None
+        if (close := getattr(environment, "close", None)) is not None:
+            run_in_thread(close)
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:

@@ -19,14 +19,15 @@ class TextGame:
         """Creates one episode: `make()` returns its game.
 
         The game's `reset` returns a text, or a text and an info. `step` takes the policy's text and
-        returns (text, reward, done, info), or (text, reward, terminated, truncated, info).
+        returns (text, reward, done, info), or (text, reward, terminated, truncated, info). The
+        entry `metrics` of an info is a mapping of numbers for the step.
         """
         self._game, self._chat, self._tokenizer = make(), chat, tokenizer
 
     async def reset(self, example: Example) -> np.ndarray:
         """Returns the prompt, i32[P], with the game's first observation for {observation}.
 
-        The game gets the column `seed` if the data has one.
+        The game gets the columns `reset`, a mapping of arguments, and `seed` if the data has them.
 
         Raises:
           ValueError: if the prompt has no {observation}.
@@ -34,8 +35,10 @@ class TextGame:
         prompt = example.record["prompt"]
         if _PLACEHOLDER not in prompt:
             raise ValueError(f"the prompt {prompt!r:.80} has no {_PLACEHOLDER}")
-        seed = example.row.get("seed")
-        returned = self._game.reset() if seed is None else self._game.reset(seed=seed)
+        arguments = dict(example.row.get("reset") or {})
+        if (seed := example.row.get("seed")) is not None:
+            arguments["seed"] = seed
+        returned = self._game.reset(**arguments)
         observation = returned[0] if isinstance(returned, tuple) else returned
         text = prompt.replace(_PLACEHOLDER, self._chat.escape(str(observation)))
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
@@ -47,7 +50,14 @@ class TextGame:
         returned = self._game.step(text)
         if len(returned) not in (4, 5):
             raise ValueError(f"step returned {len(returned)} values, expected 4 or 5")
-        observation, reward, *ends = returned[:-1]
+        observation, reward, *ends, info = returned
+        metrics = (info or {}).get("metrics", {})
         if any(map(bool, ends)):
-            return Step((), reward, True)
-        return Step(self._chat.user_message(str(observation), after=completion), reward)
+            return Step((), reward, True, metrics)
+        observed = self._chat.user_message(str(observation), after=completion)
+        return Step(observed, reward, metrics=metrics)
+
+    def close(self) -> None:
+        """Closes the game if it has a `close`, as Gymnasium's do."""
+        if (close := getattr(self._game, "close", None)) is not None:
+            close()

@@ -2,7 +2,8 @@
 
 A rule reads a `History` and returns a `Finding` or None. The same rules judge a run after each step
 and a finished run's metrics.jsonl (`replay_alarms`). Later steps are compared with the first
-`warmup` steps, which only `not_finite` judges because it compares nothing.
+`warmup` steps. Two rules judge those as well: `not_finite`, which compares nothing, and `kl_spike`,
+which compares them with the first of them.
 """
 
 import bisect
@@ -18,6 +19,7 @@ from jaxrl.config.alarms import Limits
 from jaxrl.monitoring.alarms.history import History
 
 _PROBES = 3  # averaged
+_EARLY = 5  # steps to average over during the warm-up
 _SOLVED = 0.9  # of the range of rewards: above it a policy may be certain
 
 
@@ -45,7 +47,10 @@ Rule = Callable[[History, Limits], Finding | None]
 
 
 def kl_spike(history: History, limits: Limits) -> Finding | None:
-    """KL above `kl_factor` x the median of the preceding window, and above `kl_floor`."""
+    """KL above `kl_factor` x the median of the preceding window, and above `kl_floor`. During the
+    warm-up, see `_no_rise`."""
+    if history.step <= limits.warmup:
+        return _no_rise(history, limits)
     value, before = history.at("kl", history.step), history.before("kl", limits.window)
     if not before.size:
         return None
@@ -221,7 +226,7 @@ RULES: Mapping[str, Rule] = {
         not_finite,
     )
 }
-_FROM_THE_FIRST_STEP = {not_finite.__name__}
+_FROM_THE_FIRST_STEP = {not_finite.__name__, kl_spike.__name__}
 
 
 def check_alarms(history: History, limits: Limits, *, raised: Mapping[str, int]) -> list[Alarm]:
@@ -263,6 +268,30 @@ def replay_alarms(entries: Iterable[Mapping[str, Any]], limits: Limits) -> list[
         for entry in (e for e in of_step if "event" in e):  # an event affects later steps only
             history.add(entry)
     return alarms
+
+
+def _no_rise(history: History, limits: Limits) -> Finding | None:
+    """Mean reward of the last five steps clearly below that of the first two, or not above it while
+    their mean KL is above `kl_floor`: updates too large to improve the policy.
+
+    A fall counts from four standard errors, which the differences of successive steps estimate. A
+    run has ten steps to rise. A solved task needs no rise.
+    """
+    rewards = np.array(history.series("reward").values)
+    if len(rewards) < 2 * _EARLY or _solved(history, limits):
+        return None
+    first, recent = float(rewards[:2].mean()), float(rewards[-_EARLY:].mean())
+    noise = float(np.sqrt(np.mean(np.diff(rewards) ** 2) / 2))
+    error = noise * math.sqrt(1 / 2 + 1 / _EARLY)
+    kls = history.last("kl", _EARLY)
+    kl = float(kls.mean()) if kls.size else math.nan
+    text = (
+        f"the reward went from {first:.3g} in the first two steps to {recent:.3g} in the last "
+        f"{_EARLY}, at a KL of {kl:.3g} nats a token"
+    )
+    if first - recent > max(4 * error, 1e-9):
+        return Finding(first - recent, 4 * error, text)
+    return Finding(kl, limits.kl_floor, text) if recent <= first and kl > limits.kl_floor else None
 
 
 def _norms_with_variance(history: History, count: int) -> list[float]:

@@ -56,12 +56,18 @@ class DecodeRequest(NamedTuple):
         devices = self.layout.mesh.size
         return devices // self.layout.batch(("batch",)).shard_shape((devices,))[0]
 
+    @property
+    def key(self) -> jax.Array:
+        """The key of all random numbers, key[]."""
+        seed = self.params.seed
+        return jax.random.fold_in(jax.random.key(seed % 2**32, impl="threefry2x32"), seed // 2**32)
+
     def put(self, rows: np.ndarray) -> jax.Array | np.ndarray:
         """Places an array [B, ...] with one row per prompt or completion on the devices."""
         return rows if self.layout is None else place(rows, self.layout.batch(("batch",)))
 
 
-class _PartialCompletion:
+class PartialCompletion:
     """The tokens of one completion so far."""
 
     def __init__(self, turn: Turn):
@@ -157,7 +163,7 @@ def decode_batch(turns: Sequence[Turn], request: DecodeRequest) -> Iterator[Comp
     sizes = iter(larger)
     settings = draw_settings(request.params)
     state, out = _prefill(turns, request, width=width, slots=slots, settings=settings)
-    partial: list[_PartialCompletion | None] = [_PartialCompletion(turn) for turn in turns]
+    partial: list[PartialCompletion | None] = [PartialCompletion(turn) for turn in turns]
     partial += [None] * (state.token.shape[0] - len(turns))
     total = 0
     while True:
@@ -234,7 +240,5 @@ def _prefill(
         precision=request.precision,
         record_experts=request.record_experts,
     )
-    seed = request.params.seed
-    key = jax.random.fold_in(jax.random.key(seed % 2**32, impl="threefry2x32"), seed // 2**32)
-    plan = jax.tree.map(request.put, plan)
+    plan, key = jax.tree.map(request.put, plan), request.key
     return draw_first(cache, logits, lengths, plan=plan, key=key, settings=settings, slots=slots)

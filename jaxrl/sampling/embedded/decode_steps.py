@@ -88,10 +88,9 @@ def draw_first(
       settings: how tokens are drawn.
       slots: size of the new cache.
     """
-    for index in plan.index.T:
-        key = jax.vmap(jax.random.fold_in, in_axes=(None if key.ndim == 0 else 0, 0))(key, index)
+    key = completion_keys(key, plan.index)
     prompt, used = jnp.asarray(plan.prompt), jnp.asarray(plan.used)
-    token, logprob, tail, ended = _draw_next(
+    token, logprob, tail, ended = draw_next(
         logits[prompt], key, jnp.int32(0), plan.tail, settings=settings
     )
     state = DecodeState(
@@ -145,7 +144,7 @@ def decode_segment(
             model=model,
             precision=precision,
         )
-        token, logprob, tail, ended = _draw_next(
+        token, logprob, tail, ended = draw_next(
             logits, state.key, state.drawn, state.tail, settings=settings
         )
         out = Segment(
@@ -190,8 +189,26 @@ def take_rows(state: DecodeState, source: jax.Array, used: jax.Array, *, slots: 
     )
 
 
-def _draw_next(logits, key, position, tail, *, settings):
-    """Draws with a key per row and position, so that a completion does not depend on its batch."""
+def completion_keys(key: jax.Array, index: jax.Array | np.ndarray) -> jax.Array:
+    """Returns the key of each completion, key[B], from a request's and i32[B, 2] indices."""
+    for part in index.T:
+        key = jax.vmap(jax.random.fold_in, in_axes=(None if key.ndim == 0 else 0, 0))(key, part)
+    return key
+
+
+def draw_next(
+    logits: jax.Array,
+    key: jax.Array,
+    position: jax.Array,
+    tail: jax.Array,
+    *,
+    settings: DrawSettings,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Draws with a key per row and position, so that a completion does not depend on its batch.
+
+    Returns:
+      (tokens i32[B], log-probs f32[B], the new tails, bool[B] of rows that end in a stop sequence).
+    """
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(key, position)
     token, logprob = draw_tokens(logits, keys, settings=settings)
     tail = push(tail, token)

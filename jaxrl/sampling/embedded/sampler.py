@@ -10,9 +10,11 @@ import numpy as np
 
 from jaxrl.core.precision import Precision, as_served, check_products, jit, sampler_precision
 from jaxrl.models.decoder import Model
+from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import Params
 from jaxrl.sampling.base import Completion, SamplingParams, Turn, check_turns, group_turns
 from jaxrl.sampling.embedded.batch_decoding import DecodeRequest, decode_batch
+from jaxrl.sampling.embedded.full_forward import decode_batch_without_cache
 from sharding.partition import Layout
 from sharding.transfer import place
 
@@ -23,7 +25,7 @@ class _Weights(NamedTuple):
 
 
 class EmbeddedSampler:
-    """A `Sampler` that decodes with a KV cache.
+    """A `Sampler` that decodes with a KV cache; models other than jaxrl's decoder, without one.
 
     A completion is a function of the weights, the prompt, prompt index, sample index, sampling
     params and seed. Other prompts of the request change it only by the rounding of matrix products
@@ -133,8 +135,9 @@ class EmbeddedSampler:
             self._closed,
             self._record_experts,
         )
+        decode = decode_batch if isinstance(config, DecoderConfig) else decode_batch_without_cache
         return (
             completion
             for i in range(0, len(turns), self._max_batch)
-            for completion in decode_batch(turns[i : i + self._max_batch], request)
+            for completion in decode(turns[i : i + self._max_batch], request)
         )

@@ -11,12 +11,13 @@ from jaxrl import cli
 from jaxrl.commands.plan import text as plan
 from jaxrl.commands.plan.chips import CHIPS
 from jaxrl.commands.plan.program import _needed, compile_step
-from jaxrl.commands.plan.roofline import forward_flops, parameter_count, roofline
+from jaxrl.commands.plan.roofline import forward_flops, roofline
 from jaxrl.commands.plan.step import make_step
 from jaxrl.commands.plan.topology import Topology, open_topology
 from jaxrl.core.precision import parse
 from jaxrl.models import families, spec
 from jaxrl.models.decoder import param_specs
+from jaxrl.models.spec import parameter_count
 from tests import tiny
 from tests.commands.plan.configs import make_config
 

@@ -204,7 +204,7 @@ def test_page_shows_discarded_steps(page, gone_back, tmp_path):
     assert heads[1:] == [
         "step 8: gradient-norm spike, paused, discarded by rollback 1",
         "step 12: no group has reward variance, discarded by rollback 1",
-        "step 12: KL spike, rollback 1",
+        "step 12: KL spike or falling reward, rollback 1",
     ]
     assert page.run("drawn[0].series.map((s) => s.label)") == [
         "step",

@@ -22,7 +22,7 @@ def test_page_holds_the_data_and_loads_nothing(runs, capsys):
     assert run["config"]["loss.kl"] == 0.01
     assert "loss" not in run["series"]
     (alarm,) = run["alarms"]
-    assert (alarm["title"], alarm["at"]) == ("KL spike", 20)
+    assert (alarm["title"], alarm["at"]) == ("KL spike or falling reward", 20)
     assert "optimizer.learning_rate" in alarm["keys"]
     assert run["samples"][2] == SAMPLE
     assert run["seconds"] == pytest.approx(40 * 1.5)

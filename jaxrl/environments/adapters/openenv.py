@@ -1,0 +1,124 @@
+"""Sessions of OpenEnv servers, as text games.
+
+The protocol: a session is a WebSocket at /ws; the messages are JSON, `reset` and `step` to the
+server, `observation` and `error` back. A server describes its actions at /schema.
+"""
+
+import contextlib
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxrl.environments.adapters.websocket import WebSocket
+
+_CAST = {"integer": int, "number": float, "string": str}
+_INVALID = ("VALIDATION_ERROR", "INVALID_JSON")  # errors that the action caused
+
+
+class Server(NamedTuple):
+    """An OpenEnv server.
+
+    Attributes:
+      url: http:// or https://.
+      action: field of the action that gets the policy's text; None if the text is the action as
+        JSON.
+      cast: makes that field's value of the text.
+      observation: format string over the fields of an observation; None shows them as JSON.
+    """
+
+    url: str
+    action: str | None
+    cast: type
+    observation: str | None
+
+    @classmethod
+    def at(cls, url: str, *, action: str | None, observation: str | None) -> "Server":
+        """Reads the schema of the server's actions.
+
+        Without `action`, the text is the value of the only field that an action requires.
+
+        Raises:
+          ValueError: if there is no such server, or its actions have no such field.
+        """
+        url = url.rstrip("/")
+        try:
+            with urllib.request.urlopen(f"{url}/schema", timeout=30) as reply:
+                schema = json.load(reply)["action"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"environment.url = {url!r}: no OpenEnv server: {error!r}") from error
+        fields, required = schema.get("properties", {}), schema.get("required", [])
+        if action is not None and action not in fields:
+            raise ValueError(
+                f"environment.action = {action!r}: the actions at {url} have no such field; they "
+                f"have {', '.join(fields) or 'none'}"
+            )
+        field = action or (required[0] if len(required) == 1 else None)
+        kind = str(fields[field].get("type")) if field is not None else ""
+        return cls(url, field, _CAST.get(kind, str), observation)
+
+    def message(self, text: str) -> dict[str, Any]:
+        """Returns the action of a turn; raises ValueError if the text is none."""
+        if self.action is not None:
+            return {self.action: self.cast(text)}
+        action = json.loads(text)
+        if not isinstance(action, dict):
+            raise ValueError(f"{text!r:.80} is no JSON object")
+        return action
+
+    def show(self, observation: Mapping[str, Any]) -> str:
+        """Renders an observation as text."""
+        if self.observation is not None:
+            return self.observation.format_map(observation)
+        return json.dumps({k: v for k, v in observation.items() if v not in (None, [], {}, "")})
+
+
+class Session:
+    """One episode at a server: a game for `TextGame`."""
+
+    def __init__(self, server: Server) -> None:
+        """Connects."""
+        self._server = server
+        scheme, _, rest = server.url.partition("://")
+        self._socket = WebSocket(f"{'wss' if scheme == 'https' else 'ws'}://{rest}/ws")
+
+    def reset(self, **arguments: Any) -> tuple[str, Mapping[str, Any]]:
+        """Begins the episode; raises RuntimeError if the server refuses."""
+        data = self._ask("reset", arguments)
+        return self._server.show(data["observation"]), {}
+
+    def step(self, text: str) -> tuple[str, float, bool, Mapping[str, Any]]:
+        """Acts. A text that is no action of the environment is reported to the policy and counted.
+
+        Raises:
+          RuntimeError: if the environment fails.
+        """
+        try:
+            data = self._ask("step", self._server.message(text))
+        except ValueError as error:
+            answer = f"Invalid action: {error}"
+            return answer, 0.0, False, {"metrics": {"invalid_actions": 1}}
+        done = bool(data["done"])
+        observation = "" if done else self._server.show(data["observation"])
+        metrics = {"metrics": {"invalid_actions": 0}}
+        return observation, float(data["reward"] or 0.0), done, metrics
+
+    def close(self) -> None:
+        """Ends the session."""
+        with contextlib.suppress(OSError):
+            self._socket.send(json.dumps({"type": "close"}))
+        self._socket.close()
+
+    def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        self._socket.send(json.dumps({"type": kind, "data": data}))
+        reply = json.loads(self._socket.receive())
+        data = reply["data"]
+        if reply["type"] != "error":
+            return dict(data)
+        message = str(data.get("message"))
+        if data.get("code") in _INVALID:
+            raise ValueError(f"{message}: {data.get('errors', '')}"[:500])
+        if data.get("code") == "CAPACITY_REACHED":
+            message += "; set max_concurrent_envs of the server to the episodes of a step or more"
+        raise RuntimeError(f"{self._server.url}: {kind} failed: {data.get('code')}: {message}")

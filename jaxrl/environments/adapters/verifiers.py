@@ -1,0 +1,87 @@
+"""The process in which `verifiers` runs, a Python of its own; see `in_verifiers`."""
+
+import itertools
+import json
+import queue
+import subprocess
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxrl.environments.adapters import in_verifiers
+
+Message = Mapping[str, Any]
+
+
+class Host:
+    """The process that runs the episodes; it ends with this one, whose end closes its input."""
+
+    def __init__(self, python: str, config: str, *, script: str = in_verifiers.__file__) -> None:
+        """Starts it and waits until its environment is loaded.
+
+        Raises:
+          ValueError: if the environment cannot be loaded; its messages are on standard error.
+        """
+        for key, file in (("python", python), ("config", config)):
+            if not Path(file).is_file():
+                raise ValueError(f"environment.{key} = {file!r} does not exist")
+        pipe = subprocess.PIPE
+        command = [python, "-P", script, config]
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        self._lock, self._episodes = threading.Lock(), dict[str, queue.SimpleQueue[Any]]()
+        self._numbers, self._ready = itertools.count(), queue.SimpleQueue[Any]()
+        self._episodes[""] = self._ready
+        threading.Thread(target=self._read, name="verifiers", daemon=True).start()
+        if "error" in self._ready.get():
+            self.close()
+            raise ValueError(
+                f"environment.config = {config!r}: {python} cannot run it with verifiers; its "
+                "message is above"
+            )
+
+    def begin(self, task: int) -> str:
+        """Begins an episode and returns its name."""
+        name = f"episode-{next(self._numbers)}"
+        self._episodes[name] = queue.SimpleQueue()
+        self._tell(name, task=task)
+        return name
+
+    def answer(self, name: str, turn: Message) -> None:
+        """Passes a turn of the policy to the episode's environment."""
+        self._tell(name, turn=turn)
+
+    def wait(self, name: str) -> dict[str, Any]:
+        """Returns the next request or the end of an episode; raises RuntimeError if it failed."""
+        told = self._episodes[name].get()
+        if "error" in told:
+            raise RuntimeError(f"verifiers: {told['error']}")
+        return told
+
+    def end(self, name: str) -> None:
+        """Ends an episode, finished or not."""
+        if self._episodes.pop(name, None) is not None:
+            self._tell(name, end=True)
+
+    def close(self) -> None:
+        """Ends the process."""
+        with self._lock:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        self._process.wait()
+
+    def _tell(self, name: str, **content: Any) -> None:
+        with self._lock:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps({"episode": name} | content) + "\n")
+            self._process.stdin.flush()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                told = json.loads(line)
+                if (waiting := self._episodes.get(told["episode"])) is not None:
+                    waiting.put(told)
+        for waiting in list(self._episodes.values()):
+            waiting.put({"error": "the process that runs the environment has ended"})

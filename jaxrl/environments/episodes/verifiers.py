@@ -1,0 +1,99 @@
+"""Episodes of `verifiers` environments.
+
+An environment of verifiers asks a model for each turn with the whole conversation. The episode here
+holds token ids: of every request only the messages after the policy's last turn are rendered and
+appended. A request that changes earlier messages fails its episode.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl.data.prompts import Example, Tokenizer, apply_template
+from jaxrl.environments.adapters.verifiers import Host, Message
+from jaxrl.environments.episodes.base import Step
+from jaxrl.environments.episodes.chat import Chat
+from jaxrl.environments.tools.schema import parse_tool_calls
+
+
+class VerifiersEpisode:
+    """An `Environment`: one episode of a task, which the column `task` names by its index."""
+
+    def __init__(self, host: Host, *, chat: Chat, tokenizer: Tokenizer) -> None:
+        """Creates one episode."""
+        self._host, self._chat, self._tokenizer = host, chat, tokenizer
+        self._name, self._seen, self._calls = "", list[Message](), 0
+
+    async def reset(self, example: Example) -> np.ndarray:
+        """Returns the task's first request, rendered with its tools, i32[P].
+
+        Raises:
+          ValueError: if the data has no column `task`.
+        """
+        index = example.row.get("task")
+        if not isinstance(index, int):
+            raise ValueError(f"the column task is {index!r}; expected the index of a task")
+        self._name = self._host.begin(index)
+        told = self._host.wait(self._name)
+        if "messages" not in told:
+            raise RuntimeError(f"verifiers: task {index} ended before the policy's first turn")
+        self._seen = [_plain(m) for m in told["messages"]]
+        text = apply_template(self._tokenizer, self._seen, tools=told["tools"])
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    async def step(self, completion: np.ndarray) -> Step:
+        """Answers the environment's request with a turn.
+
+        Raises:
+          ValueError: if the next request does not continue the conversation.
+        """
+        self._host.answer(self._name, self._turn(completion))
+        told = self._host.wait(self._name)
+        if "reward" in told:
+            return Step((), told["reward"], True, told["metrics"])
+        messages, before = told["messages"], len(self._seen)
+        new = [_plain(m) for m in messages[before + 1 :]]
+        earlier = [_plain(m) for m in messages[:before]]
+        own = messages[before]["role"] if len(messages) > before else None
+        if earlier != self._seen or own != "assistant":
+            raise ValueError(
+                "the environment changed earlier messages of the conversation; an episode is one "
+                "sequence of tokens, to which messages can only be appended"
+            )
+        self._seen = [*earlier, _plain(messages[before]), *new]
+        return Step(self._chat.messages(new, after=completion))
+
+    def close(self) -> None:
+        """Gives the episode up if it runs."""
+        self._host.end(self._name)
+
+    def _turn(self, completion: np.ndarray) -> Message:
+        """Returns a turn as an assistant's message; well-formed calls become tool calls."""
+        text = self._tokenizer.decode(completion, skip_special_tokens=True)
+        calls = [c for c in parse_tool_calls(self._chat.decode(completion)) if c.error is None]
+        if not calls:
+            return {"content": text}
+        first = self._calls
+        self._calls += len(calls)
+        named = [
+            {
+                "id": f"call_{first + i}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+            }
+            for i, call in enumerate(calls)
+        ]
+        return {"content": text.partition("<tool_call>")[0], "tool_calls": named}
+
+
+def _plain(message: Message) -> Message:
+    """Returns the role and the text of a message; raises ValueError for other content."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        parts: Sequence[Mapping[str, Any]] = content
+        if any(part.get("type") != "text" for part in parts):
+            raise ValueError(f"a message has content that is no text: {content!r:.80}")
+        content = "".join(part["text"] for part in parts)
+    return {"role": message["role"], "content": content}

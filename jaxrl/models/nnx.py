@@ -1,0 +1,118 @@
+"""Models made of Flax NNX modules that somebody else wrote."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl.core.precision import Precision
+from jaxrl.models.decoder import Model
+from jaxrl.models.spec import Params, ParamSpec
+
+ModuleT = Any  # an nnx.Module of any class
+
+
+class NnxConfig(NamedTuple):
+    """The sizes that jaxrl reads of a model.
+
+    Attributes:
+      vocab_size: rows of the unembedding.
+      max_positions: the longest sequence.
+    """
+
+    vocab_size: int
+    max_positions: int
+    experts: None = None
+
+
+class NnxHidden(Protocol):
+    """The forward pass of a module up to its head."""
+
+    def __call__(
+        self, module: Any, tokens: jax.Array, positions: jax.Array, mask: jax.Array
+    ) -> jax.Array:
+        """Computes hidden states [B, T, D] that the unembedding turns into logits.
+
+        `tokens` and `positions` (within the sequence) are i32[B, T]. `mask` is bool[B, T, T], True
+        where a query (second axis) may attend to a key: causal, and within the sequence.
+        """
+        ...
+
+
+def from_nnx(
+    module: nnx.Module,
+    hidden: NnxHidden,
+    *,
+    unembedding: Callable[[Any], jax.Array],
+    max_positions: int,
+) -> tuple[Model, Params]:
+    """Makes a model of an NNX module: its `nnx.Param` are the parameters, its own code computes.
+
+    The learner trains it with any loss and policy. `EmbeddedSampler` samples from it with a forward
+    pass over the whole row for each token. jaxrl casts parameters and the result; what the module
+    casts itself, it still does. For a mesh, every parameter is cut along its largest dimension, the
+    axis "embed" of the rules. Prompts shared by completions, LoRA by name and export to Hugging
+    Face's format need jaxrl's own decoder.
+
+    Args:
+      module: holds its parameters. Its other state, such as dropout's counters, stays as it is.
+      hidden: runs the module without its head.
+      unembedding: module -> [V, D], such as the embedding if it is tied.
+      max_positions: the longest sequence that the module takes.
+
+    Returns:
+      The model, and its parameters as nested dicts.
+
+    Example:
+      >>> module = nnx.Embed(512, 8, rngs=nnx.Rngs(0))  # the shortest of all language models
+      >>> model, params = from_nnx(
+      ...     module,
+      ...     lambda m, tokens, positions, mask: m(tokens),
+      ...     unembedding=lambda m: m.embedding[...],
+      ...     max_positions=64,
+      ... )
+      >>> model.config.vocab_size, params["embedding"].shape
+      (512, (512, 8))
+    """
+    graph, state, rest = nnx.split(module, nnx.Param, ...)
+    params: Params = nnx.to_pure_dict(state)
+
+    def bound(params: Params) -> ModuleT:
+        filled = jax.tree.map(lambda x: x, state)  # a copy: the original keeps its arrays
+        nnx.replace_by_pure_dict(filled, params)
+        return nnx.merge(graph, filled, rest)
+
+    def run(
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segments: jax.Array,
+        *,
+        precision: Precision,
+        seen_until: jax.Array | None = None,
+    ) -> jax.Array:
+        if seen_until is not None:
+            raise ValueError(
+                "rows in which completions share their prompt need jaxrl's own decoder; pack the "
+                "completions of an NNX module with their prompts"
+            )
+        order = jnp.arange(tokens.shape[1])
+        causal = (order[:, None] >= order[None, :])[None]
+        same = segments[:, :, None] == segments[:, None, :]
+        return hidden(bound(params), tokens, positions, causal & same).astype(precision.activations)
+
+    def head(params: Params) -> jax.Array:
+        return unembedding(bound(params))
+
+    vocab_size = jax.eval_shape(head, params).shape[0]
+    specs = jax.tree.map_with_path(_declare, params)
+    return Model(NnxConfig(vocab_size, max_positions), specs, run, head), params  # pyright: ignore
+
+
+def _declare(path: tuple[Any, ...], parameter: jax.Array) -> ParamSpec:
+    """Declares a parameter: its largest dimension is the one that may be cut."""
+    largest = max(range(parameter.ndim), key=lambda axis: parameter.shape[axis], default=0)
+    axes = tuple("embed" if axis == largest else "norm" for axis in range(parameter.ndim))
+    return ParamSpec(parameter.shape, axes, jax.tree_util.keystr(path), None)

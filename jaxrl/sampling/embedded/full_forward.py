@@ -1,0 +1,135 @@
+"""Decoding without a KV cache: a forward pass over the whole row for every token.
+
+For models that are functions of tokens and nothing else, such as modules of `models.nnx`. The work
+grows with the square of the length.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxrl.core.precision import Precision, jit_by_policy
+from jaxrl.models.decoder import Model
+from jaxrl.models.products import product
+from jaxrl.models.spec import Params
+from jaxrl.sampling.base import ClosedError, Completion, Turn
+from jaxrl.sampling.embedded.batch_decoding import DecodeRequest, PartialCompletion, max_rows
+from jaxrl.sampling.embedded.buckets import count_bucket, length_bucket
+from jaxrl.sampling.embedded.decode_steps import RowPlan, Segment, completion_keys, draw_next
+from jaxrl.sampling.embedded.draw_token import DrawSettings, draw_settings
+from jaxrl.sampling.embedded.stopping import empty_tail
+from sharding.transfer import fetch
+
+
+def decode_batch_without_cache(
+    turns: Sequence[Turn], request: DecodeRequest
+) -> Iterator[Completion]:
+    """Decodes sequences together and yields completions, the shortest first.
+
+    Tokens are drawn with the random numbers of `batch_decoding.decode_batch`.
+
+    Raises:
+      FloatingPointError: if the model's logits are not finite.
+      ClosedError: once the sampler is closed.
+    """
+    if request.closed.is_set():
+        raise ClosedError("the sampler was closed")
+    most = max(turn.max_tokens for turn in turns)
+    width = length_bucket(max(len(turn.context) + turn.max_tokens for turn in turns), step=16)
+    size = count_bucket(len(turns), multiple=request.shards)
+    size = min(size, max_rows(request.max_batch, shards=request.shards))
+    tokens, lengths = np.zeros((size, width), np.int32), np.ones(size, np.int32)
+    index = np.zeros((size, 2), np.int32)
+    for row, turn in enumerate(turns):
+        lengths[row] = len(turn.context)
+        tokens[row, : lengths[row]] = turn.context
+        index[row] = turn.prompt_index, turn.sample_index
+    settings, used = draw_settings(request.params), np.arange(size) < len(turns)
+    tail = empty_tail(size, settings.stops)
+    plan = RowPlan(np.arange(size, dtype=np.int32), index, used, tail)
+    out, length, ended = fetch(
+        _decode(
+            request.weights,
+            request.put(tokens),
+            request.put(lengths),
+            plan=jax.tree.map(request.put, plan),
+            key=request.key,
+            max_tokens=np.int32(most),
+            settings=settings,
+            model=request.model,
+            precision=request.precision,
+        )
+    )
+    completions = []
+    for row, turn in enumerate(turns):
+        one = PartialCompletion(turn)
+        one.append(out, row=row, length=int(length[row]))
+        completions.append(
+            one.finish(stopped=bool(ended[row]), version=request.version, experts=None)
+        )
+    yield from sorted(completions, key=lambda c: (len(c.tokens), c.prompt_index, c.sample_index))
+
+
+@jit_by_policy(static_argnames=("model", "precision"))
+def _decode(
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    *,
+    plan: RowPlan,
+    key: jax.Array,
+    max_tokens: jax.Array,
+    settings: DrawSettings,
+    model: Model,
+    precision: Precision,
+) -> tuple[Segment, jax.Array, jax.Array]:
+    """Draws tokens until every row has `max_tokens` or has ended.
+
+    Args:
+      params: in `precision.compute`.
+      tokens: i32[B, T], contexts followed by space for the completions.
+      lengths: i32[B] tokens of the contexts.
+      plan: indices and tails of the rows.
+      key: key[] of the request.
+      max_tokens: i32[], at most the space of each row.
+      settings: how tokens are drawn.
+      model: any model.
+      precision: the sampler's.
+
+    Returns:
+      The tokens drawn, with N = T; i32[B] tokens of the completions; bool[B] stopped.
+    """
+    rows, width = tokens.shape
+    used, keys = jnp.asarray(plan.used), completion_keys(key, plan.index)
+    slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
+    out = Segment(jnp.zeros((width, rows), jnp.int32), jnp.zeros((width, rows)), jnp.int32(0))
+
+    def more(carry):
+        _, out, _, _, ended = carry
+        return (out.count < max_tokens) & jnp.any(~ended)
+
+    def step(carry):
+        tokens, out, tail, length, ended = carry
+        filled = lengths + out.count
+        segments = (slots < filled[:, None]).astype(jnp.int32)
+        hidden = model.hidden(params, tokens, slots, segments, precision=precision)
+        last = jnp.take_along_axis(hidden, filled[:, None, None] - 1, axis=1)[:, 0]
+        head = model.unembedding(params)
+        logits = product(last, head, contract=(1, 1), precision=precision)
+        token, logprob, tail, stopped = draw_next(
+            logits.astype(precision.logits), keys, out.count, tail, settings=settings
+        )
+        tokens = tokens.at[jnp.arange(rows), filled].set(token, mode="drop")
+        out = Segment(
+            out.tokens.at[out.count].set(token),
+            out.logprobs.at[out.count].set(logprob),
+            out.count + 1,
+        )
+        return tokens, out, tail, length + ~ended, ended | stopped
+
+    start = (tokens, out, jnp.asarray(plan.tail), jnp.zeros(rows, jnp.int32), ~used)
+    _, out, _, length, ended = lax.while_loop(more, step, start)
+    return out, length, ended
