@@ -131,7 +131,7 @@ def _connect(config: Config, tokenizer: Tokenizer) -> VllmTeacher:
             f"takes {config.longest_sequence + 1} (data.max_prompt_tokens + sampling.max_tokens + "
             "1); start it with a larger --max_model_len, or lower one of these"
         )
-    if texts != (own := tokenizer.decode(ids)):
+    if texts != (own := tokenizer.decode(ids, skip_special_tokens=False)):
         raise ValueError(
             f"reward.model = {url!r} reads the policy's token ids, but its tokenizer is not the "
             f"policy's: it decodes {ids} as {texts!r}, the policy as {own!r}; serve a model with "

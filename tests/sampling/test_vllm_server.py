@@ -18,16 +18,13 @@ from jaxrl.builders.layout import make_layout
 from jaxrl.builders.sampler import Serving
 from jaxrl.builders.teacher import open_teacher
 from jaxrl.cli import main
-from jaxrl.core.batch import Minibatch, Rollout, given_rollout
+from jaxrl.core.batch import Minibatch, given_rollout
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.packing import pack
 from jaxrl.data.prompts import Example
 from jaxrl.environments.episodes.base import EpisodeLimits, Step
 from jaxrl.environments.episodes.runner import ContinuousScheduler, EpisodeRunner
-from jaxrl.learner.policy import make_learner
-from jaxrl.losses.aggregation import token_mean
-from jaxrl.losses.objectives import objective
-from jaxrl.losses.surrogates import reinforce
+from jaxrl.learner.policy import make_score
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.monitoring.tracking.tracking import read_metrics
@@ -82,17 +79,7 @@ def test_greedy_completions_equal_those_of_the_embedded_sampler(serving):
 
 def learner_logprobs(completions, params, *, temperature: float) -> list[np.ndarray]:
     """Scores sampled tokens with the learner."""
-    rollouts = [
-        Rollout(
-            prompt=PROMPTS[c.prompt_index],
-            completion=c.tokens,
-            logprobs=c.logprobs,
-            action_mask=np.ones(len(c.tokens), bool),
-            version=c.versions,
-            group=c.prompt_index,
-        )
-        for c in completions
-    ]
+    rollouts = [given_rollout(PROMPTS[c.prompt_index], c.tokens) for c in completions]
     scored = batch_logprobs(rollouts, params, temperature=temperature, row_length=32)
     return [
         row[len(r.prompt) : len(r.prompt) + len(r.completion)]
@@ -102,17 +89,12 @@ def learner_logprobs(completions, params, *, temperature: float) -> list[np.ndar
 
 def batch_logprobs(rollouts, params, *, temperature: float, row_length: int) -> np.ndarray:
     """Scores one sequence per row: f32[N, row_length]."""
-    learner = make_learner(
-        MODEL,
-        objective(reinforce(), token_mean),
-        optimizer=jax.tree_util.Partial,
-        precision=FP32,
-        rows_per_microbatch=len(rollouts),
-        temperature=temperature,
+    score = make_score(
+        MODEL, precision=FP32, rows_per_microbatch=len(rollouts), temperature=temperature
     )
     rows = [[i] for i in range(len(rollouts))]
     batch = pack(rollouts, [0.0] * len(rollouts), rows=rows, row_length=row_length)
-    scored = jax.jit(learner.score)(params, Minibatch(batch=batch, microbatches=np.int32(1)))
+    scored = jax.jit(score)(params, Minibatch(batch=batch, microbatches=np.int32(1)))
     return np.asarray(scored)
 
 
@@ -215,14 +197,7 @@ def test_a_turn_is_sampled_given_the_whole_episode(serving):
 
 def all_logprobs(params, tokens) -> np.ndarray:
     """Scores a sequence, i32[T], with the learner: f32[T], 0 for the first token."""
-    rollout = Rollout(
-        prompt=tokens[:1],
-        completion=tokens[1:],
-        logprobs=np.zeros(len(tokens) - 1, np.float32),
-        action_mask=np.ones(len(tokens) - 1, bool),
-        version=np.zeros(len(tokens) - 1, np.int32),
-        group=0,
-    )
+    rollout = given_rollout(tokens[:1], tokens[1:])
     return batch_logprobs([rollout], params, temperature=1.0, row_length=len(tokens))[0]
 
 

@@ -139,8 +139,11 @@ def opened(config, decode):
 
 
 def test_a_server_is_asked_for_the_tokens_that_were_sampled(material, url):
-    def decode(ids):
+    def decode(ids, **_):
         return " ".join(map(str, ids))
+
+    def repeated(ids, **_):
+        return decode([*ids, *ids])
 
     rollouts = [given_rollout([5, 6], [7, 8, 9]), given_rollout([5], [4])]
     with opened(config(material, **{"reward.model": url}), decode) as teacher:
@@ -150,7 +153,7 @@ def test_a_server_is_asked_for_the_tokens_that_were_sampled(material, url):
     with pytest.raises(ValueError, match=r"takes 17 tokens, but scoring .* takes 18"):
         opened(too_long, decode).__enter__()
     with pytest.raises(ValueError, match="its tokenizer is not the policy's: it decodes"):
-        opened(config(material, **{"reward.model": url}), str).__enter__()
+        opened(config(material, **{"reward.model": url}), repeated).__enter__()
     with pytest.raises(ConfigError, match="vLLM scores given tokens only at a temperature of 1"):
         config(material, **{"reward.model": url, "sampling.temperature": "0.5"})
 
