@@ -49,7 +49,7 @@ default_role = "py:obj"  # `name` in a docstring is code, and a link where the n
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:obj", ".*"),
-    ("py:class", r"(jax|numpy|optax|collections|pathlib|decimal)\..*"),
+    ("py:class", r"(jax|flax|numpy|optax|collections|pathlib|decimal)\..*"),
     ("py:class", r"jaxrl\..*\.(E|Rows|T|Term|Tree)"),  # type variables
     ("py:class", r"jaxrl\.models\.(attention\.Attend|experts\.Local)"),  # how layers are called
     ("py:class", r"jaxrl\.\w+\.\w+\.(\w+Fn|From\w+)"),  # functions, which tables describe

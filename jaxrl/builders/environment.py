@@ -34,9 +34,11 @@ def make_episode_runner(
     if function is None or c.name is None:
         return None
     context = builtin.EnvironmentContext(tokenizer, tools)
-    plugins.naming_keys(
+    made = plugins.naming_keys(
         lambda given: function(context, **given), c.parameters, key="environment", name=c.name
     )
+    if (close := getattr(made, "close", None)) is not None:
+        close()
     limits = EpisodeLimits(
         max_turns=c.max_turns,
         max_tokens=config.sampling.max_tokens,

@@ -1,7 +1,7 @@
 """Models made of Flax NNX modules that somebody else wrote."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,6 @@ from flax import nnx
 from jaxrl.core.precision import Precision
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params, ParamSpec
-
-ModuleT = Any  # an nnx.Module of any class
 
 
 class NnxConfig(NamedTuple):
@@ -27,23 +25,9 @@ class NnxConfig(NamedTuple):
     experts: None = None
 
 
-class NnxHidden(Protocol):
-    """The forward pass of a module up to its head."""
-
-    def __call__(
-        self, module: Any, tokens: jax.Array, positions: jax.Array, mask: jax.Array
-    ) -> jax.Array:
-        """Computes hidden states [B, T, D] that the unembedding turns into logits.
-
-        `tokens` and `positions` (within the sequence) are i32[B, T]. `mask` is bool[B, T, T], True
-        where a query (second axis) may attend to a key: causal, and within the sequence.
-        """
-        ...
-
-
 def from_nnx(
     module: nnx.Module,
-    hidden: NnxHidden,
+    hidden: Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array],
     *,
     unembedding: Callable[[Any], jax.Array],
     max_positions: int,
@@ -58,7 +42,9 @@ def from_nnx(
 
     Args:
       module: holds its parameters. Its other state, such as dropout's counters, stays as it is.
-      hidden: runs the module without its head.
+      hidden: (module, tokens, positions, mask) -> hidden states [B, T, D], the module without its
+        head. Tokens and positions (within the sequence) are i32[B, T]. The mask is bool[B, T, T],
+        True where a query (second axis) may attend to a key: causal, and within the sequence.
       unembedding: module -> [V, D], such as the embedding if it is tied.
       max_positions: the longest sequence that the module takes.
 
@@ -79,7 +65,7 @@ def from_nnx(
     graph, state, rest = nnx.split(module, nnx.Param, ...)
     params: Params = nnx.to_pure_dict(state)
 
-    def bound(params: Params) -> ModuleT:
+    def bound(params: Params) -> Any:
         filled = jax.tree.map(lambda x: x, state)  # a copy: the original keeps its arrays
         nnx.replace_by_pure_dict(filled, params)
         return nnx.merge(graph, filled, rest)

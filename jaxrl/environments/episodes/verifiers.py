@@ -67,7 +67,8 @@ class VerifiersEpisode:
 
     def close(self) -> None:
         """Gives the episode up if it runs."""
-        self._host.end(self._name)
+        if self._name:
+            self._host.end(self._name)
 
     def _turn(self, completion: np.ndarray) -> Message:
         """Returns a turn as an assistant's message; well-formed calls become tool calls."""

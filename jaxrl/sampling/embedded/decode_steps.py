@@ -200,7 +200,7 @@ def draw_next(
     logits: jax.Array,
     key: jax.Array,
     position: jax.Array,
-    tail: jax.Array,
+    tail: jax.Array | np.ndarray,
     *,
     settings: DrawSettings,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -211,7 +211,7 @@ def draw_next(
     """
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(key, position)
     token, logprob = draw_tokens(logits, keys, settings=settings)
-    tail = push(tail, token)
+    tail = push(jnp.asarray(tail), token)
     return token, logprob, tail, ends_in_stop(tail, settings.stops)
 
 

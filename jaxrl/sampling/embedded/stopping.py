@@ -35,7 +35,7 @@ def push(tail: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.concatenate([tail, tokens[:, None]], axis=1)[:, 1:]
 
 
-def ends_in_stop(tail: jax.Array, table: jax.Array) -> jax.Array:
+def ends_in_stop(tail: jax.Array, table: jax.Array | np.ndarray) -> jax.Array:
     """Returns bool[B], true for rows that end in a stop sequence."""
     same = (tail[:, None, :] == table[None]) | (table[None] == _ANY)
     return jnp.any(jnp.all(same, axis=-1), axis=-1)
