@@ -13,7 +13,8 @@ from jaxrl.core.batch import Rollout
 from jaxrl.core.precision import PRESETS
 from jaxrl.models import huggingface, spec
 from jaxrl.models.decoder import Model, decoder
-from jaxrl.models.families import DecoderConfig, Experts, Rope
+from jaxrl.models.families import DecoderConfig, Experts
+from jaxrl.models.rope import Rope
 from jaxrl.models.spec import Params
 
 CONFIG = DecoderConfig(

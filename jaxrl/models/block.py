@@ -7,12 +7,12 @@ from typing import Any
 import jax
 
 from jaxrl.models.experts import Routing, mixture
-from jaxrl.models.layers import Layer, LayerContext, apply_rope, project, rms_norm
+from jaxrl.models.layers import Layer, LayerContext, project, rms_norm
+from jaxrl.models.rope import RopeTable, apply_rope
 
 # (q [B, T, H, hd], k [B, T, K, hd], v like k) -> attention's output [B, T, H, hd], and anything
 # that the caller wants to keep, such as a cache.
 Attention = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-RopeTable = tuple[jax.Array, jax.Array]
 
 
 def block(
@@ -30,7 +30,7 @@ def block(
       x: [B, T, D], the residual stream.
       layer: parameters of the layer.
       attend: attention over the keys and values that the queries may see.
-      table: cosines and sines of the tokens' positions, see `layers.rope_table`.
+      table: cosines and sines of the tokens' positions, see `rope.rope_table`.
       context: what all layers share.
       recorded: i32[B, T, k], experts to replay, see `experts.mixture`.
 
@@ -71,7 +71,7 @@ def project_qkv(
         if config.qk_norm:
             scale = layer[f"{name}_norm"]
             y = rms_norm(y, scale, eps=config.rms_norm_eps, precision=precision)
-        return apply_rope(y, table, precision=precision)
+        return apply_rope(y, table.of_queries() if name == "q" else table, precision=precision)
 
     return heads("q", "q_heads"), heads("k", "kv_heads"), heads("v", "kv_heads")
 

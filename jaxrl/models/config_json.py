@@ -27,6 +27,12 @@ class RopeJson(Table):
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
     original_max_position_embeddings: Tokens | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    attention_factor: Positive | None = None
+    mscale: NotNegative | None = None
+    mscale_all_dim: NotNegative | None = None
+    truncate: bool | None = None
 
 
 class ConfigJson(Table):

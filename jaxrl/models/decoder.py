@@ -19,11 +19,11 @@ from jaxrl.models.layers import (
     Local,
     embed,
     identity,
-    rope_table,
     undivided,
 )
 from jaxrl.models.lora import attach, frozen
 from jaxrl.models.products import OUTPUT
+from jaxrl.models.rope import rope_table
 from jaxrl.models.spec import Params, ParamSpec, Specs
 from jaxrl.models.tree_attention import Tree
 

@@ -10,37 +10,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxrl.models.checkpoint_files import shown, validated
-from jaxrl.models.config_json import ConfigJson, RopeJson, read_windows, token_ids
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-    """Frequency-dependent scaling of Llama 3.1 and later.
-
-    Wavelengths longer than `original_max_positions / low_freq_factor` are stretched by `factor`.
-    Those shorter than `original_max_positions / high_freq_factor` are kept. Those between are
-    interpolated.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearScaling:
-    """Position interpolation (arXiv:2306.15595): every frequency is divided by `factor`."""
-
-    factor: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary position embedding (arXiv:2104.09864) over the whole head dimension."""
-
-    theta: float = 10000.0
-    scaling: LinearScaling | Llama3Scaling | None = None
+from jaxrl.models.config_json import ConfigJson, read_windows, token_ids
+from jaxrl.models.rope import Rope
+from jaxrl.models.rope_json import read_rope, write_rope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,19 +113,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-# The numbers that each supported rope type needs.
-_ROPE_NUMBERS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-}
-
-
 def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Reads the content of a config.json of transformers 4 or 5.
 
@@ -190,7 +149,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
         head_dim=head_dim,
         intermediate_size=c.intermediate_size,
         rms_norm_eps=c.rms_norm_eps,
-        rope=_read_rope(c),
+        rope=read_rope(c),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         tied=c.tie_word_embeddings,
@@ -212,7 +171,7 @@ def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
       config: the decoder's.
       dtype: the weights' dtype by its long name, such as "bfloat16".
     """
-    rope = _write_rope(config.rope)
+    rope = write_rope(config.rope)
     architecture = FAMILIES[config.model_type].architecture
     if config.scored:
         architecture = architecture.replace("ForCausalLM", _SCORED)
@@ -262,66 +221,6 @@ def _read_scored(c: ConfigJson, family: Family) -> bool:
         key = "num_labels" if c.id2label is None else "id2label"
         raise ValueError(f"a classifier with {labels} labels ({key}); a reward model has one")
     return True
-
-
-def _read_rope(c: ConfigJson) -> Rope:
-    tables = {"rope_parameters": c.rope_parameters, "rope_scaling": c.rope_scaling}
-    given = {key: table for key, table in tables.items() if table and table.model_fields_set}
-    read = {key: _read_rope_table(c, table, key=key) for key, table in given.items()}
-    if len(set(read.values())) > 1:
-        raise ValueError("rope_parameters and rope_scaling contradict each other; delete one")
-    return next(iter(read.values()), Rope(theta=c.rope_theta))
-
-
-def _read_rope_table(c: ConfigJson, table: RopeJson, *, key: str) -> Rope:
-    kind = table.rope_type or table.type or "default"
-    for name in ("rope_theta", "original_max_position_embeddings"):
-        twice = all(name in found.model_fields_set for found in (c, table))
-        inside, outside = getattr(table, name), getattr(c, name)
-        if twice and inside != outside and (name == "rope_theta" or kind == "llama3"):
-            raise ValueError(f"{name}={outside} and {key}.{name}={inside} contradict each other")
-    if table.partial_rotary_factor not in (1, None):
-        raise ValueError(
-            f"{key}.partial_rotary_factor={table.partial_rotary_factor} is not supported; only 1 is"
-        )
-    if kind not in _ROPE_NUMBERS:
-        raise ValueError(
-            f"{key}: rope type {shown(kind)} is not supported; supported are "
-            f"{', '.join(map(repr, _ROPE_NUMBERS))}"
-        )
-    if table.model_extra:  # also tables nested by layer type, which transformers 5 writes
-        raise ValueError(f"{key}.{next(iter(table.model_extra))} is not supported")
-    numbers: dict[str, Any] = {name: getattr(table, name) for name in _ROPE_NUMBERS[kind]}
-    if missing := [name for name, value in numbers.items() if value is None]:
-        raise ValueError(f"{key}: rope type {kind!r} lacks {', '.join(map(repr, missing))}")
-    scaling = None
-    if kind == "linear":
-        scaling = LinearScaling(**numbers)
-    if kind == "llama3":
-        if numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
-            raise ValueError(
-                f"{key}: low_freq_factor={numbers['low_freq_factor']} must be less than "
-                f"high_freq_factor={numbers['high_freq_factor']}"
-            )
-        original = numbers.pop("original_max_position_embeddings")
-        scaling = Llama3Scaling(**numbers, original_max_positions=original)
-    theta = table.rope_theta if "rope_theta" in table.model_fields_set else c.rope_theta
-    return Rope(theta=theta, scaling=scaling)
-
-
-def _write_rope(rope: Rope) -> dict[str, Any]:
-    scaling = rope.scaling
-    if scaling is None:
-        return {"rope_type": "default"}
-    if isinstance(scaling, LinearScaling):
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_positions,
-    }
 
 
 def _read_experts(c: ConfigJson) -> Experts:

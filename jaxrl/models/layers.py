@@ -9,11 +9,10 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxrl.core.precision import Precision
-from jaxrl.models.families import DecoderConfig, LinearScaling, Rope
+from jaxrl.models.families import DecoderConfig
 from jaxrl.models.products import matmul
 
 Layer = Mapping[str, jax.Array]  # one layer's parameters, without the "layers" dimension
@@ -116,39 +115,3 @@ def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, precision: Precisio
     inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     scale = weight.astype(precision.accumulate).reshape((1,) * (x.ndim - 1) + weight.shape)
     return (wide * inverse * scale).astype(precision.activations)
-
-
-def rope_frequencies(rope: Rope, *, head_dim: int) -> np.ndarray:
-    """Computes the angle per position of each pair of dimensions, f32[head_dim / 2]."""
-    # In f32, as the checkpoints were trained: its rounding is visible at position 30,000.
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequencies = np.float32(1.0) / np.float32(rope.theta) ** exponents
-    scaling = rope.scaling
-    if scaling is None:
-        return frequencies
-    if isinstance(scaling, LinearScaling):
-        return frequencies / np.float32(scaling.factor)
-    # Turns of a pair over the original context: pairs with few are stretched, with many kept.
-    turns = scaling.original_max_positions * frequencies / np.float32(2 * np.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    return ((1 - kept) * frequencies / scaling.factor + kept * frequencies).astype(np.float32)
-
-
-def rope_table(
-    positions: jax.Array, *, rope: Rope, head_dim: int, precision: Precision
-) -> tuple[jax.Array, jax.Array]:
-    """Computes cosines and sines for i32[B, T] positions, each [B, T, 1, head_dim / 2]."""
-    frequencies = jnp.asarray(rope_frequencies(rope, head_dim=head_dim), precision.accumulate)
-    angles = positions[:, :, None, None] * frequencies.reshape(1, 1, 1, -1)
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def apply_rope(
-    x: jax.Array, table: tuple[jax.Array, jax.Array], *, precision: Precision
-) -> jax.Array:
-    """Rotates heads [B, T, N, head_dim]; dimension i is paired with i + head_dim / 2."""
-    cos, sin = table
-    first, second = jnp.split(x.astype(precision.accumulate), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(precision.activations)

@@ -14,7 +14,8 @@ from jaxrl.bridge.payload import MappedTensor
 from jaxrl.bridge.safetensors_file import plan_file
 from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
-from jaxrl.models.families import DecoderConfig, Experts, Rope
+from jaxrl.models.families import DecoderConfig, Experts
+from jaxrl.models.rope import Rope
 from jaxrl.models.spec import Params, ParamSpec
 
 QWEN3 = DecoderConfig(

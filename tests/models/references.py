@@ -27,6 +27,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "original_max_position_embeddings": 32,
+}
 EXPERTS = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
@@ -38,6 +45,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen2_windows": (transformers.Qwen2Config, WINDOWS),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
+    "qwen3_yarn": (transformers.Qwen3Config, {"head_dim": 16, "rope_parameters": YARN}),
     "llama3": (transformers.LlamaConfig, {"rope_parameters": LLAMA3}),
     "llama_linear": (
         transformers.LlamaConfig,

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from jaxrl.core.precision import PRESETS
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
-from tests.models.references import checkpoint
+from tests.models.references import YARN, checkpoint
 
 COUNT = os.environ.get("JAXRL_MUTATIONS")
 TOKENS = np.random.default_rng(0).integers(0, 96, (1, 14))
@@ -44,6 +44,9 @@ ROPES = [
     LLAMA3,
     LLAMA3 | {"rope_theta": 300.0},
     LLAMA3 | {"high_freq_factor": 1.0},
+    YARN,
+    YARN | {"attention_factor": 0.5, "beta_fast": 0.1, "mscale": 0.0},
+    YARN | {"truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5},
     {"full_attention": {"rope_type": "default", "rope_theta": 300.0}},
     {"full_attention": {"rope_theta": 300.0}, "sliding_attention": {"rope_theta": 7.0}},
 ]

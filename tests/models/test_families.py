@@ -7,12 +7,11 @@ import transformers
 
 from jaxrl.models.families import (
     DecoderConfig,
-    LinearScaling,
-    Llama3Scaling,
     from_hf_config,
     to_hf_config,
 )
-from tests.models.references import EXPERTS, FAMILIES, LLAMA3, SIZES
+from jaxrl.models.rope import LinearScaling, Llama3Scaling, YarnScaling
+from tests.models.references import EXPERTS, FAMILIES, LLAMA3, SIZES, YARN
 
 SCORED, SLIDING = "LlamaForSequenceClassification", "sliding_attention"
 BASE = {k: v for k, v in SIZES.items() if not k.endswith("token_id")}
@@ -52,6 +51,10 @@ def test_both_spellings_of_rope_agree():
     )
     linear = from_hf_config(raw("llama", rope_scaling={"type": "linear", "factor": 2}))
     assert linear.rope.scaling == LinearScaling(factor=2.0)
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert from_hf_config(raw("qwen3", rope_scaling=yarn)).rope.scaling == YarnScaling(
+        factor=4.0, original_max_positions=32768
+    )
 
 
 def test_defaults_are_those_of_the_family():
@@ -88,7 +91,13 @@ def test_windows_of_qwen_follow_the_switch_the_first_layer_and_the_layer_types()
         (raw("llama", partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
         (raw("llama", rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5"),
         (raw("llama", quantization_config={"bits": 4}), "quantization_config"),
-        (raw("llama", rope_scaling={"type": "yarn", "factor": 2.0}), "rope type 'yarn'"),
+        (raw("llama", rope_scaling={"type": "yarn", "factor": 2.0}), "original_max_position_emb"),
+        (raw("llama", rope_scaling=YARN | {"beta_fast": 0}), "rope_scaling.beta_fast=0"),
+        (raw("llama", rope_parameters=YARN | {"rope_theta": 1}), "rope_theta other than 1"),
+        (raw("llama", rope_parameters=LLAMA3 | {"truncate": True}), "truncate is not supported"),
+        (raw("llama", rope_parameters=YARN, original_max_position_embeddings=8), "=8 and"),
+        (raw("llama", rope_parameters=YARN | {"llama_4_scaling_beta": 0.1}), "llama_4_scaling_be"),
+        (raw("llama", rope_scaling={"type": "longrope", "factor": 2.0}), "rope type 'longrope'"),
         (raw("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope type 'dynamic'"),
         (raw("llama", rope_scaling={"rope_type": "llama3", "factor": 2.0}), "original_max_posi"),
         (raw("llama", rope_scaling={"rope_type": "linear"}), "'factor'"),

@@ -29,7 +29,7 @@ from jaxrl import cli
 from jaxrl.core.precision import PRESETS
 from jaxrl.models import huggingface, lora, peft, spec
 from jaxrl.models.decoder import param_specs
-from jaxrl.models.families import Llama3Scaling, Rope
+from jaxrl.models.rope import Llama3Scaling, Rope
 from tests import tiny
 from tests.models.mutations import mutated, mutations
 

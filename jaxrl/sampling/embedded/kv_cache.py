@@ -17,8 +17,9 @@ from jaxrl.models.attention import attention, pad_values, softmax_product
 from jaxrl.models.block import block
 from jaxrl.models.decoder import Model
 from jaxrl.models.experts import Routing
-from jaxrl.models.layers import LayerContext, embed, rope_table
+from jaxrl.models.layers import LayerContext, embed
 from jaxrl.models.products import product
+from jaxrl.models.rope import rope_table
 from jaxrl.models.spec import Params
 from jaxrl.sampling.embedded.half_bits import from_bits, to_bits
 
