@@ -73,13 +73,15 @@ class RopeTable(NamedTuple):
 
     cos: jax.Array  # [B, T, 1, head_dim / 2]
     sin: jax.Array
-    queries: jax.Array | None = None  # [B, T, 1, 1], a factor of the queries
+    queries: "RopeTable | None" = None  # that of queries, if they grow with their position
+
+    def of_layer(self, number: jax.Array | None) -> "RopeTable":
+        """Returns one of a stack of tables; the table itself for None."""
+        return self if number is None else jax.tree.map(lambda x: x[number], self)
 
     def of_queries(self) -> "RopeTable":
-        """Returns the table for queries, which may also grow with their position."""
-        if self.queries is None:
-            return self
-        return RopeTable(self.cos * self.queries, self.sin * self.queries)
+        """Returns the table for queries."""
+        return self if self.queries is None else self.queries
 
 
 def rope_frequencies(rope: Rope, *, head_dim: int) -> np.ndarray:
@@ -136,11 +138,15 @@ def attention_factor(rope: Rope) -> float:
 
 
 def rope_table(
-    positions: jax.Array, *, rope: Rope, head_dim: int, precision: Precision
+    positions: jax.Array, *, rope: Rope | None, head_dim: int, precision: Precision
 ) -> RopeTable:
-    """Computes cosines and sines for i32[B, T] positions."""
+    """Computes cosines and sines for i32[B, T] positions; None rotates nothing."""
+    places = positions[:, :, None, None]
+    if rope is None:
+        ones = jnp.ones((*positions.shape, 1, head_dim // 2), precision.accumulate)
+        return RopeTable(ones, jnp.zeros_like(ones))
     frequencies = jnp.asarray(rope_frequencies(rope, head_dim=head_dim), precision.accumulate)
-    places, factor = positions[:, :, None, None], attention_factor(rope)
+    factor = attention_factor(rope)
     angles = places * frequencies.reshape(1, 1, 1, -1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if factor != 1:
@@ -149,7 +155,9 @@ def rope_table(
     if not isinstance(scaling, YarnScaling) or scaling.query_beta is None:
         return RopeTable(cos, sin)
     contexts = (places // scaling.original_max_positions).astype(precision.accumulate)
-    return RopeTable(cos, sin, 1 + scaling.query_beta * jnp.log1p(contexts))
+    # The maximum keeps XLA from fusing product and sum, which it does in some programs.
+    growth = 1 + jnp.maximum(scaling.query_beta * jnp.log1p(contexts), 0)
+    return RopeTable(cos, sin, RopeTable(cos * growth, sin * growth))
 
 
 def apply_rope(x: jax.Array, table: RopeTable, *, precision: Precision) -> jax.Array:

@@ -34,7 +34,7 @@ MODELS = {
         rms_norm_eps=1e-6,
         rope=Rope(theta=1e6),
         qkv_bias=True,
-        qk_norm=False,
+        qk_norm=None,
         tied=True,
         max_positions=1024,
     ),

@@ -11,7 +11,7 @@ from jaxrl.commands.plan.roofline import parameter_count
 from jaxrl.config.training import Config
 from jaxrl.core.precision import Precision
 from jaxrl.models import huggingface, lora
-from jaxrl.models.decoder import param_specs
+from jaxrl.models.parameters import param_specs
 
 
 def bytes_per_trained(policy: Precision) -> int:
