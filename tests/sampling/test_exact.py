@@ -42,6 +42,9 @@ SETTINGS = {
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 GEMMA = {"hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "sliding_window": 24}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+MINISTRAL3 = {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1} | {
+    "original_max_position_embeddings": 16
+}
 FAMILIES = {
     "qwen2": {},
     "qwen3": {},
@@ -52,6 +55,7 @@ FAMILIES = {
     "gemma3_text": GEMMA | {"sliding_window_pattern": 2, "rope_local_base_freq": 300.0},
     "olmo3": {"sliding_window": 24, "layer_types": KINDS, "rope_theta": 5e5},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "ministral3": {"rope_parameters": MINISTRAL3},
     "phi3": {},
 }
 
@@ -115,7 +119,7 @@ BOUNDS = {"fp32": 2e-6, "bf16_master": 4e-3, "fp16_master": 1.8e-3}
 
 
 # Of the later families one policy each: what they add does not depend on it.
-LATER = ("gemma2", "gemma3_text", "olmo3", "smollm3", "phi3")
+LATER = ("gemma2", "gemma3_text", "olmo3", "smollm3", "ministral3", "phi3")
 PAIRS = [(f, name) for f in FAMILIES for name in BOUNDS if f not in LATER or name == "bf16_master"]
 
 
