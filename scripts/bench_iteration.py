@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl.models import huggingface, spec
-from jaxrl.models.decoder import param_specs
+from jaxrl.models.parameters import param_specs
 
 PROGRAMS = Path(__file__).parent / "benchmarks/iteration"
 TOKENS = PROMPTS * GROUP * (PROMPT + ANSWER)

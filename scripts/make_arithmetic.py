@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from jaxrl.models import families, huggingface, spec
-from jaxrl.models.decoder import param_specs
+from jaxrl.models import hf_config, huggingface, spec
+from jaxrl.models.parameters import param_specs
 
 SIZES = {"sft": 20_000, "train": 4_000, "held_out": 400}
 FORGETS = 0.65  # share of carries that are dropped
@@ -84,7 +84,7 @@ def write_untrained(
       seed: seed of the weights.
     """
     ids = {"vocab_size": vocab_size, "pad_token_id": 0, "eos_token_id": 1}
-    config = families.from_hf_config(model | ids)
+    config = hf_config.from_hf_config(model | ids)
     f32 = jnp.dtype(jnp.float32)
     params = spec.init(param_specs(config), jax.random.key(seed), dtype=f32)
     huggingface.save(directory, params, config, dtype=f32)

@@ -24,7 +24,9 @@ class Rules:
 _Table = Mapping[str, str | MeshAxes]
 
 _BOTH_KNOW = ("vocab", "embed", "q_heads", "kv_heads", "mlp", "experts")
-_WHOLE: _Table = dict.fromkeys(("layers", *_BOTH_KNOW, "norm", "router", "label", "rank"), ())
+_WHOLE: _Table = dict.fromkeys(
+    ("layers", *_BOTH_KNOW, "fused", "norm", "router", "label", "rank"), ()
+)
 # "routed" is the batch inside expert layers: every device with experts sees all of its tokens.
 _BATCH_CUT: _Table = {
     **dict.fromkeys(("batch", "routed"), ("data", "fsdp")),

@@ -13,7 +13,8 @@ from jaxrl.core.batch import Rollout
 from jaxrl.core.precision import PRESETS
 from jaxrl.models import huggingface, spec
 from jaxrl.models.decoder import Model, decoder
-from jaxrl.models.families import DecoderConfig, Experts, Rope
+from jaxrl.models.families import DecoderConfig, Experts
+from jaxrl.models.rope import Rope
 from jaxrl.models.spec import Params
 
 CONFIG = DecoderConfig(
@@ -28,7 +29,7 @@ CONFIG = DecoderConfig(
     rms_norm_eps=1e-6,
     rope=Rope(theta=10000.0),
     qkv_bias=False,
-    qk_norm=True,
+    qk_norm="head",
     tied=True,
     max_positions=128,
     initializer_range=0.2,  # far from uniform, so that log-probs differ
@@ -41,6 +42,25 @@ MOE = dataclasses.replace(
     model_type="qwen3_moe",
     experts=Experts(count=8, per_token=2, intermediate_size=16, renormalise=True),
 )
+
+# Norms around each part, soft caps, windows and two ropes; the other families' norms; one matrix
+# for several projections.
+GEMMA = dataclasses.replace(
+    CONFIG,
+    model_type="gemma2",
+    qk_norm=None,
+    norms="both",
+    norm_plus_one=True,
+    activation="gelu_tanh",
+    scaled_embedding=True,
+    query_scalar=12,
+    score_cap=3.0,
+    logit_cap=4.0,
+    windows=(5, None),
+    ropes=(Rope(theta=300.0), CONFIG.rope),
+)
+OLMO = dataclasses.replace(CONFIG, model_type="olmo2", qk_norm="projection", norms="after")
+PHI = dataclasses.replace(CONFIG, model_type="phi3", qk_norm=None, fused=True, tied=False)
 
 
 def model() -> Model:

@@ -15,7 +15,8 @@ from jaxrl.learner.policy import VALUE_HEAD, Learner
 from jaxrl.learner.update import LearnerState
 from jaxrl.losses import Recipe
 from jaxrl.models import spec
-from jaxrl.models.decoder import Model, param_specs
+from jaxrl.models.decoder import Model
+from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import Params, Specs
 from sharding.partition import Layout
 from sharding.transfer import place

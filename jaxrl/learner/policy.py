@@ -238,7 +238,7 @@ def _forward(
     hidden, imbalance = _hidden(model, weights, batch, precision=precision)
     written = observed(batch) if Need.OBSERVED in needs else None
     mask = batch.action_mask if written is None else batch.action_mask | written
-    tokens = (hidden, model.unembedding(weights), batch.tokens, mask)
+    tokens = (hidden, model.head(weights), batch.tokens, mask)
     if Need.ENTROPY in needs:
         pi, entropy = token_logprobs_and_entropy(
             *tokens, precision=precision, temperature=temperature
@@ -265,7 +265,7 @@ def _score_fn(
         hidden, _ = _hidden(model, weights, batch, precision=precision)
         return token_logprobs(
             hidden,
-            model.unembedding(weights),
+            model.head(weights),
             tokens=batch.tokens,
             mask=batch.action_mask,
             precision=precision,

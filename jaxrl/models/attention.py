@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.core.packing import ANYWHERE, Alignment
 from jaxrl.core.precision import Precision
 from jaxrl.models.products import product, transposed_product
+from jaxrl.models.scoring import Scoring
 from jaxrl.models.tree_attention import KEPT, Tree, tree_attention
 
 # Keys are padded to a multiple of this number. XLA's products then add in the same order whatever
@@ -35,7 +36,7 @@ class Mask(NamedTuple):
     segments: jax.Array  # i32[B, T], of the queries
     of_keys: jax.Array  # i32[B, S]
     first: jax.Array  # i32[], index of the first query in the row
-    window: jax.Array  # i32[]
+    scoring: Scoring
 
 
 class Attend(Protocol):
@@ -48,7 +49,7 @@ class Attend(Protocol):
         v: jax.Array,
         segments: jax.Array | Tree,
         *,
-        window: jax.Array | None,
+        scoring: Scoring,
         precision: Precision,
     ) -> jax.Array:
         """Takes the arguments of `attention` and returns its result."""
@@ -61,7 +62,7 @@ def attention(
     v: jax.Array,
     segments: jax.Array | Tree,
     *,
-    window: jax.Array | None,
+    scoring: Scoring,
     precision: Precision,
     part: Part | None = None,
 ) -> jax.Array:
@@ -79,7 +80,7 @@ def attention(
       v: like k.
       segments: i32[B, T], 0 for padding; or the Tree of rows whose sequences share prefixes, which
         `tree_attention` computes.
-      window: i32[], number of tokens that a token attends to, including itself; None for all.
+      scoring: the window, scale and cap of the scores.
       precision: the dtype policy; scores and softmax are in `accumulate`.
       part: the part of their rows that the queries are; None for whole rows.
 
@@ -89,15 +90,14 @@ def attention(
     if isinstance(segments, Tree):
         first, keys = (0, segments) if part is None else part
         queries = (segments.positions, jnp.int32(first))
-        return tree_attention(q, k, v, keys, queries, window=window, precision=precision)
+        return tree_attention(q, k, v, keys, queries, scoring=scoring, precision=precision)
     batch, length, heads, dim = q.shape
     groups = heads // k.shape[2]
     q = q.reshape(batch, length, -1, groups, dim).transpose(0, 2, 3, 1, 4)
     k, v = (_pad(x.transpose(0, 2, 1, 3), axis=2) for x in (k, v))
-    far = jnp.asarray(k.shape[2] if window is None else window, jnp.int32)
     first, of_keys = (0, segments) if part is None else part
     of_keys = jnp.pad(of_keys, ((0, 0), (0, k.shape[2] - of_keys.shape[1])), constant_values=-1)
-    mask = Mask(segments, of_keys, jnp.int32(first), far)
+    mask = Mask(segments, of_keys, jnp.int32(first), scoring)
     out = _attention(q, k, pad_values(v, precision), mask, precision, part is None)
     return out[..., :dim].transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
 
@@ -174,7 +174,8 @@ def _backward(precision, whole, residuals, dout):
         scores = _scores(q, k, mask, block, precision=precision)
         probs = jnp.exp(scores - log_total[rows])
         dprobs = dot(dout[rows], v[keys], contract=(4, 3))
-        dscores = probs * (dprobs - mean[rows]) * q.shape[-1] ** -0.5
+        slopes = mask.scoring.slopes(scores, head_dim=q.shape[-1])
+        dscores = probs * (dprobs - mean[rows]) * slopes
         probs, dscores = probs.astype(precision.compute), dscores.astype(precision.compute)
         dqs.append(dot(dscores, k[keys], contract=(4, 2)))
         dk = _add(dk, dot_t(_flat(q[rows]), _flat(dscores)))
@@ -216,8 +217,10 @@ def _scores(q, k, mask: Mask, block: tuple[int, int, int], *, precision):
     start, stop, end = block
     q, k = q[..., start:stop, :], k[..., :end, :]
     scores = product(q, k, contract=(4, 3), batch=(0, 1), precision=precision)
-    scores = scores * q.shape[-1] ** -0.5
+    scores = mask.scoring.scores(scores, head_dim=q.shape[-1])
     distance = mask.first + jnp.arange(start, stop)[:, None] - jnp.arange(end)[None, :]
-    causal = (distance >= 0) & (distance < mask.window)
-    seen = causal[None] & (mask.segments[:, start:stop, None] == mask.of_keys[:, None, :end])
+    near = distance >= 0
+    if mask.scoring.window is not None:
+        near &= distance < mask.scoring.window
+    seen = near[None] & (mask.segments[:, start:stop, None] == mask.of_keys[:, None, :end])
     return jnp.where(seen[:, None, None], scores, jnp.finfo(scores.dtype).min)

@@ -5,14 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl.models.experts import Routing, mixture
-from jaxrl.models.layers import Layer, LayerContext, apply_rope, project, rms_norm
+from jaxrl.models.layers import Layer, LayerContext, activation, project
+from jaxrl.models.rope import RopeTable, apply_rope
 
 # (q [B, T, H, hd], k [B, T, K, hd], v like k) -> attention's output [B, T, H, hd], and anything
 # that the caller wants to keep, such as a cache.
 Attention = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-RopeTable = tuple[jax.Array, jax.Array]
 
 
 def block(
@@ -26,11 +27,14 @@ def block(
 ) -> tuple[jax.Array, Any, Routing | None]:
     """Computes one layer: attention, then the feed-forward network, each added to the stream.
 
+    A layer has the norms that its family declares (`parameters.param_specs`): before attention and
+    the feed-forward network, after them, or both.
+
     Args:
       x: [B, T, D], the residual stream.
       layer: parameters of the layer.
       attend: attention over the keys and values that the queries may see.
-      table: cosines and sines of the tokens' positions, see `layers.rope_table`.
+      table: cosines and sines of the tokens' positions, see `rope.rope_table`.
       context: what all layers share.
       recorded: i32[B, T, k], experts to replay, see `experts.mixture`.
 
@@ -42,46 +46,64 @@ def block(
     q, k, v = project_qkv(x, layer, table, context=context)
     out, kept = attend(q, k, v)
     flat = out.reshape(*x.shape[:2], -1)
-    x = constrain(x + project(flat, layer, "o", precision=context.precision), stream)
-    normed, routing = context.norm(x, layer["mlp_norm"]), None
+    more = project(flat, layer, "o", precision=context.precision)
+    x = constrain(x + context.layer_norm(more, layer, "attn_out_norm"), stream)
+    normed, routing = context.layer_norm(x, layer, "mlp_norm"), None
     if context.config.experts is None:
-        more = swiglu(normed, layer, context=context)
+        more = gated(normed, layer, context=context)
     else:
         more, routing = mixture(normed, layer, context=context, recorded=recorded)
-    return constrain(x + more, stream), kept, routing
+    x = x + context.layer_norm(more, layer, "mlp_out_norm")
+    return constrain(x, stream), kept, routing
 
 
 def project_qkv(
     x: jax.Array, layer: Layer, table: RopeTable, *, context: LayerContext
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes queries [B, T, H, hd], keys and values [B, T, K, hd] of a residual stream [B, T, D]:
-    norm, projections, biases, head norms, rope. The results are in `precision.activations`."""
+    norm, projections, biases, norms of queries and keys, rope. The results are in
+    `precision.activations`."""
     config, precision = context.config, context.precision
-    x = context.norm(x, layer["attn_norm"])
+    x = context.layer_norm(x, layer, "attn_norm")
 
-    def heads(name: str, axis: str) -> jax.Array:
-        y = project(x, layer, name, precision=precision)
+    def heads(y: jax.Array, name: str, axis: str) -> jax.Array:
         if config.qkv_bias:
             bias = layer[f"{name}_bias"].astype(precision.accumulate).reshape(1, 1, -1)
             y = (y.astype(precision.accumulate) + bias).astype(precision.activations)
         y = context.constrain(y, ("batch", "length", axis))
+        if config.qk_norm == "projection":
+            y = context.layer_norm(y, layer, f"{name}_norm")
         y = y.reshape(*x.shape[:2], -1, config.head_dim)
+        if config.qk_norm == "head":
+            y = context.layer_norm(y, layer, f"{name}_norm")
         if name == "v":
             return y
-        if config.qk_norm:
-            scale = layer[f"{name}_norm"]
-            y = rms_norm(y, scale, eps=config.rms_norm_eps, precision=precision)
-        return apply_rope(y, table, precision=precision)
+        return apply_rope(y, table.of_queries() if name == "q" else table, precision=precision)
 
-    return heads("q", "q_heads"), heads("k", "kv_heads"), heads("v", "kv_heads")
+    if config.fused:
+        sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        q, k, v = split(project(x, layer, "qkv", precision=precision), sizes, config.head_dim)
+    else:
+        q, k, v = (project(x, layer, name, precision=precision) for name in "qkv")
+    return heads(q, "q", "q_heads"), heads(k, "k", "kv_heads"), heads(v, "v", "kv_heads")
 
 
-def swiglu(x: jax.Array, layer: Layer, *, context: LayerContext) -> jax.Array:
+def gated(x: jax.Array, layer: Layer, *, context: LayerContext) -> jax.Array:
     """Computes the dense feed-forward network (arXiv:2002.05202) of a normed stream: [B, T, D] ->
     [B, T, D], to be added to the stream."""
-    precision = context.precision
-    gate = project(x, layer, "gate", precision=precision).astype(precision.accumulate)
-    up = project(x, layer, "up", precision=precision).astype(precision.accumulate)
-    hidden = (jax.nn.silu(gate) * up).astype(precision.activations)
+    config, precision = context.config, context.precision
+    if config.fused:
+        both = project(x, layer, "gate_up", precision=precision)
+        gate, up = split(both, (1, 1), config.intermediate_size)
+    else:
+        gate, up = (project(x, layer, name, precision=precision) for name in ("gate", "up"))
+    gate, up = gate.astype(precision.accumulate), up.astype(precision.accumulate)
+    hidden = (activation(gate, context=context) * up).astype(precision.activations)
     hidden = context.constrain(hidden, ("batch", "length", "mlp"))
     return project(hidden, layer, "down", precision=precision)
+
+
+def split(x: jax.Array, counts: tuple[int, ...], size: int) -> list[jax.Array]:
+    """Divides [..., sum(counts) * size] into parts [..., count * size]."""
+    ends = [size * sum(counts[: i + 1]) for i in range(len(counts) - 1)]
+    return jnp.split(x, ends, axis=-1)

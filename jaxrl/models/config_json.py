@@ -27,6 +27,17 @@ class RopeJson(Table):
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
     original_max_position_embeddings: Tokens | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    attention_factor: Positive | None = None
+    mscale: NotNegative | None = None
+    mscale_all_dim: NotNegative | None = None
+    truncate: bool | None = None
+    llama_4_scaling_beta: NotNegative | None = None
+    max_position_embeddings: Tokens | None = None
+    # Of Gemma 3 and OLMo 3: tables by the layer's attention.
+    full_attention: "RopeJson | None" = None
+    sliding_attention: "RopeJson | None" = None
 
 
 class ConfigJson(Table):
@@ -49,8 +60,12 @@ class ConfigJson(Table):
     rope_theta: Positive = 10_000.0
     rope_parameters: RopeJson | None = None
     rope_scaling: RopeJson | None = None
+    rope_local_base_freq: Positive | None = None
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: Count = 4
     use_sliding_window: bool | None = None
-    sliding_window: Tokens | None = 4096
+    sliding_window: Tokens | None = None
+    sliding_window_pattern: Count | None = None
     max_window_layers: int = 28
     layer_types: list[str] | None = None
     num_experts: Count | None = None
@@ -58,6 +73,9 @@ class ConfigJson(Table):
     num_experts_per_tok: Count | None = None
     moe_intermediate_size: Size | None = None
     norm_topk_prob: bool = False
+    query_pre_attn_scalar: Size | None = None
+    attn_logit_softcapping: Positive | None = None
+    final_logit_softcapping: Positive | None = None
     id2label: dict[str, Any] | None = None
     num_labels: int | None = 2
     bos_token_id: int | None = None
@@ -78,40 +96,3 @@ def token_ids(value: Any, *, vocab_size: int) -> tuple[int, ...]:
             f"vocab_size={vocab_size} in config.json"
         )
     return tuple(ids)
-
-
-def read_windows(c: ConfigJson) -> tuple[int | None, ...]:
-    """Returns the window of each layer; see `DecoderConfig.windows`.
-
-    Raises:
-      ValueError: for windows that the family does not have, or layers without one.
-    """
-    layers, kinds = c.num_hidden_layers, c.layer_types
-    if c.model_type in ("llama", "mistral"):
-        # A Mistral without the key has transformers' default; Llama has no windows at all.
-        given = c.model_type == "mistral" or "sliding_window" in c.model_fields_set
-        window, windowed = c.sliding_window if given else None, [True] * layers
-        if kinds is not None or (c.model_type == "llama" and window is not None):
-            raise ValueError(
-                f"{c.model_type} with sliding_window={window!r} and layer_types={shown(kinds)} is "
-                "not supported: Llama has no windows, Mistral has one on every layer"
-            )
-    else:
-        window = c.sliding_window if c.use_sliding_window else None
-        windowed = [i >= c.max_window_layers for i in range(layers)]
-        if kinds is not None:
-            if set(kinds) - {"full_attention", "sliding_attention"} or len(kinds) != layers:
-                raise ValueError(
-                    f"layer_types={shown(kinds)}: expected {layers} entries, each "
-                    "'full_attention' or 'sliding_attention'"
-                )
-            windowed = [kind == "sliding_attention" for kind in kinds]
-            if window is None and any(windowed):
-                raise ValueError(
-                    "layer_types has 'sliding_attention', but there is no window: "
-                    f"use_sliding_window={c.use_sliding_window}, "
-                    f"sliding_window={c.sliding_window}"
-                )
-    if window is None or not any(windowed):
-        return ()
-    return tuple(window if inside else None for inside in windowed)

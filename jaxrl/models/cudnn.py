@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxrl.core.packing import most_sequences
 from jaxrl.core.precision import Precision
 from jaxrl.models.attention import Part
+from jaxrl.models.scoring import Scoring
 from jaxrl.models.tree_attention import Tree, visible
 
 
@@ -57,10 +58,12 @@ def packed(
     v: jax.Array,
     segments: jax.Array,
     *,
+    scoring: Scoring,
     window: int | None,
     precision: Precision,
 ) -> jax.Array:
-    """Computes `attention.attention` over whole rows by the packed form.
+    """Computes `attention.attention` over whole rows by the packed form. Scores have no cap, and
+    `window` is that of `scoring`, known when the kernel is compiled.
 
     A row with more than `most_sequences` gives NaN. Keys and values are repeated for the query
     heads that share them: with fewer heads, jax 0.10 gives cuDNN wrong offsets (jax-ml/jax#39521).
@@ -80,7 +83,7 @@ def packed(
         kv_seqlen=found.lengths,
         q_offsets=found.starts,
         kv_offsets=found.starts,
-        scale=q.shape[-1] ** -0.5,
+        scale=scoring.factor(q.shape[-1]),
         mask_type=fused.MaskType.PADDING_CAUSAL,
         sliding_window_length=window,
     )
@@ -95,18 +98,18 @@ def masked(
     v: jax.Array,
     segments: jax.Array | Tree,
     *,
-    window: int | None,
+    scoring: Scoring,
     precision: Precision,
     part: Part | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
     """Computes `attention.attention` with a mask; `implementation` is for tests without a GPU."""
     first, of_keys = (0, segments) if part is None else part
+    window = scoring.window
     queries, keys = first + jnp.arange(q.shape[1]), jnp.arange(k.shape[1])
     if isinstance(segments, Tree):
         assert isinstance(of_keys, Tree)
-        far = jnp.iinfo(jnp.int32).max if window is None else window
-        seen = visible(of_keys, keys, segments.positions, queries, window=far)[:, None]
+        seen = visible(of_keys, keys, segments.positions, queries, window=window)[:, None]
     else:
         assert not isinstance(of_keys, Tree)
         seen = segments[:, None, :, None] == of_keys[:, None, None, :]
@@ -116,7 +119,13 @@ def masked(
             seen = seen & near[None, None]
     q, k, v = (x.astype(precision.compute) for x in (q, k, v))
     out = jax.nn.dot_product_attention(
-        q, k, v, mask=seen, is_causal=part is None, implementation=implementation
+        q,
+        k,
+        v,
+        mask=seen,
+        scale=scoring.factor(q.shape[-1]),
+        is_causal=part is None,
+        implementation=implementation,
     )
     return out.astype(precision.activations)
 

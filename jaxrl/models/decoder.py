@@ -19,12 +19,14 @@ from jaxrl.models.layers import (
     Local,
     embed,
     identity,
-    rope_table,
+    per_layer,
     undivided,
 )
+from jaxrl.models.logprobs import Head
 from jaxrl.models.lora import attach, frozen
+from jaxrl.models.parameters import param_specs
 from jaxrl.models.products import OUTPUT
-from jaxrl.models.spec import Params, ParamSpec, Specs
+from jaxrl.models.spec import Params, Specs
 from jaxrl.models.tree_attention import Tree
 
 
@@ -88,6 +90,10 @@ class Model(NamedTuple):
     hidden_routed: HiddenRouted | None = None  # unless config.experts is None
     local: Local = undivided
 
+    def head(self, params: Params) -> Head:
+        """Returns the output layer of a language model."""
+        return Head(self.unembedding(params), self.config.logit_cap)
+
     def __hash__(self) -> int:  # the specs are a dict and follow from the config
         return hash((self.config, self.hidden))
 
@@ -131,20 +137,17 @@ def decoder(
     def run(params, tokens, positions, segments, observe, *, precision, seen_until, recorded=None):
         params = attach(params)
         rows = segments if seen_until is None else Tree(seen_until, positions)
-        table = rope_table(
-            positions, rope=config.rope, head_dim=config.head_dim, precision=precision
-        )
-        far = jnp.iinfo(jnp.int32).max
-        windows = jnp.array([far if w is None else w for w in config.windows], jnp.int32)
-
         context = LayerContext(config, precision, constrain, local)
+        tables = context.rope_tables(positions)
 
         def body(x, scanned):
-            layer, window, replay = scanned
+            layer, own, replay = scanned
 
             def attention_of(q, k, v):
-                return attend(q, k, v, rows, window=window, precision=precision), None
+                scoring = context.scoring(own.window)
+                return attend(q, k, v, rows, scoring=scoring, precision=precision), None
 
+            table = tables.of_layer(own.rope)
             x, _, routing = block(
                 x, layer, attention_of, table=table, context=context, recorded=replay
             )
@@ -152,10 +155,9 @@ def decoder(
 
         if remat != "none":
             body = jax.checkpoint(body, policy=_REMAT[remat], prevent_cse=False)
-        x = embed(params["embed"], tokens, precision=precision)
+        x = context.enter(embed(params["embed"], tokens, precision=precision))
         x = constrain(x, ("batch", "length", "embed"))
-        scanned = (params["layers"], windows if config.windows else None, recorded)
-        x, observed = jax.lax.scan(body, x, scanned)
+        x, observed = jax.lax.scan(body, x, (params["layers"], per_layer(config), recorded))
         x = context.norm(x, params["final_norm"])
         return constrain(x, ("batch", "length", "embed")), observed
 
@@ -168,16 +170,9 @@ def decoder(
     ):
         if recorded is not None:
             recorded = recorded.transpose(2, 0, 1, 3)
-        x, (costs, chosen) = run(
-            params,
-            tokens,
-            positions,
-            segments,
-            _imbalance_and_experts,
-            precision=precision,
-            seen_until=seen_until,
-            recorded=recorded,
-        )
+        inputs = (params, tokens, positions, segments, _imbalance_and_experts)
+        settings = {"precision": precision, "seen_until": seen_until, "recorded": recorded}
+        x, (costs, chosen) = run(*inputs, **settings)
         return Routed(x, jnp.mean(costs, axis=0), chosen.transpose(1, 2, 0, 3))
 
     def unembedding(params):
@@ -195,67 +190,3 @@ def _nothing(*_: Any) -> None:
 
 def _imbalance_and_experts(routing: Routing, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
     return imbalance(routing, segments), routing.experts
-
-
-def param_specs(config: DecoderConfig) -> Specs:
-    """Declares the parameters of a decoder: shape, axes, initial value and Hugging Face name."""
-    hidden = (config.hidden_size, "embed")
-    queries = (config.num_heads * config.head_dim, "q_heads")
-    keys = (config.num_kv_heads * config.head_dim, "kv_heads")
-    vocab = (config.vocab_size, "vocab")
-    std = config.initializer_range
-
-    def spec(name, *dims, scale):
-        return ParamSpec(tuple(n for n, _ in dims), tuple(axis for _, axis in dims), name, scale)
-
-    def stacked(name, *dims, scale):
-        name = f"model.layers.{{layer}}.{name}"
-        return spec(name, (config.num_layers, "layers"), *dims, scale=scale)
-
-    norm, head_norm = (config.hidden_size, "norm"), (config.head_dim, "norm")
-    layers = {
-        "attn_norm": stacked("input_layernorm.weight", norm, scale=None),
-        "q": stacked("self_attn.q_proj.weight", queries, hidden, scale=std),
-        "k": stacked("self_attn.k_proj.weight", keys, hidden, scale=std),
-        "v": stacked("self_attn.v_proj.weight", keys, hidden, scale=std),
-        "o": stacked("self_attn.o_proj.weight", hidden, queries, scale=std),
-        "mlp_norm": stacked("post_attention_layernorm.weight", norm, scale=None),
-    }
-    if config.experts is None:
-        mlp = (config.intermediate_size, "mlp")
-        layers |= {
-            "gate": stacked("mlp.gate_proj.weight", mlp, hidden, scale=std),
-            "up": stacked("mlp.up_proj.weight", mlp, hidden, scale=std),
-            "down": stacked("mlp.down_proj.weight", hidden, mlp, scale=std),
-        }
-    else:
-        count, mlp = config.experts.count, (config.experts.intermediate_size, "mlp")
-        experts, one = (count, "experts"), "mlp.experts.{expert}"
-        layers |= {
-            "router": stacked("mlp.gate.weight", (count, "router"), hidden, scale=std),
-            "expert_gate": stacked(f"{one}.gate_proj.weight", experts, mlp, hidden, scale=std),
-            "expert_up": stacked(f"{one}.up_proj.weight", experts, mlp, hidden, scale=std),
-            "expert_down": stacked(f"{one}.down_proj.weight", experts, hidden, mlp, scale=std),
-        }
-    if config.qkv_bias:
-        layers |= {
-            "q_bias": stacked("self_attn.q_proj.bias", queries, scale=0.0),
-            "k_bias": stacked("self_attn.k_proj.bias", keys, scale=0.0),
-            "v_bias": stacked("self_attn.v_proj.bias", keys, scale=0.0),
-        }
-    if config.qk_norm:
-        layers |= {
-            "q_norm": stacked("self_attn.q_norm.weight", head_norm, scale=None),
-            "k_norm": stacked("self_attn.k_norm.weight", head_norm, scale=None),
-        }
-    specs: dict[str, Any] = {
-        "embed": spec("model.embed_tokens.weight", vocab, hidden, scale=std),
-        "layers": layers,
-        "final_norm": spec("model.norm.weight", norm, scale=None),
-    }
-    if config.scored:
-        # Zeros: a reward model initialised from a language model scores every completion alike.
-        specs["score"] = spec("score.weight", (1, "label"), hidden, scale=0.0)
-    elif not config.tied:
-        specs["head"] = spec("lm_head.weight", vocab, hidden, scale=std)
-    return specs

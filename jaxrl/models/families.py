@@ -1,46 +1,10 @@
-"""Model families: conversion between a Hugging Face config.json and a `DecoderConfig`.
-
-Two formats are read: transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`), which most
-checkpoints have, and transformers 5 (`rope_parameters`, `dtype`). A setting that the decoder does
-not support is an error that names it; none is ignored.
-"""
+"""Model families: what determines the decoder's shapes and function, and what each family fixes."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from jaxrl.models.checkpoint_files import shown, validated
-from jaxrl.models.config_json import ConfigJson, RopeJson, read_windows, token_ids
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-    """Frequency-dependent scaling of Llama 3.1 and later.
-
-    Wavelengths longer than `original_max_positions / low_freq_factor` are stretched by `factor`.
-    Those shorter than `original_max_positions / high_freq_factor` are kept. Those between are
-    interpolated.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearScaling:
-    """Position interpolation (arXiv:2306.15595): every frequency is divided by `factor`."""
-
-    factor: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary position embedding (arXiv:2104.09864) over the whole head dimension."""
-
-    theta: float = 10000.0
-    scaling: LinearScaling | Llama3Scaling | None = None
+from jaxrl.models.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,9 +30,22 @@ class DecoderConfig:
 
     Attributes:
       model_type: Hugging Face's name of the family, one of `FAMILIES`.
+      intermediate_size: hidden units of the feed-forward networks; kept but unused with experts.
+      rope: of the layers, but for those to which `ropes` gives another.
+      ropes: for each layer its rope, None for a layer without one; () if all layers have `rope`.
       windows: for each layer the number of tokens that a token attends to, including itself; None
         for all. () if no layer has a window.
-      intermediate_size: hidden units of the feed-forward networks; kept but unused with experts.
+      qkv_bias: true if the projections of queries, keys and values have biases.
+      qk_norm: the norm of queries and keys: of each head, or of the whole projection.
+      norms: places of a layer's norms: before attention and feed-forward network, after them, or
+        both.
+      norm_plus_one: true if norms multiply by 1 + weight.
+      activation: of the feed-forward networks.
+      fused: true if one matrix holds the projections of queries, keys and values, and another one
+        those of gate and up.
+      scaled_embedding: true if the embedding is multiplied by sqrt(hidden_size).
+      query_scalar: scores are divided by its square root; None is head_dim.
+      score_cap, logit_cap: soft caps of attention scores and of logits, see `scoring.soft_cap`.
       experts: None for a dense decoder.
       scored: true for a reward model, whose head gives each token one score instead of one logit
         per vocabulary entry.
@@ -88,11 +65,20 @@ class DecoderConfig:
     intermediate_size: int
     rms_norm_eps: float
     rope: Rope
-    qkv_bias: bool
-    qk_norm: bool
     tied: bool
     max_positions: int
+    ropes: tuple[Rope | None, ...] = ()
     windows: tuple[int | None, ...] = ()
+    qkv_bias: bool = False
+    qk_norm: Literal["head", "projection"] | None = None
+    norms: Literal["before", "after", "both"] = "before"
+    norm_plus_one: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    fused: bool = False
+    scaled_embedding: bool = False
+    query_scalar: int | None = None
+    score_cap: float | None = None
+    logit_cap: float | None = None
     experts: Experts | None = None
     initializer_range: float = 0.02
     scored: bool = False
@@ -100,277 +86,156 @@ class DecoderConfig:
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
 
+    @property
+    def distinct_ropes(self) -> tuple[Rope | None, ...]:
+        """The ropes that layers have, each once."""
+        return tuple(dict.fromkeys(self.ropes)) or (self.rope,)
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the products of queries and keys."""
+        return (self.query_scalar or self.head_dim) ** -0.5
+
 
 class Family(NamedTuple):
-    """Properties of a `model_type` that config.json does not state."""
+    """What a `model_type` says that config.json does not.
+
+    Attributes:
+      architecture: of its language model.
+      fields: of its `DecoderConfig`, the same for every checkpoint.
+      windows: layers with a `sliding_window`: "none"; "all" if there is one; by a "switch" and a
+        first layer, or `layer_types`; "typed" by `layer_types`, or one global layer in a period.
+      theta: if config.json has no `rope_theta`.
+      local_theta: if layers with a window have a rope of their own: its theta.
+      defaults: transformers' values of absent keys, where they are not those of `ConfigJson`.
+      only: keys that change the function, with the only values that are supported.
+      names: Hugging Face's names of parameters that differ from the others'.
+      scorer: architecture of a reward model, if it has another name.
+    """
 
     architecture: str
-    qkv_bias: bool
-    qk_norm: bool
-    head_dim: int | None  # used when config.json has none; None: hidden_size / num_heads
-    experts: bool = False
+    fields: Mapping[str, Any] = {}
+    windows: Literal["none", "all", "switch", "typed"] = "none"
+    theta: float = 10_000.0
+    local_theta: float | None = None
+    defaults: Mapping[str, Any] = {}
+    only: Mapping[str, tuple[Any, ...]] = {}
+    names: Mapping[str, str] = {}
+    scorer: str | None = None
 
+    @property
+    def scored_architecture(self) -> str:
+        """Hugging Face's class of a reward model."""
+        return self.scorer or self.architecture.replace("ForCausalLM", "ForSequenceClassification")
+
+
+_GEMMA = {
+    "norms": "both",
+    "norm_plus_one": True,
+    "activation": "gelu_tanh",
+    "scaled_embedding": True,
+}
+_GEMMA_DEFAULTS = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_GELU = {"hidden_act": ("gelu_pytorch_tanh",), "hidden_activation": ("gelu_pytorch_tanh", None)}
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", qkv_bias=False, qk_norm=False, head_dim=None),
-    "mistral": Family("MistralForCausalLM", qkv_bias=False, qk_norm=False, head_dim=None),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, head_dim=None),
-    "qwen3": Family("Qwen3ForCausalLM", qkv_bias=False, qk_norm=True, head_dim=128),
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM", windows="all", defaults={"sliding_window": 4096}),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        {"qkv_bias": True},
+        windows="switch",
+        defaults={"sliding_window": 4096},
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        {"qk_norm": "head"},
+        windows="switch",
+        defaults={"head_dim": 128, "sliding_window": 4096},
+    ),
     "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", qkv_bias=False, qk_norm=True, head_dim=None, experts=True
+        "Qwen3MoeForCausalLM",
+        {"qk_norm": "head"},
+        windows="switch",
+        only={"use_sliding_window": (False, None)},
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _GEMMA,
+        windows="typed",
+        defaults=_GEMMA_DEFAULTS
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+        | {"sliding_window_pattern": 2},
+        only=_GELU | {"sliding_window_pattern": (2,)},
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _GEMMA | {"qk_norm": "head"},
+        windows="typed",
+        theta=1e6,
+        local_theta=1e4,
+        defaults=_GEMMA_DEFAULTS | {"sliding_window_pattern": 6},
+        only=_GELU | {"attn_logit_softcapping": (None,)},  # which transformers ignores
+        scorer="Gemma3TextForSequenceClassification",
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        windows="all",
+        theta=1e6,
+        defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8}
+        | {"num_local_experts": 8, "num_experts_per_tok": 2},
+        only={"router_jitter_noise": (0,)},
+        names={
+            "router": "block_sparse_moe.gate.weight",
+            "expert_gate": "block_sparse_moe.experts.{expert}.w1.weight",
+            "expert_up": "block_sparse_moe.experts.{expert}.w3.weight",
+            "expert_down": "block_sparse_moe.experts.{expert}.w2.weight",
+        },
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        windows="switch",
+        theta=2e6,
+        defaults={"num_key_value_heads": 4, "tie_word_embeddings": True},
+        only={"use_sliding_window": (False,)},
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        {"norms": "after", "qk_norm": "projection"},
+        defaults={"rms_norm_eps": 1e-5},
+        only={"clip_qkv": (None,)},
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        {"norms": "after", "qk_norm": "projection"},
+        windows="typed",
+        theta=5e5,
+        local_theta=5e5,
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+        only={"clip_qkv": (None,), "sliding_window_pattern": (4,)},
+    ),
+    "ministral": Family(
+        "MinistralForCausalLM",
+        windows="typed",
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        only={"sliding_window_pattern": (None,)},
+    ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        windows="all",
+        defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128},
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {"fused": True},
+        windows="all",
+        defaults={"rms_norm_eps": 1e-5},
+        only={"resid_pdrop": (0,), "embd_pdrop": (0,)},
     ),
 }
-
-_SCORED = "ForSequenceClassification"
-
-# Keys that change the function, with the only values that the decoder supports.
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "attention_dropout": (0, None),
-    "partial_rotary_factor": (1, None),
-    "use_mrope": (False, None),
-    "is_causal": (True, None),
-    "quantization_config": (None,),
-    "transformers_weights": (None,),  # names other files than model.safetensors
-    # The layers are scanned, so all of them are alike.
-    "decoder_sparse_step": (1, None),
-    "mlp_only_layers": ([], None),
-    "per_layer_config": (None,),
-}
-
-
-# The numbers that each supported rope type needs.
-_ROPE_NUMBERS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-}
-
-
-def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Reads the content of a config.json of transformers 4 or 5.
-
-    Raises:
-      ValueError: if a `model_type`, rope type or other setting is not supported, a key is missing
-        or of the wrong type, or keys contradict each other; the message names them.
-    """
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ValueError(
-            f"model_type={shown(model_type)} is not supported; supported are {', '.join(FAMILIES)}"
-        )
-    family = FAMILIES[model_type]
-    for key, values in _ONLY.items():
-        if raw.get(key, values[0]) not in values:
-            raise ValueError(
-                f"{model_type} with {key}={shown(raw[key])} is not supported; only {values[0]!r} is"
-            )
-    c = validated(ConfigJson, raw)
-    heads, kv_heads = c.num_attention_heads, c.num_key_value_heads or c.num_attention_heads
-    head_dim = c.head_dim or family.head_dim or c.hidden_size // heads
-    if heads % kv_heads or head_dim % 2 or not head_dim:
-        raise ValueError(
-            f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads} "
-            f"and head_dim={head_dim} must be even"
-        )
-    return DecoderConfig(
-        model_type=model_type,
-        vocab_size=c.vocab_size,
-        hidden_size=c.hidden_size,
-        num_layers=c.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=c.intermediate_size,
-        rms_norm_eps=c.rms_norm_eps,
-        rope=_read_rope(c),
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
-        tied=c.tie_word_embeddings,
-        max_positions=c.max_position_embeddings,
-        windows=read_windows(c),
-        experts=_read_experts(c) if family.experts else None,
-        initializer_range=c.initializer_range,
-        scored=_read_scored(c, family),
-        bos_id=c.bos_token_id,
-        eos_ids=token_ids(c.eos_token_id, vocab_size=c.vocab_size),
-        pad_id=c.pad_token_id,
-    )
-
-
-def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
-    """Builds the content of a config.json that transformers 4 and 5 and vLLM can read.
-
-    Args:
-      config: the decoder's.
-      dtype: the weights' dtype by its long name, such as "bfloat16".
-    """
-    rope = _write_rope(config.rope)
-    architecture = FAMILIES[config.model_type].architecture
-    if config.scored:
-        architecture = architecture.replace("ForCausalLM", _SCORED)
-    content = {
-        "architectures": [architecture],
-        "model_type": config.model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": config.tied,
-        "max_position_embeddings": config.max_positions,
-        "initializer_range": config.initializer_range,
-        "bos_token_id": config.bos_id,
-        "eos_token_id": list(config.eos_ids) if len(config.eos_ids) != 1 else config.eos_ids[0],
-        "pad_token_id": config.pad_id,
-        "use_cache": True,
-        # transformers 5 and 4 use different keys; each ignores the other's.
-        "dtype": dtype,
-        "torch_dtype": dtype,
-        "rope_parameters": {"rope_theta": config.rope.theta, **rope},
-        "rope_theta": config.rope.theta,
-        "rope_scaling": rope if config.rope.scaling else None,
-    }
-    # Without these keys transformers gives a classifier two labels.
-    label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if config.scored else {}
-    return content | _write_windows(config) | _write_experts(config.experts) | label
-
-
-def _read_scored(c: ConfigJson, family: Family) -> bool:
-    scored = family.architecture.replace("ForCausalLM", _SCORED)
-    if c.architectures and c.architectures not in ([family.architecture], [scored]):
-        raise ValueError(
-            f"architectures={c.architectures} contradicts model_type={c.model_type!r}; expected "
-            f"[{family.architecture!r}] or, for a reward model, [{scored!r}]"
-        )
-    if c.architectures != [scored]:
-        return False
-    labels = c.num_labels if c.id2label is None else len(c.id2label)
-    if labels != 1:
-        key = "num_labels" if c.id2label is None else "id2label"
-        raise ValueError(f"a classifier with {labels} labels ({key}); a reward model has one")
-    return True
-
-
-def _read_rope(c: ConfigJson) -> Rope:
-    tables = {"rope_parameters": c.rope_parameters, "rope_scaling": c.rope_scaling}
-    given = {key: table for key, table in tables.items() if table and table.model_fields_set}
-    read = {key: _read_rope_table(c, table, key=key) for key, table in given.items()}
-    if len(set(read.values())) > 1:
-        raise ValueError("rope_parameters and rope_scaling contradict each other; delete one")
-    return next(iter(read.values()), Rope(theta=c.rope_theta))
-
-
-def _read_rope_table(c: ConfigJson, table: RopeJson, *, key: str) -> Rope:
-    kind = table.rope_type or table.type or "default"
-    for name in ("rope_theta", "original_max_position_embeddings"):
-        twice = all(name in found.model_fields_set for found in (c, table))
-        inside, outside = getattr(table, name), getattr(c, name)
-        if twice and inside != outside and (name == "rope_theta" or kind == "llama3"):
-            raise ValueError(f"{name}={outside} and {key}.{name}={inside} contradict each other")
-    if table.partial_rotary_factor not in (1, None):
-        raise ValueError(
-            f"{key}.partial_rotary_factor={table.partial_rotary_factor} is not supported; only 1 is"
-        )
-    if kind not in _ROPE_NUMBERS:
-        raise ValueError(
-            f"{key}: rope type {shown(kind)} is not supported; supported are "
-            f"{', '.join(map(repr, _ROPE_NUMBERS))}"
-        )
-    if table.model_extra:  # also tables nested by layer type, which transformers 5 writes
-        raise ValueError(f"{key}.{next(iter(table.model_extra))} is not supported")
-    numbers: dict[str, Any] = {name: getattr(table, name) for name in _ROPE_NUMBERS[kind]}
-    if missing := [name for name, value in numbers.items() if value is None]:
-        raise ValueError(f"{key}: rope type {kind!r} lacks {', '.join(map(repr, missing))}")
-    scaling = None
-    if kind == "linear":
-        scaling = LinearScaling(**numbers)
-    if kind == "llama3":
-        if numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
-            raise ValueError(
-                f"{key}: low_freq_factor={numbers['low_freq_factor']} must be less than "
-                f"high_freq_factor={numbers['high_freq_factor']}"
-            )
-        original = numbers.pop("original_max_position_embeddings")
-        scaling = Llama3Scaling(**numbers, original_max_positions=original)
-    theta = table.rope_theta if "rope_theta" in table.model_fields_set else c.rope_theta
-    return Rope(theta=theta, scaling=scaling)
-
-
-def _write_rope(rope: Rope) -> dict[str, Any]:
-    scaling = rope.scaling
-    if scaling is None:
-        return {"rope_type": "default"}
-    if isinstance(scaling, LinearScaling):
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_positions,
-    }
-
-
-def _read_experts(c: ConfigJson) -> Experts:
-    if c.use_sliding_window:
-        raise ValueError("qwen3_moe with use_sliding_window=True is not supported; only False is")
-    count, per_token, size = c.num_experts, c.num_experts_per_tok, c.moe_intermediate_size
-    if None not in (count, c.num_local_experts) and count != c.num_local_experts:
-        raise ValueError(
-            f"num_experts={count} and num_local_experts={c.num_local_experts} contradict each other"
-        )
-    count = count or c.num_local_experts
-    if count is None or per_token is None or size is None:
-        needed = {"num_experts": count, "num_experts_per_tok": per_token}
-        missing = [key for key, value in needed.items() if value is None]
-        raise ValueError(f"{', '.join(missing) or 'moe_intermediate_size'} is missing")
-    if per_token > count:
-        raise ValueError(f"num_experts_per_tok={per_token} is more than the {count} experts")
-    return Experts(
-        count=count,
-        per_token=per_token,
-        intermediate_size=size,
-        renormalise=c.norm_topk_prob,
-    )
-
-
-def _write_experts(experts: Experts | None) -> dict[str, Any]:
-    if experts is None:
-        return {}
-    return {
-        "num_experts": experts.count,  # transformers 4
-        "num_local_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.intermediate_size,
-        "norm_topk_prob": experts.renormalise,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-
-
-def _write_windows(config: DecoderConfig) -> dict[str, Any]:
-    window = max((w for w in config.windows if w is not None), default=None)
-    if not config.model_type.startswith("qwen"):
-        return {"sliding_window": window}
-    kinds = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
-    full = ["full_attention"] * config.num_layers
-    # transformers 4 supports windows only as "every layer from this one on".
-    return {
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-        "max_window_layers": kinds.index("sliding_attention") if window else config.num_layers,
-        "layer_types": kinds or full,
-    }

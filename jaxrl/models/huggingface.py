@@ -19,7 +19,7 @@ from flax import traverse_util
 from safetensors.numpy import save_file
 
 from jaxrl.core.precision import DType
-from jaxrl.models import families, spec
+from jaxrl.models import hf_config, spec
 from jaxrl.models.checkpoint_files import (
     INDEX,
     SINGLE,
@@ -33,8 +33,8 @@ from jaxrl.models.checkpoint_files import (
     write_json,
 )
 from jaxrl.models.config_json import token_ids
-from jaxrl.models.decoder import param_specs
 from jaxrl.models.families import DecoderConfig
+from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import Params, ParamSpec
 
 # (path such as "layers/q", host array) -> array in its final place.
@@ -50,7 +50,7 @@ def load_config(directory: str | Path) -> DecoderConfig:
     """Reads config.json.
 
     Raises:
-      ValueError: if the directory has none or does not exist, or as `families.from_hf_config`; the
+      ValueError: if the directory has none or does not exist, or as `hf_config.from_hf_config`; the
         message names the file.
     """
     directory = Path(directory)
@@ -65,7 +65,7 @@ def load_config(directory: str | Path) -> DecoderConfig:
         raise ValueError(f"the model '{directory}' has no config.json{near}")
     raw = read_object(path)
     with named(path):
-        return families.from_hf_config(raw)
+        return hf_config.from_hf_config(raw)
 
 
 def load_tokenizer(directory: str | Path) -> Any:
@@ -314,7 +314,7 @@ def save_tensors(
         total = sum(int(np.prod(one.shape)) for one in flat.values())
         metadata = {"total_size": total * np.dtype(dtype).itemsize}
         write_json(directory / INDEX, {"metadata": metadata, "weight_map": weight_map})
-    content = families.to_hf_config(config, dtype=np.dtype(dtype).name)
+    content = hf_config.to_hf_config(config, dtype=np.dtype(dtype).name)
     write_json(directory / "config.json", content)
     # Files left by an earlier save with another number of shards would be read instead of these.
     current = {*weight_map.values(), *([INDEX] if len(shards) > 1 else [])}

@@ -17,6 +17,7 @@ from jaxrl.core.precision import Precision, jit
 from jaxrl.models import cudnn
 from jaxrl.models.attention import KEPT, Attend, Part, Tree, attention
 from jaxrl.models.families import DecoderConfig
+from jaxrl.models.scoring import Scoring
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
 
@@ -51,6 +52,8 @@ def choose(
     }
     if len(set(config.windows)) > 1:
         reasons = dict.fromkeys(reasons, "does not support windows that differ by layer")
+    if config.score_cap is not None:
+        reasons = dict.fromkeys(reasons, "does not support soft caps of scores")
     if precision.sums == "fixed":
         reasons = dict.fromkeys(reasons, "adds in an order of its own, but the policy fixes sums")
     if wanted == "auto":
@@ -94,14 +97,14 @@ def attend(wanted: Wanted, *, layout: Layout, config: DecoderConfig) -> Attend:
     """Builds attention for a decoder on the layout's mesh; the kernel is chosen at each call. The
     result raises as `choose` and `by_kernel`."""
 
-    def chosen(q, k, v, segments, *, window, precision):
+    def chosen(q, k, v, segments, *, scoring, precision):
         kernel = choose(
             wanted, layout=layout, config=config, precision=precision, length=q.shape[1]
         )
         if isinstance(segments, Tree) and unshared(kernel) is not None:
             kernel = "xla"  # rows were packed for the learner's dtypes; the sampler's are others
         on_mesh = by_kernel(kernel, layout=layout, alike=_shared_window(config))
-        return on_mesh(q, k, v, segments, window=window, precision=precision)
+        return on_mesh(q, k, v, segments, scoring=scoring, precision=precision)
 
     return chosen
 
@@ -176,7 +179,8 @@ def _example(
 
     def run(q, k, v):
         traced = None if window is None else jnp.int32(window)
-        out = attend(q, k, v, rows, window=traced, precision=precision)
+        scoring = Scoring(traced, config.score_scale, config.score_cap)
+        out = attend(q, k, v, rows, scoring=scoring, precision=precision)
         real = (_rows()[0] > 0)[:, :, None, None]
         return jnp.where(real, out, 0).astype(jnp.float32)
 
@@ -206,14 +210,14 @@ def by_kernel(
     rows that share prefixes, if the kernel cannot compute them (`unshared`).
     """
 
-    def on_mesh(q, k, v, segments, *, window, precision):
+    def on_mesh(q, k, v, segments, *, scoring, precision):
         shared = isinstance(segments, Tree)
         if shared and (reason := unshared(kernel)) is not None:
             raise ValueError(f"rows share prefixes, but {reason}; pack them without")
         whole = kernel == "xla" and layout.count("length") == 1
         if whole and (not shared or k.shape[2] % layout.count("kv_heads")):
             # XLA shards it over rows and heads itself
-            return attention(q, k, v, segments, window=window, precision=precision)
+            return attention(q, k, v, segments, scoring=scoring, precision=precision)
         constant = None
         if kernel == "splash":
             constant = _splash_kernel(q, layout, window=alike, interpret=interpret)
@@ -221,7 +225,7 @@ def by_kernel(
         if kernel == "cudnn":
             device = layout.mesh.devices.flat[0]
             local = functools.partial(local, window=alike, packed=_is_packed(device))
-        return _on_mesh(local, layout, q, k, v, _Given(segments, window, None, constant))
+        return _on_mesh(local, layout, q, k, v, _Given(segments, scoring, None, constant))
 
     return on_mesh
 
@@ -230,7 +234,7 @@ class _Given(NamedTuple):
     """Arguments of a kernel besides queries, keys and values."""
 
     segments: jax.Array | Tree  # see `attention`
-    window: jax.Array | None
+    scoring: Scoring
     part: Part | None
     constant: Any  # splash attention's compiled mask
 
@@ -272,8 +276,8 @@ def _on_mesh(local, layout, q, k, v, given: _Given):
 
 
 def _xla(q, k, v, given: _Given, *, precision):
-    segments, window, part, _ = given
-    return attention(q, k, v, segments, window=window, precision=precision, part=part)
+    segments, scoring, part, _ = given
+    return attention(q, k, v, segments, scoring=scoring, precision=precision, part=part)
 
 
 def _splash_kernel(q: jax.Array, layout: Layout, *, window: int | None, interpret: bool) -> Any:
@@ -306,9 +310,10 @@ def _splash_kernel(q: jax.Array, layout: Layout, *, window: int | None, interpre
 def _splash(q, k, v, given: _Given, *, precision):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    segments, _, part, constant = given  # `choose` rejects models with windows
+    segments, scoring, part, constant = given  # `constant` knows the window
     # The kernel does not scale: queries are rounded once more than in `attention`.
-    scaled = (q.astype(precision.accumulate) * q.shape[-1] ** -0.5).astype(precision.compute)
+    scale = scoring.factor(q.shape[-1])
+    scaled = (q.astype(precision.accumulate) * scale).astype(precision.compute)
     k, v = k.astype(precision.compute), v.astype(precision.compute)
     of_keys = segments if part is None else part.segments
     assert not isinstance(segments, Tree)
@@ -323,10 +328,11 @@ def _is_packed(device: Any) -> bool:
 
 
 def _cudnn(q, k, v, given: _Given, *, precision, window, packed):
-    segments, _, part, _ = given
+    segments, scoring, part, _ = given
+    settings: Any = {"scoring": scoring, "precision": precision}
     if packed and part is None and not isinstance(segments, Tree):
-        return cudnn.packed(q, k, v, segments, window=window, precision=precision)
-    return cudnn.masked(q, k, v, segments, window=window, precision=precision, part=part)
+        return cudnn.packed(q, k, v, segments, window=window, **settings)
+    return cudnn.masked(q, k, v, segments, part=part, **settings)
 
 
 _LOCAL: dict[Kernel, Callable[..., jax.Array]] = {

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxrl.core.precision import Precision
-from jaxrl.models.families import DecoderConfig, LinearScaling, Rope
+from jaxrl.models.families import DecoderConfig
 from jaxrl.models.products import matmul
+from jaxrl.models.rope import RopeTable, rope_table
+from jaxrl.models.scoring import Scoring
 
 Layer = Mapping[str, jax.Array]  # one layer's parameters, without the "layers" dimension
 # (activation, logical name of each dimension) -> the activation, its sharding constrained.
@@ -52,6 +53,21 @@ def undivided(
     return function
 
 
+class PerLayer(NamedTuple):
+    """What differs by layer besides its parameters; None where nothing does."""
+
+    window: jax.Array | None  # i32[L], see `Scoring`
+    rope: jax.Array | None  # i32[L], number of the layer's table, see `LayerContext.rope_tables`
+
+
+def per_layer(config: DecoderConfig) -> PerLayer:
+    """Returns what a scan over the layers takes besides their parameters."""
+    far = jnp.iinfo(jnp.int32).max // 2  # a position less this must not overflow
+    windows = [far if w is None else w for w in config.windows]
+    numbers = [config.distinct_ropes.index(rope) for rope in config.ropes]
+    return PerLayer(*(jnp.array(x, jnp.int32) if x else None for x in (windows, numbers)))
+
+
 class LayerContext(NamedTuple):
     """Settings that all layers of a forward pass share.
 
@@ -68,8 +84,43 @@ class LayerContext(NamedTuple):
     local: Local = undivided
 
     def norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """Applies `rms_norm` with the decoder's epsilon."""
+        """Applies `rms_norm` as the decoder's family does."""
+        weight = weight.astype(self.precision.accumulate)
+        if self.config.norm_plus_one:
+            weight = 1 + weight
         return rms_norm(x, weight, eps=self.config.rms_norm_eps, precision=self.precision)
+
+    def layer_norm(self, x: jax.Array, layer: Layer, name: str) -> jax.Array:
+        """Applies a norm of the layer, if its family has one there."""
+        return self.norm(x, layer[name]) if name in layer else x
+
+    def rope_tables(self, positions: jax.Array) -> RopeTable:
+        """Computes the table of i32[B, T] positions; a stack of tables if ropes differ by layer."""
+        settings: Any = {"head_dim": self.config.head_dim, "precision": self.precision}
+        ropes = self.config.distinct_ropes
+        tables = [rope_table(positions, rope=rope, **settings) for rope in ropes]
+        return jax.tree.map(lambda *x: jnp.stack(x), *tables) if self.config.ropes else tables[0]
+
+    def scoring(self, window: jax.Array | None) -> Scoring:
+        """Returns the scores of a layer with this window."""
+        return Scoring(window, self.config.score_scale, self.config.score_cap)
+
+    def enter(self, embedded: jax.Array) -> jax.Array:
+        """Makes the residual stream [B, T, D] of rows of the embedding: some families scale them by
+        sqrt(D), rounded to `compute` as transformers rounds it to the weights' dtype."""
+        precision = self.precision
+        if not self.config.scaled_embedding:
+            return embedded.astype(precision.activations)
+        scale = jnp.asarray(self.config.hidden_size**0.5, precision.compute)
+        wide = embedded.astype(precision.accumulate) * scale.astype(precision.accumulate)
+        return wide.astype(precision.activations)
+
+
+def activation(x: jax.Array, *, context: LayerContext) -> jax.Array:
+    """Applies the activation of feed-forward networks, elementwise, in the dtype of `x`."""
+    if context.config.activation == "gelu_tanh":
+        return jax.nn.gelu(x, approximate=True)
+    return jax.nn.silu(x)
 
 
 def project(x: jax.Array, layer: Layer, name: str, *, precision: Precision) -> jax.Array:
@@ -116,39 +167,3 @@ def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, precision: Precisio
     inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     scale = weight.astype(precision.accumulate).reshape((1,) * (x.ndim - 1) + weight.shape)
     return (wide * inverse * scale).astype(precision.activations)
-
-
-def rope_frequencies(rope: Rope, *, head_dim: int) -> np.ndarray:
-    """Computes the angle per position of each pair of dimensions, f32[head_dim / 2]."""
-    # In f32, as the checkpoints were trained: its rounding is visible at position 30,000.
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequencies = np.float32(1.0) / np.float32(rope.theta) ** exponents
-    scaling = rope.scaling
-    if scaling is None:
-        return frequencies
-    if isinstance(scaling, LinearScaling):
-        return frequencies / np.float32(scaling.factor)
-    # Turns of a pair over the original context: pairs with few are stretched, with many kept.
-    turns = scaling.original_max_positions * frequencies / np.float32(2 * np.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    return ((1 - kept) * frequencies / scaling.factor + kept * frequencies).astype(np.float32)
-
-
-def rope_table(
-    positions: jax.Array, *, rope: Rope, head_dim: int, precision: Precision
-) -> tuple[jax.Array, jax.Array]:
-    """Computes cosines and sines for i32[B, T] positions, each [B, T, 1, head_dim / 2]."""
-    frequencies = jnp.asarray(rope_frequencies(rope, head_dim=head_dim), precision.accumulate)
-    angles = positions[:, :, None, None] * frequencies.reshape(1, 1, 1, -1)
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def apply_rope(
-    x: jax.Array, table: tuple[jax.Array, jax.Array], *, precision: Precision
-) -> jax.Array:
-    """Rotates heads [B, T, N, head_dim]; dimension i is paired with i + head_dim / 2."""
-    cos, sin = table
-    first, second = jnp.split(x.astype(precision.accumulate), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(precision.activations)

@@ -19,6 +19,7 @@ from jax import lax
 
 from jaxrl.core.precision import DType, Precision
 from jaxrl.models.products import product, transposed_product
+from jaxrl.models.scoring import soft_cap, soft_cap_slope
 
 
 class Chunk(NamedTuple):
@@ -39,9 +40,21 @@ class Chunk(NamedTuple):
 DEFAULT_CHUNK = Chunk()
 
 
+class Head(NamedTuple):
+    """The output layer."""
+
+    weights: jax.Array  # [V, D], tied to the embedding or not
+    cap: float | None = None  # soft cap of the logits, see `scoring.soft_cap`
+
+
+def rounded_logits(products: jax.Array, head: Head, *, precision: Precision) -> jax.Array:
+    """Computes logits of the products of hidden states and weights: capped, in `logits`."""
+    return soft_cap(products, head.cap).astype(precision.logits)
+
+
 def token_logprobs(
     hidden: jax.Array,
-    unembedding: jax.Array,
+    head: Head,
     tokens: jax.Array,
     mask: jax.Array,
     *,
@@ -53,7 +66,7 @@ def token_logprobs(
 
     Args:
       hidden: activations[B, T, D] after the final norm; position t - 1 scores token t.
-      unembedding: compute[V, D].
+      head: weights compute[V, D], and the cap of the logits.
       tokens: i32[B, T].
       mask: bool[B, T], the tokens to score. The cost is set by the row with most of them.
       precision: products have operands in `compute`; logits and result are rounded to `logits`.
@@ -69,13 +82,13 @@ def token_logprobs(
     Raises:
       ValueError: if the temperature or a chunk size is not positive.
     """
-    plan = _plan(tokens.shape[1], len(unembedding), precision=precision, chunk=chunk)
-    return _token_scores(hidden, unembedding, tokens, mask, temperature, plan)[0]
+    plan = _plan(tokens.shape[1], head, precision=precision, chunk=chunk)
+    return _token_scores(hidden, head.weights, tokens, mask, temperature, plan)[0]
 
 
 def token_logprobs_and_entropy(
     hidden: jax.Array,
-    unembedding: jax.Array,
+    head: Head,
     tokens: jax.Array,
     mask: jax.Array,
     *,
@@ -88,9 +101,9 @@ def token_logprobs_and_entropy(
     Arguments and errors are those of `token_logprobs`. The entropy, in nats, has the shape, dtype
     and mask of the log-probs and is differentiable too.
     """
-    plan = _plan(tokens.shape[1], len(unembedding), precision=precision, chunk=chunk)
+    plan = _plan(tokens.shape[1], head, precision=precision, chunk=chunk)
     plan = dataclasses.replace(plan, entropy=True)
-    return _token_scores(hidden, unembedding, tokens, mask, temperature, plan)
+    return _token_scores(hidden, head.weights, tokens, mask, temperature, plan)
 
 
 def tempered(logits: jax.Array, temperature: jax.Array) -> jax.Array:
@@ -120,6 +133,7 @@ class _Plan:
     positions: int  # per row and chunk
     vocab_size: int
     vocab_chunks: int
+    cap: float | None = None
     entropy: bool = False
 
     @property
@@ -149,15 +163,19 @@ class _Slots(NamedTuple):
     scored: jax.Array  # bool[B, T]
 
 
-def _plan(length: int, vocab_size: int, *, precision: Precision, chunk: Chunk) -> _Plan:
-    positions = _positions(length, chunk)
+def _plan(length: int, head: Head, *, precision: Precision, chunk: Chunk) -> _Plan:
+    positions, vocab_size = _positions(length, chunk), len(head.weights)
     if positions < 1 or chunk.vocab < 1:
         raise ValueError(f"chunk={chunk} must have positive sizes")
     chunks = _vocab_chunks(vocab_size, chunk.vocab)
     if precision.sums == "fixed":  # as the sampler: one sum over the whole vocabulary
         positions, chunks = max(1, positions // chunks), 1
     return _Plan(
-        precision=precision, positions=positions, vocab_size=vocab_size, vocab_chunks=chunks
+        precision=precision,
+        positions=positions,
+        vocab_size=vocab_size,
+        vocab_chunks=chunks,
+        cap=head.cap,
     )
 
 
@@ -266,10 +284,13 @@ def _scores_backward(plan, residuals, cotangents):
 
         def per_vocab_chunk(j, gradients):
             d_h, d_weights = gradients
-            logp = _logits(plan, h, weights, j, temperature) - log_total
+            z = _logits(plan, h, weights, j, temperature)
+            logp = z - log_total
             per_p = g_logprob + g_entropy * (logp + ent) if plan.entropy else g_logprob
             chosen = target[:, None] == (columns + j)[None, :]
             d_z = jnp.where(chosen, g_logprob, 0) - jnp.exp(logp) * per_p
+            if plan.cap is not None:
+                d_z = d_z * soft_cap_slope(z * temperature, plan.cap)
             d_z = d_z.astype(plan.precision.compute)
             d_h = d_h + product(d_z, weights[j], contract=(1, 0), precision=plan.precision)
             d_w = transposed_product(d_z, h, precision=plan.precision)
@@ -334,7 +355,8 @@ def _restore(plan: _Plan, chunks: jax.Array) -> jax.Array:
 def _logits(plan: _Plan, h, weights, j, temperature) -> jax.Array:
     """Computes tempered logits of chunk j of the vocabulary, stats[N, chunk_size]."""
     z = product(h, weights[j], contract=(1, 1), precision=plan.precision)
-    z = tempered(z.astype(plan.precision.logits).astype(plan.stats), temperature)
+    z = rounded_logits(z, Head(weights, plan.cap), precision=plan.precision)
+    z = tempered(z.astype(plan.stats), temperature)
     if plan.chunk_size * plan.vocab_chunks == plan.vocab_size:
         return z
     columns = jnp.arange(plan.chunk_size) * plan.vocab_chunks + j

@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.core.precision import Precision
 from jaxrl.models.products import product, transposed_product
+from jaxrl.models.scoring import Scoring
 
 # Checkpoint name of the results that a remat policy may keep, to avoid recomputing attention.
 KEPT = "attention"
@@ -39,7 +40,7 @@ class _Mask(NamedTuple):
     tree: Tree  # of the keys, [B, S]
     positions: jax.Array  # i32[B, T], of the queries
     first: jax.Array  # i32[], index of the first query in the row
-    window: jax.Array  # i32[]
+    scoring: Scoring
     order: jax.Array  # i32[T / BLOCK, S / BLOCK]
     count: jax.Array  # i32[T / BLOCK]
 
@@ -51,7 +52,7 @@ def tree_attention(
     tree: Tree,
     queries: tuple[jax.Array, jax.Array],
     *,
-    window: jax.Array | None,
+    scoring: Scoring,
     precision: Precision,
 ) -> jax.Array:
     """Computes grouped-query attention in which token j of a row sees token i if
@@ -63,8 +64,7 @@ def tree_attention(
       v: like k.
       tree: of the keys. A token always sees itself: padding, too.
       queries: their positions i32[B, T] and the index i32[] of the first one in the row.
-      window: i32[], number of tokens of its sequence that a token attends to, including itself;
-        None for all.
+      scoring: the window, scale and cap of the scores; a window counts tokens of the sequence.
       precision: the dtype policy; scores and softmax are in `accumulate`.
 
     Returns:
@@ -76,9 +76,8 @@ def tree_attention(
     positions, first = _pad(queries[0], axis=1), queries[1]
     # Nothing sees a padded key: whatever a padded query sees is cut off.
     tree = Tree(*(_pad(x, axis=1) for x in tree))
-    far = jnp.asarray(jnp.iinfo(jnp.int32).max if window is None else window, jnp.int32)
     blocks = _visible_blocks(tree.seen_until, first, queries=positions.shape[1] // BLOCK)
-    mask = _Mask(tree, positions, first, far, *blocks)
+    mask = _Mask(tree, positions, first, scoring, *blocks)
     out = _attention(_pad(q, axis=3), k, v, mask, precision)[..., :length, :]
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
 
@@ -94,7 +93,7 @@ def visible(
     positions: jax.Array,
     queries: jax.Array,
     *,
-    window: jax.Array | int,
+    window: jax.Array | int | None,
 ) -> jax.Array:
     """Tells which keys [S] queries [T] see, by their indices in the row: bool[B, T, S].
 
@@ -103,6 +102,8 @@ def visible(
     seen = (keys[None, None] <= queries[None, :, None]) & (
         queries[None, :, None] < tree.seen_until[:, None]
     )
+    if window is None:
+        return seen
     return seen & (positions[:, :, None] - tree.positions[:, None] < window)
 
 
@@ -161,9 +162,11 @@ def _backward(precision, residuals, dout):
             dq, dk, dv = grads
             j = mask.order[i, n]
             keys, values = (_block(x, j, axis=2) for x in (k, v))
-            probs = jnp.exp(_scores(own, keys, mask, (i, j), precision=precision) - log_sum)
+            scores = _scores(own, keys, mask, (i, j), precision=precision)
+            probs = jnp.exp(scores - log_sum)
             dprobs = dot(d_own, values, contract=(4, 3))
-            dscores = probs * (dprobs - mean_own) * q.shape[-1] ** -0.5
+            slopes = mask.scoring.slopes(scores, head_dim=q.shape[-1])
+            dscores = probs * (dprobs - mean_own) * slopes
             probs, dscores = probs.astype(precision.compute), dscores.astype(precision.compute)
             dq = dq + dot(dscores, keys, contract=(4, 2))
             dk = _add(dk, j, dot_t(_flat(own), _flat(dscores)))
@@ -211,13 +214,13 @@ def _scores(q, k, mask: _Mask, block: tuple[jax.Array, jax.Array], *, precision)
     where a key is masked."""
     i, j = block
     scores = product(q, k, contract=(4, 3), batch=(0, 1), precision=precision)
-    scores = scores * q.shape[-1] ** -0.5
+    scores = mask.scoring.scores(scores, head_dim=q.shape[-1])
     at = jnp.arange(BLOCK)
     seen = visible(
         Tree(*(_block(x, j, axis=1) for x in mask.tree)),
         j * BLOCK + at,
         _block(mask.positions, i, axis=1),
         mask.first + i * BLOCK + at,
-        window=mask.window,
+        window=mask.scoring.window,
     )
     return jnp.where(seen[:, None, None], scores, jnp.finfo(scores.dtype).min)

@@ -100,7 +100,7 @@ def live_bytes(
             weights, batch.tokens, batch.positions, batch.segments, precision=precision
         )
         return token_logprobs(
-            hidden, model.unembedding(weights), batch.tokens, batch.action_mask, precision=precision
+            hidden, model.head(weights), batch.tokens, batch.action_mask, precision=precision
         )
 
     kept = jax.tree.leaves(jax.eval_shape(lambda w: jax.vjp(forward, w)[1], weights))

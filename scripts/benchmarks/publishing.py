@@ -16,7 +16,8 @@ from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.core.precision import DType, cast
 from jaxrl.models.decoder import decoder
-from jaxrl.models.families import DecoderConfig, Rope
+from jaxrl.models.families import DecoderConfig
+from jaxrl.models.rope import Rope
 
 MODELS = {
     "S": SHAPES["S"],
@@ -33,7 +34,7 @@ MODELS = {
         rms_norm_eps=1e-6,
         rope=Rope(theta=1e6),
         qkv_bias=True,
-        qk_norm=False,
+        qk_norm=None,
         tied=True,
         max_positions=1024,
     ),

@@ -1,6 +1,7 @@
 """Models of the benchmarks, and lengths of prompts and completions."""
 
-from jaxrl.models.families import DecoderConfig, Rope
+from jaxrl.models.families import DecoderConfig
+from jaxrl.models.rope import Rope
 
 PROMPT, ANSWER = 64, 192  # tokens
 

@@ -22,7 +22,7 @@ from jaxrl.learner.policy import make_learner
 from jaxrl.losses import grpo
 from jaxrl.models.attention import sequence_alignment
 from jaxrl.models.decoder import Model, decoder
-from jaxrl.models.families import from_hf_config
+from jaxrl.models.hf_config import from_hf_config
 from jaxrl.models.spec import Params, init
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler

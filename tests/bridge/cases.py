@@ -14,7 +14,8 @@ from jaxrl.bridge.payload import MappedTensor
 from jaxrl.bridge.safetensors_file import plan_file
 from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
-from jaxrl.models.families import DecoderConfig, Experts, Rope
+from jaxrl.models.families import DecoderConfig, Experts
+from jaxrl.models.rope import Rope
 from jaxrl.models.spec import Params, ParamSpec
 
 QWEN3 = DecoderConfig(
@@ -29,7 +30,7 @@ QWEN3 = DecoderConfig(
     rms_norm_eps=1e-6,
     rope=Rope(theta=10000.0),
     qkv_bias=False,
-    qk_norm=True,
+    qk_norm="head",
     tied=True,
     max_positions=512,
     initializer_range=0.2,  # large, so that other weights give other tokens
@@ -45,14 +46,26 @@ FAMILIES = {
         model_type="qwen2",
         tied=False,
         qkv_bias=True,
-        qk_norm=False,
+        qk_norm=None,
         num_heads=2,
         num_kv_heads=1,
     ),
-    "llama": dataclasses.replace(QWEN3, model_type="llama", tied=False, qk_norm=False),
+    "llama": dataclasses.replace(QWEN3, model_type="llama", tied=False, qk_norm=None),
     "mistral": dataclasses.replace(
-        QWEN3, model_type="mistral", tied=False, qk_norm=False, windows=(16, 16)
+        QWEN3, model_type="mistral", tied=False, qk_norm=None, windows=(16, 16)
     ),
+    "gemma3": dataclasses.replace(
+        QWEN3,
+        model_type="gemma3_text",
+        norms="both",
+        norm_plus_one=True,
+        activation="gelu_tanh",
+        scaled_embedding=True,
+        query_scalar=24,
+        windows=(16, None),
+        ropes=(Rope(theta=300.0), QWEN3.rope),
+    ),
+    "phi3": dataclasses.replace(QWEN3, model_type="phi3", tied=False, qk_norm=None, fused=True),
 }
 
 EXPERTS = dataclasses.replace(

@@ -34,6 +34,8 @@ PAIRS = {
     "qwen2": "float16",
     "llama": "bfloat16",
     "mistral": "float32",
+    "gemma3": "bfloat16",
+    "phi3": "bfloat16",
 }
 
 

@@ -11,7 +11,7 @@ from jaxrl.bridge.servers.kv_cache_size import free_memory, kv_cache_size, token
 from jaxrl.bridge.servers.launch import ServerOptions, _command
 from jaxrl.builders.servers import Workload, started_server
 from jaxrl.config.sampler import SamplerConfig
-from jaxrl.models import families, huggingface
+from jaxrl.models import hf_config, huggingface
 from tests import tiny
 from tests.documented import ROOT
 
@@ -63,7 +63,7 @@ def test_a_size_that_holds_no_completion_is_an_error_that_names_the_key():
 
 def test_errors_come_before_a_server_starts(tmp_path):
     (tmp_path / "config.json").write_text(
-        json.dumps(families.to_hf_config(tiny.CONFIG, dtype="float32"))
+        json.dumps(hf_config.to_hf_config(tiny.CONFIG, dtype="float32"))
     )
     (tmp_path / "python").touch()
 

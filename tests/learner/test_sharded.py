@@ -113,6 +113,9 @@ def assert_close(a, b, *, rtol):
         ("expert", {"fsdp": 2, "expert": 2, "tensor": 2}, tiny.MOE),
         ("context", {"fsdp": 2, "context": 2, "tensor": 2}, tiny.CONFIG),
         ("all", {"expert": 2, "context": 2, "tensor": 2}, tiny.MOE),
+        ("all", {"fsdp": 2, "context": 2, "tensor": 2}, tiny.GEMMA),
+        ("fsdp_tensor", {"fsdp": 4, "tensor": 2}, tiny.OLMO),
+        ("fsdp_tensor", {"fsdp": 4, "tensor": 2}, tiny.PHI),
     ],
 )
 def test_a_mesh_changes_nothing_but_rounding(preset, sizes, config):

@@ -37,6 +37,7 @@ KEYS = [
     "normalizer", "post_processor", "truncation", "padding", "decoder", "weight_map", "metadata",
     "r", "lora_alpha", "use_dora", "rank_pattern", "model_type", "is_local", "processor_class",
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "type",
+    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
 ]  # fmt: skip
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"

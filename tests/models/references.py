@@ -27,6 +27,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "original_max_position_embeddings": 32,
+}
 EXPERTS = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
@@ -34,10 +41,23 @@ EXPERTS = {
     "head_dim": 16,
 }
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 6}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
+YARN_AND_NONE = {
+    "full_attention": YARN,
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+}
+MINISTRAL3 = YARN | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.1}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen2_windows": (transformers.Qwen2Config, WINDOWS),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
+    "qwen3_yarn": (transformers.Qwen3Config, {"head_dim": 16, "rope_parameters": YARN}),
     "llama3": (transformers.LlamaConfig, {"rope_parameters": LLAMA3}),
     "llama_linear": (
         transformers.LlamaConfig,
@@ -46,6 +66,28 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mistral": (transformers.MistralConfig, {"sliding_window": 6, "head_dim": 12}),
     "qwen3_moe": (transformers.Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": True}),
     "qwen3_moe_raw": (transformers.Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": False}),
+    "gemma2": (transformers.Gemma2Config, GEMMA | CAPS),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        {**GEMMA, "layer_types": KINDS, "rope_parameters": TWO_ROPES}
+        | {"final_logit_softcapping": 3.0},
+    ),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 6, "head_dim": 12}),
+    "smollm3": (transformers.SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),
+    "olmo2": (transformers.Olmo2Config, {}),
+    "olmo3": (
+        transformers.Olmo3Config,
+        {"sliding_window": 6, "layer_types": KINDS, "rope_parameters": YARN_AND_NONE},
+    ),
+    "ministral": (
+        transformers.MinistralConfig,
+        {"sliding_window": 6, "layer_types": KINDS, "head_dim": 12},
+    ),
+    "ministral3": (
+        transformers.Ministral3Config,
+        {"head_dim": 12, "rope_parameters": MINISTRAL3},
+    ),
+    "phi3": (transformers.Phi3Config, {"sliding_window": 6}),
 }
 
 
@@ -58,7 +100,7 @@ def reference(family: str, *, tied: bool, dtype: torch.dtype = torch.float32) ->
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(torch.randn_like(weight) * (0.3 if weight.ndim == 1 else 0.15))
-            if "norm" in name:
+            if "norm" in name and not family.startswith("gemma"):  # Gemma's multiply by 1 + weight
                 weight.add_(1.0)
     return model.to(dtype).eval()
 

@@ -7,14 +7,16 @@ import pytest
 
 from jaxrl.core import precision
 from jaxrl.models.attention import attention
+from jaxrl.models.scoring import Scoring
 
 F64 = precision.parse("fp32,compute=f64,activations=f64,logits=f64")
 
 
-def naive(q, k, v, segments, window):
+def naive(q, k, v, segments, window, *, scale, cap):
     groups = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) * (scale or q.shape[-1] ** -0.5)
+    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
     index = np.arange(q.shape[1])
     distance = index[:, None] - index[None, :]
     seen = (distance >= 0) & (distance < window)
@@ -24,8 +26,10 @@ def naive(q, k, v, segments, window):
 
 
 @pytest.mark.parametrize("length", [7, 128, 300])  # one block; exactly one; three, the last short
-@pytest.mark.parametrize("window", [None, 20])
-def test_equals_the_naive_form(length, window):
+@pytest.mark.parametrize(
+    ("window", "scale", "cap"), [(None, None, None), (20, None, None), (20, 0.7, 1.5)]
+)
+def test_equals_the_naive_form(length, window, scale, cap):
     rng = np.random.default_rng(length)
     segments = np.sort(rng.integers(0, 3, (2, length)), axis=1)  # padding on the left is a segment
     with jax.enable_x64(True):
@@ -35,10 +39,11 @@ def test_equals_the_naive_form(length, window):
 
         def blocked(q, k, v):
             size = None if window is None else jnp.int32(window)
-            return attention(q, k, v, jnp.asarray(segments), window=size, precision=F64)
+            scoring = Scoring(size, scale, cap)
+            return attention(q, k, v, jnp.asarray(segments), scoring=scoring, precision=F64)
 
         def whole(q, k, v):
-            return naive(q, k, v, segments, window or length)
+            return naive(q, k, v, segments, window or length, scale=scale, cap=cap)
 
         @jax.jit
         def both(q, k, v, dout):
@@ -61,7 +66,7 @@ def test_padding_is_finite_and_reaches_nothing():
     fp32 = precision.PRESETS["fp32"]
 
     def total(q, k, v):
-        out = attention(q, k, v, segments, window=None, precision=fp32)
+        out = attention(q, k, v, segments, scoring=Scoring(), precision=fp32)
         return jnp.sum(jnp.where(real, out, 0) ** 2), out
 
     (_, out), grads = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(q, k, v)

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from jaxrl.core.precision import PRESETS
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
-from tests.models.references import checkpoint
+from jaxrl.models.scoring import soft_cap
+from tests.models.references import YARN, checkpoint
 
 COUNT = os.environ.get("JAXRL_MUTATIONS")
 TOKENS = np.random.default_rng(0).integers(0, 96, (1, 14))
@@ -44,14 +45,21 @@ ROPES = [
     LLAMA3,
     LLAMA3 | {"rope_theta": 300.0},
     LLAMA3 | {"high_freq_factor": 1.0},
+    YARN,
+    YARN | {"attention_factor": 0.5, "beta_fast": 0.1, "mscale": 0.0},
+    YARN | {"truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5},
     {"full_attention": {"rope_type": "default", "rope_theta": 300.0}},
     {"full_attention": {"rope_theta": 300.0}, "sliding_attention": {"rope_theta": 7.0}},
+    {"full_attention": YARN | {"truncate": False}},
+    {"full_attention": YARN, "sliding_attention": YARN},
+    YARN | {"llama_4_scaling_beta": 0.5, "max_position_embeddings": 128},
 ]
 KINDS = ["full_attention", "sliding_attention"]
+NEW = ["gemma2", "gemma3_text", "mixtral", "smollm3", "olmo2", "olmo3", "ministral3", "phi3"]
 # Values that a config.json might have, some of which contradict each other.
 SETTINGS = {
     "architectures": [None, [], ["Qwen2ForCausalLM"], ["LlamaForCausalLM"], ["Qwen2Model"]],
-    "model_type": ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"],
+    "model_type": ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", *NEW],
     "sliding_window": [None, -1, 0, 1, 5, 64],
     "use_sliding_window": [False, True, None],
     "max_window_layers": [-1, 0, 2, 28],
@@ -65,7 +73,19 @@ SETTINGS = {
     "num_key_value_heads": [None, 0, 1, 2, 4],
     "num_attention_heads": [2, 8],
     "head_dim": [None, 0, 8, 12, 16],
-    "hidden_act": ["silu", "gelu", "swish"],
+    "hidden_act": ["silu", "gelu", "swish", "gelu_pytorch_tanh"],
+    "hidden_activation": ["silu", "gelu_pytorch_tanh", None],
+    "sliding_window_pattern": [None, 1, 2, 3],
+    "rope_local_base_freq": [300.0, 1e4],
+    "query_pre_attn_scalar": [None, 8, 24],
+    "attn_logit_softcapping": [None, 0, 5.0],
+    "final_logit_softcapping": [None, 5.0],
+    "use_bidirectional_attention": [None, False, True],
+    "no_rope_layers": [None, [1, 1, 0], [1, 0]],
+    "no_rope_layer_interval": [1, 2],
+    "resid_pdrop": [0.0, 0.1],
+    "clip_qkv": [None, 0.1],
+    "router_jitter_noise": [0, 0.1],
     "rms_norm_eps": [0, 0.5, -1.0],
     "attention_bias": [None, True, False],
     "mlp_bias": [True, False],
@@ -95,7 +115,9 @@ changes = st.lists(
 def originals(tmp_path_factory):
     """Checkpoints of every family by transformers, and what jaxrl computes for a config of one."""
     found = {}
-    for family in ("llama3", "mistral", "qwen2", "qwen2_windows", "qwen3", "qwen3_moe"):
+    old = ("llama3", "mistral", "qwen2", "qwen2_windows", "qwen3", "qwen3_moe")
+    new = ("gemma2", "gemma3", "mixtral", "smollm3", "olmo3", "ministral3", "phi3")
+    for family in (*old, *new):
         directory = tmp_path_factory.mktemp(family)
         checkpoint(directory, family, tied=False)
 
@@ -107,7 +129,8 @@ def originals(tmp_path_factory):
             places = jnp.arange(row.shape[1])[None]
             hidden = jax.jit(functools.partial(model.hidden, precision=PRESETS["fp32"]))
             hidden = hidden(params, row, places, jnp.ones_like(row))
-            return np.asarray(hidden @ model.unembedding(params).T)
+            head = model.head(params)
+            return np.asarray(soft_cap(hidden @ head.weights.T, head.cap))
 
         config = json.loads((directory / "config.json").read_text())
         found[family] = directory, config, logits

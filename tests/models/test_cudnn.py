@@ -14,6 +14,7 @@ from jaxrl.core.precision import parse
 from jaxrl.models import cudnn, kernels
 from jaxrl.models.attention import attention
 from jaxrl.models.decoder import decoder
+from jaxrl.models.scoring import Scoring
 from jaxrl.models.spec import init
 from tests import tiny
 from tests.models.test_kernels import assert_equal, inputs, layout, results
@@ -48,9 +49,8 @@ def by_sequence(
 def test_sequences_given_to_the_packed_form_are_those_of_the_rows(window, monkeypatch):
     monkeypatch.setattr(fused, "dot_product_attention", by_sequence)
 
-    def packed(q, k, v, segments, *, window, precision):
-        length = None if window is None else 20
-        return cudnn.packed(q, k, v, segments, window=length, precision=precision)
+    def packed(q, k, v, segments, **settings):
+        return cudnn.packed(q, k, v, segments, window=window, **settings)
 
     traced = None if window is None else jnp.int32(window)
     assert_equal(results(packed, 64, 8, window=traced), results(attention, 64, 8, window=traced))
@@ -60,7 +60,7 @@ def test_a_row_with_too_many_sequences_is_not_silently_wrong(monkeypatch):
     monkeypatch.setattr(fused, "dot_product_attention", by_sequence)
     (q, k, v, _), _ = inputs(64, 8)
     segments = jnp.stack([jnp.arange(64), jnp.minimum(jnp.arange(64), most_sequences(64))])
-    out = cudnn.packed(q, k, v, segments, window=None, precision=parse("fp32"))
+    out = cudnn.packed(q, k, v, segments, scoring=Scoring(), window=None, precision=parse("fp32"))
     assert np.isnan(out[0]).all()
     assert np.isfinite(out[1]).all()
 

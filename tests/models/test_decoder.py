@@ -13,7 +13,7 @@ from jaxrl.core import precision
 from jaxrl.core.precision import PRESETS
 from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
-from jaxrl.models.families import from_hf_config
+from jaxrl.models.hf_config import from_hf_config
 from tests.models.references import SIZES
 
 FP32 = PRESETS["fp32"]

@@ -5,14 +5,10 @@ import json
 import pytest
 import transformers
 
-from jaxrl.models.families import (
-    DecoderConfig,
-    LinearScaling,
-    Llama3Scaling,
-    from_hf_config,
-    to_hf_config,
-)
-from tests.models.references import EXPERTS, FAMILIES, LLAMA3, SIZES
+from jaxrl.models.families import DecoderConfig
+from jaxrl.models.hf_config import from_hf_config, to_hf_config
+from jaxrl.models.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from tests.models.references import EXPERTS, FAMILIES, LLAMA3, SIZES, YARN
 
 SCORED, SLIDING = "LlamaForSequenceClassification", "sliding_attention"
 BASE = {k: v for k, v in SIZES.items() if not k.endswith("token_id")}
@@ -21,6 +17,13 @@ LLAMA3_NUMBERS = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
 
 def raw(model_type, **settings):
     return {"model_type": model_type, **BASE, **settings}
+
+
+def gemma(model_type="gemma3_text", **settings):
+    return raw(model_type, **{"hidden_act": "gelu_pytorch_tanh"} | settings)
+
+
+NESTED = {"full_attention": {"rope_theta": 300.0}, "sliding_attention": {"rope_theta": 7.0}}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -52,6 +55,10 @@ def test_both_spellings_of_rope_agree():
     )
     linear = from_hf_config(raw("llama", rope_scaling={"type": "linear", "factor": 2}))
     assert linear.rope.scaling == LinearScaling(factor=2.0)
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert from_hf_config(raw("qwen3", rope_scaling=yarn)).rope.scaling == YarnScaling(
+        factor=4.0, original_max_positions=32768
+    )
 
 
 def test_defaults_are_those_of_the_family():
@@ -62,6 +69,26 @@ def test_defaults_are_those_of_the_family():
     assert from_hf_config(raw("mistral")).windows == (4096,) * 3
     assert from_hf_config(raw("mistral", sliding_window=None)).windows == ()
     assert from_hf_config(raw("llama", eos_token_id=[3, 4])).eos_ids == (3, 4)
+
+
+def test_gemma_3_of_transformers_4_has_two_ropes_and_a_pattern():
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = {"rope_theta": 5e5, "rope_local_base_freq": 300.0, "rope_scaling": scaling}
+    config = from_hf_config(gemma(**old, sliding_window=5, sliding_window_pattern=2))
+    full, local = Rope(theta=5e5, scaling=LinearScaling(factor=8.0)), Rope(theta=300.0)
+    assert (config.rope, config.ropes) == (full, (local, full, local))
+    assert config.windows == (5, None, 5)
+    plain = from_hf_config(gemma(layer_types=[SLIDING, "full_attention", SLIDING]))
+    assert plain.ropes == (Rope(theta=1e4), Rope(theta=1e6), Rope(theta=1e4))
+    assert (plain.windows, plain.head_dim, plain.tied) == ((4096, None, 4096), 256, True)
+    second = from_hf_config(gemma("gemma2"))
+    assert (second.score_cap, second.logit_cap, second.query_scalar) == (50.0, 30.0, 256)
+    assert second.windows == (4096, None, 4096)
+
+
+def test_smollm_3_has_layers_without_rope():
+    config = from_hf_config(raw("smollm3", no_rope_layer_interval=2))
+    assert config.ropes == (Rope(theta=2e6), None, Rope(theta=2e6))
 
 
 def test_windows_of_qwen_follow_the_switch_the_first_layer_and_the_layer_types():
@@ -88,7 +115,13 @@ def test_windows_of_qwen_follow_the_switch_the_first_layer_and_the_layer_types()
         (raw("llama", partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
         (raw("llama", rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5"),
         (raw("llama", quantization_config={"bits": 4}), "quantization_config"),
-        (raw("llama", rope_scaling={"type": "yarn", "factor": 2.0}), "rope type 'yarn'"),
+        (raw("llama", rope_scaling={"type": "yarn", "factor": 2.0}), "original_max_position_emb"),
+        (raw("llama", rope_scaling=YARN | {"beta_fast": 0}), "rope_scaling.beta_fast=0"),
+        (raw("llama", rope_parameters=YARN | {"rope_theta": 1}), "rope_theta other than 1"),
+        (raw("llama", rope_parameters=LLAMA3 | {"truncate": True}), "truncate is not supported"),
+        (raw("llama", rope_parameters=YARN, original_max_position_embeddings=8), "=8 and"),
+        (raw("llama", rope_parameters=YARN | {"llama_4_scaling_beta": 0.1}), "llama_4_scaling_be"),
+        (raw("llama", rope_scaling={"type": "longrope", "factor": 2.0}), "rope type 'longrope'"),
         (raw("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope type 'dynamic'"),
         (raw("llama", rope_scaling={"rope_type": "llama3", "factor": 2.0}), "original_max_posi"),
         (raw("llama", rope_scaling={"rope_type": "linear"}), "'factor'"),
@@ -146,6 +179,28 @@ def test_windows_of_qwen_follow_the_switch_the_first_layer_and_the_layer_types()
         ),
         (raw("qwen3", layer_types=5), "layer_types=5"),
         (raw("qwen3", layer_types=[None] * 3), "layer_types.0=None"),
+        (gemma(hidden_activation="gelu"), "hidden_activation='gelu'"),
+        (gemma(hidden_act="silu"), "hidden_act='silu'"),
+        (gemma(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0"),
+        (gemma(final_logit_softcapping=0), "final_logit_softcapping=0"),
+        (gemma(use_bidirectional_attention=True), "use_bidirectional_attention=True"),
+        (gemma(sliding_window=None), "sliding_window=None"),
+        (gemma(rope_parameters=LLAMA3), "rope_parameters.factor is not supported for gemma3"),
+        (gemma(rope_parameters=NESTED, rope_local_base_freq=5.0), "rope_local_base_freq=5.0 and"),
+        (gemma(rope_parameters={"sliding_attention": YARN}), "only the rope type 'default'"),
+        (gemma(rope_parameters={"full_attention": YARN | {"truncate": True}}), "truncate"),
+        (gemma("gemma2", sliding_window_pattern=3), "sliding_window_pattern=3"),
+        (gemma("gemma2", rope_parameters=NESTED), "rope_parameters.full_attention"),
+        (raw("olmo3", rope_theta=1e4), "rope_theta=10000.0 without rope_parameters"),
+        (raw("olmo2", clip_qkv=8.0), "clip_qkv=8.0"),
+        (raw("smollm3", no_rope_layers=[1, 0]), r"no_rope_layers=\[1, 0\]: expected 3"),
+        (raw("smollm3", use_sliding_window=True), "use_sliding_window=True"),
+        (raw("phi3", resid_pdrop=0.1), "resid_pdrop=0.1"),
+        (raw("phi3", rope_scaling=YARN), "'yarn' is not supported for phi3"),
+        (raw("ministral3"), "rope_parameters, or llama_4_scaling_beta"),
+        (raw("ministral3", rope_parameters=YARN), "rope_parameters, or llama_4_scaling_beta"),
+        (raw("mixtral", num_local_experts=1), "num_experts_per_tok=2 is more"),
+        (raw("mixtral", router_jitter_noise=0.1), "router_jitter_noise=0.1"),
         (raw("qwen3_moe"), "num_experts, num_experts_per_tok is missing"),
         (raw("qwen3_moe", **EXPERTS, num_local_experts=7), "num_experts=6 and num_local_experts=7"),
         (raw("qwen3_moe", **EXPERTS | {"num_experts_per_tok": 7}), "more than the 6 experts"),

@@ -12,7 +12,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.models import huggingface, pretrained, spec
-from jaxrl.models.decoder import param_specs
+from jaxrl.models.parameters import param_specs
 from tests.models.references import FAMILIES, checkpoint
 from tests.tiny import write_checkpoint
 
@@ -77,6 +77,7 @@ def test_transformers_loads_an_export(family, tmp_path):
     )
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert again.dtype == torch.float32
+    assert tensors(after)[0] == tensors(before)[0]
     tokens = torch.arange(2, 20)[None]
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, reference(tokens).logits)

@@ -13,12 +13,14 @@ from jaxrl.core.precision import PRESETS as PRECISIONS
 from jaxrl.core.precision import parse
 from jaxrl.models import kernels
 from jaxrl.models.attention import Tree, attention
+from jaxrl.models.scoring import Scoring
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
 from sharding.rules import PRESETS
 from tests import tiny
 
 FP32 = PRECISIONS["fp32"]
+SCALE = 0.3  # of the scores, other than head_dim ** -0.5
 
 
 def layout(**sizes) -> Layout:
@@ -44,7 +46,7 @@ def results(attend, length: int, head_dim: int, *, window=None):
 
     @jax.jit
     def both(q, k, v):
-        call = functools.partial(attend, window=window, precision=FP32)
+        call = functools.partial(attend, scoring=Scoring(window, SCALE), precision=FP32)
         out, backward = jax.vjp(lambda *x: jnp.where(real, call(*x, segments), 0), q, k, v)
         return out, backward(dout)
 
@@ -79,7 +81,7 @@ def test_no_empty_array_enters_a_shard_map():
     """jaxlib 0.11 crashes there while it compiles, even if tests run with an older one."""
     (q, k, v, _), segments = inputs(64, 8)
     attend = kernels.by_kernel("xla", layout=layout(context=8))
-    call = functools.partial(attend, segments=segments, window=None, precision=FP32)
+    call = functools.partial(attend, segments=segments, scoring=Scoring(), precision=FP32)
     gradient = jax.grad(lambda *x: call(*x).sum(), argnums=(0, 1, 2))
     assert "tensor<0x" not in jax.jit(gradient).lower(q, k, v).as_text()
 
@@ -145,6 +147,8 @@ A100, H100 = Device("gpu", "8.0"), Device("gpu", "9.0")
         (TPU, {"windows": (300, 300)}, "splash"),
         (TPU, {"windows": (300, None)}, "xla"),
         (TPU, {"precision": "fp16_master"}, "xla"),
+        (TPU, {"score_cap": 50.0}, "xla"),
+        (H100, {"score_cap": 50.0}, "xla"),
         (TPU, {"head_dim": 64}, "xla"),
         (TPU, {"length": 1000}, "xla"),
         (A100, {"precision": "fp16_master", "length": 1000}, "cudnn"),

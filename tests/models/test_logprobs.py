@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
 from jaxrl.core import precision
-from jaxrl.models.logprobs import Chunk, token_logprobs, token_logprobs_and_entropy
+from jaxrl.models.logprobs import Chunk, Head, token_logprobs, token_logprobs_and_entropy
 from sharding.mesh import make_mesh
 
 F64 = precision.parse("fp32,compute=f64,activations=f64,logits=f64")
@@ -36,9 +36,10 @@ def inputs(*, batch=4, length=19, width=6, vocab=23, seed=0, dtype=np.float64):
     )
 
 
-def reference(hidden, unembedding, tokens, mask, *, temperature):
+def reference(hidden, unembedding, tokens, mask, *, temperature, cap=None):
     """All logits at once."""
-    logits = jnp.einsum("btd,vd->btv", hidden[:, :-1], unembedding) / temperature
+    logits = jnp.einsum("btd,vd->btv", hidden[:, :-1], unembedding)
+    logits = (logits if cap is None else cap * jnp.tanh(logits / cap)) / temperature
     logp = jax.nn.log_softmax(logits)
     chosen = jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1)[:, :, 0]
     scores = jnp.stack([chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)])
@@ -58,26 +59,26 @@ def value_and_grad(scores, hidden, unembedding, cotangents):
 
 
 @pytest.mark.parametrize(
-    ("vocab", "chunk"),
+    ("vocab", "chunk", "cap"),
     [
-        (24, Chunk(positions=None, vocab=16384)),  # one chunk
-        (24, Chunk(positions=5, vocab=7)),  # chunks of 6, tokens left over
-        (23, Chunk(positions=4, vocab=5)),  # a prime: the vocabulary is padded
-        (23, Chunk(positions=1000, vocab=1)),
+        (24, Chunk(positions=None, vocab=16384), None),  # one chunk
+        (24, Chunk(positions=5, vocab=7), 1.5),  # chunks of 6, tokens left over
+        (23, Chunk(positions=4, vocab=5), 1.5),  # a prime: the vocabulary is padded
+        (23, Chunk(positions=1000, vocab=1), None),
     ],
 )
-def test_equals_log_softmax_of_all_logits(x64, vocab, chunk):
+def test_equals_log_softmax_of_all_logits(x64, vocab, chunk, cap):
     hidden, unembedding, tokens, mask, cotangents = inputs(vocab=vocab)
     ours = value_and_grad(
         lambda h, w: token_logprobs_and_entropy(
-            h, w, tokens, mask, precision=F64, temperature=0.7, chunk=chunk
+            h, Head(w, cap), tokens, mask, precision=F64, temperature=0.7, chunk=chunk
         ),
         hidden,
         unembedding,
         cotangents,
     )
     expected = value_and_grad(
-        lambda h, w: reference(h, w, tokens, mask, temperature=0.7),
+        lambda h, w: reference(h, w, tokens, mask, temperature=0.7, cap=cap),
         hidden,
         unembedding,
         cotangents,
@@ -88,11 +89,11 @@ def test_equals_log_softmax_of_all_logits(x64, vocab, chunk):
 def test_entropy_is_optional(x64):
     hidden, unembedding, tokens, mask, cotangents = inputs()
 
-    def logprobs(*args):
-        return (token_logprobs(*args, tokens, mask, precision=F64),)
+    def logprobs(h, w):
+        return (token_logprobs(h, Head(w), tokens, mask, precision=F64),)
 
-    def first_of_both(*args):
-        return token_logprobs_and_entropy(*args, tokens, mask, precision=F64)[:1]
+    def first_of_both(h, w):
+        return token_logprobs_and_entropy(h, Head(w), tokens, mask, precision=F64)[:1]
 
     ours, expected = (
         value_and_grad(scores, hidden, unembedding, cotangents)
@@ -105,7 +106,7 @@ def test_gradients_are_those_of_the_values(x64):
     hidden, unembedding, tokens, mask, _ = inputs(batch=3, length=5, width=3, vocab=7)
     scores = jax.jit(
         lambda h, w: token_logprobs_and_entropy(
-            h, w, tokens, mask, precision=F64, temperature=1.3, chunk=Chunk(2, 4)
+            h, Head(w, 2.0), tokens, mask, precision=F64, temperature=1.3, chunk=Chunk(2, 4)
         )
     )
     check_grads(scores, (hidden, unembedding), order=1, modes=["rev"])
@@ -117,7 +118,7 @@ def test_whatever_stands_outside_the_mask_changes_nothing():
 
     def scores(mask):
         return lambda h, w: token_logprobs_and_entropy(
-            h, w, tokens, mask, precision=FP32, chunk=Chunk(4, 8)
+            h, Head(w), tokens, mask, precision=FP32, chunk=Chunk(4, 8)
         )
 
     clean = value_and_grad(scores(mask), hidden, unembedding, cotangents)
@@ -137,7 +138,7 @@ def test_no_logprob_is_above_zero():
     unembedding = jnp.asarray([[1.0], [0.3], [-7.0], [1.1]])
     tokens = jnp.full((1, 3), 3)
     logprobs, entropy = token_logprobs_and_entropy(
-        hidden, unembedding, tokens, tokens == 3, precision=FP32, chunk=Chunk(1, 2)
+        hidden, Head(unembedding), tokens, tokens == 3, precision=FP32, chunk=Chunk(1, 2)
     )
     np.testing.assert_array_equal(logprobs, np.zeros((1, 3)))
     np.testing.assert_array_equal(entropy, np.zeros((1, 3)))
@@ -146,17 +147,19 @@ def test_no_logprob_is_above_zero():
 def test_temperature():
     hidden, unembedding, tokens, mask, _ = inputs(dtype=np.float32)
     score = jax.jit(
-        lambda h, t: token_logprobs(h, unembedding, tokens, mask, precision=FP32, temperature=t)
+        lambda h, t: token_logprobs(
+            h, Head(unembedding), tokens, mask, precision=FP32, temperature=t
+        )
     )
     np.testing.assert_allclose(score(hidden, 0.5), score(hidden * 2, 1.0), rtol=1e-6)
     assert jax.grad(lambda t: score(hidden, t).sum())(0.5) == 0
     for temperature in (0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=f"temperature={temperature} must be positive"):
             token_logprobs(
-                hidden, unembedding, tokens, mask, precision=FP32, temperature=temperature
+                hidden, Head(unembedding), tokens, mask, precision=FP32, temperature=temperature
             )
     with pytest.raises(ValueError, match=r"chunk=.*positions=0"):
-        token_logprobs(hidden, unembedding, tokens, mask, precision=FP32, chunk=Chunk(0, 1))
+        token_logprobs(hidden, Head(unembedding), tokens, mask, precision=FP32, chunk=Chunk(0, 1))
 
 
 @pytest.mark.parametrize(("name", "epsilon"), [("bf16_master", 2.0**-8), ("fp16_master", 2.0**-11)])
@@ -166,7 +169,7 @@ def test_half_precision_rounds_operands_and_nothing_else(name, epsilon):
     hidden, unembedding = hidden.astype(policy.activations), unembedding.astype(policy.compute)
     values, gradients = value_and_grad(
         lambda h, w: token_logprobs_and_entropy(
-            h, w, tokens, mask, precision=policy, chunk=Chunk(4, 16)
+            h, Head(w), tokens, mask, precision=policy, chunk=Chunk(4, 16)
         ),
         hidden,
         unembedding,
@@ -190,8 +193,10 @@ def test_half_precision_rounds_operands_and_nothing_else(name, epsilon):
 def test_logits_dtype_rounds_the_result():
     hidden, unembedding, tokens, mask, _ = inputs(dtype=np.float32)
     coarse = precision.parse("fp32,logits=bf16")
-    ours = token_logprobs(hidden, unembedding, tokens, mask, precision=coarse, chunk=Chunk(4, 8))
-    exact = token_logprobs(hidden, unembedding, tokens, mask, precision=FP32)
+    ours = token_logprobs(
+        hidden, Head(unembedding), tokens, mask, precision=coarse, chunk=Chunk(4, 8)
+    )
+    exact = token_logprobs(hidden, Head(unembedding), tokens, mask, precision=FP32)
     assert ours.dtype == jnp.float32
     np.testing.assert_array_equal(ours, ours.astype(jnp.bfloat16).astype(jnp.float32))
     np.testing.assert_allclose(ours, exact, rtol=2**-6, atol=2**-6)
@@ -204,7 +209,7 @@ def test_sharded_equals_single_device():
 
     def loss(hidden, unembedding, tokens, mask):
         scores = token_logprobs_and_entropy(
-            hidden, unembedding, tokens, mask, precision=FP32, chunk=Chunk(4, 16)
+            hidden, Head(unembedding), tokens, mask, precision=FP32, chunk=Chunk(4, 16)
         )
         return jnp.sum(jnp.stack(scores) * cotangents)
 
@@ -230,7 +235,7 @@ def test_memory_grows_with_the_vocabulary_by_its_parameter_only(name, most):
     def compiled(vocab):
         def loss(hidden, unembedding):
             logprobs, entropy = token_logprobs_and_entropy(
-                hidden, unembedding, tokens, tokens == 0, precision=policy, chunk=chunk
+                hidden, Head(unembedding), tokens, tokens == 0, precision=policy, chunk=chunk
             )
             return jnp.sum(logprobs + 0.1 * entropy)
 

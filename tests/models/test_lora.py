@@ -58,6 +58,26 @@ def test_merged_and_attached_adapters_compute_the_same():
     np.testing.assert_allclose(merged, down + 2.0 * b @ a, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("config", [tiny.GEMMA, tiny.PHI], ids=["gemma", "fused"])
+def test_adapters_of_other_families_merge_and_come_back_from_their_files(config, tmp_path):
+    model, base = decoder(config), tiny.params(config=config)
+    declared = lora.adapter_specs(model.specs, rank=3, targets=["*_proj"])
+    specs = lora.Adapted(declared, model.specs, alpha=6.0)
+    drawn = spec.init(declared, jax.random.key(0), dtype=FP32.params)
+    adapters = jax.tree.map(lambda x: x + 0.1, drawn)
+    some = lora.Adapted(adapters, base, alpha=6.0)
+    places = jnp.broadcast_to(jnp.arange(7), TOKENS.shape)
+    run = jax.jit(partial(model.hidden, precision=FP32))
+    attached, merged, before = (
+        run(x, TOKENS, places, jnp.ones_like(TOKENS)) for x in (some, lora.merge(some), base)
+    )
+    assert float(jnp.abs(merged - before).max()) > 0.1
+    np.testing.assert_allclose(attached, merged, rtol=1e-4, atol=1e-4)
+    peft.save(tmp_path, adapters, specs=specs, base="base", dtype=FP32.params)
+    again = peft.load(tmp_path, specs, dtype=FP32.params)
+    jax.tree.map(np.testing.assert_array_equal, again, adapters)
+
+
 def test_targets_choose_modules():
     specs = lora.adapter_specs(MODEL.specs, rank=2, targets=["q_proj", "[vo]_proj"])
     assert set(specs["layers"]) == {f"{name}_{part}" for name in "qvo" for part in "ab"}

@@ -28,8 +28,8 @@ from tokenizers import (
 from jaxrl import cli
 from jaxrl.core.precision import PRESETS
 from jaxrl.models import huggingface, lora, peft, spec
-from jaxrl.models.decoder import param_specs
-from jaxrl.models.families import Llama3Scaling, Rope
+from jaxrl.models.parameters import param_specs
+from jaxrl.models.rope import Llama3Scaling, Rope
 from tests import tiny
 from tests.models.mutations import mutated, mutations
 
@@ -48,7 +48,7 @@ ADAPTED = lora.Adapted(lora.adapter_specs(SPECS, rank=3, targets=["*_proj"]), SP
 LLAMA = dataclasses.replace(
     tiny.CONFIG,
     model_type="llama",
-    qk_norm=False,
+    qk_norm=None,
     tied=False,
     rope=Rope(
         scaling=Llama3Scaling(
@@ -57,7 +57,7 @@ LLAMA = dataclasses.replace(
     ),
 )
 QWEN2 = dataclasses.replace(
-    tiny.CONFIG, model_type="qwen2", qk_norm=False, qkv_bias=True, windows=(None, 5)
+    tiny.CONFIG, model_type="qwen2", qk_norm=None, qkv_bias=True, windows=(None, 5)
 )
 
 

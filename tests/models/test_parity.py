@@ -1,5 +1,7 @@
 """The decoder computes what transformers computes, alone, padded and packed."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,16 +11,22 @@ import torch
 from jaxrl.core.precision import PRESETS
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
+from jaxrl.models.scoring import soft_cap
 from tests.models.references import FAMILIES, SIZES, checkpoint
 
 LENGTHS = ((19, 9), (23,), (1, 7, 12))  # sequences of each row; what is left is padding
 WIDTH = 30
+VARIANTS = ("qwen2_windows", "qwen3_yarn", "llama_linear", "qwen3_moe_raw")
+DISTINCT = [family for family in FAMILIES if family not in VARIANTS]
+SHAPE = (len(LENGTHS), WIDTH, SIZES["vocab_size"])
+WEIGHTS = np.cos(np.arange(np.prod(SHAPE), dtype=np.float32)).reshape(SHAPE)
 
 
 def rows(seed=0):
     rng = np.random.default_rng(seed)
     tokens, positions, segments = (np.zeros((len(LENGTHS), WIDTH), np.int32) for _ in range(3))
-    tokens[:] = rng.integers(0, SIZES["vocab_size"], tokens.shape)  # padding holds any token
+    # Padding holds any token; torch gives the padding token itself no gradient.
+    tokens[:] = rng.integers(1, SIZES["vocab_size"], tokens.shape)
     for r, lengths in enumerate(LENGTHS):
         start = 2 * (r == 1)  # the second row is padded on both sides
         for segment, length in enumerate(lengths, start=1):
@@ -28,45 +36,63 @@ def rows(seed=0):
     return tokens, positions, segments
 
 
-def max_difference(model, params, expected_of):
-    """Largest difference of logits relative to their scale, and of log-probs."""
-    tokens, positions, segments = rows()
+def forward(model, params):
+    """Hidden states and logits of the rows."""
+    inputs = map(jnp.asarray, rows())
+    hidden = model.hidden(params, *inputs, precision=PRESETS["fp32"])
+    head = model.head(params)
+    return hidden, soft_cap(hidden @ head.weights.T, head.cap)
 
-    @jax.jit
-    def forward(params):
-        hidden = model.hidden(
-            params,
-            *map(jnp.asarray, (tokens, positions, segments)),
-            precision=PRESETS["fp32"],
-        )
-        return hidden @ model.unembedding(params).T
 
-    logits = np.asarray(forward(params))
-    assert np.isfinite(logits).all()
-    worst = [0.0, 0.0]
+def total(model, params):
+    """A sum in which every logit counts differently."""
+    real = jnp.asarray(rows()[2] > 0)[..., None]
+    return jnp.sum(jnp.where(real, forward(model, params)[1] * WEIGHTS, 0))
+
+
+def sequences():
+    """Each sequence alone: its row, where it is in the row, and its tokens."""
+    tokens, _, segments = rows()
     for row, lengths in enumerate(LENGTHS):
         for segment in range(1, len(lengths) + 1):
             inside = segments[row] == segment
-            expected = expected_of(tokens[row, inside])
-            got = logits[row, inside]
-            difference = np.abs(got - expected).max() / np.abs(expected).max()
-            log_probs = (np.asarray(jax.nn.log_softmax(x)) for x in (got, expected))
-            apart = np.abs(np.subtract(*log_probs)).max()
-            worst = [max(worst[0], difference), max(worst[1], apart)]
-    return worst
+            yield row, inside, torch.tensor(tokens[row, inside][None])
+
+
+def apart(a, b):
+    """Largest difference, relative to the largest number."""
+    assert np.isfinite(a).all()
+    return np.abs(a - b).max() / np.abs(b).max()
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_those_of_transformers(family, tied, tmp_path):
+def test_hidden_states_and_logits_equal_those_of_transformers(family, tied, tmp_path):
     reference = checkpoint(tmp_path, family, tied=tied)
-
-    def expected(tokens):
-        with torch.no_grad():
-            return reference(torch.tensor(tokens[None])).logits[0].numpy()
-
     config, params = huggingface.load(tmp_path, dtype=None)
     assert config.tied == tied
-    logits, log_probs = max_difference(decoder(config), params, expected)
-    assert logits < 1e-4
-    assert log_probs < 1e-4
+    hidden, logits = map(np.asarray, jax.jit(partial(forward, decoder(config)))(params))
+    for row, inside, tokens in sequences():
+        with torch.no_grad():
+            expected = reference(tokens).logits[0].numpy()
+            states = reference.model(tokens).last_hidden_state[0].numpy()
+        assert apart(logits[row, inside], expected) < 1e-4
+        assert apart(hidden[row, inside], states) < 1e-4
+        log_probs = (np.asarray(jax.nn.log_softmax(x)) for x in (logits[row, inside], expected))
+        assert np.abs(np.subtract(*log_probs)).max() < 1e-4
+
+
+@pytest.mark.parametrize("family", DISTINCT)
+def test_gradients_equal_those_of_transformers(family, tmp_path):
+    reference = checkpoint(tmp_path, family, tied=family == "gemma2")
+    config, params = huggingface.load(tmp_path, dtype=None)
+    for row, inside, tokens in sequences():
+        (reference(tokens).logits[0] * torch.tensor(WEIGHTS[row, inside])).sum().backward()
+    for weight in reference.parameters():
+        weight.data = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    # A checkpoint of gradients: they get the names of the parameters.
+    reference.save_pretrained(tmp_path / "gradients")
+    expected = huggingface.load(tmp_path / "gradients", dtype=None)[1]
+    found = jax.jit(jax.grad(partial(total, decoder(config))))(params)
+    differences = jax.tree.map(apart, found, expected)
+    assert max(jax.tree.leaves(differences)) < 1e-4, differences

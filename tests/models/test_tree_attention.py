@@ -12,6 +12,7 @@ from jaxrl.core import precision
 from jaxrl.core.packing import SHARED, pack
 from jaxrl.models import cudnn, kernels
 from jaxrl.models.attention import attention
+from jaxrl.models.scoring import Scoring
 from jaxrl.models.tree_attention import Tree, visible
 from sharding.mesh import make_mesh
 from sharding.partition import Layout
@@ -36,7 +37,7 @@ def rows() -> tuple[Tree, jax.Array]:
     return Tree(jnp.asarray(batch.seen_until), jnp.asarray(batch.positions)), batch.segments > 0
 
 
-def results(attend, *, window=None):
+def results(attend, scoring):
     """Output and gradients of the real tokens."""
     tree, real = rows()
     rng = np.random.default_rng(0)
@@ -44,12 +45,11 @@ def results(attend, *, window=None):
         q, k, v, dout = (
             jnp.asarray(rng.normal(size=(2, LENGTH, heads, 8))) for heads in (4, 2, 2, 4)
         )
-        size = None if window is None else jnp.int32(window)
 
         @jax.jit
         def both(q, k, v):
             def of_real(q, k, v):
-                out = attend(q, k, v, tree, window=size, precision=F64)
+                out = attend(q, k, v, tree, scoring=scoring, precision=F64)
                 return jnp.where(jnp.asarray(real)[:, :, None, None], out, 0)
 
             out, backward = jax.vjp(of_real, q, k, v)
@@ -58,19 +58,27 @@ def results(attend, *, window=None):
         return jax.device_get(both(q, k, v))
 
 
-def naive(q, k, v, tree, *, window, precision):
+def naive(q, k, v, tree, *, scoring, precision):
     del precision
     index, groups = jnp.arange(LENGTH), q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
-    seen = visible(tree, index, tree.positions, index, window=LENGTH if window is None else window)
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) * scoring.factor(q.shape[-1])
+    scores = scores if scoring.cap is None else scoring.cap * jnp.tanh(scores / scoring.cap)
+    seen = visible(tree, index, tree.positions, index, window=scoring.window)
     probs = jax.nn.softmax(scores, axis=-1, where=seen[:, None])
     return jnp.einsum("bhts,bshd->bthd", probs, v)
 
 
+SCORINGS = {
+    "plain": Scoring(),
+    "window": Scoring(jnp.int32(20)),
+    "cap": Scoring(jnp.int32(20), 0.7, 1.5),
+}
+
+
 @functools.cache
-def expected(window=None):
-    return results(naive, window=window)
+def expected(name="plain"):
+    return results(naive, SCORINGS[name])
 
 
 def assert_equal(found, wanted, *, within=1e-12):
@@ -78,9 +86,9 @@ def assert_equal(found, wanted, *, within=1e-12):
         np.testing.assert_allclose(a, b, rtol=0, atol=within * np.abs(b).max())
 
 
-@pytest.mark.parametrize("window", [None, 20])
-def test_equals_the_naive_form(window):
-    assert_equal(results(attention, window=window), expected(window))
+@pytest.mark.parametrize("name", SCORINGS)
+def test_equals_the_naive_form(name):
+    assert_equal(results(attention, SCORINGS[name]), expected(name))
 
 
 @pytest.mark.parametrize(
@@ -95,17 +103,18 @@ def test_equals_the_naive_form(window):
 def test_tokens_rows_and_heads_cut_over_devices_change_nothing(sizes):
     devices = jax.devices()[: math.prod(sizes.values())]
     layout = Layout(make_mesh(**sizes, devices=devices), PRESETS["all"])
-    assert_equal(results(kernels.by_kernel("xla", layout=layout), window=20), expected(20))
+    attend = kernels.by_kernel("xla", layout=layout)
+    assert_equal(results(attend, SCORINGS["cap"]), expected("cap"))
 
 
 def test_the_mask_that_cudnn_gets_is_the_same():
-    def masked(q, k, v, tree, *, window, precision):
-        return cudnn.masked(q, k, v, tree, window=window, precision=precision, implementation="xla")
-
-    assert_equal(results(masked), expected(), within=1e-6)  # its softmax is in f32
+    masked = functools.partial(cudnn.masked, implementation="xla")
+    assert_equal(
+        results(masked, SCORINGS["plain"]), expected(), within=1e-6
+    )  # its softmax is in f32
 
 
 def test_splash_attention_refuses_shared_prefixes():
     layout = Layout(make_mesh(devices=jax.devices()[:1]), PRESETS["all"])
     with pytest.raises(ValueError, match="splash compares one segment per token"):
-        results(kernels.by_kernel("splash", layout=layout, interpret=True))
+        results(kernels.by_kernel("splash", layout=layout, interpret=True), Scoring())

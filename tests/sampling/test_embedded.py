@@ -61,7 +61,7 @@ def _score(params, tokens, segments, precision, temperature):
         params = cast(params, precision.compute)
         positions = jnp.arange(tokens.shape[1])[None]
         hidden = MODEL.hidden(params, tokens, positions, segments, precision=precision)
-        head = MODEL.unembedding(params)
+        head = MODEL.head(params)
         kwargs = {"precision": precision, "temperature": temperature}
         return token_logprobs(hidden, head, tokens, segments > 0, **kwargs)
 

@@ -116,7 +116,7 @@ def forward(*, replayed: bool):
         places = jnp.arange(ROW, dtype=jnp.int32)[None]
         recorded = experts if replayed else None
         found = MODEL.hidden_routed(PARAMS, tokens, places, ones, precision=F32, recorded=recorded)
-        head = MODEL.unembedding(PARAMS)
+        head = MODEL.head(PARAMS)
         return found.experts, token_logprobs(
             found.hidden, head, tokens, jnp.ones(tokens.shape, bool), precision=F32
         )

@@ -10,7 +10,7 @@ from jaxrl.builders.model import trained_specs
 from jaxrl.config.training import Config
 from jaxrl.core.precision import Precision
 from jaxrl.models import huggingface, lora
-from jaxrl.models.decoder import param_specs
+from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import parameter_count
 
 # Share of bf16 words that changed -> share of the bytes that a store gets; docs/bridge.md.

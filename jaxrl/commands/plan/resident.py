@@ -13,7 +13,7 @@ from jaxrl.config.training import Config
 from jaxrl.core.precision import DType, Precision, cast
 from jaxrl.losses import Need
 from jaxrl.models import huggingface, lora, spec
-from jaxrl.models.decoder import param_specs
+from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import Specs
 from jaxrl.sampling.embedded.batch_decoding import cache_sizes, max_rows, shrunk_rows
 from jaxrl.sampling.embedded.buckets import count_bucket

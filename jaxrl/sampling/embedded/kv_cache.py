@@ -17,8 +17,10 @@ from jaxrl.models.attention import attention, pad_values, softmax_product
 from jaxrl.models.block import block
 from jaxrl.models.decoder import Model
 from jaxrl.models.experts import Routing
-from jaxrl.models.layers import LayerContext, embed, rope_table
+from jaxrl.models.layers import LayerContext, embed, per_layer
+from jaxrl.models.logprobs import rounded_logits
 from jaxrl.models.products import product
+from jaxrl.models.scoring import Scoring
 from jaxrl.models.spec import Params
 from jaxrl.sampling.embedded.half_bits import from_bits, to_bits
 
@@ -69,23 +71,25 @@ def prefill(
     config = model.config
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     segments = (positions < lengths[:, None]).astype(jnp.int32)
-    table = rope_table(positions, rope=config.rope, head_dim=config.head_dim, precision=precision)
     context = LayerContext(config, precision, local=model.local)
+    tables = context.rope_tables(positions)
 
     def body(x, scanned):
-        layer, window = scanned
+        layer, own = scanned
 
         def attend(q, k, v):
-            out = attention(q, k, v, segments, window=window, precision=precision)
+            scoring = context.scoring(own.window)
+            out = attention(q, k, v, segments, scoring=scoring, precision=precision)
             return out, _entries(k, v, precision)
 
+        table = tables.of_layer(own.rope)
         x, cache, routing = block(x, layer, attend, table=table, context=context)
         if record_experts and routing is not None:
             cache = dataclasses.replace(cache, experts=_smallest(routing))
         return x, cache
 
-    x = embed(params["embed"], tokens, precision=precision)
-    x, cache = lax.scan(body, x, (params["layers"], _windows(model)))
+    x = context.enter(embed(params["embed"], tokens, precision=precision))
+    x, cache = lax.scan(body, x, (params["layers"], per_layer(config)))
     last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)
     return cache, _logits(params, last, model=model, context=context)
 
@@ -115,28 +119,30 @@ def decode_step(
     config = model.config
     index = jnp.arange(cache.slots, dtype=jnp.int32)[None, :]
     seen = index <= positions[:, None]
-    table = rope_table(
-        positions[:, None], rope=config.rope, head_dim=config.head_dim, precision=precision
-    )
-
     context = LayerContext(config, precision, local=model.local)
+    tables = context.rope_tables(positions[:, None])
 
     rows = jnp.arange(len(tokens))
 
     # The cache is carried and written in place: scanned over, it would be copied as a whole.
     def body(carry, scanned):
         x, cache = carry
-        number, layer, window = scanned
+        number, layer, own = scanned
         layer = jax.tree.map(lambda bits: from_bits(bits, precision.compute), layer)
-        near = seen if window is None else seen & (index > positions[:, None] - window)
+        scoring = context.scoring(own.window)
+        near = seen
+        if own.window is not None:
+            near = seen & (index > positions[:, None] - own.window)
 
         def attend(q, k, v):
             new = _entries(k, v, precision)
             keys = cache.keys.at[number, rows, :, :, positions].set(new.keys[..., 0])
             values = cache.values.at[number, rows, :, positions].set(new.values[:, :, 0])
-            own = (from_bits(part[number], precision.compute) for part in (keys, values))
-            return attend_cache(q, *own, seen=near, precision=precision), (keys, values)
+            held = (from_bits(part[number], precision.compute) for part in (keys, values))
+            out = attend_cache(q, *held, seen=near, scoring=scoring, precision=precision)
+            return out, (keys, values)
 
+        table = tables.of_layer(own.rope)
         x, (keys, values), routing = block(x, layer, attend, table=table, context=context)
         experts = cache.experts
         if experts is not None and routing is not None:
@@ -144,15 +150,21 @@ def decode_step(
         return (x, Cache(keys, values, experts)), None
 
     x = from_bits(to_bits(params["embed"])[tokens[:, None]], params["embed"].dtype)
-    x = x.astype(precision.activations)
+    x = context.enter(x)
     numbers = jnp.arange(config.num_layers, dtype=jnp.int32)
-    scanned = (numbers, jax.tree.map(to_bits, params["layers"]), _windows(model))
+    scanned = (numbers, jax.tree.map(to_bits, params["layers"]), per_layer(config))
     (x, cache), _ = lax.scan(body, (x, cache), scanned)
     return cache, _logits(params, x, model=model, context=context)
 
 
 def attend_cache(
-    q: jax.Array, keys: jax.Array, values: jax.Array, *, seen: jax.Array, precision: Precision
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    *,
+    seen: jax.Array,
+    scoring: Scoring,
+    precision: Precision,
 ) -> jax.Array:
     """Computes grouped-query attention of one token per row over the row's cache, with the
     arithmetic of `attention`.
@@ -161,7 +173,8 @@ def attend_cache(
       q: [B, 1, H, hd].
       keys: [B, K, hd, S].
       values: [B, K, S, hd], see `pad_values`.
-      seen: bool[B, S] slots to attend to, at least one per row.
+      seen: bool[B, S] slots to attend to, at least one per row; none outside of the window.
+      scoring: scale and cap of the scores.
       precision: scores and softmax are in `accumulate`.
 
     Returns:
@@ -169,7 +182,8 @@ def attend_cache(
     """
     batch, _, heads, dim = q.shape
     q = q.reshape(batch, keys.shape[1], -1, dim)
-    scores = product(q, keys, contract=(3, 2), batch=(0, 1), precision=precision) * dim**-0.5
+    scores = product(q, keys, contract=(3, 2), batch=(0, 1), precision=precision)
+    scores = scoring.scores(scores, head_dim=dim)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(scores.dtype).min)
     out, _ = softmax_product(scores, values, precision=precision)
     return out[..., :dim].reshape(batch, 1, heads, dim)
@@ -186,14 +200,9 @@ def _smallest(routing: Routing) -> jax.Array:
     return routing.experts.astype(np.min_scalar_type(routing.probs.shape[-1] - 1))
 
 
-def _windows(model: Model) -> jax.Array | None:
-    far = jnp.iinfo(jnp.int32).max // 2  # slot - far must not overflow
-    windows = [far if w is None else w for w in model.config.windows]
-    return jnp.array(windows, jnp.int32) if windows else None
-
-
 def _logits(params: Params, x: jax.Array, *, model: Model, context: LayerContext) -> jax.Array:
     """Returns the logits [B, V] of a residual stream [B, 1, D]."""
     x = context.norm(x, params["final_norm"])[:, 0]
-    logits = product(x, model.unembedding(params), contract=(1, 1), precision=context.precision)
-    return logits.astype(context.precision.logits)
+    head = model.head(params)
+    products = product(x, head.weights, contract=(1, 1), precision=context.precision)
+    return rounded_logits(products, head, precision=context.precision)

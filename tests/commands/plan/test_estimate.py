@@ -53,6 +53,24 @@ def test_text():
     assert "Learner utilisation: 39 % in turn" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("gemma3_1b", "1.00"),
+        ("mixtral_8x7b", "46.70"),
+        ("olmo3_7b", "7.30"),
+        ("phi4", "14.66"),
+        ("smollm3_3b", "3.08"),
+    ],
+)
+def test_every_family_has_as_many_parameters_as_published(name, billions):
+    path = Path(__file__).parents[3] / "configs" / "models" / name
+    keys = {"model.path": str(path), "data.path": "d", "reward.path": "exact_match"}
+    config = toml_file.load(Config, overrides=list(keys.items()))
+    text = estimate(config, chip_memory=80e9, link_rate=50e9)
+    assert f"{billions} billion parameters" in text
+
+
 def test_adapters_need_one_copy_of_the_weights(tmp_path):
     path = Path(__file__).parents[3] / "configs" / "models" / "llama3_70b"
     keys = {"model.path": str(path), "data.path": "d", "reward.path": "exact_match"}

@@ -15,8 +15,8 @@ from jaxrl.commands.plan.roofline import forward_flops, roofline
 from jaxrl.commands.plan.step import make_step
 from jaxrl.commands.plan.topology import Topology, open_topology
 from jaxrl.core.precision import parse
-from jaxrl.models import families, spec
-from jaxrl.models.decoder import param_specs
+from jaxrl.models import hf_config, spec
+from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import parameter_count
 from tests import tiny
 from tests.commands.plan.configs import make_config
@@ -227,7 +227,7 @@ def test_program_size_is_independent_of_the_layers(planned, tmp_path, monkeypatc
         pass
 
     for layers in (2, 48):
-        content = families.to_hf_config(tiny.CONFIG, dtype="float32") | {
+        content = hf_config.to_hf_config(tiny.CONFIG, dtype="float32") | {
             "num_hidden_layers": layers,
             "layer_types": None,
         }

@@ -11,7 +11,7 @@ import pytest
 from jaxrl.commands.plan.resident import KVCache, ResidentMemory, on_one, resident_memory
 from jaxrl.commands.plan.step import make_step
 from jaxrl.commands.plan.topology import open_topology
-from jaxrl.models import families, spec
+from jaxrl.models import hf_config, spec
 from jaxrl.models.decoder import decoder
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded import batch_decoding
@@ -95,7 +95,7 @@ def test_models_beside_the_policy(tmp_path):
     reward_model.mkdir()
     sizes = dataclasses.replace(tiny.CONFIG, num_layers=4, scored=True)
     (reward_model / "config.json").write_text(
-        json.dumps(families.to_hf_config(sizes, dtype="float32"))
+        json.dumps(hf_config.to_hf_config(sizes, dtype="float32"))
     )
 
     def count(config) -> float:

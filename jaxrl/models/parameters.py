@@ -1,0 +1,103 @@
+"""The decoder's parameters: shape, axes, initial value and Hugging Face name of each."""
+
+from typing import Any
+
+from jaxrl.models.families import FAMILIES, DecoderConfig
+from jaxrl.models.spec import ParamSpec, Specs
+
+Dimension = tuple[int, str]  # size and logical axis
+
+# Hugging Face's names of a layer's norms, by their place.
+_NORMS = {
+    "before": {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "after": {
+        "attn_out_norm": "post_attention_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+    "both": {
+        "attn_norm": "input_layernorm",
+        "attn_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+}
+
+
+def param_specs(config: DecoderConfig) -> Specs:
+    """Declares the parameters of a decoder: shape, axes, initial value and Hugging Face name."""
+    hidden, vocab = (config.hidden_size, "embed"), (config.vocab_size, "vocab")
+    std = config.initializer_range
+    specs: dict[str, Any] = {
+        "embed": _spec("model.embed_tokens.weight", vocab, hidden, scale=std),
+        "layers": _layers(config),
+        "final_norm": _spec("model.norm.weight", (hidden[0], "norm"), scale=_norm_scale(config)),
+    }
+    if config.scored:
+        # Zeros: a reward model initialised from a language model scores every completion alike.
+        specs["score"] = _spec("score.weight", (1, "label"), hidden, scale=0.0)
+    elif not config.tied:
+        specs["head"] = _spec("lm_head.weight", vocab, hidden, scale=std)
+    return specs
+
+
+def _spec(name: str, *dims: Dimension, scale: float | None) -> ParamSpec:
+    return ParamSpec(tuple(n for n, _ in dims), tuple(axis for _, axis in dims), name, scale)
+
+
+def _norm_scale(config: DecoderConfig) -> float | None:
+    """Returns the `ParamSpec.scale` of norms, which multiply by 1 at first."""
+    return 0.0 if config.norm_plus_one else None
+
+
+def _layers(config: DecoderConfig) -> dict[str, ParamSpec]:
+    hidden, std = (config.hidden_size, "embed"), config.initializer_range
+    queries = (config.num_heads * config.head_dim, "q_heads")
+    keys = (config.num_kv_heads * config.head_dim, "kv_heads")
+    other_names = FAMILIES[config.model_type].names
+
+    def stacked(name: str, path: str, *dims: Dimension, scale: float | None = std):
+        path = f"model.layers.{{layer}}.{other_names.get(name, path)}"
+        return {name: _spec(path, (config.num_layers, "layers"), *dims, scale=scale)}
+
+    def norms(part: str) -> dict[str, ParamSpec]:
+        layers, width = {}, (config.hidden_size, "norm")
+        for name, path in _NORMS[config.norms].items():
+            if name.startswith(part):
+                layers |= stacked(name, f"{path}.weight", width, scale=_norm_scale(config))
+        return layers
+
+    layers = norms("attn")
+    if config.fused:
+        both = (queries[0] + 2 * keys[0], "fused")
+        layers |= stacked("qkv", "self_attn.qkv_proj.weight", both, hidden)
+    else:
+        layers |= stacked("q", "self_attn.q_proj.weight", queries, hidden)
+        layers |= stacked("k", "self_attn.k_proj.weight", keys, hidden)
+        layers |= stacked("v", "self_attn.v_proj.weight", keys, hidden)
+    layers |= stacked("o", "self_attn.o_proj.weight", hidden, queries)
+    layers |= norms("mlp")
+    if config.experts is not None:
+        experts, mlp = (config.experts.count, "experts"), (config.experts.intermediate_size, "mlp")
+        one = "mlp.experts.{expert}"
+        layers |= stacked("router", "mlp.gate.weight", (experts[0], "router"), hidden)
+        layers |= stacked("expert_gate", f"{one}.gate_proj.weight", experts, mlp, hidden)
+        layers |= stacked("expert_up", f"{one}.up_proj.weight", experts, mlp, hidden)
+        layers |= stacked("expert_down", f"{one}.down_proj.weight", experts, hidden, mlp)
+    else:
+        mlp = (config.intermediate_size, "mlp")
+        if config.fused:
+            both = (2 * config.intermediate_size, "fused")
+            layers |= stacked("gate_up", "mlp.gate_up_proj.weight", both, hidden)
+        else:
+            layers |= stacked("gate", "mlp.gate_proj.weight", mlp, hidden)
+            layers |= stacked("up", "mlp.up_proj.weight", mlp, hidden)
+        layers |= stacked("down", "mlp.down_proj.weight", hidden, mlp)
+    if config.qkv_bias:
+        for name, width in {"q": queries, "k": keys, "v": keys}.items():
+            layers |= stacked(f"{name}_bias", f"self_attn.{name}_proj.bias", width, scale=0.0)
+    if config.qk_norm is not None:
+        for name, (width, _) in {"q": queries, "k": keys}.items():
+            size = config.head_dim if config.qk_norm == "head" else width
+            path = f"self_attn.{name}_norm.weight"
+            layers |= stacked(f"{name}_norm", path, (size, "norm"), scale=_norm_scale(config))
+    return layers

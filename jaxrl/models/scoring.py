@@ -1,0 +1,48 @@
+"""Attention scores: what a query makes of its products with the keys that it may see."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+@struct.dataclass
+class Scoring:
+    """A layer's scores.
+
+    Attributes:
+      window: i32[], number of tokens that a token attends to, including itself; None for all.
+      scale: factor of the products of queries and keys; None is head_dim ** -0.5.
+      cap: bound of the scores' magnitude, a soft cap (arXiv:2408.00118); None for none.
+    """
+
+    window: jax.Array | None = None
+    scale: float | None = struct.field(pytree_node=False, default=None)
+    cap: float | None = struct.field(pytree_node=False, default=None)
+
+    def factor(self, head_dim: int) -> float:
+        """Returns the factor of the products."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+    def scores(self, products: jax.Array, *, head_dim: int) -> jax.Array:
+        """Computes scores of products of any shape, in their dtype."""
+        return soft_cap(products * self.factor(head_dim), self.cap)
+
+    def slopes(self, scores: jax.Array, *, head_dim: int) -> jax.Array | float:
+        """Returns the derivatives of scores by their products. They are finite where a score is
+        masked, since its gradient is 0."""
+        return self.factor(head_dim) * soft_cap_slope(scores, self.cap)
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """Computes cap * tanh(x / cap), or x for None; any shape.
+
+    The maximum changes nothing. Without it XLA would merge the last product with one that follows,
+    where its factor is known: in the learner, but not in the sampler.
+    """
+    return x if cap is None else jnp.maximum(cap * jnp.tanh(x * (1 / cap)), -cap)
+
+
+def soft_cap_slope(capped: jax.Array, cap: float | None) -> jax.Array | float:
+    """Returns the derivative of `soft_cap` from its result. Below -cap, where only the numbers of
+    masked entries are, it is 0."""
+    return 1.0 if cap is None else 1 - jnp.square(jnp.maximum(capped, -cap) * (1 / cap))
