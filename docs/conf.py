@@ -53,4 +53,5 @@ nitpick_ignore_regex = [
     ("py:class", r"jaxrl\..*\.(E|Rows|T|Term|Tree)"),  # type variables
     ("py:class", r"jaxrl\.models\.(attention\.Attend|experts\.Local)"),  # how layers are called
     ("py:class", r"jaxrl\.\w+\.\w+\.(\w+Fn|From\w+)"),  # functions, which tables describe
+    ("py:class", r"jaxrl\.(core\.hosts\.Hosts|bridge\.store\.version\.StoredFile)"),  # internal
 ]

@@ -163,6 +163,8 @@ def test_kl_that_earns_nothing_is_an_alarm_in_the_first_steps():
     rising = FALLING[::-1]  # a policy that improves may move
     assert replay_alarms(beginning(rising, kl=0.3), limits) == []
     assert replay_alarms(beginning([0.97] * 10, kl=0.3), limits) == []  # solved
+    taught = [entry | {"kl/teacher": 0.1} for entry in beginning(level, kl=0.3)]
+    assert replay_alarms(taught, limits) == []
 
 
 def test_the_usual_learning_rates_are_those_of_published_recipes():

@@ -275,10 +275,12 @@ def _no_rise(history: History, limits: Limits) -> Finding | None:
     their mean KL is above `kl_floor`: updates too large to improve the policy.
 
     A fall counts from four standard errors, which the differences of successive steps estimate. A
-    run has ten steps to rise. A solved task needs no rise.
+    run has ten steps to rise. A solved task needs no rise, nor does a policy that learns from a
+    teacher.
     """
     rewards = np.array(history.series("reward").values)
-    if len(rewards) < 2 * _EARLY or _solved(history, limits):
+    taught = "kl/teacher" in history.names
+    if len(rewards) < 2 * _EARLY or taught or _solved(history, limits):
         return None
     first, recent = float(rewards[:2].mean()), float(rewards[-_EARLY:].mean())
     noise = float(np.sqrt(np.mean(np.diff(rewards) ** 2) / 2))
