@@ -71,16 +71,14 @@ def test_an_episode_is_played_at_a_server():
     assert all(messages[0] == {"type": "reset", "data": {"seed": 7}} for messages in sessions)
 
 
-@pytest.mark.parametrize("size", [0, 61, 62, 63, 32767, 32768, 70000])
-def test_messages_of_any_length_arrive(size):
-    """Lengths are written in 7, 16 or 64 bits; messages come in fragments with pings between."""
+def test_a_long_message_arrives():
     with serving() as (url, sessions, _):
         server = Server.at(url, action=None, observation="{said}")
         session = Session(server)
-        session.reset(seed=-1, padding="ä" * size)
-        assert session.step(str(size))[0] == "no" * size
+        session.reset(seed=-1, padding="ä" * 2**17)
+        assert session.step(str(2**20))[0] == "no" * 2**20
         session.close()
-        assert sessions[0][0]["data"]["padding"] == "ä" * size
+        assert sessions[0][0]["data"]["padding"] == "ä" * 2**17
 
 
 def test_what_is_no_server_or_no_field_is_named():

@@ -6,15 +6,14 @@ server, `observation` and `error` back. A server describes its actions at /schem
 
 import contextlib
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxrl.environments.adapters.websocket import WebSocket
+import httpx2
 
 _CAST = {"integer": int, "number": float, "string": str}
 _INVALID = ("VALIDATION_ERROR", "INVALID_JSON")  # errors that the action caused
+_LARGEST = 64 << 20  # bytes of a message
 
 
 class Server(NamedTuple):
@@ -44,9 +43,9 @@ class Server(NamedTuple):
         """
         url = url.rstrip("/")
         try:
-            with urllib.request.urlopen(f"{url}/schema", timeout=30) as reply:
-                schema = json.load(reply)["action"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            reply = httpx2.get(f"{url}/schema", timeout=30).raise_for_status()
+            schema = reply.json()["action"]
+        except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"environment.url = {url!r}: no OpenEnv server: {error!r}") from error
         fields, required = schema.get("properties", {}), schema.get("required", [])
         if action is not None and action not in fields:
@@ -78,10 +77,23 @@ class Session:
     """One episode at a server: a game for `TextGame`."""
 
     def __init__(self, server: Server) -> None:
-        """Connects."""
+        """Connects.
+
+        Raises:
+          OSError: if the server cannot be reached.
+          RuntimeError: if the package websockets is not installed.
+        """
+        try:
+            from websockets.sync.client import connect
+        except ModuleNotFoundError as error:
+            raise RuntimeError(
+                f"OpenEnv needs {error.name}: pip install 'jaxrl[openenv]'"
+            ) from error
         self._server = server
-        scheme, _, rest = server.url.partition("://")
-        self._socket = WebSocket(f"{'wss' if scheme == 'https' else 'ws'}://{rest}/ws")
+        self._open = contextlib.ExitStack()
+        self._socket = self._open.enter_context(
+            connect(f"ws{server.url.removeprefix('http')}/ws", open_timeout=30, max_size=_LARGEST)
+        )
 
     def reset(self, **arguments: Any) -> tuple[str, Mapping[str, Any]]:
         """Begins the episode; raises RuntimeError if the server refuses."""
@@ -106,13 +118,15 @@ class Session:
 
     def close(self) -> None:
         """Ends the session."""
-        with contextlib.suppress(OSError):
+        from websockets.exceptions import ConnectionClosed
+
+        with contextlib.suppress(ConnectionClosed):
             self._socket.send(json.dumps({"type": "close"}))
-        self._socket.close()
+        self._open.close()
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         self._socket.send(json.dumps({"type": kind, "data": data}))
-        reply = json.loads(self._socket.receive())
+        reply = json.loads(self._socket.recv())
         data = reply["data"]
         if reply["type"] != "error":
             return dict(data)
