@@ -23,6 +23,7 @@ class NnxConfig(NamedTuple):
     vocab_size: int
     max_positions: int
     experts: None = None
+    logit_cap: None = None
 
 
 def from_nnx(
