@@ -12,7 +12,7 @@ _COMMON = {
     "rms_norm_eps": 1e-6,
     "rope": Rope(theta=1e6),
     "qkv_bias": False,
-    "qk_norm": True,
+    "qk_norm": "head",
     "tied": True,
     "max_positions": 1024,
 }

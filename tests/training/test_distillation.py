@@ -32,7 +32,7 @@ from tests import tiny
 
 FP32 = PRESETS["fp32"]
 # Another architecture than the policy's, with its vocabulary.
-CONFIG = dataclasses.replace(tiny.CONFIG, model_type="llama", qk_norm=False, num_layers=1)
+CONFIG = dataclasses.replace(tiny.CONFIG, model_type="llama", qk_norm=None, num_layers=1)
 
 
 @pytest.fixture(scope="module")

@@ -9,22 +9,27 @@ this process, as if it were OpenAI's; the name of the model is that of the episo
 """
 
 import asyncio
+import functools
 import importlib
 import json
 import os
 import sys
 import tomllib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
-# What libraries print must not mix with the protocol.
-_OUT = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-os.dup2(2, 1)
+
+@functools.cache
+def own_output() -> TextIO:
+    """Takes standard output; what libraries print must not mix with the protocol."""
+    output = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    os.dup2(2, 1)
+    return output
 
 
 def tell(episode: str, **content: Any) -> None:
     """Writes a line."""
-    _OUT.write(json.dumps({"episode": episode} | content) + "\n")
+    own_output().write(json.dumps({"episode": episode} | content) + "\n")
 
 
 class Turns:
@@ -135,6 +140,7 @@ async def play(env: Any, task: Any, *, episode: str, url: str) -> None:
 
 async def main(file: str) -> None:
     """Serves episodes until standard input ends."""
+    own_output()
     env, turns = load(file), Turns()
     tasks, running = Tasks(env.taskset), dict[str, asyncio.Task[None]]()
     server = await asyncio.start_server(turns.serve, "127.0.0.1", 0, limit=1 << 26)

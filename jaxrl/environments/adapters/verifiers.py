@@ -9,15 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl.environments.adapters import in_verifiers
-
 Message = Mapping[str, Any]
+_SCRIPT = str(Path(__file__).with_name("in_verifiers.py"))
 
 
 class Host:
     """The process that runs the episodes; it ends with this one, whose end closes its input."""
 
-    def __init__(self, python: str, config: str, *, script: str = in_verifiers.__file__) -> None:
+    def __init__(self, python: str, config: str, *, script: str = _SCRIPT) -> None:
         """Starts it and waits until its environment is loaded.
 
         Raises:
