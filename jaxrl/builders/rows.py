@@ -13,6 +13,7 @@ from jaxrl.models.kernels import Kernel
 from sharding.partition import Layout
 
 _BLOCK = 128  # rows are multiples of it where that is possible: kernels work in blocks of it
+_LEAST_SAVED = 1.75  # times fewer tokens; with less, shared rows are slower on CPU (docs/scale.md)
 
 
 class RowsChoice(NamedTuple):
@@ -45,6 +46,8 @@ def choose_rows(
     skips = kernel == "xla" and layout.mesh.devices.flat[0].platform == "cpu"
     length = _whole_groups(config) if skips else _part_of_group(config)
     reason = _unshared(config, objective, kernel=kernel, longer=length > config.longest_sequence)
+    if reason is None and skips and (saved := _fewer_tokens(config)) < _LEAST_SAVED:
+        reason = f"a shared one saves too little, {saved:.2f} times fewer tokens"
     if reason is not None:
         note = f"every completion computes its own prompt: {reason}"
         return RowsChoice(config, sequence_alignment(config.policy), note)
@@ -71,6 +74,13 @@ def _unshared(config: Config, objective: Objective, *, kernel: Kernel, longer: b
             f"into train.microbatch_tokens = {config.train.microbatch_tokens}"
         )
     return None
+
+
+def _fewer_tokens(config: Config) -> float:
+    """Returns the tokens of a group's sequences over those with a shared prompt, at the limits."""
+    prompt, completion = config.data.max_prompt_tokens, config.sampling.max_tokens
+    group = config.train.group_size
+    return group * (prompt + completion) / (prompt + group * (completion + 1))
 
 
 def _whole_groups(config: Config) -> int:
