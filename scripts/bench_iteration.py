@@ -1,7 +1,7 @@
 """Measures whole iterations (sample, reward, learn, publish), as JSON lines: ours and our peers'.
 
-scripts/install_peers.sh PEERS                  # TRL and Tunix, in environments of their own
-python scripts/bench_iteration.py --peers PEERS
+scripts/install_peers.sh    # TRL and Tunix, in environments of their own
+python scripts/bench_iteration.py --peers .venv-peers
 
 All programs have the same model, prompts, lengths and learning rate, and take their iterations in
 turn. Peers compute in f32.
