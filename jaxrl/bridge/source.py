@@ -108,17 +108,19 @@ def _prepare(array: Any, part: ParamSpec, dtype: DType) -> Callable[[int], Any]:
     on_host = len(array.sharding.device_set) == 1 and next(iter(array.devices())).platform == "cpu"
     if on_host and array.dtype == dtype:
         host = np.asarray(array)  # a view, not a copy
-        return host.__getitem__ if part.stacked else lambda _: host
+        return lambda i: part.swap(host[i] if part.stacked else host)
     mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
     whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    convert = _converter(bool(part.stacked), dtype, whole)
+    convert = _converter(bool(part.stacked), part.transposed, dtype, whole)
     return lambda i: convert(array, i)
 
 
 @functools.cache
-def _converter(stacked: bool, dtype: DType, sharding: NamedSharding | None) -> Callable[..., Any]:
+def _converter(
+    stacked: bool, transposed: bool, dtype: DType, sharding: NamedSharding | None
+) -> Callable[..., Any]:
     def convert(array: jax.Array, i: jax.Array) -> jax.Array:
         tensor = lax.dynamic_index_in_dim(array, i, keepdims=False) if stacked else array
-        return tensor.astype(dtype)
+        return (tensor.swapaxes(-1, -2) if transposed else tensor).astype(dtype)
 
     return jit(convert, out_shardings=sharding)

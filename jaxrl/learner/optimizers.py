@@ -98,7 +98,7 @@ def _decay(
 
 
 def _is_matrix(spec: ParamSpec) -> bool:
-    return len(spec.shape) - spec.stacked >= 2
+    return len(spec.shape) - spec.counted >= 2
 
 
 def _muon_axes(spec: ParamSpec) -> Any:

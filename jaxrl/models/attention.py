@@ -11,7 +11,7 @@ from jaxrl.core.packing import ANYWHERE, Alignment
 from jaxrl.core.precision import Precision
 from jaxrl.models.products import product, transposed_product
 from jaxrl.models.scoring import Scoring
-from jaxrl.models.tree_attention import KEPT, Tree, tree_attention
+from jaxrl.models.tree_attention import KEPT, Tree, sink_gradient, tree_attention
 
 # Keys are padded to a multiple of this number. XLA's products then add in the same order whatever
 # the number of keys, and masked keys add exactly 0: a token's result does not depend on the length
@@ -80,7 +80,7 @@ def attention(
       v: like k.
       segments: i32[B, T], 0 for padding; or the Tree of rows whose sequences share prefixes, which
         `tree_attention` computes.
-      scoring: the window, scale and cap of the scores.
+      scoring: the window, scale, cap and sinks of the scores.
       precision: the dtype policy; scores and softmax are in `accumulate`.
       part: the part of their rows that the queries are; None for whole rows.
 
@@ -94,11 +94,12 @@ def attention(
     batch, length, heads, dim = q.shape
     groups = heads // k.shape[2]
     q = q.reshape(batch, length, -1, groups, dim).transpose(0, 2, 3, 1, 4)
+    sinks = scoring.sink_scores(kv_heads=k.shape[2], ndim=5, dtype=precision.accumulate)
     k, v = (_pad(x.transpose(0, 2, 1, 3), axis=2) for x in (k, v))
     first, of_keys = (0, segments) if part is None else part
     of_keys = jnp.pad(of_keys, ((0, 0), (0, k.shape[2] - of_keys.shape[1])), constant_values=-1)
-    mask = Mask(segments, of_keys, jnp.int32(first), scoring)
-    out = _attention(q, k, pad_values(v, precision), mask, precision, part is None)
+    mask = Mask(segments, of_keys, jnp.int32(first), scoring.replace(sinks=None))
+    out = _attention(q, k, pad_values(v, precision), sinks, mask, precision, part is None)
     return out[..., :dim].transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
 
 
@@ -120,7 +121,7 @@ def _pad(x: jax.Array, *, axis: int) -> jax.Array:
 
 
 def softmax_product(
-    scores: jax.Array, v: jax.Array, *, precision: Precision
+    scores: jax.Array, v: jax.Array, sinks: jax.Array | None, *, precision: Precision
 ) -> tuple[jax.Array, jax.Array]:
     """Averages values with softmax weights. The weights are rounded before they are divided by
     their sum: in training and in decoding alike, or their log-probs would differ.
@@ -128,24 +129,30 @@ def softmax_product(
     Args:
       scores: [B, K, ..., S] in `accumulate`.
       v: [B, K, S, hd].
+      sinks: see `Scoring.sink_scores`; they count in the sum of the weights alone.
       precision: the dtype policy.
 
     Returns:
       The average [B, K, ..., hd] in `activations`, and the log of the sums [B, K, ..., 1].
     """
     largest = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        largest = jnp.maximum(largest, sinks)
     weights = jnp.exp(scores - largest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - largest)
     out = product(weights, v, contract=(scores.ndim - 1, 2), batch=(0, 1), precision=precision)
     return (out / total).astype(precision.activations), largest + jnp.log(total)
 
 
-def _forward(q, k, v, mask, precision, whole):
+def _forward(q, k, v, sinks, mask, precision, whole):
     q, k, v = (x.astype(precision.compute) for x in (q, k, v))
     found = [
         softmax_product(
             _scores(q, k, mask, block, precision=precision),
             v[:, :, : block[2]],
+            sinks,
             precision=precision,
         )
         for block in _blocks(q, k, whole=whole)
@@ -153,11 +160,11 @@ def _forward(q, k, v, mask, precision, whole):
     outs, log_totals = zip(*found, strict=True)
     out = checkpoint_name(jnp.concatenate(outs, axis=3), KEPT)
     log_total = checkpoint_name(jnp.concatenate(log_totals, axis=3), KEPT)
-    return out, (q, k, v, out, log_total, mask)
+    return out, (q, k, v, sinks, out, log_total, mask)
 
 
 def _backward(precision, whole, residuals, dout):
-    q, k, v, out, log_total, mask = residuals
+    q, k, v, sinks, out, log_total, mask = residuals
     dot = functools.partial(product, batch=(0, 1), precision=precision)
     dot_t = functools.partial(transposed_product, batch=(0, 1), precision=precision)
     mean = jnp.sum(
@@ -181,10 +188,11 @@ def _backward(precision, whole, residuals, dout):
         dk = _add(dk, dot_t(_flat(q[rows]), _flat(dscores)))
         dv = _add(dv, dot_t(_flat(dout[rows]), _flat(probs)))
     grads = (jnp.concatenate(dqs, axis=3), dk.swapaxes(2, 3), dv.swapaxes(2, 3))
-    return (*(x.astype(precision.activations) for x in grads), None)
+    dsinks = sink_gradient(sinks, log_total=log_total, mean=mean)
+    return (*(x.astype(precision.activations) for x in grads), dsinks, None)
 
 
-_attention: Any = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(4, 5))
+_attention: Any = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(5, 6))
 _attention.defvjp(_forward, _backward)
 
 

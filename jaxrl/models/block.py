@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.experts import Routing, mixture
-from jaxrl.models.layers import Layer, LayerContext, activation, project
+from jaxrl.models.layers import Layer, LayerContext, activation, add_bias, project
 from jaxrl.models.rope import RopeTable, apply_rope
 
 # (q [B, T, H, hd], k [B, T, K, hd], v like k) -> attention's output [B, T, H, hd], and anything
@@ -47,6 +47,7 @@ def block(
     out, kept = attend(q, k, v)
     flat = out.reshape(*x.shape[:2], -1)
     more = project(flat, layer, "o", precision=context.precision)
+    more = add_bias(more, layer, "o", precision=context.precision)
     x = constrain(x + context.layer_norm(more, layer, "attn_out_norm"), stream)
     normed, routing = context.layer_norm(x, layer, "mlp_norm"), None
     if context.config.experts is None:
@@ -67,9 +68,7 @@ def project_qkv(
     x = context.layer_norm(x, layer, "attn_norm")
 
     def heads(y: jax.Array, name: str, axis: str) -> jax.Array:
-        if config.qkv_bias:
-            bias = layer[f"{name}_bias"].astype(precision.accumulate).reshape(1, 1, -1)
-            y = (y.astype(precision.accumulate) + bias).astype(precision.activations)
+        y = add_bias(y, layer, name, precision=precision)
         y = context.constrain(y, ("batch", "length", axis))
         if config.qk_norm == "projection":
             y = context.layer_norm(y, layer, f"{name}_norm")

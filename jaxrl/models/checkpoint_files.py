@@ -210,10 +210,11 @@ def read_parameter(
     for i, name in enumerate(names):
         part = tensors[name].read(shape=one.tensor_shape)
         if out is None:
-            out = np.empty((len(names), *one.tensor_shape), dtype or part.dtype)
+            shape = (len(names), *one.shape[one.stacked :])
+            out = np.empty(shape, dtype or part.dtype)
         try:
             with np.errstate(over="raise"):
-                out[i] = part
+                out[i] = one.swap(part)
         except FloatingPointError:
             raise ValueError(
                 f"{tensors[name].path}: tensor {name!r} has values that are infinite in {out.dtype}"

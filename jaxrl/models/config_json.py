@@ -73,6 +73,8 @@ class ConfigJson(Table):
     num_experts_per_tok: Count | None = None
     moe_intermediate_size: Size | None = None
     norm_topk_prob: bool = False
+    swiglu_alpha: float = 1.702
+    swiglu_limit: Positive = 7.0
     query_pre_attn_scalar: Size | None = None
     attn_logit_softcapping: Positive | None = None
     final_logit_softcapping: Positive | None = None

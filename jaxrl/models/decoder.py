@@ -144,7 +144,7 @@ def decoder(
             layer, own, replay = scanned
 
             def attention_of(q, k, v):
-                scoring = context.scoring(own.window)
+                scoring = context.scoring(own.window, layer)
                 return attend(q, k, v, rows, scoring=scoring, precision=precision), None
 
             table = tables.of_layer(own.rope)

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrl.models.layers import Layer, LayerContext
+from jaxrl.models.families import ClampedGate
+from jaxrl.models.layers import Layer, LayerContext, add_bias
 from jaxrl.models.products import grouped_matmul, matmul
 
 
@@ -46,37 +47,37 @@ def mixture(
     """
     config, precision = context.config, context.precision
     assert config.experts is not None
-    routing = route(x, layer["router"], context=context, recorded=recorded)
-    rows, projection = ("routed", "length"), ("experts", "mlp", "embed")
+    routing = route(x, layer, context=context, recorded=recorded)
+    rows, names = ("routed", "length"), tuple(name for name in _AXES if name in layer)
     run = context.local(
-        functools.partial(_mixture, precision=precision),
+        functools.partial(_mixture, names=names, clamp=config.experts.clamp, precision=precision),
         inputs=(
             (*rows, "embed"),
             (*rows, "embed"),
             (*rows, "embed"),
             ("experts",),
-            projection,
-            projection,
-            ("experts", "embed", "mlp"),
+            ("mlp",),
+            *(_AXES[name] for name in names),
         ),
         # Each device holds a part of the sum over experts and over their hidden units.
         output=("experts", "mlp", *rows, "embed"),
     )
     numbers = jnp.arange(config.experts.count, dtype=jnp.int32)
-    weights = (layer["expert_gate"], layer["expert_up"], layer["expert_down"])
-    parts = run(x, routing.experts, routing.weights, numbers, *weights)
+    units = jnp.arange(config.experts.intermediate_size, dtype=jnp.int32)
+    own = (layer[name] for name in names)
+    parts = run(x, routing.experts, routing.weights, numbers, units, *own)
     y = jnp.sum(parts, axis=(0, 1)).astype(precision.activations)
     return context.constrain(y, ("batch", "length", "embed")), routing
 
 
 def route(
-    x: jax.Array, router: jax.Array, *, context: LayerContext, recorded: jax.Array | None = None
+    x: jax.Array, layer: Layer, *, context: LayerContext, recorded: jax.Array | None = None
 ) -> Routing:
     """Chooses each token's experts: those with the largest softmax probabilities.
 
     Args:
       x: [B, T, D], normed.
-      router: [E, D].
+      layer: parameters of one layer, with the router [E, D].
       context: of a decoder with experts; the result of the product is not rounded.
       recorded: see `mixture`.
     """
@@ -84,7 +85,8 @@ def route(
     settings = context.config.experts
     assert settings is not None
     unrounded = dataclasses.replace(precision, activations=precision.accumulate)
-    logits = matmul(x, router, precision=unrounded)
+    logits = matmul(x, layer["router"], precision=unrounded)
+    logits = add_bias(logits, layer, "router", precision=unrounded)
     probs = jax.nn.softmax(logits, axis=-1)
     _, experts = lax.top_k(lax.stop_gradient(probs), settings.per_token)
     if recorded is not None:
@@ -93,6 +95,15 @@ def route(
     if settings.renormalise:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return Routing(probs, experts, weights)
+
+
+def gated_unit(gate: jax.Array, up: jax.Array, *, clamp: ClampedGate | None) -> jax.Array:
+    """Computes silu(gate) * up, or what `ClampedGate` says; elementwise."""
+    if clamp is None:
+        return jax.nn.silu(gate) * up
+    gate = jnp.minimum(gate, clamp.limit)
+    up = jnp.clip(up, -clamp.limit, clamp.limit)
+    return (up + 1) * gate * jax.nn.sigmoid(clamp.alpha * gate)
 
 
 def imbalance(routing: Routing, segments: jax.Array) -> jax.Array:
@@ -114,10 +125,21 @@ def imbalance(routing: Routing, segments: jax.Array) -> jax.Array:
     return jnp.where(segments > 0, cost, 0)
 
 
-def _mixture(x, experts, weights, numbers, *matrices, precision):
-    """Computes the contribution of the experts `numbers` [e] to the mixture, in `accumulate`:
-    [1, 1, B, T, D]. The matrices are gate and up [e, F, D], and down [e, D, F]."""
-    gate, up, down = matrices
+# The experts' parameters that a layer may have, without their first dimension.
+_AXES = {
+    "expert_gate": ("experts", "mlp", "embed"),
+    "expert_up": ("experts", "mlp", "embed"),
+    "expert_gate_up": ("experts", "mlp", "embed"),
+    "expert_gate_up_bias": ("experts", "mlp"),
+    "expert_down": ("experts", "embed", "mlp"),
+    "expert_down_bias": ("experts", "embed"),
+}
+
+
+def _mixture(x, experts, weights, numbers, units, *arrays, names, clamp, precision):
+    """Computes the contribution of the hidden units `units` [F] of the experts `numbers` [e] to the
+    mixture, in `accumulate`: [1, 1, B, T, D]. `arrays` are their parameters, `names` of `_AXES`."""
+    own = dict(zip(names, arrays, strict=True))
     *shape, chosen = experts.shape
     here = experts.reshape(-1) - numbers[0]
     here = jnp.where((here >= 0) & (here < len(numbers)), here, len(numbers))  # others come last
@@ -130,10 +152,24 @@ def _mixture(x, experts, weights, numbers, *matrices, precision):
     tokens = jnp.repeat(tokens, chosen, axis=1).reshape(-1, x.shape[-1])[order]
     tokens = jnp.where(inside, tokens, 0)
     product = functools.partial(grouped_matmul, sizes=sizes, precision=precision)
-    a = product(tokens, gate).astype(precision.accumulate)
-    b = product(tokens, up).astype(precision.accumulate)
-    y = product((jax.nn.silu(a) * b).astype(precision.activations), down)
-    y = jnp.where(inside, y.astype(precision.accumulate), 0)
+    rows = jnp.where(inside[:, 0], here[order], 0)  # the expert of each row
+
+    def project(x, name):
+        y = product(x, own[name]).astype(precision.accumulate)
+        if f"{name}_bias" not in own:
+            return y
+        bias = own[f"{name}_bias"].astype(precision.accumulate)
+        # One device of those that share an expert's hidden units adds the bias of its output.
+        added = inside & (units[0] == 0) if name == "expert_down" else inside
+        return y + jnp.where(added, bias[rows], 0)
+
+    if "expert_gate_up" in own:
+        both = project(tokens, "expert_gate_up")
+        gate, up = both[:, ::2], both[:, 1::2]
+    else:
+        gate, up = project(tokens, "expert_gate"), project(tokens, "expert_up")
+    y = project(gated_unit(gate, up, clamp=clamp).astype(precision.activations), "expert_down")
+    y = jnp.where(inside, y, 0)
     y = y[jnp.argsort(order)].reshape(-1, chosen, x.shape[-1])
     weights = weights.reshape(-1, chosen, 1)
     parts = [y[:, i] * weights[:, i] for i in range(chosen)]

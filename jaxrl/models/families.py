@@ -8,6 +8,19 @@ from jaxrl.models.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ClampedGate:
+    """The gated unit of gpt-oss (arXiv:2508.10925): (up + 1) * gate * sigmoid(alpha * gate).
+
+    Attributes:
+      alpha: sharpness of the sigmoid.
+      limit: largest value of the gate, and largest magnitude of up.
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
     """A mixture of experts in place of every feed-forward network.
 
@@ -16,12 +29,18 @@ class Experts:
       per_token: experts per token.
       intermediate_size: hidden units of one expert.
       renormalise: true if a token's weights are divided by their sum.
+      biases: true if the router and the experts' projections have biases.
+      fused: true if one matrix per expert holds gate and up, in alternate rows.
+      clamp: None for the plain gated unit.
     """
 
     count: int
     per_token: int
     intermediate_size: int
     renormalise: bool
+    biases: bool = False
+    fused: bool = False
+    clamp: ClampedGate | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +55,8 @@ class DecoderConfig:
       windows: for each layer the number of tokens that a token attends to, including itself; None
         for all. () if no layer has a window.
       qkv_bias: true if the projections of queries, keys and values have biases.
+      o_bias: true if attention's output projection has one.
+      sinks: true if each head has a score of no key, see `Scoring.sinks`.
       qk_norm: the norm of queries and keys: of each head, or of the whole projection.
       norms: places of a layer's norms: before attention and feed-forward network, after them, or
         both.
@@ -70,6 +91,8 @@ class DecoderConfig:
     ropes: tuple[Rope | None, ...] = ()
     windows: tuple[int | None, ...] = ()
     qkv_bias: bool = False
+    o_bias: bool = False
+    sinks: bool = False
     qk_norm: Literal["head", "projection"] | None = None
     norms: Literal["before", "after", "both"] = "before"
     norm_plus_one: bool = False
@@ -237,5 +260,17 @@ FAMILIES = {
         windows="all",
         defaults={"rms_norm_eps": 1e-5},
         only={"resid_pdrop": (0,), "embd_pdrop": (0,)},
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {"qkv_bias": True, "o_bias": True, "sinks": True},
+        windows="typed",
+        theta=150_000.0,
+        defaults={"head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}
+        | {"num_local_experts": 128, "num_experts_per_tok": 4}
+        | {"sliding_window": 128, "sliding_window_pattern": 2}
+        | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        only={"attention_bias": (True,), "sliding_window_pattern": (2,)},
+        names={"router": "mlp.router.weight"},
     ),
 }

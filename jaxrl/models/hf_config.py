@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl.models.checkpoint_files import shown, validated
 from jaxrl.models.config_json import ConfigJson, token_ids
-from jaxrl.models.families import FAMILIES, DecoderConfig, Experts, Family
+from jaxrl.models.families import FAMILIES, ClampedGate, DecoderConfig, Experts, Family
 from jaxrl.models.rope_json import read_ropes, write_ropes
 from jaxrl.models.windows_json import read_windows, write_windows
 
@@ -122,6 +122,7 @@ def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
     content |= write_ropes(config, family)
     content |= write_windows(config.windows, family.windows, layers=config.num_layers)
     content |= _write_experts(config) | _write_gemma(config, activation)
+    content |= {"attention_bias": True} if config.o_bias else {}
     # Without these keys transformers gives a classifier two labels.
     label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if config.scored else {}
     return content | label
@@ -169,9 +170,10 @@ def _write_gemma(config: DecoderConfig, activation: str) -> dict[str, Any]:
 
 
 def _read_experts(c: ConfigJson) -> Experts | None:
-    if c.model_type not in ("qwen3_moe", "mixtral"):
+    if c.model_type not in ("qwen3_moe", "mixtral", "gpt_oss"):
         return None
-    mixtral = c.model_type == "mixtral"  # all of its feed-forward networks are experts
+    # All feed-forward networks of these families are experts.
+    mixtral, gpt_oss = c.model_type in ("mixtral", "gpt_oss"), c.model_type == "gpt_oss"
     size = c.intermediate_size if mixtral else c.moe_intermediate_size
     count, per_token = c.num_experts, c.num_experts_per_tok
     if None not in (count, c.num_local_experts) and count != c.num_local_experts:
@@ -190,6 +192,9 @@ def _read_experts(c: ConfigJson) -> Experts | None:
         per_token=per_token,
         intermediate_size=size,
         renormalise=mixtral or c.norm_topk_prob,
+        biases=gpt_oss,
+        fused=gpt_oss,
+        clamp=ClampedGate(alpha=c.swiglu_alpha, limit=c.swiglu_limit) if gpt_oss else None,
     )
 
 
@@ -198,7 +203,9 @@ def _write_experts(config: DecoderConfig) -> dict[str, Any]:
     if experts is None:
         return {}
     content = {"num_local_experts": experts.count, "num_experts_per_tok": experts.per_token}
-    if config.model_type == "mixtral":
+    if experts.clamp is not None:
+        content |= {"swiglu_alpha": experts.clamp.alpha, "swiglu_limit": experts.clamp.limit}
+    if config.model_type in ("mixtral", "gpt_oss"):
         return content
     return content | {
         "num_experts": experts.count,  # transformers 4

@@ -377,6 +377,7 @@ def _tensors(
             raise ValueError(
                 f"parameter {path!r} has shape {given[path].shape}, expected {one.shape}"
             )
-        value = np.asarray(given[path]).astype(dtype).reshape(-1, *one.tensor_shape)
+        value = np.asarray(given[path]).astype(dtype)
+        value = one.swap(value).reshape(-1, *one.tensor_shape)
         for name, tensor in zip(one.hf_names(), value, strict=True):
             yield name, np.ascontiguousarray(tensor)

@@ -54,6 +54,8 @@ def choose(
         reasons = dict.fromkeys(reasons, "does not support windows that differ by layer")
     if config.score_cap is not None:
         reasons = dict.fromkeys(reasons, "does not support soft caps of scores")
+    if config.sinks:
+        reasons = dict.fromkeys(reasons, "does not support attention sinks")
     if precision.sums == "fixed":
         reasons = dict.fromkeys(reasons, "adds in an order of its own, but the policy fixes sums")
     if wanted == "auto":
@@ -261,6 +263,9 @@ def _on_mesh(local, layout, q, k, v, given: _Given):
         return local(q, k, v, given)
 
     whole: Any = PartitionSpec()
+    scoring = jax.tree.map(lambda _: whole, given.scoring)
+    if given.scoring.sinks is not None:
+        scoring = scoring.replace(sinks=layout.batch(("q_heads",)).spec)
     split = whole
     if given.constant is not None:
         split = given.constant.manual_sharding_spec(
@@ -269,7 +274,7 @@ def _on_mesh(local, layout, q, k, v, given: _Given):
     return jax.shard_map(
         one,
         mesh=layout.mesh,
-        in_specs=(queries, keys, keys, _Given(rows, whole, whole, split)),
+        in_specs=(queries, keys, keys, _Given(rows, scoring, whole, split)),
         out_specs=queries,
         check_vma=False,
     )(q, k, v, given)

@@ -101,9 +101,10 @@ class LayerContext(NamedTuple):
         tables = [rope_table(positions, rope=rope, **settings) for rope in ropes]
         return jax.tree.map(lambda *x: jnp.stack(x), *tables) if self.config.ropes else tables[0]
 
-    def scoring(self, window: jax.Array | None) -> Scoring:
+    def scoring(self, window: jax.Array | None, layer: Layer) -> Scoring:
         """Returns the scores of a layer with this window."""
-        return Scoring(window, self.config.score_scale, self.config.score_cap)
+        config = self.config
+        return Scoring(window, config.score_scale, config.score_cap, layer.get("sinks"))
 
     def enter(self, embedded: jax.Array) -> jax.Array:
         """Makes the residual stream [B, T, D] of rows of the embedding: some families scale them by
@@ -133,6 +134,15 @@ def project(x: jax.Array, layer: Layer, name: str, *, precision: Precision) -> j
     more = matmul(low, layer[f"{name}_b"], precision=precision)
     wide = y.astype(precision.accumulate) + more.astype(precision.accumulate)
     return wide.astype(precision.activations)
+
+
+def add_bias(y: jax.Array, layer: Layer, name: str, *, precision: Precision) -> jax.Array:
+    """Adds the bias of a projection [B, T, out], if the layer has one, in `accumulate`; the result
+    is in `precision.activations`."""
+    if f"{name}_bias" not in layer:
+        return y
+    bias = layer[f"{name}_bias"].astype(precision.accumulate).reshape(1, 1, -1)
+    return (y.astype(precision.accumulate) + bias).astype(precision.activations)
 
 
 def _embed_forward(table, tokens, precision):

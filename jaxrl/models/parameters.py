@@ -55,9 +55,12 @@ def _layers(config: DecoderConfig) -> dict[str, ParamSpec]:
     keys = (config.num_kv_heads * config.head_dim, "kv_heads")
     other_names = FAMILIES[config.model_type].names
 
-    def stacked(name: str, path: str, *dims: Dimension, scale: float | None = std):
+    def stacked(
+        name: str, path: str, *dims: Dimension, scale: float | None = std, transposed: bool = False
+    ) -> dict[str, ParamSpec]:
         path = f"model.layers.{{layer}}.{other_names.get(name, path)}"
-        return {name: _spec(path, (config.num_layers, "layers"), *dims, scale=scale)}
+        one = _spec(path, (config.num_layers, "layers"), *dims, scale=scale)
+        return {name: one._replace(transposed=transposed)}
 
     def norms(part: str) -> dict[str, ParamSpec]:
         layers, width = {}, (config.hidden_size, "norm")
@@ -80,9 +83,24 @@ def _layers(config: DecoderConfig) -> dict[str, ParamSpec]:
         experts, mlp = (config.experts.count, "experts"), (config.experts.intermediate_size, "mlp")
         one = "mlp.experts.{expert}"
         layers |= stacked("router", "mlp.gate.weight", (experts[0], "router"), hidden)
-        layers |= stacked("expert_gate", f"{one}.gate_proj.weight", experts, mlp, hidden)
-        layers |= stacked("expert_up", f"{one}.up_proj.weight", experts, mlp, hidden)
-        layers |= stacked("expert_down", f"{one}.down_proj.weight", experts, hidden, mlp)
+        if config.experts.fused:
+            # One tensor for all experts of a layer.
+            one, both = "mlp.experts", (2 * config.experts.intermediate_size, "mlp")
+            gate_up = (f"{one}.gate_up_proj", experts, both, hidden)
+            layers |= stacked("expert_gate_up", *gate_up, transposed=True)
+            down = (f"{one}.down_proj", experts, hidden, mlp)
+            layers |= stacked("expert_down", *down, transposed=True)
+        else:
+            layers |= stacked("expert_gate", f"{one}.gate_proj.weight", experts, mlp, hidden)
+            layers |= stacked("expert_up", f"{one}.up_proj.weight", experts, mlp, hidden)
+            layers |= stacked("expert_down", f"{one}.down_proj.weight", experts, hidden, mlp)
+        if config.experts.biases:
+            both = (2 * config.experts.intermediate_size, "mlp")
+            layers |= stacked("router_bias", "mlp.router.bias", (experts[0], "router"))
+            gate_up = ("mlp.experts.gate_up_proj_bias", experts, both)
+            layers |= stacked("expert_gate_up_bias", *gate_up, scale=0.0)
+            down = ("mlp.experts.down_proj_bias", experts, hidden)
+            layers |= stacked("expert_down_bias", *down, scale=0.0)
     else:
         mlp = (config.intermediate_size, "mlp")
         if config.fused:
@@ -95,6 +113,11 @@ def _layers(config: DecoderConfig) -> dict[str, ParamSpec]:
     if config.qkv_bias:
         for name, width in {"q": queries, "k": keys, "v": keys}.items():
             layers |= stacked(f"{name}_bias", f"self_attn.{name}_proj.bias", width, scale=0.0)
+    if config.o_bias:
+        width = (config.hidden_size, "norm")
+        layers |= stacked("o_bias", "self_attn.o_proj.bias", width, scale=0.0)
+    if config.sinks:
+        layers |= stacked("sinks", "self_attn.sinks", (config.num_heads, "q_heads"))
     if config.qk_norm is not None:
         for name, (width, _) in {"q": queries, "k": keys}.items():
             size = config.head_dim if config.qk_norm == "head" else width

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxrl.core.precision import DType
+
 
 @struct.dataclass
 class Scoring:
@@ -13,11 +15,14 @@ class Scoring:
       window: i32[], number of tokens that a token attends to, including itself; None for all.
       scale: factor of the products of queries and keys; None is head_dim ** -0.5.
       cap: bound of the scores' magnitude, a soft cap (arXiv:2408.00118); None for none.
+      sinks: [H], for each head a score of no key: it takes a share of the softmax and has no value
+        (arXiv:2309.17453, 2508.10925); None for none.
     """
 
     window: jax.Array | None = None
     scale: float | None = struct.field(pytree_node=False, default=None)
     cap: float | None = struct.field(pytree_node=False, default=None)
+    sinks: jax.Array | None = None
 
     def factor(self, head_dim: int) -> float:
         """Returns the factor of the products."""
@@ -26,6 +31,13 @@ class Scoring:
     def scores(self, products: jax.Array, *, head_dim: int) -> jax.Array:
         """Computes scores of products of any shape, in their dtype."""
         return soft_cap(products * self.factor(head_dim), self.cap)
+
+    def sink_scores(self, *, kv_heads: int, ndim: int, dtype: DType) -> jax.Array | None:
+        """Returns the sinks as a column beside scores [B, K, H / K, ...] of so many dimensions:
+        [1, K, H / K, 1, ...]."""
+        if self.sinks is None:
+            return None
+        return self.sinks.astype(dtype).reshape(1, kv_heads, -1, *(1,) * (ndim - 3))
 
     def slopes(self, scores: jax.Array, *, head_dim: int) -> jax.Array | float:
         """Returns the derivatives of scores by their products. They are finite where a score is

@@ -25,12 +25,19 @@ class ParamSpec(NamedTuple):
       name: Hugging Face's name; "{layer}" stands for the layer's index, "{expert}" for the
         expert's.
       scale: standard deviation of the normal initial value; 0 gives zeros and None ones.
+      transposed: true if Hugging Face's tensor has the last two dimensions swapped, [in, out].
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     name: str
     scale: float | None
+    transposed: bool = False
+
+    @property
+    def counted(self) -> int:
+        """Number of leading dimensions that count layers and experts, not numbers of a matrix."""
+        return sum(axis in ("layers", "experts") for axis in self.axes)
 
     @property
     def stacked(self) -> int:
@@ -40,7 +47,12 @@ class ParamSpec(NamedTuple):
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of each Hugging Face tensor."""
-        return self.shape[self.stacked :]
+        shape = self.shape[self.stacked :]
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
+
+    def swap(self, array: Any) -> Any:
+        """Brings an array from the parameter's orientation to that of Hugging Face, or back."""
+        return array.swapaxes(-1, -2) if self.transposed else array
 
     def hf_names(self) -> list[str]:
         """Lists the Hugging Face tensors that this parameter stacks: by layer, then by expert."""

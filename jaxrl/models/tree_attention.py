@@ -64,7 +64,7 @@ def tree_attention(
       v: like k.
       tree: of the keys. A token always sees itself: padding, too.
       queries: their positions i32[B, T] and the index i32[] of the first one in the row.
-      scoring: the window, scale and cap of the scores; a window counts tokens of the sequence.
+      scoring: the window, scale, cap and sinks of the scores; a window counts tokens of the sequence.
       precision: the dtype policy; scores and softmax are in `accumulate`.
 
     Returns:
@@ -72,13 +72,14 @@ def tree_attention(
     """
     batch, length, heads, dim = q.shape
     q = q.reshape(batch, length, k.shape[2], heads // k.shape[2], dim).transpose(0, 2, 3, 1, 4)
+    sinks = scoring.sink_scores(kv_heads=k.shape[2], ndim=5, dtype=precision.accumulate)
     k, v = (_pad(x.transpose(0, 2, 1, 3), axis=2) for x in (k, v))
     positions, first = _pad(queries[0], axis=1), queries[1]
     # Nothing sees a padded key: whatever a padded query sees is cut off.
     tree = Tree(*(_pad(x, axis=1) for x in tree))
     blocks = _visible_blocks(tree.seen_until, first, queries=positions.shape[1] // BLOCK)
-    mask = _Mask(tree, positions, first, scoring, *blocks)
-    out = _attention(_pad(q, axis=3), k, v, mask, precision)[..., :length, :]
+    mask = _Mask(tree, positions, first, scoring.replace(sinks=None), *blocks)
+    out = _attention(_pad(q, axis=3), k, v, sinks, mask, precision)[..., :length, :]
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
 
 
@@ -119,7 +120,25 @@ def _visible_blocks(
     return order, jnp.sum(seen, axis=1, dtype=jnp.int32)
 
 
-def _forward(q, k, v, mask, precision):
+def sink_gradient(
+    sinks: jax.Array | None, *, log_total: jax.Array, mean: jax.Array
+) -> jax.Array | None:
+    """Computes the gradient of `Scoring.sink_scores`, in `accumulate`.
+
+    A sink's share of the softmax multiplies no value: its derivative is the negative share times
+    the mean of the values' derivatives.
+
+    Args:
+      sinks: [1, K, G, 1, 1], or None.
+      log_total: [B, K, G, T, 1], log of the softmax's denominator, with the sink.
+      mean: [B, K, G, T, 1], product of attention's output and its gradient.
+    """
+    if sinks is None:
+        return None
+    return -jnp.sum(jnp.exp(sinks - log_total) * mean, axis=(0, 3, 4), keepdims=True)[:1]
+
+
+def _forward(q, k, v, sinks, mask, precision):
     q, k, v = (x.astype(precision.compute) for x in (q, k, v))
 
     def of_queries(_, i):
@@ -139,16 +158,18 @@ def _forward(q, k, v, mask, precision):
         wide = precision.accumulate
         column = jnp.zeros((*own.shape[:-1], 1), wide)
         start = (column + jnp.finfo(wide).min, column, jnp.zeros(own.shape, wide))
+        if sinks is not None:
+            start = (column + sinks, column + 1, start[2])
         largest, total, out = lax.fori_loop(0, mask.count[i], of_keys, start)
         return None, ((out / total).astype(precision.activations), largest + jnp.log(total))
 
     _, found = lax.scan(of_queries, None, jnp.arange(len(mask.count)))
     out, log_total = (checkpoint_name(_joined(x), KEPT) for x in found)
-    return out, (q, k, v, out, log_total, mask)
+    return out, (q, k, v, sinks, out, log_total, mask)
 
 
 def _backward(precision, residuals, dout):
-    q, k, v, out, log_total, mask = residuals
+    q, k, v, sinks, out, log_total, mask = residuals
     wide, dot = precision.accumulate, functools.partial(product, batch=(0, 1), precision=precision)
     # It transposes the queries, so that no product transposes an array of scores.
     dot_t = functools.partial(transposed_product, batch=(0, 1), precision=precision)
@@ -181,10 +202,11 @@ def _backward(precision, residuals, dout):
     grads = (jnp.zeros(columns, wide), jnp.zeros(columns, wide))
     (dk, dv), dq = lax.scan(of_queries, grads, jnp.arange(len(mask.count)))
     dk, dv = (x.transpose(1, 2, 0, 4, 3).reshape(k.shape) for x in (dk, dv))
-    return (*(x.astype(precision.activations) for x in (_joined(dq), dk, dv)), None)
+    dsinks = sink_gradient(sinks, log_total=log_total, mean=mean)
+    return (*(x.astype(precision.activations) for x in (_joined(dq), dk, dv)), dsinks, None)
 
 
-_attention: Any = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(4,))
+_attention: Any = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(5,))
 _attention.defvjp(_forward, _backward)
 
 

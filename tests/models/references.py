@@ -52,6 +52,15 @@ YARN_AND_NONE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
 }
 MINISTRAL3 = YARN | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.1}
+GPT_OSS = {
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+    "swiglu_alpha": 1.5,
+    "swiglu_limit": 0.6,
+    "rope_parameters": YARN | {"truncate": False},
+}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, {}),
@@ -88,6 +97,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"head_dim": 12, "rope_parameters": MINISTRAL3},
     ),
     "phi3": (transformers.Phi3Config, {"sliding_window": 6}),
+    "gpt_oss": (transformers.GptOssConfig, GPT_OSS),
 }
 
 

@@ -12,7 +12,7 @@ from jaxrl.models.scoring import Scoring
 F64 = precision.parse("fp32,compute=f64,activations=f64,logits=f64")
 
 
-def naive(q, k, v, segments, window, *, scale, cap):
+def naive(q, k, v, segments, window, *, scale, cap, sinks):
     groups = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q, k) * (scale or q.shape[-1] ** -0.5)
@@ -21,15 +21,22 @@ def naive(q, k, v, segments, window, *, scale, cap):
     distance = index[:, None] - index[None, :]
     seen = (distance >= 0) & (distance < window)
     seen = seen[None] & (segments[:, :, None] == segments[:, None, :])
-    probs = jax.nn.softmax(scores, axis=-1, where=seen[:, None])
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    if sinks is None:
+        probs = jax.nn.softmax(scores, axis=-1)
+    else:
+        column = jnp.broadcast_to(sinks.reshape(1, -1, 1, 1), (*scores.shape[:-1], 1))
+        probs = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
     return jnp.einsum("bhts,bshd->bthd", probs, v)
 
 
 @pytest.mark.parametrize("length", [7, 128, 300])  # one block; exactly one; three, the last short
 @pytest.mark.parametrize(
-    ("window", "scale", "cap"), [(None, None, None), (20, None, None), (20, 0.7, 1.5)]
+    ("window", "scale", "cap", "sunk"),
+    [(None, None, None, False), (20, None, None, False), (20, 0.7, 1.5, False)]
+    + [(20, None, None, True)],
 )
-def test_equals_the_naive_form(length, window, scale, cap):
+def test_equals_the_naive_form(length, window, scale, cap, sunk):
     rng = np.random.default_rng(length)
     segments = np.sort(rng.integers(0, 3, (2, length)), axis=1)  # padding on the left is a segment
     with jax.enable_x64(True):
@@ -37,23 +44,26 @@ def test_equals_the_naive_form(length, window, scale, cap):
             jnp.asarray(rng.normal(size=(2, length, heads, 4))) for heads in (4, 2, 2, 4)
         )
 
-        def blocked(q, k, v):
+        sinks = jnp.asarray(rng.normal(size=4))
+
+        def blocked(q, k, v, sinks):
             size = None if window is None else jnp.int32(window)
-            scoring = Scoring(size, scale, cap)
+            scoring = Scoring(size, scale, cap, sinks if sunk else None)
             return attention(q, k, v, jnp.asarray(segments), scoring=scoring, precision=F64)
 
-        def whole(q, k, v):
-            return naive(q, k, v, segments, window or length, scale=scale, cap=cap)
+        def whole(q, k, v, sinks):
+            settings = {"scale": scale, "cap": cap, "sinks": sinks if sunk else None}
+            return naive(q, k, v, segments, window or length, **settings)
 
         @jax.jit
-        def both(q, k, v, dout):
+        def both(q, k, v, sinks, dout):
             results = []
             for function in (blocked, whole):
-                out, backward = jax.vjp(function, q, k, v)
+                out, backward = jax.vjp(function, q, k, v, sinks)
                 results.append((out, *backward(dout)))
             return results
 
-        got, expected = both(q, k, v, dout)
+        got, expected = both(q, k, v, sinks, dout)
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
 

@@ -46,16 +46,19 @@ def results(attend, scoring):
             jnp.asarray(rng.normal(size=(2, LENGTH, heads, 8))) for heads in (4, 2, 2, 4)
         )
 
+        sinks = None if scoring.sinks is None else scoring.sinks.astype(jnp.float64)
+
         @jax.jit
-        def both(q, k, v):
-            def of_real(q, k, v):
-                out = attend(q, k, v, tree, scoring=scoring, precision=F64)
+        def both(q, k, v, sinks):
+            def of_real(q, k, v, sinks):
+                own = scoring.replace(sinks=sinks)
+                out = attend(q, k, v, tree, scoring=own, precision=F64)
                 return jnp.where(jnp.asarray(real)[:, :, None, None], out, 0)
 
-            out, backward = jax.vjp(of_real, q, k, v)
-            return out, *backward(dout)
+            out, backward = jax.vjp(of_real, q, k, v, sinks)
+            return jax.tree.leaves((out, backward(dout)))
 
-        return jax.device_get(both(q, k, v))
+        return jax.device_get(both(q, k, v, sinks))
 
 
 def naive(q, k, v, tree, *, scoring, precision):
@@ -65,7 +68,10 @@ def naive(q, k, v, tree, *, scoring, precision):
     scores = jnp.einsum("bthd,bshd->bhts", q, k) * scoring.factor(q.shape[-1])
     scores = scores if scoring.cap is None else scoring.cap * jnp.tanh(scores / scoring.cap)
     seen = visible(tree, index, tree.positions, index, window=scoring.window)
-    probs = jax.nn.softmax(scores, axis=-1, where=seen[:, None])
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    sinks = jnp.full(4, -jnp.inf) if scoring.sinks is None else scoring.sinks
+    column = jnp.broadcast_to(sinks.reshape(1, -1, 1, 1), (*scores.shape[:-1], 1))
+    probs = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
     return jnp.einsum("bhts,bshd->bthd", probs, v)
 
 
@@ -73,6 +79,7 @@ SCORINGS = {
     "plain": Scoring(),
     "window": Scoring(jnp.int32(20)),
     "cap": Scoring(jnp.int32(20), 0.7, 1.5),
+    "sinks": Scoring(jnp.int32(20), 0.7, 1.5, jnp.array([0.5, -1.0, 2.0, 0.0])),
 }
 
 
@@ -104,7 +111,7 @@ def test_tokens_rows_and_heads_cut_over_devices_change_nothing(sizes):
     devices = jax.devices()[: math.prod(sizes.values())]
     layout = Layout(make_mesh(**sizes, devices=devices), PRESETS["all"])
     attend = kernels.by_kernel("xla", layout=layout)
-    assert_equal(results(attend, SCORINGS["cap"]), expected("cap"))
+    assert_equal(results(attend, SCORINGS["sinks"]), expected("sinks"))
 
 
 def test_the_mask_that_cudnn_gets_is_the_same():

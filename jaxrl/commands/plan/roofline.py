@@ -58,7 +58,7 @@ def active_weights(config: DecoderConfig, specs: Specs) -> float:
 
 def _active(one: ParamSpec, config: DecoderConfig) -> float:
     """Counts the weights of one matrix for a token; 0 for norms and biases."""
-    if len(one.shape) < 2 + one.stacked:
+    if len(one.shape) < 2 + one.counted:
         return 0.0
     experts = config.experts if "experts" in one.axes else None
     share = 1.0 if experts is None else experts.per_token / experts.count

@@ -78,7 +78,7 @@ def prefill(
         layer, own = scanned
 
         def attend(q, k, v):
-            scoring = context.scoring(own.window)
+            scoring = context.scoring(own.window, layer)
             out = attention(q, k, v, segments, scoring=scoring, precision=precision)
             return out, _entries(k, v, precision)
 
@@ -129,7 +129,7 @@ def decode_step(
         x, cache = carry
         number, layer, own = scanned
         layer = jax.tree.map(lambda bits: from_bits(bits, precision.compute), layer)
-        scoring = context.scoring(own.window)
+        scoring = context.scoring(own.window, layer)
         near = seen
         if own.window is not None:
             near = seen & (index > positions[:, None] - own.window)
@@ -174,7 +174,7 @@ def attend_cache(
       keys: [B, K, hd, S].
       values: [B, K, S, hd], see `pad_values`.
       seen: bool[B, S] slots to attend to, at least one per row; none outside of the window.
-      scoring: scale and cap of the scores.
+      scoring: scale, cap and sinks of the scores.
       precision: scores and softmax are in `accumulate`.
 
     Returns:
@@ -185,7 +185,8 @@ def attend_cache(
     scores = product(q, keys, contract=(3, 2), batch=(0, 1), precision=precision)
     scores = scoring.scores(scores, head_dim=dim)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(scores.dtype).min)
-    out, _ = softmax_product(scores, values, precision=precision)
+    sinks = scoring.sink_scores(kv_heads=keys.shape[1], ndim=4, dtype=precision.accumulate)
+    out, _ = softmax_product(scores, values, sinks, precision=precision)
     return out[..., :dim].reshape(batch, 1, heads, dim)
 
 
