@@ -13,8 +13,8 @@ from jaxrl.core.batch import Rollout
 from jaxrl.core.precision import PRESETS
 from jaxrl.models import huggingface, spec
 from jaxrl.models.decoder import Model, decoder
-from jaxrl.models.families import DecoderConfig, Experts
-from jaxrl.models.rope import Rope
+from jaxrl.models.families import ClampedGate, DecoderConfig, Experts
+from jaxrl.models.rope import Rope, YarnScaling
 from jaxrl.models.spec import Params
 
 CONFIG = DecoderConfig(
@@ -61,6 +61,29 @@ GEMMA = dataclasses.replace(
 )
 OLMO = dataclasses.replace(CONFIG, model_type="olmo2", qk_norm="projection", norms="after")
 PHI = dataclasses.replace(CONFIG, model_type="phi3", qk_norm=None, fused=True, tied=False)
+
+# Attention sinks, biases, and clamped experts that share a tensor.
+GPT_OSS = dataclasses.replace(
+    CONFIG,
+    model_type="gpt_oss",
+    qk_norm=None,
+    qkv_bias=True,
+    o_bias=True,
+    sinks=True,
+    rope=Rope(theta=1e4, scaling=YarnScaling(factor=4.0, original_max_positions=16)),
+    tied=False,
+    windows=(5, None),
+    intermediate_size=16,
+    experts=Experts(
+        count=8,
+        per_token=2,
+        intermediate_size=16,
+        renormalise=True,
+        biases=True,
+        fused=True,
+        clamp=ClampedGate(alpha=1.5, limit=0.5),
+    ),
+)
 
 
 def model() -> Model:

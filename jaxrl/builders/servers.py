@@ -70,7 +70,7 @@ def started_server(
 
     Raises:
       ValueError: for a host that others can reach without a key, a key that cannot be read or
-        made, or a KV cache that does not hold one completion.
+        made, a KV cache that does not hold one completion, or a model in MXFP4.
       FileNotFoundError: if the Python interpreter does not exist.
       ServerFailedError: if the server does not start, or if the block fails because it ended; the
         message contains the end of its output.
@@ -78,6 +78,13 @@ def started_server(
     python = Path(config.python)
     if not python.exists():
         raise FileNotFoundError(f"{python} does not exist; {INSTALL[config.device]}")
+    model = huggingface.load_config(model_dir)
+    if huggingface.is_packed(model_dir):
+        raise ValueError(
+            f"{model_dir} is in MXFP4 (quantization_config in config.json); vLLM would keep it so "
+            "and refuse the weights that a learner publishes; write a copy in bf16, see "
+            "docs/models.md, and name it in model.path"
+        )
     options = ServerOptions(
         python=python.absolute(),
         dtype=work.dtype.name,
@@ -95,7 +102,7 @@ def started_server(
     cache = kv_cache_size(
         options,
         key="sampler." * isinstance(config, SamplerConfig) + "kv_cache_bytes",
-        model=huggingface.load_config(model_dir),
+        model=model,
         completions=work.completions,
         free=free_memory(),
     )

@@ -1,5 +1,6 @@
 """Causal attention within segments that keeps no [T, T] array for the backward pass."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple, Protocol
 
@@ -98,7 +99,7 @@ def attention(
     k, v = (_pad(x.transpose(0, 2, 1, 3), axis=2) for x in (k, v))
     first, of_keys = (0, segments) if part is None else part
     of_keys = jnp.pad(of_keys, ((0, 0), (0, k.shape[2] - of_keys.shape[1])), constant_values=-1)
-    mask = Mask(segments, of_keys, jnp.int32(first), scoring.replace(sinks=None))
+    mask = Mask(segments, of_keys, jnp.int32(first), dataclasses.replace(scoring, sinks=None))
     out = _attention(q, k, pad_values(v, precision), sinks, mask, precision, part is None)
     return out[..., :dim].transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
 

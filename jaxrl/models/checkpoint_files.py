@@ -9,7 +9,7 @@ import json
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -106,6 +106,19 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
+class Tensor(Protocol):
+    """A tensor of a checkpoint, which is read on demand."""
+
+    @property
+    def path(self) -> Path:
+        """The file that holds it."""
+        ...
+
+    def read(self, *, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """Reads the tensor; raises ValueError if it has another shape or is not readable."""
+        ...
+
+
 class StoredTensor(NamedTuple):
     """A tensor of an open safetensors file, which is read on demand."""
 
@@ -119,16 +132,27 @@ class StoredTensor(NamedTuple):
         Raises:
           ValueError: if it has another shape, or a dtype that is not floating-point.
         """
-        part = self.file.get_slice(self.name)
-        found, dtype = tuple(part.get_shape()), part.get_dtype()
-        if shape is not None and found != shape:
+        return self._read(shape, _DTYPES)
+
+    def read_bytes(self, *, shape: tuple[int, ...]) -> np.ndarray:
+        """Reads a tensor of bytes; raises ValueError if it has another shape or dtype."""
+        return self._read(shape, {"U8": np.uint8})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    def _read(self, shape: tuple[int, ...] | None, dtypes: Mapping[str, Any]) -> np.ndarray:
+        found, dtype = self.shape, self.file.get_slice(self.name).get_dtype()
+        if shape not in (None, found):
             raise ValueError(
                 f"{self.path}: tensor {self.name!r} has shape {found}, expected {shape}"
             )
-        if dtype not in _DTYPES:
+        if dtype not in dtypes:
             raise ValueError(
                 f"{self.path}: tensor {self.name!r} has dtype {dtype}; supported are "
-                f"{', '.join(_DTYPES)}"
+                f"{', '.join(dtypes)}"
             )
         return self.file.get_tensor(self.name)
 
@@ -198,12 +222,12 @@ def refuse_pickles(directory: Path) -> None:
 
 
 def read_parameter(
-    one: ParamSpec, tensors: Mapping[str, StoredTensor], *, dtype: DType | None
+    one: ParamSpec, tensors: Mapping[str, Tensor], *, dtype: DType | None
 ) -> np.ndarray:
     """Reads and stacks the tensors of a parameter, cast to `dtype`; None keeps the files'.
 
     Raises:
-      ValueError: as `StoredTensor.read`.
+      ValueError: as `Tensor.read`.
     """
     names = one.hf_names()
     out: np.ndarray | None = None

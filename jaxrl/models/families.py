@@ -133,6 +133,7 @@ class Family(NamedTuple):
       defaults: transformers' values of absent keys, where they are not those of `ConfigJson`.
       only: keys that change the function, with the only values that are supported.
       names: Hugging Face's names of parameters that differ from the others'.
+      packed: true if checkpoints may be in MXFP4, see `mxfp4`.
       scorer: architecture of a reward model, if it has another name.
     """
 
@@ -144,6 +145,7 @@ class Family(NamedTuple):
     defaults: Mapping[str, Any] = {}
     only: Mapping[str, tuple[Any, ...]] = {}
     names: Mapping[str, str] = {}
+    packed: bool = False
     scorer: str | None = None
 
     @property
@@ -272,5 +274,6 @@ FAMILIES = {
         | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         only={"attention_bias": (True,), "sliding_window_pattern": (2,)},
         names={"router": "mlp.router.weight"},
+        packed=True,
     ),
 }

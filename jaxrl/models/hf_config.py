@@ -46,6 +46,8 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
             f"model_type={shown(model_type)} is not supported; supported are {', '.join(FAMILIES)}"
         )
     family = FAMILIES[model_type]
+    if family.packed and is_packed(raw):
+        raw = {key: value for key, value in raw.items() if key != "quantization_config"}
     for key, values in (_ONLY | dict(family.only)).items():
         if raw.get(key, values[0]) not in values:
             raise ValueError(
@@ -84,6 +86,12 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
         pad_id=c.pad_token_id,
         **(_read_gemma(c) | dict(family.fields)),
     )
+
+
+def is_packed(raw: Mapping[str, Any]) -> bool:
+    """Tells if the content of a config.json says that weights are in MXFP4, see `mxfp4`."""
+    quantization = raw.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
 
 def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from jaxrl.models import hf_config, spec
 from jaxrl.models.checkpoint_files import (
     INDEX,
     SINGLE,
-    StoredTensor,
+    Tensor,
     check_file,
     named,
     open_weights,
@@ -34,6 +34,7 @@ from jaxrl.models.checkpoint_files import (
 )
 from jaxrl.models.config_json import token_ids
 from jaxrl.models.families import DecoderConfig
+from jaxrl.models.mxfp4 import join_packed
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import Params, ParamSpec
 
@@ -66,6 +67,12 @@ def load_config(directory: str | Path) -> DecoderConfig:
     raw = read_object(path)
     with named(path):
         return hf_config.from_hf_config(raw)
+
+
+def is_packed(directory: str | Path) -> bool:
+    """Tells if weights of a checkpoint directory are in MXFP4; raises ValueError without a
+    config.json."""
+    return hf_config.is_packed(read_object(Path(directory) / "config.json"))
 
 
 def load_tokenizer(directory: str | Path) -> Any:
@@ -200,11 +207,12 @@ def load_scorer(
 
 
 @contextlib.contextmanager
-def _checked_tensors(directory: Path, config: DecoderConfig) -> Iterator[dict[str, StoredTensor]]:
+def _checked_tensors(directory: Path, config: DecoderConfig) -> Iterator[dict[str, Tensor]]:
     """Opens a checkpoint as `open_weights`; checks that its names are those of the decoder."""
     flat = spec.flatten(param_specs(config))
     with contextlib.ExitStack() as stack:
-        tensors = open_weights(directory, stack)
+        packable = (name for one in flat.values() if one.transposed for name in one.hf_names())
+        tensors = join_packed(open_weights(directory, stack), packable)
         count = sum(math.prod(one.shape[: one.stacked]) for one in flat.values())
         if count > 2 * len(tensors) + 10_000:  # too many names to list
             raise ValueError(
@@ -238,7 +246,7 @@ def _check_names(
 
 
 def _check_tied_head(
-    tensors: Mapping[str, StoredTensor], *, config: DecoderConfig, directory: Path
+    tensors: Mapping[str, Tensor], *, config: DecoderConfig, directory: Path
 ) -> None:
     head, table = "lm_head.weight", "model.embed_tokens.weight"
     if config.tied and head in tensors:

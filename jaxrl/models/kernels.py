@@ -4,6 +4,7 @@
 jax.experimental.pallas. `cudnn` is NVIDIA's, see `cudnn`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -265,7 +266,7 @@ def _on_mesh(local, layout, q, k, v, given: _Given):
     whole: Any = PartitionSpec()
     scoring = jax.tree.map(lambda _: whole, given.scoring)
     if given.scoring.sinks is not None:
-        scoring = scoring.replace(sinks=layout.batch(("q_heads",)).spec)
+        scoring = dataclasses.replace(scoring, sinks=layout.batch(("q_heads",)).spec)
     split = whole
     if given.constant is not None:
         split = given.constant.manual_sharding_spec(

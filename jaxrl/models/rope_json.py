@@ -45,7 +45,7 @@ _OPTIONAL = (
     "llama_4_scaling_beta",
 )
 # Families that transformers gives other rope types, or none but these.
-_TYPES = {"phi3": ("default",), "ministral3": ("yarn",)}
+_TYPES = {"phi3": ("default",), "ministral3": ("yarn",), "gpt_oss": ("yarn",)}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 Ropes = tuple[Rope | None, ...]
 
@@ -65,6 +65,8 @@ def read_ropes(c: ConfigJson, family: Family, windows: Windows) -> tuple[Rope, R
     rope = next(iter(read.values()), Rope(theta=theta))
     if c.model_type == "ministral3" and getattr(rope.scaling, "query_beta", None) is None:
         raise ValueError("rope_parameters, or llama_4_scaling_beta in it, is missing")
+    if c.model_type == "gpt_oss" and not read:
+        raise ValueError("rope_parameters, or rope_scaling, is missing")
     ropes: Ropes = ()
     if family.local_theta is not None:
         local = _read_local(c, theta=family.local_theta)

@@ -26,6 +26,7 @@ class ParamSpec(NamedTuple):
         expert's.
       scale: standard deviation of the normal initial value; 0 gives zeros and None ones.
       transposed: true if Hugging Face's tensor has the last two dimensions swapped, [in, out].
+        Such a tensor may be packed, see `mxfp4`.
     """
 
     shape: tuple[int, ...]

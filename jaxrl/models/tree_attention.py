@@ -9,6 +9,7 @@ Scores are computed in square blocks, with the running sums of the softmax (arXi
 that see each other, not with the square of the row.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -64,7 +65,8 @@ def tree_attention(
       v: like k.
       tree: of the keys. A token always sees itself: padding, too.
       queries: their positions i32[B, T] and the index i32[] of the first one in the row.
-      scoring: the window, scale, cap and sinks of the scores; a window counts tokens of the sequence.
+      scoring: the window, scale, cap and sinks of the scores; a window counts tokens of the
+        sequence.
       precision: the dtype policy; scores and softmax are in `accumulate`.
 
     Returns:
@@ -78,7 +80,7 @@ def tree_attention(
     # Nothing sees a padded key: whatever a padded query sees is cut off.
     tree = Tree(*(_pad(x, axis=1) for x in tree))
     blocks = _visible_blocks(tree.seen_until, first, queries=positions.shape[1] // BLOCK)
-    mask = _Mask(tree, positions, first, scoring.replace(sinks=None), *blocks)
+    mask = _Mask(tree, positions, first, dataclasses.replace(scoring, sinks=None), *blocks)
     out = _attention(_pad(q, axis=3), k, v, sinks, mask, precision)[..., :length, :]
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
 

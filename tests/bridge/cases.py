@@ -14,8 +14,8 @@ from jaxrl.bridge.payload import MappedTensor
 from jaxrl.bridge.safetensors_file import plan_file
 from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
-from jaxrl.models.families import DecoderConfig, Experts
-from jaxrl.models.rope import Rope
+from jaxrl.models.families import ClampedGate, DecoderConfig, Experts
+from jaxrl.models.rope import Rope, YarnScaling
 from jaxrl.models.spec import Params, ParamSpec
 
 QWEN3 = DecoderConfig(
@@ -73,6 +73,33 @@ EXPERTS = dataclasses.replace(
     model_type="qwen3_moe",
     tied=False,
     experts=Experts(count=4, per_token=2, intermediate_size=64, renormalise=True),
+)
+
+GPT_OSS = dataclasses.replace(
+    QWEN3,
+    model_type="gpt_oss",
+    tied=False,
+    qk_norm=None,
+    qkv_bias=True,
+    o_bias=True,
+    sinks=True,
+    windows=(16, None),
+    rope=Rope(
+        theta=1e4,
+        scaling=YarnScaling(
+            factor=4.0, original_max_positions=128, beta_fast=32.0, beta_slow=1.0, truncate=False
+        ),
+    ),
+    intermediate_size=64,
+    experts=Experts(
+        count=4,
+        per_token=2,
+        intermediate_size=64,
+        renormalise=True,
+        biases=True,
+        fused=True,
+        clamp=ClampedGate(alpha=1.702, limit=7.0),
+    ),
 )
 
 

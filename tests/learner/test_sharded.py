@@ -116,6 +116,7 @@ def assert_close(a, b, *, rtol):
         ("all", {"fsdp": 2, "context": 2, "tensor": 2}, tiny.GEMMA),
         ("fsdp_tensor", {"fsdp": 4, "tensor": 2}, tiny.OLMO),
         ("fsdp_tensor", {"fsdp": 4, "tensor": 2}, tiny.PHI),
+        ("all", {"expert": 2, "context": 2, "tensor": 2}, tiny.GPT_OSS),
     ],
 )
 def test_a_mesh_changes_nothing_but_rounding(preset, sizes, config):

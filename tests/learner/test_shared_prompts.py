@@ -145,10 +145,10 @@ def test_a_loss_with_a_shadow_and_adapters():
     compare(learner(recipe=recipe), groups(), params)
 
 
-def test_experts_that_are_replayed():
-    assert tiny.MOE.experts is not None
-    samples = groups(experts=tiny.MOE.experts.count)
-    compare(learner(tiny.MOE), samples, tiny.params(config=tiny.MOE))
+@pytest.mark.parametrize("config", [tiny.MOE, tiny.GPT_OSS], ids=["qwen3_moe", "gpt_oss"])
+def test_experts_that_are_replayed(config):
+    samples = groups(experts=config.experts.count)
+    compare(learner(config), samples, tiny.params(config=config))
 
 
 def test_rows_cut_over_devices():

@@ -33,8 +33,12 @@ def naive(q, k, v, segments, window, *, scale, cap, sinks):
 @pytest.mark.parametrize("length", [7, 128, 300])  # one block; exactly one; three, the last short
 @pytest.mark.parametrize(
     ("window", "scale", "cap", "sunk"),
-    [(None, None, None, False), (20, None, None, False), (20, 0.7, 1.5, False)]
-    + [(20, None, None, True)],
+    [
+        (None, None, None, False),
+        (20, None, None, False),
+        (20, 0.7, 1.5, False),
+        (20, None, None, True),
+    ],
 )
 def test_equals_the_naive_form(length, window, scale, cap, sunk):
     rng = np.random.default_rng(length)

@@ -56,6 +56,7 @@ ROPES = [
 ]
 KINDS = ["full_attention", "sliding_attention"]
 NEW = ["gemma2", "gemma3_text", "mixtral", "smollm3", "olmo2", "olmo3", "ministral3", "phi3"]
+NEW.append("gpt_oss")
 # Values that a config.json might have, some of which contradict each other.
 SETTINGS = {
     "architectures": [None, [], ["Qwen2ForCausalLM"], ["LlamaForCausalLM"], ["Qwen2Model"]],
@@ -86,6 +87,8 @@ SETTINGS = {
     "resid_pdrop": [0.0, 0.1],
     "clip_qkv": [None, 0.1],
     "router_jitter_noise": [0, 0.1],
+    "swiglu_alpha": [1.0],
+    "swiglu_limit": [0, 0.3],
     "rms_norm_eps": [0, 0.5, -1.0],
     "attention_bias": [None, True, False],
     "mlp_bias": [True, False],
@@ -116,7 +119,7 @@ def originals(tmp_path_factory):
     """Checkpoints of every family by transformers, and what jaxrl computes for a config of one."""
     found = {}
     old = ("llama3", "mistral", "qwen2", "qwen2_windows", "qwen3", "qwen3_moe")
-    new = ("gemma2", "gemma3", "mixtral", "smollm3", "olmo3", "ministral3", "phi3")
+    new = ("gemma2", "gemma3", "mixtral", "smollm3", "olmo3", "ministral3", "phi3", "gpt_oss")
     for family in (*old, *new):
         directory = tmp_path_factory.mktemp(family)
         checkpoint(directory, family, tied=False)

@@ -45,6 +45,15 @@ KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 MINISTRAL3 = {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1} | {
     "original_max_position_embeddings": 16
 }
+GPT_OSS = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 48,
+    "sliding_window": 24,
+    "swiglu_limit": 0.5,
+    "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": False}
+    | {"original_max_position_embeddings": 16},
+}
 FAMILIES = {
     "qwen2": {},
     "qwen3": {},
@@ -57,6 +66,7 @@ FAMILIES = {
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "ministral3": {"rope_parameters": MINISTRAL3},
     "phi3": {},
+    "gpt_oss": GPT_OSS,
 }
 
 
@@ -112,14 +122,18 @@ def differences(model, params, policy, rollouts, *, row_length=112, rows=4):
 def a_model(family, **settings):
     config = {"model_type": family, **SETTINGS, **FAMILIES[family], **settings}
     model = decoder(from_hf_config(config), remat="matmuls")
-    return model, init(model.specs, jax.random.key(0), dtype=parse("fp32").params)
+    params = init(model.specs, jax.random.key(0), dtype=parse("fp32").params)
+    for name, value in params["layers"].items():
+        if name.endswith("_bias"):
+            params["layers"][name] = value + 0.1 * jax.random.normal(jax.random.key(1), value.shape)
+    return model, params
 
 
 BOUNDS = {"fp32": 2e-6, "bf16_master": 4e-3, "fp16_master": 1.8e-3}
 
 
 # Of the later families one policy each: what they add does not depend on it.
-LATER = ("gemma2", "gemma3_text", "olmo3", "smollm3", "ministral3", "phi3")
+LATER = ("gemma2", "gemma3_text", "olmo3", "smollm3", "ministral3", "phi3", "gpt_oss")
 PAIRS = [(f, name) for f in FAMILIES for name in BOUNDS if f not in LATER or name == "bf16_master"]
 
 

@@ -8,6 +8,7 @@ nothing.
 
 # pyright: reportMissingImports=false
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -188,7 +189,11 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _load(self, tensors: list[MappedTensor]) -> None:
         with _opened(self.model, self.model_config):
-            self.model.load_weights(map(_to_torch, tensors))
+            self.model.load_weights(itertools.chain.from_iterable(map(_divided, tensors)))
+        if sinks := [tensor for tensor in tensors if tensor.entry.name.endswith(".sinks")]:
+            # Their loader copies them past the functions that the reload watches.
+            self.model.load_weights(map(_to_torch, sinks))
+            _renew_sinks(self.model)
         for module in self.model.modules():
             if self._tied and isinstance(module, ParallelLMHead):
                 # A tied head gets no weights of its own and would keep its packed copy of the old.
@@ -247,6 +252,26 @@ def _shown(value: Any) -> str:
         return repr(value)[:_SHOWN]
     except Exception:  # integers of too many digits have no representation
         return f"a {type(value).__name__}"
+
+
+def _renew_sinks(model: torch.nn.Module) -> None:
+    """Copies attention sinks to the backends, some of which hold them in another dtype."""
+    for module in model.modules():
+        held = getattr(getattr(getattr(module, "attn", None), "impl", None), "sinks", None)
+        if held is not None:
+            held.data.copy_(module.sinks.data)
+
+
+def _divided(tensor: MappedTensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields a tensor; one for each expert if it holds those of gpt-oss. Its loader copies a whole
+    one past the functions that the reload watches, and passes single ones to them."""
+    name, whole = _to_torch(tensor)
+    layer, experts, kind = name.partition(".mlp.experts.")
+    if not experts or "." in kind:
+        yield name, whole
+        return
+    for i, one in enumerate(whole):
+        yield f"{layer}{experts}{i}.{kind}", one
 
 
 def _to_torch(tensor: MappedTensor) -> tuple[str, torch.Tensor]:
