@@ -78,6 +78,7 @@ EXPERTS = dataclasses.replace(
 GPT_OSS = dataclasses.replace(
     QWEN3,
     model_type="gpt_oss",
+    rms_norm_eps=1e-5,  # of vLLM, whatever the config says
     tied=False,
     qk_norm=None,
     qkv_bias=True,
