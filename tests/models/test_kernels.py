@@ -149,6 +149,7 @@ A100, H100 = Device("gpu", "8.0"), Device("gpu", "9.0")
         (TPU, {"precision": "fp16_master"}, "xla"),
         (TPU, {"score_cap": 50.0}, "xla"),
         (H100, {"score_cap": 50.0}, "xla"),
+        (H100, {"sinks": True}, "xla"),
         (TPU, {"head_dim": 64}, "xla"),
         (TPU, {"length": 1000}, "xla"),
         (A100, {"precision": "fp16_master", "length": 1000}, "cudnn"),
