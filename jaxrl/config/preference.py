@@ -6,7 +6,7 @@ from pydantic import NonNegativeFloat
 
 from jaxrl.config.section import OpenSection, Section
 from jaxrl.config.supervised import SupervisedConfig
-from jaxrl.config.tables import EvalConfig, HeldOutConfig, OptimizerConfig
+from jaxrl.config.tables import AdaptersConfig, EvalConfig, HeldOutConfig, OptimizerConfig
 
 
 class PairDataConfig(HeldOutConfig):
@@ -82,4 +82,5 @@ class DPOConfig(_PairsConfig):
     resumed."""
 
     loss: PairLossConfig = PairLossConfig()
+    lora: AdaptersConfig = AdaptersConfig()
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-7)

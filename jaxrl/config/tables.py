@@ -314,8 +314,8 @@ class CriticConfig(Section):
             )
 
 
-class LoraConfig(Section):
-    """LoRA adapters, trained instead of the policy's own parameters."""
+class AdaptersConfig(Section):
+    """LoRA adapters, trained instead of the model's own parameters."""
 
     rank: Annotated[NonNegativeInt, Field(le=65536)] = 0
     """Rank of the adapters; 0 trains all parameters."""
@@ -330,16 +330,23 @@ class LoraConfig(Section):
     path: str | None = None
     """Directory of adapters in PEFT's format to start from; new adapters if absent."""
 
-    publish: Literal["merged", "adapters"] = "merged"
-    """Weights that samplers receive: whole ones with the adapters merged in, or the adapters
-    alone, which vLLM servers can load."""
-
     def _contradictions(self) -> Iterator[str]:
         if not self.rank and self.path is not None:
             yield (
                 f"lora.path = {self.path!r} names adapters, but lora.rank = 0 trains none; set "
                 "lora.rank to theirs"
             )
+
+
+class LoraConfig(AdaptersConfig):
+    """LoRA adapters, trained instead of the policy's own parameters."""
+
+    publish: Literal["merged", "adapters"] = "merged"
+    """Weights that samplers receive: whole ones with the adapters merged in, or the adapters
+    alone, which vLLM servers can load."""
+
+    def _contradictions(self) -> Iterator[str]:
+        yield from super()._contradictions()
         if not self.rank and self.publish == "adapters":
             yield "lora.publish = 'adapters', but lora.rank = 0 trains none; set lora.rank"
 
