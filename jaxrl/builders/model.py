@@ -6,9 +6,9 @@ from typing import Any, Literal
 import jax
 from flax import traverse_util
 
+from jaxrl.config.adapters import AdaptersConfig
 from jaxrl.config.preference import DPOConfig
 from jaxrl.config.supervised import SFTConfig, SupervisedConfig
-from jaxrl.config.tables import AdaptersConfig
 from jaxrl.config.training import Config
 from jaxrl.core.precision import DType
 from jaxrl.models import huggingface, kernels, lora, peft, spec

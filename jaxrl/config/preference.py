@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 from pydantic import NonNegativeFloat
 
+from jaxrl.config.adapters import AdaptersConfig
 from jaxrl.config.section import OpenSection, Section
 from jaxrl.config.supervised import SupervisedConfig
-from jaxrl.config.tables import AdaptersConfig, EvalConfig, HeldOutConfig, OptimizerConfig
+from jaxrl.config.tables import EvalConfig, HeldOutConfig, OptimizerConfig
 
 
 class PairDataConfig(HeldOutConfig):

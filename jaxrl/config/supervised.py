@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from pydantic import PositiveInt
 
+from jaxrl.config.adapters import AdaptersConfig
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.section import Attention, Remat, Section
 from jaxrl.config.tables import (
-    AdaptersConfig,
     CheckpointConfig,
     HostsConfig,
     ModelConfig,
