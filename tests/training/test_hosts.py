@@ -338,4 +338,12 @@ def test_adapters_by_dpo_in_two_processes_resumed_in_one_equal_one(tmp_path):
     assert steps == {0, 2, 4}  # it went on after the second
     for name, array in wanted.items():
         np.testing.assert_allclose(found[name], array, atol=1e-5, err_msg=name)
+    for part, options in (("model", []), ("adapter", ["--adapter"])):
+        assert (
+            main(["export", str(tmp_path / "two"), str(tmp_path / f"exported_{part}"), *options])
+            == 0
+        )
+        (file,) = (tmp_path / f"exported_{part}").glob("*.safetensors")
+        for name, array in load_file(file).items():
+            assert (array == found[f"{part}/{name}"]).all()
     assert max(np.abs(array).max() for key, array in wanted.items() if "lora_B" in key) > 1e-2

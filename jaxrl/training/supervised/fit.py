@@ -35,11 +35,11 @@ from jaxrl.monitoring.tracking.tracking import (
     incomplete_logs,
     open_tracker,
 )
-from jaxrl.training.export import write_model
+from jaxrl.training.export import model_dtype, write_model
 from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.schedule import is_due
 from jaxrl.training.storage.checkpoint import Checkpoints
-from jaxrl.training.storage.run_directory import check_config, compare_config, lock
+from jaxrl.training.storage.run_directory import check_config, compare_config, lock, record_start
 from sharding.transfer import fetch
 
 _LOG_EVERY = 10  # steps between two readings of the loss, each of which waits for the device
@@ -130,13 +130,12 @@ def fit(config: SFTConfig | DPOConfig | RewardModelConfig, task: Task) -> Result
             notes = (*repaired, *filter(None, [change]), attention, *task.notes)
             result, params = _train(config, task, checkpoints=checkpoints, notes=notes)
         if result.step == config.train.steps:
-            adapted = isinstance(params, lora.Adapted)
             result.model = write_model(
                 directory,
                 params,
                 model=setup.model,
                 specs=setup.specs,
-                dtype=config.policy.exported if adapted else config.policy.params,
+                dtype=model_dtype(config),
                 base=config.model.path,
                 hosts=hosts,
             )
@@ -204,6 +203,8 @@ def _open_tracker(
     """Opens the tracker of a run on process 0, and a NullTracker on the others."""
     if not task.setup.hosts.leads:
         return nullcontext(NullTracker())
+    devices = list(task.setup.layout.mesh.devices.flat)
+    record_start(Path(config.run_dir), step=step, devices=devices)
     return open_tracker(
         config.run_dir, start_step=step, total_steps=config.train.steps, title=task.title
     )
