@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_unknown(name) if name else HELP, file=sys.stderr)
         return 2
     use_compile_cache()
+    # transformers reads tokenizers here, and would warn at each start without torch.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         status = load(name).main(arguments[1:])
         _flush()

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -60,7 +61,7 @@ def main() -> None:
     for name, values in seconds.items():
         row = {"program": name, "shape": args.shape, "prompts": PROMPTS, "group": GROUP}
         row |= {"prompt": PROMPT, "completion": ANSWER, "processor": processor()}
-        row |= {"seconds": {"median": sorted(values)[len(values) // 2], "all": values}}
+        row |= {"seconds": {"median": statistics.median(values), "all": values}}
         row |= {"tokens/s": summary([TOKENS / s for s in values])}
         row |= {f"jaxrl {args.precisions[0]} over it": versus(ours, [1 / s for s in values])}
         write(row, args.out)

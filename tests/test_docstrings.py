@@ -1,9 +1,11 @@
-"""Examples in docstrings: they run, and print what they show.
+"""Docstrings: their examples run and print what they show, and their first words say it at once.
 
-Here and not by `testpaths`, so that the settings of tests/conftest.py hold for them and files that
-need torch or vLLM are not imported. `pytest --doctest-modules FILE` runs those of one file.
+The examples run here and not by `testpaths`, so that the settings of tests/conftest.py hold for
+them and files that need torch or vLLM are not imported. `pytest --doctest-modules FILE` runs those
+of one file.
 """
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -41,3 +43,16 @@ def test_examples_print_what_they_show(name, capsys):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_function_of_the_algebra_has_an_example(name):
     assert ">>> " in (inspect.getdoc(FUNCTIONS[name]) or "")
+
+
+def first_words(path: Path) -> list[str]:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    nodes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds))
+    return [text.split()[0] for node in nodes if (text := ast.get_docstring(node))]
+
+
+def test_no_docstring_opens_with_a_question_word():
+    questions = {"Who", "What", "Where", "Whether", "How", "Which", "When", "If", "Why"}
+    sources = [p for part in ("jaxrl", "sharding", "scripts") for p in (ROOT / part).rglob("*.py")]
+    found = {word for path in sources for word in first_words(path)}
+    assert not questions & found

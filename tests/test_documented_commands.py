@@ -64,6 +64,7 @@ ELSEWHERE = {
     'jaxrl train FILE --lora.rank 16 --lora.alpha 32 --lora.targets ["q_proj", "v_proj"]': ADAPTERS,
     "jaxrl export RUN OUT": ADAPTERS,
     "jaxrl export RUN OUT --adapter": ADAPTERS,
+    "jaxrl export RUN OUT --step best": "test_pairs.py::test_reward_model_learns_to_rank",
     "jaxrl export runs/mine OUT --dtype bf16": (
         "test_cli.py::test_export_writes_the_requested_checkpoint"
     ),

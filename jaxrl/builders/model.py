@@ -6,8 +6,9 @@ from typing import Any, Literal
 import jax
 from flax import traverse_util
 
-from jaxrl.config.supervised import SupervisedConfig
-from jaxrl.config.tables import LoraConfig
+from jaxrl.config.adapters import AdaptersConfig
+from jaxrl.config.preference import DPOConfig
+from jaxrl.config.supervised import SFTConfig, SupervisedConfig
 from jaxrl.config.training import Config
 from jaxrl.core.precision import DType
 from jaxrl.models import huggingface, kernels, lora, peft, spec
@@ -87,7 +88,7 @@ def load_model(
     return model, params
 
 
-def trained_specs(config: LoraConfig, specs: Specs) -> Any:
+def trained_specs(config: AdaptersConfig, specs: Specs) -> Any:
     """Returns the specs of the learner's parameters: the model's, or `lora.Adapted`.
 
     Raises:
@@ -99,7 +100,9 @@ def trained_specs(config: LoraConfig, specs: Specs) -> Any:
     return lora.Adapted(adapters, specs, config.alpha)
 
 
-def load_trained(config: Config, *, layout: Layout) -> tuple[Model, Any, Any]:
+def load_trained(
+    config: Config | SFTConfig | DPOConfig, *, layout: Layout
+) -> tuple[Model, Any, Any]:
     """Loads the model of a run; returns it with the learner's parameters and their specs.
 
     Without lora, all parameters are in `precision.params`; with it, adapters are, and the frozen

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxrl.builders.model import load_model
+from jaxrl.builders.model import Output, load_model
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Rollout
 from jaxrl.core.packing import MinibatchShape, pack_minibatch, plan_rows
@@ -14,6 +14,7 @@ from jaxrl.core.precision import jit
 from jaxrl.data.prompts import Tokenizer
 from jaxrl.learner.reward_model import Scores, make_scores
 from jaxrl.models import huggingface
+from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from sharding.partition import Layout
 from sharding.transfer import fetch
@@ -29,15 +30,8 @@ def load_reward_model(config: Config, tokenizer: Tokenizer, *, layout: Layout) -
     Raises:
       ValueError: if its tokenizer is not the policy's.
     """
-    path, policy = config.reward.model, config.policy
-    assert path is not None
-    model, params = load_model(path, layout=layout, dtype=policy.compute, output="scores")
-    check_vocabulary(
-        path,
-        own=huggingface.load_tokenizer(path),
-        policy=tokenizer,
-        vocab_size=model.config.vocab_size,
-    )
+    policy = config.policy
+    model, params = load_judge(config, tokenizer, layout=layout, output="scores")
     scores = make_scores(
         model,
         precision=policy,
@@ -68,6 +62,26 @@ def score_rollouts(
     for row, members in enumerate(plan_rows(rollouts, shape).members):
         values[list(members)] = found[row, 1 : len(members) + 1]
     return np.where(np.isfinite(values), values, np.nan)
+
+
+def load_judge(
+    config: Config, tokenizer: Tokenizer, *, layout: Layout, output: Output
+) -> tuple[Model, Params]:
+    """Loads reward.model, which reads the token ids of the policy, in `precision.compute`.
+
+    Raises:
+      ValueError: if its tokenizer is not the policy's.
+    """
+    path = config.reward.model
+    assert path is not None
+    model, params = load_model(path, layout=layout, dtype=config.policy.compute, output=output)
+    check_vocabulary(
+        path,
+        own=huggingface.load_tokenizer(path),
+        policy=tokenizer,
+        vocab_size=model.config.vocab_size,
+    )
+    return model, params
 
 
 def check_vocabulary(path: str, *, own: Tokenizer, policy: Tokenizer, vocab_size: int) -> None:

@@ -3,12 +3,14 @@
 from typing import Any, NamedTuple
 
 from jaxrl.builders.layout import make_layout
-from jaxrl.builders.model import Output, load_model
+from jaxrl.builders.model import load_model, load_trained
 from jaxrl.builders.optimizer import Optimizer, make_optimizer
-from jaxrl.config.supervised import SupervisedConfig
+from jaxrl.config.preference import DPOConfig, RewardModelConfig
+from jaxrl.config.supervised import SFTConfig, SupervisedConfig
+from jaxrl.core.hosts import Hosts
 from jaxrl.core.packing import MinibatchShape
+from jaxrl.models import lora
 from jaxrl.models.decoder import Model
-from jaxrl.models.spec import Params
 from sharding.partition import Layout
 
 
@@ -16,39 +18,50 @@ class Setup(NamedTuple):
     """The model of a supervised run and what its learner is made with.
 
     Attributes:
+      hosts: the processes of the run.
       layout: the learner's devices.
       model: the trained model.
-      params: initial parameters.
+      params: initial parameters, or `lora.Adapted`.
+      specs: of the parameters: the model's, or `lora.Adapted`.
       optimizer: of the run, with its learning rate.
       numerics: arguments of `make_learner`, `make_ranker` and `make_scores`: the dtype policy, the
         rows of a microbatch and the shardings.
     """
 
+    hosts: Hosts
     layout: Layout
     model: Model
-    params: Params
+    params: Any
+    specs: Any
     optimizer: Optimizer
     numerics: dict[str, Any]
 
 
-def set_up(config: SupervisedConfig, *, output: Output = "tokens") -> Setup:
-    """Loads the model of a run; raises as `load_model`."""
+def set_up(config: SFTConfig | DPOConfig | RewardModelConfig) -> Setup:
+    """Loads the model of a run, which is a scorer for a reward model; raises as `load_model` and
+    `load_trained`."""
     layout = make_layout(config.mesh, policy=config.policy)
-    model, params = load_model(
-        config.model.path,
-        layout=layout,
-        dtype=config.policy.params,
-        remat=config.train.remat,
-        attention=config.train.attention,
-        output=output,
+    if isinstance(config, RewardModelConfig):
+        model, params = load_model(
+            config.model.path,
+            layout=layout,
+            dtype=config.policy.params,
+            remat=config.train.remat,
+            attention=config.train.attention,
+            output="scores",
+        )
+        specs = model.specs
+    else:
+        model, params, specs = load_trained(config, layout=layout)
+    optimizer = make_optimizer(
+        config.optimizer, total_steps=config.train.steps, specs=lora.trainable(specs)
     )
-    optimizer = make_optimizer(config.optimizer, total_steps=config.train.steps, specs=model.specs)
     numerics = {
         "precision": config.policy,
         "rows_per_microbatch": config.microbatch_rows,
-        "param_shardings": layout.constraints(model.specs),
+        "param_shardings": layout.constraints(specs),
     }
-    return Setup(layout, model, params, optimizer, numerics)
+    return Setup(Hosts(), layout, model, params, specs, optimizer, numerics)
 
 
 def supervised_shape(

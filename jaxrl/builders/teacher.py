@@ -15,8 +15,7 @@ import numpy as np
 from jaxrl.bridge.in_vllm import auth
 from jaxrl.bridge.servers.control import ControlError, VllmServer
 from jaxrl.builders.api_key import known_key
-from jaxrl.builders.model import load_model
-from jaxrl.builders.reward_model import check_vocabulary
+from jaxrl.builders.reward_model import load_judge
 from jaxrl.config.reward import RewardConfig
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Minibatch, Rollout
@@ -68,15 +67,8 @@ def open_teacher(
 
 def _load_teacher(config: Config, tokenizer: Tokenizer, *, layout: Layout) -> Teacher:
     """Loads a teacher in `precision.compute`; rows and microbatches are the learner's."""
-    path, policy = config.reward.model, config.policy
-    assert path is not None
-    model, params = load_model(path, layout=layout, dtype=policy.compute)
-    check_vocabulary(
-        path,
-        own=huggingface.load_tokenizer(path),
-        policy=tokenizer,
-        vocab_size=model.config.vocab_size,
-    )
+    policy = config.policy
+    model, params = load_judge(config, tokenizer, layout=layout, output="tokens")
     score = make_score(
         model,
         precision=policy,

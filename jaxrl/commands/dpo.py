@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from jaxrl.commands import full_disk, options, outcome
+from jaxrl.commands import options, outcome
 from jaxrl.commands.paths import fetch_models
 from jaxrl.config.preference import DPOConfig
 
@@ -23,8 +23,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     config = fetch_models(options.parse(parser(), DPOConfig, argv).config)
 
-    from jaxrl.training.supervised.dpo import train_dpo  # takes seconds, so after --help
+    from jaxrl.commands import supervised  # these take seconds, so after --help
+    from jaxrl.training.supervised.dpo import train_dpo
 
-    with full_disk.one_message(config.run_dir):
-        result = train_dpo(config)
-    return outcome.print_pairs_outcome(result)
+    return supervised.run(config, train_dpo, outcome.print_accuracy)

@@ -6,7 +6,7 @@ if TYPE_CHECKING:
     from jaxrl.training.supervised.fit import Result
 
 
-def print_outcome(result: "Result", summary: str) -> int:
+def _print(result: "Result", summary: str) -> int:
     """Prints `summary` if the run finished; returns the exit status."""
     if result.signum is not None:
         print(interrupted(result.signum, step=result.step))
@@ -15,12 +15,18 @@ def print_outcome(result: "Result", summary: str) -> int:
     return 0
 
 
-def print_pairs_outcome(result: "Result") -> int:
+def print_loss(result: "Result") -> int:
+    """Prints the last loss of a run on texts; returns the exit status."""
+    loss = result.last.get("loss", float("nan"))
+    return _print(result, f"loss {loss:.4f} nats per token")
+
+
+def print_accuracy(result: "Result") -> int:
     """Prints the held-out accuracy of a run on preference pairs; returns the exit status."""
     before, after = result.first.get("accuracy"), result.last.get("eval/accuracy")
     if before is None or after is None:
-        return print_outcome(result, f"loss {result.last.get('loss', float('nan')):.4f}")
-    return print_outcome(result, f"held-out pairs ranked correctly: {change(before, after)}")
+        return _print(result, f"loss {result.last.get('loss', float('nan')):.4f}")
+    return _print(result, f"held-out pairs ranked correctly: {change(before, after)}")
 
 
 def interrupted(signum: int, *, step: int) -> str:

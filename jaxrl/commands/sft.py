@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from jaxrl.commands import full_disk, options, outcome
+from jaxrl.commands import options, outcome
 from jaxrl.commands.paths import fetch_models
 from jaxrl.config.supervised import SFTConfig
 
@@ -22,9 +22,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     config = fetch_models(options.parse(parser(), SFTConfig, argv).config)
 
-    from jaxrl.training.supervised.sft import finetune  # takes seconds, so after --help
+    from jaxrl.commands import supervised  # these take seconds, so after --help
+    from jaxrl.training.supervised.sft import finetune
 
-    with full_disk.one_message(config.run_dir):
-        result = finetune(config)
-    loss = result.last.get("loss", float("nan"))
-    return outcome.print_outcome(result, f"loss {loss:.4f} nats per token")
+    return supervised.run(config, finetune, outcome.print_loss)

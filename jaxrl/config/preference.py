@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from pydantic import NonNegativeFloat
 
+from jaxrl.config.adapters import AdaptersConfig
 from jaxrl.config.section import OpenSection, Section
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.tables import EvalConfig, HeldOutConfig, OptimizerConfig
@@ -82,4 +83,5 @@ class DPOConfig(_PairsConfig):
     resumed."""
 
     loss: PairLossConfig = PairLossConfig()
+    lora: AdaptersConfig = AdaptersConfig()
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-7)

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 from pydantic import PositiveInt
 
+from jaxrl.config.adapters import AdaptersConfig
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.section import Attention, Remat, Section
 from jaxrl.config.tables import (
     CheckpointConfig,
+    HostsConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
@@ -52,6 +54,7 @@ class SupervisedConfig(RunConfig):
     train: SupervisedTrainConfig = SupervisedTrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
     mesh: MeshConfig = MeshConfig()
+    hosts: HostsConfig = HostsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig(every=200)
 
     @property
@@ -99,3 +102,4 @@ class SFTConfig(SupervisedConfig):
     resumed."""
 
     data: SFTDataConfig
+    lora: AdaptersConfig = AdaptersConfig()

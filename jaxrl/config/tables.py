@@ -17,7 +17,7 @@ from pydantic import (
     field_validator,
 )
 
-from jaxrl.config.section import Attention, ClipRange, OpenSection, Remat, Section, Seed, Texts
+from jaxrl.config.section import Attention, ClipRange, OpenSection, Remat, Section, Seed
 from jaxrl.core import precision
 from jaxrl.core.precision import Precision
 from jaxrl.learner.optimizers import OptimizerName, ScheduleName
@@ -312,36 +312,6 @@ class CriticConfig(Section):
                 f"critic.path = {self.path!r} and critic.trunk = 'shared', whose trunk is the "
                 "policy's and whose head starts at 0; leave critic.path out"
             )
-
-
-class LoraConfig(Section):
-    """LoRA adapters, trained instead of the policy's own parameters."""
-
-    rank: Annotated[NonNegativeInt, Field(le=65536)] = 0
-    """Rank of the adapters; 0 trains all parameters."""
-
-    alpha: PositiveFloat = 32.0
-    """The adapters' product is scaled by alpha / rank."""
-
-    targets: Annotated[Texts, Field(min_length=1)] = ("*_proj",)
-    """Modules that get an adapter, as patterns with * and ?: `q_proj`, or `*_proj` for all matrices
-    of the layers except those of experts."""
-
-    path: str | None = None
-    """Directory of adapters in PEFT's format to start from; new adapters if absent."""
-
-    publish: Literal["merged", "adapters"] = "merged"
-    """Weights that samplers receive: whole ones with the adapters merged in, or the adapters
-    alone, which vLLM servers can load."""
-
-    def _contradictions(self) -> Iterator[str]:
-        if not self.rank and self.path is not None:
-            yield (
-                f"lora.path = {self.path!r} names adapters, but lora.rank = 0 trains none; set "
-                "lora.rank to theirs"
-            )
-        if not self.rank and self.publish == "adapters":
-            yield "lora.publish = 'adapters', but lora.rank = 0 trains none; set lora.rank"
 
 
 def is_address(text: str) -> bool:

@@ -61,7 +61,7 @@ def load(
       ConfigError: for a file that is missing or not TOML, an unknown key (the message names the
         nearest one, or the key that replaced it), a missing key, a wrong type or a contradiction.
     """
-    tree = _read(file) if file is not None else {}
+    tree = read_tree(file) if file is not None else {}
     for name, text in overrides:
         _set(tree, name, parse_value(schema, name, text))
     return validate(schema, tree)
@@ -126,7 +126,12 @@ def dumps(config: Section) -> str:
     return tomli_w.dumps(tree)
 
 
-def _read(file: str | Path) -> dict[str, Any]:
+def read_tree(file: str | Path) -> dict[str, Any]:
+    """Reads a TOML file as nested dicts.
+
+    Raises:
+      ConfigError: if it cannot be read or is not TOML.
+    """
     try:
         content = Path(file).read_bytes()
     except (OSError, ValueError) as error:  # a path with NUL is a ValueError

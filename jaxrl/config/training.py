@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from jaxrl.config.adapters import LoraConfig
 from jaxrl.config.alarms import AlarmsConfig
 from jaxrl.config.environment import EnvironmentConfig
 from jaxrl.config.mesh import MeshConfig
@@ -20,7 +21,6 @@ from jaxrl.config.tables import (
     DataConfig,
     EvalConfig,
     HostsConfig,
-    LoraConfig,
     LossConfig,
     ModelConfig,
     OptimizerConfig,

@@ -6,6 +6,8 @@ from pydantic import ConfigDict, Field
 
 from jaxrl.models.checkpoint_files import Table, shown
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # in `layer_types`
+
 # The upper bounds keep the arithmetic on shapes within 64 bits, and lists of names short.
 Size = Annotated[int, Field(ge=1, le=2**24)]
 Count = Annotated[int, Field(ge=1, le=2**12)]

@@ -121,7 +121,7 @@ class DecoderConfig:
 
 
 class Family(NamedTuple):
-    """What a `model_type` says that config.json does not.
+    """Facts of a `model_type` that config.json does not give.
 
     Attributes:
       architecture: of its language model.

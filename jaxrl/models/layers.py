@@ -54,7 +54,7 @@ def undivided(
 
 
 class PerLayer(NamedTuple):
-    """What differs by layer besides its parameters; None where nothing does."""
+    """Settings that differ by layer; None for one that does not."""
 
     window: jax.Array | None  # i32[L], see `Scoring`
     rope: jax.Array | None  # i32[L], number of the layer's table, see `LayerContext.rope_tables`

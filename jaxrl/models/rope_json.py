@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl.models.checkpoint_files import shown
-from jaxrl.models.config_json import ConfigJson, RopeJson
+from jaxrl.models.config_json import FULL, SLIDING, ConfigJson, RopeJson
 from jaxrl.models.families import DecoderConfig, Family
 from jaxrl.models.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 from jaxrl.models.windows_json import Windows
@@ -46,7 +46,6 @@ _OPTIONAL = (
 )
 # Families that transformers gives other rope types, or none but these.
 _TYPES = {"phi3": ("default",), "ministral3": ("yarn",), "gpt_oss": ("yarn",)}
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 Ropes = tuple[Rope | None, ...]
 
 
@@ -81,19 +80,19 @@ def _tables(c: ConfigJson, family: Family) -> dict[str, RopeJson]:
     the others'."""
     tables = {"rope_parameters": c.rope_parameters, "rope_scaling": c.rope_scaling}
     if family.local_theta is not None and c.rope_parameters is not None:
-        if others := c.rope_parameters.model_fields_set - {_FULL, _SLIDING}:
+        if others := c.rope_parameters.model_fields_set - {FULL, SLIDING}:
             raise ValueError(
                 f"rope_parameters.{min(others)} is not supported for {c.model_type}; expected "
-                f"tables {_FULL!r} and {_SLIDING!r}"
+                f"tables {FULL!r} and {SLIDING!r}"
             )
         del tables["rope_parameters"]
-        tables[f"rope_parameters.{_FULL}"] = c.rope_parameters.full_attention
+        tables[f"rope_parameters.{FULL}"] = c.rope_parameters.full_attention
     return {key: table for key, table in tables.items() if table and table.model_fields_set}
 
 
 def _read_local(c: ConfigJson, *, theta: float) -> Rope:
     """Reads the rope of layers with windows, which has no scaling; `theta` is the default."""
-    key = f"rope_parameters.{_SLIDING}"
+    key = f"rope_parameters.{SLIDING}"
     outside = c.rope_local_base_freq if c.model_type == "gemma3_text" else None
     if c.rope_parameters is None:
         # transformers 5 gives it to layers without windows only, transformers 4 to all.
@@ -176,7 +175,7 @@ def _read_table(c: ConfigJson, table: RopeJson, *, key: str, family: Family) -> 
 def _unknown_keys(c: ConfigJson, table: RopeJson, *, nested: bool) -> list[str]:
     """Lists keys of a table that transformers ignores, or that the family does not have."""
     odd = [*(table.model_extra or {})]
-    odd += [name for name in (_FULL, _SLIDING) if getattr(table, name) is not None]
+    odd += [name for name in (FULL, SLIDING) if getattr(table, name) is not None]
     if table.truncate is not None and nested:  # transformers looks for it one table higher
         odd.append("truncate")
     if c.model_type != "ministral3" and table.llama_4_scaling_beta is not None:
@@ -200,7 +199,7 @@ def write_ropes(config: DecoderConfig, family: Family) -> dict[str, Any]:
         others = (own for own in config.ropes if own not in (None, rope))
         local = next(others, Rope(theta=rope.theta)) or rope
         inner = {"rope_theta": local.theta} | _write_scaling(local)
-        nested = {_FULL: theta | scaling, _SLIDING: inner}
+        nested = {FULL: theta | scaling, SLIDING: inner}
         content["rope_parameters"] = nested
         if config.model_type == "gemma3_text":
             content["rope_local_base_freq"] = local.theta

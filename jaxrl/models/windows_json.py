@@ -3,10 +3,9 @@
 from typing import Any
 
 from jaxrl.models.checkpoint_files import shown
-from jaxrl.models.config_json import ConfigJson
+from jaxrl.models.config_json import FULL, SLIDING, ConfigJson
 
 Windows = tuple[int | None, ...]  # see `DecoderConfig.windows`
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def read_windows(c: ConfigJson, kind: str) -> Windows:
@@ -45,12 +44,12 @@ def read_windows(c: ConfigJson, kind: str) -> Windows:
 
 
 def _read_kinds(c: ConfigJson, kinds: list[str]) -> list[bool]:
-    if set(kinds) - {_FULL, _SLIDING} or len(kinds) != c.num_hidden_layers:
+    if set(kinds) - {FULL, SLIDING} or len(kinds) != c.num_hidden_layers:
         raise ValueError(
             f"layer_types={shown(kinds)}: expected {c.num_hidden_layers} entries, each "
-            f"{_FULL!r} or {_SLIDING!r}"
+            f"{FULL!r} or {SLIDING!r}"
         )
-    return [kind == _SLIDING for kind in kinds]
+    return [kind == SLIDING for kind in kinds]
 
 
 def write_windows(windows: Windows, kind: str, *, layers: int) -> dict[str, Any]:
@@ -70,4 +69,4 @@ def write_windows(windows: Windows, kind: str, *, layers: int) -> dict[str, Any]
 
 def layer_types(windows: Windows, *, layers: int) -> list[str]:
     """Returns Hugging Face's name of each layer's attention."""
-    return [_FULL if w is None else _SLIDING for w in windows or (None,) * layers]
+    return [FULL if w is None else SLIDING for w in windows or (None,) * layers]

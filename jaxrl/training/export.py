@@ -2,14 +2,21 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.builders.learner import Learning
+from jaxrl.config.preference import DPOConfig
+from jaxrl.config.runs import AnyConfig
+from jaxrl.config.supervised import SFTConfig, SupervisedConfig
 from jaxrl.config.training import Config
 from jaxrl.core.hosts import Hosts
+from jaxrl.core.precision import DType
 from jaxrl.models import huggingface, lora, peft
+from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.monitoring.tracking.plots import draw_run
 from jaxrl.monitoring.tracking.tracking import read_metrics
@@ -17,28 +24,70 @@ from sharding.transfer import fetch
 
 
 def export(config: Config, learning: Learning, *, params: Params, hosts: Hosts) -> Path:
-    """Writes the model as a Hugging Face checkpoint, with its served weights, and draws the curves.
-    Adapters are merged into the model, and also written by themselves.
+    """Writes the model of a training run, with its served weights, and draws the curves; returns
+    the model's directory."""
+    directory = Path(config.run_dir)
 
-    Returns the model's directory, on every process once it is complete."""
-    directory, policy, base = Path(config.run_dir), config.policy, config.model.path
-    model = learning.model
-    tensors = ParamsSource(lora.merge(params), model.specs, dtype=policy.exported)
+    def draw() -> None:
+        draw_run(read_metrics(directory / "metrics.jsonl"), directory / "curves.png")
+
+    model = write_model(
+        directory,
+        params,
+        model=learning.model,
+        specs=learning.specs,
+        dtype=model_dtype(config),
+        base=config.model.path,
+        hosts=hosts,
+    )
+    hosts.on_leader(draw)
+    return model
+
+
+def model_dtype(config: AnyConfig) -> DType:
+    """Returns the dtype of a run's finished model: as served, where samplers or frozen parameters
+    have such weights; else as trained."""
+    lossless = isinstance(config, SupervisedConfig) and not (
+        isinstance(config, SFTConfig | DPOConfig) and config.lora.rank
+    )
+    return config.policy.params if lossless else config.policy.exported
+
+
+def write_model(
+    directory: Path,
+    params: Any,
+    *,
+    model: Model,
+    specs: Any,
+    dtype: DType,
+    base: str,
+    hosts: Hosts,
+) -> Path:
+    """Writes a run's model as a Hugging Face checkpoint. All processes must call it.
+
+    Args:
+      directory: of the run; the model goes to `model` there.
+      params: the model's, or `lora.Adapted`: then the adapters are merged into the model, and also
+        written to `adapter`, in their own dtype.
+      model: the decoder.
+      specs: of `params`.
+      dtype: of the model's tensors.
+      base: directory of the model that the run began with.
+      hosts: the processes of the run.
+
+    Returns:
+      The model's directory, on every process once it is complete.
+    """
+    tensors = ParamsSource(lora.merge(params), model.specs, dtype=dtype)
     adapters = fetch(params.adapters) if isinstance(params, lora.Adapted) else None
 
     def write(tensors: Iterable[tuple[str, np.ndarray]]) -> None:
         huggingface.save_tensors(
-            directory / "model", tensors, model.config, dtype=policy.exported, source_dir=base
+            directory / "model", tensors, model.config, dtype=dtype, source_dir=base
         )
         if adapters is not None:
-            peft.save(
-                directory / "adapter",
-                adapters,
-                specs=learning.specs,
-                base=base,
-                dtype=policy.params,
-            )
-        draw_run(read_metrics(directory / "metrics.jsonl"), directory / "curves.png")
+            own = jax.tree.leaves(adapters)[0].dtype
+            peft.save(directory / "adapter", adapters, specs=specs, base=base, dtype=own)
 
     hosts.consume_on_leader(tensors, write)
     return hosts.share(directory / "model")  # returns only once it is written

@@ -92,14 +92,12 @@ def compute_advantages(
         logprobs=logprobs,
         greedy=lambda: hosts.on_leader(lambda: greedy_rewards(source, rollouts)),
     )
-    if learning.critic is None or recipe.critic is None:
-        advantages = estimate(recipe.advantages, outcomes)
-        advantages, taught = add_teacher(source.config.reward, rollouts, advantages)
-        return Targets(advantages), numbers | taught
-    values = by_token(functools.partial(learning.critic.values, state))
-    outcomes = dataclasses.replace(outcomes, values=values)
-    returns = recipe.critic.returns(outcomes)
-    numbers["value/explained_variance"] = explained_variance(returns, outcomes)
+    values = returns = None
+    if learning.critic is not None and recipe.critic is not None:
+        values = by_token(functools.partial(learning.critic.values, state))
+        outcomes = dataclasses.replace(outcomes, values=values)
+        returns = recipe.critic.returns(outcomes)
+        numbers["value/explained_variance"] = explained_variance(returns, outcomes)
     advantages = estimate(recipe.advantages, outcomes)
     advantages, taught = add_teacher(source.config.reward, rollouts, advantages)
     return Targets(advantages, values, returns), numbers | taught

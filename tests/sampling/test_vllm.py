@@ -29,14 +29,6 @@ def failing(*statuses: int) -> Reply:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as made:
-        threading.Thread(target=made.serve_forever, daemon=True).start()
-        yield made
-        made.shutdown()
-
-
-@pytest.fixture
 def sampler(server: Server) -> Iterator[VllmSampler]:
     made = VllmSampler(
         [server.url],

@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,14 +25,6 @@ def routed(tokens: int, *, offset: int = 0) -> str:
     file = io.BytesIO()
     np.save(file, rows)
     return base64.b64encode(file.getvalue()).decode()
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as made:
-        threading.Thread(target=made.serve_forever, daemon=True).start()
-        yield made
-        made.shutdown()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """A server that another learner has taken over, and one that is paused."""
 
 import json
-import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,14 +10,6 @@ from jaxrl.sampling.base import Completion, SamplingParams
 from jaxrl.sampling.vllm.router import SamplerError
 from jaxrl.sampling.vllm.sampler import VllmSampler
 from tests.sampling.standin import Server, choice, respond
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as made:
-        threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
-        yield made
-        made.shutdown()
 
 
 @pytest.fixture

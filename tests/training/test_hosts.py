@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxrl.cli import main
 from jaxrl.monitoring.tracking.tracking import read_metrics
 from tests import tiny
 from tests.processes import JAXRL, XLA_FLAGS
@@ -200,13 +201,17 @@ def keys(material: Path, run_dir: Path) -> dict[str, str]:
 
 
 def commands(material: Path, run_dir: Path, *, count: int) -> list[list[str]]:
+    return of_processes("train", keys(material, run_dir), count=count)
+
+
+def of_processes(command: str, keys: dict[str, str], *, count: int) -> list[list[str]]:
     address, made = f"127.0.0.1:{free_port()}", []
     for i in range(count):
-        every = keys(material, run_dir)
+        every = dict(keys)
         if count > 1:
             every |= {"hosts.coordinator": address}
             every |= {"hosts.processes": str(count), "hosts.process": str(i)}
-        made.append([*JAXRL, "train"])
+        made.append([*JAXRL, command])
         made[-1] += [part for key, value in every.items() for part in (f"--{key}", value)]
     return made
 
@@ -278,3 +283,67 @@ def assert_equal_runs(run_dir: Path, one: Path, *, model: Path) -> None:
     for name, array in theirs.items():
         np.testing.assert_allclose(ours[name], array, atol=1e-5, err_msg=name)
     assert max(np.abs(theirs[name] - moved[name]).max() for name in theirs) > 1e-2
+
+
+def test_adapters_by_dpo_in_two_processes_resumed_in_one_equal_one(tmp_path):
+    """Process 0 alone reads the pairs; the other one's file does not exist."""
+    tiny.write_checkpoint(tmp_path / "model")
+    rows = [
+        {"prompt": f"{a}{b}", "chosen": f"a{b}", "rejected": f"b{a}"} for a in "cde" for b in "cde"
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def keys(name: str, **changes: str) -> dict[str, str]:
+        every = {
+            "run_dir": str(tmp_path / name),
+            "precision": "fp32",
+            "model.path": str(tmp_path / "model"),
+            "data.path": str(tmp_path / "pairs.jsonl"),
+            "data.eval_path": str(tmp_path / "pairs.jsonl"),
+            "data.template": "text",
+            "loss.beta": "0.5",
+            "lora.rank": "2",
+            "train.steps": "4",
+            "train.batch_size": "4",
+            "train.row_length": "16",
+            "train.microbatch_tokens": "16",
+            "optimizer.learning_rate": "0.01",
+            "mesh.data": "4",
+            "mesh.fsdp": "2",
+        }
+        return every | changes
+
+    def finish(name: str) -> dict[str, np.ndarray]:
+        argv = [f"--{key}={value}" for key, value in keys(name).items()]
+        assert main(["dpo", *argv]) == 0
+        tensors = {
+            f"{part}/{key}": array
+            for part in ("model", "adapter")
+            for file in (tmp_path / name / part).glob("*.safetensors")
+            for key, array in load_file(file).items()
+        }
+        assert len(tensors) > len(load_file(tmp_path / "model" / "model.safetensors"))
+        return tensors
+
+    half = of_processes("dpo", keys("two", **{"train.steps": "2", "mesh.data": "2"}), count=2)
+    half[1][half[1].index("--data.path") + 1] = "nowhere.jsonl"
+    with started(half, tmp_path) as processes:
+        assert [process.wait() for process in processes] == [0, 0], [
+            (tmp_path / f"{i}.log").read_text() for i in range(2)
+        ]
+    assert "held-out pairs ranked correctly" in (tmp_path / "0.log").read_text()
+    assert "held-out" not in (tmp_path / "1.log").read_text()
+    found, wanted = finish("two"), finish("one")
+    steps = {row["step"] for row in read_metrics(tmp_path / "two" / "metrics.jsonl")}
+    assert steps == {0, 2, 4}  # it went on after the second
+    for name, array in wanted.items():
+        np.testing.assert_allclose(found[name], array, atol=1e-5, err_msg=name)
+    for part, options in (("model", []), ("adapter", ["--adapter"])):
+        assert (
+            main(["export", str(tmp_path / "two"), str(tmp_path / f"exported_{part}"), *options])
+            == 0
+        )
+        (file,) = (tmp_path / f"exported_{part}").glob("*.safetensors")
+        for name, array in load_file(file).items():
+            assert (array == found[f"{part}/{name}"]).all()
+    assert max(np.abs(array).max() for key, array in wanted.items() if "lora_B" in key) > 1e-2

@@ -198,7 +198,7 @@ def reward_model(model, material, tmp_path_factory):
     return run_dir
 
 
-def test_reward_model_learns_to_rank(reward_model, model, material, tokenizer):
+def test_reward_model_learns_to_rank(reward_model, model, material, tokenizer, tmp_path):
     rows = read_metrics(reward_model / "metrics.jsonl")
     measured = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
     assert measured[0] == 0.0  # a score of zero for all: nothing is ahead of anything
@@ -206,7 +206,8 @@ def test_reward_model_learns_to_rank(reward_model, model, material, tokenizer):
     assert "score/margin" in rows[1] or "score/margin" in rows[2]
 
     # What is on the disk says the same, one text at a time.
-    directory = reward_model / "model"
+    directory = tmp_path / "exported"
+    assert main(["export", str(reward_model), str(directory), "--step", "best"]) == 0
     decoder_config, params = huggingface.load(directory, dtype=None)
     assert decoder_config.scored
     given = config(model, material)

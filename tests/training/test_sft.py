@@ -21,7 +21,7 @@ from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.training.storage.run_directory import ResumeError, lock
-from jaxrl.training.supervised import sft
+from jaxrl.training.supervised import fit, sft
 from tests import arithmetic
 
 
@@ -178,14 +178,14 @@ def test_run_directory_is_locked(material, tmp_path):
 
 
 def test_signal_ends_the_run(material, tmp_path, monkeypatch, capsys):
-    real = sft.batch_indices
+    real = fit.next_batch
 
     def interrupted(*args, **kwargs):
         if kwargs["step"] == 2:
             signal.raise_signal(signal.SIGINT)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(sft, "batch_indices", interrupted)
+    monkeypatch.setattr(fit, "next_batch", interrupted)
     result = sft.finetune(config(material, tmp_path))
     assert (result.step, result.signum, result.model) == (3, signal.SIGINT, None)
     assert "attention by xla on 1 x cpu" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from jaxrl.core.hosts import Hosts
 
 
 class Share(NamedTuple):
-    """What one process has written of a version."""
+    """The part of a version that one process has written."""
 
     entries: tuple[Entry, ...]
     files: tuple[StoredFile, ...]
@@ -36,12 +36,10 @@ class ShareWriter:
 
     def __init__(self, objects: Objects, *, hosts: Hosts, learner: Learner, word: int) -> None:
         """Takes the place in the store of all processes; `word` is the bytes of a number."""
-        self._writer, self._hosts, self._learner, self._word = (
-            FileWriter(objects),
-            hosts,
-            learner,
-            word,
-        )
+        self._writer = FileWriter(objects)
+        self._hosts = hosts
+        self._learner = learner
+        self._word = word
         self._specs = list[TensorSpec]()
         self._buffers = list[np.ndarray]()
         self._complete = hosts.on_all(self._writer.complete)

@@ -1,5 +1,6 @@
 """Conversion of checkpoints to Hugging Face models and PEFT adapters."""
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import trained_specs
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.config.mesh import MeshConfig
-from jaxrl.config.training import Config
+from jaxrl.config.preference import RewardModelConfig
+from jaxrl.config.runs import AnyConfig
 from jaxrl.core import precision
 from jaxrl.core.precision import DType
 from jaxrl.learner.policy import LearnerState, make_learner
@@ -21,37 +23,38 @@ from jaxrl.losses.surrogates import reinforce
 from jaxrl.models import huggingface, lora, peft
 from jaxrl.models.decoder import Model, decoder
 from jaxrl.models.spec import Params
+from jaxrl.training.export import model_dtype
 from jaxrl.training.storage.checkpoint import CheckpointError, Checkpoints
 
 
 def export_checkpoint(
-    config: Config, *, run_dir: Path, directory: Path, step: str, dtype: str | None
+    config: AnyConfig, *, run_dir: Path, directory: Path, step: str, dtype: str | None
 ) -> int:
-    """Writes the policy of a checkpoint with its adapters merged.
+    """Writes the model of a checkpoint with its adapters merged.
 
     config.json, the tokenizer and the weights below the adapters come from the model that the run
     started from, which must still exist.
 
     `step` is "latest", "best" or a number; `dtype` is that of the tensors, such as "f32", by
-    default the policy's wire dtype. Returns the step of the checkpoint.
+    default as `model_dtype`. Returns the step of the checkpoint.
 
     Raises:
       CheckpointError: if there is no such checkpoint, or it is unreadable.
       ValueError: for any other `step`, or an unknown dtype.
     """
-    policy, base = config.policy, config.model.path
-    wire = _dtype(dtype, default=policy.exported)
+    base = config.model.path
+    written = _dtype(dtype, default=model_dtype(config))
     model, specs = _model(config)
     chosen, params = _trained(config, model, specs=specs, run_dir=run_dir, step=step)
     if isinstance(specs, lora.Adapted):
-        _, frozen = huggingface.load(base, dtype=policy.wire)
+        _, frozen = huggingface.load(base, dtype=config.policy.wire)
         params = lora.merge(lora.Adapted(params, frozen, specs.alpha))
-    huggingface.save(directory, params, model.config, dtype=wire, source_dir=base)
+    huggingface.save(directory, params, model.config, dtype=written, source_dir=base)
     return chosen
 
 
 def export_adapters(
-    config: Config, *, run_dir: Path, directory: Path, step: str, dtype: str | None
+    config: AnyConfig, *, run_dir: Path, directory: Path, step: str, dtype: str | None
 ) -> int:
     """Writes the adapters alone, in PEFT's format; arguments as for `export_checkpoint`.
 
@@ -70,8 +73,12 @@ def export_adapters(
     return chosen
 
 
-def _model(config: Config) -> tuple[Model, Any]:
-    model = decoder(huggingface.load_config(config.model.path))
+def _model(config: AnyConfig) -> tuple[Model, Any]:
+    found = huggingface.load_config(config.model.path)
+    if isinstance(config, RewardModelConfig):
+        model = decoder(dataclasses.replace(found, scored=True))
+        return model, model.specs
+    model = decoder(found)
     return model, trained_specs(config.lora, model.specs)
 
 
@@ -80,7 +87,7 @@ def _dtype(name: str | None, *, default: DType) -> DType:
 
 
 def _trained(
-    config: Config, model: Model, *, specs: Any, run_dir: Path, step: str
+    config: AnyConfig, model: Model, *, specs: Any, run_dir: Path, step: str
 ) -> tuple[int, Params]:
     """Returns the checkpoint's step and its trained parameters."""
     checkpoints = Checkpoints.reading(run_dir / "checkpoints")
@@ -104,14 +111,16 @@ def _resolve_step(checkpoints: Checkpoints, step: str) -> int:
     return int(step)
 
 
-def _like(config: Config, model: Model, *, specs: Any) -> LearnerState:
+def _like(config: AnyConfig, model: Model, *, specs: Any) -> LearnerState:
     """Builds the abstract state that a checkpoint is restored into, on one device."""
     layout = make_layout(MeshConfig())
     learner = make_learner(
         model,
         objective(reinforce(), token_mean),  # any; the state does not depend on it
         optimizer=make_optimizer(
-            config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
+            config.optimizer,
+            total_steps=config.train.steps,  # any, too
+            specs=lora.trainable(specs),
         ).transformation,
         precision=config.policy,
         rows_per_microbatch=1,

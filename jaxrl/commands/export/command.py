@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl.commands import options
-from jaxrl.config import toml_file
-from jaxrl.config.training import Config
+from jaxrl.config.runs import load_any
 
-DESCRIPTION = """Writes the policy of a `jaxrl train` checkpoint as a Hugging Face model. LoRA
-adapters are merged into it, or written alone with --adapter.
+DESCRIPTION = """Writes the model of a checkpoint as a Hugging Face model: of `jaxrl train`, `sft`,
+`dpo` or `reward-model`. LoRA adapters are merged into it, or written alone with --adapter.
 
   jaxrl export runs/latest models/mine --step best
   jaxrl export runs/latest adapters/mine --adapter"""
@@ -26,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--dtype",
-        help="f32, bf16 or f16 (default: the run's wire dtype; for adapters, its params dtype)",
+        help="f32, bf16 or f16 (default: as the run itself writes its model at the end)",
     )
     return made
 
@@ -34,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     arguments = parser().parse_args(argv)
-    config = toml_file.load(Config, file=arguments.run_dir / "config.toml")
+    config = load_any(arguments.run_dir / "config.toml")
 
     # Takes seconds, so after --help.
     from jaxrl.commands.export.checkpoint import export_adapters, export_checkpoint

@@ -165,6 +165,17 @@ CHARTS = (
 )
 
 
+# Drawn first where there is no reward: texts or pairs are learnt.
+_LOSS = Chart(
+    "Loss",
+    "",
+    "mean of a step, and the share of held-out pairs ranked correctly",
+    {"loss": "loss", "eval/accuracy": "held-out accuracy"},
+    points=("eval/accuracy",),
+    right="eval/accuracy",
+)
+
+
 def drawn(known: Collection[str]) -> set[str]:
     """Returns the metrics that any chart draws."""
     return {name for chart in CHARTS for name in chart.names(known)}
@@ -172,7 +183,10 @@ def drawn(known: Collection[str]) -> set[str]:
 
 def charts_of(known: Collection[str]) -> list[dict[str, Any]]:
     """Returns the charts with at least one known metric, in the page's form."""
-    found = [chart._replace(metrics=chart.names(known)) for chart in CHARTS]
+    charts = CHARTS
+    if "reward" not in known and "loss" in known:
+        charts = (_LOSS, *(c for c in CHARTS if not _LOSS.metrics.keys() & c.metrics.keys()))
+    found = [chart._replace(metrics=chart.names(known)) for chart in charts]
     internal = ("rest", "left_out")
     return [
         {key: value for key, value in chart._asdict().items() if key not in internal}

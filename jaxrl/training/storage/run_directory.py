@@ -149,13 +149,12 @@ def compare_config(directory: Path, config: Config | SupervisedConfig) -> str | 
     there = toml_file.flatten(_read_config(directory / "config.toml", type(config)))
     here = toml_file.flatten(config)
     free = _FREE if config.optimizer.schedule != "constant" else (*_FREE, "train.steps")
-    order = _ORDER if isinstance(config, Config) else ()
     changed = {
         key: f"{key} = {there.get(key)!r} there and {here.get(key)!r} here"
         for key in sorted(there.keys() | here.keys())
         if there.get(key) != here.get(key) and not key.startswith(free)
     }
-    if others := [text for key, text in changed.items() if not key.startswith(order)]:
+    if others := [text for key, text in changed.items() if not key.startswith(_ORDER)]:
         raise ResumeError(
             f"{directory} holds a run with another config: {'; '.join(others)}. Choose another "
             "run_dir, or delete this one to start over"

@@ -1,11 +1,10 @@
 """Direct preference optimization: a policy from pairs of completions, without a reward model.
 
-The learner is that of reinforcement learning. The reference is the initial model; its log-probs
-are computed once for each batch.
+The learner is that of reinforcement learning. The reference is the initial model, with the
+initial adapters if there are any; its log-probs are computed once for each batch.
 """
 
 import dataclasses
-from pathlib import Path
 
 import jax
 
@@ -20,10 +19,9 @@ from jaxrl.losses import from_config, preference
 from jaxrl.losses.objectives import objective
 from jaxrl.losses.preference import PairLoss
 from jaxrl.losses.scores import Scores
-from jaxrl.models import huggingface
+from jaxrl.models import huggingface, lora
 from jaxrl.models.spec import Params
-from jaxrl.training.storage.run_directory import compare_config
-from jaxrl.training.supervised.fit import Result
+from jaxrl.training.supervised.fit import Result, check_resumable
 from jaxrl.training.supervised.pairs import fit_pairs, load_pairs
 
 
@@ -35,19 +33,21 @@ def train_dpo(config: DPOConfig) -> Result:
       ValueError: for a loss, data, a model or a run directory that cannot be used; the message
         names it.
     """
-    compare_config(Path(config.run_dir), config)  # before the model is read
+    check_resumable(config)
     goal = objective(preference.pairwise(load_loss(config.loss)), preference.pair_mean)
     tokenizer = huggingface.load_tokenizer(config.model.path)
     data = load_pairs(config.data, tokenizer, max_tokens=config.train.row_length)
     setup = set_up(config)
-    reference: Params = jit(precision.cast, static_argnums=1)(setup.params, config.policy.compute)
+    initial = lora.trainable(setup.params)
+    reference: Params = jit(precision.cast, static_argnums=1)(initial, config.policy.compute)
     learner = make_learner(
         setup.model, goal, optimizer=setup.optimizer.transformation, **setup.numerics
     )
     score = jit(learner.score)
 
-    def prepare(minibatch: Minibatch) -> Minibatch:
-        return dataclasses.replace(minibatch, reference=score(reference, minibatch))
+    def prepare(params: Params, minibatch: Minibatch) -> Minibatch:
+        scored = score(lora.with_trainable(params, reference), minibatch)
+        return dataclasses.replace(minibatch, reference=scored)
 
     @jit
     def compare(logprobs: jax.Array, minibatch: Minibatch) -> Metrics:
@@ -58,7 +58,7 @@ def train_dpo(config: DPOConfig) -> Result:
         config,
         data,
         setup=setup,
-        measure=lambda params, batch: compare(score(params, batch), prepare(batch)),
+        measure=lambda params, batch: compare(score(params, batch), prepare(params, batch)),
         title="dpo",
         learner=learner,
         prepare=prepare,

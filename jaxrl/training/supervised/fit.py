@@ -1,20 +1,23 @@
 """The loop of supervised runs: fine-tuning, a reward model, DPO.
 
 A `Task` holds the differences between them: the batches, the step, and the held-out measurements.
+All processes of a run call the same functions; process 0 alone reads the data.
 """
 
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxrl.builders.model import attention_note
 from jaxrl.builders.optimizer import state_shardings
 from jaxrl.builders.supervised import Setup
-from jaxrl.config.supervised import SupervisedConfig
+from jaxrl.config.preference import DPOConfig, RewardModelConfig
+from jaxrl.config.supervised import SFTConfig, SupervisedConfig
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.metrics import Metrics, to_floats
@@ -22,14 +25,21 @@ from jaxrl.core.precision import jit
 from jaxrl.data import prompts
 from jaxrl.learner.policy import Learner, LearnerState
 from jaxrl.learner.reward_model import Ranker
-from jaxrl.learner.update import applied_steps
-from jaxrl.models import huggingface
+from jaxrl.learner.update import applied_steps, checkpoint_view, from_checkpoint
+from jaxrl.models import lora
 from jaxrl.models.spec import Params
-from jaxrl.monitoring.tracking.tracking import Tracker, gap, incomplete_logs, open_tracker
+from jaxrl.monitoring.tracking.tracking import (
+    NullTracker,
+    Tracker,
+    gap,
+    incomplete_logs,
+    open_tracker,
+)
+from jaxrl.training.export import model_dtype, write_model
 from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.schedule import is_due
 from jaxrl.training.storage.checkpoint import Checkpoints
-from jaxrl.training.storage.run_directory import check_config, lock
+from jaxrl.training.storage.run_directory import check_config, compare_config, lock, record_start
 from sharding.transfer import fetch
 
 _LOG_EVERY = 10  # steps between two readings of the loss, each of which waits for the device
@@ -46,8 +56,9 @@ class Task:
       title: of the live display.
       setup: the model, and the optimizer of its learner.
       learner: not compiled.
-      batch: optimizer step -> its minibatch. It depends on nothing else, so that a run can resume.
-      prepare: adds scores that the step needs and that do not change.
+      rows: the data, of which each optimizer step takes a batch; empty on processes other than 0.
+      pack: a batch of rows -> the minibatch.
+      prepare: (params, minibatch) -> the minibatch with scores that the step needs.
       measure: params -> numbers on held-out data; "accuracy" among them selects the best
         checkpoint.
       eval_every: steps between two measurements; 0 measures only before the first step and after
@@ -58,8 +69,9 @@ class Task:
     title: str
     setup: Setup
     learner: Learner | Ranker
-    batch: Callable[[int], Minibatch]
-    prepare: Callable[[Minibatch], Minibatch] = lambda minibatch: minibatch
+    rows: Sequence[Any]
+    pack: Callable[[Sequence[Any]], Minibatch]
+    prepare: Callable[[Params, Minibatch], Minibatch] = lambda params, minibatch: minibatch
     measure: Callable[[Params], Numbers] = lambda params: {}
     eval_every: int = 0
     notes: Sequence[str] = ()
@@ -84,8 +96,15 @@ class Result:
     model: Path | None = None
 
 
-def fit(config: SupervisedConfig, task: Task) -> Result:
-    """Trains for `config.train.steps` steps, or until a signal, and saves the model.
+def check_resumable(config: SupervisedConfig) -> None:
+    """Raises ResumeError, on every process, if the run directory holds a run with another config:
+    before anything is loaded."""
+    Hosts().on_leader(lambda: compare_config(Path(config.run_dir), config))
+
+
+def fit(config: SFTConfig | DPOConfig | RewardModelConfig, task: Task) -> Result:
+    """Trains for `config.train.steps` steps, or until a signal, and saves the model: with adapters
+    merged, and the adapters by themselves.
 
     A run that was stopped or killed resumes from its last checkpoint when it is called again with
     the same config, and computes the same parameters bit for bit.
@@ -96,27 +115,29 @@ def fit(config: SupervisedConfig, task: Task) -> Result:
       CheckpointError: if a checkpoint cannot be written or read.
       ValueError: if the kernel of `train.attention` cannot be used; the message gives the reason.
     """
-    directory, setup = Path(config.run_dir), task.setup
-    with lock(directory, Hosts()):
+    directory, setup, hosts = Path(config.run_dir), task.setup, task.setup.hosts
+    with lock(directory, hosts), hosts.reporting():
         attention = attention_note(
             config, setup.model, layout=setup.layout, length=config.train.row_length
         )
-        check_config(directory, config)
+        change = hosts.on_leader(lambda: check_config(directory, config))
+        repaired = hosts.on_leader(lambda: incomplete_logs(directory))
         kept = config.checkpoint
         checkpoints = Checkpoints(
             directory / "checkpoints", keep=kept.keep, keep_best=kept.keep_best
         )
         with closing(checkpoints):
-            notes = (*incomplete_logs(directory), attention, *task.notes)
+            notes = (*repaired, *filter(None, [change]), attention, *task.notes)
             result, params = _train(config, task, checkpoints=checkpoints, notes=notes)
         if result.step == config.train.steps:
-            result.model = directory / "model"
-            huggingface.save(
-                result.model,
+            result.model = write_model(
+                directory,
                 params,
-                setup.model.config,
-                dtype=config.policy.params,
-                source_dir=config.model.path,
+                model=setup.model,
+                specs=setup.specs,
+                dtype=model_dtype(config),
+                base=config.model.path,
+                hosts=hosts,
             )
         return result
 
@@ -124,21 +145,16 @@ def fit(config: SupervisedConfig, task: Task) -> Result:
 def _train(
     config: SupervisedConfig, task: Task, *, checkpoints: Checkpoints, notes: Sequence[str]
 ) -> tuple[Result, Params]:
-    (state, update), result = compile_step(config, task), Result()
+    (state, update), result, hosts = compile_step(config, task), Result(), task.setup.hosts
     if (step := checkpoints.latest_step()) is not None:
-        found = checkpoints.restore(step, state)
-        state, result = found.state, Result(step, **found.host)
+        found = checkpoints.restore(step, checkpoint_view(state))
+        state, result = from_checkpoint(found.state, like=state), Result(step, **found.host)
         notes = [*notes, *filter(None, [found.note])]
     with (
         Interrupt() as interrupt,
-        open_tracker(
-            config.run_dir,
-            start_step=result.step,
-            total_steps=config.train.steps,
-            title=task.title,
-        ) as tracker,
+        _open_tracker(config, task, step=result.step) as tracker,
     ):
-        missing = gap(tracker.history, step=result.step, every=_LOG_EVERY)
+        missing = gap(tracker.history, step=result.step, every=_LOG_EVERY) if hosts.leads else None
         for note in (*notes, *filter(None, [missing])):
             tracker.note(note)
         log = _Log(task, tracker, result=result)
@@ -146,11 +162,12 @@ def _train(
             result.first = log.held_out(state)
         stopping = result.step == config.train.steps
         while not stopping:
-            minibatch = task.batch(result.step)
-            state, metrics = update(state, task.prepare(minibatch))
+            minibatch = next_batch(config, task, step=result.step)
+            state, metrics = update(state, task.prepare(state.params, minibatch))
             result.step += 1
             last = result.step == config.train.steps
-            stopping = last or interrupt.signum is not None
+            signum = hosts.largest(interrupt.signum or 0)
+            stopping = last or signum > 0
             log.count(minibatch)
             if last or is_due(_LOG_EVERY, result.step):
                 log.training(state, metrics)
@@ -159,17 +176,49 @@ def _train(
                 measured = log.held_out(state)
             if stopping or is_due(config.checkpoint.every, result.step):
                 host = {"first": result.first, "last": result.last}
-                checkpoints.save(result.step, state, host=host, metric=measured.get("accuracy"))
-        if result.step < config.train.steps:
-            result.signum = interrupt.signum
+                metric = measured.get("accuracy")
+                checkpoints.save(result.step, checkpoint_view(state), host=host, metric=metric)
+            if stopping and not last:
+                result.signum = signum
     return result, state.params
+
+
+def next_batch(config: SupervisedConfig, task: Task, *, step: int) -> Minibatch:
+    """Returns the minibatch of an optimizer step. It depends on the step and the data alone, so
+    that a run can resume."""
+
+    def choose() -> list[Any]:
+        count = config.train.batch_size
+        indices = prompts.next_indices(
+            len(task.rows), position=step * count, count=count, seed=config.seed
+        )
+        return [task.rows[int(i)] for i in indices]
+
+    return task.pack(task.setup.hosts.on_leader(choose))
+
+
+def _open_tracker(
+    config: SupervisedConfig, task: Task, *, step: int
+) -> AbstractContextManager[Tracker | NullTracker]:
+    """Opens the tracker of a run on process 0, and a NullTracker on the others."""
+    if not task.setup.hosts.leads:
+        return nullcontext(NullTracker())
+    devices = list(task.setup.layout.mesh.devices.flat)
+    record_start(Path(config.run_dir), step=step, devices=devices)
+    return open_tracker(
+        config.run_dir, start_step=step, total_steps=config.train.steps, title=task.title
+    )
 
 
 def compile_step(config: SupervisedConfig, task: Task) -> tuple[LearnerState, Update]:
     """Returns the state before the first step and the jitted step, which donates its state."""
     setup, learner = task.setup, task.learner
     shardings = state_shardings(
-        config.optimizer, learner.init, setup.params, layout=setup.layout, specs=setup.model.specs
+        config.optimizer,
+        learner.init,
+        setup.params,
+        layout=setup.layout,
+        specs=lora.declared(setup.specs),
     )
     state = jit(learner.init, out_shardings=shardings)(setup.params)
     return state, jit(learner.step, donate_argnums=0, out_shardings=(shardings, None))
@@ -178,7 +227,7 @@ def compile_step(config: SupervisedConfig, task: Task) -> tuple[LearnerState, Up
 class _Log:
     """Writes the metrics of a run and measures its throughput."""
 
-    def __init__(self, task: Task, tracker: Tracker, *, result: Result) -> None:
+    def __init__(self, task: Task, tracker: Tracker | NullTracker, *, result: Result) -> None:
         self._task, self._tracker, self._result = task, tracker, result
         self._since, self._tokens = time.perf_counter(), 0
 
@@ -205,13 +254,6 @@ class _Log:
         if self._result.step:
             self._result.last |= named
         return measured
-
-
-def batch_indices(size: int, *, step: int, config: SupervisedConfig) -> list[int]:
-    """Returns the indices, out of `size` texts or pairs, that an optimizer step learns from."""
-    count = config.train.batch_size
-    indices = prompts.next_indices(size, position=step * count, count=count, seed=config.seed)
-    return [int(i) for i in indices]
 
 
 def too_long_note(key: str, count: int, *, config: SupervisedConfig) -> list[str]:

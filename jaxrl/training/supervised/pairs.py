@@ -1,5 +1,6 @@
 """Runs on preference pairs: loads, packs and measures them."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,13 +15,14 @@ from jaxrl.config.preference import (
     RewardModelConfig,
 )
 from jaxrl.core.batch import Minibatch
+from jaxrl.core.hosts import Hosts
 from jaxrl.core.metrics import Metrics, merge, to_floats
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.data.pairs import Pair, PairColumns, Pairs, read_pairs
 from jaxrl.data.prompts import Tokenizer
 from jaxrl.data.rows import Row, read_rows
 from jaxrl.models.spec import Params
-from jaxrl.training.supervised.fit import Result, Task, batch_indices, fit, too_long_note
+from jaxrl.training.supervised.fit import Result, Task, fit, too_long_note
 
 
 class PairData(NamedTuple):
@@ -31,7 +33,10 @@ class PairData(NamedTuple):
 
 
 def load_pairs(config: PairDataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> PairData:
-    """Reads and tokenizes training and held-out pairs; raises as `read_pairs`."""
+    """Reads and tokenizes training and held-out pairs, on process 0 alone; raises as
+    `read_pairs`."""
+    if not Hosts().leads:
+        return PairData(Pairs([], 0), Pairs([], 0))
     rows = read_rows(config.path)
     training = tokenize(rows, tokenizer, config=config, max_tokens=max_tokens)
     if config.eval_path is None:
@@ -75,24 +80,23 @@ def fit_pairs(
 ) -> Result:
     """Trains on pairs and measures batches of the held-out ones; `task` has the other attributes
     of `Task`. Raises as `fit`."""
-    size = config.train.batch_size
-    shape = supervised_shape(config, layout=setup.layout, together=2)
-
-    def batch(step: int) -> Minibatch:
-        pairs = data.training.pairs
-        indices = batch_indices(len(pairs), step=step, config=config)
-        return pack_pairs([pairs[i] for i in indices], shape=shape)
+    size, hosts, held_out = config.train.batch_size, setup.hosts, data.held_out.pairs
+    pack = functools.partial(
+        pack_pairs, shape=supervised_shape(config, layout=setup.layout, together=2)
+    )
+    count = hosts.share(len(held_out))
 
     def measured(params: Params) -> dict[str, float]:
-        pairs, found = data.held_out.pairs, Metrics()
-        for start in range(0, len(pairs), size):
-            some = pack_pairs(pairs[start : start + size], shape=shape)
-            found = merge(found, measure(params, some))
+        found = Metrics()
+        for start in range(0, count, size):
+            some = hosts.share(held_out[start : start + size])
+            found = merge(found, measure(params, pack(some)))
         return to_floats(found)
 
     made = Task(
         setup=setup,
-        batch=batch,
+        rows=data.training.pairs,
+        pack=pack,
         measure=measured,
         eval_every=config.eval.every,
         notes=too_long_note("data.path", data.training.too_long, config=config)

@@ -1,7 +1,5 @@
 """Trains a reward model on pairs of completions (Bradley-Terry)."""
 
-from pathlib import Path
-
 from jaxrl.builders.supervised import set_up
 from jaxrl.config.preference import RewardModelConfig
 from jaxrl.core.batch import Minibatch
@@ -11,8 +9,7 @@ from jaxrl.learner.reward_model import make_ranker, make_scores
 from jaxrl.losses.preference import ranked
 from jaxrl.models import huggingface
 from jaxrl.models.spec import Params
-from jaxrl.training.storage.run_directory import compare_config
-from jaxrl.training.supervised.fit import Result
+from jaxrl.training.supervised.fit import Result, check_resumable
 from jaxrl.training.supervised.pairs import fit_pairs, load_pairs
 
 
@@ -25,10 +22,10 @@ def train_reward_model(config: RewardModelConfig) -> Result:
       ResumeError, CheckpointError: as `supervised.fit`.
       ValueError: for data, a model or a run directory that cannot be used; the message names it.
     """
-    compare_config(Path(config.run_dir), config)  # before the model is read
+    check_resumable(config)
     tokenizer = huggingface.load_tokenizer(config.model.path)
     data = load_pairs(config.data, tokenizer, max_tokens=config.train.row_length)
-    setup, center_rewards = set_up(config, output="scores"), config.loss.center_rewards
+    setup, center_rewards = set_up(config), config.loss.center_rewards
     scores = make_scores(setup.model, **setup.numerics)
 
     @jit

@@ -4,7 +4,6 @@ The learner is that of reinforcement learning; the objective is -logprob, withou
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -13,6 +12,7 @@ from jaxrl.builders.prompts import rendering
 from jaxrl.builders.supervised import set_up, supervised_shape
 from jaxrl.config.supervised import SFTConfig, SFTDataConfig
 from jaxrl.core.batch import Minibatch, Rollout, TokenBatch, given_rollout
+from jaxrl.core.hosts import Hosts
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.packing import pack_minibatch
 from jaxrl.data import prompts
@@ -24,8 +24,7 @@ from jaxrl.losses.algebra import TokenLoss, token_loss
 from jaxrl.losses.objectives import objective
 from jaxrl.losses.scores import Scores
 from jaxrl.models import huggingface
-from jaxrl.training.storage.run_directory import compare_config
-from jaxrl.training.supervised.fit import Result, Task, batch_indices, fit, too_long_note
+from jaxrl.training.supervised.fit import Result, Task, check_resumable, fit, too_long_note
 
 
 class Texts(NamedTuple):
@@ -57,15 +56,15 @@ def finetune(config: SFTConfig) -> Result:
       ResumeError, CheckpointError: as `supervised.fit`.
       ValueError: for data, a model or a run directory that cannot be used; the message names it.
     """
-    compare_config(Path(config.run_dir), config)  # before the model is read
+    check_resumable(config)
     tokenizer = huggingface.load_tokenizer(config.model.path)
-    texts = load_texts(config.data, tokenizer, max_tokens=config.train.row_length)
+    texts = Texts([], 0)
+    if Hosts().leads:
+        texts = load_texts(config.data, tokenizer, max_tokens=config.train.row_length)
     setup = set_up(config)
     shape = supervised_shape(config, layout=setup.layout)
 
-    def batch(step: int) -> Minibatch:
-        indices = batch_indices(len(texts.sequences), step=step, config=config)
-        sequences = [texts.sequences[i] for i in indices]
+    def pack(sequences: Sequence[Rollout]) -> Minibatch:
         return pack_minibatch(sequences, [0.0] * len(sequences), shape=shape)
 
     task = Task(
@@ -77,7 +76,8 @@ def finetune(config: SFTConfig) -> Result:
             optimizer=setup.optimizer.transformation,
             **setup.numerics,
         ),
-        batch=batch,
+        rows=texts.sequences,
+        pack=pack,
         notes=too_long_note("data.path", texts.too_long, config=config),
     )
     return fit(config, task)

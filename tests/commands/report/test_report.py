@@ -104,6 +104,14 @@ def test_page_holds_only_what_it_draws(tmp_path):
     assert {name for metrics in charts.values() for name in metrics} == set(found["series"])
 
 
+def test_loss_comes_first_where_texts_or_pairs_are_learnt():
+    known = {"loss", "eval/accuracy", "grad_norm"}
+    first, second = charts_of(known)
+    assert set(first["metrics"]) == {"loss", "eval/accuracy"}
+    assert set(second["metrics"]) == {"grad_norm"}
+    assert charts_of(known | {"reward"})[0]["title"] == "Reward"
+
+
 def test_runs_get_the_shortest_distinct_names(tmp_path):
     a, b = tmp_path / "x" / "run", tmp_path / "y" / "run"
     assert names([a]) == ["run"]

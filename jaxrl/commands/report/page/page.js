@@ -25,6 +25,7 @@ function outcome(run) {
     found["best model"] = [`step ${steps[best]}`, element("code", {}, [`jaxrl export ${quoted(run.path)} OUT --step best`])];
   }
   if (reward) found.reward = [`${brief(reward[1][0])} \u2192 ${brief(reward[1].at(-1))}`, "first and last step"];
+  else if (run.series.loss) found.loss = [`${brief(run.series.loss[1][0])} \u2192 ${brief(run.series.loss[1].at(-1))}`, "first and last reading"];
   found.steps = [`${run.last_step} of ${run.config["train.steps"] ?? "?"}`, run.seconds ? `${duration(run.seconds)} in steps` : ""];
   if (speed) found["tokens/s"] = [shown(Math.round(median(speed[1]))), "median of a step"];
   const alarms = run.alarms.filter((event) => !event.repeated).length;
@@ -144,6 +145,7 @@ if (RUNS.length > 1) {
   document.getElementById("runs").append(...boxes);
   document.getElementById("curve-controls").append(element("label", {}, ["Run for distributions and times", focus]));
 }
+for (const part of document.querySelectorAll("#completions, nav a[href='#completions']")) part.hidden = !RUNS.some((run) => run.samples.length || run.config["samples.every"] != null);
 draw();
 drawCompletions();
 follow();

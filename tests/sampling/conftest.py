@@ -1,0 +1,16 @@
+"""A stand-in for a vLLM server, for one test."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.sampling.standin import Server
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as made:
+        threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
+        yield made
+        made.shutdown()
