@@ -49,7 +49,7 @@ def block(
     more = project(flat, layer, "o", precision=context.precision)
     x = constrain(x + context.layer_norm(more, layer, "attn_out_norm"), stream)
     normed, routing = context.layer_norm(x, layer, "mlp_norm"), None
-    if context.config.experts is None:
+    if "router" not in layer:
         more = gated(normed, layer, context=context)
     else:
         more, routing = mixture(normed, layer, context=context, recorded=recorded)

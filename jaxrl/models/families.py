@@ -9,19 +9,56 @@ from jaxrl.models.rope import Rope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts in place of every feed-forward network.
+    """A mixture of experts in place of feed-forward networks.
 
     Attributes:
       count: experts per layer.
       per_token: experts per token.
       intermediate_size: hidden units of one expert.
       renormalise: true if a token's weights are divided by their sum.
+      scores: what the router's logits become.
+      corrected: true if experts are chosen by scores plus a bias for each expert, which no gradient
+        trains (arXiv:2408.15664).
+      groups, chosen_groups: experts are chosen within the best of so many groups.
+      scale: factor of the weights.
+      shared: experts that every token has besides its own, computed as one of their joint size.
+      dense_layers: first layers of the decoder, which have a feed-forward network instead.
     """
 
     count: int
     per_token: int
     intermediate_size: int
     renormalise: bool
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    corrected: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    scale: float = 1.0
+    shared: int = 0
+    dense_layers: int = 0
+
+
+class Group(NamedTuple):
+    """Consecutive layers with the same parameters, stacked and scanned together.
+
+    Attributes:
+      name: key of their parameters.
+      first: index of the first layer.
+      count: number of layers.
+      routed: true if they have experts.
+    """
+
+    name: str
+    first: int
+    count: int
+    routed: bool
+
+
+class Kind(NamedTuple):
+    """What differs by layer besides the parameters."""
+
+    window: int | None  # see `DecoderConfig.windows`
+    rope: Rope | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,9 +124,25 @@ class DecoderConfig:
     pad_id: int | None = None
 
     @property
-    def distinct_ropes(self) -> tuple[Rope | None, ...]:
-        """The ropes that layers have, each once."""
-        return tuple(dict.fromkeys(self.ropes)) or (self.rope,)
+    def groups(self) -> tuple[Group, ...]:
+        """The layers from first to last; those with experts are in the last group."""
+        if self.experts is None:
+            return (Group("layers", 0, self.num_layers, False),)
+        first = self.experts.dense_layers
+        dense = (Group("dense_layers", 0, first, False),) if first else ()
+        return (*dense, Group("layers", first, self.num_layers - first, True))
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kind of each layer."""
+        windows = self.windows or (None,) * self.num_layers
+        ropes = self.ropes or (self.rope,) * self.num_layers
+        return tuple(Kind(*one) for one in zip(windows, ropes, strict=True))
+
+    @property
+    def distinct_kinds(self) -> tuple[Kind, ...]:
+        """The kinds of layers, each once."""
+        return tuple(dict.fromkeys(self.kinds))
 
     @property
     def score_scale(self) -> float:

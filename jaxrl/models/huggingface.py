@@ -18,6 +18,7 @@ import numpy as np
 from flax import traverse_util
 from safetensors.numpy import save_file
 
+from jaxrl.core.casts import dtype_of
 from jaxrl.core.precision import DType
 from jaxrl.models import hf_config, spec
 from jaxrl.models.checkpoint_files import (
@@ -169,7 +170,7 @@ def load(
     config = load_config(directory)
     with _checked_tensors(Path(directory), config) as tensors:
         values = {
-            path: put(path, read_parameter(one, tensors, dtype=dtype))
+            path: put(path, read_parameter(one, tensors, dtype=dtype and dtype_of(path, dtype)))
             for path, one in spec.flatten(param_specs(config)).items()
         }
     return config, traverse_util.unflatten_dict(values, sep="/")
@@ -190,7 +191,7 @@ def load_scorer(
         values = {
             path: put(
                 path,
-                read_parameter(one, tensors, dtype=dtype)
+                read_parameter(one, tensors, dtype=dtype_of(path, dtype))
                 if config.scored or path != "score"
                 else np.zeros(one.shape, dtype),
             )
@@ -311,8 +312,10 @@ def save_tensors(
         save_file(content, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        total = sum(int(np.prod(one.shape)) for one in flat.values())
-        metadata = {"total_size": total * np.dtype(dtype).itemsize}
+        total = sum(
+            int(np.prod(one.shape)) * dtype_of(path, dtype).itemsize for path, one in flat.items()
+        )
+        metadata = {"total_size": total}
         write_json(directory / INDEX, {"metadata": metadata, "weight_map": weight_map})
     content = hf_config.to_hf_config(config, dtype=np.dtype(dtype).name)
     write_json(directory / "config.json", content)
@@ -377,6 +380,7 @@ def _tensors(
             raise ValueError(
                 f"parameter {path!r} has shape {given[path].shape}, expected {one.shape}"
             )
-        value = np.asarray(given[path]).astype(dtype).reshape(-1, *one.tensor_shape)
+        value = np.asarray(given[path]).astype(dtype_of(path, dtype))
+        value = value.reshape(-1, *one.tensor_shape)
         for name, tensor in zip(one.hf_names(), value, strict=True):
             yield name, np.ascontiguousarray(tensor)

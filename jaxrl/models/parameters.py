@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxrl.models.families import FAMILIES, DecoderConfig
+from jaxrl.models.families import FAMILIES, DecoderConfig, Group
 from jaxrl.models.spec import ParamSpec, Specs
 
 Dimension = tuple[int, str]  # size and logical axis
@@ -29,7 +29,7 @@ def param_specs(config: DecoderConfig) -> Specs:
     std = config.initializer_range
     specs: dict[str, Any] = {
         "embed": _spec("model.embed_tokens.weight", vocab, hidden, scale=std),
-        "layers": _layers(config),
+        **{group.name: _layers(config, group) for group in config.groups},
         "final_norm": _spec("model.norm.weight", (hidden[0], "norm"), scale=_norm_scale(config)),
     }
     if config.scored:
@@ -40,8 +40,8 @@ def param_specs(config: DecoderConfig) -> Specs:
     return specs
 
 
-def _spec(name: str, *dims: Dimension, scale: float | None) -> ParamSpec:
-    return ParamSpec(tuple(n for n, _ in dims), tuple(axis for _, axis in dims), name, scale)
+def _spec(name: str, *dims: Dimension, scale: float | None, first: int = 0) -> ParamSpec:
+    return ParamSpec(tuple(n for n, _ in dims), tuple(axis for _, axis in dims), name, scale, first)
 
 
 def _norm_scale(config: DecoderConfig) -> float | None:
@@ -49,7 +49,7 @@ def _norm_scale(config: DecoderConfig) -> float | None:
     return 0.0 if config.norm_plus_one else None
 
 
-def _layers(config: DecoderConfig) -> dict[str, ParamSpec]:
+def _layers(config: DecoderConfig, group: Group) -> dict[str, ParamSpec]:
     hidden, std = (config.hidden_size, "embed"), config.initializer_range
     queries = (config.num_heads * config.head_dim, "q_heads")
     keys = (config.num_kv_heads * config.head_dim, "kv_heads")
@@ -57,7 +57,7 @@ def _layers(config: DecoderConfig) -> dict[str, ParamSpec]:
 
     def stacked(name: str, path: str, *dims: Dimension, scale: float | None = std):
         path = f"model.layers.{{layer}}.{other_names.get(name, path)}"
-        return {name: _spec(path, (config.num_layers, "layers"), *dims, scale=scale)}
+        return {name: _spec(path, (group.count, "layers"), *dims, scale=scale, first=group.first)}
 
     def norms(part: str) -> dict[str, ParamSpec]:
         layers, width = {}, (config.hidden_size, "norm")
@@ -76,7 +76,7 @@ def _layers(config: DecoderConfig) -> dict[str, ParamSpec]:
         layers |= stacked("v", "self_attn.v_proj.weight", keys, hidden)
     layers |= stacked("o", "self_attn.o_proj.weight", hidden, queries)
     layers |= norms("mlp")
-    if config.experts is not None:
+    if config.experts is not None and group.routed:
         experts, mlp = (config.experts.count, "experts"), (config.experts.intermediate_size, "mlp")
         one = "mlp.experts.{expert}"
         layers |= stacked("router", "mlp.gate.weight", (experts[0], "router"), hidden)

@@ -38,8 +38,7 @@ def test_equals_the_naive_form(length, window, scale, cap):
         )
 
         def blocked(q, k, v):
-            size = None if window is None else jnp.int32(window)
-            scoring = Scoring(size, scale, cap)
+            scoring = Scoring((window,), None, scale, cap)
             return attention(q, k, v, jnp.asarray(segments), scoring=scoring, precision=F64)
 
         def whole(q, k, v):

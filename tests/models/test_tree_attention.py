@@ -71,8 +71,8 @@ def naive(q, k, v, tree, *, scoring, precision):
 
 SCORINGS = {
     "plain": Scoring(),
-    "window": Scoring(jnp.int32(20)),
-    "cap": Scoring(jnp.int32(20), 0.7, 1.5),
+    "window": Scoring((20,)),
+    "cap": Scoring((20,), None, 0.7, 1.5),
 }
 
 

@@ -17,7 +17,7 @@ from jaxrl.models.attention import attention, pad_values, softmax_product
 from jaxrl.models.block import block
 from jaxrl.models.decoder import Model
 from jaxrl.models.experts import Routing
-from jaxrl.models.layers import LayerContext, embed, per_layer
+from jaxrl.models.layers import LayerContext, embed, kind_numbers
 from jaxrl.models.logprobs import rounded_logits
 from jaxrl.models.products import product
 from jaxrl.models.scoring import Scoring
@@ -36,7 +36,8 @@ class Cache:
 
     keys: jax.Array  # [L, B, K, head_dim, S]
     values: jax.Array  # [L, B, K, S, head_dim], see `pad_values`
-    experts: jax.Array | None = None  # [L, B, S, k], of the smallest unsigned dtype
+    # [L, B, S, k] of the layers that have some, of the smallest unsigned dtype.
+    experts: jax.Array | None = None
 
     @property
     def slots(self) -> int:
@@ -75,21 +76,26 @@ def prefill(
     tables = context.rope_tables(positions)
 
     def body(x, scanned):
-        layer, own = scanned
+        layer, kind = scanned
 
         def attend(q, k, v):
-            scoring = context.scoring(own.window)
+            scoring = context.scoring(kind)
             out = attention(q, k, v, segments, scoring=scoring, precision=precision)
             return out, _entries(k, v, precision)
 
-        table = tables.of_layer(own.rope)
+        table = tables.of_layer(kind)
         x, cache, routing = block(x, layer, attend, table=table, context=context)
         if record_experts and routing is not None:
             cache = dataclasses.replace(cache, experts=_smallest(routing))
         return x, cache
 
     x = context.enter(embed(params["embed"], tokens, precision=precision))
-    x, cache = lax.scan(body, x, (params["layers"], per_layer(config)))
+    caches = []
+    for group in config.groups:
+        x, cache = lax.scan(body, x, (params[group.name], kind_numbers(config, group)))
+        caches.append(cache)
+    keys, values = (jnp.concatenate([getattr(c, n) for c in caches]) for n in ("keys", "values"))
+    cache = Cache(keys, values, caches[-1].experts)  # the last group has the experts
     last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)
     return cache, _logits(params, last, model=model, context=context)
 
@@ -127,12 +133,12 @@ def decode_step(
     # The cache is carried and written in place: scanned over, it would be copied as a whole.
     def body(carry, scanned):
         x, cache = carry
-        number, layer, own = scanned
+        number, layer, kind = scanned
         layer = jax.tree.map(lambda bits: from_bits(bits, precision.compute), layer)
-        scoring = context.scoring(own.window)
+        scoring = context.scoring(kind)
         near = seen
-        if own.window is not None:
-            near = seen & (index > positions[:, None] - own.window)
+        if scoring.window is not None:
+            near = seen & (index > positions[:, None] - scoring.window)
 
         def attend(q, k, v):
             new = _entries(k, v, precision)
@@ -142,18 +148,21 @@ def decode_step(
             out = attend_cache(q, *held, seen=near, scoring=scoring, precision=precision)
             return out, (keys, values)
 
-        table = tables.of_layer(own.rope)
+        table = tables.of_layer(kind)
         x, (keys, values), routing = block(x, layer, attend, table=table, context=context)
         experts = cache.experts
         if experts is not None and routing is not None:
-            experts = experts.at[number, rows, positions].set(_smallest(routing)[:, 0])
+            routed = number - config.groups[-1].first
+            experts = experts.at[routed, rows, positions].set(_smallest(routing)[:, 0])
         return (x, Cache(keys, values, experts)), None
 
     x = from_bits(to_bits(params["embed"])[tokens[:, None]], params["embed"].dtype)
     x = context.enter(x)
-    numbers = jnp.arange(config.num_layers, dtype=jnp.int32)
-    scanned = (numbers, jax.tree.map(to_bits, params["layers"]), per_layer(config))
-    (x, cache), _ = lax.scan(body, (x, cache), scanned)
+    for group in config.groups:
+        numbers = group.first + jnp.arange(group.count, dtype=jnp.int32)
+        layers = jax.tree.map(to_bits, params[group.name])
+        scanned = (numbers, layers, kind_numbers(config, group))
+        (x, cache), _ = lax.scan(body, (x, cache), scanned)
     return cache, _logits(params, x, model=model, context=context)
 
 
