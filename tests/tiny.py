@@ -43,6 +43,26 @@ MOE = dataclasses.replace(
     experts=Experts(count=8, per_token=2, intermediate_size=16, renormalise=True),
 )
 
+# A dense layer before one whose experts are chosen by groups, with a shared one; partial rope.
+GLM = dataclasses.replace(
+    CONFIG,
+    model_type="glm4_moe",
+    rope=Rope(theta=10000.0, share=0.5),
+    experts=Experts(
+        count=8,
+        per_token=2,
+        intermediate_size=16,
+        renormalise=True,
+        scores="sigmoid",
+        corrected=True,
+        groups=4,
+        chosen_groups=2,
+        scale=1.5,
+        shared=1,
+        dense_layers=1,
+    ),
+)
+
 # Norms around each part, soft caps, windows and two ropes; the other families' norms; one matrix
 # for several projections.
 GEMMA = dataclasses.replace(

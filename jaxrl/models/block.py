@@ -53,6 +53,8 @@ def block(
         more = gated(normed, layer, context=context)
     else:
         more, routing = mixture(normed, layer, context=context, recorded=recorded)
+        if "shared_gate" in layer:
+            more = more + gated(normed, layer, context=context, prefix="shared_")
     x = x + context.layer_norm(more, layer, "mlp_out_norm")
     return constrain(x, stream), kept, routing
 
@@ -88,19 +90,20 @@ def project_qkv(
     return heads(q, "q", "q_heads"), heads(k, "k", "kv_heads"), heads(v, "v", "kv_heads")
 
 
-def gated(x: jax.Array, layer: Layer, *, context: LayerContext) -> jax.Array:
+def gated(x: jax.Array, layer: Layer, *, context: LayerContext, prefix: str = "") -> jax.Array:
     """Computes the dense feed-forward network (arXiv:2002.05202) of a normed stream: [B, T, D] ->
-    [B, T, D], to be added to the stream."""
+    [B, T, D], to be added to the stream. `prefix` is that of its parameters' names."""
     config, precision = context.config, context.precision
     if config.fused:
         both = project(x, layer, "gate_up", precision=precision)
         gate, up = split(both, (1, 1), config.intermediate_size)
     else:
-        gate, up = (project(x, layer, name, precision=precision) for name in ("gate", "up"))
+        names = (f"{prefix}gate", f"{prefix}up")
+        gate, up = (project(x, layer, name, precision=precision) for name in names)
     gate, up = gate.astype(precision.accumulate), up.astype(precision.accumulate)
     hidden = (activation(gate, context=context) * up).astype(precision.activations)
     hidden = context.constrain(hidden, ("batch", "length", "mlp"))
-    return project(hidden, layer, "down", precision=precision)
+    return project(hidden, layer, f"{prefix}down", precision=precision)
 
 
 def split(x: jax.Array, counts: tuple[int, ...], size: int) -> list[jax.Array]:

@@ -73,6 +73,15 @@ class ConfigJson(Table):
     num_experts_per_tok: Count | None = None
     moe_intermediate_size: Size | None = None
     norm_topk_prob: bool = False
+    n_routed_experts: Count | None = None
+    n_shared_experts: Annotated[int, Field(ge=0, le=2**12)] = 1
+    n_group: Count = 1
+    topk_group: Count = 1
+    routed_scaling_factor: Positive = 1.0
+    first_k_dense_replace: Annotated[int, Field(ge=0, le=2**12)] = 0
+    use_qk_norm: bool = False
+    attention_bias: bool | None = None
+    partial_rotary_factor: float | None = None
     query_pre_attn_scalar: Size | None = None
     attn_logit_softcapping: Positive | None = None
     final_logit_softcapping: Positive | None = None

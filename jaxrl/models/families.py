@@ -161,9 +161,12 @@ class Family(NamedTuple):
       theta: if config.json has no `rope_theta`.
       local_theta: if layers with a window have a rope of their own: its theta.
       defaults: transformers' values of absent keys, where they are not those of `ConfigJson`.
-      only: keys that change the function, with the only values that are supported.
+      partial: if heads may be rotated in part: their rotated share if config.json has none.
+      only: keys that change the function, with the only values that are supported; () for any.
       names: Hugging Face's names of parameters that differ from the others'.
       scorer: architecture of a reward model, if it has another name.
+      more_layers: true if files may hold a layer for multi-token prediction behind the last one. It
+        is neither read nor written.
     """
 
     architecture: str
@@ -171,10 +174,12 @@ class Family(NamedTuple):
     windows: Literal["none", "all", "switch", "typed"] = "none"
     theta: float = 10_000.0
     local_theta: float | None = None
+    partial: float | None = None
     defaults: Mapping[str, Any] = {}
     only: Mapping[str, tuple[Any, ...]] = {}
     names: Mapping[str, str] = {}
     scorer: str | None = None
+    more_layers: bool = False
 
     @property
     def scored_architecture(self) -> str:
@@ -195,6 +200,7 @@ _GEMMA_DEFAULTS = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
+_CORRECTED_DEFAULTS = {"num_experts_per_tok": 8, "norm_topk_prob": True, "n_shared_experts": 1}
 _GELU = {"hidden_act": ("gelu_pytorch_tanh",), "hidden_activation": ("gelu_pytorch_tanh", None)}
 
 FAMILIES = {
@@ -250,6 +256,15 @@ FAMILIES = {
             "expert_up": "block_sparse_moe.experts.{expert}.w3.weight",
             "expert_down": "block_sparse_moe.experts.{expert}.w2.weight",
         },
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        partial=0.5,
+        defaults=_CORRECTED_DEFAULTS
+        | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "n_routed_experts": 128}
+        | {"moe_intermediate_size": 1408, "first_k_dense_replace": 1},
+        only={"attention_bias": (), "partial_rotary_factor": ()},
+        more_layers=True,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrl.models.checkpoint_files import shown, validated
 from jaxrl.models.config_json import ConfigJson, token_ids
+from jaxrl.models.experts_json import read_corrected, write_corrected
 from jaxrl.models.families import FAMILIES, DecoderConfig, Experts, Family
 from jaxrl.models.rope_json import read_ropes, write_ropes
 from jaxrl.models.windows_json import read_windows, write_windows
@@ -26,7 +27,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False, None),
     "quantization_config": (None,),
     "transformers_weights": (None,),  # names other files than model.safetensors
-    # The layers are scanned, so all of them are alike.
+    # The layers with experts are scanned, so all of them are alike.
     "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], None),
     "per_layer_config": (None,),
@@ -47,7 +48,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
         )
     family = FAMILIES[model_type]
     for key, values in (_ONLY | dict(family.only)).items():
-        if raw.get(key, values[0]) not in values:
+        if values and raw.get(key, values[0]) not in values:
             raise ValueError(
                 f"{model_type} with {key}={shown(raw[key])} is not supported; only {values[0]!r} is"
             )
@@ -82,7 +83,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
         bos_id=c.bos_token_id,
         eos_ids=token_ids(c.eos_token_id, vocab_size=c.vocab_size),
         pad_id=c.pad_token_id,
-        **(_read_gemma(c) | dict(family.fields)),
+        **(_read_gemma(c) | _read_glm(c) | dict(family.fields)),
     )
 
 
@@ -121,12 +122,13 @@ def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
     }
     content |= write_ropes(config, family)
     content |= write_windows(config.windows, family.windows, layers=config.num_layers)
-    content |= _write_experts(config) | _write_gemma(config, activation)
+    content |= _write_experts(config) | _write_gemma(config, activation) | _write_glm(config)
     # Without these keys transformers gives a classifier two labels.
     label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if config.scored else {}
     return content | label
 
 
+_CORRECTED = ("glm4_moe",)
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
@@ -168,7 +170,22 @@ def _write_gemma(config: DecoderConfig, activation: str) -> dict[str, Any]:
     }
 
 
+def _read_glm(c: ConfigJson) -> dict[str, Any]:
+    """Returns fields that only the configs of GLM have."""
+    if c.model_type != "glm4_moe":
+        return {}
+    return {"qkv_bias": bool(c.attention_bias), "qk_norm": "head" if c.use_qk_norm else None}
+
+
+def _write_glm(config: DecoderConfig) -> dict[str, Any]:
+    if config.model_type != "glm4_moe":
+        return {}
+    return {"attention_bias": config.qkv_bias, "use_qk_norm": config.qk_norm == "head"}
+
+
 def _read_experts(c: ConfigJson) -> Experts | None:
+    if c.model_type in _CORRECTED:
+        return read_corrected(c)
     if c.model_type not in ("qwen3_moe", "mixtral"):
         return None
     mixtral = c.model_type == "mixtral"  # all of its feed-forward networks are experts
@@ -197,6 +214,8 @@ def _write_experts(config: DecoderConfig) -> dict[str, Any]:
     experts = config.experts
     if experts is None:
         return {}
+    if experts.corrected:
+        return write_corrected(experts)
     content = {"num_local_experts": experts.count, "num_experts_per_tok": experts.per_token}
     if config.model_type == "mixtral":
         return content

@@ -34,7 +34,7 @@ from jaxrl.models.checkpoint_files import (
     write_json,
 )
 from jaxrl.models.config_json import token_ids
-from jaxrl.models.families import DecoderConfig
+from jaxrl.models.families import FAMILIES, DecoderConfig
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import Params, ParamSpec
 
@@ -221,11 +221,14 @@ def _checked_tensors(directory: Path, config: DecoderConfig) -> Iterator[dict[st
 def _check_names(
     expected: set[str], found: set[str], *, config: DecoderConfig, directory: Path
 ) -> None:
-    # Two kinds of surplus are harmless: buffers in old exports that follow from the config, and the
-    # second copy of a tied head, which `_check_tied_head` compares.
+    # Some surplus is harmless: buffers in old exports that follow from the config, the second copy
+    # of a tied head, which `_check_tied_head` compares, and a layer for multi-token prediction.
     ignored = {name for name in found if name.endswith("rotary_emb.inv_freq")}
     if config.tied:
         ignored.add("lm_head.weight")
+    if FAMILIES[config.model_type].more_layers:
+        behind = f"model.layers.{config.num_layers}."
+        ignored |= {name for name in found if name.startswith(behind)}
     for problem, names in (
         ("misses", expected - found),
         ("has surplus", found - expected - ignored),

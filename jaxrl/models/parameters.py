@@ -77,12 +77,23 @@ def _layers(config: DecoderConfig, group: Group) -> dict[str, ParamSpec]:
     layers |= stacked("o", "self_attn.o_proj.weight", hidden, queries)
     layers |= norms("mlp")
     if config.experts is not None and group.routed:
-        experts, mlp = (config.experts.count, "experts"), (config.experts.intermediate_size, "mlp")
+        settings = config.experts
+        experts, mlp = (settings.count, "experts"), (settings.intermediate_size, "mlp")
         one = "mlp.experts.{expert}"
         layers |= stacked("router", "mlp.gate.weight", (experts[0], "router"), hidden)
+        if settings.corrected:
+            router = (experts[0], "router")
+            layers |= stacked(
+                "correction_f32", "mlp.gate.e_score_correction_bias", router, scale=0.0
+            )
         layers |= stacked("expert_gate", f"{one}.gate_proj.weight", experts, mlp, hidden)
         layers |= stacked("expert_up", f"{one}.up_proj.weight", experts, mlp, hidden)
         layers |= stacked("expert_down", f"{one}.down_proj.weight", experts, hidden, mlp)
+        if settings.shared:
+            mlp, one = (settings.shared * mlp[0], "mlp"), "mlp.shared_experts"
+            layers |= stacked("shared_gate", f"{one}.gate_proj.weight", mlp, hidden)
+            layers |= stacked("shared_up", f"{one}.up_proj.weight", mlp, hidden)
+            layers |= stacked("shared_down", f"{one}.down_proj.weight", hidden, mlp)
     else:
         mlp = (config.intermediate_size, "mlp")
         if config.fused:

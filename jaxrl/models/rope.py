@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv:2104.09864) over the whole head dimension, and its scalings."""
+"""Rotary position embedding (arXiv:2104.09864) and its scalings."""
 
 import dataclasses
 import math
@@ -62,16 +62,18 @@ class YarnScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """The frequencies of a rotary embedding."""
+    """The frequencies of a rotary embedding, and the share of a head's dimensions that it rotates:
+    the first ones."""
 
     theta: float = 10000.0
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    share: float = 1.0
 
 
 class RopeTable(NamedTuple):
     """Cosines and sines at the tokens' positions."""
 
-    cos: jax.Array  # [B, T, 1, head_dim / 2]
+    cos: jax.Array  # [B, T, 1, rotated dimensions / 2]
     sin: jax.Array
     queries: "RopeTable | None" = None  # that of queries, if they grow with their position
 
@@ -145,7 +147,8 @@ def rope_table(
     if rope is None:
         ones = jnp.ones((*positions.shape, 1, head_dim // 2), precision.accumulate)
         return RopeTable(ones, jnp.zeros_like(ones))
-    frequencies = jnp.asarray(rope_frequencies(rope, head_dim=head_dim), precision.accumulate)
+    rotated = int(head_dim * rope.share)
+    frequencies = jnp.asarray(rope_frequencies(rope, head_dim=rotated), precision.accumulate)
     factor = attention_factor(rope)
     angles = places * frequencies.reshape(1, 1, 1, -1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
@@ -161,8 +164,12 @@ def rope_table(
 
 
 def apply_rope(x: jax.Array, table: RopeTable, *, precision: Precision) -> jax.Array:
-    """Rotates heads [B, T, N, head_dim]; dimension i is paired with i + head_dim / 2."""
-    first, second = jnp.split(x.astype(precision.accumulate), 2, axis=-1)
+    """Rotates the first R dimensions of heads [B, T, N, head_dim], as many as the table has;
+    dimension i is paired with i + R / 2."""
     cos, sin = table.cos, table.sin
+    size = 2 * cos.shape[-1]
+    first, second = jnp.split(x[..., :size].astype(precision.accumulate), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(precision.activations)
+    rotated = rotated.astype(precision.activations)
+    rest = x[..., size:].astype(precision.activations)
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated

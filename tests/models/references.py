@@ -53,6 +53,18 @@ YARN_AND_NONE = {
 }
 MINISTRAL3 = YARN | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.1}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+# Groups of two, of which two are chosen; one dense layer before those with experts.
+CORRECTED = {
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "num_mtp_layers": 0,
+}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen2_windows": (transformers.Qwen2Config, WINDOWS),
@@ -73,6 +85,10 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         | {"final_logit_softcapping": 3.0},
     ),
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 6, "head_dim": 12}),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        CORRECTED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
+    ),
     "smollm3": (transformers.SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),
     "olmo2": (transformers.Olmo2Config, {}),
     "olmo3": (
@@ -102,6 +118,9 @@ def reference(family: str, *, tied: bool, dtype: torch.dtype = torch.float32) ->
             weight.copy_(torch.randn_like(weight) * (0.3 if weight.ndim == 1 else 0.15))
             if "norm" in name and not family.startswith("gemma"):  # Gemma's multiply by 1 + weight
                 weight.add_(1.0)
+        for name, bias in model.named_buffers():
+            if "correction_bias" in name:
+                bias.copy_(torch.randn_like(bias) * 0.3)
     return model.to(dtype).eval()
 
 

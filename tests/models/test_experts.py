@@ -110,7 +110,7 @@ def test_every_product_follows_the_policy(text):
 def test_routing_is_not_rounded_to_half_precision():
     x, router = stream(), layer()["router"]
     policy = PRESETS["bf16_master"]
-    routing = route(x, router, context=LayerContext(CONFIG, policy))
+    routing = route(x, {"router": router}, context=LayerContext(CONFIG, policy))
     assert {routing.probs.dtype, routing.weights.dtype} == {policy.accumulate}
     rounded = (a.astype(policy.compute).astype(jnp.float32) for a in (x, router))
     exact = jax.nn.softmax(jnp.einsum("btd,ed->bte", *rounded))
@@ -120,7 +120,7 @@ def test_routing_is_not_rounded_to_half_precision():
 def test_imbalance_is_that_of_transformers_within_each_sequence():
     x, router = stream(length=12), layer()["router"]
     segments = jnp.array([[1] * 5 + [2] * 4 + [0] * 3, [1] * 12])
-    routing = route(x, router, context=LayerContext(CONFIG, FP32))
+    routing = route(x, {"router": router}, context=LayerContext(CONFIG, FP32))
     cost = imbalance(routing, segments)
     logits = jnp.einsum("btd,ed->bte", x, router)
     for row, segment in ((0, 1), (0, 2), (1, 1)):

@@ -40,6 +40,11 @@ SETTINGS = {
     "hidden_act": "silu",
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+CORRECTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48} | {
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
 GEMMA = {"hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "sliding_window": 24}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 MINISTRAL3 = {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1} | {
@@ -57,6 +62,7 @@ FAMILIES = {
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "ministral3": {"rope_parameters": MINISTRAL3},
     "phi3": {},
+    "glm4_moe": CORRECTED,
 }
 
 
@@ -119,7 +125,7 @@ BOUNDS = {"fp32": 2e-6, "bf16_master": 4e-3, "fp16_master": 1.8e-3}
 
 
 # Of the later families one policy each: what they add does not depend on it.
-LATER = ("gemma2", "gemma3_text", "olmo3", "smollm3", "ministral3", "phi3")
+LATER = ("gemma2", "gemma3_text", "olmo3", "smollm3", "ministral3", "phi3", "glm4_moe")
 PAIRS = [(f, name) for f in FAMILIES for name in BOUNDS if f not in LATER or name == "bf16_master"]
 
 

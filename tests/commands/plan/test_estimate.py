@@ -57,6 +57,7 @@ def test_text():
     ("name", "billions"),
     [
         ("gemma3_1b", "1.00"),
+        ("glm4_5_air", "106.85"),
         ("mixtral_8x7b", "46.70"),
         ("olmo3_7b", "7.30"),
         ("phi4", "14.66"),
