@@ -13,7 +13,7 @@ from jaxrl.core.batch import Rollout
 from jaxrl.core.precision import PRESETS
 from jaxrl.models import huggingface, spec
 from jaxrl.models.decoder import Model, decoder
-from jaxrl.models.families import DecoderConfig, Experts
+from jaxrl.models.families import DecoderConfig, Experts, Latent
 from jaxrl.models.rope import Rope
 from jaxrl.models.spec import Params
 
@@ -61,6 +61,16 @@ GLM = dataclasses.replace(
         shared=1,
         dense_layers=1,
     ),
+)
+
+# Keys and values through a narrow projection.
+DEEPSEEK = dataclasses.replace(
+    GLM,
+    model_type="deepseek_v3",
+    num_kv_heads=4,
+    qk_norm=None,
+    rope=CONFIG.rope,
+    latent=Latent(q_rank=12, kv_rank=16, rope_dim=4, value_dim=6, interleaved=True),
 )
 
 # Norms around each part, soft caps, windows and two ropes; the other families' norms; one matrix

@@ -98,7 +98,7 @@ def attention(
       q: [B, T, H, hd].
       k: [B, S, K, hd], H a multiple of K; query head h reads key head h // (H / K). S is T, or with
         `part` the length of the whole row.
-      v: like k.
+      v: [B, S, K, vd].
       segments: i32[B, T], 0 for padding; or the Tree of rows whose sequences share prefixes, which
         `tree_attention` computes.
       scoring: the window, scale and cap of the scores.
@@ -106,21 +106,21 @@ def attention(
       part: the part of their rows that the queries are; None for whole rows.
 
     Returns:
-      [B, T, H, hd] in `precision.activations`.
+      [B, T, H, vd] in `precision.activations`.
     """
     if isinstance(segments, Tree):
         first, keys = (0, segments) if part is None else part
         queries = (segments.positions, jnp.int32(first))
         return tree_attention(q, k, v, keys, queries, scoring=scoring, precision=precision)
-    batch, length, heads, dim = q.shape
+    (batch, length, heads, _), width = q.shape, v.shape[-1]
     groups = heads // k.shape[2]
-    q = q.reshape(batch, length, -1, groups, dim).transpose(0, 2, 3, 1, 4)
+    q = q.reshape(batch, length, -1, groups, q.shape[-1]).transpose(0, 2, 3, 1, 4)
     k, v = (_pad(x.transpose(0, 2, 1, 3), axis=2) for x in (k, v))
     first, of_keys = (0, segments) if part is None else part
     of_keys = jnp.pad(of_keys, ((0, 0), (0, k.shape[2] - of_keys.shape[1])), constant_values=-1)
     mask = Mask(segments, of_keys, jnp.int32(first), scoring)
     out = _attention(q, k, pad_values(v, precision), mask, precision, part is None)
-    return out[..., :dim].transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
+    return out[..., :width].transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
 
 
 def sequence_alignment(precision: Precision) -> Alignment:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.experts import Routing, mixture
+from jaxrl.models.latent import project_latent
 from jaxrl.models.layers import Layer, LayerContext, activation, project
 from jaxrl.models.rope import RopeTable, apply_rope
 
@@ -67,6 +68,8 @@ def project_qkv(
     `precision.activations`."""
     config, precision = context.config, context.precision
     x = context.layer_norm(x, layer, "attn_norm")
+    if config.latent is not None:
+        return project_latent(x, layer, table, context=context)
 
     def heads(y: jax.Array, name: str, axis: str) -> jax.Array:
         if config.qkv_bias:

@@ -79,6 +79,12 @@ class ConfigJson(Table):
     topk_group: Count = 1
     routed_scaling_factor: Positive = 1.0
     first_k_dense_replace: Annotated[int, Field(ge=0, le=2**12)] = 0
+    q_lora_rank: Size | None = None
+    kv_lora_rank: Size | None = None
+    qk_rope_head_dim: Size | None = None
+    qk_nope_head_dim: Size | None = None
+    v_head_dim: Size | None = None
+    rope_interleave: bool = True
     use_qk_norm: bool = False
     attention_bias: bool | None = None
     partial_rotary_factor: float | None = None

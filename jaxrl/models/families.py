@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from jaxrl.models.rope import Rope
+from jaxrl.models.rope import Rope, YarnScaling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,25 @@ class Experts:
     scale: float = 1.0
     shared: int = 0
     dense_layers: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention, see `latent`.
+
+    Attributes:
+      q_rank: size of the narrow projection of queries; None if there is none.
+      kv_rank: size of that of keys and values.
+      rope_dim: dimensions of a head that are rotated.
+      value_dim: dimensions of a head's values.
+      interleaved: true if rope pairs neighbouring dimensions.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool
 
 
 class Group(NamedTuple):
@@ -83,6 +102,8 @@ class DecoderConfig:
       scaled_embedding: true if the embedding is multiplied by sqrt(hidden_size).
       query_scalar: scores are divided by its square root; None is head_dim.
       score_cap, logit_cap: soft caps of attention scores and of logits, see `scoring.soft_cap`.
+      latent: projections of keys and values through a narrow one; None for direct ones. `head_dim`
+        is then that of queries and keys.
       experts: None for a dense decoder.
       scored: true for a reward model, whose head gives each token one score instead of one logit
         per vocabulary entry.
@@ -116,6 +137,7 @@ class DecoderConfig:
     query_scalar: int | None = None
     score_cap: float | None = None
     logit_cap: float | None = None
+    latent: Latent | None = None
     experts: Experts | None = None
     initializer_range: float = 0.02
     scored: bool = False
@@ -145,9 +167,22 @@ class DecoderConfig:
         return tuple(dict.fromkeys(self.kinds))
 
     @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head that have a rope."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Dimensions of a head's values."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
     def score_scale(self) -> float:
         """Factor of the products of queries and keys."""
-        return (self.query_scalar or self.head_dim) ** -0.5
+        scale, scaling = (self.query_scalar or self.head_dim) ** -0.5, self.rope.scaling
+        if self.latent is None or not isinstance(scaling, YarnScaling):
+            return scale
+        return scale * scaling.temperature(scaling.mscale_all_dim or 0.0) ** 2
 
 
 class Family(NamedTuple):
@@ -264,6 +299,15 @@ FAMILIES = {
         | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "n_routed_experts": 128}
         | {"moe_intermediate_size": 1408, "first_k_dense_replace": 1},
         only={"attention_bias": (), "partial_rotary_factor": ()},
+        more_layers=True,
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        defaults=_CORRECTED_DEFAULTS
+        | {"n_routed_experts": 256, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
+        | {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "q_lora_rank": 1536}
+        | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+        only={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
         more_layers=True,
     ),
     "smollm3": Family(

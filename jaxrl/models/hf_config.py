@@ -12,6 +12,7 @@ from jaxrl.models.checkpoint_files import shown, validated
 from jaxrl.models.config_json import ConfigJson, token_ids
 from jaxrl.models.experts_json import read_corrected, write_corrected
 from jaxrl.models.families import FAMILIES, DecoderConfig, Experts, Family
+from jaxrl.models.latent_json import read_latent, write_latent
 from jaxrl.models.rope_json import read_ropes, write_ropes
 from jaxrl.models.windows_json import read_windows, write_windows
 
@@ -54,7 +55,9 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
             )
     c = validated(ConfigJson, {**family.defaults, **raw})
     heads, kv_heads = c.num_attention_heads, c.num_key_value_heads or c.num_attention_heads
-    head_dim = c.head_dim or c.hidden_size // heads
+    head_dim, latent = c.head_dim or c.hidden_size // heads, None
+    if model_type == "deepseek_v3":
+        latent, head_dim = read_latent(c)
     if heads % kv_heads or head_dim % 2 or not head_dim:
         raise ValueError(
             f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads} "
@@ -77,6 +80,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
         tied=c.tie_word_embeddings,
         max_positions=c.max_position_embeddings,
         windows=windows,
+        latent=latent,
         experts=_read_experts(c),
         initializer_range=c.initializer_range,
         scored=_read_scored(c, family),
@@ -123,12 +127,14 @@ def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
     content |= write_ropes(config, family)
     content |= write_windows(config.windows, family.windows, layers=config.num_layers)
     content |= _write_experts(config) | _write_gemma(config, activation) | _write_glm(config)
+    if config.latent is not None:
+        content |= write_latent(config.latent, head_dim=config.head_dim)
     # Without these keys transformers gives a classifier two labels.
     label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if config.scored else {}
     return content | label
 
 
-_CORRECTED = ("glm4_moe",)
+_CORRECTED = ("glm4_moe", "deepseek_v3")
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 

@@ -53,6 +53,8 @@ def choose(
     }
     if config.score_cap is not None:
         reasons = dict.fromkeys(reasons, "does not support soft caps of scores")
+    if config.latent is not None:
+        reasons = dict.fromkeys(reasons, "does not support values of another size than keys")
     if precision.sums == "fixed":
         reasons = dict.fromkeys(reasons, "adds in an order of its own, but the policy fixes sums")
     if wanted == "auto":

@@ -92,7 +92,7 @@ class LayerContext(NamedTuple):
     def rope_tables(self, positions: jax.Array) -> RopeTable:
         """Computes the table of i32[B, T] positions; a stack of one for each kind of layer if
         their ropes differ."""
-        settings: Any = {"head_dim": self.config.head_dim, "precision": self.precision}
+        settings: Any = {"head_dim": self.config.rope_dim, "precision": self.precision}
         ropes = [kind.rope for kind in self.config.distinct_kinds]
         tables = {rope: rope_table(positions, rope=rope, **settings) for rope in set(ropes)}
         if len(tables) == 1:

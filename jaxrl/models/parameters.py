@@ -1,8 +1,9 @@
 """The decoder's parameters: shape, axes, initial value and Hugging Face name of each."""
 
+from collections.abc import Callable
 from typing import Any
 
-from jaxrl.models.families import FAMILIES, DecoderConfig, Group
+from jaxrl.models.families import FAMILIES, DecoderConfig, Group, Latent
 from jaxrl.models.spec import ParamSpec, Specs
 
 Dimension = tuple[int, str]  # size and logical axis
@@ -67,14 +68,17 @@ def _layers(config: DecoderConfig, group: Group) -> dict[str, ParamSpec]:
         return layers
 
     layers = norms("attn")
-    if config.fused:
+    if config.latent is not None:
+        layers |= _latent(config, config.latent, stacked)
+    elif config.fused:
         both = (queries[0] + 2 * keys[0], "fused")
         layers |= stacked("qkv", "self_attn.qkv_proj.weight", both, hidden)
     else:
         layers |= stacked("q", "self_attn.q_proj.weight", queries, hidden)
         layers |= stacked("k", "self_attn.k_proj.weight", keys, hidden)
         layers |= stacked("v", "self_attn.v_proj.weight", keys, hidden)
-    layers |= stacked("o", "self_attn.o_proj.weight", hidden, queries)
+    values = (config.num_heads * config.value_dim, "q_heads")
+    layers |= stacked("o", "self_attn.o_proj.weight", hidden, values)
     layers |= norms("mlp")
     if config.experts is not None and group.routed:
         settings = config.experts
@@ -112,3 +116,30 @@ def _layers(config: DecoderConfig, group: Group) -> dict[str, ParamSpec]:
             path = f"self_attn.{name}_norm.weight"
             layers |= stacked(f"{name}_norm", path, (size, "norm"), scale=_norm_scale(config))
     return layers
+
+
+def _latent(
+    config: DecoderConfig, latent: Latent, stacked: Callable[..., dict[str, ParamSpec]]
+) -> dict[str, ParamSpec]:
+    """Declares the projections of `latent.project_latent`."""
+    hidden, count = (config.hidden_size, "embed"), config.num_heads
+    queries = (count * config.head_dim, "q_heads")
+    kept = config.head_dim - latent.rope_dim
+    both = (count * (kept + latent.value_dim), "kv_heads")
+    layers: dict[str, ParamSpec] = {}
+    if latent.q_rank is None:
+        layers |= stacked("q", "self_attn.q_proj.weight", queries, hidden)
+    else:
+        rank = (latent.q_rank, "latent")
+        layers |= stacked("q_down", "self_attn.q_a_proj.weight", rank, hidden)
+        layers |= stacked(
+            "q_down_norm", "self_attn.q_a_layernorm.weight", (rank[0], "norm"), scale=None
+        )
+        layers |= stacked("q_up", "self_attn.q_b_proj.weight", queries, rank)
+    rank = (latent.kv_rank, "latent")
+    down = (latent.kv_rank + latent.rope_dim, "latent")
+    layers |= stacked("kv_down", "self_attn.kv_a_proj_with_mqa.weight", down, hidden)
+    layers |= stacked(
+        "kv_down_norm", "self_attn.kv_a_layernorm.weight", (rank[0], "norm"), scale=None
+    )
+    return layers | stacked("kv_up", "self_attn.kv_b_proj.weight", both, rank)

@@ -59,6 +59,10 @@ class YarnScaling:
     truncate: bool | None = None
     query_beta: float | None = None
 
+    def temperature(self, weight: float) -> float:
+        """Returns the growth of scores with the log of the factor; 1 for a weight of 0."""
+        return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
@@ -130,13 +134,9 @@ def attention_factor(rope: Rope) -> float:
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-
-    def temperature(weight: float) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
-
     if scaling.mscale and scaling.mscale_all_dim:
-        return temperature(scaling.mscale) / temperature(scaling.mscale_all_dim)
-    return temperature(1.0)
+        return scaling.temperature(scaling.mscale) / scaling.temperature(scaling.mscale_all_dim)
+    return scaling.temperature(1.0)
 
 
 def rope_table(

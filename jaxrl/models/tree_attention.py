@@ -61,14 +61,14 @@ def tree_attention(
     Args:
       q: [B, T, H, hd].
       k: [B, S, K, hd], H a multiple of K; query head h reads key head h // (H / K).
-      v: like k.
+      v: [B, S, K, vd].
       tree: of the keys. A token always sees itself: padding, too.
       queries: their positions i32[B, T] and the index i32[] of the first one in the row.
       scoring: the window, scale and cap of the scores; a window counts tokens of the sequence.
       precision: the dtype policy; scores and softmax are in `accumulate`.
 
     Returns:
-      [B, T, H, hd] in `precision.activations`.
+      [B, T, H, vd] in `precision.activations`.
     """
     batch, length, heads, dim = q.shape
     q = q.reshape(batch, length, k.shape[2], heads // k.shape[2], dim).transpose(0, 2, 3, 1, 4)
@@ -79,7 +79,7 @@ def tree_attention(
     blocks = _visible_blocks(tree.seen_until, first, queries=positions.shape[1] // BLOCK)
     mask = _Mask(tree, positions, first, scoring, *blocks)
     out = _attention(_pad(q, axis=3), k, v, mask, precision)[..., :length, :]
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, v.shape[-1])
 
 
 def _pad(x: jax.Array, *, axis: int) -> jax.Array:
@@ -138,7 +138,8 @@ def _forward(q, k, v, mask, precision):
 
         wide = precision.accumulate
         column = jnp.zeros((*own.shape[:-1], 1), wide)
-        start = (column + jnp.finfo(wide).min, column, jnp.zeros(own.shape, wide))
+        sums = jnp.zeros((*own.shape[:-1], v.shape[-1]), wide)
+        start = (column + jnp.finfo(wide).min, column, sums)
         largest, total, out = lax.fori_loop(0, mask.count[i], of_keys, start)
         return None, ((out / total).astype(precision.activations), largest + jnp.log(total))
 
@@ -177,10 +178,11 @@ def _backward(precision, residuals, dout):
         dq, *grads = lax.fori_loop(0, mask.count[i], of_keys, start)
         return tuple(grads), dq
 
-    columns = (k.shape[2] // BLOCK, *k.shape[:2], k.shape[3], BLOCK)
-    grads = (jnp.zeros(columns, wide), jnp.zeros(columns, wide))
+    grads = tuple(
+        jnp.zeros((x.shape[2] // BLOCK, *x.shape[:2], x.shape[3], BLOCK), wide) for x in (k, v)
+    )
     (dk, dv), dq = lax.scan(of_queries, grads, jnp.arange(len(mask.count)))
-    dk, dv = (x.transpose(1, 2, 0, 4, 3).reshape(k.shape) for x in (dk, dv))
+    dk, dv = (dx.transpose(1, 2, 0, 4, 3).reshape(x.shape) for dx, x in ((dk, k), (dv, v)))
     return (*(x.astype(precision.activations) for x in (_joined(dq), dk, dv)), None)
 
 

@@ -65,6 +65,14 @@ CORRECTED = {
     "routed_scaling_factor": 1.5,
     "num_mtp_layers": 0,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+}
+TEMPERATURES = {"mscale": 0.7, "mscale_all_dim": 1.0}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen2_windows": (transformers.Qwen2Config, WINDOWS),
@@ -89,6 +97,14 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.Glm4MoeConfig,
         CORRECTED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
     ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        CORRECTED | LATENT | {"q_lora_rank": 20, "rope_parameters": YARN | TEMPERATURES},
+    ),
+    "deepseek_v3_direct": (
+        transformers.DeepseekV3Config,
+        CORRECTED | LATENT | {"q_lora_rank": None, "rope_interleave": False},
+    ),
     "smollm3": (transformers.SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),
     "olmo2": (transformers.Olmo2Config, {}),
     "olmo3": (
@@ -110,7 +126,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 def reference(family: str, *, tied: bool, dtype: torch.dtype = torch.float32) -> Any:
     """A model in which every norm and bias matters."""
     make, settings = FAMILIES[family]
-    config = make(**SIZES, **settings, tie_word_embeddings=tied)
+    config = make(**SIZES | settings, tie_word_embeddings=tied)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():

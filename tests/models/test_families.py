@@ -29,7 +29,7 @@ NESTED = {"full_attention": {"rope_theta": 300.0}, "sliding_attention": {"rope_t
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reads_what_transformers_writes_and_writes_what_it_reads(family, tmp_path):
     make, settings = FAMILIES[family]
-    original = make(**SIZES, **settings)
+    original = make(**SIZES | settings)
     original.save_pretrained(tmp_path)
     config = from_hf_config(json.loads((tmp_path / "config.json").read_text()))
     written = to_hf_config(config, dtype="bfloat16")

@@ -59,7 +59,9 @@ def test_merged_and_attached_adapters_compute_the_same():
 
 
 @pytest.mark.parametrize(
-    "config", [tiny.GEMMA, tiny.PHI, tiny.GLM], ids=["gemma", "fused", "groups"]
+    "config",
+    [tiny.GEMMA, tiny.PHI, tiny.GLM, tiny.DEEPSEEK],
+    ids=["gemma", "fused", "groups", "latent"],
 )
 def test_adapters_of_other_families_merge_and_come_back_from_their_files(config, tmp_path):
     model, base = decoder(config), tiny.params(config=config)

@@ -16,7 +16,7 @@ from tests.models.references import FAMILIES, SIZES, checkpoint
 
 LENGTHS = ((19, 9), (23,), (1, 7, 12))  # sequences of each row; what is left is padding
 WIDTH = 30
-VARIANTS = ("qwen2_windows", "qwen3_yarn", "llama_linear", "qwen3_moe_raw")
+VARIANTS = ("qwen2_windows", "qwen3_yarn", "llama_linear", "qwen3_moe_raw", "deepseek_v3_direct")
 DISTINCT = [family for family in FAMILIES if family not in VARIANTS]
 SHAPE = (len(LENGTHS), WIDTH, SIZES["vocab_size"])
 WEIGHTS = np.cos(np.arange(np.prod(SHAPE), dtype=np.float32)).reshape(SHAPE)

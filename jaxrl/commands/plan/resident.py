@@ -152,7 +152,8 @@ def _cache(config: Config, step: Step, *, layout: Layout) -> KVCache:
     longest = config.data.max_prompt_tokens if single_turn else config.longest_sequence - 1
     width, first, *larger = cache_sizes(longest, config.sampling.max_tokens)
     before, slots = [width, first, *larger][-2:]
-    numbers = 2 * sizes.num_kv_heads // layout.count("kv_heads") * sizes.head_dim
+    heads = sizes.num_kv_heads // layout.count("kv_heads")
+    numbers = heads * (sizes.head_dim + sizes.value_dim)
     layer = numbers * step.policy.sampler.itemsize  # bytes per token
     token = sizes.num_layers * layer
     if config.train.replay_routing and sizes.experts is not None:

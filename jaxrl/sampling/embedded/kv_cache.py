@@ -35,7 +35,7 @@ class Cache:
     """
 
     keys: jax.Array  # [L, B, K, head_dim, S]
-    values: jax.Array  # [L, B, K, S, head_dim], see `pad_values`
+    values: jax.Array  # [L, B, K, S, value_dim], see `pad_values`
     # [L, B, S, k] of the layers that have some, of the smallest unsigned dtype.
     experts: jax.Array | None = None
 
@@ -146,7 +146,7 @@ def decode_step(
             values = cache.values.at[number, rows, :, positions].set(new.values[:, :, 0])
             held = (from_bits(part[number], precision.compute) for part in (keys, values))
             out = attend_cache(q, *held, seen=near, scoring=scoring, precision=precision)
-            return out, (keys, values)
+            return out[..., : config.value_dim], (keys, values)
 
         table = tables.of_layer(kind)
         x, (keys, values), routing = block(x, layer, attend, table=table, context=context)
@@ -181,13 +181,13 @@ def attend_cache(
     Args:
       q: [B, 1, H, hd].
       keys: [B, K, hd, S].
-      values: [B, K, S, hd], see `pad_values`.
+      values: [B, K, S, vd], see `pad_values`.
       seen: bool[B, S] slots to attend to, at least one per row; none outside of the window.
       scoring: scale and cap of the scores.
       precision: scores and softmax are in `accumulate`.
 
     Returns:
-      [B, 1, H, hd] in `precision.activations`.
+      [B, 1, H, vd] in `precision.activations`.
     """
     batch, _, heads, dim = q.shape
     q = q.reshape(batch, keys.shape[1], -1, dim)
@@ -195,7 +195,7 @@ def attend_cache(
     scores = scoring.scores(scores, head_dim=dim)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(scores.dtype).min)
     out, _ = softmax_product(scores, values, precision=precision)
-    return out[..., :dim].reshape(batch, 1, heads, dim)
+    return out.reshape(batch, 1, heads, -1)
 
 
 def _entries(k: jax.Array, v: jax.Array, precision: Precision) -> Cache:

@@ -58,6 +58,7 @@ def test_text():
     [
         ("gemma3_1b", "1.00"),
         ("glm4_5_air", "106.85"),
+        ("moonlight_16b_a3b", "15.96"),
         ("mixtral_8x7b", "46.70"),
         ("olmo3_7b", "7.30"),
         ("phi4", "14.66"),
