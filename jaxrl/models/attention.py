@@ -180,16 +180,18 @@ def _forward(q, k, v, mask, precision, whole):
 
 
 def _backward(precision, whole, residuals, dout):
-    *arrays, mask = residuals
+    *_, mask = residuals
 
     def of_window(scoring):
-        own = mask._replace(scoring=scoring)
-        return _gradients(*arrays, own, dout, precision=precision, whole=whole)
+        known = (*residuals[:-1], mask._replace(scoring=scoring))
+        return _gradients(known, dout, precision=precision, whole=whole)
 
     return (*mask.scoring.by_window(of_window), None)
 
 
-def _gradients(q, k, v, out, log_total, mask, dout, *, precision, whole):
+def _gradients(residuals, dout, *, precision, whole):
+    """Computes the gradients of queries, keys and values where the window is known."""
+    q, k, v, out, log_total, mask = residuals
     dot = functools.partial(product, batch=(0, 1), precision=precision)
     dot_t = functools.partial(transposed_product, batch=(0, 1), precision=precision)
     mean = jnp.sum(

@@ -157,7 +157,7 @@ def decoder(
             body = jax.checkpoint(body, policy=_REMAT[remat], prevent_cse=False)
         x = context.enter(embed(params["embed"], tokens, precision=precision))
         x = constrain(x, ("batch", "length", "embed"))
-        observed = None
+        observed: Any = None  # by the last group, which has the experts
         for group in config.groups:
             replay = recorded if group.routed else None
             scanned = (params[group.name], kind_numbers(config, group), replay)
