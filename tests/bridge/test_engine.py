@@ -21,7 +21,16 @@ from jaxrl.bridge.source import ParamsSource
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
-from tests.bridge.cases import EXPERTS, FAMILIES, LEARNER, QWEN3, ListSource, params, write_payload
+from tests.bridge.cases import (
+    CORRECTED,
+    EXPERTS,
+    FAMILIES,
+    LEARNER,
+    QWEN3,
+    ListSource,
+    params,
+    write_payload,
+)
 from tests.bridge.engines import LINUX, ChildEngine, child_engine
 
 pytestmark = LINUX
@@ -70,15 +79,16 @@ def test_outputs_equal_those_of_a_fresh_start(
     assert engine.call("loaded_modules") == []
 
 
-def test_experts_are_exact(engine: ChildEngine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [EXPERTS, CORRECTED], ids=["qwen3_moe", "glm4_moe"])
+def test_experts_are_exact(engine: ChildEngine, tmp_path: Path, config: DecoderConfig) -> None:
     wire = np.dtype(jnp.bfloat16)
-    engine.open(checkpoint(EXPERTS, 1, tmp_path / "new", wire), "bfloat16")
+    engine.open(checkpoint(config, 1, tmp_path / "new", wire), "bfloat16")
     expected = engine.generate(PROMPTS)
-    engine.open(checkpoint(EXPERTS, 0, tmp_path / "old", wire), "bfloat16")
+    engine.open(checkpoint(config, 0, tmp_path / "old", wire), "bfloat16")
     assert engine.generate(PROMPTS) != expected
     with SharedMemoryPublisher([engine], wire=wire, sampler=wire) as publisher:
         for version in range(2):
-            source = ParamsSource(params(EXPERTS, 1), decoder(EXPERTS).specs, dtype=wire)
+            source = ParamsSource(params(config, 1), decoder(config).specs, dtype=wire)
             publisher.publish(source, version=version)
             assert engine.generate(PROMPTS) == expected
 
