@@ -13,7 +13,7 @@ from jaxrl.core.batch import Rollout
 from jaxrl.core.precision import PRESETS
 from jaxrl.models import huggingface, spec
 from jaxrl.models.decoder import Model, decoder
-from jaxrl.models.families import ClampedGate, DecoderConfig, Experts
+from jaxrl.models.families import ClampedGate, DecoderConfig, Experts, Latent
 from jaxrl.models.rope import Rope, YarnScaling
 from jaxrl.models.spec import Params
 
@@ -41,6 +41,36 @@ MOE = dataclasses.replace(
     CONFIG,
     model_type="qwen3_moe",
     experts=Experts(count=8, per_token=2, intermediate_size=16, renormalise=True),
+)
+
+# A dense layer before one whose experts are chosen by groups, with a shared one; partial rope.
+GLM = dataclasses.replace(
+    CONFIG,
+    model_type="glm4_moe",
+    rope=Rope(theta=10000.0, share=0.5),
+    experts=Experts(
+        count=8,
+        per_token=2,
+        intermediate_size=16,
+        renormalise=True,
+        scores="sigmoid",
+        corrected=True,
+        groups=4,
+        chosen_groups=2,
+        scale=1.5,
+        shared=1,
+        dense_layers=1,
+    ),
+)
+
+# Keys and values through a narrow projection.
+DEEPSEEK = dataclasses.replace(
+    GLM,
+    model_type="deepseek_v3",
+    num_kv_heads=4,
+    qk_norm=None,
+    rope=CONFIG.rope,
+    latent=Latent(q_rank=12, kv_rank=16, rope_dim=4, value_dim=6, interleaved=True),
 )
 
 # Norms around each part, soft caps, windows and two ropes; the other families' norms; one matrix

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.bridge.base import TensorSpec
+from jaxrl.core.casts import dtype_of
 from jaxrl.core.precision import DType, jit
 from jaxrl.models import spec
 from jaxrl.models.spec import Params, ParamSpec, Specs
@@ -44,15 +45,14 @@ class ParamsSource:
         if flat.keys() != declared.keys():
             odd = sorted(flat.keys() ^ declared.keys())
             raise ValueError(f"parameters and specs differ in {', '.join(map(str, odd))}")
-        self._parts = [(flat[path], declared[path]) for path in declared]
-        self._dtype = dtype
-        self._own = _divide([part for _, part in self._parts], *share)
+        self._parts = [(flat[path], part, dtype_of(path, dtype)) for path, part in declared.items()]
+        self._own = _divide([part for _, part, _ in self._parts], *share)
 
     def specs(self) -> list[TensorSpec]:
         """See `WeightSource.specs`."""
         return [
-            TensorSpec(name, part.tensor_shape, self._dtype.name)
-            for (_, part), own in zip(self._parts, self._own, strict=True)
+            TensorSpec(name, part.tensor_shape, dtype.name)
+            for (_, part, dtype), own in zip(self._parts, self._own, strict=True)
             for names, mine in zip(_layers(part), own, strict=True)
             for name in names * mine
         ]
@@ -69,8 +69,8 @@ class ParamsSource:
     def _tasks(self) -> Iterator[tuple[ParamSpec, list[str], Callable[[], Any]]]:
         """Yields what is fetched at once: one layer of a parameter, and its tensors' names, none if
         another process fetches it."""
-        for (array, part), own in zip(self._parts, self._own, strict=True):
-            prepare = _prepare(array, part, self._dtype)
+        for (array, part, dtype), own in zip(self._parts, self._own, strict=True):
+            prepare = _prepare(array, part, dtype)
             for i, (names, mine) in enumerate(zip(_layers(part), own, strict=True)):
                 yield part, names * mine, functools.partial(prepare, i)
 

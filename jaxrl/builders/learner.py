@@ -8,7 +8,7 @@ from jaxrl.builders.model import attention_note, load_trained, trained_specs
 from jaxrl.builders.optimizer import Optimizer, make_optimizer, state_shardings
 from jaxrl.builders.rows import choose_rows
 from jaxrl.config.training import Config
-from jaxrl.core import precision
+from jaxrl.core import casts
 from jaxrl.core.packing import Alignment, MinibatchShape, most_rows
 from jaxrl.core.precision import jit
 from jaxrl.learner.actor_critic import ActorCritic, State
@@ -79,7 +79,7 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
     reference = None
     if Need.REFERENCE in recipe.objective.needs or config.reward.kl:
         trained = lora.trainable(params)
-        reference = jit(precision.cast, static_argnums=1)(trained, config.policy.compute)
+        reference = jit(casts.cast, static_argnums=1)(trained, config.policy.compute)
     init = jit(pure.init, donate_argnums=0, out_shardings=shardings)
     state, critic = State(init(params)), None
     if recipe.critic is not None:

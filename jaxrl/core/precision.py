@@ -15,7 +15,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ import numpy as np
 from jaxrl.core.loss_scale import LossScaleSpec, dynamic_loss_scale, parse_loss_scale
 
 DType = np.dtype
-Tree = TypeVar("Tree")
 
 _DTYPES: dict[str, DType] = {
     "f64": jnp.dtype(jnp.float64),
@@ -377,22 +376,3 @@ def _differing(precision: Precision) -> list[str]:
     wire = precision.wire
     holds = wire.itemsize > 1 and jnp.promote_types(wire, sampler) == wire
     return roles if holds else [*roles, "wire"]
-
-
-def cast(tree: Tree, dtype: DType) -> Tree:
-    """Casts the floating-point leaves of a tree; leaves others as they are.
-
-    Example:
-      >>> cast({"ids": jnp.zeros(1, int), "w": jnp.zeros(1)}, jnp.dtype(jnp.bfloat16))
-      {'ids': Array([0], dtype=int32), 'w': Array([0], dtype=bfloat16)}
-    """
-    return jax.tree.map(
-        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-    )
-
-
-def as_served(params: Tree, precision: Precision) -> Tree:
-    """Rounds parameters as a publish does: to `wire`, then to the `sampler`'s dtype."""
-    # The barrier keeps XLA from leaving out a rounding that the second cast seems to undo.
-    wire = jax.lax.optimization_barrier(cast(params, precision.wire))
-    return cast(wire, precision.sampler)

@@ -14,9 +14,10 @@ import jax
 import optax
 
 from jaxrl.core.batch import Minibatch
+from jaxrl.core.casts import cast
 from jaxrl.core.loss_scale import init_loss_scale
 from jaxrl.core.metrics import Metrics
-from jaxrl.core.precision import Precision, cast
+from jaxrl.core.precision import Precision
 from jaxrl.learner.critic import CriticLearner, critic_values, named, value_total
 from jaxrl.learner.policy import VALUE_HEAD, Learner, make_learner
 from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update

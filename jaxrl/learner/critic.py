@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl.core.batch import Minibatch, TokenBatch
+from jaxrl.core.casts import cast
 from jaxrl.core.metrics import Metrics
-from jaxrl.core.precision import Precision, cast
+from jaxrl.core.precision import Precision
 from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update
 from jaxrl.losses.scores import Scores
 from jaxrl.losses.value import Critic

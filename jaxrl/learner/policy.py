@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl.core.batch import Minibatch, TokenBatch, observed
+from jaxrl.core.casts import as_served, cast
 from jaxrl.core.metrics import Metrics
-from jaxrl.core.precision import Precision, as_served, cast, sampler_precision
+from jaxrl.core.precision import Precision, sampler_precision
 from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update
 from jaxrl.losses.mismatch import mismatch
 from jaxrl.losses.objectives import Objective

@@ -7,8 +7,9 @@ import jax
 import optax
 
 from jaxrl.core.batch import Minibatch, TokenBatch
+from jaxrl.core.casts import cast
 from jaxrl.core.metrics import Metrics
-from jaxrl.core.precision import Precision, cast
+from jaxrl.core.precision import Precision
 from jaxrl.learner.policy import LearnerState
 from jaxrl.learner.update import by_microbatch, constrainer, make_update
 from jaxrl.losses.preference import pair_count, ranked

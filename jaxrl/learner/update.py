@@ -16,9 +16,10 @@ import optax
 from flax import struct
 
 from jaxrl.core.batch import Minibatch, TokenBatch
+from jaxrl.core.casts import cast
 from jaxrl.core.loss_scale import LossScale, init_loss_scale, update_loss_scale
 from jaxrl.core.metrics import Latest, Mean, Metrics
-from jaxrl.core.precision import Precision, cast
+from jaxrl.core.precision import Precision
 from jaxrl.models import lora
 from jaxrl.models.spec import Params
 

@@ -18,10 +18,31 @@ from jaxrl.models.tree_attention import KEPT, Tree, sink_gradient, tree_attentio
 # the number of keys, and masked keys add exactly 0: a token's result does not depend on the length
 # of its row. Sequences of a packed row begin at multiples of it where the policy fixes sums.
 TILE = 64
+_ADDED = 512  # keys that products on CPU add at a time
 
 # Queries go in blocks, each against the keys up to its own end: that skips almost half of the
 # scores, and only one block's scores exist at a time. The program grows with the number of blocks.
-_MIN_BLOCK, _MAX_BLOCKS = 128, 8
+# With a window, blocks of its half skip most of what it hides.
+_MIN_BLOCK, _MAX_BLOCKS, _MAX_WINDOWED = 128, 8, 32
+
+
+class Block(NamedTuple):
+    """A range of queries and the range of keys that they may see, by index in the row."""
+
+    start: int
+    stop: int
+    first: int
+    end: int
+
+    @property
+    def queries(self) -> tuple[Any, ...]:
+        """Index of the queries, or of what is computed for them: [..., T, hd]."""
+        return (..., slice(self.start, self.stop), slice(None))
+
+    @property
+    def keys(self) -> tuple[Any, ...]:
+        """Index of keys or values [..., S, hd]."""
+        return (..., slice(self.first, self.end), slice(None))
 
 
 class Part(NamedTuple):
@@ -78,7 +99,7 @@ def attention(
       q: [B, T, H, hd].
       k: [B, S, K, hd], H a multiple of K; query head h reads key head h // (H / K). S is T, or with
         `part` the length of the whole row.
-      v: like k.
+      v: [B, S, K, vd].
       segments: i32[B, T], 0 for padding; or the Tree of rows whose sequences share prefixes, which
         `tree_attention` computes.
       scoring: the window, scale, cap and sinks of the scores.
@@ -86,28 +107,28 @@ def attention(
       part: the part of their rows that the queries are; None for whole rows.
 
     Returns:
-      [B, T, H, hd] in `precision.activations`.
+      [B, T, H, vd] in `precision.activations`.
     """
     if isinstance(segments, Tree):
         first, keys = (0, segments) if part is None else part
         queries = (segments.positions, jnp.int32(first))
         return tree_attention(q, k, v, keys, queries, scoring=scoring, precision=precision)
-    batch, length, heads, dim = q.shape
+    (batch, length, heads, _), width = q.shape, v.shape[-1]
     groups = heads // k.shape[2]
-    q = q.reshape(batch, length, -1, groups, dim).transpose(0, 2, 3, 1, 4)
+    q = q.reshape(batch, length, -1, groups, q.shape[-1]).transpose(0, 2, 3, 1, 4)
     sinks = scoring.sink_scores(kv_heads=k.shape[2], ndim=5, dtype=precision.accumulate)
     k, v = (_pad(x.transpose(0, 2, 1, 3), axis=2) for x in (k, v))
     first, of_keys = (0, segments) if part is None else part
     of_keys = jnp.pad(of_keys, ((0, 0), (0, k.shape[2] - of_keys.shape[1])), constant_values=-1)
     mask = Mask(segments, of_keys, jnp.int32(first), dataclasses.replace(scoring, sinks=None))
     out = _attention(q, k, pad_values(v, precision), sinks, mask, precision, part is None)
-    return out[..., :dim].transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
+    return out[..., :width].transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
 
 
 def sequence_alignment(precision: Precision) -> Alignment:
     """Returns where packed sequences may begin. With fixed sums they see their own keys at the same
-    places of XLA's products as in a row of their own; on CPU, products add 512 keys at a time."""
-    return Alignment(start=TILE, block=512) if precision.sums == "fixed" else ANYWHERE
+    places of XLA's products as in a row of their own."""
+    return Alignment(start=TILE, block=_ADDED) if precision.sums == "fixed" else ANYWHERE
 
 
 def pad_values(v: jax.Array, precision: Precision) -> jax.Array:
@@ -149,22 +170,37 @@ def softmax_product(
 
 def _forward(q, k, v, sinks, mask, precision, whole):
     q, k, v = (x.astype(precision.compute) for x in (q, k, v))
-    found = [
-        softmax_product(
-            _scores(q, k, mask, block, precision=precision),
-            v[:, :, : block[2]],
-            sinks,
-            precision=precision,
-        )
-        for block in _blocks(q, k, whole=whole)
-    ]
-    outs, log_totals = zip(*found, strict=True)
-    out = checkpoint_name(jnp.concatenate(outs, axis=3), KEPT)
-    log_total = checkpoint_name(jnp.concatenate(log_totals, axis=3), KEPT)
+
+    def of_window(scoring):
+        own = mask._replace(scoring=scoring)
+        found = [
+            softmax_product(
+                _scores(q, k, own, block, precision=precision),
+                v[block.keys],
+                sinks,
+                precision=precision,
+            )
+            for block in _blocks(q, k, own, precision, whole=whole)
+        ]
+        outs, log_totals = zip(*found, strict=True)
+        return jnp.concatenate(outs, axis=3), jnp.concatenate(log_totals, axis=3)
+
+    out, log_total = (checkpoint_name(x, KEPT) for x in mask.scoring.by_window(of_window))
     return out, (q, k, v, sinks, out, log_total, mask)
 
 
 def _backward(precision, whole, residuals, dout):
+    *_, mask = residuals
+
+    def of_window(scoring):
+        known = (*residuals[:-1], mask._replace(scoring=scoring))
+        return _gradients(known, dout, precision=precision, whole=whole)
+
+    return (*mask.scoring.by_window(of_window), None)
+
+
+def _gradients(residuals, dout, *, precision, whole):
+    """Computes the gradients of queries, keys, values and sinks where the window is known."""
     q, k, v, sinks, out, log_total, mask = residuals
     dot = functools.partial(product, batch=(0, 1), precision=precision)
     dot_t = functools.partial(transposed_product, batch=(0, 1), precision=precision)
@@ -175,10 +211,8 @@ def _backward(precision, whole, residuals, dout):
     dqs = []
     # Transposed, so that no product transposes an array of scores.
     dk, dv = (jnp.zeros(x.swapaxes(2, 3).shape, precision.accumulate) for x in (k, v))
-    for block in _blocks(q, k, whole=whole):
-        start, stop, end = block
-        rows = (..., slice(start, stop), slice(None))
-        keys = (..., slice(end), slice(None))
+    for block in _blocks(q, k, mask, precision, whole=whole):
+        rows, keys = block.queries, block.keys
         scores = _scores(q, k, mask, block, precision=precision)
         probs = jnp.exp(scores - log_total[rows])
         dprobs = dot(dout[rows], v[keys], contract=(4, 3))
@@ -186,33 +220,43 @@ def _backward(precision, whole, residuals, dout):
         dscores = probs * (dprobs - mean[rows]) * slopes
         probs, dscores = probs.astype(precision.compute), dscores.astype(precision.compute)
         dqs.append(dot(dscores, k[keys], contract=(4, 2)))
-        dk = _add(dk, dot_t(_flat(q[rows]), _flat(dscores)))
-        dv = _add(dv, dot_t(_flat(dout[rows]), _flat(probs)))
+        dk = _add(dk, block.first, dot_t(_flat(q[rows]), _flat(dscores)))
+        dv = _add(dv, block.first, dot_t(_flat(dout[rows]), _flat(probs)))
     grads = (jnp.concatenate(dqs, axis=3), dk.swapaxes(2, 3), dv.swapaxes(2, 3))
     dsinks = sink_gradient(sinks, log_total=log_total, mean=mean)
-    return (*(x.astype(precision.activations) for x in grads), dsinks, None)
+    return (*(x.astype(precision.activations) for x in grads), dsinks)
 
 
 _attention: Any = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(5, 6))
 _attention.defvjp(_forward, _backward)
 
 
-def _blocks(q: jax.Array, k: jax.Array, *, whole: bool) -> list[tuple[int, int, int]]:
-    """Lists (first query, end of queries, end of the keys visible to them) of each block; all keys
-    if the queries are not their `whole` rows, since their start is not known at compile time."""
-    length, keys = q.shape[3], k.shape[2]
+def _blocks(
+    q: jax.Array, k: jax.Array, mask: Mask, precision: Precision, *, whole: bool
+) -> list[Block]:
+    """Lists the blocks of queries with the keys that they may see; all keys if the queries are not
+    their `whole` rows, since their start is not known at compile time."""
+    length, keys, window = q.shape[3], k.shape[2], mask.scoring.windows[0]
     size = max(_MIN_BLOCK, -(-length // _MAX_BLOCKS // TILE) * TILE)
+    if not whole:
+        return [Block(i, min(i + size, length), 0, keys) for i in range(0, length, size)]
+    back = keys
+    if window is not None:
+        back, most = window - 1, -(-length // _MAX_WINDOWED // TILE) * TILE
+        size = min(size, max(_MIN_BLOCK, most, -(-window // 2 // TILE) * TILE))
+    # Products add the other keys in the same order, as of rows that begin there.
+    step = _ADDED if precision.sums == "fixed" else TILE
     return [
-        (start, min(start + size, length), min(start + size, keys) if whole else keys)
-        for start in range(0, length, size)
+        Block(i, min(i + size, length), max(0, i - back) // step * step, min(i + size, keys))
+        for i in range(0, length, size)
     ]
 
 
-def _add(total, part):
-    """Adds to the first columns of an array. `at[...].add` of all columns would have no index, and
-    jaxlib 0.11 crashes at empty arrays inside shard_map (docs/scale.md, "Attention")."""
-    columns = part.shape[-1]
-    return jax.lax.dynamic_update_slice(total, total[..., :columns] + part, (0,) * total.ndim)
+def _add(total, first, part):
+    """Adds to columns of an array, from `first` on. `at[...].add` of all columns would have no
+    index, and jaxlib 0.11 crashes at empty arrays inside shard_map (docs/scale.md, "Attention")."""
+    sums = total[..., first : first + part.shape[-1]] + part
+    return jax.lax.dynamic_update_slice(total, sums, (*(0,) * (total.ndim - 1), first))
 
 
 def _flat(x):
@@ -220,16 +264,15 @@ def _flat(x):
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _scores(q, k, mask: Mask, block: tuple[int, int, int], *, precision):
-    """Computes scores of the queries in [start, stop) with the keys before `end`; the lowest finite
-    number where a key is masked."""
-    start, stop, end = block
-    q, k = q[..., start:stop, :], k[..., :end, :]
+def _scores(q, k, mask: Mask, block: Block, *, precision):
+    """Computes scores of a block; the lowest finite number where a key is masked."""
+    start, stop, first, end = block
+    q, k = q[block.queries], k[block.keys]
     scores = product(q, k, contract=(4, 3), batch=(0, 1), precision=precision)
     scores = mask.scoring.scores(scores, head_dim=q.shape[-1])
-    distance = mask.first + jnp.arange(start, stop)[:, None] - jnp.arange(end)[None, :]
+    distance = mask.first + jnp.arange(start, stop)[:, None] - jnp.arange(first, end)[None, :]
     near = distance >= 0
     if mask.scoring.window is not None:
         near &= distance < mask.scoring.window
-    seen = near[None] & (mask.segments[:, start:stop, None] == mask.of_keys[:, None, :end])
+    seen = near[None] & (mask.segments[:, start:stop, None] == mask.of_keys[:, None, first:end])
     return jnp.where(seen[:, None, None], scores, jnp.finfo(scores.dtype).min)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.experts import Routing, mixture
+from jaxrl.models.latent import project_latent
 from jaxrl.models.layers import Layer, LayerContext, activation, add_bias, project
 from jaxrl.models.rope import RopeTable, apply_rope
 
@@ -50,10 +51,12 @@ def block(
     more = add_bias(more, layer, "o", precision=context.precision)
     x = constrain(x + context.layer_norm(more, layer, "attn_out_norm"), stream)
     normed, routing = context.layer_norm(x, layer, "mlp_norm"), None
-    if context.config.experts is None:
+    if "router" not in layer:
         more = gated(normed, layer, context=context)
     else:
         more, routing = mixture(normed, layer, context=context, recorded=recorded)
+        if "shared_gate" in layer:
+            more = more + gated(normed, layer, context=context, prefix="shared_")
     x = x + context.layer_norm(more, layer, "mlp_out_norm")
     return constrain(x, stream), kept, routing
 
@@ -66,6 +69,8 @@ def project_qkv(
     `precision.activations`."""
     config, precision = context.config, context.precision
     x = context.layer_norm(x, layer, "attn_norm")
+    if config.latent is not None:
+        return project_latent(x, layer, table, context=context)
 
     def heads(y: jax.Array, name: str, axis: str) -> jax.Array:
         y = add_bias(y, layer, name, precision=precision)
@@ -87,19 +92,20 @@ def project_qkv(
     return heads(q, "q", "q_heads"), heads(k, "k", "kv_heads"), heads(v, "v", "kv_heads")
 
 
-def gated(x: jax.Array, layer: Layer, *, context: LayerContext) -> jax.Array:
+def gated(x: jax.Array, layer: Layer, *, context: LayerContext, prefix: str = "") -> jax.Array:
     """Computes the dense feed-forward network (arXiv:2002.05202) of a normed stream: [B, T, D] ->
-    [B, T, D], to be added to the stream."""
+    [B, T, D], to be added to the stream. `prefix` is that of its parameters' names."""
     config, precision = context.config, context.precision
     if config.fused:
         both = project(x, layer, "gate_up", precision=precision)
         gate, up = split(both, (1, 1), config.intermediate_size)
     else:
-        gate, up = (project(x, layer, name, precision=precision) for name in ("gate", "up"))
+        names = (f"{prefix}gate", f"{prefix}up")
+        gate, up = (project(x, layer, name, precision=precision) for name in names)
     gate, up = gate.astype(precision.accumulate), up.astype(precision.accumulate)
     hidden = (activation(gate, context=context) * up).astype(precision.activations)
     hidden = context.constrain(hidden, ("batch", "length", "mlp"))
-    return project(hidden, layer, "down", precision=precision)
+    return project(hidden, layer, f"{prefix}down", precision=precision)
 
 
 def split(x: jax.Array, counts: tuple[int, ...], size: int) -> list[jax.Array]:

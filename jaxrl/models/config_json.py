@@ -75,6 +75,21 @@ class ConfigJson(Table):
     num_experts_per_tok: Count | None = None
     moe_intermediate_size: Size | None = None
     norm_topk_prob: bool = False
+    n_routed_experts: Count | None = None
+    n_shared_experts: Annotated[int, Field(ge=0, le=2**12)] = 1
+    n_group: Count = 1
+    topk_group: Count = 1
+    routed_scaling_factor: Positive = 1.0
+    first_k_dense_replace: Annotated[int, Field(ge=0, le=2**12)] = 0
+    q_lora_rank: Size | None = None
+    kv_lora_rank: Size | None = None
+    qk_rope_head_dim: Size | None = None
+    qk_nope_head_dim: Size | None = None
+    v_head_dim: Size | None = None
+    rope_interleave: bool = True
+    use_qk_norm: bool = False
+    attention_bias: bool | None = None
+    partial_rotary_factor: float | None = None
     swiglu_alpha: float = 1.702
     swiglu_limit: Positive = 7.0
     query_pre_attn_scalar: Size | None = None

@@ -1,5 +1,5 @@
-"""One decoder for all families: a scan over stacked layers, so that the size of the compiled
-program does not depend on their number."""
+"""One decoder for all families: a scan over the stacked layers of each group, so that the size of
+the compiled program does not depend on their number."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +19,7 @@ from jaxrl.models.layers import (
     Local,
     embed,
     identity,
-    per_layer,
+    kind_numbers,
     undivided,
 )
 from jaxrl.models.logprobs import Head
@@ -58,7 +58,7 @@ class Routed(NamedTuple):
 
     hidden: jax.Array  # as `Hidden` returns it
     imbalance: jax.Array  # f32[B, T], see `experts.imbalance`; mean over layers
-    experts: jax.Array  # i32[B, T, L, k], the experts chosen in each layer
+    experts: jax.Array  # i32[B, T, L, k], the experts chosen in each layer that has some
 
 
 class HiddenRouted(Protocol):
@@ -141,23 +141,27 @@ def decoder(
         tables = context.rope_tables(positions)
 
         def body(x, scanned):
-            layer, own, replay = scanned
+            layer, kind, replay = scanned
 
             def attention_of(q, k, v):
-                scoring = context.scoring(own.window, layer)
+                scoring = context.scoring(kind, layer)
                 return attend(q, k, v, rows, scoring=scoring, precision=precision), None
 
-            table = tables.of_layer(own.rope)
+            table = tables.of_layer(kind)
             x, _, routing = block(
                 x, layer, attention_of, table=table, context=context, recorded=replay
             )
-            return x, observe(routing, segments)
+            return x, None if routing is None else observe(routing, segments)
 
         if remat != "none":
             body = jax.checkpoint(body, policy=_REMAT[remat], prevent_cse=False)
         x = context.enter(embed(params["embed"], tokens, precision=precision))
         x = constrain(x, ("batch", "length", "embed"))
-        x, observed = jax.lax.scan(body, x, (params["layers"], per_layer(config), recorded))
+        observed: Any = None  # by the last group, which has the experts
+        for group in config.groups:
+            replay = recorded if group.routed else None
+            scanned = (params[group.name], kind_numbers(config, group), replay)
+            x, observed = jax.lax.scan(body, x, scanned)
         x = context.norm(x, params["final_norm"])
         return constrain(x, ("batch", "length", "embed")), observed
 

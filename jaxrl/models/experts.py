@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrl.models.families import ClampedGate
+from jaxrl.models.families import ClampedGate, Experts
 from jaxrl.models.layers import Layer, LayerContext, add_bias
 from jaxrl.models.products import grouped_matmul, matmul
 
@@ -20,7 +20,7 @@ from jaxrl.models.products import grouped_matmul, matmul
 class Routing(NamedTuple):
     """Routing decisions of one layer."""
 
-    probs: jax.Array  # [B, T, E], over all experts, in `accumulate`
+    probs: jax.Array  # [B, T, E], over all experts, in `accumulate`; they sum to 1
     experts: jax.Array  # i32[B, T, k]
     weights: jax.Array  # [B, T, k], factors of the experts' outputs
 
@@ -73,11 +73,12 @@ def mixture(
 def route(
     x: jax.Array, layer: Layer, *, context: LayerContext, recorded: jax.Array | None = None
 ) -> Routing:
-    """Chooses each token's experts: those with the largest softmax probabilities.
+    """Chooses each token's experts: those with the largest scores, softmax or sigmoid, after their
+    correction if there is one.
 
     Args:
       x: [B, T, D], normed.
-      layer: parameters of one layer, with the router [E, D].
+      layer: parameters of one layer.
       context: of a decoder with experts; the result of the product is not rounded.
       recorded: see `mixture`.
     """
@@ -87,13 +88,25 @@ def route(
     unrounded = dataclasses.replace(precision, activations=precision.accumulate)
     logits = matmul(x, layer["router"], precision=unrounded)
     logits = add_bias(logits, layer, "router", precision=unrounded)
-    probs = jax.nn.softmax(logits, axis=-1)
-    _, experts = lax.top_k(lax.stop_gradient(probs), settings.per_token)
+    if settings.scores == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+        probs = scores / jnp.sum(scores, axis=-1, keepdims=True)
+    else:
+        scores = probs = jax.nn.softmax(logits, axis=-1)
+    chosen_by = lax.stop_gradient(scores)
+    if settings.corrected:
+        bias = lax.stop_gradient(layer["correction_f32"]).astype(precision.accumulate)
+        chosen_by = _within_groups(chosen_by + bias.reshape(1, 1, -1), settings)
+    _, experts = lax.top_k(chosen_by, settings.per_token)
     if recorded is not None:
         experts = jnp.where(jnp.any(recorded < 0, axis=-1, keepdims=True), experts, recorded)
-    weights = jnp.take_along_axis(probs, experts, axis=-1)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
     if settings.renormalise:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        # Sigmoids may all underflow.
+        weights = weights / (total + 1e-20 if settings.scores == "sigmoid" else total)
+    if settings.scale != 1:
+        weights = weights * settings.scale
     return Routing(probs, experts, weights)
 
 
@@ -104,6 +117,18 @@ def gated_unit(gate: jax.Array, up: jax.Array, *, clamp: ClampedGate | None) -> 
     gate = jnp.minimum(gate, clamp.limit)
     up = jnp.clip(up, -clamp.limit, clamp.limit)
     return (up + 1) * gate * jax.nn.sigmoid(clamp.alpha * gate)
+
+
+def _within_groups(scores: jax.Array, settings: Experts) -> jax.Array:
+    """Masks the scores [B, T, E] of experts outside of each token's best groups: those with the
+    largest sum of their two best scores (arXiv:2412.19437)."""
+    if settings.chosen_groups == settings.groups:
+        return scores
+    grouped = scores.reshape(*scores.shape[:2], settings.groups, -1)
+    totals = jnp.sum(lax.top_k(grouped, 2)[0], axis=-1)
+    _, best = lax.top_k(totals, settings.chosen_groups)
+    inside = jnp.any(jax.nn.one_hot(best, settings.groups, dtype=bool), axis=-2)
+    return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 def imbalance(routing: Routing, segments: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from jaxrl.models.rope import Rope
+from jaxrl.models.rope import Rope, YarnScaling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class ClampedGate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts in place of every feed-forward network.
+    """A mixture of experts in place of feed-forward networks.
 
     Attributes:
       count: experts per layer.
@@ -32,6 +32,13 @@ class Experts:
       biases: true if the router and the experts' projections have biases.
       fused: true if one matrix per expert holds gate and up, in alternate rows.
       clamp: None for the plain gated unit.
+      scores: what the router's logits become.
+      corrected: true if experts are chosen by scores plus a bias for each expert, which no gradient
+        trains (arXiv:2408.15664).
+      groups, chosen_groups: experts are chosen within the best of so many groups.
+      scale: factor of the weights.
+      shared: experts that every token has besides its own, computed as one of their joint size.
+      dense_layers: first layers of the decoder, which have a feed-forward network instead.
     """
 
     count: int
@@ -41,6 +48,55 @@ class Experts:
     biases: bool = False
     fused: bool = False
     clamp: ClampedGate | None = None
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    corrected: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    scale: float = 1.0
+    shared: int = 0
+    dense_layers: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention, see `latent`.
+
+    Attributes:
+      q_rank: size of the narrow projection of queries; None if there is none.
+      kv_rank: size of that of keys and values.
+      rope_dim: dimensions of a head that are rotated.
+      value_dim: dimensions of a head's values.
+      interleaved: true if rope pairs neighbouring dimensions.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool
+
+
+class Group(NamedTuple):
+    """Consecutive layers with the same parameters, stacked and scanned together.
+
+    Attributes:
+      name: key of their parameters.
+      first: index of the first layer.
+      count: number of layers.
+      routed: true if they have experts.
+    """
+
+    name: str
+    first: int
+    count: int
+    routed: bool
+
+
+class Kind(NamedTuple):
+    """Settings that differ by layer."""
+
+    window: int | None  # see `DecoderConfig.windows`
+    rope: Rope | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +123,8 @@ class DecoderConfig:
       scaled_embedding: true if the embedding is multiplied by sqrt(hidden_size).
       query_scalar: scores are divided by its square root; None is head_dim.
       score_cap, logit_cap: soft caps of attention scores and of logits, see `scoring.soft_cap`.
+      latent: projections of keys and values through a narrow one; None for direct ones. `head_dim`
+        is then that of queries and keys.
       experts: None for a dense decoder.
       scored: true for a reward model, whose head gives each token one score instead of one logit
         per vocabulary entry.
@@ -102,6 +160,7 @@ class DecoderConfig:
     query_scalar: int | None = None
     score_cap: float | None = None
     logit_cap: float | None = None
+    latent: Latent | None = None
     experts: Experts | None = None
     initializer_range: float = 0.02
     scored: bool = False
@@ -110,14 +169,43 @@ class DecoderConfig:
     pad_id: int | None = None
 
     @property
-    def distinct_ropes(self) -> tuple[Rope | None, ...]:
-        """The ropes that layers have, each once."""
-        return tuple(dict.fromkeys(self.ropes)) or (self.rope,)
+    def groups(self) -> tuple[Group, ...]:
+        """The layers from first to last; those with experts are in the last group."""
+        if self.experts is None:
+            return (Group("layers", 0, self.num_layers, False),)
+        first = self.experts.dense_layers
+        dense = (Group("dense_layers", 0, first, False),) if first else ()
+        return (*dense, Group("layers", first, self.num_layers - first, True))
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kind of each layer."""
+        windows = self.windows or (None,) * self.num_layers
+        ropes = self.ropes or (self.rope,) * self.num_layers
+        return tuple(Kind(*one) for one in zip(windows, ropes, strict=True))
+
+    @property
+    def distinct_kinds(self) -> tuple[Kind, ...]:
+        """The kinds of layers, each once."""
+        return tuple(dict.fromkeys(self.kinds))
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head that have a rope."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Dimensions of a head's values."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
     def score_scale(self) -> float:
         """Factor of the products of queries and keys."""
-        return (self.query_scalar or self.head_dim) ** -0.5
+        scale, scaling = (self.query_scalar or self.head_dim) ** -0.5, self.rope.scaling
+        if self.latent is None or not isinstance(scaling, YarnScaling):
+            return scale
+        return scale * scaling.temperature(scaling.mscale_all_dim or 0.0) ** 2
 
 
 class Family(NamedTuple):
@@ -131,10 +219,13 @@ class Family(NamedTuple):
       theta: if config.json has no `rope_theta`.
       local_theta: if layers with a window have a rope of their own: its theta.
       defaults: transformers' values of absent keys, where they are not those of `ConfigJson`.
-      only: keys that change the function, with the only values that are supported.
+      partial: if heads may be rotated in part: their rotated share if config.json has none.
+      only: keys that change the function, with the only values that are supported; () for any.
       names: Hugging Face's names of parameters that differ from the others'.
       packed: true if checkpoints may be in MXFP4, see `mxfp4`.
       scorer: architecture of a reward model, if it has another name.
+      more_layers: true if files may hold a layer for multi-token prediction behind the last one. It
+        is neither read nor written.
     """
 
     architecture: str
@@ -142,11 +233,13 @@ class Family(NamedTuple):
     windows: Literal["none", "all", "switch", "typed"] = "none"
     theta: float = 10_000.0
     local_theta: float | None = None
+    partial: float | None = None
     defaults: Mapping[str, Any] = {}
     only: Mapping[str, tuple[Any, ...]] = {}
     names: Mapping[str, str] = {}
     packed: bool = False
     scorer: str | None = None
+    more_layers: bool = False
 
     @property
     def scored_architecture(self) -> str:
@@ -167,6 +260,7 @@ _GEMMA_DEFAULTS = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
+_CORRECTED_DEFAULTS = {"num_experts_per_tok": 8, "norm_topk_prob": True, "n_shared_experts": 1}
 _GELU = {"hidden_act": ("gelu_pytorch_tanh",), "hidden_activation": ("gelu_pytorch_tanh", None)}
 
 FAMILIES = {
@@ -222,6 +316,24 @@ FAMILIES = {
             "expert_up": "block_sparse_moe.experts.{expert}.w3.weight",
             "expert_down": "block_sparse_moe.experts.{expert}.w2.weight",
         },
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        partial=0.5,
+        defaults=_CORRECTED_DEFAULTS
+        | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "n_routed_experts": 128}
+        | {"moe_intermediate_size": 1408, "first_k_dense_replace": 1},
+        only={"attention_bias": (), "partial_rotary_factor": ()},
+        more_layers=True,
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        defaults=_CORRECTED_DEFAULTS
+        | {"n_routed_experts": 256, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
+        | {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "q_lora_rank": 1536}
+        | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+        only={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
+        more_layers=True,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",

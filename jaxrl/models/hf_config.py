@@ -10,7 +10,9 @@ from typing import Any
 
 from jaxrl.models.checkpoint_files import shown, validated
 from jaxrl.models.config_json import ConfigJson, token_ids
+from jaxrl.models.experts_json import read_corrected, write_corrected
 from jaxrl.models.families import FAMILIES, ClampedGate, DecoderConfig, Experts, Family
+from jaxrl.models.latent_json import read_latent, write_latent
 from jaxrl.models.rope_json import read_ropes, write_ropes
 from jaxrl.models.windows_json import read_windows, write_windows
 
@@ -26,7 +28,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False, None),
     "quantization_config": (None,),
     "transformers_weights": (None,),  # names other files than model.safetensors
-    # The layers are scanned, so all of them are alike.
+    # The layers with experts are scanned, so all of them are alike.
     "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], None),
     "per_layer_config": (None,),
@@ -49,13 +51,15 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
     if family.packed and is_packed(raw):
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
     for key, values in (_ONLY | dict(family.only)).items():
-        if raw.get(key, values[0]) not in values:
+        if values and raw.get(key, values[0]) not in values:
             raise ValueError(
                 f"{model_type} with {key}={shown(raw[key])} is not supported; only {values[0]!r} is"
             )
     c = validated(ConfigJson, {**family.defaults, **raw})
     heads, kv_heads = c.num_attention_heads, c.num_key_value_heads or c.num_attention_heads
-    head_dim = c.head_dim or c.hidden_size // heads
+    head_dim, latent = c.head_dim or c.hidden_size // heads, None
+    if model_type == "deepseek_v3":
+        latent, head_dim = read_latent(c)
     if heads % kv_heads or head_dim % 2 or not head_dim:
         raise ValueError(
             f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads} "
@@ -78,13 +82,14 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
         tied=c.tie_word_embeddings,
         max_positions=c.max_position_embeddings,
         windows=windows,
+        latent=latent,
         experts=_read_experts(c),
         initializer_range=c.initializer_range,
         scored=_read_scored(c, family),
         bos_id=c.bos_token_id,
         eos_ids=token_ids(c.eos_token_id, vocab_size=c.vocab_size),
         pad_id=c.pad_token_id,
-        **(_read_gemma(c) | dict(family.fields)),
+        **(_read_gemma(c) | _read_glm(c) | dict(family.fields)),
     )
 
 
@@ -129,13 +134,16 @@ def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
     }
     content |= write_ropes(config, family)
     content |= write_windows(config.windows, family.windows, layers=config.num_layers)
-    content |= _write_experts(config) | _write_gemma(config, activation)
+    content |= _write_experts(config) | _write_gemma(config, activation) | _write_glm(config)
     content |= {"attention_bias": True} if config.o_bias else {}
+    if config.latent is not None:
+        content |= write_latent(config.latent, head_dim=config.head_dim)
     # Without these keys transformers gives a classifier two labels.
     label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if config.scored else {}
     return content | label
 
 
+_CORRECTED = ("glm4_moe", "deepseek_v3")
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
@@ -177,7 +185,22 @@ def _write_gemma(config: DecoderConfig, activation: str) -> dict[str, Any]:
     }
 
 
+def _read_glm(c: ConfigJson) -> dict[str, Any]:
+    """Returns fields that only the configs of GLM have."""
+    if c.model_type != "glm4_moe":
+        return {}
+    return {"qkv_bias": bool(c.attention_bias), "qk_norm": "head" if c.use_qk_norm else None}
+
+
+def _write_glm(config: DecoderConfig) -> dict[str, Any]:
+    if config.model_type != "glm4_moe":
+        return {}
+    return {"attention_bias": config.qkv_bias, "use_qk_norm": config.qk_norm == "head"}
+
+
 def _read_experts(c: ConfigJson) -> Experts | None:
+    if c.model_type in _CORRECTED:
+        return read_corrected(c)
     if c.model_type not in ("qwen3_moe", "mixtral", "gpt_oss"):
         return None
     # All feed-forward networks of these families are experts.
@@ -210,6 +233,8 @@ def _write_experts(config: DecoderConfig) -> dict[str, Any]:
     experts = config.experts
     if experts is None:
         return {}
+    if experts.corrected:
+        return write_corrected(experts)
     content = {"num_local_experts": experts.count, "num_experts_per_tok": experts.per_token}
     if experts.clamp is not None:
         content |= {"swiglu_alpha": experts.clamp.alpha, "swiglu_limit": experts.clamp.limit}

@@ -18,6 +18,7 @@ import numpy as np
 from flax import traverse_util
 from safetensors.numpy import save_file
 
+from jaxrl.core.casts import dtype_of
 from jaxrl.core.precision import DType
 from jaxrl.models import hf_config, spec
 from jaxrl.models.checkpoint_files import (
@@ -33,7 +34,7 @@ from jaxrl.models.checkpoint_files import (
     write_json,
 )
 from jaxrl.models.config_json import token_ids
-from jaxrl.models.families import DecoderConfig
+from jaxrl.models.families import FAMILIES, DecoderConfig
 from jaxrl.models.mxfp4 import join_packed
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import Params, ParamSpec
@@ -176,7 +177,7 @@ def load(
     config = load_config(directory)
     with _checked_tensors(Path(directory), config) as tensors:
         values = {
-            path: put(path, read_parameter(one, tensors, dtype=dtype))
+            path: put(path, read_parameter(one, tensors, dtype=dtype and dtype_of(path, dtype)))
             for path, one in spec.flatten(param_specs(config)).items()
         }
     return config, traverse_util.unflatten_dict(values, sep="/")
@@ -197,7 +198,7 @@ def load_scorer(
         values = {
             path: put(
                 path,
-                read_parameter(one, tensors, dtype=dtype)
+                read_parameter(one, tensors, dtype=dtype_of(path, dtype))
                 if config.scored or path != "score"
                 else np.zeros(one.shape, dtype),
             )
@@ -228,11 +229,14 @@ def _checked_tensors(directory: Path, config: DecoderConfig) -> Iterator[dict[st
 def _check_names(
     expected: set[str], found: set[str], *, config: DecoderConfig, directory: Path
 ) -> None:
-    # Two kinds of surplus are harmless: buffers in old exports that follow from the config, and the
-    # second copy of a tied head, which `_check_tied_head` compares.
+    # Some surplus is harmless: buffers in old exports that follow from the config, the second copy
+    # of a tied head, which `_check_tied_head` compares, and a layer for multi-token prediction.
     ignored = {name for name in found if name.endswith("rotary_emb.inv_freq")}
     if config.tied:
         ignored.add("lm_head.weight")
+    if FAMILIES[config.model_type].more_layers:
+        behind = f"model.layers.{config.num_layers}."
+        ignored |= {name for name in found if name.startswith(behind)}
     for problem, names in (
         ("misses", expected - found),
         ("has surplus", found - expected - ignored),
@@ -319,8 +323,10 @@ def save_tensors(
         save_file(content, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        total = sum(int(np.prod(one.shape)) for one in flat.values())
-        metadata = {"total_size": total * np.dtype(dtype).itemsize}
+        total = sum(
+            int(np.prod(one.shape)) * dtype_of(path, dtype).itemsize for path, one in flat.items()
+        )
+        metadata = {"total_size": total}
         write_json(directory / INDEX, {"metadata": metadata, "weight_map": weight_map})
     content = hf_config.to_hf_config(config, dtype=np.dtype(dtype).name)
     write_json(directory / "config.json", content)
@@ -385,7 +391,7 @@ def _tensors(
             raise ValueError(
                 f"parameter {path!r} has shape {given[path].shape}, expected {one.shape}"
             )
-        value = np.asarray(given[path]).astype(dtype)
+        value = np.asarray(given[path]).astype(dtype_of(path, dtype))
         value = one.swap(value).reshape(-1, *one.tensor_shape)
         for name, tensor in zip(one.hf_names(), value, strict=True):
             yield name, np.ascontiguousarray(tensor)

@@ -6,6 +6,7 @@ jax.experimental.pallas. `cudnn` is NVIDIA's, see `cudnn`.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -51,12 +52,12 @@ def choose(
         "splash": _no_splash(device, config, precision, own),
         "cudnn": _no_cudnn(device, config, precision),
     }
-    if len(set(config.windows)) > 1:
-        reasons = dict.fromkeys(reasons, "does not support windows that differ by layer")
     if config.score_cap is not None:
         reasons = dict.fromkeys(reasons, "does not support soft caps of scores")
     if config.sinks:
         reasons = dict.fromkeys(reasons, "does not support attention sinks")
+    if config.latent is not None:
+        reasons = dict.fromkeys(reasons, "does not support values of another size than keys")
     if precision.sums == "fixed":
         reasons = dict.fromkeys(reasons, "adds in an order of its own, but the policy fixes sums")
     if wanted == "auto":
@@ -106,7 +107,7 @@ def attend(wanted: Wanted, *, layout: Layout, config: DecoderConfig) -> Attend:
         )
         if isinstance(segments, Tree) and unshared(kernel) is not None:
             kernel = "xla"  # rows were packed for the learner's dtypes; the sampler's are others
-        on_mesh = by_kernel(kernel, layout=layout, alike=_shared_window(config))
+        on_mesh = by_kernel(kernel, layout=layout)
         return on_mesh(q, k, v, segments, scoring=scoring, precision=precision)
 
     return chosen
@@ -117,10 +118,6 @@ def unshared(kernel: Kernel) -> str | None:
     if kernel == "splash":
         return "splash compares one segment per token, and a shared token has several"
     return None
-
-
-def _shared_window(config: DecoderConfig) -> int | None:
-    return config.windows[0] if len(set(config.windows)) == 1 else None
 
 
 def verify(kernel: Kernel, *, layout: Layout, config: DecoderConfig, precision: Precision) -> None:
@@ -134,10 +131,10 @@ def verify(kernel: Kernel, *, layout: Layout, config: DecoderConfig, precision: 
         return
     device = next(d for d in layout.mesh.devices.flat if d.process_index == jax.process_index())
     alone = Layout(make_mesh(devices=[device]), layout.rules)
-    window = _shared_window(config)
-    of_kernel = by_kernel(kernel, layout=alone, alike=window)
+    of_kernel, windows = by_kernel(kernel, layout=alone), {kind.window for kind in config.kinds}
     norm, worst = jnp.linalg.norm, 0.0
-    for rows in _rows()[: 1 if unshared(kernel) else 2]:
+    kinds_of_rows = _rows()[: 1 if unshared(kernel) else 2]
+    for rows, window in itertools.product(kinds_of_rows, windows):
         found, expected = (
             _example(attend, config, rows, device=device, window=window, precision=precision)
             for attend in (of_kernel, attention)
@@ -181,8 +178,7 @@ def _example(
     ]
 
     def run(q, k, v):
-        traced = None if window is None else jnp.int32(window)
-        scoring = Scoring(traced, config.score_scale, config.score_cap)
+        scoring = Scoring((window,), None, config.score_scale, config.score_cap)
         out = attend(q, k, v, rows, scoring=scoring, precision=precision)
         real = (_rows()[0] > 0)[:, :, None, None]
         return jnp.where(real, out, 0).astype(jnp.float32)
@@ -194,9 +190,7 @@ def _example(
     return jit(both)(*jax.device_put(inputs, device))
 
 
-def by_kernel(
-    kernel: Kernel, *, layout: Layout, alike: int | None = None, interpret: bool = False
-) -> Attend:
+def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Attend:
     """Builds attention with a kernel, without checking that the devices support it.
 
     Rows and heads are sharded as the rules say. Where the rules cut "length", every device keeps
@@ -206,7 +200,6 @@ def by_kernel(
     Args:
       kernel: the kernel to run.
       layout: the mesh and its rules.
-      alike: window of all layers, which kernels other than `xla` must know when they are compiled.
       interpret: run splash attention's program without a TPU, slowly.
 
     The result raises ValueError if rows, tokens or heads do not divide over their devices, or for
@@ -221,14 +214,19 @@ def by_kernel(
         if whole and (not shared or k.shape[2] % layout.count("kv_heads")):
             # XLA shards it over rows and heads itself
             return attention(q, k, v, segments, scoring=scoring, precision=precision)
-        constant = None
-        if kernel == "splash":
-            constant = _splash_kernel(q, layout, window=alike, interpret=interpret)
         local = functools.partial(_LOCAL[kernel], precision=precision)
         if kernel == "cudnn":
-            device = layout.mesh.devices.flat[0]
-            local = functools.partial(local, window=alike, packed=_is_packed(device))
-        return _on_mesh(local, layout, q, k, v, _Given(segments, scoring, None, constant))
+            local = functools.partial(local, packed=_is_packed(layout.mesh.devices.flat[0]))
+
+        def of_window(scoring):
+            constant = None
+            if kernel == "splash":
+                window = scoring.windows[0]
+                constant = _splash_kernel(q, layout, window=window, interpret=interpret)
+            return _on_mesh(local, layout, q, k, v, _Given(segments, scoring, None, constant))
+
+        # Kernels other than `xla` must know the window when they are compiled.
+        return of_window(scoring) if kernel == "xla" else scoring.by_window(of_window)
 
     return on_mesh
 
@@ -333,11 +331,11 @@ def _is_packed(device: Any) -> bool:
     return cudnn.is_hopper(device.compute_capability)
 
 
-def _cudnn(q, k, v, given: _Given, *, precision, window, packed):
+def _cudnn(q, k, v, given: _Given, *, precision, packed):
     segments, scoring, part, _ = given
     settings: Any = {"scoring": scoring, "precision": precision}
     if packed and part is None and not isinstance(segments, Tree):
-        return cudnn.packed(q, k, v, segments, window=window, **settings)
+        return cudnn.packed(q, k, v, segments, **settings)
     return cudnn.masked(q, k, v, segments, part=part, **settings)
 
 

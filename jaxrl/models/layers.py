@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl.core.precision import Precision
-from jaxrl.models.families import DecoderConfig
+from jaxrl.models.families import DecoderConfig, Group
 from jaxrl.models.products import matmul
 from jaxrl.models.rope import RopeTable, rope_table
 from jaxrl.models.scoring import Scoring
@@ -53,19 +53,14 @@ def undivided(
     return function
 
 
-class PerLayer(NamedTuple):
-    """Settings that differ by layer; None for one that does not."""
-
-    window: jax.Array | None  # i32[L], see `Scoring`
-    rope: jax.Array | None  # i32[L], number of the layer's table, see `LayerContext.rope_tables`
-
-
-def per_layer(config: DecoderConfig) -> PerLayer:
-    """Returns what a scan over the layers takes besides their parameters."""
-    far = jnp.iinfo(jnp.int32).max // 2  # a position less this must not overflow
-    windows = [far if w is None else w for w in config.windows]
-    numbers = [config.distinct_ropes.index(rope) for rope in config.ropes]
-    return PerLayer(*(jnp.array(x, jnp.int32) if x else None for x in (windows, numbers)))
+def kind_numbers(config: DecoderConfig, group: Group) -> jax.Array | None:
+    """Returns the kind of each layer of a group, i32[L] into `config.distinct_kinds`; None if all
+    layers of the decoder are of one kind."""
+    known = config.distinct_kinds
+    if len(known) == 1:
+        return None
+    kinds = config.kinds[group.first : group.first + group.count]
+    return jnp.array([known.index(kind) for kind in kinds], jnp.int32)
 
 
 class LayerContext(NamedTuple):
@@ -95,16 +90,21 @@ class LayerContext(NamedTuple):
         return self.norm(x, layer[name]) if name in layer else x
 
     def rope_tables(self, positions: jax.Array) -> RopeTable:
-        """Computes the table of i32[B, T] positions; a stack of tables if ropes differ by layer."""
-        settings: Any = {"head_dim": self.config.head_dim, "precision": self.precision}
-        ropes = self.config.distinct_ropes
-        tables = [rope_table(positions, rope=rope, **settings) for rope in ropes]
-        return jax.tree.map(lambda *x: jnp.stack(x), *tables) if self.config.ropes else tables[0]
+        """Computes the table of i32[B, T] positions; a stack of one for each kind of layer if
+        their ropes differ."""
+        settings: Any = {"head_dim": self.config.rope_dim, "precision": self.precision}
+        ropes = [kind.rope for kind in self.config.distinct_kinds]
+        tables = {rope: rope_table(positions, rope=rope, **settings) for rope in set(ropes)}
+        if len(tables) == 1:
+            return tables[ropes[0]]
+        return jax.tree.map(lambda *x: jnp.stack(x), *(tables[rope] for rope in ropes))
 
-    def scoring(self, window: jax.Array | None, layer: Layer) -> Scoring:
-        """Returns the scores of a layer with this window."""
+    def scoring(self, kind: jax.Array | None, layer: Layer) -> Scoring:
+        """Returns the scores of a layer of this kind."""
         config = self.config
-        return Scoring(window, config.score_scale, config.score_cap, layer.get("sinks"))
+        windows = tuple(kind.window for kind in config.distinct_kinds)
+        sinks = layer.get("sinks")
+        return Scoring(windows, kind, config.score_scale, config.score_cap, sinks)
 
     def enter(self, embedded: jax.Array) -> jax.Array:
         """Makes the residual stream [B, T, D] of rows of the embedding: some families scale them by

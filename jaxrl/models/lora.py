@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
+from flax import struct, traverse_util
 from jax import lax
 
 from jaxrl.core.precision import PRESETS, DType
@@ -23,7 +23,7 @@ from jaxrl.models.spec import Params, ParamSpec, Specs
 class Adapted:
     """Frozen parameters and trained adapters; also their specs, shapes or shardings."""
 
-    adapters: Any  # {"layers": {"q_a": [L, rank, in], "q_b": [L, out, rank], ...}}
+    adapters: Any  # {"layers": {"q_a": [L, rank, in], "q_b": [L, out, rank], ...}}, by group
     frozen: Any  # as the decoder declares them
     alpha: float = struct.field(pytree_node=False)
 
@@ -52,33 +52,35 @@ def adapter_specs(specs: Specs, *, rank: int, targets: Sequence[str]) -> Specs:
       ValueError: if a pattern matches no matrix; the message lists the modules.
     """
     modules = {
-        path.removeprefix("layers/"): (one, one.name.removesuffix(".weight").rpartition(".")[2])
+        path: (one, one.name.removesuffix(".weight").rpartition(".")[2])
         for path, one in spec.flatten(specs).items()
         if one.stacked == 1 and len(one.shape) == 3 and one.name.endswith("_proj.weight")
     }
     for target in targets:
         if not any(fnmatch.fnmatchcase(module, target) for _, module in modules.values()):
-            known = ", ".join(module for _, module in modules.values())
+            known = ", ".join(dict.fromkeys(module for _, module in modules.values()))
             raise ValueError(f"lora.targets: {target!r} matches no module; there are {known}")
-    layers: dict[str, ParamSpec] = {}
-    for name, (one, module) in modules.items():
+    adapters: dict[str, ParamSpec] = {}
+    for path, (one, module) in modules.items():
         if not any(fnmatch.fnmatchcase(module, target) for target in targets):
             continue
         count, outputs, inputs = one.shape
         prefix = f"base_model.model.{one.name.removesuffix('.weight')}"
-        layers[f"{name}_a"] = ParamSpec(
+        adapters[f"{path}_a"] = ParamSpec(
             (count, rank, inputs),
             ("layers", "rank", one.axes[2]),
             f"{prefix}.lora_A.weight",
             (3 * inputs) ** -0.5,  # the variance of PEFT's uniform distribution
+            one.first,
         )
-        layers[f"{name}_b"] = ParamSpec(
+        adapters[f"{path}_b"] = ParamSpec(
             (count, outputs, rank),
             ("layers", one.axes[1], "rank"),
             f"{prefix}.lora_B.weight",
             0.0,
+            one.first,
         )
-    return {"layers": layers}
+    return traverse_util.unflatten_dict(adapters, sep="/")
 
 
 def abstract(specs: Any, *, trained: DType, kept: DType) -> Any:
@@ -93,7 +95,9 @@ def declared(specs: Any) -> Any:
     """Merges specs into one tree of the decoder's form: adapters are beside their matrices."""
     if not isinstance(specs, Adapted):
         return specs
-    return {**specs.frozen, "layers": {**specs.frozen["layers"], **specs.adapters["layers"]}}
+    return specs.frozen | {
+        group: {**specs.frozen[group], **layers} for group, layers in specs.adapters.items()
+    }
 
 
 def trainable(params: Any) -> Any:
@@ -117,13 +121,14 @@ def attach(params: Any) -> Params:
     """Builds the decoder's input: adapters beside their matrices, with the scale folded into B."""
     if not isinstance(params, Adapted):
         return params
-    adapters = {
-        name: (params.scale * value.astype(jnp.float32)).astype(value.dtype)
-        if name.endswith("_b")
-        else value
-        for name, value in params.adapters["layers"].items()
-    }
-    return declared(Adapted({"layers": adapters}, params.frozen, params.alpha))
+
+    def scaled(path: tuple[Any, ...], value: jax.Array) -> jax.Array:
+        if path[-1].key.endswith("_a"):
+            return value
+        return (params.scale * value.astype(jnp.float32)).astype(value.dtype)
+
+    adapters = jax.tree.map_with_path(scaled, params.adapters)
+    return declared(Adapted(adapters, params.frozen, params.alpha))
 
 
 def merge(params: Any) -> Params:
@@ -134,14 +139,17 @@ def merge(params: Any) -> Params:
 
 @jax.jit
 def _merge(params: Adapted) -> Params:
-    adapters, layers = params.adapters["layers"], dict(params.frozen["layers"])
 
     def one(parts: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         weight, a, b = (part.astype(jnp.float32) for part in parts)
         change = product(b, a, contract=(1, 0), precision=PRESETS["fp32"])
         return (weight + params.scale * change).astype(parts[0].dtype)
 
-    for name in (key.removesuffix("_a") for key in adapters if key.endswith("_a")):
+    def group(frozen: dict[str, jax.Array], adapters: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        names = [key.removesuffix("_a") for key in adapters if key.endswith("_a")]
+        parts = {n: (frozen[n], adapters[f"{n}_a"], adapters[f"{n}_b"]) for n in names}
         # Layer by layer: the f32 copies of a whole stack would be twice the bf16 model.
-        layers[name] = lax.map(one, (layers[name], adapters[f"{name}_a"], adapters[f"{name}_b"]))
-    return {**params.frozen, "layers": layers}
+        return frozen | {name: lax.map(one, of_name) for name, of_name in parts.items()}
+
+    changed = {name: group(params.frozen[name], own) for name, own in params.adapters.items()}
+    return {**params.frozen, **changed}

@@ -1,8 +1,9 @@
 """The decoder's parameters: shape, axes, initial value and Hugging Face name of each."""
 
+from collections.abc import Callable
 from typing import Any
 
-from jaxrl.models.families import FAMILIES, DecoderConfig
+from jaxrl.models.families import FAMILIES, DecoderConfig, Group, Latent
 from jaxrl.models.spec import ParamSpec, Specs
 
 Dimension = tuple[int, str]  # size and logical axis
@@ -29,7 +30,7 @@ def param_specs(config: DecoderConfig) -> Specs:
     std = config.initializer_range
     specs: dict[str, Any] = {
         "embed": _spec("model.embed_tokens.weight", vocab, hidden, scale=std),
-        "layers": _layers(config),
+        **{group.name: _layers(config, group) for group in config.groups},
         "final_norm": _spec("model.norm.weight", (hidden[0], "norm"), scale=_norm_scale(config)),
     }
     if config.scored:
@@ -40,8 +41,8 @@ def param_specs(config: DecoderConfig) -> Specs:
     return specs
 
 
-def _spec(name: str, *dims: Dimension, scale: float | None) -> ParamSpec:
-    return ParamSpec(tuple(n for n, _ in dims), tuple(axis for _, axis in dims), name, scale)
+def _spec(name: str, *dims: Dimension, scale: float | None, first: int = 0) -> ParamSpec:
+    return ParamSpec(tuple(n for n, _ in dims), tuple(axis for _, axis in dims), name, scale, first)
 
 
 def _norm_scale(config: DecoderConfig) -> float | None:
@@ -49,7 +50,7 @@ def _norm_scale(config: DecoderConfig) -> float | None:
     return 0.0 if config.norm_plus_one else None
 
 
-def _layers(config: DecoderConfig) -> dict[str, ParamSpec]:
+def _layers(config: DecoderConfig, group: Group) -> dict[str, ParamSpec]:
     hidden, std = (config.hidden_size, "embed"), config.initializer_range
     queries = (config.num_heads * config.head_dim, "q_heads")
     keys = (config.num_kv_heads * config.head_dim, "kv_heads")
@@ -59,7 +60,7 @@ def _layers(config: DecoderConfig) -> dict[str, ParamSpec]:
         name: str, path: str, *dims: Dimension, scale: float | None = std, transposed: bool = False
     ) -> dict[str, ParamSpec]:
         path = f"model.layers.{{layer}}.{other_names.get(name, path)}"
-        one = _spec(path, (config.num_layers, "layers"), *dims, scale=scale)
+        one = _spec(path, (group.count, "layers"), *dims, scale=scale, first=group.first)
         return {name: one._replace(transposed=transposed)}
 
     def norms(part: str) -> dict[str, ParamSpec]:
@@ -70,22 +71,31 @@ def _layers(config: DecoderConfig) -> dict[str, ParamSpec]:
         return layers
 
     layers = norms("attn")
-    if config.fused:
+    if config.latent is not None:
+        layers |= _latent(config, config.latent, stacked)
+    elif config.fused:
         both = (queries[0] + 2 * keys[0], "fused")
         layers |= stacked("qkv", "self_attn.qkv_proj.weight", both, hidden)
     else:
         layers |= stacked("q", "self_attn.q_proj.weight", queries, hidden)
         layers |= stacked("k", "self_attn.k_proj.weight", keys, hidden)
         layers |= stacked("v", "self_attn.v_proj.weight", keys, hidden)
-    layers |= stacked("o", "self_attn.o_proj.weight", hidden, queries)
+    values = (config.num_heads * config.value_dim, "q_heads")
+    layers |= stacked("o", "self_attn.o_proj.weight", hidden, values)
     layers |= norms("mlp")
-    if config.experts is not None:
-        experts, mlp = (config.experts.count, "experts"), (config.experts.intermediate_size, "mlp")
+    if config.experts is not None and group.routed:
+        settings = config.experts
+        experts, mlp = (settings.count, "experts"), (settings.intermediate_size, "mlp")
         one = "mlp.experts.{expert}"
         layers |= stacked("router", "mlp.gate.weight", (experts[0], "router"), hidden)
-        if config.experts.fused:
+        if settings.corrected:
+            router = (experts[0], "router")
+            layers |= stacked(
+                "correction_f32", "mlp.gate.e_score_correction_bias", router, scale=0.0
+            )
+        if settings.fused:
             # One tensor for all experts of a layer.
-            one, both = "mlp.experts", (2 * config.experts.intermediate_size, "mlp")
+            one, both = "mlp.experts", (2 * settings.intermediate_size, "mlp")
             gate_up = (f"{one}.gate_up_proj", experts, both, hidden)
             layers |= stacked("expert_gate_up", *gate_up, transposed=True)
             down = (f"{one}.down_proj", experts, hidden, mlp)
@@ -94,13 +104,18 @@ def _layers(config: DecoderConfig) -> dict[str, ParamSpec]:
             layers |= stacked("expert_gate", f"{one}.gate_proj.weight", experts, mlp, hidden)
             layers |= stacked("expert_up", f"{one}.up_proj.weight", experts, mlp, hidden)
             layers |= stacked("expert_down", f"{one}.down_proj.weight", experts, hidden, mlp)
-        if config.experts.biases:
-            both = (2 * config.experts.intermediate_size, "mlp")
+        if settings.biases:
+            both = (2 * settings.intermediate_size, "mlp")
             layers |= stacked("router_bias", "mlp.router.bias", (experts[0], "router"))
             gate_up = ("mlp.experts.gate_up_proj_bias", experts, both)
             layers |= stacked("expert_gate_up_bias", *gate_up, scale=0.0)
             down = ("mlp.experts.down_proj_bias", experts, hidden)
             layers |= stacked("expert_down_bias", *down, scale=0.0)
+        if settings.shared:
+            mlp, one = (settings.shared * mlp[0], "mlp"), "mlp.shared_experts"
+            layers |= stacked("shared_gate", f"{one}.gate_proj.weight", mlp, hidden)
+            layers |= stacked("shared_up", f"{one}.up_proj.weight", mlp, hidden)
+            layers |= stacked("shared_down", f"{one}.down_proj.weight", hidden, mlp)
     else:
         mlp = (config.intermediate_size, "mlp")
         if config.fused:
@@ -124,3 +139,30 @@ def _layers(config: DecoderConfig) -> dict[str, ParamSpec]:
             path = f"self_attn.{name}_norm.weight"
             layers |= stacked(f"{name}_norm", path, (size, "norm"), scale=_norm_scale(config))
     return layers
+
+
+def _latent(
+    config: DecoderConfig, latent: Latent, stacked: Callable[..., dict[str, ParamSpec]]
+) -> dict[str, ParamSpec]:
+    """Declares the projections of `latent.project_latent`."""
+    hidden, count = (config.hidden_size, "embed"), config.num_heads
+    queries = (count * config.head_dim, "q_heads")
+    kept = config.head_dim - latent.rope_dim
+    both = (count * (kept + latent.value_dim), "kv_heads")
+    layers: dict[str, ParamSpec] = {}
+    if latent.q_rank is None:
+        layers |= stacked("q", "self_attn.q_proj.weight", queries, hidden)
+    else:
+        rank = (latent.q_rank, "latent")
+        layers |= stacked("q_down", "self_attn.q_a_proj.weight", rank, hidden)
+        layers |= stacked(
+            "q_down_norm", "self_attn.q_a_layernorm.weight", (rank[0], "norm"), scale=None
+        )
+        layers |= stacked("q_up", "self_attn.q_b_proj.weight", queries, rank)
+    rank = (latent.kv_rank, "latent")
+    down = (latent.kv_rank + latent.rope_dim, "latent")
+    layers |= stacked("kv_down", "self_attn.kv_a_proj_with_mqa.weight", down, hidden)
+    layers |= stacked(
+        "kv_down_norm", "self_attn.kv_a_layernorm.weight", (rank[0], "norm"), scale=None
+    )
+    return layers | stacked("kv_up", "self_attn.kv_b_proj.weight", both, rank)

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv:2104.09864) over the whole head dimension, and its scalings."""
+"""Rotary position embedding (arXiv:2104.09864) and its scalings."""
 
 import dataclasses
 import math
@@ -59,25 +59,31 @@ class YarnScaling:
     truncate: bool | None = None
     query_beta: float | None = None
 
+    def temperature(self, weight: float) -> float:
+        """Returns the growth of scores with the log of the factor; 1 for a weight of 0."""
+        return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """The frequencies of a rotary embedding."""
+    """The frequencies of a rotary embedding, and the share of a head's dimensions that it rotates:
+    the first ones."""
 
     theta: float = 10000.0
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    share: float = 1.0
 
 
 class RopeTable(NamedTuple):
     """Cosines and sines at the tokens' positions."""
 
-    cos: jax.Array  # [B, T, 1, head_dim / 2]
+    cos: jax.Array  # [B, T, 1, rotated dimensions / 2]
     sin: jax.Array
     queries: "RopeTable | None" = None  # that of queries, if they grow with their position
 
-    def of_layer(self, number: jax.Array | None) -> "RopeTable":
-        """Returns one of a stack of tables; the table itself for None."""
-        return self if number is None else jax.tree.map(lambda x: x[number], self)
+    def of_layer(self, kind: jax.Array | None) -> "RopeTable":
+        """Returns one of a stack of tables; the table itself if all layers share it."""
+        return self if self.cos.ndim == 4 else jax.tree.map(lambda x: x[kind], self)
 
     def of_queries(self) -> "RopeTable":
         """Returns the table for queries."""
@@ -128,13 +134,9 @@ def attention_factor(rope: Rope) -> float:
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-
-    def temperature(weight: float) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
-
     if scaling.mscale and scaling.mscale_all_dim:
-        return temperature(scaling.mscale) / temperature(scaling.mscale_all_dim)
-    return temperature(1.0)
+        return scaling.temperature(scaling.mscale) / scaling.temperature(scaling.mscale_all_dim)
+    return scaling.temperature(1.0)
 
 
 def rope_table(
@@ -145,7 +147,8 @@ def rope_table(
     if rope is None:
         ones = jnp.ones((*positions.shape, 1, head_dim // 2), precision.accumulate)
         return RopeTable(ones, jnp.zeros_like(ones))
-    frequencies = jnp.asarray(rope_frequencies(rope, head_dim=head_dim), precision.accumulate)
+    rotated = int(head_dim * rope.share)
+    frequencies = jnp.asarray(rope_frequencies(rope, head_dim=rotated), precision.accumulate)
     factor = attention_factor(rope)
     angles = places * frequencies.reshape(1, 1, 1, -1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
@@ -161,8 +164,12 @@ def rope_table(
 
 
 def apply_rope(x: jax.Array, table: RopeTable, *, precision: Precision) -> jax.Array:
-    """Rotates heads [B, T, N, head_dim]; dimension i is paired with i + head_dim / 2."""
-    first, second = jnp.split(x.astype(precision.accumulate), 2, axis=-1)
+    """Rotates the first R dimensions of heads [B, T, N, head_dim], as many as the table has;
+    dimension i is paired with i + R / 2."""
     cos, sin = table.cos, table.sin
+    size = 2 * cos.shape[-1]
+    first, second = jnp.split(x[..., :size].astype(precision.accumulate), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(precision.activations)
+    rotated = rotated.astype(precision.activations)
+    rest = x[..., size:].astype(precision.activations)
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated

@@ -61,7 +61,7 @@ def read_ropes(c: ConfigJson, family: Family, windows: Windows) -> tuple[Rope, R
     if len(set(read.values())) > 1:
         raise ValueError("rope_parameters and rope_scaling contradict each other; delete one")
     theta = c.rope_theta if "rope_theta" in c.model_fields_set else family.theta
-    rope = next(iter(read.values()), Rope(theta=theta))
+    rope = next(iter(read.values()), Rope(theta=theta, share=_read_share(c, None, family)))
     if c.model_type == "ministral3" and getattr(rope.scaling, "query_beta", None) is None:
         raise ValueError("rope_parameters, or llama_4_scaling_beta in it, is missing")
     if c.model_type == "gpt_oss" and not read:
@@ -138,10 +138,9 @@ def _read_table(c: ConfigJson, table: RopeJson, *, key: str, family: Family) -> 
         inside, outside = getattr(table, name), getattr(c, name)
         if twice and inside != outside and (name == "rope_theta" or kind in ("llama3", "yarn")):
             raise ValueError(f"{name}={outside} and {key}.{name}={inside} contradict each other")
-    if table.partial_rotary_factor not in (1, None):
-        raise ValueError(
-            f"{key}.partial_rotary_factor={table.partial_rotary_factor} is not supported; only 1 is"
-        )
+    share = _read_share(c, table, family)
+    if share != 1 and family.partial is None:
+        raise ValueError(f"{key}.partial_rotary_factor={share} is not supported; only 1 is")
     if kind != "default" and kind not in _SCALINGS:
         raise ValueError(
             f"{key}: rope type {shown(kind)} is not supported; supported are 'default', "
@@ -158,7 +157,7 @@ def _read_table(c: ConfigJson, table: RopeJson, *, key: str, family: Family) -> 
     tables = (found for found in (table, c) if "rope_theta" in found.model_fields_set)
     theta = next((found.rope_theta for found in tables), family.theta)
     if make is None:
-        return Rope(theta=theta)
+        return Rope(theta=theta, share=share)
     numbers = {field: getattr(table, name) for name, field in fields.items()}
     if missing := [n for n, f in fields.items() if numbers[f] is None and n not in _OPTIONAL]:
         raise ValueError(f"{key}: rope type {kind!r} lacks {', '.join(map(repr, missing))}")
@@ -169,7 +168,24 @@ def _read_table(c: ConfigJson, table: RopeJson, *, key: str, family: Family) -> 
         )
     if kind == "yarn" and theta == 1:
         raise ValueError(f"{key}: rope type 'yarn' needs a rope_theta other than 1")
-    return Rope(theta=theta, scaling=make(**numbers))
+    return Rope(theta=theta, scaling=make(**numbers), share=share)
+
+
+def _read_share(c: ConfigJson, table: RopeJson | None, family: Family) -> float:
+    """Returns the share of rotated dimensions; 1 if the family rotates all."""
+    inside, outside = table and table.partial_rotary_factor, c.partial_rotary_factor
+    if None not in (inside, outside) and inside != outside:
+        raise ValueError(
+            f"partial_rotary_factor={outside} and {inside} in rope_parameters contradict each other"
+        )
+    found = next((one for one in (inside, outside, family.partial) if one is not None), 1.0)
+    rotated = (c.head_dim or c.hidden_size // c.num_attention_heads) * found
+    if family.partial is not None and (not 0 < found <= 1 or int(rotated) % 2 or rotated < 2):
+        raise ValueError(
+            f"partial_rotary_factor={found}: expected a share of the head's dimensions that is an "
+            "even number of them"
+        )
+    return found
 
 
 def _unknown_keys(c: ConfigJson, table: RopeJson, *, nested: bool) -> list[str]:
@@ -189,6 +205,8 @@ def write_ropes(config: DecoderConfig, family: Family) -> dict[str, Any]:
     """Builds the keys that `read_ropes` reads."""
     rope = config.rope
     scaling, theta = _write_scaling(rope), {"rope_theta": rope.theta}
+    if family.partial is not None:
+        theta |= {"partial_rotary_factor": rope.share}
     content = {
         # transformers 5 and 4 use different keys; each ignores the other's.
         "rope_parameters": theta | scaling,

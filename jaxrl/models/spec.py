@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
+from jaxrl.core.casts import dtype_of
 from jaxrl.core.precision import DType
 
 
@@ -19,12 +20,15 @@ class ParamSpec(NamedTuple):
     the layers are stacked along a first dimension, with the axis "layers". Those of experts are
     stacked along a second one, with the axis "experts".
 
+    The key of a parameter that every policy holds in f32 ends in "_f32", see `casts.dtype_of`.
+
     Attributes:
       shape: includes the leading dimensions of layers and experts.
       axes: logical name of each dimension; sharding rules map them to mesh axes.
       name: Hugging Face's name; "{layer}" stands for the layer's index, "{expert}" for the
         expert's.
       scale: standard deviation of the normal initial value; 0 gives zeros and None ones.
+      first: index of the first layer that it stands for; the others follow.
       transposed: true if Hugging Face's tensor has the last two dimensions swapped, [in, out].
         Such a tensor may be packed, see `mxfp4`.
     """
@@ -33,6 +37,7 @@ class ParamSpec(NamedTuple):
     axes: tuple[str, ...]
     name: str
     scale: float | None
+    first: int = 0
     transposed: bool = False
 
     @property
@@ -57,7 +62,8 @@ class ParamSpec(NamedTuple):
 
     def hf_names(self) -> list[str]:
         """Lists the Hugging Face tensors that this parameter stacks: by layer, then by expert."""
-        indices = itertools.product(*map(range, self.shape[: self.stacked]))
+        counts = zip((self.first, 0), self.shape[: self.stacked], strict=False)
+        indices = itertools.product(*(range(first, first + count) for first, count in counts))
         fields = ("layer", "expert")
         return [self.name.format(**dict(zip(fields, index, strict=False))) for index in indices]
 
@@ -87,17 +93,20 @@ def init(specs: Specs, key: jax.Array, *, dtype: DType) -> Params:
     flat = flatten(specs)
     keys = jax.random.split(key, len(flat))
 
-    def one(spec: ParamSpec, key: jax.Array) -> jax.Array:
+    def one(path: str, key: jax.Array) -> jax.Array:
+        spec, own = flat[path], dtype_of(path, dtype)
         if spec.scale is None:
-            return jnp.ones(spec.shape, dtype)
-        return (spec.scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(dtype)
+            return jnp.ones(spec.shape, own)
+        return (spec.scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(own)
 
-    values = {path: one(spec, k) for (path, spec), k in zip(flat.items(), keys, strict=True)}
+    values = {path: one(path, key) for path, key in zip(flat, keys, strict=True)}
     return traverse_util.unflatten_dict(values, sep="/")
 
 
 def abstract(specs: Specs, *, dtype: DType) -> Params:
     """Returns shapes and dtypes without allocating."""
-    return jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), dict(specs), is_leaf=is_spec
-    )
+    flat = {
+        path: jax.ShapeDtypeStruct(one.shape, dtype_of(path, dtype))
+        for path, one in flatten(specs).items()
+    }
+    return traverse_util.unflatten_dict(flat, sep="/")

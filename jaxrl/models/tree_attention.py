@@ -62,7 +62,7 @@ def tree_attention(
     Args:
       q: [B, T, H, hd].
       k: [B, S, K, hd], H a multiple of K; query head h reads key head h // (H / K).
-      v: like k.
+      v: [B, S, K, vd].
       tree: of the keys. A token always sees itself: padding, too.
       queries: their positions i32[B, T] and the index i32[] of the first one in the row.
       scoring: the window, scale, cap and sinks of the scores; a window counts tokens of the
@@ -70,7 +70,7 @@ def tree_attention(
       precision: the dtype policy; scores and softmax are in `accumulate`.
 
     Returns:
-      [B, T, H, hd] in `precision.activations`.
+      [B, T, H, vd] in `precision.activations`.
     """
     batch, length, heads, dim = q.shape
     q = q.reshape(batch, length, k.shape[2], heads // k.shape[2], dim).transpose(0, 2, 3, 1, 4)
@@ -82,7 +82,7 @@ def tree_attention(
     blocks = _visible_blocks(tree.seen_until, first, queries=positions.shape[1] // BLOCK)
     mask = _Mask(tree, positions, first, dataclasses.replace(scoring, sinks=None), *blocks)
     out = _attention(_pad(q, axis=3), k, v, sinks, mask, precision)[..., :length, :]
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, v.shape[-1])
 
 
 def _pad(x: jax.Array, *, axis: int) -> jax.Array:
@@ -159,9 +159,10 @@ def _forward(q, k, v, sinks, mask, precision):
 
         wide = precision.accumulate
         column = jnp.zeros((*own.shape[:-1], 1), wide)
-        start = (column + jnp.finfo(wide).min, column, jnp.zeros(own.shape, wide))
+        sums = jnp.zeros((*own.shape[:-1], v.shape[-1]), wide)
+        start = (column + jnp.finfo(wide).min, column, sums)
         if sinks is not None:
-            start = (column + sinks, column + 1, start[2])
+            start = (column + sinks, column + 1, sums)
         largest, total, out = lax.fori_loop(0, mask.count[i], of_keys, start)
         return None, ((out / total).astype(precision.activations), largest + jnp.log(total))
 
@@ -200,10 +201,11 @@ def _backward(precision, residuals, dout):
         dq, *grads = lax.fori_loop(0, mask.count[i], of_keys, start)
         return tuple(grads), dq
 
-    columns = (k.shape[2] // BLOCK, *k.shape[:2], k.shape[3], BLOCK)
-    grads = (jnp.zeros(columns, wide), jnp.zeros(columns, wide))
+    grads = tuple(
+        jnp.zeros((x.shape[2] // BLOCK, *x.shape[:2], x.shape[3], BLOCK), wide) for x in (k, v)
+    )
     (dk, dv), dq = lax.scan(of_queries, grads, jnp.arange(len(mask.count)))
-    dk, dv = (x.transpose(1, 2, 0, 4, 3).reshape(k.shape) for x in (dk, dv))
+    dk, dv = (dx.transpose(1, 2, 0, 4, 3).reshape(x.shape) for dx, x in ((dk, k), (dv, v)))
     dsinks = sink_gradient(sinks, log_total=log_total, mean=mean)
     return (*(x.astype(precision.activations) for x in (_joined(dq), dk, dv)), dsinks, None)
 

@@ -74,6 +74,23 @@ EXPERTS = dataclasses.replace(
     tied=False,
     experts=Experts(count=4, per_token=2, intermediate_size=64, renormalise=True),
 )
+# A dense layer first, corrections in f32, a shared expert, half of a head rotated.
+CORRECTED = dataclasses.replace(
+    EXPERTS,
+    model_type="glm4_moe",
+    rope=Rope(theta=10000.0, share=0.5),
+    experts=Experts(
+        count=4,
+        per_token=2,
+        intermediate_size=64,
+        renormalise=True,
+        scores="sigmoid",
+        corrected=True,
+        scale=1.5,
+        shared=1,
+        dense_layers=1,
+    ),
+)
 
 GPT_OSS = dataclasses.replace(
     QWEN3,

@@ -22,6 +22,7 @@ from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
 from tests.bridge.cases import (
+    CORRECTED,
     EXPERTS,
     FAMILIES,
     GPT_OSS,
@@ -80,7 +81,9 @@ def test_outputs_equal_those_of_a_fresh_start(
 
 
 @pytest.mark.parametrize(
-    ("config", "dtype"), [(EXPERTS, "bfloat16"), (GPT_OSS, "float16")], ids=["qwen3_moe", "gpt_oss"]
+    ("config", "dtype"),
+    [(EXPERTS, "bfloat16"), (CORRECTED, "bfloat16"), (GPT_OSS, "float16")],
+    ids=["qwen3_moe", "glm4_moe", "gpt_oss"],
 )
 def test_experts_are_exact(
     engine: ChildEngine, tmp_path: Path, config: DecoderConfig, dtype: str

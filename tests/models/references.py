@@ -62,6 +62,26 @@ GPT_OSS = {
     "rope_parameters": YARN | {"truncate": False},
 }
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+# Groups of two, of which two are chosen; one dense layer before those with experts.
+CORRECTED = {
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "num_mtp_layers": 0,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+}
+TEMPERATURES = {"mscale": 0.7, "mscale_all_dim": 1.0}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen2_windows": (transformers.Qwen2Config, WINDOWS),
@@ -82,6 +102,18 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         | {"final_logit_softcapping": 3.0},
     ),
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 6, "head_dim": 12}),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        CORRECTED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        CORRECTED | LATENT | {"q_lora_rank": 20, "rope_parameters": YARN | TEMPERATURES},
+    ),
+    "deepseek_v3_direct": (
+        transformers.DeepseekV3Config,
+        CORRECTED | LATENT | {"q_lora_rank": None, "rope_interleave": False},
+    ),
     "smollm3": (transformers.SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),
     "olmo2": (transformers.Olmo2Config, {}),
     "olmo3": (
@@ -104,7 +136,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 def reference(family: str, *, tied: bool, dtype: torch.dtype = torch.float32) -> Any:
     """A model in which every norm and bias matters."""
     make, settings = FAMILIES[family]
-    config = make(**SIZES, **settings, tie_word_embeddings=tied)
+    config = make(**SIZES | settings, tie_word_embeddings=tied)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
@@ -112,6 +144,9 @@ def reference(family: str, *, tied: bool, dtype: torch.dtype = torch.float32) ->
             weight.copy_(torch.randn_like(weight) * (0.3 if weight.ndim == 1 else 0.15))
             if "norm" in name and not family.startswith("gemma"):  # Gemma's multiply by 1 + weight
                 weight.add_(1.0)
+        for name, bias in model.named_buffers():
+            if "correction_bias" in name:
+                bias.copy_(torch.randn_like(bias) * 0.3)
     return model.to(dtype).eval()
 
 

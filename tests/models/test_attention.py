@@ -45,14 +45,14 @@ def test_equals_the_naive_form(length, window, scale, cap, sunk):
     segments = np.sort(rng.integers(0, 3, (2, length)), axis=1)  # padding on the left is a segment
     with jax.enable_x64(True):
         q, k, v, dout = (
-            jnp.asarray(rng.normal(size=(2, length, heads, 4))) for heads in (4, 2, 2, 4)
+            jnp.asarray(rng.normal(size=(2, length, heads, size)))
+            for heads, size in ((4, 4), (2, 4), (2, 6), (4, 6))
         )
 
         sinks = jnp.asarray(rng.normal(size=4))
 
         def blocked(q, k, v, sinks):
-            size = None if window is None else jnp.int32(window)
-            scoring = Scoring(size, scale, cap, sinks if sunk else None)
+            scoring = Scoring((window,), None, scale, cap, sinks if sunk else None)
             return attention(q, k, v, jnp.asarray(segments), scoring=scoring, precision=F64)
 
         def whole(q, k, v, sinks):

@@ -56,7 +56,7 @@ ROPES = [
 ]
 KINDS = ["full_attention", "sliding_attention"]
 NEW = ["gemma2", "gemma3_text", "mixtral", "smollm3", "olmo2", "olmo3", "ministral3", "phi3"]
-NEW.append("gpt_oss")
+NEW += ["glm4_moe", "deepseek_v3", "gpt_oss"]
 # Values that a config.json might have, some of which contradict each other.
 SETTINGS = {
     "architectures": [None, [], ["Qwen2ForCausalLM"], ["LlamaForCausalLM"], ["Qwen2Model"]],
@@ -98,6 +98,19 @@ SETTINGS = {
     "num_experts_per_tok": [0, 1, 3, 7],
     "num_experts": [5, 6],
     "num_local_experts": [5, 6],
+    "n_routed_experts": [None, 6, 8],
+    "n_group": [1, 3, 4],
+    "topk_group": [0, 1, 4],
+    "n_shared_experts": [0, 1],
+    "first_k_dense_replace": [0, 2, 3],
+    "routed_scaling_factor": [0, 0.5],
+    "use_qk_norm": [False, True],
+    "q_lora_rank": [None, 12],
+    "qk_rope_head_dim": [None, 7, 4],
+    "v_head_dim": [None, 6],
+    "rope_interleave": [True, False],
+    "scoring_func": ["sigmoid", "softmax"],
+    "num_nextn_predict_layers": [0, 1],
     "mlp_only_layers": [[], [0], [7]],
     "decoder_sparse_step": [0, 1, 2],
     "pretraining_tp": [1, 2],
@@ -119,7 +132,18 @@ def originals(tmp_path_factory):
     """Checkpoints of every family by transformers, and what jaxrl computes for a config of one."""
     found = {}
     old = ("llama3", "mistral", "qwen2", "qwen2_windows", "qwen3", "qwen3_moe")
-    new = ("gemma2", "gemma3", "mixtral", "smollm3", "olmo3", "ministral3", "phi3", "gpt_oss")
+    new = (
+        "gemma2",
+        "gemma3",
+        "mixtral",
+        "smollm3",
+        "olmo3",
+        "ministral3",
+        "phi3",
+        "glm4_moe",
+        "deepseek_v3",
+        "gpt_oss",
+    )
     for family in (*old, *new):
         directory = tmp_path_factory.mktemp(family)
         checkpoint(directory, family, tied=False)

@@ -1,5 +1,6 @@
 """cuDNN's kernels without a GPU: the arguments that they get, and calls of lowered programs."""
 
+import dataclasses
 import functools
 import re
 
@@ -49,18 +50,15 @@ def by_sequence(
 def test_sequences_given_to_the_packed_form_are_those_of_the_rows(window, monkeypatch):
     monkeypatch.setattr(fused, "dot_product_attention", by_sequence)
 
-    def packed(q, k, v, segments, **settings):
-        return cudnn.packed(q, k, v, segments, window=window, **settings)
-
-    traced = None if window is None else jnp.int32(window)
-    assert_equal(results(packed, 64, 8, window=traced), results(attention, 64, 8, window=traced))
+    found = results(cudnn.packed, 64, 8, window=window)
+    assert_equal(found, results(attention, 64, 8, window=window))
 
 
 def test_a_row_with_too_many_sequences_is_not_silently_wrong(monkeypatch):
     monkeypatch.setattr(fused, "dot_product_attention", by_sequence)
     (q, k, v, _), _ = inputs(64, 8)
     segments = jnp.stack([jnp.arange(64), jnp.minimum(jnp.arange(64), most_sequences(64))])
-    out = cudnn.packed(q, k, v, segments, scoring=Scoring(), window=None, precision=parse("fp32"))
+    out = cudnn.packed(q, k, v, segments, scoring=Scoring(), precision=parse("fp32"))
     assert np.isnan(out[0]).all()
     assert np.isfinite(out[1]).all()
 
@@ -71,21 +69,22 @@ def test_the_mask_is_that_of_attention(sizes, window, monkeypatch):
     by_xla = functools.partial(cudnn.masked, implementation="xla")
     monkeypatch.setattr(cudnn, "masked", by_xla)
     monkeypatch.setattr(kernels, "_is_packed", lambda device: False)
-    attend = kernels.by_kernel("cudnn", layout=layout(**sizes), alike=window)
-    traced = None if window is None else jnp.int32(window)
-    assert_equal(results(attend, 64, 8, window=traced), results(attention, 64, 8, window=traced))
+    attend = kernels.by_kernel("cudnn", layout=layout(**sizes))
+    assert_equal(results(attend, 64, 8, window=window), results(attention, 64, 8, window=window))
 
 
 @pytest.mark.parametrize(
     ("remat", "forward"), [("none", 1), ("matmuls", 1), ("attention", 1), ("layer", 2)]
 )
 @pytest.mark.parametrize("hopper", [True, False])
-def test_calls_of_a_layer_for_cuda(remat, forward, hopper, monkeypatch):
+@pytest.mark.parametrize("windows", [(), (5, None)])  # the program has both, a layer runs its own
+def test_calls_of_a_layer_for_cuda(remat, forward, hopper, windows, monkeypatch):
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(fused, "check_compute_capability", lambda capability: hopper)
     monkeypatch.setattr(kernels, "_is_packed", lambda device: hopper)
     attend = kernels.by_kernel("cudnn", layout=layout())
-    model = decoder(tiny.CONFIG, remat=remat, attend=attend)
+    config = dataclasses.replace(tiny.CONFIG, windows=windows)
+    model = decoder(config, remat=remat, attend=attend)
     policy = parse("bf16_master")
     params = init(model.specs, jax.random.key(0), dtype=policy.params)
     tokens = jnp.ones((2, 96), jnp.int32)
@@ -98,6 +97,7 @@ def test_calls_of_a_layer_for_cuda(remat, forward, hopper, monkeypatch):
     text = lowered.as_text()
     calls = re.findall(r"@__cudnn\$fmha\w+", text)
     backward = [call for call in calls if "Backward" in call]
-    assert (len(calls) - len(backward), len(backward)) == (forward, 1)
+    kinds = max(1, len(windows))
+    assert (len(calls) - len(backward), len(backward)) == (forward * kinds, kinds)
     masks = re.findall(r"tensor<[\dx]*96x96xbf16>", text)
     assert bool(masks) is not hopper  # packed: nothing of size [T, T]

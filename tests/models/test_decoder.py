@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from jaxrl.core import precision
+from jaxrl.core import casts, precision
 from jaxrl.core.precision import PRESETS
 from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
@@ -104,7 +104,7 @@ def test_16_bits_need_less_memory_than_32(remat):
         params = spec.init(model.specs, jax.random.key(0), dtype=policy.params)
 
         def loss(params, policy=policy):
-            return total(model, precision.cast(params, policy.compute), *inputs, policy=policy)
+            return total(model, casts.cast(params, policy.compute), *inputs, policy=policy)
 
         step = precision.jit(jax.grad(loss)).lower(params).compile()
         memory[name] = step.memory_analysis().temp_size_in_bytes
@@ -145,7 +145,7 @@ def test_padding_is_finite_and_reaches_nothing():
 def test_a_frequent_tokens_gradient_is_summed_in_f32():
     model = decoder(config(num_hidden_layers=1))
     policy = PRESETS["bf16_master"]
-    params = precision.cast(
+    params = casts.cast(
         spec.init(model.specs, jax.random.key(0), dtype=policy.params), policy.compute
     )
     # Rows of one token each: their gradients are equal, and 300 of them exceed 8 bits of mantissa.

@@ -23,13 +23,14 @@ def gemma(model_type="gemma3_text", **settings):
     return raw(model_type, **{"hidden_act": "gelu_pytorch_tanh"} | settings)
 
 
+DIRECT = {"num_key_value_heads": 4}
 NESTED = {"full_attention": {"rope_theta": 300.0}, "sliding_attention": {"rope_theta": 7.0}}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reads_what_transformers_writes_and_writes_what_it_reads(family, tmp_path):
     make, settings = FAMILIES[family]
-    original = make(**SIZES, **settings)
+    original = make(**SIZES | settings)
     original.save_pretrained(tmp_path)
     config = from_hf_config(json.loads((tmp_path / "config.json").read_text()))
     written = to_hf_config(config, dtype="bfloat16")
@@ -207,6 +208,21 @@ def test_windows_of_qwen_follow_the_switch_the_first_layer_and_the_layer_types()
         (raw("ministral3", rope_parameters=YARN), "rope_parameters, or llama_4_scaling_beta"),
         (raw("mixtral", num_local_experts=1), "num_experts_per_tok=2 is more"),
         (raw("mixtral", router_jitter_noise=0.1), "router_jitter_noise=0.1"),
+        (raw("glm4_moe", n_group=3), "n_group=3 and topk_group=1: .* n_routed_experts=128"),
+        (raw("glm4_moe", num_experts_per_tok=65, n_group=2), "=65 is more than the 64 experts"),
+        (raw("glm4_moe", first_k_dense_replace=3), "first_k_dense_replace=3 leaves none"),
+        (raw("glm4_moe", partial_rotary_factor=0.1), "partial_rotary_factor=0.1: expected a share"),
+        (
+            raw(
+                "glm4_moe", partial_rotary_factor=1, rope_parameters={"partial_rotary_factor": 0.5}
+            ),
+            "partial_rotary_factor=1.0 and 0.5 in rope_parameters",
+        ),
+        (raw("deepseek_v3"), "num_key_value_heads=2 is not supported for deepseek_v3"),
+        (raw("deepseek_v3", **DIRECT, qk_rope_head_dim=7), "qk_rope_head_dim=7 and head_dim=None"),
+        (raw("deepseek_v3", **DIRECT, kv_lora_rank=None), "kv_lora_rank is missing"),
+        (raw("deepseek_v3", **DIRECT, scoring_func="softmax"), "scoring_func='softmax'"),
+        (raw("deepseek_v3", **DIRECT, attention_bias=True), "attention_bias=True"),
         (raw("qwen3_moe"), "num_experts, num_experts_per_tok is missing"),
         (raw("qwen3_moe", **EXPERTS, num_local_experts=7), "num_experts=6 and num_local_experts=7"),
         (raw("qwen3_moe", **EXPERTS | {"num_experts_per_tok": 7}), "more than the 6 experts"),

@@ -5,13 +5,18 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
+from jaxrl.bridge.source import ParamsSource
+from jaxrl.core.casts import as_served
+from jaxrl.core.precision import parse
 from jaxrl.models import huggingface, pretrained, spec
+from jaxrl.models.checkpoint_files import SINGLE
 from jaxrl.models.parameters import param_specs
 from tests.models.references import FAMILIES, checkpoint
 from tests.tiny import write_checkpoint
@@ -81,6 +86,25 @@ def test_transformers_loads_an_export(family, tmp_path):
     tokens = torch.arange(2, 20)[None]
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, reference(tokens).logits)
+
+
+def test_a_correction_stays_f32_and_a_layer_behind_the_last_is_left_out(tmp_path):
+    before, after, dtype = tmp_path / "before", tmp_path / "after", np.dtype(jnp.bfloat16)
+    checkpoint(before, "glm4_moe", tied=False, dtype=torch.bfloat16)
+    content = load_file(before / SINGLE)
+    for name in (name for name in content if name.endswith("correction_bias")):
+        content[name] = content[name].astype(np.float32) + np.float32(2**-12)  # no bf16 number
+    extra = {"model.layers.3.embed_tokens.weight": content["lm_head.weight"]}
+    save_file(content | extra, before / SINGLE, metadata={"format": "pt"})
+    config, params = huggingface.load(before, dtype=dtype)
+    huggingface.save(after, params, config, dtype=dtype)
+    save_file(content, before / SINGLE)
+    assert tensors(after)[0] == tensors(before)[0]
+    published = dict(ParamsSource(params, param_specs(config), dtype=dtype))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert published[name].tobytes() == content[name].tobytes()
+    served = as_served(params, parse("bf16"))["layers"]["correction_f32"]
+    assert np.asarray(served[0]).tobytes() == content[name].tobytes()
 
 
 def test_load_casts_and_hands_each_parameter_to_put(tiny):

@@ -46,7 +46,7 @@ def results(attend, length: int, head_dim: int, *, window=None):
 
     @jax.jit
     def both(q, k, v):
-        call = functools.partial(attend, scoring=Scoring(window, SCALE), precision=FP32)
+        call = functools.partial(attend, scoring=Scoring((window,), None, SCALE), precision=FP32)
         out, backward = jax.vjp(lambda *x: jnp.where(real, call(*x, segments), 0), q, k, v)
         return out, backward(dout)
 
@@ -73,8 +73,7 @@ def test_tokens_cut_over_devices_change_nothing(sizes):
 
 def test_a_window_reaches_over_devices():
     attend = kernels.by_kernel("xla", layout=layout(fsdp=2, context=4))
-    window = jnp.int32(20)
-    assert_equal(results(attend, 64, 8, window=window), results(attention, 64, 8, window=window))
+    assert_equal(results(attend, 64, 8, window=20), results(attention, 64, 8, window=20))
 
 
 def test_no_empty_array_enters_a_shard_map():
@@ -94,11 +93,8 @@ def test_splash_attention_in_interpret_mode(sizes):
 
 @pytest.mark.parametrize("sizes", [{}, {"data": 2, "context": 2, "tensor": 2}])
 def test_splash_attention_with_one_window_for_all_layers(sizes):
-    attend = kernels.by_kernel("splash", layout=layout(**sizes), alike=20, interpret=True)
-    window = jnp.int32(20)
-    assert_equal(
-        results(attend, 256, 128, window=window), results(attention, 256, 128, window=window)
-    )
+    attend = kernels.by_kernel("splash", layout=layout(**sizes), interpret=True)
+    assert_equal(results(attend, 256, 128, window=20), results(attention, 256, 128, window=20))
 
 
 def test_a_decoder_gets_what_the_devices_have():
@@ -145,7 +141,7 @@ A100, H100 = Device("gpu", "8.0"), Device("gpu", "9.0")
         (CPU, {}, "xla"),
         (TPU, {}, "splash"),
         (TPU, {"windows": (300, 300)}, "splash"),
-        (TPU, {"windows": (300, None)}, "xla"),
+        (TPU, {"windows": (300, None)}, "splash"),
         (TPU, {"precision": "fp16_master"}, "xla"),
         (TPU, {"score_cap": 50.0}, "xla"),
         (H100, {"score_cap": 50.0}, "xla"),

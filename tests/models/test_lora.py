@@ -58,7 +58,11 @@ def test_merged_and_attached_adapters_compute_the_same():
     np.testing.assert_allclose(merged, down + 2.0 * b @ a, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("config", [tiny.GEMMA, tiny.PHI, tiny.GPT_OSS])
+@pytest.mark.parametrize(
+    "config",
+    [tiny.GEMMA, tiny.PHI, tiny.GLM, tiny.DEEPSEEK, tiny.GPT_OSS],
+    ids=["gemma", "fused", "groups", "latent", "gpt_oss"],
+)
 def test_adapters_of_other_families_merge_and_come_back_from_their_files(config, tmp_path):
     model, base = decoder(config), tiny.params(config=config)
     declared = lora.adapter_specs(model.specs, rank=3, targets=["*_proj"])

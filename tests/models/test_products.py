@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jaxrl
-from jaxrl.core import precision
+from jaxrl.core import casts, precision
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.core.precision import PRESETS, jit, sampler_precision
 from jaxrl.learner.policy import make_learner
@@ -65,7 +65,7 @@ def programs(policy, config=tiny.CONFIG):
     shape = MinibatchShape(row_length=64, rows_per_microbatch=2, max_rows=4)
     minibatch = pack_minibatch(rollouts, [1.0] * 4, shape=shape)
     sampler = sampler_precision(policy)
-    served = precision.cast(params, sampler.compute)
+    served = casts.cast(params, sampler.compute)
     static = {"model": model, "precision": sampler}
     tokens, lengths = np.ones((4, 16), np.int32), np.full(4, 9, np.int32)
     cache = jax.eval_shape(

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.core.precision import PRESETS, as_served, cast, parse, sampler_precision
+from jaxrl.core.casts import as_served, cast
+from jaxrl.core.precision import PRESETS, parse, sampler_precision
 from jaxrl.models.logprobs import token_logprobs
 from jaxrl.sampling.base import SamplingParams, Turn
 from jaxrl.sampling.embedded import decode_steps

@@ -40,6 +40,16 @@ SETTINGS = {
     "hidden_act": "silu",
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+CORRECTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48} | {
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+LATENT = {"head_dim": None, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32} | {
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 16,
+}
 GEMMA = {"hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "sliding_window": 24}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 MINISTRAL3 = {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1} | {
@@ -67,6 +77,8 @@ FAMILIES = {
     "ministral3": {"rope_parameters": MINISTRAL3},
     "phi3": {},
     "gpt_oss": GPT_OSS,
+    "glm4_moe": CORRECTED,
+    "deepseek_v3": CORRECTED | LATENT,
 }
 
 
@@ -133,7 +145,17 @@ BOUNDS = {"fp32": 2e-6, "bf16_master": 4e-3, "fp16_master": 1.8e-3}
 
 
 # Of the later families one policy each: what they add does not depend on it.
-LATER = ("gemma2", "gemma3_text", "olmo3", "smollm3", "ministral3", "phi3", "gpt_oss")
+LATER = (
+    "gemma2",
+    "gemma3_text",
+    "olmo3",
+    "smollm3",
+    "ministral3",
+    "phi3",
+    "gpt_oss",
+    "glm4_moe",
+    "deepseek_v3",
+)
 PAIRS = [(f, name) for f in FAMILIES for name in BOUNDS if f not in LATER or name == "bf16_master"]
 
 

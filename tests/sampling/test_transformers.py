@@ -54,7 +54,7 @@ def test_greedy_completions_equal_those_of_generate(family, tmp_path):
     make, settings = FAMILIES[family]
     torch.manual_seed(0)
     reference = transformers.AutoModelForCausalLM.from_config(
-        make(**SIZES, **settings), attn_implementation="eager"
+        make(**SIZES | settings), attn_implementation="eager"
     ).eval()
     with torch.no_grad():  # norms and biases that change something
         for name, weight in reference.named_parameters():

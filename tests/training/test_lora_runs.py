@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
+from jaxrl.core.casts import cast
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.core.precision import PRESETS as PRECISIONS
-from jaxrl.core.precision import cast
 from jaxrl.learner.policy import make_learner
 from jaxrl.learner.update import checkpoint_view, from_checkpoint
 from jaxrl.losses.aggregation import token_mean

@@ -38,6 +38,7 @@ from jaxrl.bridge.safetensors_file import read_specs
 
 _LOGPROBS = "processed_logprobs"  # after the temperature; vLLM's default is before
 _SHOWN = 500  # characters of an error
+_CORRECTION = ".e_score_correction_bias"
 
 
 @dataclass
@@ -208,8 +209,15 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             specs = read_specs(Path(self.model_config.model))
         except ValueError as error:
             raise ValueError(f"{error}; serve a local checkpoint directory") from error
+        # The learner has neither the second copy of a tied head nor a layer for multi-token
+        # prediction, and keeps corrections of routers in f32.
         left_out = "lm_head.weight" if self._tied else None
-        return tuple(spec._replace(dtype=wire) for spec in specs if spec.name != left_out)
+        behind = f"model.layers.{self.model_config.hf_text_config.num_hidden_layers}."
+        return tuple(
+            spec._replace(dtype="float32" if spec.name.endswith(_CORRECTION) else wire)
+            for spec in specs
+            if spec.name != left_out and not spec.name.startswith(behind)
+        )
 
 
 @contextmanager

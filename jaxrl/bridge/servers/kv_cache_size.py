@@ -22,7 +22,10 @@ class CacheSize(NamedTuple):
 
 
 def token_bytes(model: DecoderConfig, dtype: str) -> int:
-    """Returns the bytes of one token's keys and values in all layers."""
+    """Returns the bytes of one token's keys and values in all layers, or of their narrow form."""
+    if model.latent is not None:
+        numbers = model.latent.kv_rank + model.latent.rope_dim
+        return model.num_layers * numbers * ITEM_BYTES[dtype]
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * ITEM_BYTES[dtype]
 
 

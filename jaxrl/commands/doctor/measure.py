@@ -21,7 +21,7 @@ from jaxrl.builders.weight_sync import Weights
 from jaxrl.commands.doctor.text import Finding
 from jaxrl.config.doctor import DoctorConfig
 from jaxrl.config.sampler import SamplingConfig
-from jaxrl.core import precision
+from jaxrl.core import casts, precision
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.core.precision import Precision, check_products, jit
@@ -177,7 +177,7 @@ def _measure(
 ) -> Finding:
     config, batch = inputs.config, samples.minibatch.batch
     low, high = config.clip_range
-    params = precision.cast(inputs.params, policy.params)
+    params = casts.cast(inputs.params, policy.params)
     learner = make_learner(
         inputs.model,
         grpo().objective,

@@ -10,7 +10,8 @@ from jaxrl.builders.layout import sampler_layout
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.commands.plan.step import Step, placed
 from jaxrl.config.training import Config
-from jaxrl.core.precision import DType, Precision, cast
+from jaxrl.core.casts import cast
+from jaxrl.core.precision import DType, Precision
 from jaxrl.losses import Need
 from jaxrl.models import huggingface, lora, spec
 from jaxrl.models.parameters import param_specs
@@ -151,13 +152,16 @@ def _cache(config: Config, step: Step, *, layout: Layout) -> KVCache:
     longest = config.data.max_prompt_tokens if single_turn else config.longest_sequence - 1
     width, first, *larger = cache_sizes(longest, config.sampling.max_tokens)
     before, slots = [width, first, *larger][-2:]
-    numbers = 2 * sizes.num_kv_heads // layout.count("kv_heads") * sizes.head_dim
+    heads = sizes.num_kv_heads // layout.count("kv_heads")
+    numbers = heads * (sizes.head_dim + sizes.value_dim)
     layer = numbers * step.policy.sampler.itemsize  # bytes per token
+    token = sizes.num_layers * layer
     if config.train.replay_routing and sizes.experts is not None:
-        layer += sizes.experts.per_token * (1 if sizes.experts.count <= 256 else 2)
+        numbers = sizes.groups[-1].count * sizes.experts.per_token
+        token += numbers * (1 if sizes.experts.count <= 256 else 2)
 
     def held_bytes(*parts: int) -> float:
-        return float(sum(parts) // shards * sizes.num_layers * layer)
+        return float(sum(parts) // shards * token)
 
     def sent_bytes(tokens: int) -> float:
         # Rows that change devices; compiled for TPUs, at most 1.4 times a layer of all rows.

@@ -42,7 +42,8 @@ def forward_flops(config: DecoderConfig, specs: Specs, *, rows: int, length: int
 
     A token costs two for each weight it is multiplied with, plus the causal half of attention.
     """
-    attention = 2 * config.num_layers * config.num_heads * config.head_dim * length**2
+    heads = config.num_layers * config.num_heads
+    attention = heads * (config.head_dim + config.value_dim) * length**2
     return rows * (2 * active_weights(config, specs) * length + attention)
 
 

@@ -5,6 +5,7 @@ Between segments the host gives the cache more slots or the batch fewer rows.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -218,18 +219,24 @@ def draw_next(
 def _take_cache_rows(cache: Cache, source: jax.Array, *, slots: int) -> Cache:
     # Layer by layer: rows that change devices are gathered from all of them, and no device has
     # memory for a whole gathered cache.
-    def one(layer: Cache) -> Cache:
-        return _pad_slots(jax.tree.map(lambda x: x[source], layer), slots=slots)
+    def take(x: jax.Array, *, slots: int, axis: int) -> jax.Array:
+        return lax.map(lambda layer: _pad(layer[source], slots=slots, axis=axis), x)
 
-    return lax.map(one, cache)
+    return _by_part(functools.partial(take, slots=slots), cache)
 
 
 def _pad_slots(cache: Cache, *, slots: int) -> Cache:
-    """Appends empty slots to a cache, or to one layer of it."""
-    more = slots - cache.slots
+    """Appends empty slots to a cache."""
+    return _by_part(functools.partial(_pad, slots=slots), cache)
 
-    def pad(x: jax.Array, axis: int) -> jax.Array:
-        return jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)])
 
-    experts = None if cache.experts is None else pad(cache.experts, -2)
-    return Cache(pad(cache.keys, -1), pad(cache.values, -2), experts)
+def _by_part(function: Callable[..., jax.Array], cache: Cache) -> Cache:
+    """Applies `function(part, axis=...)` to the parts of a cache; the axis is that of the slots,
+    from the end."""
+    experts = None if cache.experts is None else function(cache.experts, axis=-2)
+    return Cache(function(cache.keys, axis=-1), function(cache.values, axis=-2), experts)
+
+
+def _pad(x: jax.Array, *, slots: int, axis: int) -> jax.Array:
+    more = slots - x.shape[axis]
+    return jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)])

@@ -17,7 +17,7 @@ from jaxrl.models.attention import attention, pad_values, softmax_product
 from jaxrl.models.block import block
 from jaxrl.models.decoder import Model
 from jaxrl.models.experts import Routing
-from jaxrl.models.layers import LayerContext, embed, per_layer
+from jaxrl.models.layers import LayerContext, embed, kind_numbers
 from jaxrl.models.logprobs import rounded_logits
 from jaxrl.models.products import product
 from jaxrl.models.scoring import Scoring
@@ -35,8 +35,9 @@ class Cache:
     """
 
     keys: jax.Array  # [L, B, K, head_dim, S]
-    values: jax.Array  # [L, B, K, S, head_dim], see `pad_values`
-    experts: jax.Array | None = None  # [L, B, S, k], of the smallest unsigned dtype
+    values: jax.Array  # [L, B, K, S, value_dim], see `pad_values`
+    # [L, B, S, k] of the layers that have some, of the smallest unsigned dtype.
+    experts: jax.Array | None = None
 
     @property
     def slots(self) -> int:
@@ -75,21 +76,26 @@ def prefill(
     tables = context.rope_tables(positions)
 
     def body(x, scanned):
-        layer, own = scanned
+        layer, kind = scanned
 
         def attend(q, k, v):
-            scoring = context.scoring(own.window, layer)
+            scoring = context.scoring(kind, layer)
             out = attention(q, k, v, segments, scoring=scoring, precision=precision)
             return out, _entries(k, v, precision)
 
-        table = tables.of_layer(own.rope)
+        table = tables.of_layer(kind)
         x, cache, routing = block(x, layer, attend, table=table, context=context)
         if record_experts and routing is not None:
             cache = dataclasses.replace(cache, experts=_smallest(routing))
         return x, cache
 
     x = context.enter(embed(params["embed"], tokens, precision=precision))
-    x, cache = lax.scan(body, x, (params["layers"], per_layer(config)))
+    caches = []
+    for group in config.groups:
+        x, cache = lax.scan(body, x, (params[group.name], kind_numbers(config, group)))
+        caches.append(cache)
+    keys, values = (jnp.concatenate([getattr(c, n) for c in caches]) for n in ("keys", "values"))
+    cache = Cache(keys, values, caches[-1].experts)  # the last group has the experts
     last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)
     return cache, _logits(params, last, model=model, context=context)
 
@@ -127,12 +133,12 @@ def decode_step(
     # The cache is carried and written in place: scanned over, it would be copied as a whole.
     def body(carry, scanned):
         x, cache = carry
-        number, layer, own = scanned
+        number, layer, kind = scanned
         layer = jax.tree.map(lambda bits: from_bits(bits, precision.compute), layer)
-        scoring = context.scoring(own.window, layer)
+        scoring = context.scoring(kind, layer)
         near = seen
-        if own.window is not None:
-            near = seen & (index > positions[:, None] - own.window)
+        if scoring.window is not None:
+            near = seen & (index > positions[:, None] - scoring.window)
 
         def attend(q, k, v):
             new = _entries(k, v, precision)
@@ -140,20 +146,23 @@ def decode_step(
             values = cache.values.at[number, rows, :, positions].set(new.values[:, :, 0])
             held = (from_bits(part[number], precision.compute) for part in (keys, values))
             out = attend_cache(q, *held, seen=near, scoring=scoring, precision=precision)
-            return out, (keys, values)
+            return out[..., : config.value_dim], (keys, values)
 
-        table = tables.of_layer(own.rope)
+        table = tables.of_layer(kind)
         x, (keys, values), routing = block(x, layer, attend, table=table, context=context)
         experts = cache.experts
         if experts is not None and routing is not None:
-            experts = experts.at[number, rows, positions].set(_smallest(routing)[:, 0])
+            routed = number - config.groups[-1].first
+            experts = experts.at[routed, rows, positions].set(_smallest(routing)[:, 0])
         return (x, Cache(keys, values, experts)), None
 
     x = from_bits(to_bits(params["embed"])[tokens[:, None]], params["embed"].dtype)
     x = context.enter(x)
-    numbers = jnp.arange(config.num_layers, dtype=jnp.int32)
-    scanned = (numbers, jax.tree.map(to_bits, params["layers"]), per_layer(config))
-    (x, cache), _ = lax.scan(body, (x, cache), scanned)
+    for group in config.groups:
+        numbers = group.first + jnp.arange(group.count, dtype=jnp.int32)
+        layers = jax.tree.map(to_bits, params[group.name])
+        scanned = (numbers, layers, kind_numbers(config, group))
+        (x, cache), _ = lax.scan(body, (x, cache), scanned)
     return cache, _logits(params, x, model=model, context=context)
 
 
@@ -172,13 +181,13 @@ def attend_cache(
     Args:
       q: [B, 1, H, hd].
       keys: [B, K, hd, S].
-      values: [B, K, S, hd], see `pad_values`.
+      values: [B, K, S, vd], see `pad_values`.
       seen: bool[B, S] slots to attend to, at least one per row; none outside of the window.
       scoring: scale, cap and sinks of the scores.
       precision: scores and softmax are in `accumulate`.
 
     Returns:
-      [B, 1, H, hd] in `precision.activations`.
+      [B, 1, H, vd] in `precision.activations`.
     """
     batch, _, heads, dim = q.shape
     q = q.reshape(batch, keys.shape[1], -1, dim)
@@ -187,7 +196,7 @@ def attend_cache(
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(scores.dtype).min)
     sinks = scoring.sink_scores(kv_heads=keys.shape[1], ndim=4, dtype=precision.accumulate)
     out, _ = softmax_product(scores, values, sinks, precision=precision)
-    return out[..., :dim].reshape(batch, 1, heads, dim)
+    return out.reshape(batch, 1, heads, -1)
 
 
 def _entries(k: jax.Array, v: jax.Array, precision: Precision) -> Cache:

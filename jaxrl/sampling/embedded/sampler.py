@@ -8,7 +8,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxrl.core.precision import Precision, as_served, check_products, jit, sampler_precision
+from jaxrl.core.casts import as_served
+from jaxrl.core.precision import Precision, check_products, jit, sampler_precision
 from jaxrl.models.decoder import Model
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import Params

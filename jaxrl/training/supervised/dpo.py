@@ -10,7 +10,7 @@ import jax
 
 from jaxrl.builders.supervised import set_up
 from jaxrl.config.preference import DPOConfig, PairLossConfig
-from jaxrl.core import plugins, precision
+from jaxrl.core import casts, plugins
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.precision import jit
@@ -39,7 +39,7 @@ def train_dpo(config: DPOConfig) -> Result:
     data = load_pairs(config.data, tokenizer, max_tokens=config.train.row_length)
     setup = set_up(config)
     initial = lora.trainable(setup.params)
-    reference: Params = jit(precision.cast, static_argnums=1)(initial, config.policy.compute)
+    reference: Params = jit(casts.cast, static_argnums=1)(initial, config.policy.compute)
     learner = make_learner(
         setup.model, goal, optimizer=setup.optimizer.transformation, **setup.numerics
     )

@@ -58,6 +58,8 @@ def test_text():
     [
         ("gemma3_1b", "1.00"),
         ("gpt_oss_20b", "20.91"),
+        ("glm4_5_air", "106.85"),
+        ("moonlight_16b_a3b", "15.96"),
         ("mixtral_8x7b", "46.70"),
         ("olmo3_7b", "7.30"),
         ("phi4", "14.66"),

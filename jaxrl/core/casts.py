@@ -1,0 +1,42 @@
+"""Casts of whole trees of parameters, gradients or moments to a role's dtype."""
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.core.precision import DType, Precision
+
+Tree = TypeVar("Tree")
+
+
+def dtype_of(path: str, dtype: DType) -> DType:
+    """Returns the dtype of a parameter where the policy has `dtype`.
+
+    It is f32 if the path ends in "_f32": a router's correction bias decides between scores that
+    are closer to each other than the 16-bit numbers near it.
+    """
+    return jnp.dtype(jnp.float32) if path.endswith("_f32") else dtype
+
+
+def cast(tree: Tree, dtype: DType) -> Tree:
+    """Casts the floating-point leaves of a tree, as `dtype_of` says; leaves others as they are.
+
+    Example:
+      >>> cast({"ids": jnp.zeros(1, int), "w": jnp.zeros(1)}, jnp.dtype(jnp.bfloat16))
+      {'ids': Array([0], dtype=int32), 'w': Array([0], dtype=bfloat16)}
+    """
+
+    def one(path: tuple[object, ...], x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return x.astype(dtype_of(str(getattr(path[-1], "key", "")) if path else "", dtype))
+
+    return jax.tree.map_with_path(one, tree)
+
+
+def as_served(params: Tree, precision: Precision) -> Tree:
+    """Rounds parameters as a publish does: to `wire`, then to the `sampler`'s dtype."""
+    # The barrier keeps XLA from leaving out a rounding that the second cast seems to undo.
+    wire = jax.lax.optimization_barrier(cast(params, precision.wire))
+    return cast(wire, precision.sampler)
