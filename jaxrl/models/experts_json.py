@@ -61,4 +61,7 @@ def write_corrected(experts: Experts) -> dict[str, Any]:
         "n_shared_experts": experts.shared,
         "first_k_dense_replace": experts.dense_layers,
         "num_nextn_predict_layers": 0,  # they are not read
+        # transformers has no other kind; vLLM reads corrections only where it finds these names.
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
     }

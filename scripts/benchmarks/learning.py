@@ -11,7 +11,8 @@ from benchmarks.shapes import ANSWER, PROMPT, SHAPES
 from benchmarks.timing import Run
 
 from jaxrl.core.batch import Minibatch, TokenBatch
-from jaxrl.core.precision import Precision, cast, jit
+from jaxrl.core.casts import cast
+from jaxrl.core.precision import Precision, jit
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.recipes import grpo
 from jaxrl.models.decoder import decoder

@@ -14,7 +14,8 @@ from reproduce.phantom import DEEP, write_material
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Minibatch, Rollout
-from jaxrl.core.precision import cast, parse
+from jaxrl.core.casts import cast
+from jaxrl.core.precision import parse
 from jaxrl.monitoring.ratio.split import known_tokens, split_log_ratio
 from jaxrl.training.run import open_run
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl.core.casts import cast
 from jaxrl.core.loss_scale import (
     LossScaleSpec,
     dynamic_loss_scale,
@@ -21,7 +22,6 @@ from jaxrl.core.precision import (
     PRESETS,
     ROLES,
     Precision,
-    cast,
     disagreement,
     parse,
     sampler_precision,

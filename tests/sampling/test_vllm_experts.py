@@ -19,9 +19,9 @@ PARAMS = SamplingParams(max_tokens=6, stop=((1,), (5, 6)))
 
 
 def routed(tokens: int, *, offset: int = 0) -> str:
-    """What vLLM sends: entry t of layer 0 has experts t + offset and 0."""
-    rows = np.zeros((tokens - 1, 2, 2), np.uint8)
-    rows[:, 0, 0] = np.arange(tokens - 1) + offset
+    """What vLLM sends: entry t of layer 1 has experts t + offset and 0; layer 0 is dense."""
+    rows = np.zeros((tokens - 1, 3, 2), np.uint8)
+    rows[:, 1, 0] = np.arange(tokens - 1) + offset
     file = io.BytesIO()
     np.save(file, rows)
     return base64.b64encode(file.getvalue()).decode()
@@ -29,9 +29,7 @@ def routed(tokens: int, *, offset: int = 0) -> str:
 
 @pytest.fixture
 def sampler(server: Server) -> Iterator[VllmSampler]:
-    made = VllmSampler(
-        [server.url], max_positions=64, vocab_size=64, timeout=5.0, record_experts=True
-    )
+    made = VllmSampler([server.url], max_positions=64, vocab_size=64, timeout=5.0, routed_layers=2)
     yield made
     made.close()
 
@@ -68,5 +66,5 @@ def test_a_server_that_does_not_record_them_is_an_error(server, sampler):
     with pytest.raises(SamplerError, match=r"reports no experts.*--enable-return-routed-experts"):
         list(sampler.sample([PROMPT], PARAMS, group_size=1))
     server.reply = answering(choice(0, [9] * 6, routed_experts=routed(7)))
-    with pytest.raises(SamplerError, match=r"shape \[6, 2, 2\] for 8 tokens; expected \[7, layers"):
+    with pytest.raises(SamplerError, match=r"shape \[6, 3, 2\] for 8 tokens; expected \[7, layers"):
         list(sampler.sample([PROMPT], PARAMS, group_size=1))

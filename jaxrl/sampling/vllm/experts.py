@@ -17,9 +17,10 @@ FLAG = "--enable-return-routed-experts"
 
 
 def read_experts(
-    choice: Mapping[str, Any], before: np.ndarray | None, *, tokens: int
+    choice: Mapping[str, Any], before: np.ndarray | None, *, tokens: int, layers: int
 ) -> np.ndarray | None:
-    """Reads the experts of a choice whose prompt and completion have `tokens` token ids.
+    """Reads the experts of a choice whose prompt and completion have `tokens` token ids, in the
+    last `layers` of the model: the first ones may be dense, and are reported, too.
 
     `before` are those of the part that it continues: they drew its tokens, and the server has
     computed that part again with newer weights. None if nothing was run.
@@ -37,9 +38,10 @@ def read_experts(
             "train.replay_routing out"
         )
     found = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
-    if found.ndim != 3 or len(found) != tokens - 1:
+    if found.ndim != 3 or len(found) != tokens - 1 or found.shape[1] < layers:
         raise SamplerError(
             f"the server reports experts of shape {list(found.shape)} for {tokens} tokens; "
-            f"expected [{tokens - 1}, layers, experts per token]"
+            f"expected [{tokens - 1}, layers, experts per token] with at least {layers} layers"
         )
+    found = found[:, -layers:]
     return found if before is None else np.concatenate([before, found[len(before) :]])

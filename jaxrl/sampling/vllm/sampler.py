@@ -63,7 +63,7 @@ class VllmSampler(Sampler):
         max_requests: int = 32,
         timeout: float = 600.0,
         headers: Mapping[str, str] | None = None,
-        record_experts: bool = False,
+        routed_layers: int = 0,
     ) -> None:
         """Makes the client without connecting.
 
@@ -74,8 +74,8 @@ class VllmSampler(Sampler):
           max_requests: concurrent requests per server.
           timeout: seconds after which a request is sent again.
           headers: of every request, such as the server's key.
-          record_experts: whether completions record the experts that the layers chose, which the
-            servers must then report.
+          routed_layers: number of the model's last layers whose experts completions record, which
+            the servers must then report; 0 records none.
 
         Raises:
           ValueError: if `urls` is empty or has an entry that is not an http:// address.
@@ -85,7 +85,7 @@ class VllmSampler(Sampler):
             urls, max_requests=max_requests, timeout=timeout, headers=headers or {}
         )
         self._pool = ThreadPoolExecutor(len(urls) * max_requests, thread_name_prefix="vllm")
-        self._record_experts = record_experts
+        self._routed_layers = routed_layers
         self._served = _Served(0)
 
     @property
@@ -169,9 +169,10 @@ class VllmSampler(Sampler):
             one = todo.pop()
             for turn, choice in zip(one.turns, self._generate(one, params), strict=True):
                 partial = _parse_choice(choice, one)
-                if self._record_experts:
+                if layers := self._routed_layers:
                     tokens = len(turn.context) + len(partial.tokens)
-                    experts = read_experts(choice, one.partial.experts, tokens=tokens)
+                    before = one.partial.experts
+                    experts = read_experts(choice, before, tokens=tokens, layers=layers)
                     partial = partial._replace(experts=experts)
                 reason = choice["finish_reason"]
                 if reason == "abort":
