@@ -6,7 +6,7 @@ Operands are rounded to `compute`. Sums are in `accumulate`, which is also the r
 
 import functools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxrl.core.precision import Precision
 OUTPUT = "product"
 
 Axes = tuple[int, ...]
+Form = Literal["nn", "nt", "tn"]  # x @ y, x @ y.T, x.T @ y
 
 # Numbers in the largest matrix that XLA on CPU multiplies few rows by in the order of many rows.
 _SMALL = 32768
@@ -210,6 +211,42 @@ def matmul(x: jax.Array, weight: jax.Array, *, precision: Precision) -> jax.Arra
     y = _matmul(flat, weight.astype(precision.compute), precision)
     y = checkpoint_name(y, OUTPUT)
     return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _multiply(x, y, form, precision):
+    rows = tuple(range(x.ndim - 2))
+    if form == "tn":
+        return transposed_product(x, y, batch=rows, precision=precision)
+    last = x.ndim - 1
+    contract = (last, last - 1 if form == "nn" else last)
+    return product(x, y, contract=contract, batch=rows, precision=precision)
+
+
+def _batched_forward(x, y, form, precision):
+    kept = x.astype(precision.compute), y.astype(precision.compute)
+    return _multiply(x, y, form, precision), kept
+
+
+def _batched_backward(form, precision, residuals, dz):
+    x, y = residuals
+    if form == "nn":
+        return _multiply(dz, y, "nt", precision), _multiply(x, dz, "tn", precision)
+    if form == "nt":
+        return _multiply(dz, y, "nn", precision), _multiply(dz, x, "tn", precision)
+    return _multiply(y, dz, "nt", precision), _multiply(x, dz, "nn", precision)
+
+
+_batched: Any = jax.custom_vjp(_multiply, nondiff_argnums=(2, 3))
+_batched.defvjp(_batched_forward, _batched_backward)
+
+
+def batched_matmul(
+    x: jax.Array, y: jax.Array, *, form: Form = "nn", precision: Precision
+) -> jax.Array:
+    """Multiplies stacks of matrices whose leading dimensions are equal; the result is in
+    `accumulate`. The gradient's products follow the policy, too."""
+    x, y = x.astype(precision.accumulate), y.astype(precision.accumulate)
+    return _batched(x, y, form, precision)
 
 
 def _grouped_forward(x, weights, sizes, precision):
