@@ -25,7 +25,7 @@ _Table = Mapping[str, str | MeshAxes]
 
 _BOTH_KNOW = ("vocab", "embed", "q_heads", "kv_heads", "mlp", "experts")
 _WHOLE: _Table = dict.fromkeys(
-    ("layers", *_BOTH_KNOW, "fused", "norm", "router", "label", "rank", "latent"), ()
+    ("layers", *_BOTH_KNOW, "fused", "norm", "router", "label", "rank", "latent", "conv"), ()
 )
 # "routed" is the batch inside expert layers: every device with experts sees all of its tokens.
 _BATCH_CUT: _Table = {

@@ -12,8 +12,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from jaxrl.core.batch import Rollout
 from jaxrl.core.precision import PRESETS
 from jaxrl.models import huggingface, spec
+from jaxrl.models.components import ClampedGate, Experts, Latent, Linear
 from jaxrl.models.decoder import Model, decoder
-from jaxrl.models.families import ClampedGate, DecoderConfig, Experts, Latent
+from jaxrl.models.families import DecoderConfig
 from jaxrl.models.rope import Rope, YarnScaling
 from jaxrl.models.spec import Params
 
@@ -113,6 +114,20 @@ GPT_OSS = dataclasses.replace(
         fused=True,
         clamp=ClampedGate(alpha=1.5, limit=0.5),
     ),
+)
+
+
+# A linear layer before one with attention, whose output has a gate; experts and a gated shared one.
+NEXT = dataclasses.replace(
+    CONFIG,
+    model_type="qwen3_next",
+    norm_plus_one=True,
+    output_gate=True,
+    rope=Rope(theta=10000.0, share=0.5),
+    linear=Linear(
+        key_heads=2, value_heads=4, key_dim=8, value_dim=12, width=4, period=(True, False)
+    ),
+    experts=Experts(count=8, per_token=2, intermediate_size=16, renormalise=True, gated_shared=16),
 )
 
 

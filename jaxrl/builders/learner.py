@@ -16,6 +16,7 @@ from jaxrl.learner.policy import Learner, make_learner
 from jaxrl.losses import Need, Objective, Recipe
 from jaxrl.models import lora
 from jaxrl.models.decoder import Model
+from jaxrl.models.linear_attention import NOT_FIXED
 from jaxrl.models.spec import Params
 from sharding.partition import Layout
 
@@ -133,8 +134,13 @@ def build_learner(
     """Builds the learner of a training run, not compiled.
 
     Raises:
-      ValueError: for routing replay of a dense model.
+      ValueError: for routing replay of a dense model, or exact sampling of linear layers.
     """
+    if config.policy.sums == "fixed" and model.config.linear is not None:
+        raise ValueError(
+            f"sampler.exact = true is not supported for {config.model.path} "
+            f"({model.config.model_type}): {NOT_FIXED}; leave it out"
+        )
     if config.train.replay_routing and model.config.experts is None:
         raise ValueError(
             f"train.replay_routing = true, but {config.model.path} ({model.config.model_type}) is "

@@ -10,6 +10,7 @@ from jaxrl.models import kernels
 from jaxrl.models.attention import sequence_alignment
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.kernels import Kernel
+from jaxrl.models.linear_attention import NOT_SHARED
 from sharding.partition import Layout
 
 _BLOCK = 128  # rows are multiples of it where that is possible: kernels work in blocks of it
@@ -45,7 +46,8 @@ def choose_rows(
     )
     skips = kernel == "xla" and layout.mesh.devices.flat[0].platform == "cpu"
     length = _whole_groups(config) if skips else _part_of_group(config)
-    reason = _unshared(config, objective, kernel=kernel, longer=length > config.longest_sequence)
+    longer = length > config.longest_sequence
+    reason = _unshared(config, sizes, objective, kernel=kernel, longer=longer)
     if reason is None and skips and (saved := _fewer_tokens(config)) < _LEAST_SAVED:
         reason = f"a shared one saves too little, {saved:.2f} times fewer tokens"
     if reason is not None:
@@ -58,13 +60,17 @@ def choose_rows(
     return RowsChoice(config, SHARED, note)
 
 
-def _unshared(config: Config, objective: Objective, *, kernel: Kernel, longer: bool) -> str | None:
+def _unshared(
+    config: Config, sizes: DecoderConfig, objective: Objective, *, kernel: Kernel, longer: bool
+) -> str | None:
     if not config.train.packing:
         return "train.packing = false"
     if config.policy.sums == "fixed":
         return "sampler.exact = true, and a shared prompt has another order of sums"
     if Need.IMBALANCE in objective.needs:
         return "the loss balances experts over whole sequences, and a shared prompt is in one"
+    if sizes.linear is not None:
+        return NOT_SHARED
     if (reason := kernels.unshared(kernel)) is not None:
         return f"attention by {reason}"
     if not (longer or config.train.row_length):

@@ -158,7 +158,7 @@ def _open_client(
             max_requests=config.max_requests,
             timeout=config.timeout,
             headers=auth.headers(key),
-            routed_layers=weights.model.config.groups[-1].count if needs.record_experts else 0,
+            routed_layers=weights.model.config.routed_layers if needs.record_experts else 0,
         )
         stack.callback(client.close)
         named = [VllmServer(url, timeout=config.timeout, api_key=key) for url in urls]

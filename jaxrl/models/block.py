@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jaxrl.models.experts import Routing, mixture
 from jaxrl.models.latent import project_latent
 from jaxrl.models.layers import Layer, LayerContext, activation, add_bias, project
+from jaxrl.models.linear_attention import linear_attention
 from jaxrl.models.rope import RopeTable, apply_rope
 
 # (q [B, T, H, hd], k [B, T, K, hd], v like k) -> attention's output [B, T, H, hd], and anything
-# that the caller wants to keep, such as a cache.
-Attention = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+# that the caller wants to keep, such as a cache. Of a linear layer: `linear_attention.Recurrence`.
+Attention = Callable[..., tuple[jax.Array, Any]]
 
 
 def block(
@@ -34,7 +35,8 @@ def block(
     Args:
       x: [B, T, D], the residual stream.
       layer: parameters of the layer.
-      attend: attention over the keys and values that the queries may see.
+      attend: attention over the keys and values that the queries may see, or the recurrence of a
+        linear layer.
       table: cosines and sines of the tokens' positions, see `rope.rope_table`.
       context: what all layers share.
       recorded: i32[B, T, k], experts to replay, see `experts.mixture`.
@@ -44,11 +46,17 @@ def block(
       dense layer.
     """
     constrain, stream = context.constrain, ("batch", "length", "embed")
-    q, k, v = project_qkv(x, layer, table, context=context)
-    out, kept = attend(q, k, v)
-    flat = out.reshape(*x.shape[:2], -1)
-    more = project(flat, layer, "o", precision=context.precision)
-    more = add_bias(more, layer, "o", precision=context.precision)
+    if "conv" in layer:
+        normed = context.layer_norm(x, layer, "attn_norm")
+        more, kept = linear_attention(normed, layer, attend, context=context)
+    else:
+        q, k, v, gate = project_qkv(x, layer, table, context=context)
+        out, kept = attend(q, k, v)
+        flat = out.reshape(*x.shape[:2], -1)
+        if gate is not None:
+            flat = _opened(flat, gate, context=context)
+        more = project(flat, layer, "o", precision=context.precision)
+        more = add_bias(more, layer, "o", precision=context.precision)
     x = constrain(x + context.layer_norm(more, layer, "attn_out_norm"), stream)
     normed, routing = context.layer_norm(x, layer, "mlp_norm"), None
     if "router" not in layer:
@@ -56,21 +64,33 @@ def block(
     else:
         more, routing = mixture(normed, layer, context=context, recorded=recorded)
         if "shared_gate" in layer:
-            more = more + gated(normed, layer, context=context, prefix="shared_")
+            shared = gated(normed, layer, context=context, prefix="shared_")
+            if "shared_score" in layer:
+                score = project(normed, layer, "shared_score", precision=context.precision)
+                shared = _opened(shared, score, context=context)
+            more = more + shared
     x = x + context.layer_norm(more, layer, "mlp_out_norm")
     return constrain(x, stream), kept, routing
 
 
+def _opened(x: jax.Array, gate: jax.Array, *, context: LayerContext) -> jax.Array:
+    """Multiplies by the sigmoid of a gate, in `accumulate`; the result is in `activations`."""
+    precision = context.precision
+    x, gate = x.astype(precision.accumulate), gate.astype(precision.accumulate)
+    return (x * jax.nn.sigmoid(gate)).astype(precision.activations)
+
+
 def project_qkv(
     x: jax.Array, layer: Layer, table: RopeTable, *, context: LayerContext
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Computes queries [B, T, H, hd], keys and values [B, T, K, hd] of a residual stream [B, T, D]:
-    norm, projections, biases, norms of queries and keys, rope. The results are in
+    norm, projections, biases, norms of queries and keys, rope. The fourth result is the gate
+    [B, T, H * hd] of attention's output, None in families without one. All are in
     `precision.activations`."""
     config, precision = context.config, context.precision
     x = context.layer_norm(x, layer, "attn_norm")
     if config.latent is not None:
-        return project_latent(x, layer, table, context=context)
+        return (*project_latent(x, layer, table, context=context), None)
 
     def heads(y: jax.Array, name: str, axis: str) -> jax.Array:
         y = add_bias(y, layer, name, precision=precision)
@@ -89,7 +109,11 @@ def project_qkv(
         q, k, v = split(project(x, layer, "qkv", precision=precision), sizes, config.head_dim)
     else:
         q, k, v = (project(x, layer, name, precision=precision) for name in "qkv")
-    return heads(q, "q", "q_heads"), heads(k, "k", "kv_heads"), heads(v, "v", "kv_heads")
+    gate = None
+    if config.output_gate:  # beside the queries of each head
+        both = q.reshape(*x.shape[:2], config.num_heads, 2, config.head_dim)
+        q, gate = (both[..., i, :].reshape(*x.shape[:2], -1) for i in range(2))
+    return heads(q, "q", "q_heads"), heads(k, "k", "kv_heads"), heads(v, "v", "kv_heads"), gate
 
 
 def gated(x: jax.Array, layer: Layer, *, context: LayerContext, prefix: str = "") -> jax.Array:

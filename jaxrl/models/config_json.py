@@ -6,7 +6,8 @@ from pydantic import ConfigDict, Field
 
 from jaxrl.models.checkpoint_files import Table, shown
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # in `layer_types`
+# In `layer_types`.
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 # The upper bounds keep the arithmetic on shapes within 64 bits, and lists of names short.
 Size = Annotated[int, Field(ge=1, le=2**24)]
@@ -87,6 +88,13 @@ class ConfigJson(Table):
     qk_nope_head_dim: Size | None = None
     v_head_dim: Size | None = None
     rope_interleave: bool = True
+    shared_expert_intermediate_size: Size | None = None
+    full_attention_interval: Count = 4
+    linear_num_key_heads: Size | None = None
+    linear_num_value_heads: Size | None = None
+    linear_key_head_dim: Size | None = None
+    linear_value_head_dim: Size | None = None
+    linear_conv_kernel_dim: Annotated[int, Field(ge=2, le=16)] | None = None
     use_qk_norm: bool = False
     attention_bias: bool | None = None
     partial_rotary_factor: float | None = None

@@ -2,6 +2,7 @@
 the compiled program does not depend on their number."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jaxrl.core.precision import Precision
 from jaxrl.models.attention import KEPT, Attend, attention
 from jaxrl.models.block import block
+from jaxrl.models.components import Group
 from jaxrl.models.cudnn import keeping
 from jaxrl.models.experts import Routing, imbalance
 from jaxrl.models.families import DecoderConfig
@@ -17,11 +19,13 @@ from jaxrl.models.layers import (
     Constrain,
     LayerContext,
     Local,
+    alternated,
     embed,
     identity,
     kind_numbers,
     undivided,
 )
+from jaxrl.models.linear_attention import NOT_FIXED, NOT_SHARED, recur_rows
 from jaxrl.models.logprobs import Head
 from jaxrl.models.lora import attach, frozen
 from jaxrl.models.parameters import param_specs
@@ -136,32 +140,56 @@ def decoder(
 
     def run(params, tokens, positions, segments, observe, *, precision, seen_until, recorded=None):
         params = attach(params)
+        if seen_until is not None and config.linear is not None:
+            raise ValueError(
+                f"rows of shared prompts are not supported for {config.model_type}: {NOT_SHARED}"
+            )
+        if precision.sums == "fixed" and config.linear is not None:
+            raise ValueError(f"sums=fixed is not supported for {config.model_type}: {NOT_FIXED}")
         rows = segments if seen_until is None else Tree(seen_until, positions)
         context = LayerContext(config, precision, constrain, local)
         tables = context.rope_tables(positions)
 
-        def body(x, scanned):
+        def layer_of(linear, x, scanned):
             layer, kind, replay = scanned
 
             def attention_of(q, k, v):
                 scoring = context.scoring(kind, layer)
                 return attend(q, k, v, rows, scoring=scoring, precision=precision), None
 
-            table = tables.of_layer(kind)
-            x, _, routing = block(
-                x, layer, attention_of, table=table, context=context, recorded=replay
-            )
+            def recurrence_of(inputs, gates):
+                return recur_rows(inputs, gates, layer, segments, context=context)[0], None
+
+            table, mix = tables.of_layer(kind), recurrence_of if linear else attention_of
+            x, _, routing = block(x, layer, mix, table=table, context=context, recorded=replay)
             return x, None if routing is None else observe(routing, segments)
 
         if remat != "none":
-            body = jax.checkpoint(body, policy=_REMAT[remat], prevent_cse=False)
+            layer_of = jax.checkpoint(
+                layer_of, policy=_REMAT[remat], prevent_cse=False, static_argnums=(0,)
+            )
+
+        def body(x, scanned, groups):
+            found = []
+            for group, one in zip(groups, scanned, strict=True):
+                x, observed = layer_of(group.linear, x, one)
+                found.append(observed)
+            return x, found
+
         x = context.enter(embed(params["embed"], tokens, precision=precision))
         x = constrain(x, ("batch", "length", "embed"))
-        observed: Any = None  # by the last group, which has the experts
-        for group in config.groups:
-            replay = recorded if group.routed else None
-            scanned = (params[group.name], kind_numbers(config, group), replay)
-            x, observed = jax.lax.scan(body, x, scanned)
+        observed: Any = None  # by the last groups, which have the experts
+        for groups in config.scans:
+            scanned = [
+                (
+                    params[group.name],
+                    kind_numbers(config, group),
+                    _replayed(recorded, group, config),
+                )
+                for group in groups
+            ]
+            x, found = jax.lax.scan(partial(body, groups=groups), x, scanned)
+            observed = alternated(found)
         x = context.norm(x, params["final_norm"])
         return constrain(x, ("batch", "length", "embed")), observed
 
@@ -186,6 +214,14 @@ def decoder(
 
     routed = None if config.experts is None else hidden_routed
     return Model(config, param_specs(config), hidden, unembedding, routed, local)
+
+
+def _replayed(recorded: jax.Array | None, group: Group, config: DecoderConfig) -> jax.Array | None:
+    """Returns the experts to replay in the layers of a group, of [L, B, T, k] of those with
+    experts; None if there are none."""
+    if recorded is None or not group.routed:
+        return None
+    return recorded[group.first - config.num_layers + config.routed_layers :: group.step]
 
 
 def _nothing(*_: Any) -> None:

@@ -2,7 +2,8 @@
 
 The state S [dk, dv] of a head becomes exp(g) S + k (beta (v - exp(g) S' k))' with each token, and
 the token's result is S' q. Training and prefill compute chunks of tokens by matrix products
-(arXiv:2406.06484), decoding one token. States, gates and norms are in `accumulate`.
+(arXiv:2406.06484), decoding one token. Everything is in `accumulate`, the operands of products,
+too: errors of a state stay in it, and chunks and single tokens round at different places.
 """
 
 import dataclasses
@@ -95,7 +96,13 @@ def delta_rule(
     decay = jnp.where((real & ~starts)[..., None], gates.decay, 0)  # a first token has no state
     beta = jnp.where(real[..., None], gates.beta, 0)
     run = jax.checkpoint(_chunks, static_argnums=(6,), prevent_cse=False)
-    return run(*_heads(q, k, v, precision), decay, beta, numbers, precision)
+    out, states = run(*_heads(q, k, v, precision), decay, beta, numbers, _wide(precision))
+    return out.astype(precision.activations), states
+
+
+def _wide(precision: Precision) -> Precision:
+    """Returns the policy with operands of products in `accumulate`."""
+    return dataclasses.replace(precision, compute=precision.accumulate)
 
 
 def _heads(q, k, v, precision):
@@ -171,11 +178,10 @@ def _chunks(q, k, v, decay, beta, numbers, precision):
     state = jnp.zeros((batch, heads, k.shape[-1], v.shape[-1]), precision.accumulate)
     state, out = lax.scan(step, state, chunks)
     out = out.transpose(1, 0, 3, 2, 4).reshape(batch, -1, heads, v.shape[-1])[:, :length]
-    return out.astype(precision.activations), state
+    return out, state
 
 
 def _invert(lower, precision):
-    wide = dataclasses.replace(precision, compute=precision.accumulate)
     *shape, size, _ = lower.shape
     found = jnp.ones((*shape, size, 1, 1), lower.dtype)  # inverses of the blocks of the diagonal
     width = 1
@@ -183,8 +189,8 @@ def _invert(lower, precision):
         blocks = lower.reshape(*shape, size // (2 * width), 2 * width, -1, 2 * width)
         blocks = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
         first, second = found[..., ::2, :, :], found[..., 1::2, :, :]
-        corner = batched_matmul(second, blocks[..., width:, :width], precision=wide)
-        corner = -batched_matmul(corner, first, precision=wide)
+        corner = batched_matmul(second, blocks[..., width:, :width], precision=precision)
+        corner = -batched_matmul(corner, first, precision=precision)
         above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         below = jnp.concatenate([corner, second], axis=-1)
         found, width = jnp.concatenate([above, below], axis=-2), 2 * width
@@ -197,9 +203,8 @@ def _invert_forward(lower, precision):
 
 
 def _invert_backward(precision, inverse, dinverse):
-    wide = dataclasses.replace(precision, compute=precision.accumulate)
-    left = batched_matmul(inverse, dinverse, form="tn", precision=wide)
-    return (-batched_matmul(left, inverse, form="nt", precision=wide),)
+    left = batched_matmul(inverse, dinverse, form="tn", precision=precision)
+    return (-batched_matmul(left, inverse, form="nt", precision=precision),)
 
 
 _unit: Any = jax.custom_vjp(_invert, nondiff_argnums=(1,))
@@ -226,7 +231,7 @@ def delta_step(
     q, k, v = (x.swapaxes(1, 2) for x in _heads(q, k, v, precision))
     decay, beta = (x.swapaxes(1, 2)[..., None] for x in gates)
     state = state * jnp.exp(decay)
-    settings: Any = {"contract": (3, 2), "batch": (0, 1), "precision": precision}
+    settings: Any = {"contract": (3, 2), "batch": (0, 1), "precision": _wide(precision)}
     change = (v - product(k, state, **settings)) * beta
     state = state + k.swapaxes(2, 3) * change
     return product(q, state, **settings).swapaxes(1, 2).astype(precision.activations), state

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrl.models.families import ClampedGate, Experts
+from jaxrl.models.components import ClampedGate, Experts
 from jaxrl.models.layers import Layer, LayerContext, add_bias
 from jaxrl.models.products import grouped_matmul, matmul
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from jaxrl.models.components import Experts
 from jaxrl.models.config_json import ConfigJson
-from jaxrl.models.families import Experts
 
 _SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 

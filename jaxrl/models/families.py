@@ -4,99 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from jaxrl.models.components import Experts, Group, Kind, Latent, Linear
 from jaxrl.models.rope import Rope, YarnScaling
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ClampedGate:
-    """The gated unit of gpt-oss (arXiv:2508.10925): (up + 1) * gate * sigmoid(alpha * gate).
-
-    Attributes:
-      alpha: sharpness of the sigmoid.
-      limit: largest value of the gate, and largest magnitude of up.
-    """
-
-    alpha: float
-    limit: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Experts:
-    """A mixture of experts in place of feed-forward networks.
-
-    Attributes:
-      count: experts per layer.
-      per_token: experts per token.
-      intermediate_size: hidden units of one expert.
-      renormalise: true if a token's weights are divided by their sum.
-      biases: true if the router and the experts' projections have biases.
-      fused: true if one matrix per expert holds gate and up, in alternate rows.
-      clamp: None for the plain gated unit.
-      scores: what the router's logits become.
-      corrected: true if experts are chosen by scores plus a bias for each expert, which no gradient
-        trains (arXiv:2408.15664).
-      groups, chosen_groups: experts are chosen within the best of so many groups.
-      scale: factor of the weights.
-      shared: experts that every token has besides its own, computed as one of their joint size.
-      dense_layers: first layers of the decoder, which have a feed-forward network instead.
-    """
-
-    count: int
-    per_token: int
-    intermediate_size: int
-    renormalise: bool
-    biases: bool = False
-    fused: bool = False
-    clamp: ClampedGate | None = None
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    corrected: bool = False
-    groups: int = 1
-    chosen_groups: int = 1
-    scale: float = 1.0
-    shared: int = 0
-    dense_layers: int = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Latent:
-    """Multi-head latent attention, see `latent`.
-
-    Attributes:
-      q_rank: size of the narrow projection of queries; None if there is none.
-      kv_rank: size of that of keys and values.
-      rope_dim: dimensions of a head that are rotated.
-      value_dim: dimensions of a head's values.
-      interleaved: true if rope pairs neighbouring dimensions.
-    """
-
-    q_rank: int | None
-    kv_rank: int
-    rope_dim: int
-    value_dim: int
-    interleaved: bool
-
-
-class Group(NamedTuple):
-    """Consecutive layers with the same parameters, stacked and scanned together.
-
-    Attributes:
-      name: key of their parameters.
-      first: index of the first layer.
-      count: number of layers.
-      routed: true if they have experts.
-    """
-
-    name: str
-    first: int
-    count: int
-    routed: bool
-
-
-class Kind(NamedTuple):
-    """Settings that differ by layer."""
-
-    window: int | None  # see `DecoderConfig.windows`
-    rope: Rope | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,6 +32,9 @@ class DecoderConfig:
       scaled_embedding: true if the embedding is multiplied by sqrt(hidden_size).
       query_scalar: scores are divided by its square root; None is head_dim.
       score_cap, logit_cap: soft caps of attention scores and of logits, see `scoring.soft_cap`.
+      output_gate: true if each head's result is multiplied by the sigmoid of a gate, which the
+        projection of queries computes beside them.
+      linear: the layers that have the gated delta rule in place of attention; None for none.
       latent: projections of keys and values through a narrow one; None for direct ones. `head_dim`
         is then that of queries and keys.
       experts: None for a dense decoder.
@@ -160,6 +72,8 @@ class DecoderConfig:
     query_scalar: int | None = None
     score_cap: float | None = None
     logit_cap: float | None = None
+    output_gate: bool = False
+    linear: Linear | None = None
     latent: Latent | None = None
     experts: Experts | None = None
     initializer_range: float = 0.02
@@ -170,12 +84,43 @@ class DecoderConfig:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The layers from first to last; those with experts are in the last group."""
+        """The stacks of layers; those with experts are the last ones."""
+        routed = self.experts is not None
+        if self.linear is not None:
+            period = self.linear.period
+            count, step = self.num_layers // len(period), len(period)
+            names = [f"{'linear' if linear else 'full'}_{i}" for i, linear in enumerate(period)]
+            return tuple(
+                Group(names[i], i, count, routed, step, linear) for i, linear in enumerate(period)
+            )
         if self.experts is None:
             return (Group("layers", 0, self.num_layers, False),)
         first = self.experts.dense_layers
         dense = (Group("dense_layers", 0, first, False),) if first else ()
         return (*dense, Group("layers", first, self.num_layers - first, True))
+
+    @property
+    def scans(self) -> tuple[tuple[Group, ...], ...]:
+        """The groups in the order of computation; the layers of those in one entry alternate."""
+        if self.linear is not None:
+            return (self.groups,)
+        return tuple((group,) for group in self.groups)
+
+    @property
+    def routed_layers(self) -> int:
+        """Number of layers with experts, which are the last ones."""
+        return sum(group.count for group in self.groups if group.routed)
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers with keys and values."""
+        return sum(group.count for group in self.groups if not group.linear)
+
+    def cache_places(self, group: Group) -> list[int]:
+        """Lists where the sampler's cache has the layers of a group: linear layers keep states, the
+        others keys and values."""
+        alike = sorted(i for one in self.groups if one.linear == group.linear for i in one.layers)
+        return [alike.index(layer) for layer in group.layers]
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -224,8 +169,8 @@ class Family(NamedTuple):
       names: Hugging Face's names of parameters that differ from the others'.
       packed: true if checkpoints may be in MXFP4, see `mxfp4`.
       scorer: architecture of a reward model, if it has another name.
-      more_layers: true if files may hold a layer for multi-token prediction behind the last one. It
-        is neither read nor written.
+      more_layers: true if files may hold layers for multi-token prediction, behind the last one or
+        under "mtp". They are neither read nor written.
     """
 
     architecture: str
@@ -261,6 +206,13 @@ _GEMMA_DEFAULTS = {
     "tie_word_embeddings": True,
 }
 _CORRECTED_DEFAULTS = {"num_experts_per_tok": 8, "norm_topk_prob": True, "n_shared_experts": 1}
+_DELTA = {"qk_norm": "head", "norm_plus_one": True, "output_gate": True}
+_DELTA_DEFAULTS = {"head_dim": 256, "linear_conv_kernel_dim": 4, "full_attention_interval": 4} | {
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 _GELU = {"hidden_act": ("gelu_pytorch_tanh",), "hidden_activation": ("gelu_pytorch_tanh", None)}
 
 FAMILIES = {
@@ -283,6 +235,17 @@ FAMILIES = {
         {"qk_norm": "head"},
         windows="switch",
         only={"use_sliding_window": (False, None)},
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        _DELTA,
+        partial=0.25,
+        defaults=_DELTA_DEFAULTS
+        | {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10}
+        | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+        | {"norm_topk_prob": True, "intermediate_size": 5632},
+        only={"partial_rotary_factor": ()},
+        more_layers=True,
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.models.checkpoint_files import shown, validated
+from jaxrl.models.components import ClampedGate, Experts
 from jaxrl.models.config_json import ConfigJson, token_ids
 from jaxrl.models.experts_json import read_corrected, write_corrected
-from jaxrl.models.families import FAMILIES, ClampedGate, DecoderConfig, Experts, Family
+from jaxrl.models.families import FAMILIES, DecoderConfig, Family
 from jaxrl.models.latent_json import read_latent, write_latent
+from jaxrl.models.linear_json import read_linear, write_linear
 from jaxrl.models.rope_json import read_ropes, write_ropes
 from jaxrl.models.windows_json import read_windows, write_windows
 
@@ -65,7 +67,8 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
             f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads} "
             f"and head_dim={head_dim} must be even"
         )
-    windows = read_windows(c, family.windows)
+    linear = read_linear(c) if model_type in _LINEAR else None
+    windows = () if linear else read_windows(c, family.windows)
     rope, ropes = read_ropes(c, family, windows)
     return DecoderConfig(
         model_type=model_type,
@@ -82,6 +85,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
         tied=c.tie_word_embeddings,
         max_positions=c.max_position_embeddings,
         windows=windows,
+        linear=linear,
         latent=latent,
         experts=_read_experts(c),
         initializer_range=c.initializer_range,
@@ -133,7 +137,10 @@ def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
     }
     content |= write_ropes(config, family)
-    content |= write_windows(config.windows, family.windows, layers=config.num_layers)
+    if config.linear is not None:
+        content |= write_linear(config.linear, layers=config.num_layers)
+    else:
+        content |= write_windows(config.windows, family.windows, layers=config.num_layers)
     content |= _write_experts(config) | _write_gemma(config, activation) | _write_glm(config)
     content |= {"attention_bias": True} if config.o_bias else {}
     if config.latent is not None:
@@ -144,6 +151,7 @@ def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
 
 
 _CORRECTED = ("glm4_moe", "deepseek_v3")
+_LINEAR = ("qwen3_next",)
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
@@ -201,7 +209,7 @@ def _write_glm(config: DecoderConfig) -> dict[str, Any]:
 def _read_experts(c: ConfigJson) -> Experts | None:
     if c.model_type in _CORRECTED:
         return read_corrected(c)
-    if c.model_type not in ("qwen3_moe", "mixtral", "gpt_oss"):
+    if c.model_type not in ("qwen3_moe", "qwen3_next", "mixtral", "gpt_oss"):
         return None
     # All feed-forward networks of these families are experts.
     mixtral, gpt_oss = c.model_type in ("mixtral", "gpt_oss"), c.model_type == "gpt_oss"
@@ -223,6 +231,7 @@ def _read_experts(c: ConfigJson) -> Experts | None:
         per_token=per_token,
         intermediate_size=size,
         renormalise=mixtral or c.norm_topk_prob,
+        gated_shared=(c.shared_expert_intermediate_size or 0) if c.model_type in _LINEAR else 0,
         biases=gpt_oss,
         fused=gpt_oss,
         clamp=ClampedGate(alpha=c.swiglu_alpha, limit=c.swiglu_limit) if gpt_oss else None,
@@ -240,6 +249,8 @@ def _write_experts(config: DecoderConfig) -> dict[str, Any]:
         content |= {"swiglu_alpha": experts.clamp.alpha, "swiglu_limit": experts.clamp.limit}
     if config.model_type in ("mixtral", "gpt_oss"):
         return content
+    if experts.gated_shared:
+        content |= {"shared_expert_intermediate_size": experts.gated_shared}
     return content | {
         "num_experts": experts.count,  # transformers 4
         "moe_intermediate_size": experts.intermediate_size,

@@ -230,12 +230,12 @@ def _check_names(
     expected: set[str], found: set[str], *, config: DecoderConfig, directory: Path
 ) -> None:
     # Some surplus is harmless: buffers in old exports that follow from the config, the second copy
-    # of a tied head, which `_check_tied_head` compares, and a layer for multi-token prediction.
+    # of a tied head, which `_check_tied_head` compares, and layers for multi-token prediction.
     ignored = {name for name in found if name.endswith("rotary_emb.inv_freq")}
     if config.tied:
         ignored.add("lm_head.weight")
     if FAMILIES[config.model_type].more_layers:
-        behind = f"model.layers.{config.num_layers}."
+        behind = (f"model.layers.{config.num_layers}.", "mtp.")
         ignored |= {name for name in found if name.startswith(behind)}
     for problem, names in (
         ("misses", expected - found),

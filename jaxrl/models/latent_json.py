@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from jaxrl.models.components import Latent
 from jaxrl.models.config_json import ConfigJson
-from jaxrl.models.families import Latent
 
 _SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 

@@ -5,14 +5,15 @@ the forward and backward passes. Norms, rotary embedding and silu are computed i
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxrl.core.precision import Precision
-from jaxrl.models.families import DecoderConfig, Group
+from jaxrl.models.components import Group
+from jaxrl.models.families import DecoderConfig
 from jaxrl.models.products import matmul
 from jaxrl.models.rope import RopeTable, rope_table
 from jaxrl.models.scoring import Scoring
@@ -59,8 +60,18 @@ def kind_numbers(config: DecoderConfig, group: Group) -> jax.Array | None:
     known = config.distinct_kinds
     if len(known) == 1:
         return None
-    kinds = config.kinds[group.first : group.first + group.count]
-    return jnp.array([known.index(kind) for kind in kinds], jnp.int32)
+    return jnp.array([known.index(config.kinds[layer]) for layer in group.layers], jnp.int32)
+
+
+Part = TypeVar("Part")
+
+
+def alternated(parts: Sequence[Part]) -> Part:
+    """Puts arrays of groups whose layers alternate into the order of the layers: G trees of
+    [N, ...] -> one of [N * G, ...]."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *x: jnp.stack(x, axis=1).reshape(-1, *x[0].shape[1:]), *parts)
 
 
 class LayerContext(NamedTuple):

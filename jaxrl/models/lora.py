@@ -5,6 +5,7 @@ W is frozen. `Adapted` can replace parameters anywhere; the functions below acce
 """
 
 import fnmatch
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from jaxrl.core.precision import PRESETS, DType
 from jaxrl.models import spec
 from jaxrl.models.products import product
 from jaxrl.models.spec import Params, ParamSpec, Specs
+
+_MODULE = re.compile(r"(_proj|\.in_proj_\w+)\.weight$")  # not routers, convolutions and norms
 
 
 @struct.dataclass
@@ -54,7 +57,7 @@ def adapter_specs(specs: Specs, *, rank: int, targets: Sequence[str]) -> Specs:
     modules = {
         path: (one, one.name.removesuffix(".weight").rpartition(".")[2])
         for path, one in spec.flatten(specs).items()
-        if one.stacked == 1 and len(one.shape) == 3 and one.name.endswith("_proj.weight")
+        if one.stacked == 1 and len(one.shape) == 3 and _MODULE.search(one.name)
     }
     for target in targets:
         if not any(fnmatch.fnmatchcase(module, target) for _, module in modules.values()):
@@ -72,6 +75,7 @@ def adapter_specs(specs: Specs, *, rank: int, targets: Sequence[str]) -> Specs:
             f"{prefix}.lora_A.weight",
             (3 * inputs) ** -0.5,  # the variance of PEFT's uniform distribution
             one.first,
+            one.step,
         )
         adapters[f"{path}_b"] = ParamSpec(
             (count, outputs, rank),
@@ -79,6 +83,7 @@ def adapter_specs(specs: Specs, *, rank: int, targets: Sequence[str]) -> Specs:
             f"{prefix}.lora_B.weight",
             0.0,
             one.first,
+            one.step,
         )
     return traverse_util.unflatten_dict(adapters, sep="/")
 

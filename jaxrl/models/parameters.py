@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl.models.families import FAMILIES, DecoderConfig, Group, Latent
+from jaxrl.models.components import Experts, Group, Latent, Linear
+from jaxrl.models.families import FAMILIES, DecoderConfig
 from jaxrl.models.spec import ParamSpec, Specs
 
 Dimension = tuple[int, str]  # size and logical axis
+Stacked = Callable[..., dict[str, ParamSpec]]  # (key, Hugging Face name, *dimensions)
 
 # Hugging Face's names of a layer's norms, by their place.
 _NORMS = {
@@ -41,8 +43,8 @@ def param_specs(config: DecoderConfig) -> Specs:
     return specs
 
 
-def _spec(name: str, *dims: Dimension, scale: float | None, first: int = 0) -> ParamSpec:
-    return ParamSpec(tuple(n for n, _ in dims), tuple(axis for _, axis in dims), name, scale, first)
+def _spec(name: str, *dims: Dimension, scale: float | None) -> ParamSpec:
+    return ParamSpec(tuple(n for n, _ in dims), tuple(axis for _, axis in dims), name, scale)
 
 
 def _norm_scale(config: DecoderConfig) -> float | None:
@@ -60,8 +62,8 @@ def _layers(config: DecoderConfig, group: Group) -> dict[str, ParamSpec]:
         name: str, path: str, *dims: Dimension, scale: float | None = std, transposed: bool = False
     ) -> dict[str, ParamSpec]:
         path = f"model.layers.{{layer}}.{other_names.get(name, path)}"
-        one = _spec(path, (group.count, "layers"), *dims, scale=scale, first=group.first)
-        return {name: one._replace(transposed=transposed)}
+        one = _spec(path, (group.count, "layers"), *dims, scale=scale)
+        return {name: one._replace(first=group.first, step=group.step, transposed=transposed)}
 
     def norms(part: str) -> dict[str, ParamSpec]:
         layers, width = {}, (config.hidden_size, "norm")
@@ -71,51 +73,13 @@ def _layers(config: DecoderConfig, group: Group) -> dict[str, ParamSpec]:
         return layers
 
     layers = norms("attn")
-    if config.latent is not None:
-        layers |= _latent(config, config.latent, stacked)
-    elif config.fused:
-        both = (queries[0] + 2 * keys[0], "fused")
-        layers |= stacked("qkv", "self_attn.qkv_proj.weight", both, hidden)
+    if group.linear and config.linear is not None:
+        layers |= _delta(config, config.linear, stacked)
     else:
-        layers |= stacked("q", "self_attn.q_proj.weight", queries, hidden)
-        layers |= stacked("k", "self_attn.k_proj.weight", keys, hidden)
-        layers |= stacked("v", "self_attn.v_proj.weight", keys, hidden)
-    values = (config.num_heads * config.value_dim, "q_heads")
-    layers |= stacked("o", "self_attn.o_proj.weight", hidden, values)
+        layers |= _attention(config, stacked, queries, keys)
     layers |= norms("mlp")
     if config.experts is not None and group.routed:
-        settings = config.experts
-        experts, mlp = (settings.count, "experts"), (settings.intermediate_size, "mlp")
-        one = "mlp.experts.{expert}"
-        layers |= stacked("router", "mlp.gate.weight", (experts[0], "router"), hidden)
-        if settings.corrected:
-            router = (experts[0], "router")
-            layers |= stacked(
-                "correction_f32", "mlp.gate.e_score_correction_bias", router, scale=0.0
-            )
-        if settings.fused:
-            # One tensor for all experts of a layer.
-            one, both = "mlp.experts", (2 * settings.intermediate_size, "mlp")
-            gate_up = (f"{one}.gate_up_proj", experts, both, hidden)
-            layers |= stacked("expert_gate_up", *gate_up, transposed=True)
-            down = (f"{one}.down_proj", experts, hidden, mlp)
-            layers |= stacked("expert_down", *down, transposed=True)
-        else:
-            layers |= stacked("expert_gate", f"{one}.gate_proj.weight", experts, mlp, hidden)
-            layers |= stacked("expert_up", f"{one}.up_proj.weight", experts, mlp, hidden)
-            layers |= stacked("expert_down", f"{one}.down_proj.weight", experts, hidden, mlp)
-        if settings.biases:
-            both = (2 * settings.intermediate_size, "mlp")
-            layers |= stacked("router_bias", "mlp.router.bias", (experts[0], "router"))
-            gate_up = ("mlp.experts.gate_up_proj_bias", experts, both)
-            layers |= stacked("expert_gate_up_bias", *gate_up, scale=0.0)
-            down = ("mlp.experts.down_proj_bias", experts, hidden)
-            layers |= stacked("expert_down_bias", *down, scale=0.0)
-        if settings.shared:
-            mlp, one = (settings.shared * mlp[0], "mlp"), "mlp.shared_experts"
-            layers |= stacked("shared_gate", f"{one}.gate_proj.weight", mlp, hidden)
-            layers |= stacked("shared_up", f"{one}.up_proj.weight", mlp, hidden)
-            layers |= stacked("shared_down", f"{one}.down_proj.weight", hidden, mlp)
+        layers |= _experts(config, config.experts, stacked)
     else:
         mlp = (config.intermediate_size, "mlp")
         if config.fused:
@@ -125,6 +89,8 @@ def _layers(config: DecoderConfig, group: Group) -> dict[str, ParamSpec]:
             layers |= stacked("gate", "mlp.gate_proj.weight", mlp, hidden)
             layers |= stacked("up", "mlp.up_proj.weight", mlp, hidden)
         layers |= stacked("down", "mlp.down_proj.weight", hidden, mlp)
+    if group.linear:
+        return layers
     if config.qkv_bias:
         for name, width in {"q": queries, "k": keys, "v": keys}.items():
             layers |= stacked(f"{name}_bias", f"self_attn.{name}_proj.bias", width, scale=0.0)
@@ -141,9 +107,83 @@ def _layers(config: DecoderConfig, group: Group) -> dict[str, ParamSpec]:
     return layers
 
 
-def _latent(
-    config: DecoderConfig, latent: Latent, stacked: Callable[..., dict[str, ParamSpec]]
+def _attention(
+    config: DecoderConfig, stacked: Stacked, queries: Dimension, keys: Dimension
 ) -> dict[str, ParamSpec]:
+    """Declares the projections of attention."""
+    hidden, layers = (config.hidden_size, "embed"), dict[str, ParamSpec]()
+    if config.latent is not None:
+        layers |= _latent(config, config.latent, stacked)
+    elif config.fused:
+        both = (queries[0] + 2 * keys[0], "fused")
+        layers |= stacked("qkv", "self_attn.qkv_proj.weight", both, hidden)
+    else:
+        gated = (2 * queries[0] if config.output_gate else queries[0], "q_heads")
+        layers |= stacked("q", "self_attn.q_proj.weight", gated, hidden)
+        layers |= stacked("k", "self_attn.k_proj.weight", keys, hidden)
+        layers |= stacked("v", "self_attn.v_proj.weight", keys, hidden)
+    values = (config.num_heads * config.value_dim, "q_heads")
+    return layers | stacked("o", "self_attn.o_proj.weight", hidden, values)
+
+
+def _delta(config: DecoderConfig, linear: Linear, stacked: Stacked) -> dict[str, ParamSpec]:
+    """Declares the parameters of `linear_attention`."""
+    hidden, heads = (config.hidden_size, "embed"), (linear.value_heads, "norm")
+    values = linear.value_heads * linear.value_dim
+    both, gates = (linear.channels + values, "fused"), (2 * heads[0], "fused")
+    kernel = ((linear.channels, "conv"), (1, "conv"), (linear.width, "conv"))
+    layers = stacked("qkvz", "linear_attn.in_proj_qkvz.weight", both, hidden)
+    layers |= stacked("gates", "linear_attn.in_proj_ba.weight", gates, hidden)
+    layers |= stacked("conv", "linear_attn.conv1d.weight", *kernel)
+    layers |= stacked("decay", "linear_attn.A_log", heads, scale=None)
+    layers |= stacked("time_step", "linear_attn.dt_bias", heads, scale=None)
+    width = (linear.value_dim, "norm")
+    layers |= stacked("linear_norm", "linear_attn.norm.weight", width, scale=None)
+    return layers | stacked("linear_o", "linear_attn.out_proj.weight", hidden, (values, "fused"))
+
+
+def _experts(config: DecoderConfig, settings: Experts, stacked: Stacked) -> dict[str, ParamSpec]:
+    """Declares the parameters of experts and of those that all tokens share."""
+    hidden, layers = (config.hidden_size, "embed"), dict[str, ParamSpec]()
+    experts, mlp = (settings.count, "experts"), (settings.intermediate_size, "mlp")
+    one = "mlp.experts.{expert}"
+    layers |= stacked("router", "mlp.gate.weight", (experts[0], "router"), hidden)
+    if settings.corrected:
+        router = (experts[0], "router")
+        layers |= stacked("correction_f32", "mlp.gate.e_score_correction_bias", router, scale=0.0)
+    if settings.fused:
+        # One tensor for all experts of a layer.
+        one, both = "mlp.experts", (2 * settings.intermediate_size, "mlp")
+        gate_up = (f"{one}.gate_up_proj", experts, both, hidden)
+        layers |= stacked("expert_gate_up", *gate_up, transposed=True)
+        down = (f"{one}.down_proj", experts, hidden, mlp)
+        layers |= stacked("expert_down", *down, transposed=True)
+    else:
+        layers |= stacked("expert_gate", f"{one}.gate_proj.weight", experts, mlp, hidden)
+        layers |= stacked("expert_up", f"{one}.up_proj.weight", experts, mlp, hidden)
+        layers |= stacked("expert_down", f"{one}.down_proj.weight", experts, hidden, mlp)
+    if settings.biases:
+        both = (2 * settings.intermediate_size, "mlp")
+        layers |= stacked("router_bias", "mlp.router.bias", (experts[0], "router"))
+        gate_up = ("mlp.experts.gate_up_proj_bias", experts, both)
+        layers |= stacked("expert_gate_up_bias", *gate_up, scale=0.0)
+        down = ("mlp.experts.down_proj_bias", experts, hidden)
+        layers |= stacked("expert_down_bias", *down, scale=0.0)
+    if settings.shared:
+        mlp, one = (settings.shared * mlp[0], "mlp"), "mlp.shared_experts"
+        layers |= stacked("shared_gate", f"{one}.gate_proj.weight", mlp, hidden)
+        layers |= stacked("shared_up", f"{one}.up_proj.weight", mlp, hidden)
+        layers |= stacked("shared_down", f"{one}.down_proj.weight", hidden, mlp)
+    if settings.gated_shared:
+        mlp, one = (settings.gated_shared, "mlp"), "mlp.shared_expert"
+        layers |= stacked("shared_gate", f"{one}.gate_proj.weight", mlp, hidden)
+        layers |= stacked("shared_up", f"{one}.up_proj.weight", mlp, hidden)
+        layers |= stacked("shared_down", f"{one}.down_proj.weight", hidden, mlp)
+        layers |= stacked("shared_score", "mlp.shared_expert_gate.weight", (1, "router"), hidden)
+    return layers
+
+
+def _latent(config: DecoderConfig, latent: Latent, stacked: Stacked) -> dict[str, ParamSpec]:
     """Declares the projections of `latent.project_latent`."""
     hidden, count = (config.hidden_size, "embed"), config.num_heads
     queries = (count * config.head_dim, "q_heads")

@@ -28,7 +28,8 @@ class ParamSpec(NamedTuple):
       name: Hugging Face's name; "{layer}" stands for the layer's index, "{expert}" for the
         expert's.
       scale: standard deviation of the normal initial value; 0 gives zeros and None ones.
-      first: index of the first layer that it stands for; the others follow.
+      first: index of the first layer that it stands for.
+      step: distance of the indices of its layers.
       transposed: true if Hugging Face's tensor has the last two dimensions swapped, [in, out].
         Such a tensor may be packed, see `mxfp4`.
     """
@@ -38,6 +39,7 @@ class ParamSpec(NamedTuple):
     name: str
     scale: float | None
     first: int = 0
+    step: int = 1
     transposed: bool = False
 
     @property
@@ -62,8 +64,10 @@ class ParamSpec(NamedTuple):
 
     def hf_names(self) -> list[str]:
         """Lists the Hugging Face tensors that this parameter stacks: by layer, then by expert."""
-        counts = zip((self.first, 0), self.shape[: self.stacked], strict=False)
-        indices = itertools.product(*(range(first, first + count) for first, count in counts))
+        counts = zip((self.first, 0), (self.step, 1), self.shape[: self.stacked], strict=False)
+        indices = itertools.product(
+            *(range(first, first + step * count, step) for first, step, count in counts)
+        )
         fields = ("layer", "expert")
         return [self.name.format(**dict(zip(fields, index, strict=False))) for index in indices]
 

@@ -115,7 +115,7 @@ def _example(config: Config, learning: Learning, shape: MinibatchShape) -> Minib
     """Packs a minibatch of one token: every minibatch of this shape has its arrays."""
     rollout = given_rollout([0], [0])
     if config.train.replay_routing and (experts := learning.model.config.experts) is not None:
-        layers = learning.model.config.groups[-1].count
+        layers = learning.model.config.routed_layers
         routed = np.zeros((1, layers, experts.per_token), np.int16)
         rollout = rollout._replace(experts=routed)
     return pack_minibatch([rollout], [0.0], shape=shape)

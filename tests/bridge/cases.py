@@ -13,8 +13,9 @@ from jaxrl.bridge.base import InFlight, Learner, TensorSpec, Timings, WeightSour
 from jaxrl.bridge.payload import MappedTensor
 from jaxrl.bridge.safetensors_file import plan_file
 from jaxrl.models import spec
+from jaxrl.models.components import ClampedGate, Experts, Linear
 from jaxrl.models.decoder import decoder
-from jaxrl.models.families import ClampedGate, DecoderConfig, Experts
+from jaxrl.models.families import DecoderConfig
 from jaxrl.models.rope import Rope, YarnScaling
 from jaxrl.models.spec import Params, ParamSpec
 
@@ -118,6 +119,20 @@ GPT_OSS = dataclasses.replace(
         fused=True,
         clamp=ClampedGate(alpha=1.702, limit=7.0),
     ),
+)
+
+
+# A linear layer before one with attention; experts beside a shared one with a gate.
+LINEAR = dataclasses.replace(
+    EXPERTS,
+    model_type="qwen3_next",
+    norm_plus_one=True,
+    output_gate=True,
+    rope=Rope(theta=10000.0, share=0.5),
+    linear=Linear(
+        key_heads=1, value_heads=2, key_dim=128, value_dim=128, width=4, period=(True, False)
+    ),
+    experts=Experts(count=4, per_token=2, intermediate_size=64, renormalise=True, gated_shared=64),
 )
 
 

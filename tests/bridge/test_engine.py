@@ -27,6 +27,7 @@ from tests.bridge.cases import (
     FAMILIES,
     GPT_OSS,
     LEARNER,
+    LINEAR,
     QWEN3,
     ListSource,
     params,
@@ -82,8 +83,8 @@ def test_outputs_equal_those_of_a_fresh_start(
 
 @pytest.mark.parametrize(
     ("config", "dtype"),
-    [(EXPERTS, "bfloat16"), (CORRECTED, "bfloat16"), (GPT_OSS, "float16")],
-    ids=["qwen3_moe", "glm4_moe", "gpt_oss"],
+    [(EXPERTS, "bfloat16"), (CORRECTED, "bfloat16"), (GPT_OSS, "float16"), (LINEAR, "bfloat16")],
+    ids=["qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_next"],
 )
 def test_experts_are_exact(
     engine: ChildEngine, tmp_path: Path, config: DecoderConfig, dtype: str

@@ -42,7 +42,7 @@ def minibatch(config: DecoderConfig) -> Minibatch:
 
 def sent_somewhere(rollout: Rollout, config: DecoderConfig) -> Rollout:
     assert config.experts is not None
-    shape = (rollout.length - 1, config.groups[-1].count, 1)
+    shape = (rollout.length - 1, config.routed_layers, 1)
     first = np.random.default_rng(rollout.length).integers(0, config.experts.count, shape)
     others = first + np.arange(config.experts.per_token)
     return rollout._replace(experts=others % config.experts.count)
@@ -119,6 +119,7 @@ def assert_close(a, b, *, rtol):
         ("all", {"expert": 2, "context": 2, "tensor": 2}, tiny.GPT_OSS),
         ("expert", {"fsdp": 2, "expert": 2, "tensor": 2}, tiny.GLM),
         ("fsdp_tensor", {"fsdp": 4, "tensor": 2}, tiny.DEEPSEEK),
+        ("all", {"fsdp": 2, "context": 2, "tensor": 2}, tiny.NEXT),
     ],
 )
 def test_a_mesh_changes_nothing_but_rounding(preset, sizes, config):

@@ -81,6 +81,18 @@ LATENT = {
     "qk_nope_head_dim": 12,
     "v_head_dim": 10,
 }
+# Two periods of a linear layer and one with attention.
+DELTA = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+    "shared_expert_intermediate_size": 20,
+    "partial_rotary_factor": 0.5,
+}
 TEMPERATURES = {"mscale": 0.7, "mscale_all_dim": 1.0}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, {}),
@@ -95,6 +107,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mistral": (transformers.MistralConfig, {"sliding_window": 6, "head_dim": 12}),
     "qwen3_moe": (transformers.Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": True}),
     "qwen3_moe_raw": (transformers.Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": False}),
+    "qwen3_next": (transformers.Qwen3NextConfig, DELTA | EXPERTS),
     "gemma2": (transformers.Gemma2Config, GEMMA | CAPS),
     "gemma3": (
         transformers.Gemma3TextConfig,

@@ -54,9 +54,10 @@ ROPES = [
     {"full_attention": YARN, "sliding_attention": YARN},
     YARN | {"llama_4_scaling_beta": 0.5, "max_position_embeddings": 128},
 ]
+LINEAR = "linear_attention"
 KINDS = ["full_attention", "sliding_attention"]
 NEW = ["gemma2", "gemma3_text", "mixtral", "smollm3", "olmo2", "olmo3", "ministral3", "phi3"]
-NEW += ["glm4_moe", "deepseek_v3", "gpt_oss"]
+NEW += ["glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next"]
 # Values that a config.json might have, some of which contradict each other.
 SETTINGS = {
     "architectures": [None, [], ["Qwen2ForCausalLM"], ["LlamaForCausalLM"], ["Qwen2Model"]],
@@ -64,7 +65,15 @@ SETTINGS = {
     "sliding_window": [None, -1, 0, 1, 5, 64],
     "use_sliding_window": [False, True, None],
     "max_window_layers": [-1, 0, 2, 28],
-    "layer_types": [None, KINDS[:1] * 3, KINDS[1:] * 3, [*KINDS, KINDS[0]], KINDS],
+    "layer_types": [
+        None,
+        [*[LINEAR] * 3, KINDS[0]],
+        [KINDS[0], *[LINEAR] * 3],
+        KINDS[:1] * 3,
+        KINDS[1:] * 3,
+        [*KINDS, KINDS[0]],
+        KINDS,
+    ],
     "rope_theta": [None, 0, -1, 300.0, 10_000, 1e30],
     "rope_parameters": ROPES,
     "rope_scaling": ROPES,
@@ -110,6 +119,11 @@ SETTINGS = {
     "v_head_dim": [None, 6],
     "rope_interleave": [True, False],
     "scoring_func": ["sigmoid", "softmax"],
+    "full_attention_interval": [1, 2, 3],
+    "linear_num_value_heads": [2, 3, 6],
+    "linear_num_key_heads": [1, 4],
+    "linear_conv_kernel_dim": [1, 2, 4],
+    "shared_expert_intermediate_size": [None, 8],
     "num_nextn_predict_layers": [0, 1],
     "mlp_only_layers": [[], [0], [7]],
     "decoder_sparse_step": [0, 1, 2],
@@ -143,6 +157,7 @@ def originals(tmp_path_factory):
         "glm4_moe",
         "deepseek_v3",
         "gpt_oss",
+        "qwen3_next",
     )
     for family in (*old, *new):
         directory = tmp_path_factory.mktemp(family)

@@ -14,14 +14,14 @@ from jaxrl.core.precision import PRESETS
 from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
 from jaxrl.models.hf_config import from_hf_config
-from tests.models.references import SIZES
+from tests.models.references import DELTA, EXPERTS, SIZES
 
 FP32 = PRESETS["fp32"]
 
 
 def config(model_type="qwen3", **settings):
     return from_hf_config(
-        {"model_type": model_type, **SIZES, "head_dim": 8, "initializer_range": 0.2, **settings}
+        {"model_type": model_type, **SIZES, "initializer_range": 0.2, **settings, "head_dim": 8}
     )
 
 
@@ -48,6 +48,18 @@ def lowered(settings, policy, **options):
 @pytest.mark.parametrize("remat", ["none", "layer"])
 def test_program_does_not_grow_with_layers(remat):
     few, many = (lowered(config(num_hidden_layers=n), FP32, remat=remat).as_text() for n in (2, 8))
+    assert len(few.splitlines()) == len(many.splitlines())
+
+
+def test_program_does_not_grow_with_periods():
+    def layers(periods):
+        kinds = ["linear_attention", "full_attention"] * periods
+        return {"num_hidden_layers": 2 * periods, "layer_types": kinds}
+
+    few, many = (
+        lowered(config("qwen3_next", **DELTA | EXPERTS | layers(count)), FP32).as_text()
+        for count in (3, 5)
+    )
     assert len(few.splitlines()) == len(many.splitlines())
 
 
@@ -175,6 +187,15 @@ def test_constrain_sees_the_stream_the_heads_and_the_feed_forward():
         ((2, 12, 16), ("batch", "length", "kv_heads")),
         ((2, 12, 48), ("batch", "length", "mlp")),
     }
+
+
+@pytest.mark.parametrize(("policy", "shared"), [("fp32,sums=fixed", False), ("fp32", True)])
+def test_what_linear_layers_cannot_do_is_refused(policy, shared):
+    model = decoder(config("qwen3_next", **DELTA | EXPERTS))
+    params, inputs = spec.abstract(model.specs, dtype=FP32.params), batch()
+    settings = {"seen_until": inputs[1]} if shared else {}
+    with pytest.raises(ValueError, match=r"(is|are) not supported for qwen3_next"):
+        model.hidden(params, *inputs, precision=precision.parse(policy), **settings)
 
 
 def test_a_model_is_hashable():

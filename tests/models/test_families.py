@@ -8,7 +8,7 @@ import transformers
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.hf_config import from_hf_config, to_hf_config
 from jaxrl.models.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
-from tests.models.references import EXPERTS, FAMILIES, LLAMA3, SIZES, YARN
+from tests.models.references import DELTA, EXPERTS, FAMILIES, LLAMA3, SIZES, YARN
 
 SCORED, SLIDING = "LlamaForSequenceClassification", "sliding_attention"
 BASE = {k: v for k, v in SIZES.items() if not k.endswith("token_id")}
@@ -90,6 +90,18 @@ def test_gemma_3_of_transformers_4_has_two_ropes_and_a_pattern():
 def test_smollm_3_has_layers_without_rope():
     config = from_hf_config(raw("smollm3", no_rope_layer_interval=2))
     assert config.ropes == (Rope(theta=2e6), None, Rope(theta=2e6))
+
+
+def test_a_period_is_the_shortest_that_the_layers_repeat():
+    def groups(**settings) -> list[tuple[str, list[int]]]:
+        config = from_hf_config(raw("qwen3_next", **settings))
+        return [(group.name, list(group.layers)) for group in config.groups]
+
+    names = ["linear_0", "linear_1", "linear_2", "full_3"]
+    found = groups(num_hidden_layers=8)
+    assert found == [(name, [i, i + 4]) for i, name in enumerate(names)]
+    assert found == groups(num_hidden_layers=8, layer_types=None, full_attention_interval=4)
+    assert groups(**DELTA) == [("linear_0", [0, 2]), ("full_1", [1, 3])]
 
 
 def test_windows_of_qwen_follow_the_switch_the_first_layer_and_the_layer_types():
@@ -223,6 +235,18 @@ def test_windows_of_qwen_follow_the_switch_the_first_layer_and_the_layer_types()
         (raw("deepseek_v3", **DIRECT, kv_lora_rank=None), "kv_lora_rank is missing"),
         (raw("deepseek_v3", **DIRECT, scoring_func="softmax"), "scoring_func='softmax'"),
         (raw("deepseek_v3", **DIRECT, attention_bias=True), "attention_bias=True"),
+        (
+            raw("qwen3_next", layer_types=[SLIDING] * 3),
+            "layer_types=.*expected 3 entries, each 'fu",
+        ),
+        (raw("qwen3_next"), "qwen3_next without layers of 'full_attention' and of 'linear_att"),
+        (raw("qwen3_next", **DELTA | {"linear_num_value_heads": 3}), "linear_num_value_heads=3"),
+        (raw("qwen3_next", **DELTA | {"linear_conv_kernel_dim": 1}), "linear_conv_kernel_dim=1"),
+        (raw("qwen3_next", **DELTA | {"linear_key_head_dim": None}), "head_dim is missing"),
+        (raw("qwen3_next", **DELTA, sliding_window=5), "sliding_window=5 is not supported for q"),
+        (raw("qwen3_next", **DELTA, mlp_only_layers=[0]), r"mlp_only_layers=\[0\]"),
+        (raw("qwen3_next", **DELTA, attention_bias=True), "attention_bias=True"),
+        (raw("qwen3_5", text_config={}), "model_type='qwen3_5' is not supported"),
         (raw("qwen3_moe"), "num_experts, num_experts_per_tok is missing"),
         (raw("qwen3_moe", **EXPERTS, num_local_experts=7), "num_experts=6 and num_local_experts=7"),
         (raw("qwen3_moe", **EXPERTS | {"num_experts_per_tok": 7}), "more than the 6 experts"),

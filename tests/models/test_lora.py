@@ -60,12 +60,12 @@ def test_merged_and_attached_adapters_compute_the_same():
 
 @pytest.mark.parametrize(
     "config",
-    [tiny.GEMMA, tiny.PHI, tiny.GLM, tiny.DEEPSEEK, tiny.GPT_OSS],
-    ids=["gemma", "fused", "groups", "latent", "gpt_oss"],
+    [tiny.GEMMA, tiny.PHI, tiny.GLM, tiny.DEEPSEEK, tiny.GPT_OSS, tiny.NEXT],
+    ids=["gemma", "fused", "groups", "latent", "gpt_oss", "linear"],
 )
 def test_adapters_of_other_families_merge_and_come_back_from_their_files(config, tmp_path):
     model, base = decoder(config), tiny.params(config=config)
-    declared = lora.adapter_specs(model.specs, rank=3, targets=["*_proj"])
+    declared = lora.adapter_specs(model.specs, rank=3, targets=["*_proj*"])
     specs = lora.Adapted(declared, model.specs, alpha=6.0)
     drawn = spec.init(declared, jax.random.key(0), dtype=FP32.params)
     adapters = jax.tree.map(lambda x: x + 0.1, drawn)

@@ -64,6 +64,15 @@ GPT_OSS = {
     "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": False}
     | {"original_max_position_embeddings": 16},
 }
+DELTA = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "shared_expert_intermediate_size": 48,
+}
 FAMILIES = {
     "qwen2": {},
     "qwen3": {},
@@ -80,6 +89,8 @@ FAMILIES = {
     "glm4_moe": CORRECTED,
     "deepseek_v3": CORRECTED | LATENT,
 }
+# Every token has both experts: rounding does not choose others.
+INEXACT = {"qwen3": {}, "qwen3_next": EXPERTS | DELTA | {"num_experts": 2}}
 
 
 def sampled(model, params, policy, *, max_batch=64, prompts=8):
@@ -132,12 +143,16 @@ def differences(model, params, policy, rollouts, *, row_length=112, rows=4):
 
 
 def a_model(family, **settings):
-    config = {"model_type": family, **SETTINGS, **FAMILIES[family], **settings}
+    config = {"model_type": family, **SETTINGS, **(FAMILIES | INEXACT)[family], **settings}
     model = decoder(from_hf_config(config), remat="matmuls")
     params = init(model.specs, jax.random.key(0), dtype=parse("fp32").params)
-    for name, value in params["layers"].items():
-        if name.endswith("_bias"):
-            params["layers"][name] = value + 0.1 * jax.random.normal(jax.random.key(1), value.shape)
+    for group in model.config.groups:
+        layers = params[group.name]
+        for name, value in layers.items():
+            if name.endswith("_bias"):
+                layers[name] = value + 0.1 * jax.random.normal(jax.random.key(1), value.shape)
+        if group.linear:  # states that remember a hundred tokens
+            layers["decay"] = layers["decay"] - 5
     return model, params
 
 
@@ -216,7 +231,9 @@ def test_with_fixed_sums_a_large_vocabulary_is_added_as_one():
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_without_fixed_sums_the_difference_is_small(name):
-    model, params = a_model("qwen3")
+@pytest.mark.parametrize("family", INEXACT)
+def test_without_fixed_sums_the_difference_is_small(family, name):
+    model, params = a_model(family)
     found = differences(model, params, parse(name), sampled(model, params, parse(name)))
-    assert found.std() <= BOUNDS[name]
+    # Chunks and single tokens round in other places.
+    assert found.std() <= BOUNDS[name] * (1 if family == "qwen3" else 4)

@@ -1,25 +1,28 @@
 """Prompts are shared where everything in a run allows it, and the log says why not elsewhere."""
 
+from typing import Any
+
 import jax
 import pytest
 
 from jaxrl.builders.layout import make_layout
-from jaxrl.builders.learner import max_rows
+from jaxrl.builders.learner import build_learner, max_rows
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.rows import RowsChoice, choose_rows
 from jaxrl.core.packing import ANYWHERE, SHARED
 from jaxrl.models import kernels
+from jaxrl.models.decoder import decoder
 from tests import tiny
 from tests.commands.plan.configs import make_config
 
 SMALL = {"data__max_prompt_tokens": "40", "train__microbatch_tokens": "120"}
 
 
-def chosen(directory, **changes) -> RowsChoice:
+def chosen(directory, *, sizes=tiny.CONFIG, **changes) -> RowsChoice:
     alone = {"mesh__fsdp": "1", "mesh__tensor": "1", "train__microbatch_tokens": "4096"}
     config = make_config(directory, **alone | changes)
     layout = make_layout(config.mesh, devices=jax.devices()[: 2 if config.mesh.context > 1 else 1])
-    return choose_rows(config, tiny.CONFIG, objective=make_recipe(config).objective, layout=layout)
+    return choose_rows(config, sizes, objective=make_recipe(config).objective, layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -75,3 +78,19 @@ def test_kernels_that_compute_what_is_not_seen_share_long_prompts_only(tmp_path,
     config, align, note = by("splash", **long)
     assert (config.row_length, align) == (599, ANYWHERE)
     assert "attention by splash compares one segment per token" in note
+
+
+def test_linear_layers_keep_prompts_apart(tmp_path):
+    found = chosen(tmp_path, sizes=tiny.NEXT, data__max_prompt_tokens="64")
+    assert found.note.endswith("its own prompt: a linear layer's state is that of one sequence")
+
+
+def test_linear_layers_are_not_exact(tmp_path):
+    config = make_config(
+        tmp_path, sampler__exact="true", precision="fp32", mesh__fsdp="1", mesh__tensor="1"
+    )
+    unused: Any = None
+    with pytest.raises(
+        ValueError, match=r"sampler.exact = true is not .*\(qwen3_next\): its linear"
+    ):
+        build_learner(config, decoder(tiny.NEXT), objective=unused, optimizer=unused, layout=unused)

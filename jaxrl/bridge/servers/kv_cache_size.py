@@ -22,11 +22,12 @@ class CacheSize(NamedTuple):
 
 
 def token_bytes(model: DecoderConfig, dtype: str) -> int:
-    """Returns the bytes of one token's keys and values in all layers, or of their narrow form."""
+    """Returns the bytes of one token's keys and values in all layers, or of their narrow form. The
+    states of linear layers, which do not grow with the tokens, are not counted."""
     if model.latent is not None:
         numbers = model.latent.kv_rank + model.latent.rope_dim
         return model.num_layers * numbers * ITEM_BYTES[dtype]
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * ITEM_BYTES[dtype]
+    return 2 * model.attention_layers * model.num_kv_heads * model.head_dim * ITEM_BYTES[dtype]
 
 
 def kv_cache_size(

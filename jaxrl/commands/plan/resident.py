@@ -140,7 +140,7 @@ def _critic(config: Config, *, layout: Layout, policy: Precision) -> float:
 
 def _cache(config: Config, step: Step, *, layout: Layout) -> KVCache:
     """Sizes the cache of `sampling.embedded`, sharded like activations: rows over the batch axes,
-    heads over theirs, tokens over none."""
+    heads of keys and values over theirs, tokens and states over none."""
     sizes, shards = step.model.config, layout.count("batch")
     most = max_rows(config.sampling.max_batch, shards=shards)
     rows = most
@@ -155,21 +155,31 @@ def _cache(config: Config, step: Step, *, layout: Layout) -> KVCache:
     heads = sizes.num_kv_heads // layout.count("kv_heads")
     numbers = heads * (sizes.head_dim + sizes.value_dim)
     layer = numbers * step.policy.sampler.itemsize  # bytes per token
-    token = sizes.num_layers * layer
+    token = sizes.attention_layers * layer
     if config.train.replay_routing and sizes.experts is not None:
-        numbers = sizes.groups[-1].count * sizes.experts.per_token
+        numbers = sizes.routed_layers * sizes.experts.per_token
         token += numbers * (1 if sizes.experts.count <= 256 else 2)
 
-    def held_bytes(*parts: int) -> float:
-        return float(sum(parts) // shards * token)
+    row = 0  # bytes of the states of linear layers
+    if (linear := sizes.linear) is not None:
+        states = linear.value_heads * linear.key_dim * linear.value_dim
+        inputs = (linear.width - 1) * linear.channels
+        row = states * step.policy.accumulate.itemsize + inputs * step.policy.sampler.itemsize
+        row *= sizes.num_layers - sizes.attention_layers
+
+    def held_bytes(*parts: tuple[int, int]) -> float:
+        """Counts the bytes of caches of (rows, slots)."""
+        numbers = sum(rows * slots for rows, slots in parts) // shards * token
+        return float(numbers + sum(rows for rows, _ in parts) // shards * row)
 
     def sent_bytes(tokens: int) -> float:
         # Rows that change devices; compiled for TPUs, at most 1.4 times a layer of all rows.
         return 2.0 * tokens * layer if shards > 1 else 0.0
 
-    grown, begun = held_bytes(rows * before, rows * slots), held_bytes(rows * width, rows * first)
+    grown = held_bytes((rows, before), (rows, slots))
+    begun = held_bytes((rows, width), (rows, first))
     begun += sent_bytes(rows * width)
     fewer = shrunk_rows(rows, shards=shards)
-    shrunk = held_bytes(rows * slots, fewer * slots) + sent_bytes(fewer * slots)
-    size = held_bytes(rows * slots)
+    shrunk = held_bytes((rows, slots), (fewer, slots)) + sent_bytes(fewer * slots)
+    size = held_bytes((rows, slots))
     return KVCache(rows=rows, slots=slots, size=size, moving=max(grown, begun, shrunk) - size)

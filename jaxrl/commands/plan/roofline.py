@@ -40,10 +40,14 @@ class Roofline:
 def forward_flops(config: DecoderConfig, specs: Specs, *, rows: int, length: int) -> float:
     """Counts the FLOPs of a forward pass over full rows of one sequence each.
 
-    A token costs two for each weight it is multiplied with, plus the causal half of attention.
+    A token costs two for each weight it is multiplied with, plus the causal half of attention. In a
+    linear layer it costs two products with the state and one that changes it.
     """
-    heads = config.num_layers * config.num_heads
+    heads = config.attention_layers * config.num_heads
     attention = heads * (config.head_dim + config.value_dim) * length**2
+    if (linear := config.linear) is not None:
+        states = (config.num_layers - config.attention_layers) * linear.value_heads
+        attention += states * 6 * linear.key_dim * linear.value_dim * length
     return rows * (2 * active_weights(config, specs) * length + attention)
 
 

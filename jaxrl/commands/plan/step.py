@@ -113,7 +113,7 @@ def _minibatch(
 
     experts = None
     if config.train.replay_routing and sizes.experts is not None:
-        experts = array(jnp.int16, sizes.groups[-1].count, sizes.experts.per_token)
+        experts = array(jnp.int16, sizes.routed_layers, sizes.experts.per_token)
     whole, score = array(jnp.int32), array(jnp.float32)
     batch = TokenBatch(
         tokens=whole,

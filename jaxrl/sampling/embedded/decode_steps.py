@@ -222,7 +222,11 @@ def _take_cache_rows(cache: Cache, source: jax.Array, *, slots: int) -> Cache:
     def take(x: jax.Array, *, slots: int, axis: int) -> jax.Array:
         return lax.map(lambda layer: _pad(layer[source], slots=slots, axis=axis), x)
 
-    return _by_part(functools.partial(take, slots=slots), cache)
+    def take_states(x: jax.Array) -> jax.Array:
+        return lax.map(lambda layer: layer[source], x)
+
+    cache = _by_part(functools.partial(take, slots=slots), cache)
+    return dataclasses.replace(cache, linear=jax.tree.map(take_states, cache.linear))
 
 
 def _pad_slots(cache: Cache, *, slots: int) -> Cache:
@@ -231,10 +235,11 @@ def _pad_slots(cache: Cache, *, slots: int) -> Cache:
 
 
 def _by_part(function: Callable[..., jax.Array], cache: Cache) -> Cache:
-    """Applies `function(part, axis=...)` to the parts of a cache; the axis is that of the slots,
-    from the end."""
+    """Applies `function(part, axis=...)` to the parts of a cache that have slots; the axis is
+    theirs, from the end."""
     experts = None if cache.experts is None else function(cache.experts, axis=-2)
-    return Cache(function(cache.keys, axis=-1), function(cache.values, axis=-2), experts)
+    keys, values = function(cache.keys, axis=-1), function(cache.values, axis=-2)
+    return Cache(keys, values, experts, cache.linear)
 
 
 def _pad(x: jax.Array, *, slots: int, axis: int) -> jax.Array:

@@ -5,6 +5,8 @@ learner, and attention adds the same numbers in the same order.
 """
 
 import dataclasses
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,8 @@ from jaxrl.models.attention import attention, pad_values, softmax_product
 from jaxrl.models.block import block
 from jaxrl.models.decoder import Model
 from jaxrl.models.experts import Routing
-from jaxrl.models.layers import LayerContext, embed, kind_numbers
+from jaxrl.models.layers import LayerContext, alternated, embed, kind_numbers
+from jaxrl.models.linear_attention import LinearState, last_inputs, recur_rows, recur_token
 from jaxrl.models.logprobs import rounded_logits
 from jaxrl.models.products import product
 from jaxrl.models.scoring import Scoring
@@ -27,8 +30,8 @@ from jaxrl.sampling.embedded.half_bits import from_bits, to_bits
 
 @struct.dataclass
 class Cache:
-    """Keys and values of L layers, B rows and S slots, in the form of `to_bits`, and optionally the
-    experts that each layer chose.
+    """Keys and values of L layers, B rows and S slots, in the form of `to_bits`, the states of N
+    linear layers, and optionally the experts that each layer chose.
 
     Keys are stored transposed: the products of a decode step then contract a dimension that is not
     the last one of the cache, which XLA on CPU runs fastest.
@@ -38,6 +41,7 @@ class Cache:
     values: jax.Array  # [L, B, K, S, value_dim], see `pad_values`
     # [L, B, S, k] of the layers that have some, of the smallest unsigned dtype.
     experts: jax.Array | None = None
+    linear: LinearState | None = None  # its arrays have the layers in front: [N, B, ...]
 
     @property
     def slots(self) -> int:
@@ -75,27 +79,39 @@ def prefill(
     context = LayerContext(config, precision, local=model.local)
     tables = context.rope_tables(positions)
 
-    def body(x, scanned):
-        layer, kind = scanned
-
+    def layer_of(x, group, layer, kind):
         def attend(q, k, v):
             scoring = context.scoring(kind, layer)
             out = attention(q, k, v, segments, scoring=scoring, precision=precision)
             return out, _entries(k, v, precision)
 
-        table = tables.of_layer(kind)
-        x, cache, routing = block(x, layer, attend, table=table, context=context)
-        if record_experts and routing is not None:
-            cache = dataclasses.replace(cache, experts=_smallest(routing))
-        return x, cache
+        def recur(inputs, gates):
+            out, states = recur_rows(inputs, gates, layer, segments, context=context)
+            last = last_inputs(inputs, lengths, width=layer["conv"].shape[-1] - 1)
+            return out, LinearState(last, states)
+
+        table, mix = tables.of_layer(kind), recur if group.linear else attend
+        x, kept, routing = block(x, layer, mix, table=table, context=context)
+        return x, kept, _smallest(routing) if record_experts and routing is not None else None
+
+    def body(x, scanned, groups):
+        kept: list[list[Any]] = [[], [], []]  # keys and values, states, experts
+        for group, one in zip(groups, scanned, strict=True):
+            x, found, experts = layer_of(x, group, *one)
+            kept[group.linear].append(found)
+            kept[2].append(experts)
+        return x, kept
 
     x = context.enter(embed(params["embed"], tokens, precision=precision))
-    caches = []
-    for group in config.groups:
-        x, cache = lax.scan(body, x, (params[group.name], kind_numbers(config, group)))
-        caches.append(cache)
+    caches, linear, experts = [], None, None  # the last groups have the experts
+    for groups in config.scans:
+        scanned = [(params[group.name], kind_numbers(config, group)) for group in groups]
+        x, (entries, states, chosen) = lax.scan(partial(body, groups=groups), x, scanned)
+        caches.append(alternated(entries))
+        linear = alternated(states) if states else None
+        experts = alternated(chosen)
     keys, values = (jnp.concatenate([getattr(c, n) for c in caches]) for n in ("keys", "values"))
-    cache = Cache(keys, values, caches[-1].experts)  # the last group has the experts
+    cache = Cache(keys, values, experts, linear)
     last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)
     return cache, _logits(params, last, model=model, context=context)
 
@@ -130,10 +146,7 @@ def decode_step(
 
     rows = jnp.arange(len(tokens))
 
-    # The cache is carried and written in place: scanned over, it would be copied as a whole.
-    def body(carry, scanned):
-        x, cache = carry
-        number, layer, kind = scanned
+    def layer_of(x, cache, group, number, place, layer, kind):
         layer = jax.tree.map(lambda bits: from_bits(bits, precision.compute), layer)
         scoring = context.scoring(kind, layer)
         near = seen
@@ -142,27 +155,47 @@ def decode_step(
 
         def attend(q, k, v):
             new = _entries(k, v, precision)
-            keys = cache.keys.at[number, rows, :, :, positions].set(new.keys[..., 0])
-            values = cache.values.at[number, rows, :, positions].set(new.values[:, :, 0])
-            held = (from_bits(part[number], precision.compute) for part in (keys, values))
+            keys = cache.keys.at[place, rows, :, :, positions].set(new.keys[..., 0])
+            values = cache.values.at[place, rows, :, positions].set(new.values[:, :, 0])
+            held = (from_bits(part[place], precision.compute) for part in (keys, values))
             out = attend_cache(q, *held, seen=near, scoring=scoring, precision=precision)
-            return out[..., : config.value_dim], (keys, values)
+            changed = dataclasses.replace(cache, keys=keys, values=values)
+            return out[..., : config.value_dim], changed
 
-        table = tables.of_layer(kind)
-        x, (keys, values), routing = block(x, layer, attend, table=table, context=context)
-        experts = cache.experts
-        if experts is not None and routing is not None:
-            routed = number - config.groups[-1].first
-            experts = experts.at[routed, rows, positions].set(_smallest(routing)[:, 0])
-        return (x, Cache(keys, values, experts)), None
+        def recur(inputs, gates):
+            state = jax.tree.map(lambda part: part[place], cache.linear)
+            out, state = recur_token(inputs, gates, layer, state, context=context)
+            linear = jax.tree.map(lambda x, new: x.at[place].set(new), cache.linear, state)
+            return out, dataclasses.replace(cache, linear=linear)
+
+        table, mix = tables.of_layer(kind), recur if group.linear else attend
+        x, cache, routing = block(x, layer, mix, table=table, context=context)
+        if cache.experts is not None and routing is not None:
+            routed = number - config.num_layers + config.routed_layers
+            experts = cache.experts.at[routed, rows, positions].set(_smallest(routing)[:, 0])
+            cache = dataclasses.replace(cache, experts=experts)
+        return x, cache
+
+    # The cache is carried and written in place: scanned over, it would be copied as a whole.
+    def body(carry, scanned, groups):
+        x, cache = carry
+        for group, one in zip(groups, scanned, strict=True):
+            x, cache = layer_of(x, cache, group, *one)
+        return (x, cache), None
 
     x = from_bits(to_bits(params["embed"])[tokens[:, None]], params["embed"].dtype)
     x = context.enter(x)
-    for group in config.groups:
-        numbers = group.first + jnp.arange(group.count, dtype=jnp.int32)
-        layers = jax.tree.map(to_bits, params[group.name])
-        scanned = (numbers, layers, kind_numbers(config, group))
-        (x, cache), _ = lax.scan(body, (x, cache), scanned)
+    for groups in config.scans:
+        scanned = [
+            (
+                jnp.array(group.layers, jnp.int32),
+                jnp.array(config.cache_places(group), jnp.int32),
+                jax.tree.map(to_bits, params[group.name]),
+                kind_numbers(config, group),
+            )
+            for group in groups
+        ]
+        (x, cache), _ = lax.scan(partial(body, groups=groups), (x, cache), scanned)
     return cache, _logits(params, x, model=model, context=context)
 
 

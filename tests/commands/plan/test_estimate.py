@@ -62,6 +62,7 @@ def test_text():
         ("moonlight_16b_a3b", "15.96"),
         ("mixtral_8x7b", "46.70"),
         ("olmo3_7b", "7.30"),
+        ("qwen3_next_80b_a3b", "79.67"),
         ("phi4", "14.66"),
         ("smollm3_3b", "3.08"),
     ],
