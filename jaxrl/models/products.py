@@ -23,6 +23,9 @@ Axes = tuple[int, ...]
 # Numbers in the largest matrix that XLA on CPU multiplies few rows by in the order of many rows.
 _SMALL = 32768
 
+# Columns up to which a transposed result costs less than a transposed operand: a head has more.
+_WIDEST = 2048
+
 
 def product(
     x: jax.Array,
@@ -164,7 +167,8 @@ def transposed_product(
     On CPU, XLA has bf16 kernels for plain products of row-major arrays only. It converts other
     operands to f32, which is five times slower where there are bf16 units, or fails at run time. So
     a barrier keeps it from folding the transpose into the product, and the array behind the barrier
-    is flat, or XLA would see its layout. Another guards a transpose of the result.
+    is flat, or XLA would see its layout. Another guards a transpose of the result. Of a wide `x`,
+    the narrower `y` and the result are transposed instead.
     """
     rows = len(batch)
     dot = functools.partial(product, contract=(rows + 1, rows), batch=batch, precision=precision)
@@ -177,10 +181,14 @@ def transposed_product(
         flat = lax.optimization_barrier(columns.reshape(-1))
         return lax.optimization_barrier(dot(flat.reshape(columns.shape), y))
 
+    def narrow(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.swapaxes(guarded(y, x), -1, -2)
+
     if precision.compute != jnp.bfloat16:
         return plain(x, y)
-    x = x.astype(precision.compute)
-    return lax.platform_dependent(x, y, cpu=guarded, default=plain)
+    x, y = x.astype(precision.compute), y.astype(precision.compute)
+    wide = y.shape[-1] < x.shape[-1] <= _WIDEST
+    return lax.platform_dependent(x, y, cpu=narrow if wide else guarded, default=plain)
 
 
 def _matmul_forward(x, weight, precision):
