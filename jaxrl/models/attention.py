@@ -5,11 +5,10 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.core.packing import ANYWHERE, Alignment
 from jaxrl.core.precision import Precision
-from jaxrl.models.products import product, transposed_product
+from jaxrl.models.products import named, product, transposed_product
 from jaxrl.models.scoring import Scoring
 from jaxrl.models.tree_attention import KEPT, Tree, tree_attention
 
@@ -151,8 +150,8 @@ def _forward(q, k, v, mask, precision, whole):
         for block in _blocks(q, k, whole=whole)
     ]
     outs, log_totals = zip(*found, strict=True)
-    out = checkpoint_name(jnp.concatenate(outs, axis=3), KEPT)
-    log_total = checkpoint_name(jnp.concatenate(log_totals, axis=3), KEPT)
+    out = named(jnp.concatenate(outs, axis=3), KEPT)
+    log_total = named(jnp.concatenate(log_totals, axis=3), KEPT)
     return out, (q, k, v, out, log_total, mask)
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxrl.core.half_bits import from_bits, to_bits
 from jaxrl.core.precision import Precision
 
 # Checkpoint name of the outputs of matrix products, rounded: a remat policy may keep them.
@@ -191,10 +192,16 @@ def transposed_product(
     return lax.platform_dependent(x, y, cpu=narrow if wide else guarded, default=plain)
 
 
+def named(x: jax.Array, name: str) -> jax.Array:
+    """Gives a result the checkpoint name `name`, in a forward rule, which is not differentiated. A
+    scan stacks what is kept of each layer: 16 bits go as integers (`half_bits`)."""
+    return from_bits(checkpoint_name(to_bits(x), name), x.dtype)
+
+
 def _matmul_forward(x, weight, precision):
     x, weight = x.astype(precision.compute), weight.astype(precision.compute)
-    y = product(x, weight, contract=(1, 1), precision=precision)
-    return y.astype(precision.activations), (x, weight)
+    y = product(x, weight, contract=(1, 1), precision=precision).astype(precision.activations)
+    return named(y, OUTPUT), (x, weight)
 
 
 def _matmul_backward(precision, residuals, dy):
@@ -216,7 +223,6 @@ def matmul(x: jax.Array, weight: jax.Array, *, precision: Precision) -> jax.Arra
     x = x.astype(precision.activations)
     flat = x.reshape(-1, x.shape[-1])
     y = _matmul(flat, weight.astype(precision.compute), precision)
-    y = checkpoint_name(y, OUTPUT)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
