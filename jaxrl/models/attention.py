@@ -6,11 +6,10 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.core.packing import ANYWHERE, Alignment
 from jaxrl.core.precision import Precision
-from jaxrl.models.products import product, transposed_product
+from jaxrl.models.products import named, product, transposed_product
 from jaxrl.models.scoring import Scoring
 from jaxrl.models.tree_attention import KEPT, Tree, sink_gradient, tree_attention
 
@@ -185,7 +184,7 @@ def _forward(q, k, v, sinks, mask, precision, whole):
         outs, log_totals = zip(*found, strict=True)
         return jnp.concatenate(outs, axis=3), jnp.concatenate(log_totals, axis=3)
 
-    out, log_total = (checkpoint_name(x, KEPT) for x in mask.scoring.by_window(of_window))
+    out, log_total = (named(x, KEPT) for x in mask.scoring.by_window(of_window))
     return out, (q, k, v, sinks, out, log_total, mask)
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxrl.core.half_bits import from_bits, to_bits
 from jaxrl.core.precision import Precision
 
 # Checkpoint name of the outputs of matrix products, rounded: a remat policy may keep them.
@@ -23,6 +24,9 @@ Form = Literal["nn", "nt", "tn"]  # x @ y, x @ y.T, x.T @ y
 
 # Numbers in the largest matrix that XLA on CPU multiplies few rows by in the order of many rows.
 _SMALL = 32768
+
+# Columns up to which a transposed result costs less than a transposed operand: a head has more.
+_WIDEST = 2048
 
 
 def product(
@@ -165,7 +169,8 @@ def transposed_product(
     On CPU, XLA has bf16 kernels for plain products of row-major arrays only. It converts other
     operands to f32, which is five times slower where there are bf16 units, or fails at run time. So
     a barrier keeps it from folding the transpose into the product, and the array behind the barrier
-    is flat, or XLA would see its layout. Another guards a transpose of the result.
+    is flat, or XLA would see its layout. Another guards a transpose of the result. Of a wide `x`,
+    the narrower `y` and the result are transposed instead.
     """
     rows = len(batch)
     dot = functools.partial(product, contract=(rows + 1, rows), batch=batch, precision=precision)
@@ -178,16 +183,26 @@ def transposed_product(
         flat = lax.optimization_barrier(columns.reshape(-1))
         return lax.optimization_barrier(dot(flat.reshape(columns.shape), y))
 
+    def narrow(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.swapaxes(guarded(y, x), -1, -2)
+
     if precision.compute != jnp.bfloat16:
         return plain(x, y)
-    x = x.astype(precision.compute)
-    return lax.platform_dependent(x, y, cpu=guarded, default=plain)
+    x, y = x.astype(precision.compute), y.astype(precision.compute)
+    wide = y.shape[-1] < x.shape[-1] <= _WIDEST
+    return lax.platform_dependent(x, y, cpu=narrow if wide else guarded, default=plain)
+
+
+def named(x: jax.Array, name: str) -> jax.Array:
+    """Gives a result the checkpoint name `name`, in a forward rule, which is not differentiated. A
+    scan stacks what is kept of each layer: 16 bits go as integers (`half_bits`)."""
+    return from_bits(checkpoint_name(to_bits(x), name), x.dtype)
 
 
 def _matmul_forward(x, weight, precision):
     x, weight = x.astype(precision.compute), weight.astype(precision.compute)
-    y = product(x, weight, contract=(1, 1), precision=precision)
-    return y.astype(precision.activations), (x, weight)
+    y = product(x, weight, contract=(1, 1), precision=precision).astype(precision.activations)
+    return named(y, OUTPUT), (x, weight)
 
 
 def _matmul_backward(precision, residuals, dy):
@@ -209,7 +224,6 @@ def matmul(x: jax.Array, weight: jax.Array, *, precision: Precision) -> jax.Arra
     x = x.astype(precision.activations)
     flat = x.reshape(-1, x.shape[-1])
     y = _matmul(flat, weight.astype(precision.compute), precision)
-    y = checkpoint_name(y, OUTPUT)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 

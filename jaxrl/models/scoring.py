@@ -11,7 +11,7 @@ from flax import struct
 
 from jaxrl.core.precision import DType
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 @struct.dataclass
@@ -43,7 +43,7 @@ class Scoring:
         windows = [far if window is None else window for window in self.windows]
         return jnp.array(windows, jnp.int32)[self.kind]
 
-    def by_window(self, function: Callable[["Scoring"], Result]) -> Result:
+    def by_window(self, function: Callable[["Scoring"], T]) -> T:
         """Runs a function of scores whose window is known at compile time: a branch for each
         window, of which a layer computes its own."""
         known = list(dict.fromkeys(self.windows))

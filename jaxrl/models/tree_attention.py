@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.core.precision import Precision
-from jaxrl.models.products import product, transposed_product
+from jaxrl.models.products import named, product, transposed_product
 from jaxrl.models.scoring import Scoring
 
 # Checkpoint name of the results that a remat policy may keep, to avoid recomputing attention.
@@ -167,7 +166,7 @@ def _forward(q, k, v, sinks, mask, precision):
         return None, ((out / total).astype(precision.activations), largest + jnp.log(total))
 
     _, found = lax.scan(of_queries, None, jnp.arange(len(mask.count)))
-    out, log_total = (checkpoint_name(_joined(x), KEPT) for x in found)
+    out, log_total = (named(_joined(x), KEPT) for x in found)
     return out, (q, k, v, sinks, out, log_total, mask)
 
 

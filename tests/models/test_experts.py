@@ -172,11 +172,11 @@ def test_a_forward_pass_repeats_its_own_routing_exactly():
     )
 
 
-def test_programs_do_not_grow_with_layers_or_experts():
+@pytest.mark.parametrize("base", [tiny.MOE, tiny.DEEPSEEK], ids=["one group", "two groups"])
+def test_programs_do_not_grow_with_layers_or_experts(base):
     def lines(layers, count):
-        config = dataclasses.replace(
-            tiny.MOE, num_layers=layers, experts=dataclasses.replace(EXPERTS, count=count)
-        )
+        experts = dataclasses.replace(base.experts, count=count)
+        config = dataclasses.replace(base, num_layers=layers, experts=experts)
         model = decoder(config, remat="matmuls")
         tokens = jnp.ones((2, 7), jnp.int32)
 
@@ -186,4 +186,4 @@ def test_programs_do_not_grow_with_layers_or_experts():
         program = jax.jit(jax.grad(total)).lower(spec.abstract(model.specs, dtype=FP32.compute))
         return len(program.as_text().splitlines())
 
-    assert lines(2, 12) == lines(6, 12) == lines(2, 24)
+    assert lines(3, 24) == lines(6, 24) == lines(3, 48)

@@ -130,11 +130,12 @@ def test_no_product_of_a_gradient_is_widened():
     assert operands == [["bf16", "bf16"]] * 2
 
 
+@pytest.mark.parametrize("widths", [(32, 64), (64, 32)])
 @pytest.mark.parametrize("name", ["fp32", "bf16_master", "fp16_master"])
-def test_a_transposed_product_may_be_transposed(name):
+def test_a_transposed_product_may_be_transposed(name, widths):
     # XLA turns transpose(x.T @ y) into y.T @ x, and fails at run time if the operands are bf16.
     policy = precision.parse(name)
-    x, y = (jax.random.normal(jax.random.key(i), (2, 96, n)) for i, n in enumerate((32, 64)))
+    x, y = (jax.random.normal(jax.random.key(i), (2, 96, n)) for i, n in enumerate(widths))
     x, y = (array.astype(policy.compute) for array in (x, y))
 
     def transpose(x, y):

@@ -14,6 +14,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from jaxrl.core.half_bits import from_bits, to_bits
 from jaxrl.core.precision import Precision, jit_by_policy
 from jaxrl.models.attention import attention, pad_values, softmax_product
 from jaxrl.models.block import block
@@ -25,7 +26,6 @@ from jaxrl.models.logprobs import rounded_logits
 from jaxrl.models.products import product
 from jaxrl.models.scoring import Scoring
 from jaxrl.models.spec import Params
-from jaxrl.sampling.embedded.half_bits import from_bits, to_bits
 
 
 @struct.dataclass
