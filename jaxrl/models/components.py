@@ -89,6 +89,8 @@ class Linear:
       value_dim: dimensions of a head's values.
       width: tokens that the convolution sees.
       period: true for the layers with it, false for those with attention; the decoder repeats them.
+      split: true if what is convolved, the gate of the result and the two gates of the rule have a
+        projection each; false if two projections hold them, one key head after the other.
     """
 
     key_heads: int
@@ -97,6 +99,7 @@ class Linear:
     value_dim: int
     width: int
     period: tuple[bool, ...]
+    split: bool = False
 
     @property
     def channels(self) -> int:

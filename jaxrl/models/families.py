@@ -247,6 +247,15 @@ FAMILIES = {
         only={"partial_rotary_factor": ()},
         more_layers=True,
     ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        _DELTA,
+        partial=0.25,
+        defaults=_DELTA_DEFAULTS | {"num_key_value_heads": 4},
+        only={"partial_rotary_factor": ()},
+        scorer="Qwen3_5TextForSequenceClassification",
+        more_layers=True,
+    ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
         _GEMMA,

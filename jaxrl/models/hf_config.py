@@ -151,7 +151,7 @@ def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
 
 
 _CORRECTED = ("glm4_moe", "deepseek_v3")
-_LINEAR = ("qwen3_next",)
+_LINEAR = ("qwen3_next", "qwen3_5_text")
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 

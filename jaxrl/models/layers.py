@@ -63,10 +63,10 @@ def kind_numbers(config: DecoderConfig, group: Group) -> jax.Array | None:
     return jnp.array([known.index(config.kinds[layer]) for layer in group.layers], jnp.int32)
 
 
-Part = TypeVar("Part")
+T = TypeVar("T")
 
 
-def alternated(parts: Sequence[Part]) -> Part:
+def alternated(parts: Sequence[T]) -> T:
     """Puts arrays of groups whose layers alternate into the order of the layers: G trees of
     [N, ...] -> one of [N * G, ...]."""
     if len(parts) == 1:

@@ -1,4 +1,4 @@
-"""Linear attention of Qwen3-Next: a short convolution, the gated delta rule, a gated norm."""
+"""Linear attention of Qwen3-Next and Qwen3.5: a convolution, the gated delta rule, a gated norm."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -102,20 +102,35 @@ def _project(
     """Computes the convolution's inputs [B, T, C], the gate of the result [B, T, H, dv], and the
     gates of the delta rule, of a normed stream."""
     precision, shape = context.precision, x.shape[:2]
-    keys, copies = linear.key_heads, linear.value_heads // linear.key_heads
-    # Both projections hold one key head after the other.
-    both = project(x, layer, "qkvz", precision=precision).reshape(*shape, keys, -1)
-    sizes = (linear.key_dim, linear.key_dim, copies * linear.value_dim)
-    parts = jnp.split(both, (sizes[0], sum(sizes[:2]), sum(sizes)), axis=-1)
-    q, k, v, gate = (part.reshape(*shape, -1) for part in parts)
-    inputs = jnp.concatenate([q, k, v], axis=-1)
+    if linear.split:
+        names = ("linear_qkv", "linear_z", "linear_beta", "linear_step")
+        inputs, gate, beta, step = (project(x, layer, one, precision=precision) for one in names)
+    else:
+        inputs, gate, beta, step = _divide(
+            project(x, layer, "qkvz", precision=precision),
+            project(x, layer, "gates", precision=precision),
+            linear,
+        )
     gate = gate.reshape(*shape, linear.value_heads, linear.value_dim)
-    both = project(x, layer, "gates", precision=precision).astype(precision.accumulate)
-    beta, step = jnp.split(both.reshape(*shape, keys, -1), 2, axis=-1)
-    beta, step = (part.reshape(*shape, -1) for part in (beta, step))
+    beta, step = (part.astype(precision.accumulate) for part in (beta, step))
     rate, shift = (
         layer[name].astype(precision.accumulate).reshape(1, 1, -1)
         for name in ("decay", "time_step")
     )
     decay = -jnp.exp(rate) * jax.nn.softplus(step + shift)
     return inputs, gate, Gates(decay, jax.nn.sigmoid(beta))
+
+
+def _divide(qkvz: jax.Array, gates: jax.Array, linear: Linear) -> tuple[jax.Array, ...]:
+    """Divides two projections [B, T, ...] that hold one key head after the other: into the
+    convolution's inputs, the gate of the result, and the two gates of the delta rule."""
+    shape, keys = qkvz.shape[:2], linear.key_heads
+    own = linear.value_heads // keys * linear.value_dim
+    sizes = (linear.key_dim, linear.key_dim, own)
+    parts = jnp.split(
+        qkvz.reshape(*shape, keys, -1), (sizes[0], sum(sizes[:2]), sum(sizes)), axis=-1
+    )
+    q, k, v, gate = (part.reshape(*shape, -1) for part in parts)
+    pair = jnp.split(gates.reshape(*shape, keys, -1), 2, axis=-1)
+    beta, step = (part.reshape(*shape, -1) for part in pair)
+    return jnp.concatenate([q, k, v], axis=-1), gate, beta, step

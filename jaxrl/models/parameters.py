@@ -132,8 +132,17 @@ def _delta(config: DecoderConfig, linear: Linear, stacked: Stacked) -> dict[str,
     values = linear.value_heads * linear.value_dim
     both, gates = (linear.channels + values, "fused"), (2 * heads[0], "fused")
     kernel = ((linear.channels, "conv"), (1, "conv"), (linear.width, "conv"))
-    layers = stacked("qkvz", "linear_attn.in_proj_qkvz.weight", both, hidden)
-    layers |= stacked("gates", "linear_attn.in_proj_ba.weight", gates, hidden)
+    if linear.split:
+        layers = stacked(
+            "linear_qkv", "linear_attn.in_proj_qkv.weight", (linear.channels, "fused"), hidden
+        )
+        layers |= stacked("linear_z", "linear_attn.in_proj_z.weight", (values, "fused"), hidden)
+        single = (linear.value_heads, "fused")
+        layers |= stacked("linear_beta", "linear_attn.in_proj_b.weight", single, hidden)
+        layers |= stacked("linear_step", "linear_attn.in_proj_a.weight", single, hidden)
+    else:
+        layers = stacked("qkvz", "linear_attn.in_proj_qkvz.weight", both, hidden)
+        layers |= stacked("gates", "linear_attn.in_proj_ba.weight", gates, hidden)
     layers |= stacked("conv", "linear_attn.conv1d.weight", *kernel)
     layers |= stacked("decay", "linear_attn.A_log", heads, scale=None)
     layers |= stacked("time_step", "linear_attn.dt_bias", heads, scale=None)

@@ -190,7 +190,9 @@ def _read_share(c: ConfigJson, table: RopeJson | None, family: Family) -> float:
 
 def _unknown_keys(c: ConfigJson, table: RopeJson, *, nested: bool) -> list[str]:
     """Lists keys of a table that transformers ignores, or that the family does not have."""
-    odd = [*(table.model_extra or {})]
+    # Of images; the three positions of a text's token are equal.
+    of_images = ("mrope_section", "mrope_interleaved") if c.model_type == "qwen3_5_text" else ()
+    odd = [name for name in table.model_extra or {} if name not in of_images]
     odd += [name for name in (FULL, SLIDING) if getattr(table, name) is not None]
     if table.truncate is not None and nested:  # transformers looks for it one table higher
         odd.append("truncate")

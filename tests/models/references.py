@@ -90,7 +90,6 @@ DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 3,
-    "shared_expert_intermediate_size": 20,
     "partial_rotary_factor": 0.5,
 }
 TEMPERATURES = {"mscale": 0.7, "mscale_all_dim": 1.0}
@@ -107,7 +106,11 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mistral": (transformers.MistralConfig, {"sliding_window": 6, "head_dim": 12}),
     "qwen3_moe": (transformers.Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": True}),
     "qwen3_moe_raw": (transformers.Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": False}),
-    "qwen3_next": (transformers.Qwen3NextConfig, DELTA | EXPERTS),
+    "qwen3_next": (
+        transformers.Qwen3NextConfig,
+        DELTA | EXPERTS | {"shared_expert_intermediate_size": 20},
+    ),
+    "qwen3_5_text": (transformers.Qwen3_5TextConfig, DELTA | {"head_dim": 16}),
     "gemma2": (transformers.Gemma2Config, GEMMA | CAPS),
     "gemma3": (
         transformers.Gemma3TextConfig,

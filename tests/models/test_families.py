@@ -104,6 +104,16 @@ def test_a_period_is_the_shortest_that_the_layers_repeat():
     assert groups(**DELTA) == [("linear_0", [0, 2]), ("full_1", [1, 3])]
 
 
+def test_positions_of_images_are_ignored_in_texts():
+    images = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    rope = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    found, expected = (
+        from_hf_config(raw("qwen3_5_text", **DELTA, rope_parameters=rope | more))
+        for more in (images, {})
+    )
+    assert found == expected
+
+
 def test_windows_of_qwen_follow_the_switch_the_first_layer_and_the_layer_types():
     def windows(**settings) -> DecoderConfig:
         return from_hf_config(raw("qwen2", sliding_window=5, **settings)).windows
@@ -246,6 +256,10 @@ def test_windows_of_qwen_follow_the_switch_the_first_layer_and_the_layer_types()
         (raw("qwen3_next", **DELTA, sliding_window=5), "sliding_window=5 is not supported for q"),
         (raw("qwen3_next", **DELTA, mlp_only_layers=[0]), r"mlp_only_layers=\[0\]"),
         (raw("qwen3_next", **DELTA, attention_bias=True), "attention_bias=True"),
+        (
+            raw("qwen3_next", **DELTA, rope_parameters={"mrope_section": [1]}),
+            "mrope_section is not",
+        ),
         (raw("qwen3_5", text_config={}), "model_type='qwen3_5' is not supported"),
         (raw("qwen3_moe"), "num_experts, num_experts_per_tok is missing"),
         (raw("qwen3_moe", **EXPERTS, num_local_experts=7), "num_experts=6 and num_local_experts=7"),
