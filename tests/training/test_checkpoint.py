@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +174,17 @@ def test_keep_best_zero_keeps_only_the_latest(tmp_path):
         checkpoints.save(step, {"x": jnp.zeros(2)}, host={}, metric=-step)
     checkpoints.close()
     assert [p.name for p in tmp_path.iterdir()] == ["2"]
+
+
+def test_process_killed_after_its_last_save_leaves_nothing_to_the_next(tmp_path):
+    """It has nothing to save, so it deletes when it closes."""
+    with closing(Checkpoints(tmp_path, keep=9)) as killed:
+        for step, metric in ((1, 0.5), (2, 0.5), (3, None), (4, 0.25), (5, None)):
+            killed.save(step, {"x": jnp.zeros(1)}, host={}, metric=metric)
+    expected = {(4, 9): "12345", (2, 1): "245", (1, 1): "25", (1, 0): "5"}
+    for (keep, keep_best), left in expected.items():
+        Checkpoints(tmp_path, keep=keep, keep_best=keep_best).close()
+        assert sorted(path.name for path in tmp_path.iterdir()) == [*left]
 
 
 def test_unsavable_arguments_are_immediate_errors(checkpoints):

@@ -70,7 +70,7 @@ class Checkpoints:
                 f"keep={keep}, keep_best={keep_best}: keep at least the latest checkpoint and not "
                 "fewer than 0 of the best"
             )
-        self._writable = True
+        self._writable, self._keep, self._keep_best = True, keep, keep_best
         self._open(
             directory,
             options=ocp.CheckpointManagerOptions(
@@ -243,15 +243,27 @@ class Checkpoints:
             shutil.rmtree(self.directory / _DELETED, ignore_errors=True)
 
     def close(self) -> None:
-        """Waits for saves and ends the saving threads.
+        """Waits for saves and ends the saving threads. Deletes what a process that was killed after
+        its last save had still to delete: there may be no further save that would.
 
         Raises:
           CheckpointError: as `save`.
         """
         try:
             self.wait()
+            if self._writable and jax.process_index() == 0:
+                self._delete_left()
         finally:
             self._manager.close()
+
+    def _delete_left(self) -> None:
+        steps, aside = sorted(self._manager.all_steps()), self.directory / _DELETED
+        ranks = {step: _rank(self._manager.metrics(step) or {}) for step in steps}
+        best = sorted(reversed(steps), key=lambda step: -ranks[step])[: self._keep_best]
+        for step in set(steps) - {*steps[-self._keep :], *best}:
+            aside.mkdir(exist_ok=True)
+            (self.directory / str(step)).rename(aside / str(step))
+        shutil.rmtree(aside, ignore_errors=True)
 
     def _advise(self, step: int) -> str:
         """Describes how to resume without a checkpoint that cannot be used."""
