@@ -2,7 +2,6 @@
 the compiled program does not depend on their number."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -22,7 +21,7 @@ from jaxrl.models.layers import (
     alternated,
     embed,
     identity,
-    kind_numbers,
+    scan_layers,
     undivided,
 )
 from jaxrl.models.linear_attention import NOT_FIXED, NOT_SHARED, recur_rows
@@ -140,19 +139,12 @@ def decoder(
 
     def run(params, tokens, positions, segments, observe, *, precision, seen_until, recorded=None):
         params = attach(params)
-        if seen_until is not None and config.linear is not None:
-            raise ValueError(
-                f"rows of shared prompts are not supported for {config.model_type}: {NOT_SHARED}"
-            )
-        if precision.sums == "fixed" and config.linear is not None:
-            raise ValueError(f"sums=fixed is not supported for {config.model_type}: {NOT_FIXED}")
+        _check_linear(config, precision, shared=seen_until is not None)
         rows = segments if seen_until is None else Tree(seen_until, positions)
         context = LayerContext(config, precision, constrain, local)
         tables = context.rope_tables(positions)
 
-        def layer_of(linear, x, scanned):
-            layer, kind, replay = scanned
-
+        def layer_of(group, x, layer, kind, replay):
             def attention_of(q, k, v):
                 scoring = context.scoring(kind, layer)
                 return attend(q, k, v, rows, scoring=scoring, precision=precision), None
@@ -160,7 +152,7 @@ def decoder(
             def recurrence_of(inputs, gates):
                 return recur_rows(inputs, gates, layer, segments, context=context)[0], None
 
-            table, mix = tables.of_layer(kind), recurrence_of if linear else attention_of
+            table, mix = tables.of_layer(kind), recurrence_of if group.linear else attention_of
             x, _, routing = block(x, layer, mix, table=table, context=context, recorded=replay)
             return x, None if routing is None else observe(routing, segments)
 
@@ -169,29 +161,14 @@ def decoder(
                 layer_of, policy=_REMAT[remat], prevent_cse=False, static_argnums=(0,)
             )
 
-        def body(x, scanned, groups):
-            found = []
-            for group, one in zip(groups, scanned, strict=True):
-                x, observed = layer_of(group.linear, x, one)
-                found.append(observed)
-            return x, found
-
         x = context.enter(embed(params["embed"], tokens, precision=precision))
         x = constrain(x, ("batch", "length", "embed"))
-        observed: Any = None  # by the last groups, which have the experts
-        for groups in config.scans:
-            scanned = [
-                (
-                    params[group.name],
-                    kind_numbers(config, group),
-                    _replayed(recorded, group, config),
-                )
-                for group in groups
-            ]
-            x, found = jax.lax.scan(partial(body, groups=groups), x, scanned)
-            observed = alternated(found)
+        x, kept = scan_layers(
+            layer_of, x, params, config, inputs=lambda group: (_replayed(recorded, group, config),)
+        )
         x = context.norm(x, params["final_norm"])
-        return constrain(x, ("batch", "length", "embed")), observed
+        # Those of the last scan have the experts.
+        return constrain(x, ("batch", "length", "embed")), alternated([one for _, one in kept[-1]])
 
     def hidden(params, tokens, positions, segments, *, precision, seen_until=None):
         inputs = (params, tokens, positions, segments)
@@ -214,6 +191,15 @@ def decoder(
 
     routed = None if config.experts is None else hidden_routed
     return Model(config, param_specs(config), hidden, unembedding, routed, local)
+
+
+def _check_linear(config: DecoderConfig, precision: Precision, *, shared: bool) -> None:
+    if shared and config.linear is not None:
+        raise ValueError(
+            f"rows of shared prompts are not supported for {config.model_type}: {NOT_SHARED}"
+        )
+    if precision.sums == "fixed" and config.linear is not None:
+        raise ValueError(f"sums=fixed is not supported for {config.model_type}: {NOT_FIXED}")
 
 
 def _replayed(recorded: jax.Array | None, group: Group, config: DecoderConfig) -> jax.Array | None:

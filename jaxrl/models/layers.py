@@ -74,6 +74,44 @@ def alternated(parts: Sequence[T]) -> T:
     return jax.tree.map(lambda *x: jnp.stack(x, axis=1).reshape(-1, *x[0].shape[1:]), *parts)
 
 
+def scan_layers(
+    function: Callable[..., tuple[Any, Any]],
+    carry: Any,
+    params: Mapping[str, Any],
+    config: DecoderConfig,
+    *,
+    inputs: Callable[[Group], tuple[Any, ...]] = lambda group: (),
+) -> tuple[Any, list[list[tuple[Group, Any]]]]:
+    """Computes all layers, from first to last, in one scan for each of `config.scans`.
+
+    Args:
+      function: (group, carry, layer's parameters, its kind, *its inputs) -> (carry, kept).
+      carry: what goes from layer to layer, such as the residual stream.
+      params: of the decoder; those of the groups are read.
+      config: the decoder's.
+      inputs: group -> what else its layers take, each stacked along the first dimension.
+
+    Returns:
+      The last carry; and for each scan, what the layers of each of its groups kept, stacked.
+    """
+    found: list[list[tuple[Group, Any]]] = []
+    for groups in config.scans:
+
+        def body(carry, scanned, groups=groups):
+            kept = []
+            for group, one in zip(groups, scanned, strict=True):
+                carry, more = function(group, carry, *one)
+                kept.append(more)
+            return carry, kept
+
+        scanned = [
+            (params[group.name], kind_numbers(config, group), *inputs(group)) for group in groups
+        ]
+        carry, kept = lax.scan(body, carry, scanned)
+        found.append(list(zip(groups, kept, strict=True)))
+    return carry, found
+
+
 class LayerContext(NamedTuple):
     """Settings that all layers of a forward pass share.
 

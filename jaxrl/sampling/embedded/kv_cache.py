@@ -5,14 +5,11 @@ learner, and attention adds the same numbers in the same order.
 """
 
 import dataclasses
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import lax
 
 from jaxrl.core.half_bits import from_bits, to_bits
 from jaxrl.core.precision import Precision, jit_by_policy
@@ -20,7 +17,7 @@ from jaxrl.models.attention import attention, pad_values, softmax_product
 from jaxrl.models.block import block
 from jaxrl.models.decoder import Model
 from jaxrl.models.experts import Routing
-from jaxrl.models.layers import LayerContext, alternated, embed, kind_numbers
+from jaxrl.models.layers import LayerContext, alternated, embed, scan_layers
 from jaxrl.models.linear_attention import LinearState, last_inputs, recur_rows, recur_token
 from jaxrl.models.logprobs import rounded_logits
 from jaxrl.models.products import product
@@ -79,7 +76,7 @@ def prefill(
     context = LayerContext(config, precision, local=model.local)
     tables = context.rope_tables(positions)
 
-    def layer_of(x, group, layer, kind):
+    def layer_of(group, x, layer, kind):
         def attend(q, k, v):
             scoring = context.scoring(kind, layer)
             out = attention(q, k, v, segments, scoring=scoring, precision=precision)
@@ -92,24 +89,15 @@ def prefill(
 
         table, mix = tables.of_layer(kind), recur if group.linear else attend
         x, kept, routing = block(x, layer, mix, table=table, context=context)
-        return x, kept, _smallest(routing) if record_experts and routing is not None else None
-
-    def body(x, scanned, groups):
-        kept: list[list[Any]] = [[], [], []]  # keys and values, states, experts
-        for group, one in zip(groups, scanned, strict=True):
-            x, found, experts = layer_of(x, group, *one)
-            kept[group.linear].append(found)
-            kept[2].append(experts)
-        return x, kept
+        return x, (kept, _smallest(routing) if record_experts and routing is not None else None)
 
     x = context.enter(embed(params["embed"], tokens, precision=precision))
-    caches, linear, experts = [], None, None  # the last groups have the experts
-    for groups in config.scans:
-        scanned = [(params[group.name], kind_numbers(config, group)) for group in groups]
-        x, (entries, states, chosen) = lax.scan(partial(body, groups=groups), x, scanned)
-        caches.append(alternated(entries))
-        linear = alternated(states) if states else None
-        experts = alternated(chosen)
+    x, kept = scan_layers(layer_of, x, params, config)
+    caches = [alternated([one for group, (one, _) in scan if not group.linear]) for scan in kept]
+    # Those of the last scan have the states and the experts.
+    states = [one for group, (one, _) in kept[-1] if group.linear]
+    linear = alternated(states) if states else None
+    experts = alternated([chosen for _, (_, chosen) in kept[-1]])
     keys, values = (jnp.concatenate([getattr(c, n) for c in caches]) for n in ("keys", "values"))
     cache = Cache(keys, values, experts, linear)
     last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)
@@ -146,7 +134,9 @@ def decode_step(
 
     rows = jnp.arange(len(tokens))
 
-    def layer_of(x, cache, group, number, place, layer, kind):
+    # The cache is carried and written in place: scanned over, it would be copied as a whole.
+    def layer_of(group, carry, layer, kind, number, place):
+        x, cache = carry
         layer = jax.tree.map(lambda bits: from_bits(bits, precision.compute), layer)
         scoring = context.scoring(kind, layer)
         near = seen
@@ -174,28 +164,16 @@ def decode_step(
             routed = number - config.num_layers + config.routed_layers
             experts = cache.experts.at[routed, rows, positions].set(_smallest(routing)[:, 0])
             cache = dataclasses.replace(cache, experts=experts)
-        return x, cache
-
-    # The cache is carried and written in place: scanned over, it would be copied as a whole.
-    def body(carry, scanned, groups):
-        x, cache = carry
-        for group, one in zip(groups, scanned, strict=True):
-            x, cache = layer_of(x, cache, group, *one)
         return (x, cache), None
 
     x = from_bits(to_bits(params["embed"])[tokens[:, None]], params["embed"].dtype)
     x = context.enter(x)
-    for groups in config.scans:
-        scanned = [
-            (
-                jnp.array(group.layers, jnp.int32),
-                jnp.array(config.cache_places(group), jnp.int32),
-                jax.tree.map(to_bits, params[group.name]),
-                kind_numbers(config, group),
-            )
-            for group in groups
-        ]
-        (x, cache), _ = lax.scan(partial(body, groups=groups), (x, cache), scanned)
+
+    def numbers(group):
+        return tuple(jnp.array(n, jnp.int32) for n in (group.layers, config.cache_places(group)))
+
+    stacked = {name: jax.tree.map(to_bits, part) for name, part in params.items()}
+    (x, cache), _ = scan_layers(layer_of, (x, cache), stacked, config, inputs=numbers)
     return cache, _logits(params, x, model=model, context=context)
 
 
