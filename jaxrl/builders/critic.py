@@ -9,7 +9,7 @@ from jaxrl.builders.model import load_model
 from jaxrl.builders.optimizer import make_optimizer, state_shardings
 from jaxrl.config.training import Config
 from jaxrl.core.precision import jit
-from jaxrl.learner.actor_critic import ActorCritic, State, shared_trunk, side_by_side
+from jaxrl.learner.actor_critic import ActorCritic, Optimizers, State, shared_trunk, side_by_side
 from jaxrl.learner.critic import make_critic
 from jaxrl.learner.policy import VALUE_HEAD, Learner
 from jaxrl.learner.update import LearnerState
@@ -87,14 +87,15 @@ def _shared_trunk(
     scorer = param_specs(dataclasses.replace(model.config, scored=True))
     specs = {VALUE_HEAD: scorer[VALUE_HEAD]}
     pure = shared_trunk(
-        model,
+        model._replace(temperature=config.sampling.temperature),
         recipe,
         coefficient=_COEFFICIENT,
-        optimizer=_optimizer(config, model.specs, learning_rate=config.optimizer.learning_rate),
-        head_optimizer=_optimizer(config, specs, learning_rate=config.critic.learning_rate),
+        optimizers=Optimizers(
+            _optimizer(config, model.specs, learning_rate=config.optimizer.learning_rate),
+            _optimizer(config, specs, learning_rate=config.critic.learning_rate),
+        ),
         precision=config.policy,
         rows_per_microbatch=config.microbatch_rows,
-        temperature=config.sampling.temperature,
         param_shardings=layout.constraints({**model.specs, **specs}),
     )
     # Zeros: its spec says so.

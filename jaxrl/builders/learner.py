@@ -148,12 +148,11 @@ def build_learner(
         )
     specs = trained_specs(config.lora, model.specs)
     return make_learner(
-        model,
+        model._replace(temperature=config.sampling.temperature),
         objective,
         optimizer=optimizer.transformation,
         precision=config.policy,
         rows_per_microbatch=config.microbatch_rows,
-        temperature=config.sampling.temperature,
         param_shardings=layout.constraints(specs),
         as_published=lora.merge if config.lora.publish == "merged" else lambda params: params,
     )

@@ -70,10 +70,9 @@ def _load_teacher(config: Config, tokenizer: Tokenizer, *, layout: Layout) -> Te
     policy = config.policy
     model, params = load_judge(config, tokenizer, layout=layout, output="tokens")
     score = make_score(
-        model,
+        model._replace(temperature=config.sampling.temperature),
         precision=policy,
         rows_per_microbatch=config.microbatch_rows,
-        temperature=config.sampling.temperature,
         param_shardings=layout.constraints(model.specs),
     )
     # Sized for the worst case, one sequence per row, so that it compiles once.

@@ -73,6 +73,13 @@ class ActorCritic(NamedTuple):
     step: Callable[[State, Minibatch], tuple[State, Metrics]]
 
 
+class Optimizers(NamedTuple):
+    """Optimizers of one network's two parts."""
+
+    policy: optax.GradientTransformation
+    head: optax.GradientTransformation
+
+
 def side_by_side(learner: Learner, critic: CriticLearner) -> ActorCritic:
     """Combines two networks, each with its own loss, gradient and optimizer."""
 
@@ -96,11 +103,9 @@ def shared_trunk(
     recipe: Recipe,
     *,
     coefficient: float,
-    optimizer: optax.GradientTransformation,
-    head_optimizer: optax.GradientTransformation,
+    optimizers: Optimizers,
     precision: Precision,
     rows_per_microbatch: int,
-    temperature: float = 1.0,
     param_shardings: Any = None,
 ) -> ActorCritic:
     """Builds one network whose critic is a head on the policy's last hidden states,
@@ -114,11 +119,9 @@ def shared_trunk(
       model: the policy's.
       recipe: must have a critic.
       coefficient: of the critic's loss.
-      optimizer: of the policy's parameters.
-      head_optimizer: of the head.
+      optimizers: of the policy's parameters and of the head.
       precision: the dtype policy, also of the head.
       rows_per_microbatch: as in `make_learner`.
-      temperature: as in `make_learner`.
       param_shardings: as in `make_learner`, including the head.
 
     Raises:
@@ -135,8 +138,7 @@ def shared_trunk(
     joint = make_learner(
         model,
         recipe.objective + coefficient * critic.objective.loss,
-        optimizer=_apart(optimizer, head_optimizer),
-        temperature=temperature,
+        optimizer=_apart(optimizers),
         param_shardings=param_shardings,
         **shapes,
     )
@@ -147,7 +149,7 @@ def shared_trunk(
         batch = minibatch.batch
         return value_total(critic, values_of(trunk | head, batch), batch=batch)
 
-    alone = make_update(total, optimizer=head_optimizer, **shapes)
+    alone = make_update(total, optimizer=optimizers.head, **shapes)
 
     def whole(states: State) -> Params:
         return constrain(cast(states.policy.params | states.critic_state.params, precision.compute))
@@ -172,21 +174,19 @@ def shared_trunk(
     return ActorCritic(alone.init, values, pretrain, step)
 
 
-def _apart(
-    optimizer: optax.GradientTransformation, head_optimizer: optax.GradientTransformation
-) -> optax.GradientTransformation:
+def _apart(optimizers: Optimizers) -> optax.GradientTransformation:
     """Applies each optimizer to its own parameters; the state is the pair of theirs."""
 
     def init(params: Params) -> tuple[Any, Any]:
         policy, head = _split(params)
-        return optimizer.init(policy), head_optimizer.init(head)
+        return optimizers.policy.init(policy), optimizers.head.init(head)
 
     def update(updates: Params, state: tuple[Any, Any], params: Params) -> Any:
         (grads, head_grads), (policy, head) = _split(updates), _split(params)
         found: Any
         more: Any
-        found, own = optimizer.update(grads, state[0], policy)
-        more, head_own = head_optimizer.update(head_grads, state[1], head)
+        found, own = optimizers.policy.update(grads, state[0], policy)
+        more, head_own = optimizers.head.update(head_grads, state[1], head)
         return found | more, (own, head_own)
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]

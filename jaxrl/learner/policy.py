@@ -61,20 +61,18 @@ def make_learner(
     optimizer: optax.GradientTransformation,
     precision: Precision,
     rows_per_microbatch: int,
-    temperature: float = 1.0,
     param_shardings: Any = None,
     as_published: Callable[[Any], Any] = lora.merge,
 ) -> Learner:
     """Builds a learner.
 
     Args:
-      model: tokens -> hidden states.
+      model: tokens -> hidden states, and the temperature of the sampling distribution.
       objective: the loss; only the scores it needs are computed. If it needs values, the parameters
         must hold `VALUE_HEAD` besides the model's.
       optimizer: any optax transformation; it sees unscaled f32 gradients and f32 parameters.
       precision: the dtype policy.
       rows_per_microbatch: rows computed at once; divides the rows of every minibatch.
-      temperature: of the sampling distribution; the learner's log-probs are tempered alike.
       param_shardings: tree of shardings that parameters, their compute copies and gradients keep;
         None on a single device.
       as_published: parameters -> the weights that samplers use, before rounding.
@@ -84,20 +82,21 @@ def make_learner(
     """
     constrain = constrainer(param_shardings)
     constrain_merged = constrainer(lora.frozen(param_shardings))
-    numerics: Any = {"precision": precision, "temperature": temperature}
     score = make_score(
         model,
+        precision=precision,
         rows_per_microbatch=rows_per_microbatch,
         param_shardings=param_shardings,
-        **numerics,
     )
-    as_sampled = _score_fn(model, precision=sampler_precision(precision), temperature=temperature)
+    as_sampled = _score_fn(model, precision=sampler_precision(precision))
     if Need.IMBALANCE in objective.needs and model.hidden_routed is None:
         raise ValueError(
             "the loss balances experts but the model has none; set the coefficient `balance` to 0"
         )
 
-    survey = _survey_fn(model, objective, **numerics, rows_per_microbatch=rows_per_microbatch)
+    survey = _survey_fn(
+        model, objective, precision=precision, rows_per_microbatch=rows_per_microbatch
+    )
     needs_replay = Need.SHADOW in objective.survey_needs
 
     def published(params: Params) -> Params:
@@ -110,7 +109,7 @@ def make_learner(
         return score_rows(published(params), minibatch)
 
     update = make_update(
-        _total_fn(model, objective, **numerics),
+        _total_fn(model, objective, precision=precision),
         optimizer=optimizer,
         precision=precision,
         rows_per_microbatch=rows_per_microbatch,
@@ -135,18 +134,17 @@ def make_learner(
 
 
 def _total_fn(
-    model: Model, objective: Objective, *, precision: Precision, temperature: float
+    model: Model, objective: Objective, *, precision: Precision
 ) -> Callable[..., tuple[jax.Array, Metrics]]:
     """Builds the loss of a microbatch, to be differentiated."""
-    numerics: Any = {"precision": precision, "temperature": temperature}
-    as_sampled = _score_fn(model, precision=sampler_precision(precision), temperature=temperature)
+    as_sampled = _score_fn(model, precision=sampler_precision(precision))
 
     def total(
         weights: Params, minibatch: Minibatch, fixed: tuple[Params | None, list[jax.Array]]
     ) -> tuple[jax.Array, Metrics]:
         served, denominators = fixed
         replay = None if served is None else as_sampled(served, minibatch.batch)
-        found = _scores(objective.step_needs, model, weights, minibatch, **numerics)
+        found = _scores(objective.step_needs, model, weights, minibatch, precision=precision)
         if replay is not None:
             found = dataclasses.replace(found, shadow=jax.lax.stop_gradient(replay))
         value, metrics = objective.total(found, minibatch.batch, denominators=denominators)
@@ -160,14 +158,11 @@ def _survey_fn(
     objective: Objective,
     *,
     precision: Precision,
-    temperature: float,
     rows_per_microbatch: int,
 ) -> Callable[[Params, Minibatch, jax.Array | None], tuple[Minibatch, Metrics]]:
     """Builds the forward pass that computes the weights of the whole batch, without gradient."""
     needs = objective.survey_needs
-    forward = functools.partial(
-        _forward, needs, model, precision=precision, temperature=temperature
-    )
+    forward = functools.partial(_forward, needs, model, precision=precision)
     rows = by_microbatch(forward, rows_per_microbatch=rows_per_microbatch)
 
     def survey(
@@ -186,12 +181,11 @@ def make_score(
     *,
     precision: Precision,
     rows_per_microbatch: int,
-    temperature: float = 1.0,
     param_shardings: Any = None,
 ) -> Callable[[Params, Minibatch], jax.Array]:
     """Builds `Learner.score` for any model; the arguments are those of `make_learner`."""
     constrain = constrainer(param_shardings)
-    logprobs = _score_fn(model, precision=precision, temperature=temperature)
+    logprobs = _score_fn(model, precision=precision)
 
     def score(params: Params, minibatch: Minibatch) -> jax.Array:
         weights = constrain(cast(params, precision.compute))
@@ -207,11 +201,9 @@ def _scores(
     minibatch: Minibatch,
     *,
     precision: Precision,
-    temperature: float,
 ) -> Scores:
     """Computes the scores that a loss needs, all but the shadow."""
-    numerics: Any = {"precision": precision, "temperature": temperature}
-    own = _forward(needs, model, weights, minibatch.batch, **numerics)
+    own = _forward(needs, model, weights, minibatch.batch, precision=precision)
     return _with_given(own, needs, minibatch)
 
 
@@ -233,7 +225,6 @@ def _forward(
     batch: TokenBatch,
     *,
     precision: Precision,
-    temperature: float,
 ) -> Scores:
     """Computes the scores that the learner's own forward pass gives."""
     hidden, imbalance = _hidden(model, weights, batch, precision=precision)
@@ -241,11 +232,9 @@ def _forward(
     mask = batch.action_mask if written is None else batch.action_mask | written
     tokens = (hidden, model.head(weights), batch.tokens, mask)
     if Need.ENTROPY in needs:
-        pi, entropy = token_logprobs_and_entropy(
-            *tokens, precision=precision, temperature=temperature
-        )
+        pi, entropy = token_logprobs_and_entropy(*tokens, precision=precision)
     else:
-        pi = token_logprobs(*tokens, precision=precision, temperature=temperature)
+        pi = token_logprobs(*tokens, precision=precision)
         entropy = None
     values = None
     if Need.VALUES in needs:
@@ -259,9 +248,7 @@ def _forward(
     )
 
 
-def _score_fn(
-    model: Model, *, precision: Precision, temperature: float
-) -> Callable[[Params, TokenBatch], jax.Array]:
+def _score_fn(model: Model, *, precision: Precision) -> Callable[[Params, TokenBatch], jax.Array]:
     def score(weights: Params, batch: TokenBatch) -> jax.Array:
         hidden, _ = _hidden(model, weights, batch, precision=precision)
         return token_logprobs(
@@ -270,7 +257,6 @@ def _score_fn(
             tokens=batch.tokens,
             mask=batch.action_mask,
             precision=precision,
-            temperature=temperature,
         )
 
     return score

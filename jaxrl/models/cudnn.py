@@ -6,7 +6,7 @@ prefixes, the kernel gets a mask of [B, 1, T, S] and computes all causal scores 
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,9 +100,8 @@ def masked(
     scoring: Scoring,
     precision: Precision,
     part: Part | None = None,
-    implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
-    """Computes `attention.attention` with a mask; `implementation` is for tests without a GPU."""
+    """Computes `attention.attention` with a mask."""
     first, of_keys = (0, segments) if part is None else part
     window = scoring.window
     queries, keys = first + jnp.arange(q.shape[1]), jnp.arange(k.shape[1])
@@ -124,7 +123,7 @@ def masked(
         mask=seen,
         scale=scoring.factor(q.shape[-1]),
         is_causal=part is None,
-        implementation=implementation,
+        implementation="cudnn",
     )
     return out.astype(precision.activations)
 

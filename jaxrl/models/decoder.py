@@ -84,7 +84,11 @@ class HiddenRouted(Protocol):
 
 
 class Model(NamedTuple):
-    """A model as the learner and the sampler use it; hashable."""
+    """A model as the learner and the sampler use it; hashable.
+
+    `temperature` is that of the distribution whose log-probs the learner computes: set it to the
+    one that completions are sampled at, by `model._replace(temperature=0.7)`.
+    """
 
     config: DecoderConfig
     specs: Specs
@@ -92,10 +96,11 @@ class Model(NamedTuple):
     unembedding: Callable[[Params], jax.Array]  # the head [V, D], tied or not; a scorer's [1, D]
     hidden_routed: HiddenRouted | None = None  # unless config.experts is None
     local: Local = undivided
+    temperature: float = 1.0
 
     def head(self, params: Params) -> Head:
         """Returns the output layer of a language model."""
-        return Head(self.unembedding(params), self.config.logit_cap)
+        return Head(self.unembedding(params), self.config.logit_cap, self.temperature)
 
     def __hash__(self) -> int:  # the specs are a dict and follow from the config
         return hash((self.config, self.hidden))
@@ -137,17 +142,18 @@ def decoder(
     if remat != "none" and remat not in _REMAT:
         raise ValueError(f"remat={remat!r}; expected one of {', '.join(('none', *_REMAT))}")
 
-    def run(params, tokens, positions, segments, observe, *, precision, seen_until, recorded=None):
+    def run(params, tokens, rows, *, precision, observe=_nothing, recorded=None):
+        positions, segments, seen_until = rows
         params = attach(params)
         _check_linear(config, precision, shared=seen_until is not None)
-        rows = segments if seen_until is None else Tree(seen_until, positions)
+        seen = segments if seen_until is None else Tree(seen_until, positions)
         context = LayerContext(config, precision, constrain, local)
         tables = context.rope_tables(positions)
 
         def layer_of(group, x, layer, kind, replay):
             def attention_of(q, k, v):
                 scoring = context.scoring(kind, layer)
-                return attend(q, k, v, rows, scoring=scoring, precision=precision), None
+                return attend(q, k, v, seen, scoring=scoring, precision=precision), None
 
             def recurrence_of(inputs, gates):
                 return recur_rows(inputs, gates, layer, segments, context=context)[0], None
@@ -171,17 +177,16 @@ def decoder(
         return constrain(x, ("batch", "length", "embed")), alternated([one for _, one in kept[-1]])
 
     def hidden(params, tokens, positions, segments, *, precision, seen_until=None):
-        inputs = (params, tokens, positions, segments)
-        return run(*inputs, _nothing, precision=precision, seen_until=seen_until)[0]
+        return run(params, tokens, (positions, segments, seen_until), precision=precision)[0]
 
     def hidden_routed(
         params, tokens, positions, segments, *, precision, seen_until=None, recorded=None
     ):
         if recorded is not None:
             recorded = recorded.transpose(2, 0, 1, 3)
-        inputs = (params, tokens, positions, segments, _imbalance_and_experts)
-        settings = {"precision": precision, "seen_until": seen_until, "recorded": recorded}
-        x, (costs, chosen) = run(*inputs, **settings)
+        rows = (positions, segments, seen_until)
+        settings = {"observe": _imbalance_and_experts, "recorded": recorded}
+        x, (costs, chosen) = run(params, tokens, rows, precision=precision, **settings)
         return Routed(x, jnp.mean(costs, axis=0), chosen.transpose(1, 2, 0, 3))
 
     def unembedding(params):

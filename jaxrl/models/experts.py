@@ -50,7 +50,7 @@ def mixture(
     routing = route(x, layer, context=context, recorded=recorded)
     rows, names = ("routed", "length"), tuple(name for name in _AXES if name in layer)
     run = context.local(
-        functools.partial(_mixture, names=names, clamp=config.experts.clamp, precision=precision),
+        functools.partial(_mixture, names=names, context=context),
         inputs=(
             (*rows, "embed"),
             (*rows, "embed"),
@@ -161,10 +161,10 @@ _AXES = {
 }
 
 
-def _mixture(x, experts, weights, numbers, units, *arrays, names, clamp, precision):
+def _mixture(x, experts, weights, numbers, units, *arrays, names, context):
     """Computes the contribution of the hidden units `units` [F] of the experts `numbers` [e] to the
     mixture, in `accumulate`: [1, 1, B, T, D]. `arrays` are their parameters, `names` of `_AXES`."""
-    own = dict(zip(names, arrays, strict=True))
+    own, precision = dict(zip(names, arrays, strict=True)), context.precision
     *shape, chosen = experts.shape
     here = experts.reshape(-1) - numbers[0]
     here = jnp.where((here >= 0) & (here < len(numbers)), here, len(numbers))  # others come last
@@ -193,7 +193,8 @@ def _mixture(x, experts, weights, numbers, units, *arrays, names, clamp, precisi
         gate, up = both[:, ::2], both[:, 1::2]
     else:
         gate, up = project(tokens, "expert_gate"), project(tokens, "expert_up")
-    y = project(gated_unit(gate, up, clamp=clamp).astype(precision.activations), "expert_down")
+    hidden = gated_unit(gate, up, clamp=context.config.experts.clamp)
+    y = project(hidden.astype(precision.activations), "expert_down")
     y = jnp.where(inside, y, 0)
     y = y[jnp.argsort(order)].reshape(-1, chosen, x.shape[-1])
     weights = weights.reshape(-1, chosen, 1)

@@ -45,6 +45,7 @@ class Head(NamedTuple):
 
     weights: jax.Array  # [V, D], tied to the embedding or not
     cap: float | None = None  # soft cap of the logits, see `scoring.soft_cap`
+    temperature: float | jax.Array = 1.0  # divides the capped logits; no gradient flows to it
 
 
 def rounded_logits(products: jax.Array, head: Head, *, precision: Precision) -> jax.Array:
@@ -59,19 +60,17 @@ def token_logprobs(
     mask: jax.Array,
     *,
     precision: Precision,
-    temperature: float | jax.Array = 1.0,
     chunk: Chunk = DEFAULT_CHUNK,
 ) -> jax.Array:
     """Computes the log-probability of each token given the tokens before it.
 
     Args:
       hidden: activations[B, T, D] after the final norm; position t - 1 scores token t.
-      head: weights compute[V, D], and the cap of the logits.
+      head: weights compute[V, D], cap and temperature of the logits.
       tokens: i32[B, T].
       mask: bool[B, T], the tokens to score. The cost is set by the row with most of them.
       precision: products have operands in `compute`; logits and result are rounded to `logits`.
         Sums over the vocabulary are in f32 or wider.
-      temperature: divides the logits. No gradient flows to it.
       chunk: affects memory and speed; the result changes by rounding only.
 
     Returns:
@@ -83,7 +82,7 @@ def token_logprobs(
       ValueError: if the temperature or a chunk size is not positive.
     """
     plan = _plan(tokens.shape[1], head, precision=precision, chunk=chunk)
-    return _token_scores(hidden, head.weights, tokens, mask, temperature, plan)[0]
+    return _token_scores(hidden, head, tokens, mask, plan)[0]
 
 
 def token_logprobs_and_entropy(
@@ -93,7 +92,6 @@ def token_logprobs_and_entropy(
     mask: jax.Array,
     *,
     precision: Precision,
-    temperature: float | jax.Array = 1.0,
     chunk: Chunk = DEFAULT_CHUNK,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes `token_logprobs` and the entropy of the same distributions.
@@ -103,7 +101,7 @@ def token_logprobs_and_entropy(
     """
     plan = _plan(tokens.shape[1], head, precision=precision, chunk=chunk)
     plan = dataclasses.replace(plan, entropy=True)
-    return _token_scores(hidden, head.weights, tokens, mask, temperature, plan)
+    return _token_scores(hidden, head, tokens, mask, plan)
 
 
 def tempered(logits: jax.Array, temperature: jax.Array) -> jax.Array:
@@ -181,20 +179,19 @@ def _plan(length: int, head: Head, *, precision: Precision, chunk: Chunk) -> _Pl
 
 def _token_scores(
     hidden: jax.Array,
-    unembedding: jax.Array,
+    head: Head,
     tokens: jax.Array,
     mask: jax.Array,
-    temperature: float | jax.Array,
     plan: _Plan,
 ) -> tuple[jax.Array, jax.Array]:
-    chex.assert_rank([hidden, unembedding], [3, 2])
+    chex.assert_rank([hidden, head.weights], [3, 2])
     chex.assert_equal_shape([tokens, mask])
     chex.assert_equal_shape_prefix([hidden, tokens], 2)
-    if not isinstance(temperature, jax.core.Tracer) and not temperature > 0:
-        raise ValueError(f"temperature={temperature} must be positive")
-    temperature = lax.stop_gradient(jnp.asarray(temperature, plan.stats))
+    if not isinstance(head.temperature, jax.core.Tracer) and not head.temperature > 0:
+        raise ValueError(f"temperature={head.temperature} must be positive")
+    temperature = lax.stop_gradient(jnp.asarray(head.temperature, plan.stats))
     slots = _slots(tokens, mask, positions=plan.positions)
-    return _scores(plan, hidden, unembedding, slots, temperature)
+    return _scores(plan, hidden, head.weights, slots, temperature)
 
 
 def _vocab_chunks(vocab_size: int, most: int) -> int:

@@ -10,7 +10,7 @@ from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import to_floats
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.core.precision import PRESETS
-from jaxrl.learner.actor_critic import ActorCritic, State, shared_trunk
+from jaxrl.learner.actor_critic import ActorCritic, Optimizers, State, shared_trunk
 from jaxrl.learner.critic import make_critic
 from jaxrl.learner.policy import VALUE_HEAD, make_learner
 from jaxrl.losses import grpo, ppo
@@ -30,8 +30,7 @@ def shared(coefficient: jax.Array | float, *, head_optimizer=SGD) -> ActorCritic
         tiny.model(),
         RECIPE,
         coefficient=coefficient,  # pyright: ignore[reportArgumentType] — one program for all
-        optimizer=SGD,
-        head_optimizer=head_optimizer,
+        optimizers=Optimizers(SGD, head_optimizer),
         **SHAPES,
     )
 
@@ -138,7 +137,7 @@ def test_the_policy_never_holds_the_head(minibatch):
 
 
 def test_what_does_not_fit_is_refused(minibatch):
-    rest = {"coefficient": 0.1, "optimizer": SGD, "head_optimizer": SGD, **SHAPES}
+    rest = {"coefficient": 0.1, "optimizers": Optimizers(SGD, SGD), **SHAPES}
     with pytest.raises(ValueError, match="a recipe with a critic"):
         shared_trunk(tiny.model(), grpo(), **rest)
     headless = make_learner(decoder(tiny.CONFIG), RECIPE.critic.objective, optimizer=SGD, **SHAPES)

@@ -55,12 +55,11 @@ def learner(
     config=tiny.CONFIG,
 ) -> Learner:
     built = make_learner(
-        decoder(config),
+        decoder(config)._replace(temperature=temperature),
         getattr(recipe or GRPO, "objective", recipe),
         optimizer=optimizer or optax.sgd(1.0),
         precision=precision,
         rows_per_microbatch=rows,
-        temperature=temperature,
     )
     return built._replace(step=jax.jit(built.step), score=jax.jit(built.score))
 

@@ -12,7 +12,7 @@ from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.metrics import to_floats
 from jaxrl.core.packing import ANYWHERE, SHARED, MinibatchShape, pack_minibatch, unpack
 from jaxrl.core.precision import parse
-from jaxrl.learner.actor_critic import State, shared_trunk
+from jaxrl.learner.actor_critic import Optimizers, State, shared_trunk
 from jaxrl.learner.critic import make_critic
 from jaxrl.learner.policy import VALUE_HEAD, Learner, make_learner
 from jaxrl.losses import clipped, gspo, objective, ppo, shadowed, token_mean, with_terms
@@ -178,7 +178,7 @@ def test_a_critic_of_its_own():
 
 def test_a_critic_on_the_policys_trunk():
     one = shared_trunk(
-        tiny.model(), ppo(), coefficient=0.5, optimizer=SGD, head_optimizer=SGD, **SHAPES
+        tiny.model(), ppo(), coefficient=0.5, optimizers=Optimizers(SGD, SGD), **SHAPES
     )
     policy = make_learner(tiny.model(), ppo().objective, optimizer=SGD, **SHAPES)
     compare_steps(one.step, State(policy.init(tiny.params()), one.init(head(0))))

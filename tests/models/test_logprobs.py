@@ -71,7 +71,7 @@ def test_equals_log_softmax_of_all_logits(x64, vocab, chunk, cap):
     hidden, unembedding, tokens, mask, cotangents = inputs(vocab=vocab)
     ours = value_and_grad(
         lambda h, w: token_logprobs_and_entropy(
-            h, Head(w, cap), tokens, mask, precision=F64, temperature=0.7, chunk=chunk
+            h, Head(w, cap, 0.7), tokens, mask, precision=F64, chunk=chunk
         ),
         hidden,
         unembedding,
@@ -106,7 +106,7 @@ def test_gradients_are_those_of_the_values(x64):
     hidden, unembedding, tokens, mask, _ = inputs(batch=3, length=5, width=3, vocab=7)
     scores = jax.jit(
         lambda h, w: token_logprobs_and_entropy(
-            h, Head(w, 2.0), tokens, mask, precision=F64, temperature=1.3, chunk=Chunk(2, 4)
+            h, Head(w, 2.0, 1.3), tokens, mask, precision=F64, chunk=Chunk(2, 4)
         )
     )
     check_grads(scores, (hidden, unembedding), order=1, modes=["rev"])
@@ -148,16 +148,15 @@ def test_temperature():
     hidden, unembedding, tokens, mask, _ = inputs(dtype=np.float32)
     score = jax.jit(
         lambda h, t: token_logprobs(
-            h, Head(unembedding), tokens, mask, precision=FP32, temperature=t
+            h, Head(unembedding, temperature=t), tokens, mask, precision=FP32
         )
     )
     np.testing.assert_allclose(score(hidden, 0.5), score(hidden * 2, 1.0), rtol=1e-6)
     assert jax.grad(lambda t: score(hidden, t).sum())(0.5) == 0
     for temperature in (0, -1.0, float("nan")):
+        head = Head(unembedding, temperature=temperature)
         with pytest.raises(ValueError, match=f"temperature={temperature} must be positive"):
-            token_logprobs(
-                hidden, Head(unembedding), tokens, mask, precision=FP32, temperature=temperature
-            )
+            token_logprobs(hidden, head, tokens, mask, precision=FP32)
     with pytest.raises(ValueError, match=r"chunk=.*positions=0"):
         token_logprobs(hidden, Head(unembedding), tokens, mask, precision=FP32, chunk=Chunk(0, 1))
 

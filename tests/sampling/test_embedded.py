@@ -62,9 +62,8 @@ def _score(params, tokens, segments, precision, temperature):
         params = cast(params, precision.compute)
         positions = jnp.arange(tokens.shape[1])[None]
         hidden = MODEL.hidden(params, tokens, positions, segments, precision=precision)
-        head = MODEL.head(params)
-        kwargs = {"precision": precision, "temperature": temperature}
-        return token_logprobs(hidden, head, tokens, segments > 0, **kwargs)
+        head = MODEL._replace(temperature=temperature).head(params)
+        return token_logprobs(hidden, head, tokens, segments > 0, precision=precision)
 
     return run(params, tokens, segments)
 

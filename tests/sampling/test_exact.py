@@ -128,12 +128,11 @@ def packed(policy, rollouts, *, row_length=112, rows=4):
 
 def a_learner(model, policy, *, rows=4):
     return make_learner(
-        model,
+        model._replace(temperature=TEMPERATURE),
         grpo().objective,
         optimizer=optax.sgd(1.0),
         precision=policy,
         rows_per_microbatch=rows,
-        temperature=TEMPERATURE,
     )
 
 
