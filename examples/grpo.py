@@ -14,8 +14,8 @@ examples = [json.loads(line) for line in (directory / "train.jsonl").read_text()
 policy = jaxrl.load(directory / "sft/model")
 precision = jaxrl.Precision.parse("fp32")  # or bf16_master, fp16_master, "fp32,sampler=bf16", ...
 recipe, rows = grpo(), {"rows_per_microbatch": 64}
-sgd = {"optimizer": optax.adamw(2e-4), "precision": precision}
-learner = jaxrl.make_learner(policy.model, recipe.objective, **sgd, **rows)
+adam = {"optimizer": optax.adamw(2e-4), "precision": precision}
+learner = jaxrl.make_learner(policy.model, recipe.objective, **adam, **rows)
 sampler = jaxrl.EmbeddedSampler(policy.model, policy.params, precision=precision, max_batch=256)
 step, state = jaxrl.jit(learner.step, donate_argnums=0), learner.init(policy.params)
 

@@ -1,11 +1,13 @@
 """Measures speed and memory of the learner's step, as JSON lines.
 
-python scripts/bench_learner.py --shapes S M --dtypes f32 bf16 f16 [--baseline DIR] [--torch DIR]
+python scripts/bench_learner.py --shapes S M --dtypes f32 bf16 f16 [--elided] [--baseline DIR]
+    [--torch DIR]
 
 The dtypes of a shape and the baselines are timed alternately.
 """
 
 import argparse
+import functools
 from pathlib import Path
 
 from benchmarks import learning, plain, plain_torch
@@ -25,6 +27,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="sequences per microbatch")
     parser.add_argument("--remat", default="matmuls")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--elided", action="store_true", help="time it without roundings, too")
     parser.add_argument("--baseline", type=Path, help="directory with a plain jax_step.py")
     parser.add_argument("--torch", type=Path, help="directory with a plain torch_step.py")
     parser.add_argument("--torch-rows", type=int, default=16, help="its sequences per microbatch")
@@ -32,14 +35,13 @@ def main() -> None:
     args = parser.parse_args()
     peaks = {dtype: matmul_peak(dtype) for dtype in args.dtypes}
     for shape in args.shapes:
-        built = {
-            dtype: learning.learner_step(
-                shape, precision=parse(PRECISION[dtype]), rows=args.rows, remat=args.remat
-            )
-            for dtype in args.dtypes
-        }
+        build = functools.partial(learning.learner_step, shape, rows=args.rows, remat=args.remat)
+        policies = {dtype: parse(PRECISION[dtype]) for dtype in args.dtypes}
+        built = {dtype: build(precision=policy) for dtype, policy in policies.items()}
         runs = {dtype: one.run for dtype, one in built.items()}
         for dtype in args.dtypes:
+            if args.elided:
+                runs[f"elided {dtype}"] = build(precision=policies[dtype], elide=True).run
             if args.baseline and dtype in plain.FLAGS:
                 step = plain.step(args.baseline, shape, dtype=dtype, rows=args.rows)
                 runs[f"baseline {dtype}"] = step
@@ -59,9 +61,7 @@ def main() -> None:
             row |= {"step MiB": one.step_bytes / 2**20, "live arrays MiB": one.live_bytes / 2**20}
             row |= {"compile s": one.compile_seconds}
             for name in speeds:
-                if name in (f"baseline {dtype}", f"torch {dtype}") or (
-                    name == "f32" and dtype != "f32"
-                ):
+                if name.endswith(f" {dtype}") or (name == "f32" and dtype != "f32"):
                     row[f"over {name}"] = versus(speeds[dtype], speeds[name])
             write(row, args.out)
 

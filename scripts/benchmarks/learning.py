@@ -39,8 +39,11 @@ class Built(NamedTuple):
     live_bytes: int
 
 
-def learner_step(shape: str, *, precision: Precision, rows: int, remat: str) -> Built:
-    """Compiles a step of GRPO with AdamW on random weights, `rows` sequences per microbatch."""
+def learner_step(
+    shape: str, *, precision: Precision, rows: int, remat: str, elide: bool = False
+) -> Built:
+    """Compiles a step of GRPO with AdamW on random weights, `rows` sequences per microbatch; with
+    `elide`, XLA may leave out roundings."""
     model = decoder(SHAPES[shape], remat=remat)
     learner = make_learner(
         model,
@@ -55,7 +58,8 @@ def learner_step(shape: str, *, precision: Precision, rows: int, remat: str) -> 
     state = jit(learner.init)(params)
     minibatch = Minibatch(batch=_batch(shape), microbatches=jnp.int32(SEQUENCES // rows))
     start = time.perf_counter()
-    step = jit(learner.step, donate_argnums=0).lower(state, minibatch).compile()
+    step = jit(learner.step, donate_argnums=0).lower(state, minibatch)
+    step = step.compile({"xla_allow_excess_precision": elide})
     seconds = time.perf_counter() - start
     memory = step.memory_analysis()
     needed = live_bytes(model, state, minibatch, precision=precision, rows=rows)
