@@ -167,6 +167,9 @@ def test_run_leaves_samples_a_trace_and_its_versions(finished):
     assert [len({s["group"] for s in samples if s["step"] == n}) for n in (1, 2)] == [2, 2]
     for sample in samples:
         assert len(sample["tokens"]) == len(sample["advantages"]) == len(sample["betas"])
+        for entropy, advantage in zip(sample["entropies"], sample["advantages"], strict=True):
+            assert (entropy is None) == (advantage is None)
+            assert entropy is None or 0 < entropy < np.log(tiny.CONFIG.vocab_size)
         assert len(sample["tokens"]) == min(4, sample["length"])
         assert sample["prompt"].startswith("u:what is")
         # Learner and sampler compute alike; a completion without a reward is masked.
