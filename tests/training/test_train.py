@@ -286,6 +286,15 @@ def test_unavailable_kernel_fails_before_the_run_directory_exists(material, tmp_
     assert not (tmp_path / "run").exists()
 
 
+def test_completions_that_the_model_cannot_hold_are_refused_at_once(material, tmp_path):
+    positions = tiny.CONFIG.max_positions
+    keys = {"sampling.max_tokens": str(positions), "train.microbatch_tokens": str(2 * positions)}
+    given = config(material, tmp_path / "run", **keys)
+    with pytest.raises(ValueError, match=rf"sampling\.max_tokens = {positions} are more than the"):
+        train.train(given)
+    assert not (tmp_path / "run").exists()
+
+
 def test_mismatched_precision_is_reported_and_measured(material, tmp_path, capsys):
     changes = {"precision": "phantom", "train.steps": "1", "probe.every": "1"}
     train.train(config(material, tmp_path / "run", **changes))
