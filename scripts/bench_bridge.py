@@ -2,6 +2,10 @@
 
 python scripts/bench_bridge.py --models S 0.5B --params bf16 f32 --wire bf16
 
+With --transport none it times the write alone, against a copy, without a server.
+
+python scripts/bench_bridge.py --models M --params bf16 --transport none --repetitions 12
+
 With --transport store it times the way to hosts on slow links until they have the weights in their
 shared memory. What follows is a local load: pause, load and resume of the other transport.
 
@@ -13,7 +17,7 @@ import statistics
 from pathlib import Path
 
 from benchmarks import hosts
-from benchmarks.publishing import MODELS, measure
+from benchmarks.publishing import MODELS, measure, measure_write
 from benchmarks.timing import write
 
 from jaxrl.core.precision import parse
@@ -30,7 +34,7 @@ def main() -> None:
     parser.add_argument("--wire", default="bf16", help="dtype of wire and server")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--out", type=Path, help="also append the lines to this file")
-    parser.add_argument("--transport", choices=["memory", "store"], default="memory")
+    parser.add_argument("--transport", choices=["memory", "none", "store"], default="memory")
     parser.add_argument("--bandwidth", default="1Gbit", help="of each link, such as 100Mbit")
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument(
@@ -39,6 +43,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.transport == "store":
         through_store(args)
+    elif args.transport == "none":
+        alone(args)
     else:
         through_memory(args)
 
@@ -52,6 +58,18 @@ def through_store(args: argparse.Namespace) -> None:
             name, wire=wire, hosts=args.hosts, bandwidth=bandwidth, shares=args.changed
         ):
             write({"model": name, "link": args.bandwidth, "hosts": args.hosts, **row}, args.out)
+
+
+def alone(args: argparse.Namespace) -> None:
+    for name, params in ((n, p) for n in args.models for p in args.params):
+        policy = parse(f"fp32,params={params},wire={args.wire}")
+        nbytes, seconds = measure_write(
+            name, params_dtype=policy.params, wire=policy.wire, repetitions=args.repetitions
+        )
+        middle = {part: statistics.median(values) for part, values in seconds.items()}
+        row = {"model": name, "params": params, "wire": args.wire, "MB": nbytes / 1e6, **middle}
+        row["write over copy"] = middle["copy"] / middle["write"]
+        write(row, args.out)
 
 
 def through_memory(args: argparse.Namespace) -> None:

@@ -2,20 +2,23 @@
 
 import itertools
 import mmap
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl.bridge import checksum, manifest
-from jaxrl.bridge.base import Learner, WeightSource
+from jaxrl.bridge.base import Learner, TensorSpec, WeightSource
 from jaxrl.bridge.manifest import Entry, Manifest, ManifestError
 from jaxrl.bridge.safetensors_file import SafetensorsFile
 
 # Copying and hashing release the GIL; two threads saturate the memory's bandwidth.
 _THREADS = 2
+_SMALL = 64 << 10  # bytes that are written sooner than a thread takes the task
+_UNFINISHED = 32 << 20  # bytes of tensors that wait for the threads while the source yields others
 
 
 WriteBytes = Callable[[int, np.ndarray], None]
@@ -32,8 +35,22 @@ def write_tensors(
 ) -> Manifest:
     """Writes every tensor and returns the manifest; raises ValueError if the source yields a tensor
     that differs from its spec."""
-    entries = []
+    entries = list[Entry]()
+    waiting = deque[tuple[TensorSpec, int, int, list[Future[bytes]]]]()
+
+    def copy(chunk: np.ndarray, at: int) -> bytes:
+        write_bytes(at, chunk)
+        return checksum.hash_chunk(chunk)
+
+    def finish() -> int:
+        """Waits for the oldest tensor; returns its size."""
+        spec, offset, nbytes, futures = waiting.popleft()
+        total = checksum.combine([future.result() for future in futures], nbytes=nbytes)
+        entries.append(Entry(*spec, file.name, offset, total))
+        return nbytes
+
     write_bytes(0, np.frombuffer(file.header, np.uint8))
+    unfinished = 0
     with ThreadPoolExecutor(_THREADS) as pool:
         for (spec, offset), (name, array) in zip(file.tensors, source, strict=True):
             if (name, array.shape, array.dtype.name) != spec:
@@ -41,17 +58,23 @@ def write_tensors(
                     f"the source announced {spec} and yielded {name} {array.dtype} {array.shape}"
                 )
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-            def copy(chunk: np.ndarray, at: int) -> bytes:
-                write_bytes(at, chunk)
-                return checksum.hash_chunk(chunk)
-
-            parts = checksum.chunks(data)
+            run = _at_once if data.nbytes <= _SMALL else pool.submit
             starts = range(offset, offset + data.nbytes, checksum.CHUNK_BYTES)
-            hashes = list(pool.map(copy, parts, starts))
-            total = checksum.combine(hashes, nbytes=data.nbytes)
-            entries.append(Entry(*spec, file.name, offset, total))
+            futures = [run(copy, *part) for part in zip(checksum.chunks(data), starts, strict=True)]
+            waiting.append((spec, offset, data.nbytes, futures))
+            unfinished += data.nbytes
+            while unfinished > _UNFINISHED:
+                unfinished -= finish()
+        while waiting:
+            finish()
     return Manifest(version, learner, tuple(entries))
+
+
+def _at_once(function: Callable[..., bytes], *arguments: Any) -> Future[bytes]:
+    """Calls a function in this thread."""
+    done = Future[bytes]()
+    done.set_result(function(*arguments))
+    return done
 
 
 def write_manifest(directory: Path, content: Manifest) -> None:

@@ -7,8 +7,7 @@ import jax
 from flax import traverse_util
 
 from jaxrl.config.adapters import AdaptersConfig
-from jaxrl.config.preference import DPOConfig
-from jaxrl.config.supervised import SFTConfig, SupervisedConfig
+from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
 from jaxrl.core.precision import DType
 from jaxrl.models import huggingface, kernels, lora, peft, spec
@@ -101,12 +100,12 @@ def trained_specs(config: AdaptersConfig, specs: Specs) -> Any:
 
 
 def load_trained(
-    config: Config | SFTConfig | DPOConfig, *, layout: Layout
+    config: Config | SupervisedConfig, *, layout: Layout, output: Output = "tokens"
 ) -> tuple[Model, Any, Any]:
     """Loads the model of a run; returns it with the learner's parameters and their specs.
 
-    Without lora, all parameters are in `precision.params`; with it, adapters are, and the frozen
-    parameters are in `precision.wire`.
+    Without lora, all parameters are in `precision.params`; with it, adapters and the head of a
+    scorer are, and the frozen parameters are in `precision.wire`.
 
     Raises:
       FileNotFoundError, ValueError: as `load_model`, `trained_specs` and `peft.load`.
@@ -119,6 +118,7 @@ def load_trained(
         dtype=dtype,
         remat=config.train.remat,
         attention=config.train.attention,
+        output=output,
     )
     specs = trained_specs(c, model.specs)
     if not isinstance(specs, lora.Adapted):
@@ -127,5 +127,6 @@ def load_trained(
         adapters = peft.load(c.path, specs, dtype=policy.params)
     else:
         adapters = spec.init(specs.adapters, jax.random.key(config.seed), dtype=policy.params)
+        adapters = lora.with_head(adapters, params)
     adapters = place(adapters, layout.tree(specs.adapters))
     return model, lora.Adapted(adapters, params, specs.alpha), specs

@@ -26,6 +26,7 @@ class Workload(NamedTuple):
       completions: that are requested at the same time; the KV cache on a CPU is sized for them.
       max_lora_rank: largest rank of the adapters that it can load; 0 for none.
       record_experts: completions name the experts of each token.
+      memory: bytes on a CPU that the server may take; None for all that is free.
     """
 
     dtype: np.dtype
@@ -33,6 +34,7 @@ class Workload(NamedTuple):
     completions: int = 1
     max_lora_rank: int = 0
     record_experts: bool = False
+    memory: int | None = None
 
 
 class Address(NamedTuple):
@@ -54,6 +56,43 @@ class Address(NamedTuple):
 _LOOPBACK = Address()
 
 
+class StartingServer(NamedTuple):
+    """A server that may not be ready.
+
+    Attributes:
+      server: its process.
+      what: the model and the dtype that it will serve.
+      log: file with its output.
+      note: shows a line to the user.
+    """
+
+    server: LocalServer
+    what: str
+    log: Path
+    note: Callable[[str], None]
+
+    def wait(self, meanwhile: Callable[[], None] = lambda: None) -> LocalServer:
+        """Waits until the server is ready, and returns it; calls `meanwhile` several times a
+        second.
+
+        Raises:
+          ServerFailedError: if it ends, is not ready in time or fails its first request; the
+            message contains the end of its output. Also what `meanwhile` raises.
+        """
+        reported = 0.0
+
+        def progress(seconds: float) -> None:
+            nonlocal reported
+            if seconds >= reported:
+                self.note(f"vLLM is starting ({seconds:.0f} s); its output is in {self.log}")
+                reported += _NOTE_SECONDS
+            meanwhile()
+
+        self.server.wait(progress)
+        self.note(f"vLLM serves {self.what} at {self.server.url}")
+        return self.server
+
+
 @contextmanager
 def started_server(
     config: ServerConfig,
@@ -66,14 +105,39 @@ def started_server(
 ) -> Iterator[LocalServer]:
     """Starts a vLLM server, waits until it is ready, and stops it at the end of the block.
 
+    Arguments and errors are those of `starting_server`; also ServerFailedError if the block fails
+    because the server ended, with the end of its output.
+    """
+    with starting_server(
+        config, model_dir, work=work, log=log, note=note, address=address
+    ) as starting:
+        server = starting.wait()
+        try:
+            yield server
+        except Exception:
+            server.check()
+            raise
+
+
+@contextmanager
+def starting_server(
+    config: ServerConfig,
+    model_dir: Path,
+    *,
+    work: Workload,
+    log: Path,
+    note: Callable[[str], None],
+    address: Address = _LOOPBACK,
+) -> Iterator[StartingServer]:
+    """Starts a vLLM server, without waiting, and stops it at the end of the block.
+
     Its output goes to `log`; `note` shows a line to the user.
 
     Raises:
       ValueError: for a host that others can reach without a key, a key that cannot be read or
         made, a KV cache that does not hold one completion, or a model in MXFP4.
       FileNotFoundError: if the Python interpreter does not exist.
-      ServerFailedError: if the server does not start, or if the block fails because it ended; the
-        message contains the end of its output.
+      ServerFailedError: if the port is in use.
     """
     python = Path(config.python)
     if not python.exists():
@@ -104,24 +168,11 @@ def started_server(
         key="sampler." * isinstance(config, SamplerConfig) + "kv_cache_bytes",
         model=model,
         completions=work.completions,
-        free=free_memory(),
+        free=free_memory() if work.memory is None else work.memory,
     )
     if cache.note is not None:
         note(cache.note)
     options = dataclasses.replace(options, kv_cache_bytes=cache.nbytes)
-    reported = 0.0
-
-    def progress(seconds: float) -> None:
-        nonlocal reported
-        if seconds >= reported:
-            note(f"vLLM is starting ({seconds:.0f} s); its output is in {log}")
-            reported += _NOTE_SECONDS
-
+    what = f"{model_dir} in {work.dtype.name}"
     with LocalServer(model_dir, options, log=log) as server:
-        server.wait(progress)
-        note(f"vLLM serves {model_dir} in {work.dtype.name} at {server.url}")
-        try:
-            yield server
-        except Exception:
-            server.check()
-            raise
+        yield StartingServer(server, what, log, note)

@@ -3,10 +3,10 @@
 from typing import Any, NamedTuple
 
 from jaxrl.builders.layout import make_layout
-from jaxrl.builders.model import load_model, load_trained
+from jaxrl.builders.model import load_trained
 from jaxrl.builders.optimizer import Optimizer, make_optimizer
-from jaxrl.config.preference import DPOConfig, RewardModelConfig
-from jaxrl.config.supervised import SFTConfig, SupervisedConfig
+from jaxrl.config.preference import RewardModelConfig
+from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.packing import MinibatchShape
 from jaxrl.models import lora
@@ -37,22 +37,11 @@ class Setup(NamedTuple):
     numerics: dict[str, Any]
 
 
-def set_up(config: SFTConfig | DPOConfig | RewardModelConfig) -> Setup:
-    """Loads the model of a run, which is a scorer for a reward model; raises as `load_model` and
-    `load_trained`."""
+def set_up(config: SupervisedConfig) -> Setup:
+    """Loads the model of a run, which is a scorer for a reward model; raises as `load_trained`."""
     layout = make_layout(config.mesh, policy=config.policy)
-    if isinstance(config, RewardModelConfig):
-        model, params = load_model(
-            config.model.path,
-            layout=layout,
-            dtype=config.policy.params,
-            remat=config.train.remat,
-            attention=config.train.attention,
-            output="scores",
-        )
-        specs = model.specs
-    else:
-        model, params, specs = load_trained(config, layout=layout)
+    output = "scores" if isinstance(config, RewardModelConfig) else "tokens"
+    model, params, specs = load_trained(config, layout=layout, output=output)
     optimizer = make_optimizer(
         config.optimizer, total_steps=config.train.steps, specs=lora.trainable(specs)
     )

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jaxrl.builders.prompts import load_held_out_prompts, load_training_prompts
 from jaxrl.config.training import Config
-from jaxrl.data.prompts import Prompts, Tokenizer
+from jaxrl.data.prompts import Example, Prompts, Tokenizer
 from jaxrl.environments.rewards.scoring import Reward, load_rewards
 from jaxrl.environments.tools.schema import Tool, load_tools
 from jaxrl.models import huggingface
@@ -47,6 +47,8 @@ def load_task(config: Config, *, splits: Container[str]) -> TaskData:
         prompts = load_training_prompts(config.data, tokenizer, tools=tools.values())
     if "test" in splits:
         held_out = load_held_out_prompts(config.data, tokenizer, tools=tools.values())
+    if config.environment.name is None:
+        _check_lengths(config, [*prompts.examples, *(held_out.examples if held_out else ())])
     rewards = load_rewards(c.path, c.function_weights, timeout=c.timeout)
     weights = {reward.name: reward.weight for reward in rewards}
     if c.model is not None:
@@ -54,6 +56,18 @@ def load_task(config: Config, *, splits: Container[str]) -> TaskData:
     if config.environment.name is not None:
         weights[ENVIRONMENT] = 1.0
     return TaskData(tokenizer, tools, prompts, held_out, rewards, weights)
+
+
+def _check_lengths(config: Config, examples: Sequence[Example]) -> None:
+    """Refuses prompts whose completions the model cannot hold, before anything is compiled."""
+    longest = max((len(example.tokens) for example in examples), default=0)
+    positions = huggingface.load_config(config.model.path).max_positions
+    if longest + config.sampling.max_tokens > positions:
+        raise ValueError(
+            f"a prompt of {longest} tokens and sampling.max_tokens = {config.sampling.max_tokens} "
+            f"are more than the {positions} positions of {config.model.path}; lower "
+            "sampling.max_tokens, or data.max_prompt_tokens, which skips long prompts"
+        )
 
 
 def without_reward_model(task: TaskData) -> TaskData:

@@ -68,19 +68,22 @@ def main(argv: Sequence[str]) -> int:
     config = fetch_models(config)
     policy = config.policy
     tokenizer = huggingface.load_tokenizer(config.model.path)
+    positions = huggingface.load_config(config.model.path).max_positions
     prompts = _tokenise(
         texts,
         tokenizer,
         rendering=rendering(config.prompt),
-        max_tokens=config.sampling.max_tokens,
+        positions=positions,
         model=config.model.path,
     )
     layout = make_layout(MeshConfig(), policy=policy)
     model, params = load_model(config.model.path, layout=layout, dtype=policy.params)
     sampler = EmbeddedSampler(model, params, precision=policy, max_batch=config.sampling.max_batch)
     c = config.sampling
+    room = positions - max(map(len, prompts), default=0)
     sampling = dataclasses.replace(
         sampling_params(c, config.model.path, tokenizer, seed=config.seed),
+        max_tokens=min(c.max_tokens, room),
         temperature=0.0 if arguments.greedy else c.temperature,
         top_p=c.top_p,
         top_k=c.top_k,
@@ -88,7 +91,11 @@ def main(argv: Sequence[str]) -> int:
     )
     for completion in sampler.sample(prompts, sampling, group_size=arguments.samples):
         text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
-        note = "" if completion.finish_reason == "stop" else " [truncated at sampling.max_tokens]"
+        note = (
+            ""
+            if completion.finish_reason == "stop"
+            else f" [truncated at {sampling.max_tokens} tokens]"
+        )
         print(f"{texts[completion.prompt_index]}\n{text}{note}\n", flush=True)
     return 0
 
@@ -105,19 +112,16 @@ def _tokenise(
     tokenizer: data.Tokenizer,
     *,
     rendering: data.Rendering,
-    max_tokens: int,
+    positions: int,
     model: str,
 ) -> list[np.ndarray]:
-    """Renders and tokenises prompts for the model of a directory.
+    """Renders and tokenises prompts for the model of a directory, which has so many positions.
 
     Raises:
-      ValueError: for a prompt that is no valid text, is empty, or leaves the model no room for
-        `max_tokens` more; the message names it.
+      ValueError: for a prompt that is no valid text, is empty, or leaves the model no room for a
+        completion; the message names it.
     """
-    from jaxrl.models import huggingface
-
-    max_positions = huggingface.load_config(model).max_positions
-    render, longest = data.make_renderer(tokenizer, rendering), max(max_positions - max_tokens, 0)
+    render, longest = data.make_renderer(tokenizer, rendering), positions - 1
     characters, prompts = data.most_characters(tokenizer, longest), []
     for number, text in enumerate(texts, start=1):
         where = f"prompt {number} ({text[:40]!r}{'...' * (len(text) > 40)})"
@@ -132,8 +136,8 @@ def _tokenise(
         if tokens is None or len(tokens) > longest:
             size = f"{len(rendered)} characters" if tokens is None else f"{len(tokens)} tokens"
             raise ValueError(
-                f"{where} has {size}, and the model {model} takes {max_positions} tokens with the "
-                f"completion; shorten the prompt or lower sampling.max_tokens = {max_tokens}"
+                f"{where} has {size}, and the model {model} takes {positions} tokens with the "
+                "completion; shorten the prompt"
             )
         if not tokens:
             raise ValueError(f"{where} has no tokens")

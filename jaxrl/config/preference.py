@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from pydantic import NonNegativeFloat
 
-from jaxrl.config.adapters import AdaptersConfig
 from jaxrl.config.section import OpenSection, Section
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.tables import EvalConfig, HeldOutConfig, OptimizerConfig
@@ -83,5 +82,4 @@ class DPOConfig(_PairsConfig):
     resumed."""
 
     loss: PairLossConfig = PairLossConfig()
-    lora: AdaptersConfig = AdaptersConfig()
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-7)

@@ -52,6 +52,7 @@ class SupervisedConfig(RunConfig):
 
     model: ModelConfig
     train: SupervisedTrainConfig = SupervisedTrainConfig()
+    lora: AdaptersConfig = AdaptersConfig()
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
     mesh: MeshConfig = MeshConfig()
     hosts: HostsConfig = HostsConfig()
@@ -102,4 +103,3 @@ class SFTConfig(SupervisedConfig):
     resumed."""
 
     data: SFTDataConfig
-    lora: AdaptersConfig = AdaptersConfig()

@@ -354,8 +354,8 @@ class SamplesConfig(Section):
     """Completions logged to samples.jsonl, for `jaxrl report`."""
 
     every: NonNegativeInt = 10
-    """Log samples every this many steps; 0 logs none. |beta| of their tokens is logged in steps
-    that probe.every probes."""
+    """Log samples every this many steps; 0 logs none. Entropy and |beta| of their tokens are logged
+    in steps that probe.every probes."""
 
 
 class TrackingConfig(Section):

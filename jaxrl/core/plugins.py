@@ -41,7 +41,8 @@ def load_function(reference: str, *, builtin: ModuleType, key: str) -> Callable[
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}"
         own = "" if colon else "; to name your own function, write file.py:function"
         raise ValueError(
-            f"{key} = {reference!r}: {module.__name__} has no function {name!r}; {hint}{own}"
+            f"{key} = {reference!r}: {where or module.__name__} has no function {name!r}; "
+            f"{hint}{own}"
         )
     return function
 

@@ -41,7 +41,8 @@ class Learner(NamedTuple):
         computed as in `step`. Used for anchor and reference scores. If the batch records the
         experts of its tokens, `score`, `shadow` and `step` replay them: the routing weights are
         the router's own, the choice of experts is the recorded one.
-      shadow: as `score`, with the published weights and in the sampler's dtypes.
+      shadow: as `score`, with the published weights and in the sampler's dtypes; returns
+        (log-probs, entropies of the same distributions in nats), each f32[N, T].
       step: (state, minibatch) -> (state, metrics). Weights of the whole batch, if the objective has
         any, are computed first, by a forward pass. `metrics` has the objective's, those of
         `losses.mismatch`, and "loss", "grad_norm" (before clipping), "loss_scale",
@@ -50,7 +51,7 @@ class Learner(NamedTuple):
 
     init: Callable[[Any], LearnerState]  # of Params or lora.Adapted
     score: Callable[[Params, Minibatch], jax.Array]
-    shadow: Callable[[Params, Minibatch], jax.Array]
+    shadow: Callable[[Params, Minibatch], tuple[jax.Array, jax.Array]]
     step: Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]
 
 
@@ -88,7 +89,10 @@ def make_learner(
         rows_per_microbatch=rows_per_microbatch,
         param_shardings=param_shardings,
     )
-    as_sampled = _score_fn(model, precision=sampler_precision(precision))
+    sampled = sampler_precision(precision)
+    as_sampled = by_microbatch(
+        _score_fn(model, precision=sampled), rows_per_microbatch=rows_per_microbatch
+    )
     if Need.IMBALANCE in objective.needs and model.hidden_routed is None:
         raise ValueError(
             "the loss balances experts but the model has none; set the coefficient `balance` to 0"
@@ -104,8 +108,13 @@ def make_learner(
         served: Any = as_served(weights, precision)
         return constrain(served) if isinstance(weights, lora.Adapted) else constrain_merged(served)
 
-    def shadow(params: Params, minibatch: Minibatch) -> jax.Array:
-        score_rows = by_microbatch(as_sampled, rows_per_microbatch=rows_per_microbatch)
+    def both(weights: Params, batch: TokenBatch) -> tuple[jax.Array, jax.Array]:
+        hidden, _ = _hidden(model, weights, batch, precision=sampled)
+        tokens = (hidden, model.head(weights), batch.tokens, batch.action_mask)
+        return token_logprobs_and_entropy(*tokens, precision=sampled)
+
+    def shadow(params: Params, minibatch: Minibatch) -> tuple[jax.Array, jax.Array]:
+        score_rows = by_microbatch(both, rows_per_microbatch=rows_per_microbatch)
         return score_rows(published(params), minibatch)
 
     update = make_update(
@@ -121,7 +130,7 @@ def make_learner(
         before: Metrics = {}
         if objective.whole:
             weights = constrain(cast(state.params, precision.compute))
-            replay = shadow(state.params, minibatch) if needs_replay else None
+            replay = as_sampled(published(state.params), minibatch) if needs_replay else None
             minibatch, before = survey(weights, minibatch, replay)
         denominators = objective.denominators(minibatch.batch, minibatch.whole)
         served = published(state.params) if Need.SHADOW in objective.step_needs else None

@@ -26,7 +26,7 @@ from jaxrl.models.layers import (
 )
 from jaxrl.models.linear_attention import NOT_FIXED, NOT_SHARED, recur_rows
 from jaxrl.models.logprobs import Head
-from jaxrl.models.lora import attach, frozen
+from jaxrl.models.lora import attach, frozen, trainable
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.products import OUTPUT
 from jaxrl.models.spec import Params, Specs
@@ -191,7 +191,7 @@ def decoder(
 
     def unembedding(params):
         if config.scored:
-            return params["score"]
+            return trainable(params)["score"]
         return frozen(params)["embed" if config.tied else "head"]
 
     routed = None if config.experts is None else hidden_routed

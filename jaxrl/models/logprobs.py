@@ -237,7 +237,10 @@ def _scores_forward(plan, hidden, unembedding, slots, temperature):
             shifted = z - new_top[:, None]
             e = jnp.exp(shifted)
             if plan.entropy:
-                moment = jnp.exp(shift) * (moment + shift * total) + jnp.sum(e * shifted, axis=1)
+                # One loop for both sums would round the first, hence the log-probs, in another way.
+                apart = lax.optimization_barrier(shifted)
+                weighted = jnp.sum(jnp.exp(apart) * apart, axis=1)
+                moment = jnp.exp(shift) * (moment + shift * total) + weighted
             total = jnp.exp(shift) * total + jnp.sum(e, axis=1)
             here = jnp.take_along_axis(z, (target // plan.vocab_chunks)[:, None], axis=1)[:, 0]
             chosen = jnp.where(target % plan.vocab_chunks == j, here, chosen)

@@ -1,7 +1,8 @@
 """Low-rank adapters (arXiv:2106.09685): a second pytree beside frozen parameters.
 
 A matrix W of the layers becomes W + alpha / rank * B A. A [rank, in] and B [out, rank] are trained,
-W is frozen. `Adapted` can replace parameters anywhere; the functions below accept both.
+W is frozen. The head of a reward model is new, so it is trained whole, beside the adapters.
+`Adapted` can replace parameters anywhere; the functions below accept both.
 """
 
 import fnmatch
@@ -20,13 +21,15 @@ from jaxrl.models.products import product
 from jaxrl.models.spec import Params, ParamSpec, Specs
 
 _MODULE = re.compile(r"(_proj|\.in_proj_\w+)\.weight$")  # not routers, convolutions and norms
+_HEAD = "score"  # of a scorer
 
 
 @struct.dataclass
 class Adapted:
     """Frozen parameters and trained adapters; also their specs, shapes or shardings."""
 
-    adapters: Any  # {"layers": {"q_a": [L, rank, in], "q_b": [L, out, rank], ...}}, by group
+    # {"layers": {"q_a": [L, rank, in], "q_b": [L, out, rank], ...}}, by group; with a scorer's head
+    adapters: Any
     frozen: Any  # as the decoder declares them
     alpha: float = struct.field(pytree_node=False)
 
@@ -43,7 +46,7 @@ class Adapted:
 
 
 def adapter_specs(specs: Specs, *, rank: int, targets: Sequence[str]) -> Specs:
-    """Declares the adapters of some matrices, under PEFT's names.
+    """Declares the adapters of some matrices, under PEFT's names, and the head of a scorer.
 
     Args:
       specs: the decoder's.
@@ -85,6 +88,8 @@ def adapter_specs(specs: Specs, *, rank: int, targets: Sequence[str]) -> Specs:
             one.first,
             one.step,
         )
+    if _HEAD in specs:
+        adapters[_HEAD] = specs[_HEAD]._replace(name=f"base_model.model.{specs[_HEAD].name}")
     return traverse_util.unflatten_dict(adapters, sep="/")
 
 
@@ -97,12 +102,22 @@ def abstract(specs: Any, *, trained: DType, kept: DType) -> Any:
 
 
 def declared(specs: Any) -> Any:
-    """Merges specs into one tree of the decoder's form: adapters are beside their matrices."""
+    """Merges specs into one tree of the decoder's form: adapters are beside their matrices, a
+    trained head is in the place of the frozen one."""
     if not isinstance(specs, Adapted):
         return specs
     return specs.frozen | {
-        group: {**specs.frozen[group], **layers} for group, layers in specs.adapters.items()
+        name: {**specs.frozen[name], **own} if isinstance(own, dict) else own
+        for name, own in specs.adapters.items()
     }
+
+
+def with_head(adapters: Params, base: Params) -> Params:
+    """Begins the trained head of a scorer from the base's; adapters without one stay as they
+    are."""
+    if _HEAD not in adapters:
+        return adapters
+    return adapters | {_HEAD: base[_HEAD].astype(adapters[_HEAD].dtype)}
 
 
 def trainable(params: Any) -> Any:
@@ -128,7 +143,7 @@ def attach(params: Any) -> Params:
         return params
 
     def scaled(path: tuple[Any, ...], value: jax.Array) -> jax.Array:
-        if path[-1].key.endswith("_a"):
+        if not path[-1].key.endswith("_b"):
             return value
         return (params.scale * value.astype(jnp.float32)).astype(value.dtype)
 
@@ -138,7 +153,7 @@ def attach(params: Any) -> Params:
 
 def merge(params: Any) -> Params:
     """Folds adapters into plain parameters: W + alpha / rank * B A, added in f32 and rounded to W's
-    dtype."""
+    dtype. A trained head keeps its own dtype."""
     return _merge(params) if isinstance(params, Adapted) else params
 
 
@@ -156,5 +171,8 @@ def _merge(params: Adapted) -> Params:
         # Layer by layer: the f32 copies of a whole stack would be twice the bf16 model.
         return frozen | {name: lax.map(one, of_name) for name, of_name in parts.items()}
 
-    changed = {name: group(params.frozen[name], own) for name, own in params.adapters.items()}
+    changed = {
+        name: group(params.frozen[name], own) if isinstance(own, dict) else own
+        for name, own in params.adapters.items()
+    }
     return {**params.frozen, **changed}

@@ -32,7 +32,6 @@ _PLAIN = {
     "fan_in_fan_out": False,
     "rank_pattern": {},
     "alpha_pattern": {},
-    "modules_to_save": None,
 }
 
 
@@ -54,19 +53,27 @@ def save(
     tensors: dict[str, np.ndarray] = {}
     for path, one in spec.flatten(specs.adapters).items():
         value = np.asarray(given[path]).astype(dtype)
-        tensors |= {n: np.ascontiguousarray(x) for n, x in zip(one.hf_names(), value, strict=True)}
+        parts = value if one.stacked else [value]
+        tensors |= {n: np.ascontiguousarray(x) for n, x in zip(one.hf_names(), parts, strict=True)}
     save_file(tensors, directory / _TENSORS, metadata={"format": "pt"})
-    alpha = specs.alpha
+    alpha, whole = specs.alpha, _whole_modules(specs)
     content = _PLAIN | {
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if whole else "CAUSAL_LM",
+        "modules_to_save": whole or None,
         "base_model_name_or_path": base,
         "r": specs.rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "lora_dropout": 0.0,
         "inference_mode": True,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "target_modules": sorted({n.split(".")[-3] for n in tensors if ".lora_" in n}),
     }
     (directory / _CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _whole_modules(specs: Adapted) -> list[str]:
+    """Lists the modules that are trained whole: the head of a scorer."""
+    names = (one.name for one in spec.flatten(specs.adapters).values() if not one.stacked)
+    return [name.split(".")[-2] for name in names]
 
 
 def load(directory: str | Path, specs: Adapted, *, dtype: DType) -> Params:
@@ -91,6 +98,15 @@ def load(directory: str | Path, specs: Adapted, *, dtype: DType) -> Params:
             raise ValueError(
                 f"{path}: {key} is {shown(config[key])}, which is not supported; expected {value!r}"
             )
+    whole, saved = _whole_modules(specs), config.get("modules_to_save")
+    named = saved if isinstance(saved, list) else [] if saved is None else [saved]
+    # PEFT adds both names of a head by itself; a model has one of them.
+    known = [*whole, "classifier"] if whole else []
+    if not all(name in named for name in whole) or not all(name in known for name in named):
+        raise ValueError(
+            f"{path}: modules_to_save is {shown(saved)}, which is not supported; expected "
+            f"{whole or None!r}"
+        )
     if not stored.exists():
         refuse_pickles(stored.parent)
     flat = spec.flatten(specs.adapters)

@@ -9,9 +9,7 @@ import numpy as np
 
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.builders.learner import Learning
-from jaxrl.config.preference import DPOConfig
-from jaxrl.config.runs import AnyConfig
-from jaxrl.config.supervised import SFTConfig, SupervisedConfig
+from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.precision import DType
@@ -44,12 +42,10 @@ def export(config: Config, learning: Learning, *, params: Params, hosts: Hosts) 
     return model
 
 
-def model_dtype(config: AnyConfig) -> DType:
+def model_dtype(config: Config | SupervisedConfig) -> DType:
     """Returns the dtype of a run's finished model: as served, where samplers or frozen parameters
     have such weights; else as trained."""
-    lossless = isinstance(config, SupervisedConfig) and not (
-        isinstance(config, SFTConfig | DPOConfig) and config.lora.rank
-    )
+    lossless = isinstance(config, SupervisedConfig) and not config.lora.rank
     return config.policy.params if lossless else config.policy.exported
 
 

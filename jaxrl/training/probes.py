@@ -49,10 +49,13 @@ def run_probes(
 ) -> Numbers:
     """Probes a minibatch of the step after `step` and logs some of its rollouts, where either is
     due; returns the metrics of the probe. `params` are those before any update of this step."""
-    numbers, beta = _split_ratio(probes, params, rollouts=rollouts, minibatch=minibatch, step=step)
+    numbers, by_token = _split_ratio(
+        probes, params, rollouts=rollouts, minibatch=minibatch, step=step
+    )
     if probes.samples.due(step):
-        betas = None if beta is None else unpack(beta, rollouts, shape=probes.learning.shape)
-        probes.samples.write(step + 1, rollouts, advantages=advantages, betas=betas)
+        shape = probes.learning.shape
+        probed = {name: unpack(x, rollouts, shape=shape) for name, x in by_token.items()}
+        probes.samples.write(step + 1, rollouts, advantages=advantages, probed=probed)
     return numbers
 
 
@@ -63,16 +66,17 @@ def _split_ratio(
     rollouts: Sequence[Rollout],
     minibatch: Minibatch,
     step: int,
-) -> tuple[Numbers, np.ndarray | None]:
+) -> tuple[Numbers, dict[str, np.ndarray]]:
     """Splits the log-ratio into policy change (alpha) and numerics (beta), and measures the shape
     noise once a run.
 
     Returns:
-      (metrics, beta f32[N, T]); ({}, None) where it is not due.
+      (metrics, {"betas": learner - shadow, "entropies": of the shadow}, f32[N, T] in nats);
+      ({}, {}) where it is not due.
     """
     c, batch, learner = probes.config, minibatch.batch, probes.learning.learner
     if not is_due(c.every, step):
-        return {}, None
+        return {}, {}
     # Without the scores of the loss, so that the program is the one that made them.
     bare = dataclasses.replace(minibatch, anchor=None, reference=None)
     arrays = fetch(
@@ -82,11 +86,12 @@ def _split_ratio(
             "sampler": batch.sampler_logprobs,
         }
     )
+    arrays["shadow"], entropies = arrays["shadow"]
     mask, segments, advantages = fetch((batch.action_mask, batch.segments, batch.advantages))
     tokens = known_tokens(**arrays, advantages=advantages, mask=mask, segments=segments)
-    beta = arrays["learner"] - arrays["shadow"]
+    by_token = {"betas": arrays["learner"] - arrays["shadow"], "entropies": entropies}
     if not tokens.learner.size:
-        return {}, beta
+        return {}, by_token
     low, high = c.clip_range
     found = split_log_ratio(tokens, low=low, high=high)
     if step == 0:
@@ -102,4 +107,4 @@ def _split_ratio(
     if ids is not None and probes.replay is not None:
         replay = replay_batch(probes.replay, tokens=ids, segments=segments, seen_until=until)
         found |= log_ratio_parts(replay=replay[mask], **{k: v[mask] for k, v in arrays.items()})
-    return {f"probe/{name}": value for name, value in found.items()}, beta
+    return {f"probe/{name}": value for name, value in found.items()}, by_token

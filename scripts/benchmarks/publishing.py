@@ -1,15 +1,24 @@
 """Times of a publish by part, of a copy of the same bytes, and of vLLM's reload of a checkpoint."""
 
+import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx2
+import jax
 import numpy as np
 from benchmarks import serving
 from benchmarks.shapes import SHAPES
 
+from jaxrl.bridge import payload
+from jaxrl.bridge.base import Learner
+from jaxrl.bridge.checksum import chunks, hash_chunk
 from jaxrl.bridge.in_vllm import auth
+from jaxrl.bridge.safetensors_file import plan_file
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
@@ -19,9 +28,19 @@ from jaxrl.core.precision import DType
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.rope import Rope
+from jaxrl.models.spec import init
 
 MODELS = {
-    "S": SHAPES["S"],
+    "tiny": dataclasses.replace(  # the quickstart's
+        SHAPES["S"],
+        vocab_size=102,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        intermediate_size=192,
+    ),
+    **SHAPES,
     # The sizes of Qwen2.5-0.5B.
     "0.5B": DecoderConfig(
         model_type="qwen2",
@@ -47,8 +66,8 @@ def measure(
 ) -> tuple[int, dict[str, list[float]]]:
     """Times the parts of a publish, `copy` and `vLLM reload`, alternately and after one warm-up.
 
-    `copy` moves as many bytes within touched memory, in one thread; `vLLM reload` reads the
-    checkpoint from the page cache.
+    `copy` moves as many bytes within touched memory, a half in each of two threads; `vLLM reload`
+    reads the checkpoint from the page cache.
 
     Returns:
       (bytes on the wire, seconds of each).
@@ -61,18 +80,58 @@ def measure(
         SharedMemoryPublisher(
             [VllmServer(started.url, api_key=started.api_key)], wire=wire, sampler=wire
         ) as publisher,
+        ThreadPoolExecutor(2) as pool,
     ):
         source = ParamsSource(cast(weights, params_dtype), specs, dtype=wire)
         nbytes = sum(int(np.prod(s.shape)) for s in source.specs()) * wire.itemsize
-        here, there = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+        here, there = np.ones((2, nbytes // 2), np.uint8), np.ones((2, nbytes // 2), np.uint8)
         for version in range(repetitions + 1):
             parts = publisher.publish(source, version=version)._asdict()
-            parts["copy"] = _seconds(lambda: np.copyto(there, here))
+            parts["copy"] = _seconds(lambda: list(pool.map(np.copyto, there, here)))
             parts["vLLM reload"] = _seconds(lambda: _reload(started))
             if version:
                 for part, value in parts.items():
                     seconds.setdefault(part, []).append(value)
     return nbytes, seconds
+
+
+def measure_write(
+    name: str, *, params_dtype: DType, wire: DType, repetitions: int
+) -> tuple[int, dict[str, list[float]]]:
+    """Times the write of a payload and its parts, alternately and after one warm-up, without a
+    server. `copy` is that of `measure`, `sums` hashes all chunks in two threads, and `source`
+    fetches the tensors.
+
+    Returns:
+      (bytes on the wire, seconds of each).
+    """
+    specs = decoder(MODELS[name]).specs
+    params = init(specs, jax.random.key(0), dtype=params_dtype)
+    source = ParamsSource(params, specs, dtype=wire)
+    file = plan_file(list(source.specs()))
+    here, *slots = (np.ones((2, -(-file.nbytes // 2)), np.uint8) for _ in range(3))
+    seconds: dict[str, list[float]] = {}
+
+    def write(slot: np.ndarray) -> None:
+        def put(offset: int, data: np.ndarray) -> None:
+            flat[offset : offset + data.nbytes] = data
+
+        flat = slot.reshape(-1)
+        payload.write_tensors(source, file, put, version=0, learner=Learner("bench", "bench"))
+
+    with ThreadPoolExecutor(2) as pool:
+        parts: dict[str, Callable[[np.ndarray], Any]] = {
+            "copy": lambda slot: list(pool.map(np.copyto, slot, here)),
+            "source": lambda slot: deque(source, maxlen=0),
+            "sums": lambda slot: list(pool.map(hash_chunk, chunks(slot.reshape(-1)))),
+            "write": write,
+        }
+        for i in range(repetitions + 1):
+            taken = {name: _seconds(partial(part, slots[i % 2])) for name, part in parts.items()}
+            if i:
+                for part, value in taken.items():
+                    seconds.setdefault(part, []).append(value)
+    return file.nbytes, seconds
 
 
 def _seconds(function: Callable[[], Any]) -> float:

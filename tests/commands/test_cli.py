@@ -268,6 +268,13 @@ def test_eval_and_generate_agree(material, tmp_path, capsys, monkeypatch):
         assert f"{prompt}\n{row['completion']}" in out
 
 
+def test_generate_asks_for_no_more_tokens_than_the_model_has_positions(material, capsys):
+    """sampling.max_tokens is 512 by default, twice as many."""
+    argv = ["--model.path", f"{material}/untrained", "--prompt.template=text", "1+1="]
+    assert main(["generate", "--precision=fp32", "--greedy", *argv]) == 0
+    assert capsys.readouterr().out.startswith("1+1=\n")
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [

@@ -1,30 +1,46 @@
 """Restarts of fake servers, with a clock that the tests move."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from jaxrl.bridge.servers.launch import ServerFailedError
-from jaxrl.commands.serve.replicas import Replica
+from jaxrl.commands.serve.replicas import Replica, open_replicas
 
 
 class World:
-    """Starts servers at one address; `fails` is the reason why a start fails."""
+    """Starts servers at one address; `fails` is the reason why a start fails. Each waits for
+    `starting` checks of the others before it is ready."""
 
-    def __init__(self) -> None:
-        self.url, self.now, self.fails = "http://127.0.0.1:8001", 0.0, ""
+    def __init__(self, port: int = 8001, *, starting: int = 0) -> None:
+        self.url, self.now, self.fails = f"http://127.0.0.1:{port}", 0.0, ""
+        self.starting, self.events = starting, list[str]()
         self.starts, self.stops, self.ended, self.well = 0, 0, False, True
         self.notes: list[str] = []
 
     @contextmanager
     def start(self) -> Iterator["World"]:
         self.starts += 1
+        self.events.append("started")
         if self.fails:
             raise ServerFailedError(self.fails)
         self.ended, self.well = False, True
-        yield self
-        self.stops += 1
+        try:
+            yield self
+        finally:
+            self.stops += 1
+
+    @property
+    def server(self) -> "World":
+        return self
+
+    def wait(self, meanwhile: Callable[[], None] = lambda: None) -> "World":
+        for _ in range(self.starting):
+            meanwhile()
+        self.check()
+        self.events.append("ready")
+        return self
 
     def check(self) -> None:
         if self.ended:
@@ -101,3 +117,30 @@ def test_first_start_must_succeed(world):
     world.fails = "no such model"
     with pytest.raises(ServerFailedError, match="no such model"):
         world.replica()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_replicas_start_at_the_same_time_or_one_after_the_other(together):
+    worlds, events = [World(8000), World(8001)], list[str]()
+    for world in worlds:
+        world.events = events
+    with ExitStack() as stack:
+        replicas = open_replicas((w.replica() for w in worlds), stack, together=together)
+        assert [replica.url for replica in replicas] == [world.url for world in worlds]
+    two = ["started", "started", "ready", "ready"]
+    assert events == (two if together else ["started", "ready"] * 2)
+    assert [world.stops for world in worlds] == [1, 1]
+
+
+def test_a_replica_that_ends_while_another_is_waited_for_stops_all():
+    first, second = World(8000, starting=3), World(8001)
+
+    def begun() -> Iterator[Replica]:
+        yield first.replica()
+        yield second.replica()
+        second.ended = True
+
+    with pytest.raises(ServerFailedError, match="killed"), ExitStack() as stack:
+        open_replicas(begun(), stack, together=True)
+    assert "ready" not in first.events
+    assert (first.stops, second.stops) == (1, 1)

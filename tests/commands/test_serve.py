@@ -43,6 +43,9 @@ def test_restarted_server_keeps_its_address_and_key(monkeypatch, capsys, tmp_pat
     class Server:
         url = "http://127.0.0.1:8000"
 
+        def wait(self, progress):
+            pass
+
         def check(self) -> None:
             api_key.key_file().unlink(missing_ok=True)
             raise KeyboardInterrupt if len(found) == 2 else ServerFailedError("killed")
@@ -50,9 +53,9 @@ def test_restarted_server_keeps_its_address_and_key(monkeypatch, capsys, tmp_pat
     @contextmanager
     def start(*_, address: servers.Address, **__):
         found.append(address)
-        yield Server()
+        yield servers.StartingServer(Server(), "model", tmp_path / "log", lambda line: None)
 
-    monkeypatch.setattr(servers, "started_server", start)
+    monkeypatch.setattr(servers, "starting_server", start)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
     assert command.main(["model"]) == 0
     assert found[0] == found[1]

@@ -1,3 +1,4 @@
+import functools
 import re
 
 import jax
@@ -100,6 +101,21 @@ def test_entropy_is_optional(x64):
         for scores in (logprobs, first_of_both)
     )
     jax.tree.map(np.testing.assert_array_equal, ours, expected)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16_master"])
+def test_entropy_leaves_the_bits_of_the_logprobs(name):
+    """Those of the shadow, which has an entropy, are compared with those of the score."""
+    policy, rng = precision.PRESETS[name], np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(8, 96, 64)), policy.activations)
+    head = Head(jnp.asarray(rng.normal(size=(97, 64)) * 0.05, policy.compute))
+    tokens, mask = jnp.asarray(rng.integers(0, 97, (8, 96))), jnp.asarray(rng.random((8, 96)) < 0.7)
+    tokens = tokens.astype(jnp.int32)
+    alone, both = (
+        jax.jit(functools.partial(scores, tokens=tokens, mask=mask, precision=policy))
+        for scores in (token_logprobs, token_logprobs_and_entropy)
+    )
+    np.testing.assert_array_equal(alone(hidden, head), both(hidden, head)[0])
 
 
 def test_gradients_are_those_of_the_values(x64):

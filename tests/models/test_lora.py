@@ -1,5 +1,6 @@
 """Adapters: nothing changed at first, merged equals attached, and PEFT's format."""
 
+import dataclasses
 import json
 from functools import partial
 
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from jaxrl.core.precision import PRESETS
 from jaxrl.models import lora, peft, spec
 from jaxrl.models.decoder import decoder
+from jaxrl.models.scorer import token_scores
 from tests import tiny
 
 FP32 = PRESETS["fp32"]
@@ -21,6 +23,13 @@ SPECS = lora.Adapted(
 )
 TOKENS = jax.random.randint(jax.random.key(5), (2, 7), 2, tiny.CONFIG.vocab_size)
 hidden = jax.jit(partial(MODEL.hidden, precision=FP32))
+
+
+# Of a reward model, whose head is trained beside the adapters.
+SCORER = decoder(dataclasses.replace(tiny.CONFIG, scored=True))
+SCORED = lora.Adapted(
+    lora.adapter_specs(SCORER.specs, rank=3, targets=["*_proj"]), SCORER.specs, alpha=6.0
+)
 
 
 def forward(params):
@@ -162,3 +171,32 @@ def test_the_library_peft_computes_the_same_and_writes_what_is_read(tmp_path):
     theirs.save_pretrained(str(tmp_path / "theirs"))
     again = peft.load(tmp_path / "theirs", SPECS, dtype=FP32.params)
     jax.tree.map(np.testing.assert_array_equal, again, some.adapters)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
+def test_the_head_of_a_reward_model_is_a_saved_module_of_peft(tmp_path):
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    tiny.write_checkpoint(tmp_path / "base")
+    base = str(tmp_path / "base")
+    some = adapted(seed=4)
+    head = jax.random.normal(jax.random.key(6), (1, tiny.CONFIG.hidden_size))
+    frozen = some.frozen | {"score": jnp.zeros_like(head)}
+    some = lora.Adapted(some.adapters | {"score": head}, frozen, alpha=6.0)
+    peft.save(tmp_path / "ours", some.adapters, specs=SCORED, base=base, dtype=FP32.params)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        base, num_labels=1, dtype=torch.float32
+    )
+    theirs = PeftModel.from_pretrained(model, str(tmp_path / "ours"))
+    with torch.no_grad():
+        scores = theirs(torch.tensor(np.asarray(TOKENS))).logits.numpy()
+    for params in (some, lora.merge(some)):
+        ours = token_scores(forward(params), SCORER.unembedding(params), precision=FP32)[:, -1:]
+        np.testing.assert_allclose(ours, scores, rtol=1e-4, atol=1e-4)
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    again = peft.load(tmp_path / "theirs", SCORED, dtype=FP32.params)
+    jax.tree.map(np.testing.assert_array_equal, again, some.adapters)
+    with pytest.raises(ValueError, match=r"modules_to_save is \['score'\].* expected None"):
+        peft.load(tmp_path / "ours", SPECS, dtype=FP32.params)

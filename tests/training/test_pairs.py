@@ -11,11 +11,13 @@ from orbax.checkpoint import StandardCheckpointer
 
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
+from jaxrl.builders.reward_model import load_judge
 from jaxrl.builders.supervised import supervised_shape
 from jaxrl.cli import main
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.preference import DPOConfig, RewardModelConfig
 from jaxrl.config.toml_file import ConfigError, load
+from jaxrl.config.training import Config
 from jaxrl.core.metrics import to_floats
 from jaxrl.core.precision import PRESETS
 from jaxrl.data.rows import Row
@@ -246,20 +248,24 @@ def state(run_dir, step):
         return reader.restore(run_dir / "checkpoints" / str(step) / "state")
 
 
-def test_interrupted_and_resumed_equals_undisturbed(
-    reward_model, model, material, tmp_path, monkeypatch, capsys
-):
-    argv = ["reward-model", *(f"--{k}={v}" for k, v in arguments(model, material, tmp_path))]
+def interrupt_in_sixth_step(monkeypatch):
     real = pairs.pack_minibatch
 
     def interrupted(*arguments, **named):
         interrupted.calls += 1
-        if interrupted.calls == 8:  # two batches are held-out pairs: during the sixth step
+        if interrupted.calls == 8:  # two batches are held-out pairs
             signal.raise_signal(signal.SIGINT)
         return real(*arguments, **named)
 
     interrupted.calls = 0
     monkeypatch.setattr(pairs, "pack_minibatch", interrupted)
+
+
+def test_interrupted_and_resumed_equals_undisturbed(
+    reward_model, model, material, tmp_path, monkeypatch, capsys
+):
+    argv = ["reward-model", *(f"--{k}={v}" for k, v in arguments(model, material, tmp_path))]
+    interrupt_in_sixth_step(monkeypatch)
     assert main(argv) == 128 + signal.SIGINT
     assert (
         "ended by signal 2 at step 6; rerun the same command to resume" in capsys.readouterr().out
@@ -276,6 +282,47 @@ def test_interrupted_and_resumed_equals_undisturbed(
     a.unlink()
     assert main(argv) == 0
     assert a.read_bytes() == b.read_bytes()
+
+
+def test_reward_model_of_adapters(model, material, tokenizer, tmp_path, monkeypatch):
+    """Interrupted, resumed, merged; a judge computes with it as PEFT's files say."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    lora_keys = {"lora.rank": "4", "lora.alpha": "8", "precision": "bf16_master"}
+    given = {
+        run: [f"--{k}={v}" for k, v in arguments(model, material, run, **lora_keys)]
+        for run in (one, other)
+    }
+    assert main(["reward-model", *given[one]]) == 0
+    measured = [row.get("eval/accuracy") for row in read_metrics(one / "metrics.jsonl")]
+    assert measured[0] == 0.0
+    assert measured[-1] == 1.0
+
+    with monkeypatch.context() as patched:
+        interrupt_in_sixth_step(patched)
+        assert main(["reward-model", *given[other]]) == 128 + signal.SIGINT
+    assert main(["reward-model", *given[other]]) == 0
+    jax.tree.map(np.testing.assert_array_equal, state(other, 12), state(one, 12))
+    trained = state(one, 12)["params"]
+    assert set(trained) == {"layers", "score"}
+    assert all(name[-2:] in ("_a", "_b") for name in trained["layers"])
+
+    assert main(["export", str(one), str(tmp_path / "merged")]) == 0
+    assert main(["export", str(one), str(tmp_path / "adapter"), "--adapter"]) == 0
+    for ours, theirs in (("merged", "model"), ("adapter", "adapter")):
+        (a,), (b,) = (d.glob("*.safetensors") for d in (tmp_path / ours, one / theirs))
+        assert a.read_bytes() == b.read_bytes()
+
+    keys = {"model.path": model, "data.path": "x", "reward.model": one / "model"}
+    given_to = load(Config, overrides=[(key, str(value)) for key, value in keys.items()])
+    layout = make_layout(MeshConfig())
+    judge, params = load_judge(given_to, tokenizer, layout=layout, output="scores")
+    pairs_config = config(model, material, **{"train.packing": "false"})
+    held_out = load_pairs(pairs_config.data, tokenizer, max_tokens=ROW_LENGTH).held_out
+    batch = packed_pairs(held_out.pairs[:8], pairs_config).batch
+    scores = np.asarray(sequence_scores(judge, params, batch, precision=given_to.policy))
+    there = batch.segments.max(axis=1) == 2
+    assert there.sum() == 8
+    assert (scores[there, 1] > scores[there, 2]).all()
 
 
 def test_packing_and_microbatches_do_not_change_a_step(model, material, tokenizer):

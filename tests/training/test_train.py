@@ -167,6 +167,9 @@ def test_run_leaves_samples_a_trace_and_its_versions(finished):
     assert [len({s["group"] for s in samples if s["step"] == n}) for n in (1, 2)] == [2, 2]
     for sample in samples:
         assert len(sample["tokens"]) == len(sample["advantages"]) == len(sample["betas"])
+        for entropy, advantage in zip(sample["entropies"], sample["advantages"], strict=True):
+            assert (entropy is None) == (advantage is None)
+            assert entropy is None or 0 < entropy < np.log(tiny.CONFIG.vocab_size)
         assert len(sample["tokens"]) == min(4, sample["length"])
         assert sample["prompt"].startswith("u:what is")
         # Learner and sampler compute alike; a completion without a reward is masked.
@@ -280,6 +283,15 @@ def test_run_directory_is_locked(material, tmp_path):
 def test_unavailable_kernel_fails_before_the_run_directory_exists(material, tmp_path):
     with pytest.raises(ValueError, match=r"'splash' is for TPUs, .* platform 'cpu'; use 'auto'"):
         train.train(config(material, tmp_path / "run", **{"train.attention": "splash"}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_completions_that_the_model_cannot_hold_are_refused_at_once(material, tmp_path):
+    positions = tiny.CONFIG.max_positions
+    keys = {"sampling.max_tokens": str(positions), "train.microbatch_tokens": str(2 * positions)}
+    given = config(material, tmp_path / "run", **keys)
+    with pytest.raises(ValueError, match=rf"sampling\.max_tokens = {positions} are more than the"):
+        train.train(given)
     assert not (tmp_path / "run").exists()
 
 

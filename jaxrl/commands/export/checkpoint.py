@@ -47,7 +47,8 @@ def export_checkpoint(
     model, specs = _model(config)
     chosen, params = _trained(config, model, specs=specs, run_dir=run_dir, step=step)
     if isinstance(specs, lora.Adapted):
-        _, frozen = huggingface.load(base, dtype=config.policy.wire)
+        load = huggingface.load_scorer if model.config.scored else huggingface.load
+        _, frozen = load(base, dtype=config.policy.wire)
         params = lora.merge(lora.Adapted(params, frozen, specs.alpha))
     huggingface.save(directory, params, model.config, dtype=written, source_dir=base)
     return chosen
@@ -76,8 +77,7 @@ def export_adapters(
 def _model(config: AnyConfig) -> tuple[Model, Any]:
     found = huggingface.load_config(config.model.path)
     if isinstance(config, RewardModelConfig):
-        model = decoder(dataclasses.replace(found, scored=True))
-        return model, model.specs
+        found = dataclasses.replace(found, scored=True)
     model = decoder(found)
     return model, trained_specs(config.lora, model.specs)
 

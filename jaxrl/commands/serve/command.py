@@ -75,27 +75,30 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     config, arguments = options.parse(parser(), ServeConfig, argv)
 
-    from jaxrl.bridge.servers.launch import LocalServer, free_port
+    from jaxrl.bridge.servers.kv_cache_size import free_memory
+    from jaxrl.bridge.servers.launch import free_port
     from jaxrl.bridge.store import objects
     from jaxrl.bridge.store.process import AgentProcess
     from jaxrl.builders.api_key import server_key
-    from jaxrl.builders.servers import Address, Workload, started_server
-    from jaxrl.commands.serve.replicas import Replica
+    from jaxrl.builders.servers import Address, StartingServer, Workload, starting_server
+    from jaxrl.commands.serve.replicas import Replica, open_replicas
 
     model_dir = Path(hub.local_directory(arguments.model_dir))
-    # A restarted server keeps its port and its key.
+    # A restarted server keeps its port, its key and its part of the memory.
     first, key = config.port or free_port(config.host, 0), server_key(config.host)
+    memory = free_memory() // config.replicas
     note = functools.partial(print, file=sys.stderr, flush=True)
 
-    def start(replica: int, agent: AgentProcess | None) -> AbstractContextManager[LocalServer]:
+    def start(replica: int, agent: AgentProcess | None) -> AbstractContextManager[StartingServer]:
         log = Path(config.log)
-        return started_server(
+        return starting_server(
             config,
             model_dir,
             work=Workload(
                 precision.parse(f"fp32,sampler={config.dtype}").sampler,
                 max_model_len=config.max_model_len,
                 max_lora_rank=config.max_lora_rank,
+                memory=memory,
             ),
             log=log.with_stem(f"{log.stem}-{replica}") if replica else log,
             note=note,
@@ -110,10 +113,13 @@ def main(argv: Sequence[str]) -> int:
                 if objects.available()
                 else None
             )
-            replicas = [
-                stack.enter_context(Replica(functools.partial(start, i, agent), note=note))
+            begun = (
+                Replica(functools.partial(start, i, agent), note=note)
                 for i in range(config.replicas)
-            ]
+            )
+            # vLLM measures what a GPU has left while it starts, and nobody else may then take some.
+            measured = config.device == "cuda" and config.kv_cache_bytes is None
+            replicas = open_replicas(begun, stack, together=not measured)
             print("\n".join(replica.url for replica in replicas), flush=True)
             while True:
                 for replica in replicas:

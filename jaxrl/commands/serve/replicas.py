@@ -1,11 +1,12 @@
 """Supervised servers, restarted after they exit or hang."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Self
 
 from jaxrl.bridge.servers.launch import LocalServer, ServerFailedError
+from jaxrl.builders.servers import StartingServer
 
 _EVERY = 15.0  # seconds between two health checks
 _MISSES = 12  # failed checks in a row that mean it hangs; a weight update takes less
@@ -15,32 +16,43 @@ _LONGEST = 64.0  # seconds between two starts
 class Replica:
     """A server that is restarted: at once if it was healthy, otherwise after waits that double.
 
-    Later failures are reported and not raised, so that one server cannot stop the supervisor.
+    Failures after `wait` are reported and not raised, so that one server cannot stop the
+    supervisor.
     """
 
     def __init__(
         self,
-        start: Callable[[], AbstractContextManager[LocalServer]],
+        start: Callable[[], AbstractContextManager[StartingServer]],
         *,
         note: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts the server.
+        """Starts the server; call `wait` before using it.
 
         Args:
-          start: opens a server that is ready, and closes it with the block.
+          start: begins to start a server, and stops it at the end of the block.
           note: shows a line to the user.
           clock: returns the time in seconds.
 
         Raises:
-          ServerFailedError: if the first start fails.
+          ServerFailedError: if the server cannot be started.
         """
         self._start, self._note, self._clock = start, note, clock
         self._stack = ExitStack()
         self._failures, self._misses = 0, 0
-        self._server: LocalServer | None = self._stack.enter_context(start())
+        self._first = self._stack.enter_context(start())
+        self._server: LocalServer | None = self._first.server
         self.url = self._server.url
         self._due = clock() + _EVERY
+
+    def wait(self, meanwhile: Callable[[], None]) -> None:
+        """Waits until the server is ready for the first time; raises as `StartingServer.wait`."""
+        self._first.wait(meanwhile)
+        self._due = self._clock() + _EVERY
+
+    def check_start(self) -> None:
+        """Raises ServerFailedError if the server has ended while the replicas start."""
+        self._first.server.check()
 
     def check(self) -> None:
         """Checks the server; restarts it and waits until it is ready if it failed."""
@@ -51,7 +63,7 @@ class Replica:
                 if due:
                     self._check_health(self._server)
             elif due:
-                self._server = self._stack.enter_context(self._start())
+                self._server = self._stack.enter_context(self._start()).wait()
                 self._misses, self._due = 0, self._clock() + _EVERY
         except ServerFailedError as error:
             self._stack.close()
@@ -74,3 +86,30 @@ class Replica:
         self._misses += 1
         if self._misses == _MISSES:
             raise ServerFailedError(f"no healthy answer for {_MISSES * _EVERY:.0f} s")
+
+
+def open_replicas(begun: Iterable[Replica], stack: ExitStack, *, together: bool) -> list[Replica]:
+    """Starts servers, at the same time or one after the other, and waits until all are ready.
+
+    Args:
+      begun: starts each server as it is iterated over.
+      stack: stops them.
+      together: True to start all before waiting for the first.
+
+    Raises:
+      ServerFailedError: if one cannot be started or ends; at once, whichever is waited for.
+    """
+    replicas: list[Replica] = []
+
+    def check() -> None:
+        for replica in replicas:
+            replica.check_start()
+
+    for replica in begun:
+        replicas.append(stack.enter_context(replica))
+        if not together:
+            replica.wait(check)
+    if together:
+        for replica in replicas:
+            replica.wait(check)
+    return replicas

@@ -1,7 +1,7 @@
 """Logged samples: completions of a few prompts, with numbers for each token, to be read."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,12 @@ class Samples:
         rollouts: Sequence[Rollout],
         *,
         advantages: Advantages,
-        betas: Sequence[np.ndarray] | None,
+        probed: Mapping[str, Sequence[np.ndarray]],
     ) -> None:
         """Logs completions of some of a step's prompts, both evenly spread over the rewards.
 
-        `betas` has learner - shadow in nats for each rollout, f32[C]; None without a probe.
+        `probed` has further numbers of the tokens of each rollout, f32[C], that are written under
+        its keys.
         """
         lines = []
         for i in _chosen(rollouts):
@@ -80,8 +81,8 @@ class Samples:
                 "advantages": _numbers(advantages[i], rollout)[:size],
                 "probabilities": _numbers(np.exp(rollout.logprobs), rollout)[:size],
             }
-            if betas is not None:
-                entry["betas"] = _numbers(betas[i], rollout)[:size]
+            for name, values in probed.items():
+                entry[name] = _numbers(values[i], rollout)[:size]
             lines.append(json.dumps(entry) + "\n")
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(lines)

@@ -16,8 +16,7 @@ import numpy as np
 from jaxrl.builders.model import attention_note
 from jaxrl.builders.optimizer import state_shardings
 from jaxrl.builders.supervised import Setup
-from jaxrl.config.preference import DPOConfig, RewardModelConfig
-from jaxrl.config.supervised import SFTConfig, SupervisedConfig
+from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.metrics import Metrics, to_floats
@@ -102,7 +101,7 @@ def check_resumable(config: SupervisedConfig) -> None:
     Hosts().on_leader(lambda: compare_config(Path(config.run_dir), config))
 
 
-def fit(config: SFTConfig | DPOConfig | RewardModelConfig, task: Task) -> Result:
+def fit(config: SupervisedConfig, task: Task) -> Result:
     """Trains for `config.train.steps` steps, or until a signal, and saves the model: with adapters
     merged, and the adapters by themselves.
 

@@ -43,6 +43,7 @@ SAMPLE = {
     "tokens": ["4", " ", "<end>"],
     "advantages": [0.5, -0.25, None],
     "probabilities": [0.9, 0.25, None],
+    "entropies": [0.2, 1.5, None],
     "betas": [0.001, -0.02, None],
 }
 

@@ -89,16 +89,17 @@ def test_completions_by_step_and_reward_with_coloured_tokens(page):
     assert by_advantage[0].startswith("rgba(22, 140, 84")  # up
     assert by_advantage[1].startswith("rgba(200, 48, 48")  # down
     assert by_advantage[2] == ""  # the policy did not choose it
-    choose(page, "tint", "betas")
-    strength = [float(t.rstrip(")").split(",")[-1]) for t in page.run(tints)[:2]]
-    assert strength[0] < strength[1]
+    for tint in ("betas", "entropies"):
+        choose(page, "tint", tint)
+        strength = [float(t.rstrip(")").split(",")[-1]) for t in page.run(tints)[:2]]
+        assert strength[0] < strength[1]
     choose(page, "tint", "probabilities")
     strength = [float(t.rstrip(")").split(",")[-1]) for t in page.run(tints)[:2]]
     assert strength[0] < strength[1]  # the less probable, the stronger
     page.hover(".token")
     assert (
         page.run("document.getElementById('tip').textContent")
-        == '"4"\nadvantage 0.5\nprobability 0.9\nbeta 0.001'
+        == '"4"\nadvantage 0.5\nprobability 0.9\nentropy 0.2\nbeta 0.001'
     )
     assert page.run("document.getElementById('tip').hidden") is False
     assert page.errors == []

@@ -6,6 +6,7 @@ const MOST = 30; // prompts shown at once
 const TINTS = {
   advantages: { label: "advantage", key: ["worse", "better"] },
   probabilities: { label: "probability", key: ["certain", "unlikely"], note: "This run did not log probabilities." },
+  entropies: { label: "entropy", key: ["certain", "undecided"], note: "This step was not probed (probe.every)." },
   betas: { label: "|beta|", key: ["0", "largest"], note: "This step was not probed (probe.every)." },
 };
 
@@ -75,12 +76,12 @@ function drawList() {
 function tint(v, most) {
   if (v == null) return "";
   if (view.tint === "probabilities") return v > 0.995 ? "" : `rgba(${css("--beta")}, ${(0.08 + 0.6 * (1 - v)).toFixed(3)})`;
-  const hue = view.tint === "betas" ? "--beta" : v > 0 ? "--up" : "--down";
+  const hue = view.tint === "betas" || view.tint === "entropies" ? "--beta" : v > 0 ? "--up" : "--down";
   return v ? `rgba(${css(hue)}, ${(0.08 + 0.6 * Math.abs(v) / most).toFixed(3)})` : "";
 }
 
 function drawKey(most) {
-  const [low, high] = TINTS[view.tint].key, ends = { advantages: [-most, most], probabilities: [1, 0], betas: [0, most] }[view.tint];
+  const [low, high] = TINTS[view.tint].key, ends = { advantages: [-most, most], probabilities: [1, 0], entropies: [0, most], betas: [0, most] }[view.tint];
   const steps = Array.from({ length: 9 }, (_, i) => ends[0] + (ends[1] - ends[0]) * i / 8);
   const boxes = steps.map((v) => { const box = element("span", { className: "key" }); box.style.background = tint(v, most); return box; });
   document.getElementById("colour-key").replaceChildren(`${low} (${shown(ends[0])}) `, ...boxes, ` ${high} (${shown(ends[1])})`);
@@ -103,7 +104,7 @@ function completion(s, most) {
     // The policy chose a token with an advantage; others are what the environment said.
     const span = element("span", { className: s.advantages[i] == null ? "token observed" : "token", textContent: text });
     span.style.background = tint(s[view.tint]?.[i], most);
-    const known = [["advantage", s.advantages], ["probability", s.probabilities], ["beta", s.betas]].filter(([, values]) => values?.[i] != null);
+    const known = [["advantage", s.advantages], ["probability", s.probabilities], ["entropy", s.entropies], ["beta", s.betas]].filter(([, values]) => values?.[i] != null);
     span.dataset.tip = [JSON.stringify(text), ...known.map(([name, values]) => `${name} ${shown(values[i])}`)].join("\n");
     return span;
   });
