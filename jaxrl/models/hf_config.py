@@ -13,6 +13,7 @@ from jaxrl.models.components import ClampedGate, Experts
 from jaxrl.models.config_json import ConfigJson, token_ids
 from jaxrl.models.experts_json import read_corrected, write_corrected
 from jaxrl.models.families import FAMILIES, DecoderConfig, Family
+from jaxrl.models.fp8 import is_fp8, read_block
 from jaxrl.models.latent_json import read_latent, write_latent
 from jaxrl.models.linear_json import read_linear, write_linear
 from jaxrl.models.rope_json import read_ropes, write_ropes
@@ -50,7 +51,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
             f"model_type={shown(model_type)} is not supported; supported are {', '.join(FAMILIES)}"
         )
     family = FAMILIES[model_type]
-    if family.packed and is_packed(raw):
+    if read_block(raw) is not None or (family.packed and _is_mxfp4(raw)):
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
     for key, values in (_ONLY | dict(family.only)).items():
         if values and raw.get(key, values[0]) not in values:
@@ -97,8 +98,13 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def is_packed(raw: Mapping[str, Any]) -> bool:
-    """Tells if the content of a config.json says that weights are in MXFP4, see `mxfp4`."""
+def is_quantised(raw: Mapping[str, Any]) -> bool:
+    """Tells if the content of a config.json says that weights are in MXFP4 or FP8, see `mxfp4` and
+    `fp8`."""
+    return _is_mxfp4(raw) or is_fp8(raw)
+
+
+def _is_mxfp4(raw: Mapping[str, Any]) -> bool:
     quantization = raw.get("quantization_config")
     return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
