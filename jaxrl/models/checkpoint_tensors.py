@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def _check_names(
 def _check_tied_head(
     tensors: Mapping[str, Tensor], *, config: DecoderConfig, directory: Path
 ) -> None:
-    head, table = "lm_head.weight", "model.embed_tokens.weight"
+    head, table = "lm_head.weight", param_specs(config)["embed"].name
     if config.tied and head in tensors:
         a, b = (tensors[name].read().ravel().view(np.uint8) for name in (head, table))
         if not np.array_equal(a, b):
@@ -86,7 +86,8 @@ def _check_tied_head(
 def unused_tensors(
     directory: str | Path | None, config: DecoderConfig
 ) -> Iterator[dict[str, Tensor]]:
-    """Opens the tensors that the decoder does not compute with: layers for multi-token prediction.
+    """Opens the tensors that the decoder does not compute with: layers for multi-token prediction,
+    and those that read images.
 
     There are none without a directory, in a directory without weights or with another config.json,
     and in a reward model.
@@ -100,12 +101,33 @@ def unused_tensors(
         yield {name: one for name, one in tensors.items() if name.startswith(_unused(config))}
 
 
-def prediction_keys(directory: str | Path) -> dict[str, Any]:
-    """Reads the keys of config.json that describe layers for multi-token prediction."""
+def with_unused(
+    content: dict[str, Any],
+    directory: str | Path | None,
+    config: DecoderConfig,
+    *,
+    unused: Collection[str],
+) -> dict[str, Any]:
+    """Adds what the config.json of a directory says of `unused_tensors` to the content of another.
+
+    Raises:
+      ValueError: if the model is wrapped and the directory does not have it.
+    """
+    wrapped = config.wrapped
+    if directory is None or not (unused or (wrapped and _has_model(Path(directory), config))):
+        if wrapped:
+            raise ValueError(
+                f"{directory} does not have the {config.model_type} model of images and text that "
+                "is to be written; name the directory that it was read from"
+            )
+        return content
     raw = read_object(Path(directory) / "config.json")
-    found = {key: raw[key] for key in _PREDICTION if key in raw}
-    # As transformers 5 writes it.
-    return {_PREDICTION[0]: raw["num_mtp_layers"]} | found if "num_mtp_layers" in raw else found
+    read = raw["text_config"] if wrapped else raw
+    keys = {key: read[key] for key in _PREDICTION if key in read and unused}
+    if not wrapped:
+        return content | keys
+    around = {key: value for key, value in raw.items() if key != "quantization_config"}
+    return around | content | {"text_config": content["text_config"] | keys}
 
 
 def _has_model(directory: Path, config: DecoderConfig) -> bool:
@@ -120,7 +142,8 @@ def _has_model(directory: Path, config: DecoderConfig) -> bool:
 def _unused(config: DecoderConfig) -> tuple[str, ...]:
     """Returns how the names of tensors begin that the decoder does not compute with."""
     more = FAMILIES[config.model_type].more_layers
-    return (f"model.layers.{config.num_layers}.", "mtp.") if more else ()
+    prediction = (f"model.layers.{config.num_layers}.", "mtp.") if more else ()
+    return (*prediction, "model.visual.") if config.wrapped else prediction
 
 
 def _open_joined(

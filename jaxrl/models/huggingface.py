@@ -31,7 +31,7 @@ from jaxrl.models.checkpoint_files import (
     shown,
     write_json,
 )
-from jaxrl.models.checkpoint_tensors import checked_tensors, prediction_keys, unused_tensors
+from jaxrl.models.checkpoint_tensors import checked_tensors, unused_tensors, with_unused
 from jaxrl.models.config_json import token_ids
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.parameters import param_specs
@@ -191,7 +191,7 @@ def load_scorer(
     errors are those of `load`.
     """
     config = load_config(directory)
-    scorer = dataclasses.replace(config, scored=True)
+    named_as_read = dataclasses.replace(config, scored=True)
     with checked_tensors(Path(directory), config) as tensors:
         values = {
             path: put(
@@ -200,9 +200,9 @@ def load_scorer(
                 if config.scored or path != "score"
                 else np.zeros(one.shape, dtype),
             )
-            for path, one in spec.flatten(param_specs(scorer)).items()
+            for path, one in spec.flatten(param_specs(named_as_read)).items()
         }
-    return scorer, traverse_util.unflatten_dict(values, sep="/")
+    return config.as_scorer(), traverse_util.unflatten_dict(values, sep="/")
 
 
 def save(
@@ -228,7 +228,9 @@ def save(
         an index.
 
     Raises:
-      ValueError: if `params` are not those of `config`; the message names the parameter.
+      ValueError: if `params` are not those of `config`; the message names the parameter. Also if
+        the model is wrapped, and `source_dir` does not have it; or if that is `directory`, and
+        has tensors to keep.
     """
     save_tensors(
         directory,
@@ -257,13 +259,17 @@ def save_tensors(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     flat = spec.flatten(param_specs(config))
+    content = hf_config.to_hf_config(config, dtype=np.dtype(dtype).name)
     with unused_tensors(source_dir, config) as unused:
+        if unused and source_dir is not None and directory.samefile(source_dir):
+            raise ValueError(
+                f"{directory} holds tensors that are to be kept ({next(iter(unused))!r}); write to "
+                "another directory"
+            )
+        content = with_unused(content, source_dir, config, unused=unused)
         sizes = _sizes(flat, dtype=dtype) | {name: one.nbytes for name, one in unused.items()}
         stream = itertools.chain(tensors, ((name, one.read()) for name, one in unused.items()))
         listed = _write_shards(directory, stream, sizes, max_bytes=max_shard_bytes)
-    content = hf_config.to_hf_config(config, dtype=np.dtype(dtype).name)
-    if source_dir is not None and unused:
-        content |= prediction_keys(source_dir)
     write_json(directory / "config.json", content)
     # Files left by an earlier save with another number of shards would be read instead of these.
     for path in (*directory.glob("model*.safetensors"), directory / INDEX):

@@ -134,6 +134,8 @@ def test_layers_for_multi_token_prediction_are_exported_as_they_came(family, nam
     _, info = transformers.AutoModelForCausalLM.from_pretrained(after, output_loading_info=True)
     assert not info["missing_keys"]
     assert set(info["unexpected_keys"]) <= {name}
+    with pytest.raises(ValueError, match=f"holds tensors that are to be kept .'{name}'."):
+        huggingface.save(before, params, config, source_dir=before, **settings)
     # Without their file, from another model, and in a reward model there are none.
     other = dataclasses.replace(config, bos_id=5)
     scorer = dataclasses.replace(config, scored=True)

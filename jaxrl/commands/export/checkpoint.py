@@ -1,6 +1,5 @@
 """Conversion of checkpoints to Hugging Face models and PEFT adapters."""
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ def export_adapters(
 def _model(config: AnyConfig) -> tuple[Model, Any]:
     found = huggingface.load_config(config.model.path)
     if isinstance(config, RewardModelConfig):
-        model = decoder(dataclasses.replace(found, scored=True))
+        model = decoder(found.as_scorer())
         return model, model.specs
     model = decoder(found)
     return model, trained_specs(config.lora, model.specs)
