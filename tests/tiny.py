@@ -130,6 +130,24 @@ NEXT = dataclasses.replace(
     experts=Experts(count=8, per_token=2, intermediate_size=16, renormalise=True, gated_shared=16),
 )
 
+# The same without experts; the linear layers have a matrix for each projection. Larger weights
+# would amplify rounding.
+QWEN3_5 = dataclasses.replace(
+    NEXT,
+    model_type="qwen3_5_text",
+    initializer_range=0.1,
+    linear=Linear(
+        key_heads=2,
+        value_heads=4,
+        key_dim=8,
+        value_dim=12,
+        width=4,
+        period=(True, False),
+        split=True,
+    ),
+    experts=None,
+)
+
 
 def model() -> Model:
     return decoder(CONFIG)

@@ -1,7 +1,5 @@
 """Builds the critic of a run: a separate network, or a value head on the policy's."""
 
-import dataclasses
-
 import jax
 import optax
 
@@ -84,7 +82,7 @@ def _own_network(
 def _shared_trunk(
     config: Config, recipe: Recipe, *, model: Model, layout: Layout
 ) -> tuple[ActorCritic, Params, Specs]:
-    scorer = param_specs(dataclasses.replace(model.config, scored=True))
+    scorer = param_specs(model.config.as_scorer())
     specs = {VALUE_HEAD: scorer[VALUE_HEAD]}
     pure = shared_trunk(
         model._replace(temperature=config.sampling.temperature),

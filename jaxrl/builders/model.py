@@ -1,6 +1,5 @@
 """Loads models from the checkpoint that a config names."""
 
-import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -76,7 +75,7 @@ def load_model(
     """
     config, load = huggingface.load_config(path), huggingface.load
     if output == "scores":
-        config, load = dataclasses.replace(config, scored=True), huggingface.load_scorer
+        config, load = config.as_scorer(), huggingface.load_scorer
     elif config.scored:
         raise ValueError(f"{path} is a reward model; a causal language model is required")
     model = make_decoder(config, layout=layout, remat=remat, attention=attention)

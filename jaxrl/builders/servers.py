@@ -135,7 +135,7 @@ def starting_server(
 
     Raises:
       ValueError: for a host that others can reach without a key, a key that cannot be read or
-        made, a KV cache that does not hold one completion, or a model in MXFP4.
+        made, a KV cache that does not hold one completion, or a quantised model.
       FileNotFoundError: if the Python interpreter does not exist.
       ServerFailedError: if the port is in use.
     """
@@ -143,9 +143,9 @@ def starting_server(
     if not python.exists():
         raise FileNotFoundError(f"{python} does not exist; {INSTALL[config.device]}")
     model = huggingface.load_config(model_dir)
-    if huggingface.is_packed(model_dir):
+    if huggingface.is_quantised(model_dir):
         raise ValueError(
-            f"{model_dir} is in MXFP4 (quantization_config in config.json); vLLM would keep it so "
+            f"{model_dir} is quantised (quantization_config in config.json); vLLM would keep it so "
             "and refuse the weights that a learner publishes; write a copy in bf16, see "
             "docs/models.md, and name it in model.path"
         )

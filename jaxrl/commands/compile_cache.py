@@ -10,13 +10,19 @@ import platform
 import sys
 from pathlib import Path
 
+_DEVICES = "xla_force_host_platform_device_count"
 _LARGEST = 4 * 2**30  # bytes; beyond it JAX removes the programs unused for longest
 
 
 def use_compile_cache() -> None:
-    """Points JAX at a cache in the user's cache directory; must run before anything compiles."""
+    """Points JAX at a cache in the user's cache directory; must run before anything compiles.
+
+    There is none for simulated devices: of a program from the cache XLA's CPU forgets in which
+    order collectives run, and devices may wait for each other for ever (docs/scale.md).
+    """
     _set("jax_persistent_cache_min_compile_time_secs", 0.0)
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+    simulated = _DEVICES in os.environ.get("XLA_FLAGS", "") or "JAX_NUM_CPU_DEVICES" in os.environ
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ or simulated:
         return
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     directory = caches / "jaxrl" / "compiled" / processor()

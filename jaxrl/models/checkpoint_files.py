@@ -6,6 +6,7 @@ pickle is a ValueError that names it.
 
 import contextlib
 import json
+import math
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -114,6 +115,11 @@ class Tensor(Protocol):
         """The file that holds it."""
         ...
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor as it is read."""
+        ...
+
     def read(self, *, shape: tuple[int, ...] | None = None) -> np.ndarray:
         """Reads the tensor; raises ValueError if it has another shape or is not readable."""
         ...
@@ -143,8 +149,19 @@ class StoredTensor(NamedTuple):
         """The tensor's shape."""
         return tuple(self.file.get_slice(self.name).get_shape())
 
+    @property
+    def dtype(self) -> str:
+        """The tensor's dtype by the format's name, such as "BF16"."""
+        return self.file.get_slice(self.name).get_dtype()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor; 0 in a dtype that `read` refuses."""
+        dtype = _DTYPES.get(self.dtype)
+        return 0 if dtype is None else np.dtype(dtype).itemsize * math.prod(self.shape)
+
     def _read(self, shape: tuple[int, ...] | None, dtypes: Mapping[str, Any]) -> np.ndarray:
-        found, dtype = self.shape, self.file.get_slice(self.name).get_dtype()
+        found, dtype = self.shape, self.dtype
         if shape not in (None, found):
             raise ValueError(
                 f"{self.path}: tensor {self.name!r} has shape {found}, expected {shape}"
@@ -155,6 +172,16 @@ class StoredTensor(NamedTuple):
                 f"{', '.join(dtypes)}"
             )
         return self.file.get_tensor(self.name)
+
+
+def byte_starts(path: Path) -> dict[str, int]:
+    """Returns where the tensors of a readable safetensors file begin, in bytes by name. numpy has
+    no type for some, so that they are read by their place."""
+    with path.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+    header.pop("__metadata__", None)
+    return {name: 8 + size + one["data_offsets"][0] for name, one in header.items()}
 
 
 def open_tensors(paths: Iterable[Path], stack: contextlib.ExitStack) -> dict[str, StoredTensor]:

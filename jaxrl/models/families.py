@@ -38,6 +38,8 @@ class DecoderConfig:
       latent: projections of keys and values through a narrow one; None for direct ones. `head_dim`
         is then that of queries and keys.
       experts: None for a dense decoder.
+      wrapped: true if the checkpoint is a model of images and text, whose language model this is:
+        the names of its tensors begin otherwise, and config.json has it in `text_config`.
       scored: true for a reward model, whose head gives each token one score instead of one logit
         per vocabulary entry.
       max_positions: longest sequence that the checkpoint supports, in tokens.
@@ -77,10 +79,15 @@ class DecoderConfig:
     latent: Latent | None = None
     experts: Experts | None = None
     initializer_range: float = 0.02
+    wrapped: bool = False
     scored: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
+
+    def as_scorer(self) -> "DecoderConfig":
+        """Returns the config of a reward model with the same body, which is never wrapped."""
+        return dataclasses.replace(self, scored=True, wrapped=False)
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -170,7 +177,7 @@ class Family(NamedTuple):
       packed: true if checkpoints may be in MXFP4, see `mxfp4`.
       scorer: architecture of a reward model, if it has another name.
       more_layers: true if files may hold layers for multi-token prediction, behind the last one or
-        under "mtp". They are neither read nor written.
+        under "mtp", see `checkpoint_tensors.unused_tensors`.
     """
 
     architecture: str

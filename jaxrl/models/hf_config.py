@@ -5,6 +5,7 @@ checkpoints have, and transformers 5 (`rope_parameters`, `dtype`). A setting tha
 not support is an error that names it; none is ignored.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,10 +14,12 @@ from jaxrl.models.components import ClampedGate, Experts
 from jaxrl.models.config_json import ConfigJson, token_ids
 from jaxrl.models.experts_json import read_corrected, write_corrected
 from jaxrl.models.families import FAMILIES, DecoderConfig, Family
+from jaxrl.models.fp8 import is_fp8, read_block
 from jaxrl.models.latent_json import read_latent, write_latent
 from jaxrl.models.linear_json import read_linear, write_linear
 from jaxrl.models.rope_json import read_ropes, write_ropes
 from jaxrl.models.windows_json import read_windows, write_windows
+from jaxrl.models.wrapped_json import WRAPPERS, unwrap, wrap
 
 # Keys of all families that change the function, with the only values that are supported.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -45,12 +48,15 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
         or of the wrong type, or keys contradict each other; the message names them.
     """
     model_type = raw.get("model_type")
+    if isinstance(model_type, str) and model_type in WRAPPERS:
+        return dataclasses.replace(from_hf_config(unwrap(raw)), wrapped=True)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
-            f"model_type={shown(model_type)} is not supported; supported are {', '.join(FAMILIES)}"
+            f"model_type={shown(model_type)} is not supported; supported are "
+            f"{', '.join((*FAMILIES, *WRAPPERS))}"
         )
     family = FAMILIES[model_type]
-    if family.packed and is_packed(raw):
+    if read_block(raw) is not None or (family.packed and _is_mxfp4(raw)):
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
     for key, values in (_ONLY | dict(family.only)).items():
         if values and raw.get(key, values[0]) not in values:
@@ -97,8 +103,13 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def is_packed(raw: Mapping[str, Any]) -> bool:
-    """Tells if the content of a config.json says that weights are in MXFP4, see `mxfp4`."""
+def is_quantised(raw: Mapping[str, Any]) -> bool:
+    """Tells if the content of a config.json says that weights are in MXFP4 or FP8, see `mxfp4` and
+    `fp8`."""
+    return _is_mxfp4(raw) or is_fp8(raw)
+
+
+def _is_mxfp4(raw: Mapping[str, Any]) -> bool:
     quantization = raw.get("quantization_config")
     return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
@@ -147,7 +158,7 @@ def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
         content |= write_latent(config.latent, head_dim=config.head_dim)
     # Without these keys transformers gives a classifier two labels.
     label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if config.scored else {}
-    return content | label
+    return wrap(content) if config.wrapped else content | label
 
 
 _CORRECTED = ("glm4_moe", "deepseek_v3")

@@ -4,8 +4,8 @@ Tensors are read one by one from memory-mapped files and written bit for bit. Ev
 checkpoint is used exactly once; a missing, surplus or misshapen one is an error that names it.
 """
 
-import contextlib
 import dataclasses
+import itertools
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,18 +24,16 @@ from jaxrl.models import hf_config, spec
 from jaxrl.models.checkpoint_files import (
     INDEX,
     SINGLE,
-    Tensor,
     check_file,
     named,
-    open_weights,
     read_object,
     read_parameter,
     shown,
     write_json,
 )
+from jaxrl.models.checkpoint_tensors import checked_tensors, unused_tensors, with_unused
 from jaxrl.models.config_json import token_ids
-from jaxrl.models.families import FAMILIES, DecoderConfig
-from jaxrl.models.mxfp4 import join_packed
+from jaxrl.models.families import DecoderConfig
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import Params, ParamSpec
 
@@ -70,10 +68,10 @@ def load_config(directory: str | Path) -> DecoderConfig:
         return hf_config.from_hf_config(raw)
 
 
-def is_packed(directory: str | Path) -> bool:
-    """Tells if weights of a checkpoint directory are in MXFP4; raises ValueError without a
+def is_quantised(directory: str | Path) -> bool:
+    """Tells if weights of a checkpoint directory are in MXFP4 or FP8; raises ValueError without a
     config.json."""
-    return hf_config.is_packed(read_object(Path(directory) / "config.json"))
+    return hf_config.is_quantised(read_object(Path(directory) / "config.json"))
 
 
 def load_tokenizer(directory: str | Path) -> Any:
@@ -175,7 +173,7 @@ def load(
         floating-point; the message names it. Also as `load_config`.
     """
     config = load_config(directory)
-    with _checked_tensors(Path(directory), config) as tensors:
+    with checked_tensors(Path(directory), config) as tensors:
         values = {
             path: put(path, read_parameter(one, tensors, dtype=dtype and dtype_of(path, dtype)))
             for path, one in spec.flatten(param_specs(config)).items()
@@ -193,8 +191,8 @@ def load_scorer(
     errors are those of `load`.
     """
     config = load_config(directory)
-    scorer = dataclasses.replace(config, scored=True)
-    with _checked_tensors(Path(directory), config) as tensors:
+    named_as_read = dataclasses.replace(config, scored=True)
+    with checked_tensors(Path(directory), config) as tensors:
         values = {
             path: put(
                 path,
@@ -202,64 +200,9 @@ def load_scorer(
                 if config.scored or path != "score"
                 else np.zeros(one.shape, dtype),
             )
-            for path, one in spec.flatten(param_specs(scorer)).items()
+            for path, one in spec.flatten(param_specs(named_as_read)).items()
         }
-    return scorer, traverse_util.unflatten_dict(values, sep="/")
-
-
-@contextlib.contextmanager
-def _checked_tensors(directory: Path, config: DecoderConfig) -> Iterator[dict[str, Tensor]]:
-    """Opens a checkpoint as `open_weights`; checks that its names are those of the decoder."""
-    flat = spec.flatten(param_specs(config))
-    with contextlib.ExitStack() as stack:
-        packable = (name for one in flat.values() if one.transposed for name in one.hf_names())
-        tensors = join_packed(open_weights(directory, stack), packable)
-        count = sum(math.prod(one.shape[: one.stacked]) for one in flat.values())
-        if count > 2 * len(tensors) + 10_000:  # too many names to list
-            raise ValueError(
-                f"{directory}: config.json describes {count} tensors, but the files hold "
-                f"{len(tensors)}"
-            )
-        expected = {name for one in flat.values() for name in one.hf_names()}
-        _check_names(expected, set(tensors), config=config, directory=directory)
-        _check_tied_head(tensors, config=config, directory=directory)
-        yield tensors
-
-
-def _check_names(
-    expected: set[str], found: set[str], *, config: DecoderConfig, directory: Path
-) -> None:
-    # Some surplus is harmless: buffers in old exports that follow from the config, the second copy
-    # of a tied head, which `_check_tied_head` compares, and layers for multi-token prediction.
-    ignored = {name for name in found if name.endswith("rotary_emb.inv_freq")}
-    if config.tied:
-        ignored.add("lm_head.weight")
-    if FAMILIES[config.model_type].more_layers:
-        behind = (f"model.layers.{config.num_layers}.", "mtp.")
-        ignored |= {name for name in found if name.startswith(behind)}
-    for problem, names in (
-        ("misses", expected - found),
-        ("has surplus", found - expected - ignored),
-    ):
-        if names:
-            some = ", ".join(sorted(names)[:5]) + (" ..." if len(names) > 5 else "")
-            raise ValueError(
-                f"{directory}: a {config.model_type} checkpoint with this config.json {problem} "
-                f"{len(names)} tensor(s): {some}"
-            )
-
-
-def _check_tied_head(
-    tensors: Mapping[str, Tensor], *, config: DecoderConfig, directory: Path
-) -> None:
-    head, table = "lm_head.weight", "model.embed_tokens.weight"
-    if config.tied and head in tensors:
-        a, b = (tensors[name].read().ravel().view(np.uint8) for name in (head, table))
-        if not np.array_equal(a, b):
-            raise ValueError(
-                f"{directory}: config.json ties the head to the embedding, but {head!r} differs "
-                f"from {table!r}; set tie_word_embeddings to false if the head is separate"
-            )
+    return config.as_scorer(), traverse_util.unflatten_dict(values, sep="/")
 
 
 def save(
@@ -279,12 +222,15 @@ def save(
       params: the decoder's parameters, on any devices; fetched one at a time.
       config: the decoder's.
       dtype: dtype to cast tensors to.
-      source_dir: directory to copy tokenizer and generation files from.
+      source_dir: directory to copy tokenizer and generation files from, and the tensors that
+        training does not use (`checkpoint_tensors.unused_tensors`), those as they are there.
       max_shard_bytes: largest size of a file, unless a single tensor is larger. Several files get
         an index.
 
     Raises:
-      ValueError: if `params` are not those of `config`; the message names the parameter.
+      ValueError: if `params` are not those of `config`; the message names the parameter. Also if
+        the model is wrapped, and `source_dir` does not have it; or if that is `directory`, and
+        has tensors to keep.
     """
     save_tensors(
         directory,
@@ -313,30 +259,57 @@ def save_tensors(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     flat = spec.flatten(param_specs(config))
-    shards = _plan_shards(flat, itemsize=np.dtype(dtype).itemsize, max_bytes=max_shard_bytes)
-    weight_map: dict[str, str] = {}
-    stream = iter(tensors)
-    for i, names in enumerate(shards, start=1):
-        file = SINGLE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
-        content = dict(next(stream) for _ in names)
-        # transformers rejects files without this metadata.
-        save_file(content, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        total = sum(
-            int(np.prod(one.shape)) * dtype_of(path, dtype).itemsize for path, one in flat.items()
-        )
-        metadata = {"total_size": total}
-        write_json(directory / INDEX, {"metadata": metadata, "weight_map": weight_map})
     content = hf_config.to_hf_config(config, dtype=np.dtype(dtype).name)
+    with unused_tensors(source_dir, config) as unused:
+        if unused and source_dir is not None and directory.samefile(source_dir):
+            raise ValueError(
+                f"{directory} holds tensors that are to be kept ({next(iter(unused))!r}); write to "
+                "another directory"
+            )
+        content = with_unused(content, source_dir, config, unused=unused)
+        sizes = _sizes(flat, dtype=dtype) | {name: one.nbytes for name, one in unused.items()}
+        stream = itertools.chain(tensors, ((name, one.read()) for name, one in unused.items()))
+        listed = _write_shards(directory, stream, sizes, max_bytes=max_shard_bytes)
     write_json(directory / "config.json", content)
     # Files left by an earlier save with another number of shards would be read instead of these.
-    current = {*weight_map.values(), *([INDEX] if len(shards) > 1 else [])}
     for path in (*directory.glob("model*.safetensors"), directory / INDEX):
-        if path.name not in current:
+        if path.name not in listed:
             path.unlink(missing_ok=True)
     if source_dir is not None:
         copy_tokenizer(source_dir, directory)
+
+
+def _sizes(flat: Mapping[str, ParamSpec], *, dtype: DType) -> dict[str, int]:
+    """Lists the bytes of each tensor of a decoder by its Hugging Face name."""
+    return {
+        name: dtype_of(path, dtype).itemsize * math.prod(one.tensor_shape)
+        for path, one in flat.items()
+        for name in one.hf_names()
+    }
+
+
+def _write_shards(
+    directory: Path,
+    tensors: Iterator[tuple[str, np.ndarray]],
+    sizes: Mapping[str, int],
+    *,
+    max_bytes: int,
+) -> set[str]:
+    """Writes tensors in the order of `sizes`, and an index of several files; returns the names of
+    the files."""
+    shards = _plan_shards(sizes, max_bytes=max_bytes)
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(shards, start=1):
+        file = SINGLE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
+        content = dict(next(tensors) for _ in names)
+        # transformers rejects files without this metadata.
+        save_file(content, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) == 1:
+        return {SINGLE}
+    metadata = {"total_size": sum(sizes.values())}
+    write_json(directory / INDEX, {"metadata": metadata, "weight_map": weight_map})
+    return {INDEX, *weight_map.values()}
 
 
 _TOKENIZER_FILES = (
@@ -363,19 +336,15 @@ def copy_tokenizer(source_dir: str | Path, directory: str | Path) -> None:
             shutil.copyfile(source, target)
 
 
-def _plan_shards(
-    flat: Mapping[str, ParamSpec], *, itemsize: int, max_bytes: int
-) -> list[list[str]]:
+def _plan_shards(sizes: Mapping[str, int], *, max_bytes: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     room = max_bytes
-    for one in flat.values():
-        size = itemsize * int(np.prod(one.tensor_shape))
-        for name in one.hf_names():
-            if size > room and shards[-1]:
-                shards.append([])
-                room = max_bytes
-            shards[-1].append(name)
-            room -= size
+    for name, size in sizes.items():
+        if size > room and shards[-1]:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(name)
+        room -= size
     return shards
 
 

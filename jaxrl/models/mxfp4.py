@@ -6,6 +6,7 @@ tensors of bytes: `NAME_blocks` [..., out, in / 32, 16], two numbers in a byte, 
 """
 
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,11 @@ class PackedTensor(NamedTuple):
     name: str
     blocks: StoredTensor
     scales: StoredTensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor as it is read."""
+        return 2 * _GROUP * math.prod(self.scales.shape)
 
     def read(self, *, shape: tuple[int, ...] | None = None) -> np.ndarray:
         """Reads the tensor in bf16, [..., in, out].

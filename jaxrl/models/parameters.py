@@ -29,11 +29,11 @@ _NORMS = {
 def param_specs(config: DecoderConfig) -> Specs:
     """Declares the parameters of a decoder: shape, axes, initial value and Hugging Face name."""
     hidden, vocab = (config.hidden_size, "embed"), (config.vocab_size, "vocab")
-    std = config.initializer_range
+    std, body = config.initializer_range, _body(config)
     specs: dict[str, Any] = {
-        "embed": _spec("model.embed_tokens.weight", vocab, hidden, scale=std),
+        "embed": _spec(f"{body}.embed_tokens.weight", vocab, hidden, scale=std),
         **{group.name: _layers(config, group) for group in config.groups},
-        "final_norm": _spec("model.norm.weight", (hidden[0], "norm"), scale=_norm_scale(config)),
+        "final_norm": _spec(f"{body}.norm.weight", (hidden[0], "norm"), scale=_norm_scale(config)),
     }
     if config.scored:
         # Zeros: a reward model initialised from a language model scores every completion alike.
@@ -45,6 +45,11 @@ def param_specs(config: DecoderConfig) -> Specs:
 
 def _spec(name: str, *dims: Dimension, scale: float | None) -> ParamSpec:
     return ParamSpec(tuple(n for n, _ in dims), tuple(axis for _, axis in dims), name, scale)
+
+
+def _body(config: DecoderConfig) -> str:
+    """Returns Hugging Face's name of the decoder without its head."""
+    return "model.language_model" if config.wrapped else "model"
 
 
 def _norm_scale(config: DecoderConfig) -> float | None:
@@ -61,7 +66,7 @@ def _layers(config: DecoderConfig, group: Group) -> dict[str, ParamSpec]:
     def stacked(
         name: str, path: str, *dims: Dimension, scale: float | None = std, transposed: bool = False
     ) -> dict[str, ParamSpec]:
-        path = f"model.layers.{{layer}}.{other_names.get(name, path)}"
+        path = f"{_body(config)}.layers.{{layer}}.{other_names.get(name, path)}"
         one = _spec(path, (group.count, "layers"), *dims, scale=scale)
         return {name: one._replace(first=group.first, step=group.step, transposed=transposed)}
 

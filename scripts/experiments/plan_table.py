@@ -77,6 +77,8 @@ _HOSTS = (
     (_SCALED, "h200:8", {"fsdp": 8}),
     (_SCALED, "b200:8", {"fsdp": 8}),
     ("qwen3_30b_a3b", "b200:8", {"fsdp": 8}),
+    ("gemma3_1b", "v5e:2x2", {"fsdp": 4}),
+    ("olmo3_7b", "v6e:2x4", {"fsdp": 8}),
 )
 _EXACT_F32 = (("qwen3_0_6b", "h100:8", {"fsdp": 8}),)
 

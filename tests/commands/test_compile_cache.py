@@ -39,7 +39,8 @@ def material(tmp_path_factory) -> Path:
 
 def programs(command: list[str], **environment: str) -> tuple[int, int]:
     """Numbers of programs that a command had compiled or loaded, and loaded."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMP", "JAX_PERS"))}
+    own = ("JAX_COMP", "JAX_PERS", "XLA_FLAGS")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(own)}
     ended = subprocess.run(
         [sys.executable, "-c", COUNTED, *command],
         env=inherited | environment,
@@ -113,6 +114,16 @@ def test_directory_of_the_user_is_respected_and_not_bounded(tmp_path, monkeypatc
     found = settings(monkeypatch, **given)
     assert found["JAX_COMPILATION_CACHE_DIR"] == "mine"
     assert "JAX_COMPILATION_CACHE_MAX_SIZE" not in found
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, {"JAX_NUM_CPU_DEVICES": "8"}],
+)
+def test_simulated_devices_have_no_cache(given, tmp_path, monkeypatch):
+    found = settings(monkeypatch, XDG_CACHE_HOME=str(tmp_path), **given)
+    assert "JAX_COMPILATION_CACHE_DIR" not in found
     assert not any(tmp_path.iterdir())
 
 

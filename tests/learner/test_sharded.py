@@ -119,7 +119,9 @@ def assert_close(a, b, *, rtol):
         ("all", {"expert": 2, "context": 2, "tensor": 2}, tiny.GPT_OSS),
         ("expert", {"fsdp": 2, "expert": 2, "tensor": 2}, tiny.GLM),
         ("fsdp", {"fsdp": 8}, tiny.DEEPSEEK),
+        ("fsdp_tensor", {"fsdp": 4, "tensor": 2}, tiny.DEEPSEEK),
         ("all", {"fsdp": 2, "context": 2, "tensor": 2}, tiny.NEXT),
+        ("fsdp_tensor", {"fsdp": 4, "tensor": 2}, tiny.QWEN3_5),
     ],
 )
 def test_a_mesh_changes_nothing_but_rounding(preset, sizes, config):

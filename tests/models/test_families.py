@@ -260,7 +260,7 @@ def test_windows_of_qwen_follow_the_switch_the_first_layer_and_the_layer_types()
             raw("qwen3_next", **DELTA, rope_parameters={"mrope_section": [1]}),
             "mrope_section is not",
         ),
-        (raw("qwen3_5", text_config={}), "model_type='qwen3_5' is not supported"),
+        (raw("qwen3_5_moe", text_config={}), "model_type='qwen3_5_moe' is not supported"),
         (raw("qwen3_moe"), "num_experts, num_experts_per_tok is missing"),
         (raw("qwen3_moe", **EXPERTS, num_local_experts=7), "num_experts=6 and num_local_experts=7"),
         (raw("qwen3_moe", **EXPERTS | {"num_experts_per_tok": 7}), "more than the 6 experts"),

@@ -1,6 +1,7 @@
 """A checkpoint imported and exported again is the same, bit for bit; what does not fit is named."""
 
 import contextlib
+import dataclasses
 import json
 import shutil
 
@@ -105,6 +106,49 @@ def test_a_correction_stays_f32_and_a_layer_behind_the_last_is_left_out(tmp_path
     assert published[name].tobytes() == content[name].tobytes()
     served = as_served(params, parse("bf16"))["layers"]["correction_f32"]
     assert np.asarray(served[0]).tobytes() == content[name].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "key"),
+    [
+        ("glm4_moe", "model.layers.3.eh_proj.weight", "num_nextn_predict_layers"),
+        ("deepseek_v3", "model.layers.3.shared_head.head.weight", "num_nextn_predict_layers"),
+        ("qwen3_next", "mtp.fc.weight", "num_nextn_predict_layers"),
+        ("qwen3_5_text", "mtp.layers.0.mlp.up_proj.weight", "mtp_num_hidden_layers"),
+    ],
+)
+def test_layers_for_multi_token_prediction_are_exported_as_they_came(family, name, key, tmp_path):
+    before, after = tmp_path / "before", tmp_path / "after"
+    checkpoint(before, family, tied=False)
+    content = load_file(before / SINGLE)
+    extra = {name: np.arange(6, dtype=np.float32).reshape(2, 3).astype(jnp.bfloat16)}
+    save_file(content | extra, before / SINGLE, metadata={"format": "pt"})
+    raw = json.loads((before / "config.json").read_text()) | {key: 1}
+    (before / "config.json").write_text(json.dumps(raw))
+    config, params = huggingface.load(before, dtype=None)
+    settings = {"dtype": np.dtype("float32"), "max_shard_bytes": 30_000}
+    huggingface.save(after, params, config, source_dir=before, **settings)
+    assert tensors(after)[0] == tensors(before)[0]
+    assert json.loads((after / "config.json").read_text())[key] == 1
+    assert huggingface.load(after, dtype=None)[0] == config
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(after, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert set(info["unexpected_keys"]) <= {name}
+    with pytest.raises(ValueError, match=f"holds tensors that are to be kept .'{name}'."):
+        huggingface.save(before, params, config, source_dir=before, **settings)
+    # Without their file, from another model, and in a reward model there are none.
+    other = dataclasses.replace(config, bos_id=5)
+    scorer = dataclasses.replace(config, scored=True)
+    score = {"score": np.zeros((1, 32), np.float32)}
+    scored = {path: value for path, value in params.items() if path != "head"} | score
+    for one, own, source in (
+        (config, params, None),
+        (other, params, before),
+        (scorer, scored, before),
+    ):
+        huggingface.save(after, own, one, source_dir=source, dtype=np.dtype("float32"))
+        assert name not in tensors(after)[0]
+        assert json.loads((after / "config.json").read_text()).get(key, 0) == 0
 
 
 def test_load_casts_and_hands_each_parameter_to_put(tiny):

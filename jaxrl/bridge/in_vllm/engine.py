@@ -209,10 +209,11 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             specs = read_specs(Path(self.model_config.model))
         except ValueError as error:
             raise ValueError(f"{error}; serve a local checkpoint directory") from error
-        # The learner has neither the second copy of a tied head nor a layer for multi-token
-        # prediction, and keeps corrections of routers in f32.
+        # The learner has neither the second copy of a tied head, layers for multi-token prediction
+        # nor those that read images, and keeps corrections of routers in f32.
         left_out = "lm_head.weight" if self._tied else None
-        behind = f"model.layers.{self.model_config.hf_text_config.num_hidden_layers}."
+        layers = self.model_config.hf_text_config.num_hidden_layers
+        behind = (f"model.layers.{layers}.", "mtp.", "model.visual.")
         return tuple(
             spec._replace(dtype="float32" if spec.name.endswith(_CORRECTION) else wire)
             for spec in specs

@@ -1,6 +1,5 @@
 """Conversion of checkpoints to Hugging Face models and PEFT adapters."""
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ def export_adapters(
 def _model(config: AnyConfig) -> tuple[Model, Any]:
     found = huggingface.load_config(config.model.path)
     if isinstance(config, RewardModelConfig):
-        found = dataclasses.replace(found, scored=True)
+        found = found.as_scorer()
     model = decoder(found)
     return model, trained_specs(config.lora, model.specs)
 

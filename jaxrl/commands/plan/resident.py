@@ -121,7 +121,7 @@ def _weights(specs: Specs, layout: Layout, *, dtype: DType) -> float:
 
 
 def _scorer(path: str) -> Specs:
-    return param_specs(dataclasses.replace(huggingface.load_config(path), scored=True))
+    return param_specs(huggingface.load_config(path).as_scorer())
 
 
 def _critic(config: Config, *, layout: Layout, policy: Precision) -> float:
