@@ -4,9 +4,9 @@ python scripts/bench_sampler.py --shapes S --sequences 8 64 --dtypes f32 bf16 f1
 python scripts/bench_sampler.py --sequences 256 --in-flight 64 --lengths lognormal
 python scripts/bench_sampler.py --sampler vllm --sequences 8 64 256 --dtypes bf16
 
-The embedded sampler alternates with itself with fixed sums (`sampler.exact`); where completions wait
-for others, with requests of `--in-flight` completions, one after another. For vLLM, jaxrl's client
-alternates with a bare loop that discards the completions.
+The embedded sampler alternates with itself with fixed sums (`sampler.exact`); where completions
+wait for others, with requests of `--in-flight` completions, one after another. For vLLM, jaxrl's
+client alternates with a bare loop that discards the completions.
 """
 
 import argparse

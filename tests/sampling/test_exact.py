@@ -210,9 +210,10 @@ def test_with_fixed_sums_neither_order_nor_company_matters_where_turns_wait(fami
     policy = dataclasses.replace(parse(name), sums="fixed")
     whole = sampled(model, params, policy)
     rng = np.random.default_rng(0)
+    limits = [72, *rng.integers(1, 73, len(whole) - 1)]
     turns = [
         Turn(one.prompt, one.group, i % 2, int(limit))
-        for i, (one, limit) in enumerate(zip(whole, rng.integers(1, 73, len(whole)), strict=True))
+        for i, (one, limit) in enumerate(zip(whole, limits, strict=True))
     ]
     sampler = EmbeddedSampler(model, params, precision=policy, max_batch=4)
     settings = SamplingParams(max_tokens=72, temperature=TEMPERATURE, seed=1)

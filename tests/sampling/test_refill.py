@@ -117,8 +117,14 @@ def test_a_mesh_gives_the_completions_of_one_device(rules, axes, decoded):
     assert decoded["refills"] > 0
 
 
+def test_a_request_of_short_completions_compiles_no_more_programs(decoded):
+    turns = _turns(longest=64)
+    _assert_equal(_sampled(turns), _sampled(turns, max_batch=len(turns)))
+    assert decoded["refills"] == 0
+
+
 def test_a_context_that_exceeds_the_cache_enlarges_it():
     short, long = np.arange(2, 5, dtype=np.int32), np.arange(2, 110, dtype=np.int32) % 60 + 2
-    turns = [Turn(short, 0, j, 40 if j else 1) for j in range(BATCH)]
+    turns = [Turn(short, 0, j, 70 if j else 1) for j in range(BATCH)]
     turns += [Turn(long, 1, j, 10) for j in range(BATCH)]
     _assert_equal(_sampled(turns), _sampled(turns, max_batch=2 * BATCH))

@@ -36,7 +36,7 @@ from sharding.transfer import fetch, place
 # rows: a step with fewer takes hardly less time.
 _SHRINK, _MIN_ROWS = 4, 8
 
-# While turns wait, they are put into a batch once this part of its rows has ended.
+# While turns wait, they are put into a batch once one row in so many has ended.
 _REFILL = 8
 
 
@@ -88,7 +88,7 @@ class PartialCompletion:
 
     @property
     def full(self) -> bool:
-        """Whether it has as many tokens as it may have."""
+        """True once it has as many tokens as its turn allows."""
         return self._length == self._turn.max_tokens
 
     def append(self, segment: Segment, *, row: int, length: int) -> None:
@@ -135,9 +135,10 @@ def shrunk_rows(rows: int, *, shards: int) -> int:
     return fewer if fewer >= _MIN_ROWS and fewer % shards == 0 else 0
 
 
-def refilled_rows(rows: int, *, shards: int) -> int:
-    """Returns the number of rows that waiting turns are put into together."""
-    return -(-max(1, rows // _REFILL) // shards) * shards
+def refilled_rows(rows: int, *, longest: int, shards: int) -> int:
+    """Returns the number of rows that waiting turns are put into together. It is 0 if no completion
+    is longer than a segment: the batch ends before the programs for it are compiled."""
+    return -(-max(1, rows // _REFILL) // shards) * shards if longest > SEGMENT else 0
 
 
 def most_slots(context: int, completion: int) -> int:
@@ -185,10 +186,10 @@ def decode_turns(turns: Sequence[Turn], request: DecodeRequest) -> Iterator[Comp
 def _decode_batch(waiting: deque[Turn], request: DecodeRequest) -> Iterator[Completion]:
     """Decodes the first of the waiting turns and puts others into rows that have ended, until none
     runs."""
-    longest = max(len(turn.context) for turn in waiting)
-    most = most_slots(longest, max(turn.max_tokens for turn in waiting))
+    longest = max(turn.max_tokens for turn in waiting)
+    most = most_slots(max(len(turn.context) for turn in waiting), longest)
     state, out, partial = _first_rows(waiting, request, most=most)
-    refilled = refilled_rows(len(partial), shards=request.shards)
+    refilled = refilled_rows(len(partial), longest=longest, shards=request.shards)
     settings = draw_settings(request.params)
     while True:
         if request.closed.is_set():
@@ -197,14 +198,13 @@ def _decode_batch(waiting: deque[Turn], request: DecodeRequest) -> Iterator[Comp
         running = [row for row, one in enumerate(partial) if one is not None]
         if not running:
             return
-        rows, slots = len(partial), state.cache.slots
-        floor = rows - min(refilled, len(waiting))
-        if waiting and len(running) <= floor:
+        rows, slots, due = len(partial), state.cache.slots, min(refilled, len(waiting))
+        if due and len(running) <= rows - due:
             state, out = _refill(state, partial, waiting, request, rows=refilled, most=most)
             continue
         if full := max(one.position for one in partial if one is not None) >= slots:
             slots = larger_cache(slots, holds=1, most=most)
-        fewer = 0 if waiting else shrunk_rows(rows, shards=request.shards)
+        fewer = 0 if due else shrunk_rows(rows, shards=request.shards)
         if len(running) <= fewer:
             source = np.array(running + [0] * (fewer - len(running)), np.int32)
             used = np.arange(fewer) < len(running)
@@ -216,7 +216,7 @@ def _decode_batch(waiting: deque[Turn], request: DecodeRequest) -> Iterator[Comp
         state, out = decode_segment(
             request.weights,
             state,
-            floor=np.int32(floor if waiting else fewer),
+            floor=np.int32(rows - due if due else fewer),
             settings=settings,
             model=request.model,
             precision=request.precision,

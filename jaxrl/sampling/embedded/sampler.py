@@ -32,6 +32,10 @@ class EmbeddedSampler:
     params and seed. Other prompts of the request change it only by the rounding of matrix products
     of another size.
 
+    Where a request has more completions than are decoded at once, those that wait take the rows of
+    completions that have ended. A group's prompt is computed once for the completions that begin
+    together, and again for those that begin later.
+
     It compiles one program per power-of-two number of prompts or completions and per length bucket.
     """
 
