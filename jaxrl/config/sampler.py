@@ -26,7 +26,7 @@ class SamplingConfig(Section):
 
     max_batch: PositiveInt = 64
     """Completions that the embedded sampler decodes at once; more is faster and takes more
-    memory."""
+    memory. Others wait until some have ended."""
 
 
 class ServerConfig(Section):

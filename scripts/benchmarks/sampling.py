@@ -10,27 +10,67 @@ from jaxrl.core.precision import parse
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import init
-from jaxrl.sampling.base import SamplingParams
+from jaxrl.sampling.base import SamplingParams, Turn
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 
 GROUP = 8  # completions per prompt
 
 
-def embedded(shape: str, *, dtype: str, sequences: int, sums: str = "any") -> Run:
-    """Builds a run of the embedded sampler: random weights, groups of GROUP endless completions."""
+def embedded(
+    shape: str,
+    *,
+    dtype: str,
+    limits: np.ndarray,
+    in_flight: int,
+    sums: str = "any",
+    together: bool = True,
+) -> Run:
+    """Builds a run of the embedded sampler: random weights, groups of GROUP completions without a
+    stop sequence.
+
+    Args:
+      shape: of the model.
+      dtype: of weights and products.
+      limits: i[N] tokens of each completion.
+      in_flight: the most completions decoded at once.
+      sums: see `Precision`.
+      together: whether all completions are one request; otherwise each `in_flight` are one, and a
+        request follows the end of the one before.
+    """
     config = SHAPES[shape]
     model = decoder(config)
     weights = init(model.specs, jax.random.key(0), dtype=jnp.dtype(jnp.float32))
     policy = parse(f"fp32,wire={dtype},sampler={dtype},sums={sums}")
-    sampler = EmbeddedSampler(model, weights, precision=policy, max_batch=sequences)
-    prompts = random_prompts(config, sequences=sequences)
+    sampler = EmbeddedSampler(model, weights, precision=policy, max_batch=in_flight)
+    prompts = random_prompts(config, sequences=len(limits))
+    turns = [Turn(prompts[i // GROUP], i // GROUP, i % GROUP, int(n)) for i, n in enumerate(limits)]
+    size = len(turns) if together else in_flight
 
     def run(seed: int) -> None:
         params = SamplingParams(max_tokens=ANSWER, seed=seed)
-        tokens = sum(len(c.tokens) for c in sampler.sample(prompts, params, group_size=GROUP))
-        assert tokens == sequences * ANSWER
+        tokens = 0
+        for i in range(0, len(turns), size):
+            tokens += sum(len(c.tokens) for c in sampler.sample_turns(turns[i : i + size], params))
+        assert tokens == sum(limits)
 
     return run
+
+
+def equal(sequences: int) -> np.ndarray:
+    """Returns the same length for all completions."""
+    return np.full(sequences, ANSWER)
+
+
+def lognormal(sequences: int) -> np.ndarray:
+    """Draws lengths as they are in reinforcement learning: a lognormal distribution of median
+    ANSWER / 4, and a tenth that is truncated at ANSWER."""
+    rng = np.random.default_rng(0)
+    found = np.clip(rng.lognormal(np.log(ANSWER / 4), 0.8, sequences), 1, ANSWER).astype(int)
+    found[rng.permutation(sequences)[: sequences // 10]] = ANSWER
+    return found
+
+
+LENGTHS = {"equal": equal, "lognormal": lognormal}
 
 
 def random_prompts(config: DecoderConfig, *, sequences: int) -> np.ndarray:

@@ -220,15 +220,14 @@ def test_moving_a_sharded_batch_needs_no_whole_copy_on_one_device():
     state = decode_steps.DecodeState(
         cache=cache,
         token=each,
-        slot=part((), jnp.int32),
-        drawn=part((), jnp.int32),
-        pad=each,
+        context=each,
         key=part((batch,), jax.random.key(0).dtype, "fsdp"),
         tail=part((batch, 1), jnp.int32, "fsdp"),
         length=each,
-        ended=part((batch,), jnp.bool_, "fsdp"),
+        limit=each,
+        stopped=part((batch,), jnp.bool_, "fsdp"),
     )
-    found = decode_steps.take_rows.lower(state, each, state.ended, slots=2 * slots).compile()
+    found = decode_steps.take_rows.lower(state, each, state.stopped, slots=2 * slots).compile()
     moved = 2 * 2 * math.prod(heads) * 8 * 2 * slots  # bytes of the new cache
     assert found.memory_analysis().temp_size_in_bytes < moved / 4
     grown = decode_steps.grow_cache.lower(state, slots=2 * slots).compile()

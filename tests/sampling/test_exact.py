@@ -19,7 +19,7 @@ from jaxrl.models.decoder import decoder
 from jaxrl.models.hf_config import from_hf_config
 from jaxrl.models.spec import init
 from jaxrl.monitoring.ratio.shape_noise import shape_noise
-from jaxrl.sampling.base import SamplingParams
+from jaxrl.sampling.base import SamplingParams, Turn
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 
 TEMPERATURE = 0.8
@@ -196,6 +196,33 @@ def test_with_fixed_sums_neither_batch_nor_microbatch_nor_packing_matters():
     for row_length, rows in ((112, 1), (300, 2), (257, 5)):
         found = differences(model, params, policy, whole, row_length=row_length, rows=rows)
         assert not found.any(), (row_length, rows)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *(("qwen3", name) for name in BOUNDS),
+        *((f, "bf16_master") for f in ("gpt_oss", "qwen3_moe")),
+    ],
+)
+def test_with_fixed_sums_neither_order_nor_company_matters_where_turns_wait(family, name):
+    model, params = a_model(family)
+    policy = dataclasses.replace(parse(name), sums="fixed")
+    whole = sampled(model, params, policy)
+    rng = np.random.default_rng(0)
+    limits = [72, *rng.integers(1, 73, len(whole) - 1)]
+    turns = [
+        Turn(one.prompt, one.group, i % 2, int(limit))
+        for i, (one, limit) in enumerate(zip(whole, limits, strict=True))
+    ]
+    sampler = EmbeddedSampler(model, params, precision=policy, max_batch=4)
+    settings = SamplingParams(max_tokens=72, temperature=TEMPERATURE, seed=1)
+    for order in (range(len(turns)), rng.permutation(len(turns))):
+        for found in sampler.sample_turns([turns[i] for i in order], settings):
+            expected = whole[2 * found.prompt_index + found.sample_index]
+            count = turns[2 * found.prompt_index + found.sample_index].max_tokens
+            np.testing.assert_array_equal(found.tokens, expected.completion[:count])
+            np.testing.assert_array_equal(found.logprobs, expected.logprobs[:count])
 
 
 @pytest.mark.parametrize("name", BOUNDS)

@@ -1,6 +1,7 @@
-"""Decoding of one batch from prompts to completions, driven from the host."""
+"""Decoding of batches from prompts to completions, driven from the host."""
 
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -21,10 +22,11 @@ from jaxrl.sampling.embedded.decode_steps import (
     decode_segment,
     draw_first,
     grow_cache,
+    put_rows,
     row_experts,
     take_rows,
 )
-from jaxrl.sampling.embedded.draw_token import DrawSettings, draw_settings
+from jaxrl.sampling.embedded.draw_token import draw_settings
 from jaxrl.sampling.embedded.kv_cache import prefill
 from jaxrl.sampling.embedded.stopping import empty_tail
 from sharding.partition import Layout
@@ -33,6 +35,9 @@ from sharding.transfer import fetch, place
 # A batch shrinks by this factor once so few of its rows are running, but never below this number of
 # rows: a step with fewer takes hardly less time.
 _SHRINK, _MIN_ROWS = 4, 8
+
+# While turns wait, they are put into a batch once one row in so many has ended.
+_REFILL = 8
 
 
 class DecodeRequest(NamedTuple):
@@ -74,26 +79,24 @@ class PartialCompletion:
         self._turn = turn
         self._tokens: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
-        self._length, self._truncated = 0, False
+        self._length = 0
 
     @property
-    def context_length(self) -> int:
-        """Tokens of the context."""
-        return len(self._turn.context)
+    def position(self) -> int:
+        """Position of the last token, hence its slot."""
+        return len(self._turn.context) + self._length - 1
 
-    def append(self, segment: Segment, *, row: int, length: int) -> bool:
-        """Takes the tokens of a row of `length` tokens, at most up to the completion's maximum.
+    @property
+    def full(self) -> bool:
+        """True once it has as many tokens as its turn allows."""
+        return self._length == self._turn.max_tokens
 
-        Returns:
-          Whether the maximum is reached.
-        """
-        most = self._turn.max_tokens
-        self._truncated, length = length > most, min(length, most)
+    def append(self, segment: Segment, *, row: int, length: int) -> None:
+        """Takes the new tokens of a row that has `length` in all."""
         new = slice(length - self._length)
         self._tokens.append(np.asarray(segment.tokens)[new, row])
         self._logprobs.append(np.asarray(segment.logprobs)[new, row])
         self._length = length
-        return length == most
 
     def finish(self, *, stopped: bool, version: int, experts: np.ndarray | None) -> Completion:
         """Returns the completion; `experts` are those of its row from the context's first token.
@@ -116,12 +119,8 @@ class PartialCompletion:
             tokens=np.concatenate(self._tokens),
             logprobs=logprobs,
             versions=np.full(len(logprobs), version, np.int32),
-            finish_reason="stop" if stopped and not self._truncated else "length",
-            experts=(
-                None
-                if experts is None
-                else experts[: self.context_length + self._length - 1].copy()
-            ),
+            finish_reason="stop" if stopped else "length",
+            experts=None if experts is None else experts[: self.position].copy(),
         )
 
 
@@ -136,21 +135,42 @@ def shrunk_rows(rows: int, *, shards: int) -> int:
     return fewer if fewer >= _MIN_ROWS and fewer % shards == 0 else 0
 
 
+def refilled_rows(rows: int, *, longest: int, shards: int) -> int:
+    """Returns the number of rows that waiting turns are put into together. It is 0 if no completion
+    is longer than a segment: the batch ends before the programs for it are compiled."""
+    return -(-max(1, rows // _REFILL) // shards) * shards if longest > SEGMENT else 0
+
+
+def most_slots(context: int, completion: int) -> int:
+    """Returns the slots of the largest cache for contexts of up to `context` tokens and up to
+    `completion` more."""
+    # The last token drawn needs no slot.
+    return length_bucket(length_bucket(context, step=16) + completion - 1, step=TILE)
+
+
+def larger_cache(slots: int, *, holds: int, most: int) -> int:
+    """Returns the size that follows a cache of `slots` slots: the first with `holds` slots of the
+    sizes up to `most`."""
+    while True:
+        slots = min(length_bucket(slots + SEGMENT, step=TILE), most)
+        if slots >= min(holds, most):
+            return slots
+
+
 def cache_sizes(context: int, completion: int) -> list[int]:
     """Returns the successive sizes of a batch's cache, in slots.
 
     The first holds contexts of up to `context` tokens, the last `completion` more tokens.
     """
-    width = length_bucket(context, step=16)
-    # The last token drawn needs no slot.
-    sizes, most = [width], length_bucket(width + completion - 1, step=TILE)
+    sizes, most = [length_bucket(context, step=16)], most_slots(context, completion)
     while sizes[-1] < most or len(sizes) == 1:
-        sizes.append(min(length_bucket(sizes[-1] + SEGMENT, step=TILE), most))
+        sizes.append(larger_cache(sizes[-1], holds=1, most=most))
     return sizes
 
 
-def decode_batch(turns: Sequence[Turn], request: DecodeRequest) -> Iterator[Completion]:
-    """Decodes sequences together and yields completions as they finish.
+def decode_turns(turns: Sequence[Turn], request: DecodeRequest) -> Iterator[Completion]:
+    """Decodes sequences, as many together as the request allows, and yields completions as they
+    finish.
 
     Completions that finish between two visits to the host come shortest first.
 
@@ -158,80 +178,148 @@ def decode_batch(turns: Sequence[Turn], request: DecodeRequest) -> Iterator[Comp
       FloatingPointError: if the model's logits are not finite.
       ClosedError: once the sampler is closed.
     """
-    most = max(turn.max_tokens for turn in turns)
-    width, slots, *larger = cache_sizes(max(len(turn.context) for turn in turns), most)
-    sizes = iter(larger)
+    waiting = deque(turns)
+    while waiting:
+        yield from _decode_batch(waiting, request)
+
+
+def _decode_batch(waiting: deque[Turn], request: DecodeRequest) -> Iterator[Completion]:
+    """Decodes the first of the waiting turns and puts others into rows that have ended, until none
+    runs."""
+    longest = max(turn.max_tokens for turn in waiting)
+    most = most_slots(max(len(turn.context) for turn in waiting), longest)
+    state, out, partial = _first_rows(waiting, request, most=most)
+    refilled = refilled_rows(len(partial), longest=longest, shards=request.shards)
     settings = draw_settings(request.params)
-    state, out = _prefill(turns, request, width=width, slots=slots, settings=settings)
-    partial: list[PartialCompletion | None] = [PartialCompletion(turn) for turn in turns]
-    partial += [None] * (state.token.shape[0] - len(turns))
-    total = 0
     while True:
         if request.closed.is_set():
             raise ClosedError("the sampler was closed")
-        out, length, ended = fetch((out, state.length, state.ended))
-        total += int(out.count)
-        finished = []
-        for row, one in enumerate(partial):
-            if one is None:
-                continue
-            if one.append(out, row=row, length=int(length[row])) or ended[row]:
-                experts = state.cache.experts
-                if experts is not None:
-                    experts = fetch(row_experts(experts, np.int32(row)))
-                finished.append(
-                    one.finish(stopped=ended[row], version=request.version, experts=experts)
-                )
-                partial[row] = None
-        yield from sorted(finished, key=lambda c: (len(c.tokens), c.prompt_index, c.sample_index))
+        yield from _take_finished(partial, state, out, version=request.version)
         running = [row for row, one in enumerate(partial) if one is not None]
         if not running:
             return
-        if full := width + total - 1 == slots:
-            slots = next(sizes)
-        size = shrunk_rows(len(partial), shards=request.shards)
-        if len(running) <= size:
-            source = np.array(running + [0] * (size - len(running)), np.int32)
-            used = np.arange(size) < len(running)
+        rows, slots, due = len(partial), state.cache.slots, min(refilled, len(waiting))
+        if due and len(running) <= rows - due:
+            state, out = _refill(state, partial, waiting, request, rows=refilled, most=most)
+            continue
+        if full := max(one.position for one in partial if one is not None) >= slots:
+            slots = larger_cache(slots, holds=1, most=most)
+        fewer = 0 if due else shrunk_rows(rows, shards=request.shards)
+        if len(running) <= fewer:
+            source = np.array(running + [0] * (fewer - len(running)), np.int32)
+            used = np.arange(fewer) < len(running)
             state = take_rows(state, request.put(source), request.put(used), slots=slots)
-            partial = [partial[row] for row in running] + [None] * (size - len(running))
-            size = shrunk_rows(size, shards=request.shards)
+            partial = [partial[row] for row in running] + [None] * (fewer - len(running))
+            fewer = shrunk_rows(fewer, shards=request.shards)
         elif full:
             state = grow_cache(state, slots=slots)
         state, out = decode_segment(
             request.weights,
             state,
-            max_tokens=np.int32(most),
-            floor=np.int32(size),
+            floor=np.int32(rows - due if due else fewer),
             settings=settings,
             model=request.model,
             precision=request.precision,
         )
 
 
+def _take_finished(
+    partial: list[PartialCompletion | None], state: DecodeState, out: Segment, *, version: int
+) -> list[Completion]:
+    """Appends new tokens to the completions of a batch's rows and takes those that have ended."""
+    out, length, stopped = fetch((out, state.length, state.stopped))
+    finished = []
+    for row, one in enumerate(partial):
+        if one is None:
+            continue
+        one.append(out, row=row, length=int(length[row]))
+        if one.full or stopped[row]:
+            experts = state.cache.experts
+            if experts is not None:
+                experts = fetch(row_experts(experts, np.int32(row)))
+            finished.append(one.finish(stopped=stopped[row], version=version, experts=experts))
+            partial[row] = None
+    return sorted(finished, key=lambda c: (len(c.tokens), c.prompt_index, c.sample_index))
+
+
+def _first_rows(
+    waiting: deque[Turn], request: DecodeRequest, *, most: int
+) -> tuple[DecodeState, Segment, list[PartialCompletion | None]]:
+    """Makes a batch of the first of the waiting turns."""
+    shards = request.shards
+    rows = count_bucket(len(waiting), multiple=shards)
+    rows = min(rows, max_rows(request.max_batch, shards=shards))
+    turns = _take_turns(waiting, rows)
+    width = length_bucket(max(len(turn.context) for turn in turns), step=16)
+    slots = larger_cache(width, holds=1, most=most)
+    state, out = _prefill(turns, request, shape=(1, width), rows=rows, slots=slots)
+    unused: list[PartialCompletion | None] = [None] * (rows - len(turns))
+    return state, out, [*map(PartialCompletion, turns), *unused]
+
+
+def _refill(
+    state: DecodeState,
+    partial: list[PartialCompletion | None],
+    waiting: deque[Turn],
+    request: DecodeRequest,
+    *,
+    rows: int,
+    most: int,
+) -> tuple[DecodeState, Segment]:
+    """Puts up to `rows` waiting turns into rows that have ended.
+
+    A prompt is computed once for the completions that begin together.
+    """
+    free = [row for row, one in enumerate(partial) if one is None][:rows]
+    turns = _take_turns(waiting, len(free))
+    # Coarser sizes than a first batch has: fewer programs, and little padding in so few rows.
+    width = length_bucket(max(len(turn.context) for turn in turns), step=TILE)
+    new, out = _prefill(turns, request, shape=(rows // 4, width), rows=rows, slots=width)
+    if width > state.cache.slots:
+        slots = larger_cache(state.cache.slots, holds=width, most=most)
+        state = grow_cache(state, slots=slots)
+    places = np.full(rows, len(partial), np.int32)
+    places[: len(turns)] = free[: len(turns)]
+    for row, turn in zip(free, turns, strict=False):
+        partial[row] = PartialCompletion(turn)
+    return put_rows(state, new, out, request.put(places))
+
+
+def _take_turns(waiting: deque[Turn], count: int) -> list[Turn]:
+    return [waiting.popleft() for _ in range(min(count, len(waiting)))]
+
+
 def _prefill(
     turns: Sequence[Turn],
     request: DecodeRequest,
     *,
-    width: int,
+    shape: tuple[int, int],
+    rows: int,
     slots: int,
-    settings: DrawSettings,
 ) -> tuple[DecodeState, Segment]:
-    """Runs every distinct context once and draws the first token of every completion."""
-    shards = request.shards
+    """Runs every distinct context once and draws the first token of every completion.
+
+    Args:
+      turns: at most `rows`.
+      request: weights and settings.
+      shape: the fewest prompts to compile for, and their length.
+      rows: of the batch.
+      slots: of its cache.
+    """
+    shards, settings = request.shards, draw_settings(request.params)
     prompts = {turn.context.tobytes(): turn.context for turn in turns}
-    shape = (count_bucket(len(prompts), multiple=shards), width)
-    tokens, lengths = np.zeros(shape, np.int32), np.ones(shape[0], np.int32)
+    count = count_bucket(max(len(prompts), shape[0]), multiple=shards)
+    tokens, lengths = np.zeros((count, shape[1]), np.int32), np.ones(count, np.int32)
     for row, prompt in enumerate(prompts.values()):
         lengths[row] = len(prompt)
         tokens[row, : len(prompt)] = prompt
     row_of = {content: row for row, content in enumerate(prompts)}
-    size = count_bucket(len(turns), multiple=shards)
-    size = min(size, max_rows(request.max_batch, shards=shards))
-    source, index = np.zeros(size, np.int32), np.zeros((size, 2), np.int32)
+    source, limit = np.zeros((2, rows), np.int32)
+    index = np.zeros((rows, 2), np.int32)
     source[: len(turns)] = [row_of[turn.context.tobytes()] for turn in turns]
+    limit[: len(turns)] = [turn.max_tokens for turn in turns]
     index[: len(turns)] = [(turn.prompt_index, turn.sample_index) for turn in turns]
-    plan = RowPlan(source, index, np.arange(size) < len(turns), empty_tail(size, settings.stops))
+    plan = RowPlan(source, index, limit, empty_tail(rows, settings.stops))
     cache, logits = prefill(
         request.weights,
         request.put(tokens),

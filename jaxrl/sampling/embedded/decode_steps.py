@@ -1,6 +1,7 @@
-"""Compiled decoding of a batch: draw the first tokens, decode a segment, resize the batch.
+"""Compiled decoding of a batch: draw the first tokens, decode a segment, change its rows.
 
-Between segments the host gives the cache more slots or the batch fewer rows.
+Between segments the host puts new completions into rows that have ended, gives the cache more slots
+or the batch fewer rows.
 """
 
 import dataclasses
@@ -25,11 +26,11 @@ SEGMENT = 64  # most tokens per row between two visits to the host
 
 @struct.dataclass
 class RowPlan:
-    """Assignment of a batch's rows to prompts; rows that only pad the batch are not `used`."""
+    """Assignment of a batch's rows to prompts."""
 
     prompt: jax.Array | np.ndarray  # i32[B], row of the prompt in the prefill
     index: jax.Array | np.ndarray  # i32[B, 2], prompt and sample index of the completion
-    used: jax.Array | np.ndarray  # bool[B]
+    limit: jax.Array | np.ndarray  # i32[B], most tokens; 0 for rows that only pad the batch
     tail: jax.Array | np.ndarray  # i32[B, S], empty, see `stopping`
 
 
@@ -37,19 +38,28 @@ class RowPlan:
 class DecodeState:
     """A batch of completions in progress.
 
-    All rows have drawn equally many tokens. Rows that have ended stay in the batch, and what is
-    drawn for them is ignored.
+    Rows that have ended stay in the batch until others take their places, and what is drawn for
+    them is ignored.
     """
 
     cache: Cache
     token: jax.Array  # i32[B], the last one drawn; not in the cache yet
-    slot: jax.Array  # i32[], the token's slot in a row whose prompt fills the prefill
-    drawn: jax.Array  # i32[], tokens drawn per row
-    pad: jax.Array  # i32[B], slots that the prompt leaves free in the prefill
+    context: jax.Array  # i32[B], tokens before the completion
     key: jax.Array  # key[B]
     tail: jax.Array  # i32[B, S], see `stopping`
     length: jax.Array  # i32[B], tokens of the completion
-    ended: jax.Array  # bool[B], by a stop sequence
+    limit: jax.Array  # i32[B], most tokens of it; 0 in rows that only pad the batch
+    stopped: jax.Array  # bool[B], by a stop sequence
+
+    @property
+    def positions(self) -> jax.Array:
+        """Positions of the last tokens, hence their slots, i32[B]."""
+        return self.context + self.length - 1
+
+    @property
+    def running(self) -> jax.Array:
+        """Rows that have not ended, bool[B]."""
+        return ~self.stopped & (self.length < self.limit)
 
 
 @struct.dataclass
@@ -90,20 +100,19 @@ def draw_first(
       slots: size of the new cache.
     """
     key = completion_keys(key, plan.index)
-    prompt, used = jnp.asarray(plan.prompt), jnp.asarray(plan.used)
-    token, logprob, tail, ended = draw_next(
-        logits[prompt], key, jnp.int32(0), plan.tail, settings=settings
+    prompt, limit = jnp.asarray(plan.prompt), jnp.asarray(plan.limit)
+    token, logprob, tail, stopped = draw_next(
+        logits[prompt], key, jnp.zeros_like(prompt), plan.tail, settings=settings
     )
     state = DecodeState(
         cache=_take_cache_rows(cache, prompt, slots=slots),
         token=token,
-        slot=jnp.int32(cache.slots),
-        drawn=jnp.int32(1),
-        pad=cache.slots - lengths[prompt],
+        context=lengths[prompt],
         key=key,
         tail=tail,
-        length=used.astype(jnp.int32),
-        ended=ended | ~used,
+        length=jnp.ones_like(prompt),
+        limit=limit,
+        stopped=stopped,
     )
     return state, Segment(token[None], logprob[None], jnp.int32(1))
 
@@ -113,7 +122,6 @@ def decode_segment(
     params: Params,
     state: DecodeState,
     *,
-    max_tokens: jax.Array,
     floor: jax.Array,
     settings: DrawSettings,
     model: Model,
@@ -121,7 +129,7 @@ def decode_segment(
 ) -> tuple[DecodeState, Segment]:
     """Draws up to SEGMENT tokens per row.
 
-    Stops early when the cache is full, when `max_tokens` tokens are drawn, or when at most `floor`
+    Stops early when a row that has not ended does not fit into the cache, or when at most `floor`
     rows have not ended.
 
     Returns:
@@ -132,8 +140,8 @@ def decode_segment(
 
     def more(carry: tuple[DecodeState, Segment]) -> jax.Array:
         state, out = carry
-        fits = (state.slot < state.cache.slots) & (out.count < SEGMENT)
-        return fits & (state.drawn < max_tokens) & (jnp.sum(~state.ended) > floor)
+        full = jnp.any(state.running & (state.positions >= state.cache.slots))
+        return ~full & (out.count < SEGMENT) & (jnp.sum(state.running) > floor)
 
     def step(carry: tuple[DecodeState, Segment]) -> tuple[DecodeState, Segment]:
         state, out = carry
@@ -141,12 +149,12 @@ def decode_segment(
             params,
             state.cache,
             state.token,
-            positions=state.slot - state.pad,
+            positions=state.positions,
             model=model,
             precision=precision,
         )
-        token, logprob, tail, ended = draw_next(
-            logits, state.key, state.drawn, state.tail, settings=settings
+        token, logprob, tail, stopped = draw_next(
+            logits, state.key, state.length, state.tail, settings=settings
         )
         out = Segment(
             out.tokens.at[out.count].set(token),
@@ -157,11 +165,9 @@ def decode_segment(
             state,
             cache=cache,
             token=token,
-            slot=state.slot + 1,
-            drawn=state.drawn + 1,
             tail=tail,
-            length=state.length + ~state.ended,
-            ended=state.ended | ended,
+            length=state.length + state.running,
+            stopped=state.stopped | (stopped & state.running),
         )
         return state, out
 
@@ -182,12 +188,54 @@ def take_rows(state: DecodeState, source: jax.Array, used: jax.Array, *, slots: 
         state,
         cache=_take_cache_rows(state.cache, source, slots=slots),
         token=state.token[source],
-        pad=state.pad[source],
+        context=state.context[source],
         key=state.key[source],
         tail=state.tail[source],
         length=state.length[source],
-        ended=state.ended[source] | ~used,
+        limit=jnp.where(used, state.limit[source], 0),
+        stopped=state.stopped[source],
     )
+
+
+@functools.partial(jit_forward, donate_argnames=("state",))
+def put_rows(
+    state: DecodeState, new: DecodeState, first: Segment, rows: jax.Array
+) -> tuple[DecodeState, Segment]:
+    """Puts completions whose first tokens are drawn into rows of a batch.
+
+    Args:
+      state: the batch.
+      new: A completions, with at most as many slots.
+      first: their first tokens.
+      rows: i32[A], their rows in the batch; those from B on are left out.
+
+    Returns:
+      The batch, and the tokens as those of its rows, with N = 1; those of other rows are 0.
+    """
+
+    def put(x: jax.Array, more: jax.Array) -> jax.Array:
+        return x.at[rows].set(more, mode="drop")
+
+    # Layer by layer and in place, see `_take_cache_rows`.
+    def put_part(x: jax.Array, more: jax.Array) -> jax.Array:
+        missing = [
+            (0, size - have if axis > 1 else 0)
+            for axis, (size, have) in enumerate(zip(x.shape, more.shape, strict=True))
+        ]
+
+        def layer(i: jax.Array, x: jax.Array) -> jax.Array:
+            return x.at[i, rows].set(jnp.pad(more[i], missing[1:]), mode="drop")
+
+        return lax.fori_loop(0, len(x), layer, x)
+
+    cache = jax.tree.map(put_part, state.cache, new.cache)
+    others = dataclasses.replace(state, cache=None), dataclasses.replace(new, cache=None)
+    state = dataclasses.replace(jax.tree.map(put, *others), cache=cache)
+    tokens, logprobs = (
+        put(jnp.zeros(len(state.token), x.dtype), x[0])[None]
+        for x in (first.tokens, first.logprobs)
+    )
+    return state, Segment(tokens, logprobs, first.count)
 
 
 def completion_keys(key: jax.Array, index: jax.Array | np.ndarray) -> jax.Array:
@@ -200,17 +248,24 @@ def completion_keys(key: jax.Array, index: jax.Array | np.ndarray) -> jax.Array:
 def draw_next(
     logits: jax.Array,
     key: jax.Array,
-    position: jax.Array,
+    index: jax.Array,
     tail: jax.Array | np.ndarray,
     *,
     settings: DrawSettings,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Draws with a key per row and position, so that a completion does not depend on its batch.
+    """Draws with a key per row and token, so that a completion does not depend on its batch.
+
+    Args:
+      logits: [B, V].
+      key: key[B] of the completions.
+      index: i32[B] of the token in its completion.
+      tail: i32[B, S], see `stopping`.
+      settings: how tokens are drawn.
 
     Returns:
       (tokens i32[B], log-probs f32[B], the new tails, bool[B] of rows that end in a stop sequence).
     """
-    keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(key, position)
+    keys = jax.vmap(jax.random.fold_in)(key, index)
     token, logprob = draw_tokens(logits, keys, settings=settings)
     tail = push(jnp.asarray(tail), token)
     return token, logprob, tail, ends_in_stop(tail, settings.stops)

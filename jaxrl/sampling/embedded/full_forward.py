@@ -29,7 +29,7 @@ def decode_batch_without_cache(
 ) -> Iterator[Completion]:
     """Decodes sequences together and yields completions, the shortest first.
 
-    Tokens are drawn with the random numbers of `batch_decoding.decode_batch`.
+    Tokens are drawn with the random numbers of `batch_decoding.decode_turns`.
 
     Raises:
       FloatingPointError: if the model's logits are not finite.
@@ -37,27 +37,25 @@ def decode_batch_without_cache(
     """
     if request.closed.is_set():
         raise ClosedError("the sampler was closed")
-    most = max(turn.max_tokens for turn in turns)
     width = length_bucket(max(len(turn.context) + turn.max_tokens for turn in turns), step=16)
     size = count_bucket(len(turns), multiple=request.shards)
     size = min(size, max_rows(request.max_batch, shards=request.shards))
     tokens, lengths = np.zeros((size, width), np.int32), np.ones(size, np.int32)
-    index = np.zeros((size, 2), np.int32)
+    index, limit = np.zeros((size, 2), np.int32), np.zeros(size, np.int32)
     for row, turn in enumerate(turns):
         lengths[row] = len(turn.context)
         tokens[row, : lengths[row]] = turn.context
-        index[row] = turn.prompt_index, turn.sample_index
-    settings, used = draw_settings(request.params), np.arange(size) < len(turns)
+        index[row], limit[row] = (turn.prompt_index, turn.sample_index), turn.max_tokens
+    settings = draw_settings(request.params)
     tail = empty_tail(size, settings.stops)
-    plan = RowPlan(np.arange(size, dtype=np.int32), index, used, tail)
-    out, length, ended = fetch(
+    plan = RowPlan(np.arange(size, dtype=np.int32), index, limit, tail)
+    out, length, stopped = fetch(
         _decode(
             request.weights,
             request.put(tokens),
             request.put(lengths),
             plan=jax.tree.map(request.put, plan),
             key=request.key,
-            max_tokens=np.int32(most),
             settings=settings,
             model=request.model,
             precision=request.precision,
@@ -68,7 +66,7 @@ def decode_batch_without_cache(
         one = PartialCompletion(turn)
         one.append(out, row=row, length=int(length[row]))
         completions.append(
-            one.finish(stopped=bool(ended[row]), version=request.version, experts=None)
+            one.finish(stopped=bool(stopped[row]), version=request.version, experts=None)
         )
     yield from sorted(completions, key=lambda c: (len(c.tokens), c.prompt_index, c.sample_index))
 
@@ -81,20 +79,18 @@ def _decode(
     *,
     plan: RowPlan,
     key: jax.Array,
-    max_tokens: jax.Array,
     settings: DrawSettings,
     model: Model,
     precision: Precision,
 ) -> tuple[Segment, jax.Array, jax.Array]:
-    """Draws tokens until every row has `max_tokens` or has ended.
+    """Draws tokens until every row has ended.
 
     Args:
       params: in `precision.compute`.
       tokens: i32[B, T], contexts followed by space for the completions.
       lengths: i32[B] tokens of the contexts.
-      plan: indices and tails of the rows.
+      plan: indices, limits and tails of the rows; no limit exceeds the space of its row.
       key: key[] of the request.
-      max_tokens: i32[], at most the space of each row.
       settings: how tokens are drawn.
       model: any model.
       precision: the sampler's.
@@ -103,24 +99,27 @@ def _decode(
       The tokens drawn, with N = T; i32[B] tokens of the completions; bool[B] stopped.
     """
     rows, width = tokens.shape
-    used, keys = jnp.asarray(plan.used), completion_keys(key, plan.index)
+    limit, keys = jnp.asarray(plan.limit), completion_keys(key, plan.index)
     slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
     out = Segment(jnp.zeros((width, rows), jnp.int32), jnp.zeros((width, rows)), jnp.int32(0))
 
+    def running(length, stopped):
+        return ~stopped & (length < limit)
+
     def more(carry):
-        _, out, _, _, ended = carry
-        return (out.count < max_tokens) & jnp.any(~ended)
+        _, _, _, *ends = carry
+        return jnp.any(running(*ends))
 
     def step(carry):
-        tokens, out, tail, length, ended = carry
+        tokens, out, tail, length, stopped = carry
         filled = lengths + out.count
         segments = (slots < filled[:, None]).astype(jnp.int32)
         hidden = model.hidden(params, tokens, slots, segments, precision=precision)
         last = jnp.take_along_axis(hidden, filled[:, None, None] - 1, axis=1)[:, 0]
         head = model.unembedding(params)
         logits = product(last, head, contract=(1, 1), precision=precision)
-        token, logprob, tail, stopped = draw_next(
-            logits.astype(precision.logits), keys, out.count, tail, settings=settings
+        token, logprob, tail, ends = draw_next(
+            logits.astype(precision.logits), keys, length, tail, settings=settings
         )
         tokens = tokens.at[jnp.arange(rows), filled].set(token, mode="drop")
         out = Segment(
@@ -128,8 +127,9 @@ def _decode(
             out.logprobs.at[out.count].set(logprob),
             out.count + 1,
         )
-        return tokens, out, tail, length + ~ended, ended | stopped
+        counts = running(length, stopped)
+        return tokens, out, tail, length + counts, stopped | (ends & counts)
 
-    start = (tokens, out, jnp.asarray(plan.tail), jnp.zeros(rows, jnp.int32), ~used)
-    _, out, _, length, ended = lax.while_loop(more, step, start)
-    return out, length, ended
+    start = (tokens, out, jnp.asarray(plan.tail), jnp.zeros_like(limit), jnp.zeros(rows, bool))
+    _, out, _, length, stopped = lax.while_loop(more, step, start)
+    return out, length, stopped

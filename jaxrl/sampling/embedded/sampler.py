@@ -14,7 +14,7 @@ from jaxrl.models.decoder import Model
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import Params
 from jaxrl.sampling.base import Completion, SamplingParams, Turn, check_turns, group_turns
-from jaxrl.sampling.embedded.batch_decoding import DecodeRequest, decode_batch
+from jaxrl.sampling.embedded.batch_decoding import DecodeRequest, decode_turns
 from jaxrl.sampling.embedded.full_forward import decode_batch_without_cache
 from sharding.partition import Layout
 from sharding.transfer import place
@@ -31,6 +31,10 @@ class EmbeddedSampler:
     A completion is a function of the weights, the prompt, prompt index, sample index, sampling
     params and seed. Other prompts of the request change it only by the rounding of matrix products
     of another size.
+
+    Where a request has more completions than are decoded at once, those that wait take the rows of
+    completions that have ended. A group's prompt is computed once for the completions that begin
+    together, and again for those that begin later.
 
     It compiles one program per power-of-two number of prompts or completions and per length bucket.
     """
@@ -122,7 +126,8 @@ class EmbeddedSampler:
         """See `Sampler.sample_turns`; raises as `sample`."""
         config = self._model.config
         turns = check_turns(turns, max_positions=config.max_positions, vocab_size=config.vocab_size)
-        # Prompts of similar length share a batch; the sort is stable, so batches are reproducible.
+        # Prompts of similar length are prefilled together; the sort is stable, so that batches are
+        # reproducible.
         turns.sort(key=lambda turn: len(turn.context))
         weights, version = self._weights
         request = DecodeRequest(
@@ -136,9 +141,10 @@ class EmbeddedSampler:
             self._closed,
             self._record_experts,
         )
-        decode = decode_batch if isinstance(config, DecoderConfig) else decode_batch_without_cache
+        if isinstance(config, DecoderConfig):
+            return decode_turns(turns, request)
         return (
             completion
             for i in range(0, len(turns), self._max_batch)
-            for completion in decode(turns[i : i + self._max_batch], request)
+            for completion in decode_batch_without_cache(turns[i : i + self._max_batch], request)
         )
