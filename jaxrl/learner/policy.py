@@ -90,9 +90,8 @@ def make_learner(
         param_shardings=param_shardings,
     )
     sampled = sampler_precision(precision)
-    as_sampled = by_microbatch(
-        _score_fn(model, precision=sampled), rows_per_microbatch=rows_per_microbatch
-    )
+    by_rows = functools.partial(by_microbatch, rows_per_microbatch=rows_per_microbatch)
+    as_sampled = by_rows(_score_fn(model, precision=sampled))
     if Need.IMBALANCE in objective.needs and model.hidden_routed is None:
         raise ValueError(
             "the loss balances experts but the model has none; set the coefficient `balance` to 0"
@@ -108,14 +107,9 @@ def make_learner(
         served: Any = as_served(weights, precision)
         return constrain(served) if isinstance(weights, lora.Adapted) else constrain_merged(served)
 
-    def both(weights: Params, batch: TokenBatch) -> tuple[jax.Array, jax.Array]:
-        hidden, _ = _hidden(model, weights, batch, precision=sampled)
-        tokens = (hidden, model.head(weights), batch.tokens, batch.action_mask)
-        return token_logprobs_and_entropy(*tokens, precision=sampled)
-
     def shadow(params: Params, minibatch: Minibatch) -> tuple[jax.Array, jax.Array]:
-        score_rows = by_microbatch(both, rows_per_microbatch=rows_per_microbatch)
-        return score_rows(published(params), minibatch)
+        both = functools.partial(_logprobs_and_entropy, model, precision=sampled)
+        return by_rows(both)(published(params), minibatch)
 
     update = make_update(
         _total_fn(model, objective, precision=precision),
@@ -269,6 +263,14 @@ def _score_fn(model: Model, *, precision: Precision) -> Callable[[Params, TokenB
         )
 
     return score
+
+
+def _logprobs_and_entropy(
+    model: Model, weights: Params, batch: TokenBatch, *, precision: Precision
+) -> tuple[jax.Array, jax.Array]:
+    hidden, _ = _hidden(model, weights, batch, precision=precision)
+    tokens = (hidden, model.head(weights), batch.tokens, batch.action_mask)
+    return token_logprobs_and_entropy(*tokens, precision=precision)
 
 
 def _hidden(
