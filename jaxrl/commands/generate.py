@@ -13,7 +13,7 @@ from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import rendering, sampling_params
 from jaxrl.commands import options
-from jaxrl.commands.paths import fetch_models
+from jaxrl.commands.paths import find_inputs
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplingConfig
 from jaxrl.config.tables import BaseConfig, ModelConfig, PromptConfig
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.models import huggingface
     from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 
-    config = fetch_models(config)
+    config = find_inputs(config)
     policy = config.policy
     tokenizer = huggingface.load_tokenizer(config.model.path)
     positions = huggingface.load_config(config.model.path).max_positions

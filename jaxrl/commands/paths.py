@@ -4,11 +4,13 @@ import errno
 import os
 import stat
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from jaxrl.bridge.store.objects import directory_of
 from jaxrl.config import toml_file
 from jaxrl.config.section import Section, is_http_address
+from jaxrl.data.rows import READERS
 from jaxrl.models import hub
 
 C = TypeVar("C", bound=Section)
@@ -38,6 +40,26 @@ def check_paths(config: Section) -> None:
                 raise toml_file.ConfigError(f"{key} = {toml_file.shown(text)}: {problem}")
 
 
+def find_inputs(config: C) -> C:
+    """Looks for the model, data and functions that a config names; returns it as `fetch_models`.
+
+    Raises:
+      ConfigError: if several of them do not exist, naming all; what a single missing one means, its
+        reader says. Also as `fetch_models`.
+    """
+    missing = [
+        f"{key} = {toml_file.shown(text)}"
+        for key, value in toml_file.flatten(config).items()
+        for text in (value if isinstance(value, tuple) else [value])
+        if isinstance(text, str) and _is_missing(key, text)
+    ]
+    if len(missing) > 1:
+        raise toml_file.ConfigError(
+            f"these do not exist: {', '.join(missing)}; relative paths start at {Path.cwd()}"
+        )
+    return fetch_models(config)
+
+
 def fetch_models(config: C, *, files: Sequence[str] = hub.FILES) -> C:
     """Replaces the names of models on the Hugging Face hub by directories, downloading these files.
 
@@ -57,6 +79,18 @@ def fetch_models(config: C, *, files: Sequence[str] = hub.FILES) -> C:
         assert isinstance(table, Section)
         config = config.model_copy(update={name: table.model_copy(update={leaf: directory})})
     return config
+
+
+def _is_missing(key: str, text: str) -> bool:
+    """Tells if the key names a file or directory, and there is none."""
+    if key in _MODELS:
+        local = not (is_http_address(text) or hub.is_name(text))
+    elif key in _FUNCTIONS:
+        text = _file_of(text)
+        local = text != ""
+    else:
+        local = key in ("data.path", "data.eval_path") and Path(text).suffix in READERS
+    return local and not Path(text).exists()
 
 
 def _problem(key: str, text: str) -> str | None:

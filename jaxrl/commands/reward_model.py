@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from jaxrl.commands import options, outcome
-from jaxrl.commands.paths import fetch_models
+from jaxrl.commands.paths import find_inputs
 from jaxrl.config.preference import RewardModelConfig
 
 DESCRIPTION = """Trains a reward model on preference pairs (Bradley-Terry): the chosen completion
@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    config = fetch_models(options.parse(parser(), RewardModelConfig, argv).config)
+    config = find_inputs(options.parse(parser(), RewardModelConfig, argv).config)
 
     from jaxrl.commands import supervised  # these take seconds, so after --help
     from jaxrl.training.supervised.reward_model import train_reward_model

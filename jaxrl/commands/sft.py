@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from jaxrl.commands import options, outcome
-from jaxrl.commands.paths import fetch_models
+from jaxrl.commands.paths import find_inputs
 from jaxrl.config.supervised import SFTConfig
 
 DESCRIPTION = """Fine-tunes a model on texts, with cross-entropy over the completion tokens.
@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    config = fetch_models(options.parse(parser(), SFTConfig, argv).config)
+    config = find_inputs(options.parse(parser(), SFTConfig, argv).config)
 
     from jaxrl.commands import supervised  # these take seconds, so after --help
     from jaxrl.training.supervised.sft import finetune

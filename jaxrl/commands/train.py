@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxrl.commands import full_disk, options, outcome
-from jaxrl.commands.paths import fetch_models
+from jaxrl.commands.paths import find_inputs
 from jaxrl.config.training import Config
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; the exit status is 3 after a pause and 4 after a stop by an alarm."""
-    config = fetch_models(options.parse(parser(), Config, argv).config)
+    config = find_inputs(options.parse(parser(), Config, argv).config)
 
     from jaxrl.builders.layout import divide_cpu  # these take seconds, so after --help
     from jaxrl.core import hosts

@@ -1,7 +1,7 @@
 """Rows of data: records of a file or of a data set on the hub, and their columns."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +25,7 @@ def read_rows(path: str, *, split: str = "train") -> Iterator[Row]:
         message names file and line.
       ModuleNotFoundError: for a hub id without the package datasets.
     """
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-    if (read := readers.get(Path(path).suffix)) is not None:
+    if (read := READERS.get(Path(path).suffix)) is not None:
         if not Path(path).is_file():
             raise ValueError(f"{path} is not a file; relative paths start at {Path.cwd()}")
         return _not_empty(read(Path(path)), path)
@@ -137,3 +136,10 @@ def _read_hub(path: str, *, split: str, subset: str | None) -> Iterator[Row]:
         ) from error
     for number, record in enumerate(rows):
         yield Row(f"{path}[{split}] row {number}", dict(record))
+
+
+# Readers of files by the ends of their names.
+READERS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+}

@@ -9,6 +9,11 @@ FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")  # of a check
 CONFIGS = ("*.json",)  # of its shapes alone
 
 
+def is_name(path: str) -> bool:
+    """Tells if a text has the form of a model's name on the hub."""
+    return _NAME.fullmatch(path) is not None
+
+
 def local_directory(path: str, *, files: Sequence[str] = FILES) -> str:
     """Returns the directory of a model: `path` itself, or the snapshot of a model on the hub.
 

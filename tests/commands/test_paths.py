@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl.cli import main
 from jaxrl.commands import paths
-from jaxrl.commands.paths import check_paths
+from jaxrl.commands.paths import check_paths, find_inputs
 from jaxrl.commands.serve.command import ServeConfig
 from jaxrl.config import toml_file
 from jaxrl.config.doctor import DoctorConfig
@@ -48,6 +48,28 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("file.py").touch()
     Path("folder").mkdir()
     Path("circle").symlink_to("circle")
+
+
+def test_all_missing_inputs_are_named_at_once() -> None:
+    config = toml_file.load(
+        Config,
+        overrides=[
+            ("model.path", "nowhere"),
+            ("data.path", "file.jsonl"),
+            ("data.eval_path", "org/set:main"),
+            ("reward.path", "rewards.py:score"),
+            ("loss.name", "file.py:loss"),
+        ],
+    )
+    expected = (
+        "these do not exist: model.path = 'nowhere', data.path = 'file.jsonl', "
+        "reward.path = 'rewards.py:score'; relative paths start at"
+    )
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        find_inputs(config)
+    Path("file.jsonl").touch()
+    Path("rewards.py").touch()
+    assert find_inputs(config) == config  # its reader says what a single one means
 
 
 @pytest.mark.parametrize("key", [*DIRECTORIES, *FILES, *FUNCTIONS])

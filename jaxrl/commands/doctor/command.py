@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl.commands import options
-from jaxrl.commands.paths import fetch_models
+from jaxrl.commands.paths import find_inputs
 from jaxrl.config import toml_file
 from jaxrl.config.doctor import DoctorConfig
 
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     config, arguments = options.parse(parser(), DoctorConfig, argv)
-    config = fetch_models(config)
+    config = find_inputs(config)
     if arguments.server is not None:
         sampler = config.sampler.model_dump() | {"name": "vllm", "url": [arguments.server]}
         config = toml_file.validate(DoctorConfig, config.model_dump() | {"sampler": sampler})

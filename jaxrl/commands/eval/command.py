@@ -13,7 +13,7 @@ from jaxrl.builders.prompts import sampling_params
 from jaxrl.builders.task import load_task
 from jaxrl.commands import options
 from jaxrl.commands.eval import scores
-from jaxrl.commands.paths import fetch_models
+from jaxrl.commands.paths import find_inputs
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.config.training import Config
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
     from jaxrl.training.evaluate import evaluate, evaluate_greedily
 
-    config = fetch_models(config)
+    config = find_inputs(config)
 
     found, rows = dict[str, Any](), list[dict[str, Any]]()
     for path, source in zip(paths, _sources(config, paths), strict=True):

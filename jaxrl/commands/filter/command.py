@@ -13,7 +13,7 @@ from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import load_training_prompts, sampling_params
 from jaxrl.commands import options
 from jaxrl.commands.filter import pass_rate
-from jaxrl.commands.paths import fetch_models
+from jaxrl.commands.paths import find_inputs
 from jaxrl.config.training import Config
 from jaxrl.data.prompts import Example, Tokenizer
 from jaxrl.environments.rewards.scoring import load_rewards
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         )
     if not config.reward.path:
         raise ValueError("reward.path is missing: name a function that scores completions")
-    return _filter(fetch_models(config), arguments)
+    return _filter(find_inputs(config), arguments)
 
 
 def _filter(config: Config, arguments: argparse.Namespace) -> int:
