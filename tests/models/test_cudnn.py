@@ -62,15 +62,10 @@ def test_a_row_with_too_many_sequences_is_not_silently_wrong(monkeypatch):
     assert np.isfinite(out[1]).all()
 
 
+@pytest.mark.usefixtures("cudnn_by_xla")
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("sizes", [{}, {"data": 2, "context": 2, "tensor": 2}])
 def test_the_mask_is_that_of_attention(sizes, window, monkeypatch):
-    attend_by = jax.nn.dot_product_attention
-
-    def by_xla(*args, **kwargs):
-        return attend_by(*args, **kwargs | {"implementation": "xla"})
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
     monkeypatch.setattr(kernels, "_is_packed", lambda device: False)
     attend = kernels.by_kernel("cudnn", layout=layout(**sizes))
     assert_equal(results(attend, 64, 8, window=window), results(attention, 64, 8, window=window))

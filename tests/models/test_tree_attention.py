@@ -118,11 +118,10 @@ def test_tokens_rows_and_heads_cut_over_devices_change_nothing(sizes):
     assert_equal(results(attend, SCORINGS["sinks"]), expected("sinks"))
 
 
+@pytest.mark.usefixtures("cudnn_by_xla")
 def test_the_mask_that_cudnn_gets_is_the_same():
-    masked = functools.partial(cudnn.masked, implementation="xla")
-    assert_equal(
-        results(masked, SCORINGS["plain"]), expected(), within=1e-6
-    )  # its softmax is in f32
+    found = results(cudnn.masked, SCORINGS["plain"])
+    assert_equal(found, expected(), within=1e-6)  # its softmax is in f32
 
 
 def test_splash_attention_refuses_shared_prefixes():
