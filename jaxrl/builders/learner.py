@@ -105,6 +105,7 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
         learner=pure._replace(
             score=jit(pure.score, sums=config.policy.sums),
             shadow=jit(pure.shadow, sums=config.policy.sums),
+            shadow_scores=jit(pure.shadow_scores, sums=config.policy.sums),
             step=jit(
                 pure.step,
                 sums=config.policy.sums,

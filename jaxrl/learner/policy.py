@@ -41,8 +41,9 @@ class Learner(NamedTuple):
         computed as in `step`. Used for anchor and reference scores. If the batch records the
         experts of its tokens, `score`, `shadow` and `step` replay them: the routing weights are
         the router's own, the choice of experts is the recorded one.
-      shadow: as `score`, with the published weights and in the sampler's dtypes; returns
-        (log-probs, entropies of the same distributions in nats), each f32[N, T].
+      shadow: as `score`, with the published weights and in the sampler's dtypes.
+      shadow_scores: (log-probs of `shadow`, entropies of the same distributions in nats), each
+        f32[N, T].
       step: (state, minibatch) -> (state, metrics). Weights of the whole batch, if the objective has
         any, are computed first, by a forward pass. `metrics` has the objective's, those of
         `losses.mismatch`, and "loss", "grad_norm" (before clipping), "loss_scale",
@@ -51,7 +52,8 @@ class Learner(NamedTuple):
 
     init: Callable[[Any], LearnerState]  # of Params or lora.Adapted
     score: Callable[[Params, Minibatch], jax.Array]
-    shadow: Callable[[Params, Minibatch], tuple[jax.Array, jax.Array]]
+    shadow: Callable[[Params, Minibatch], jax.Array]
+    shadow_scores: Callable[[Params, Minibatch], tuple[jax.Array, jax.Array]]
     step: Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]
 
 
@@ -83,12 +85,12 @@ def make_learner(
     """
     constrain = constrainer(param_shardings)
     constrain_merged = constrainer(lora.frozen(param_shardings))
-    score = make_score(
-        model,
-        precision=precision,
-        rows_per_microbatch=rows_per_microbatch,
-        param_shardings=param_shardings,
-    )
+    common: Any = {
+        "precision": precision,
+        "rows_per_microbatch": rows_per_microbatch,
+        "param_shardings": param_shardings,
+    }
+    score = make_score(model, **common)
     sampled = sampler_precision(precision)
     by_rows = functools.partial(by_microbatch, rows_per_microbatch=rows_per_microbatch)
     as_sampled = by_rows(_score_fn(model, precision=sampled))
@@ -107,24 +109,22 @@ def make_learner(
         served: Any = as_served(weights, precision)
         return constrain(served) if isinstance(weights, lora.Adapted) else constrain_merged(served)
 
-    def shadow(params: Params, minibatch: Minibatch) -> tuple[jax.Array, jax.Array]:
+    def shadow(params: Params, minibatch: Minibatch) -> jax.Array:
+        return as_sampled(published(params), minibatch)
+
+    def shadow_scores(params: Params, minibatch: Minibatch) -> tuple[jax.Array, jax.Array]:
         both = functools.partial(_logprobs_and_entropy, model, precision=sampled)
         return by_rows(both)(published(params), minibatch)
 
-    update = make_update(
-        _total_fn(model, objective, precision=precision),
-        optimizer=optimizer,
-        precision=precision,
-        rows_per_microbatch=rows_per_microbatch,
-        param_shardings=param_shardings,
-    )
+    total = _total_fn(model, objective, precision=precision)
+    update = make_update(total, optimizer=optimizer, **common)
 
     def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
         _check(minibatch, state.params, objective.needs, rows_per_microbatch=rows_per_microbatch)
         before: Metrics = {}
         if objective.whole:
             weights = constrain(cast(state.params, precision.compute))
-            replay = as_sampled(published(state.params), minibatch) if needs_replay else None
+            replay = shadow(state.params, minibatch) if needs_replay else None
             minibatch, before = survey(weights, minibatch, replay)
         denominators = objective.denominators(minibatch.batch, minibatch.whole)
         served = published(state.params) if Need.SHADOW in objective.step_needs else None
@@ -133,7 +133,7 @@ def make_learner(
         )
         return state, before | metrics
 
-    return Learner(update.init, score, shadow, step)
+    return Learner(update.init, score, shadow, shadow_scores, step)
 
 
 def _total_fn(

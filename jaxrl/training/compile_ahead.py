@@ -94,7 +94,7 @@ def _compile_probe(config: Config, learning: Learning, state: State, *, step: in
         minibatch = _example(config, learning, learning.shape)
         if learning.critic is not None:
             minibatch = _with_arrays(minibatch, "values", "returns")
-        _compile(learner.shadow, params, minibatch)
+        _compile(learner.shadow_scores, params, minibatch)
         if step == 0:
             again = _example(config, learning, longer_rows(learning.shape))
             _compile(learner.score, params, again)

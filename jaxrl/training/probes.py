@@ -82,7 +82,7 @@ def _split_ratio(
     arrays = fetch(
         {
             "learner": learner.score(params, bare),
-            "shadow": learner.shadow(params, bare),
+            "shadow": learner.shadow_scores(params, bare),
             "sampler": batch.sampler_logprobs,
         }
     )

@@ -73,10 +73,10 @@ class Objects:
             raise StoreError(f"{url} needs the packages obstore and zstandard: {INSTALL}")
         from obstore.store import LocalStore, from_url
 
-        self._url = url
+        self._url, self._directory = url, directory_of(url)
         with self._named():
-            if (directory := directory_of(url)) is not None:
-                self._store: Any = LocalStore(directory, automatic_cleanup=True)
+            if self._directory is not None:
+                self._store: Any = LocalStore(self._directory, automatic_cleanup=True)
                 return
             options: dict[str, Any] = {"retry_config": _RETRIES}
             if url.startswith("http"):  # a bucket's are those of the environment
@@ -108,6 +108,15 @@ class Objects:
 
         with contextlib.suppress(StoreError), self._named():
             obstore.delete(self._store, names)
+
+    def delete_drafts(self, *, but: str) -> None:
+        """Deletes objects of a directory that a killed process had begun to write, except those
+        whose names begin with `but`. Such files have no name in the store."""
+        if self._directory is None:
+            return
+        for path in self._directory.rglob("*#[0-9]*"):
+            if not str(path.relative_to(self._directory)).startswith(but):
+                path.unlink(missing_ok=True)
 
     def names(self) -> list[str]:
         """Returns all names; none if the store cannot list them, like most web servers."""

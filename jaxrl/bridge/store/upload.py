@@ -133,6 +133,7 @@ class Upload:
         admitted this one."""
         own = self._learner.session
         self._run.delete([name for name in self._run.names() if not name.startswith(own)])
+        self._run.delete_drafts(but=own)
 
     def write(
         self,

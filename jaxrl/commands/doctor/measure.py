@@ -190,7 +190,7 @@ def _measure(
     arrays: dict[str, np.ndarray] = jax.device_get(
         {
             "learner": score(samples.minibatch),
-            "shadow": jit(learner.shadow, sums=policy.sums)(params, samples.minibatch)[0],
+            "shadow": jit(learner.shadow, sums=policy.sums)(params, samples.minibatch),
             "sampler": batch.sampler_logprobs,
         }
     )

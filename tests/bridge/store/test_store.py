@@ -153,8 +153,12 @@ def test_what_a_killed_learner_left_goes(tmp_path: Path) -> None:
         killed = publisher(host(tmp_path / "a"), root.as_uri(), learner=learner)
         killed.publish(ListSource(weights(0)), version=0)
     before = stored(root)
+    for run in root.iterdir():
+        chunk = next(run.glob("*/chunks/*"))
+        chunk.with_name(f"{chunk.name}#1").touch()  # an object that was being written
     with publisher(host(tmp_path / "a"), root.as_uri(), learner=new_learner("a run")):
         assert before / 2.1 < stored(root) < before / 1.9
+        assert len(list(root.rglob("*#1"))) == 1
 
 
 def test_adapters_travel_as_directories(tmp_path: Path) -> None:
