@@ -154,7 +154,8 @@ def test_run_leaves_model_metrics_picture_and_checkpoint(finished):
 
 
 def test_learner_is_compiled_once_and_beside_the_sampler(finished, compiled):
-    programs = {"jit(score)": 2, "jit(shadow)": 1, "jit(step)": 1}  # one score is of longer rows
+    # One score is of longer rows.
+    programs = {"jit(score)": 2, "jit(shadow_scores)": 1, "jit(step)": 1}
     assert {
         (name, thread): count for (name, thread), count in compiled.items() if name in programs
     } == {(name, "compile-ahead"): count for name, count in programs.items()}
