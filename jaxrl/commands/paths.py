@@ -3,7 +3,7 @@
 import errno
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,10 +34,9 @@ def check_paths(config: Section) -> None:
         links), a file in place of a directory or the reverse, or one that may not be read; the
         message names the key.
     """
-    for key, value in toml_file.flatten(config).items():
-        for text in value if isinstance(value, tuple) else [value]:
-            if isinstance(text, str) and (problem := _problem(key, text)) is not None:
-                raise toml_file.ConfigError(f"{key} = {toml_file.shown(text)}: {problem}")
+    for key, text in _texts(config):
+        if (problem := _problem(key, text)) is not None:
+            raise toml_file.ConfigError(f"{key} = {toml_file.shown(text)}: {problem}")
 
 
 def find_inputs(config: C) -> C:
@@ -48,10 +47,7 @@ def find_inputs(config: C) -> C:
         reader says. Also as `fetch_models`.
     """
     missing = [
-        f"{key} = {toml_file.shown(text)}"
-        for key, value in toml_file.flatten(config).items()
-        for text in (value if isinstance(value, tuple) else [value])
-        if isinstance(text, str) and _is_missing(key, text)
+        f"{key} = {toml_file.shown(text)}" for key, text in _texts(config) if _is_missing(key, text)
     ]
     if len(missing) > 1:
         raise toml_file.ConfigError(
@@ -79,6 +75,14 @@ def fetch_models(config: C, *, files: Sequence[str] = hub.FILES) -> C:
         assert isinstance(table, Section)
         config = config.model_copy(update={name: table.model_copy(update={leaf: directory})})
     return config
+
+
+def _texts(config: Section) -> Iterator[tuple[str, str]]:
+    """Yields every text of a config, also those in lists, with its key."""
+    for key, value in toml_file.flatten(config).items():
+        for text in value if isinstance(value, tuple) else [value]:
+            if isinstance(text, str):
+                yield key, text
 
 
 def _is_missing(key: str, text: str) -> bool:
