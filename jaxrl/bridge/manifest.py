@@ -1,5 +1,9 @@
-"""Manifest of a payload: its learner and version, and name, shape, location and checksum of every
-tensor."""
+"""Manifest of a payload: its learner and version, and name, shape and location of every tensor.
+
+It says whether the payload is whole: a writer removes it before it changes a byte and writes it
+last. So a directory without one is never loaded, and a reader that finds another `generation` than
+before knows that the bytes may have changed meanwhile.
+"""
 
 import json
 import math
@@ -14,7 +18,7 @@ from typing import Any, NamedTuple
 from jaxrl.bridge.base import Learner, TensorSpec
 
 FILE = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
@@ -37,7 +41,6 @@ class Entry(NamedTuple):
     dtype: str
     file: str  # beside the manifest
     offset: int  # of the first byte; bytes are little-endian, in C order, without gaps
-    checksum: str  # of these bytes, see `checksum.combine`
 
 
 class Manifest(NamedTuple):
@@ -120,6 +123,17 @@ def read(directory: Path) -> Manifest:
         raise ManifestError(f"{path} cannot be read: {error}") from None
 
 
+def generation(directory: Path) -> tuple[int, int] | None:
+    """Returns what differs between any two manifests that a directory in shared memory has had:
+    inode, which is not used again there, and time of change in nanoseconds. None while it has
+    none."""
+    try:
+        found = os.lstat(directory / FILE)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def open_regular(path: str, flags: int) -> int:
     """Opens a file for `open`; raises OSError for a link, a FIFO or anything but a regular file.
     Opening a FIFO would wait for a writer."""
@@ -166,10 +180,8 @@ def _entry(item: Any) -> Entry:
         raise ManifestError(
             f"{name}: {_shown(item['file'])} is not the name of a file beside the manifest"
         )
-    if not is_count(item["offset"]) or not isinstance(item["checksum"], str):
-        raise ManifestError(
-            f"{name}: the offset must be an integer of at least 0 and the checksum a string"
-        )
+    if not is_count(item["offset"]):
+        raise ManifestError(f"{name}: the offset must be an integer of at least 0")
     return Entry(**{**item, "shape": tuple(shape)})
 
 

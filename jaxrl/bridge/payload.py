@@ -1,6 +1,5 @@
-"""Writes the tensors of a source to the file of a payload, and maps and checks them."""
+"""Writes the tensors of a source to the file of a payload, and maps them."""
 
-import itertools
 import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from jaxrl.bridge.base import Learner, TensorSpec, WeightSource
 from jaxrl.bridge.manifest import Entry, Manifest, ManifestError
 from jaxrl.bridge.safetensors_file import SafetensorsFile
 
-# Copying and hashing release the GIL; two threads saturate the memory's bandwidth.
+# Copying releases the GIL; two threads saturate the memory's bandwidth.
 _THREADS = 2
 _SMALL = 64 << 10  # bytes that are written sooner than a thread takes the task
 _UNFINISHED = 32 << 20  # bytes of tensors that wait for the threads while the source yields others
@@ -36,17 +35,14 @@ def write_tensors(
     """Writes every tensor and returns the manifest; raises ValueError if the source yields a tensor
     that differs from its spec."""
     entries = list[Entry]()
-    waiting = deque[tuple[TensorSpec, int, int, list[Future[bytes]]]]()
-
-    def copy(chunk: np.ndarray, at: int) -> bytes:
-        write_bytes(at, chunk)
-        return checksum.hash_chunk(chunk)
+    waiting = deque[tuple[TensorSpec, int, int, list[Future[None]]]]()
 
     def finish() -> int:
         """Waits for the oldest tensor; returns its size."""
         spec, offset, nbytes, futures = waiting.popleft()
-        total = checksum.combine([future.result() for future in futures], nbytes=nbytes)
-        entries.append(Entry(*spec, file.name, offset, total))
+        for future in futures:
+            future.result()
+        entries.append(Entry(*spec, file.name, offset))
         return nbytes
 
     write_bytes(0, np.frombuffer(file.header, np.uint8))
@@ -60,7 +56,8 @@ def write_tensors(
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             run = _at_once if data.nbytes <= _SMALL else pool.submit
             starts = range(offset, offset + data.nbytes, checksum.CHUNK_BYTES)
-            futures = [run(copy, *part) for part in zip(checksum.chunks(data), starts, strict=True)]
+            parts = zip(starts, checksum.chunks(data), strict=True)
+            futures = [run(write_bytes, *part) for part in parts]
             waiting.append((spec, offset, data.nbytes, futures))
             unfinished += data.nbytes
             while unfinished > _UNFINISHED:
@@ -70,9 +67,9 @@ def write_tensors(
     return Manifest(version, learner, tuple(entries))
 
 
-def _at_once(function: Callable[..., bytes], *arguments: Any) -> Future[bytes]:
+def _at_once(function: Callable[..., None], *arguments: Any) -> Future[None]:
     """Calls a function in this thread."""
-    done = Future[bytes]()
+    done = Future[None]()
     done.set_result(function(*arguments))
     return done
 
@@ -123,20 +120,6 @@ def open_tensors(directory: Path, entries: Sequence[Entry]) -> list[MappedTensor
             )
         mapped.append(MappedTensor(entry, data))
     return mapped
-
-
-def check_bytes(tensors: Sequence[MappedTensor]) -> None:
-    """Compares every tensor's bytes with its checksum; raises ManifestError if one differs."""
-    parts = [checksum.chunks(tensor.data) for tensor in tensors]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        hashes = pool.map(checksum.hash_chunk, itertools.chain(*parts))
-        for (entry, data), chunks in zip(tensors, parts, strict=True):
-            own = list(itertools.islice(hashes, len(chunks)))
-            found = checksum.combine(own, nbytes=data.nbytes)
-            if found != entry.checksum:
-                raise ManifestError(
-                    f"{entry.name}: checksum {found}; the manifest has {entry.checksum[:32]!r}"
-                )
 
 
 def _map(path: Path) -> np.ndarray:

@@ -16,7 +16,6 @@ from benchmarks.shapes import SHAPES
 
 from jaxrl.bridge import payload
 from jaxrl.bridge.base import Learner
-from jaxrl.bridge.checksum import chunks, hash_chunk
 from jaxrl.bridge.in_vllm import auth
 from jaxrl.bridge.safetensors_file import plan_file
 from jaxrl.bridge.servers.control import VllmServer
@@ -99,8 +98,7 @@ def measure_write(
     name: str, *, params_dtype: DType, wire: DType, repetitions: int
 ) -> tuple[int, dict[str, list[float]]]:
     """Times the write of a payload and its parts, alternately and after one warm-up, without a
-    server. `copy` is that of `measure`, `sums` hashes all chunks in two threads, and `source`
-    fetches the tensors.
+    server. `copy` is that of `measure`, and `source` fetches the tensors.
 
     Returns:
       (bytes on the wire, seconds of each).
@@ -123,7 +121,6 @@ def measure_write(
         parts: dict[str, Callable[[np.ndarray], Any]] = {
             "copy": lambda slot: list(pool.map(np.copyto, slot, here)),
             "source": lambda slot: deque(source, maxlen=0),
-            "sums": lambda slot: list(pool.map(hash_chunk, chunks(slot.reshape(-1)))),
             "write": write,
         }
         for i in range(repetitions + 1):

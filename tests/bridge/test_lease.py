@@ -110,7 +110,7 @@ def test_a_server_with_the_weights_of_no_version_is_ill_until_the_next_publish(
         status, text = await server.call("/health")
         assert (status, UNFINISHED in text) == (503, True)
         # A refused publish repairs nothing.
-        server.fails[UPDATE] = 500, f"{REFUSED} checksum"
+        server.fails[UPDATE] = 500, f"{REFUSED} missing"
         assert await server.calls("/pause", START, UPDATE, "/resume") == [200, 200, 500, 200]
         assert await server.health() == 503
         server.fails.clear()
@@ -132,7 +132,7 @@ def test_a_session_that_is_only_closed_names_no_weights(monkeypatch) -> None:
     serve(monkeypatch, script)
 
 
-@pytest.mark.parametrize("text", [f"{REFUSED} checksum", f"{POISONED} half: {REFUSED} checksum"])
+@pytest.mark.parametrize("text", [f"{REFUSED} missing", f"{POISONED} half: {REFUSED} missing"])
 def test_errors_that_the_application_raises_count_as_its_responses(monkeypatch, text) -> None:
     async def script(server: Server) -> None:
         server.raises[UPDATE] = text

@@ -103,7 +103,7 @@ def test_proxies_of_the_environment_are_ignored(monkeypatch):
         ("/update_weights", (500, f"{POISONED} no memory"), PoisonedError),
         ("/finish_weight_update", (500, DEAD), PoisonedError),
         ("/resume", (500, DEAD), PoisonedError),
-        ("/update_weights", (500, f"{REFUSED} b: checksum"), RefusedError),
+        ("/update_weights", (500, f"{REFUSED} b: missing"), RefusedError),
     ],
 )
 def test_a_failed_server_is_skipped_and_recovers(two, path, failure, kind):

@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import sys
+from pathlib import Path
 
 
 class Engine:
@@ -73,21 +74,39 @@ class Engine:
 
     def fail_after(self, tensors: int) -> None:
         """Makes the next load raise after this many tensors."""
+
+        def fail():
+            raise OSError("the memory went away")
+
+        self._after(tensors, fail)
+
+    def remove_after(self, tensors: int, file: str, again: bool) -> None:
+        """Has a file removed in the next load after this many tensors, and written `again`."""
+
+        def remove():
+            content = Path(file).read_bytes()
+            Path(file).unlink()
+            if again:
+                Path(file).write_bytes(content)
+
+        self._after(tensors, remove)
+
+    def _after(self, tensors: int, act) -> None:
         network = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
         whole = network.load_weights
 
-        def broken(weights):
+        def interrupted(weights):
             network.load_weights = whole
 
             def some():
                 for i, weight in enumerate(weights):
                     if i == tensors:
-                        raise OSError("the memory went away")
+                        act()
                     yield weight
 
             return whole(some())
 
-        network.load_weights = broken
+        network.load_weights = interrupted
 
     def loaded_modules(self) -> list[str]:
         return sorted({"jax", "flax"} & sys.modules.keys())

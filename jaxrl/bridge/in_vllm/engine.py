@@ -1,7 +1,7 @@
 """Weight-transfer engine of the bridge; runs inside vLLM and never imports jax.
 
 `plugin` registers it for `--weight-transfer-config '{"backend": "jaxrl"}'`. One call of
-`update_weights` does everything: it checks the whole payload, then opens, loads and closes the
+`update_weights` does everything: it checks the whole manifest, then opens, loads and closes the
 model. So no forward pass sees a half-loaded model, paused or not, and a refused payload changes
 nothing.
 """
@@ -33,6 +33,7 @@ from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import NOT_CONNECTED, POISONED, REFUSED, TensorSpec
 from jaxrl.bridge.in_vllm import relay
 from jaxrl.bridge.in_vllm.ownership import Ownership
+from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.payload import MappedTensor
 from jaxrl.bridge.safetensors_file import read_specs
 
@@ -132,14 +133,19 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         Raises:
           ValueError: with `REFUSED` if the payload is refused; the model is unchanged.
-          RuntimeError: with `POISONED` if loading failed and the weights are mixed, or if the
-            payload is refused and an earlier publish has left weights without a version.
+          RuntimeError: with `POISONED` if loading failed or the payload was written to meanwhile,
+            so that the weights may be mixed, or if the payload is refused and an earlier publish
+            has left weights without a version.
         """
         with self._unchanged(f"version {_shown(update_info.version)}"):
-            tensors = self._checked(update_info)
+            directory = self._directory(update_info)
+            generation = manifest.generation(directory)
+            tensors = self._checked(directory, update_info.version)
         self._loaded, self._unnamed = False, True
         try:
             self._load(tensors)
+            if manifest.generation(directory) != generation:
+                raise ManifestError(f"{directory} was written to meanwhile")
         except Exception as error:
             raise RuntimeError(
                 f"{POISONED} loading version {update_info.version} failed halfway: {_shown(error)}"
@@ -171,22 +177,22 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 ) from error
             raise
 
-    def _checked(self, update_info: UpdateInfo) -> list[MappedTensor]:
+    def _directory(self, update_info: UpdateInfo) -> Path:
         if self._root is None:
             raise ValueError(NOT_CONNECTED)
         learner = manifest.parse_learner(update_info.learner)
         self._ownership.require(learner)
-        directory = payload.resolve(self._root, update_info.payload)
+        return payload.resolve(self._root, update_info.payload)
+
+    def _checked(self, directory: Path, version: int) -> list[MappedTensor]:
         content = manifest.read(directory)
         self._ownership.require(content.learner)
-        if content.version != update_info.version:
+        if content.version != version:
             raise ValueError(f"the manifest has version {content.version}")
         if content.version < self._version:
             raise ValueError(f"older than version {self._version}, which the server holds")
         manifest.check_tensors(content.entries, self._expected)
-        tensors = payload.open_tensors(directory, content.entries)
-        payload.check_bytes(tensors)
-        return tensors
+        return payload.open_tensors(directory, content.entries)
 
     def _load(self, tensors: list[MappedTensor]) -> None:
         with _opened(self.model, self.model_config):

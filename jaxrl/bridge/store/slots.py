@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.bridge import checksum
+from jaxrl.bridge import checksum, manifest
 from jaxrl.bridge.base import Learner
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.store import version
 from jaxrl.bridge.store.version import StoredFile, StoredVersion
 
 _RECORD = ".stored"  # the manifest from the store, in a slot that is complete
+_DRAFT = f".{manifest.FILE}"  # the payload's manifest, in a slot that is not complete
 _USERS = "users"  # directory with an empty file for each server
 
 
@@ -81,14 +82,17 @@ def open_slot(slot: Path, files: Sequence[StoredFile]) -> list[np.ndarray]:
     is reused, because new pages cost more than a copy. Raises OSError if there is too little."""
     slot.mkdir(mode=0o700, exist_ok=True)
     (slot / _RECORD).unlink(missing_ok=True)
-    for path in slot.iterdir():
-        if path.name not in {file.name for file in files}:
+    names = [_DRAFT if file.name == manifest.FILE else file.name for file in files]
+    for path in slot.iterdir():  # the payload's manifest among them, before a byte changes
+        if path.name not in names:
             path.unlink()
-    return [_map(slot / file.name, file.nbytes) for file in files]
+    return [_map(slot / name, file.nbytes) for name, file in zip(names, files, strict=True)]
 
 
 def close_slot(slot: Path, data: bytes) -> None:
     """Marks a filled slot as complete; `data` is the manifest from the store."""
+    if (slot / _DRAFT).exists():  # adapters have none
+        (slot / _DRAFT).replace(slot / manifest.FILE)
     draft = slot / f"{_RECORD}-draft"
     draft.write_bytes(data)
     draft.replace(slot / _RECORD)

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxrl.bridge import manifest
 from jaxrl.bridge.base import Learner, UnavailableError, new_learner
 from jaxrl.bridge.manifest import ManifestError
-from jaxrl.bridge.store import delta, version
+from jaxrl.bridge.store import agent, delta, version
 from jaxrl.bridge.store.publisher import StorePublisher
 from jaxrl.bridge.store.upload import Upload
 from jaxrl.builders.weight_sync import through_store
@@ -126,6 +127,24 @@ def test_a_new_agent_goes_on_with_what_it_finds(tmp_path: Path) -> None:
             learner.publish(ListSource(tensors), version=number)
             check(server, tensors)
             assert server.whole == 0
+
+
+def test_a_slot_that_is_not_filled_has_no_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (server,) = host(tmp_path / "a")
+    with publisher([server], (tmp_path / "store").as_uri()) as learner:
+        for number in range(3):
+            learner.publish(ListSource(weights(number, changed=0.1)), version=number)
+
+        def killed(*_: Any, **__: Any) -> None:
+            raise OSError("killed")
+
+        monkeypatch.setattr(agent, "_rebuild", killed)
+        with pytest.raises(UnavailableError, match="killed"):
+            learner.publish(ListSource(weights(3, changed=0.1)), version=3)
+        (left,) = tmp_path.glob(f"a/*/slot-*/{manifest.FILE}")
+        assert manifest.read(left.parent).version == 2  # in service
 
 
 def test_slots_of_learners_that_left_go(tmp_path: Path) -> None:
