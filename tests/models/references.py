@@ -185,3 +185,23 @@ def checkpoint(directory: Path, family: str, *, tied: bool, **options: Any) -> A
     model = reference(family, tied=tied, dtype=dtype)
     model.save_pretrained(directory, **options)
     return model
+
+
+def assert_same_model(found: Any, expected: Any) -> None:
+    """Two models have the same weights, bit for bit, and compute the same logits.
+
+    Logits may differ in their last bits: torch sums in an order that depends on where in memory an
+    array begins.
+    """
+    ours, theirs = found.state_dict(), expected.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        assert (ours[name].dtype, ours[name].shape) == (weight.dtype, weight.shape), name
+        assert torch.equal(_bits(ours[name]), _bits(weight)), name
+    tokens = torch.arange(2, 20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(found.eval()(tokens).logits, expected(tokens).logits)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().contiguous().flatten().view(torch.uint8)
