@@ -65,7 +65,7 @@ def _resolve(sizes: dict[str, int], *, devices: int) -> tuple[int, ...]:
         )
     if not open_axes and product != devices:
         raise ValueError(
-            f"mesh {shown} needs {product} devices and there are {devices}; change a size, or "
-            "pass other devices"
+            f"mesh {shown} needs {product} device{'s' * (product != 1)} and there "
+            f"{'is' if devices == 1 else 'are'} {devices}; change a size, or pass other devices"
         )
     return tuple(devices // product if size == -1 else size for size in sizes.values())

@@ -33,7 +33,7 @@ def test_some_devices_only():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({}, r"mesh of one device needs 1 devices and there are 8"),
+        ({}, r"mesh of one device needs 1 device and there are 8"),
         ({"data": 3}, r"data=3 needs 3 devices and there are 8"),
         ({"data": -1, "tensor": 3}, r"multiply to 3, which does not divide the 8 devices"),
         ({"data": -1, "fsdp": -1}, r"only one of data, fsdp can be -1"),

@@ -14,6 +14,7 @@ class Chip:
     """One device of jax, by its vendor's data sheet; None for an unknown rate."""
 
     memory: float  # bytes
+    devices: int = 1  # of jax on one chip as sold
     # FLOPs per second of dense products, by the operands that the chip's units multiply.
     units: Mapping[str, float] = dataclasses.field(default_factory=dict)
     memory_rate: float | None = None  # memory bandwidth in bytes per second
@@ -23,9 +24,12 @@ class Chip:
     grouped: bool = True
 
 
-def _tpu(*, gib: float, tflops: float, memory_tbs: float, links_gbs: float) -> Chip:
+def _tpu(
+    *, gib: float, tflops: float, memory_tbs: float, links_gbs: float, devices: int = 1
+) -> Chip:
     return Chip(
         memory=gib * GIB,
+        devices=devices,
         units={"bf16": tflops * 1e12},
         memory_rate=memory_tbs * 1e12,
         link_rate=links_gbs * 1e9,
@@ -39,7 +43,7 @@ TPUS: Mapping[str, Chip] = {
     "v5e": _tpu(gib=15.75, tflops=197, memory_tbs=0.819, links_gbs=200),
     "v5p": _tpu(gib=95.74, tflops=459, memory_tbs=2.765, links_gbs=600),
     "v6e": _tpu(gib=31.25, tflops=918, memory_tbs=1.638, links_gbs=400),
-    "tpu7x": _tpu(gib=94.75, tflops=2307 / 2, memory_tbs=7.38 / 2, links_gbs=300),
+    "tpu7x": _tpu(gib=94.75, tflops=2307 / 2, memory_tbs=7.38 / 2, links_gbs=300, devices=2),
 }
 
 

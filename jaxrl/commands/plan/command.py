@@ -1,6 +1,7 @@
 """`jaxrl plan`: compiles a run's step for chips that need not exist."""
 
 import argparse
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         "--link", type=float, default=50, help="GB/s from the learner to the samplers (default: 50)"
     )
     made.add_argument(
-        "--chip-memory", type=float, default=80, help="GB per chip for --estimate (default: 80)"
+        "--chip-memory", type=float, default=80, help="GiB per chip for --estimate (default: 80)"
     )
     for name in ("rollout", "train"):
         made.add_argument(
@@ -69,12 +70,17 @@ def main(argv: Sequence[str]) -> int:
         made.error("give either --topology or --estimate")
     if (given.rollout_seconds is None) != (given.train_seconds is None):
         made.error("--rollout-seconds and --train-seconds go together")
-    if given.link <= 0 or given.chip_memory <= 0:
-        made.error("--link and --chip-memory must be positive")
+    if given.rollout_seconds is not None and not given.estimate:
+        made.error("--rollout-seconds and --train-seconds need --estimate")
+    for name in ("link", "chip_memory", "rollout_seconds", "train_seconds"):
+        number = getattr(given, name)
+        if number is not None and not 0 < number < math.inf:
+            made.error(f"--{name.replace('_', '-')} {number:g}: expected a positive number")
     config = fetch_models(config, files=hub.CONFIGS)
 
     if given.estimate:
-        from jaxrl.commands.plan.estimate import estimate  # after --help
+        from jaxrl.commands.plan.chips import GIB  # after --help
+        from jaxrl.commands.plan.estimate import estimate
 
         phases = None
         if given.rollout_seconds is not None:
@@ -82,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         print(
             estimate(
                 config,
-                chip_memory=given.chip_memory * 1e9,
+                chip_memory=given.chip_memory * GIB,
                 link_rate=given.link * 1e9,
                 phases=phases,
             )

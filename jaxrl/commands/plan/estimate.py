@@ -7,6 +7,14 @@ import math
 from typing import NamedTuple
 
 from jaxrl.builders.model import trained_specs
+from jaxrl.commands.plan.chips import GIB
+from jaxrl.commands.plan.units import (
+    count_of,
+    parameter_text,
+    percent_text,
+    size_text,
+    time_text,
+)
 from jaxrl.config.training import Config
 from jaxrl.core.precision import Precision
 from jaxrl.models import huggingface, lora
@@ -78,7 +86,7 @@ def estimate(
     trained, frozen = bytes_per_trained(policy), policy.compute.itemsize
     sync = count * policy.wire.itemsize / link_rate
     lines = [
-        f"{config.model.path}: {count / 1e9:.2f} billion parameters, {config.precision}: {trained} "
+        f"{config.model.path}: {parameter_text(count)} parameters, {config.precision}: {trained} "
         f"bytes per trained parameter, {frozen} per frozen one",
         "",
         "Weights, gradients and optimizer (activations: jaxrl plan --topology)",
@@ -95,25 +103,24 @@ def estimate(
         few = GRPO.memory(parameter_count(tuned.adapters), trained=trained, frozen=frozen)
         sizes = {f"GRPO adapters of rank {config.lora.rank}": count * policy.wire.itemsize + few}
     for name, size in sizes.items():
-        lines.append(
-            f"  {name}{size / 1e9:10.1f} GB, at least {math.ceil(size / chip_memory)} chips of "
-            f"{chip_memory / 1e9:g} GB"
-        )
+        chips = count_of(math.ceil(size / chip_memory), "chip")
+        of = f"{chip_memory / GIB:g} GiB"
+        lines.append(f"  {name}{size_text(size):>14}, at least {chips} of {of}")
     lines += [
         "",
-        f"Publishing {count * policy.wire.itemsize / 1e9:.1f} GB at {link_rate / 1e9:g} GB/s: "
-        f"{sync:.1f} s",
-        f"  through sampler.store (up, then down to all hosts at once): {2 * sync:.1f} s",
+        f"Publishing {size_text(count * policy.wire.itemsize)} at {link_rate / 1e9:g} GB/s: "
+        f"{time_text(sync)}",
+        f"  through sampler.store (up, then down to all hosts at once): {time_text(2 * sync)}",
     ]
     lines += [
-        f"  {share:7.1%} of the words changed: {2 * sync * sent:.2f} s"
+        f"    {percent_text(share)} of the words changed: {time_text(2 * sync * sent)}"
         for share, sent in _DIFFERENCES.items()
     ]
     if phases is not None:
         turns, apart = utilisation(*phases, sync)
         lines += [
             "",
-            f"Learner utilisation: {turns:.0%} in turn with sampling, {apart:.0%} with samplers "
-            "one step behind on separate chips",
+            f"Learner utilisation: {percent_text(turns)} in turn with sampling, "
+            f"{percent_text(apart)} with samplers one step behind on separate chips",
         ]
-    return "\n".join(lines).replace("%", " %")
+    return "\n".join(lines)

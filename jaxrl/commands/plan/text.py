@@ -3,10 +3,16 @@
 from collections.abc import Iterator
 
 from jaxrl.builders.recipe import make_recipe
-from jaxrl.commands.plan.chips import GIB
 from jaxrl.commands.plan.program import Program
 from jaxrl.commands.plan.roofline import Roofline, roofline
 from jaxrl.commands.plan.topology import Topology
+from jaxrl.commands.plan.units import (
+    count_of,
+    parameter_text,
+    percent_text,
+    size_text,
+    time_text,
+)
 from jaxrl.config.training import Config
 from jaxrl.models import lora
 from jaxrl.models.spec import parameter_count
@@ -52,20 +58,20 @@ def fits(program: Program, topology: Topology) -> bool:
 def verdict(program: Program, topology: Topology) -> str:
     """Formats e.g. "peak 31.4 GiB of 95.7 GiB per chip: fits"."""
     word = "fits" if fits(program, topology) else "does not fit"
-    return f"peak {_gib(peak(program))} of {_gib(topology.chip.memory)} per chip: {word}"
+    return f"peak {size_text(peak(program))} of {size_text(topology.chip.memory)} per chip: {word}"
 
 
 def _header(config: Config, topology: Topology, program: Program) -> Iterator[str]:
-    sizes = ", ".join(f"{axis} {n}" for axis, n in program.step.layout.mesh.shape.items() if n > 1)
     count = parameter_count(program.step.model.specs)
-    yield f"{config.model.path}: {count / 1e9:.2f} billion parameters, {config.precision}"
+    yield f"{config.model.path}: {parameter_text(count)} parameters, {config.precision}"
     if isinstance(program.step.specs, lora.Adapted):
         trained = parameter_count(program.step.specs.adapters)
-        yield f"adapters of rank {config.lora.rank}: {trained:,} trained parameters"
-    yield f"{topology.name}: {len(topology.devices)} chips, mesh {sizes or 'of one chip'}"
+        yield f"adapters of rank {config.lora.rank}: {parameter_text(trained)} trained parameters"
+    yield f"{topology.name}: {_devices(topology, program)}"
     yield (
-        f"step: at most {program.microbatches} x {program.rows} rows of {program.row_length} "
-        f"tokens, remat {config.train.remat}, attention by {program.step.kernel}"
+        f"step: at most {count_of(program.microbatches, 'microbatch', 'microbatches')} of "
+        f"{count_of(program.rows, 'row')} of {count_of(program.row_length, 'token')}, "
+        f"remat {config.train.remat}, attention by {program.step.kernel}"
     )
     if program.rejected:
         yield (
@@ -74,9 +80,21 @@ def _header(config: Config, topology: Topology, program: Program) -> Iterator[st
         )
     else:
         yield (
-            f"compiled in {program.seconds:.0f} s, {program.hlo_bytes / 2**20:.1f} MiB of program: "
+            f"compiled in {program.seconds:.0f} s, {size_text(program.hlo_bytes)} of program: "
             "memory and collectives of the step; estimated: memory outside it, and times"
         )
+
+
+def _devices(topology: Topology, program: Program) -> str:
+    """Formats e.g. "8 chips, mesh fsdp 4, tensor 2", and "1 chip" without a mesh."""
+    number, each = len(topology.devices), topology.chip.devices
+    text = count_of(number, "chip")
+    if each > 1:
+        chips = count_of(number // each, "chip")
+        text = f"{number} devices on {chips} ('per chip' below is per device)"
+    shape = program.step.layout.mesh.shape
+    sizes = ", ".join(f"{axis} {n}" for axis, n in shape.items() if n > 1)
+    return f"{text}, mesh {sizes or 'of one device'}" if number > 1 else text
 
 
 def _not_counted(config: Config) -> str:
@@ -102,9 +120,9 @@ def _memory(program: Program) -> Iterator[str]:
         ("activations, other temporaries", memory.activations),
         ("batch, metrics, program", memory.rest),
     ):
-        yield f"  {name:32}{_gib(size):>12}"
+        yield f"  {name:32}{size_text(size):>12}"
     if memory.host:
-        yield f"  {'optimizer in host memory':32}{_gib(memory.host):>12}"
+        yield f"  {'optimizer in host memory':32}{size_text(memory.host):>12}"
 
 
 def _resident(program: Program) -> Iterator[str]:
@@ -117,15 +135,15 @@ def _resident(program: Program) -> Iterator[str]:
     )
     if found.always:
         yield "\nHeld outside the step, per chip"
-        yield from (f"  {name:32}{_gib(size):>12}" for name, size in held if size)
+        yield from (f"  {name:32}{size_text(size):>12}" for name, size in held if size)
     if found.cache is not None:
         yield "\nWhile sampling, per chip"
-        cache = f"KV cache, {found.cache.rows} rows x {found.cache.slots}"
-        yield f"  {cache:32}{_gib(found.cache.size):>12}"
-        yield f"  {'extra while it grows':32}{_gib(found.cache.moving):>12}"
+        cache = f"KV cache, {count_of(found.cache.rows, 'row')} x {found.cache.slots:,}"
+        yield f"  {cache:32}{size_text(found.cache.size):>12}"
+        yield f"  {'extra while it grows':32}{size_text(found.cache.moving):>12}"
     yield "\nPeak per chip while"
     for phase, size in phases(program).items():
-        yield f"  {phase:32}{_gib(size):>12}"
+        yield f"  {phase:32}{size_text(size):>12}"
 
 
 def _time(topology: Topology, program: Program, found: Roofline) -> Iterator[str]:
@@ -140,7 +158,10 @@ def _time(topology: Topology, program: Program, found: Roofline) -> Iterator[str
         )
     experts = program.step.model.config.experts
     if experts is not None and not topology.chip.grouped:
-        yield f"  each token's products with {experts.per_token} experts are with all, and masked"
+        yield (
+            f"  experts: each token is multiplied by all {experts.count}, not only by its "
+            f"{experts.per_token}, and masked"
+        )
     yield f"  {'model FLOPs':32}{found.model_flops:12.3g}"
     yield f"  {'FLOPs with recomputation':32}{found.run_flops:12.3g}"
     for name, seconds in (
@@ -149,14 +170,14 @@ def _time(topology: Topology, program: Program, found: Roofline) -> Iterator[str
         ("links at full bandwidth", found.links),
     ):
         if seconds is not None:
-            yield f"  {name:32}{seconds:10.3f} s"
+            yield f"  {name:32}{time_text(seconds):>12}"
     low, high = found.overlapped, found.in_turn
     if low is not None and high is not None:
         tokens = program.rows * program.microbatches * program.row_length
         share = found.model_flops / found.run_flops * (found.compute or 0) / high
         yield (
-            f"  roofline: {low:.3f} to {high:.3f} s, {tokens / high:,.0f} tokens/s and "
-            f"{share:.0%} of peak without overlap".replace("%", " %")
+            f"  roofline: {time_text(low)} to {time_text(high)}, {tokens / high:,.0f} tokens/s and "
+            f"{percent_text(share)} of peak without overlap"
         )
 
 
@@ -165,8 +186,8 @@ def _traffic(program: Program) -> Iterator[str]:
         return
     yield "\nCollectives of the step, per chip"
     for kind, traffic in program.traffic.items():
-        size, sent = _gib(traffic.size), _gib(traffic.sent)
-        yield f"  {kind:20}{traffic.count:7} times{size:>14}{sent:>14} sent"
+        size, sent = size_text(traffic.size), size_text(traffic.sent)
+        yield f"  {kind:20}{count_of(traffic.count, 'time'):>13}{size:>14}{sent:>14} sent"
     if not program.traffic:
         yield "  none"
 
@@ -174,7 +195,7 @@ def _traffic(program: Program) -> Iterator[str]:
 def _publishing(program: Program, *, link_rate: float) -> Iterator[str]:
     size = parameter_count(program.step.model.specs) * program.step.policy.wire.itemsize
     yield "\nPublishing"
-    yield f"  {_gib(size)}, {size / link_rate:.1f} s at {link_rate / 1e9:g} GB/s"
+    yield f"  {size_text(size)}, {time_text(size / link_rate)} at {link_rate / 1e9:g} GB/s"
 
 
 def _advice(config: Config, program: Program, *, memory: float) -> Iterator[str]:
@@ -200,7 +221,7 @@ def _advice_for_the_sampler(config: Config, program: Program) -> Iterator[str]:
 def _advice_for_the_step(config: Config, program: Program) -> Iterator[str]:
     """Lists what makes the step smaller, largest affected memory first."""
     for size, text in sorted(_savings(config, program), key=lambda saving: -saving[0]):
-        yield f"{text} (of {_gib(size)})"
+        yield f"{text} (of {size_text(size)})"
 
 
 def _savings(config: Config, program: Program) -> Iterator[tuple[float, str]]:
@@ -227,7 +248,3 @@ def _savings(config: Config, program: Program) -> Iterator[tuple[float, str]]:
     for role, size in (("moments", memory.optimizer), ("grads", memory.gradients)):
         if getattr(program.step.policy, role).itemsize > 2:
             yield size, f"precision = '{config.precision},{role}=bf16': half the {role}"
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / GIB:.2g} GiB"

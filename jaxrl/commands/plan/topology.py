@@ -31,9 +31,9 @@ def open_topology(name: str) -> Topology:
     Call it before anything else uses jax: it makes the CPU the only platform of this process.
 
     Raises:
-      ValueError: for an unknown name.
+      ValueError: for an unknown name, or sizes in which the chips do not come.
       ModuleNotFoundError: if the compiler for these chips is missing.
-      RuntimeError: if the compiler rejects the topology, or jax was started with fewer devices.
+      RuntimeError: if jax was started with fewer devices.
     """
     kind, _, shape = name.partition(":")
     most = 2 if kind in GPUS else 3
@@ -48,7 +48,7 @@ def open_topology(name: str) -> Topology:
         return _simulated(name, count=math.prod(sizes))
     chip = CHIPS[kind]
     if kind not in GPUS:
-        return Topology(name=name, chip=chip, devices=_tpu_devices(name, kind))
+        return Topology(name=name, chip=chip, devices=_tpu_devices(name, kind, sizes))
     *hosts, each = sizes
     devices = gpu_devices(kind, hosts=math.prod(hosts), each=each)
     usable = dataclasses.replace(
@@ -60,7 +60,7 @@ def open_topology(name: str) -> Topology:
     return Topology(name=name, chip=usable, devices=devices)
 
 
-def _tpu_devices(name: str, kind: str) -> Sequence[Any]:
+def _tpu_devices(name: str, kind: str, sizes: Sequence[int]) -> Sequence[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise ModuleNotFoundError(
             f"topology {name!r} needs libtpu, XLA's compiler for TPUs, which works without a TPU: "
@@ -74,7 +74,16 @@ def _tpu_devices(name: str, kind: str) -> Sequence[Any]:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 
-    return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    # Without them libtpu assumes hosts of 2x2 chips.
+    single = {"chips_per_host_bounds": (1, 1, 1)} if math.prod(sizes) == 1 else {}
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=name, **single).devices
+    except jax.errors.JaxRuntimeError as error:
+        more = "" if kind in ("v5e", "v6e") else "x1"
+        raise ValueError(
+            f"topology {name!r}: libtpu has no such chips ({error}); expected a multiple of a "
+            f"host's {kind}:2x2{more}, or a single chip, {kind}:1x1{more}"
+        ) from None
 
 
 def _simulated(name: str, *, count: int) -> Topology:

@@ -88,7 +88,26 @@ def test_step_with_splash_attention_compiles_for_v5e(tmp_path):
     assert "attention by splash" in output
     assert "all-gather" in output
     last = output.splitlines()[-1]
-    assert re.fullmatch(r"peak 0\.\d+ GiB of 15\.8 GiB per chip: fits", last)
+    assert re.fullmatch(r"peak \d+\.\d MiB of 15\.8 GiB per chip: fits", last)
+
+
+@needs(TPU)
+def test_single_chip_is_a_topology_and_an_impossible_one_is_an_error():
+    program = """
+from jaxrl.commands.plan.topology import open_topology
+for name in ("v6e:1x1", "v5p:1x1x1"):
+    print(len(open_topology(name).devices))
+for name in ("v6e:3x3", "v5p:2x3x1"):
+    try:
+        open_topology(name)
+    except ValueError as error:
+        print(error)
+"""
+    one, other, v6e, v5p = run_with(TPU, [sys.executable, "-c", program]).splitlines()
+    assert (one, other) == ("1", "1")
+    assert v6e.startswith("topology 'v6e:3x3': libtpu has no such chips (")
+    assert v6e.endswith("expected a multiple of a host's v6e:2x2, or a single chip, v6e:1x1")
+    assert v5p.endswith("expected a multiple of a host's v5p:2x2x1, or a single chip, v5p:1x1x1")
 
 
 @needs(GPU)

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jaxrl import cli
+from jaxrl.builders.layout import make_layout
 from jaxrl.commands.plan import text as plan
 from jaxrl.commands.plan.chips import CHIPS
 from jaxrl.commands.plan.program import _needed, compile_step
@@ -77,6 +78,32 @@ def test_plan_reports_the_cost_of_the_policys_products(planned, policy, chip, sa
     other = dataclasses.replace(program, step=program.step._replace(policy=parse(policy)))
     there = Topology(name=chip, chip=CHIPS[chip], devices=topology.devices)
     assert f"products = {said}" in plan.plan_text(config, there, other, link_rate=1e9)
+
+
+def test_one_of_a_thing_is_singular(planned):
+    config, topology, program = planned
+    layout = make_layout(
+        config.mesh.model_copy(update={"fsdp": 1, "tensor": 1}),
+        devices=topology.devices[:1],
+        policy=config.policy,
+    )
+    alone = dataclasses.replace(
+        program, rows=1, microbatches=1, step=program.step._replace(layout=layout)
+    )
+    there = dataclasses.replace(topology, name="cpu:1", devices=topology.devices[:1])
+    lines = plan.plan_text(config, there, alone, link_rate=1e9).splitlines()
+    assert lines[0] == f"{config.model.path}: 17.6K parameters, bf16_master"
+    assert lines[1] == "cpu:1: 1 chip"
+    assert lines[2].startswith("step: at most 1 microbatch of 1 row of 32 tokens, remat ")
+
+
+def test_chip_with_two_devices_is_named(planned):
+    config, topology, program = planned
+    there = Topology(name="tpu7x:2x2x1", chip=CHIPS["tpu7x"], devices=topology.devices)
+    line = plan.plan_text(config, there, program, link_rate=1e9).splitlines()[1]
+    assert line == (
+        "tpu7x:2x2x1: 8 devices on 4 chips ('per chip' below is per device), mesh fsdp 4, tensor 2"
+    )
 
 
 def test_plan_tells_compiled_from_estimated(planned):
@@ -262,7 +289,7 @@ def test_command(tmp_path, capsys):
     assert cli.main(["plan", *keys, "--estimate"]) == 0
     assert "GRPO 1 trained, 1 frozen" in capsys.readouterr().out
     assert cli.main(["plan", *keys, "--topology", "cpu:8"]) == 1
-    assert "needs 1 devices and there are 8" in capsys.readouterr().err
+    assert "needs 1 device and there are 8" in capsys.readouterr().err
 
 
 def test_only_adapters_have_gradients_and_moments(planned, tmp_path):
