@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -83,6 +83,17 @@ class Completion(NamedTuple):
     experts: np.ndarray | None = None
 
 
+class TurnCache:
+    """The place where a sampler may keep the KV cache of an episode's turn for its next turn.
+
+    Its content is the sampler's own, and is freed with it. It changes completions only by the
+    rounding of matrix products of another size.
+    """
+
+    def __init__(self) -> None:
+        self.content: Any = None
+
+
 class Turn(NamedTuple):
     """A request to continue one sequence.
 
@@ -94,6 +105,7 @@ class Turn(NamedTuple):
     sample_index: int
     max_tokens: int  # of the continuation
     prompt_length: int | None = None  # leading tokens that the whole group shares; None for all
+    cache: TurnCache | None = None  # of the episode; None if no turn follows
 
 
 class Sampler(Protocol):
@@ -159,7 +171,7 @@ def check_turns(turns: Sequence[Turn], *, max_positions: int, vocab_size: int) -
         prompt and the fix.
     """
     turns = [turn._replace(context=np.asarray(turn.context)) for turn in turns]
-    for prompt, i, _, max_tokens, _ in turns:
+    for prompt, i, _, max_tokens, *_ in turns:
         if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer) or not len(prompt):
             raise ValueError(
                 f"prompt {i} is an array of shape {prompt.shape} and dtype {prompt.dtype}; "

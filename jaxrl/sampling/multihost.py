@@ -24,7 +24,8 @@ class MultihostSampler(Sampler):
 
     def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
         """See `Sampler.sample_turns`; yields after the last completion has finished."""
-        return iter(self._sample_turns(list(turns), params))
+        # A cache stays in its process, so no turn begins with it.
+        return iter(self._sample_turns([turn._replace(cache=None) for turn in turns], params))
 
     def close(self) -> None:
         """See `Sampler.close`."""

@@ -26,7 +26,7 @@ class Guesses:
         self.texts, self.turns = texts, dict.fromkeys(texts, 0)
 
     def sample_turns(self, turns, params):
-        for context, i, j, _, _ in turns:
+        for context, i, j, *_ in turns:
             del context
             text = self.texts[i, j][self.turns[i, j]]
             self.turns[i, j] += 1

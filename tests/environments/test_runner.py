@@ -50,7 +50,7 @@ class ScriptedSampler:
 
     def sample_turns(self, turns, params):
         self.requests.append(list(turns))
-        for prompt, (context, i, j, most, _) in enumerate(turns):
+        for prompt, (context, i, j, most, *_) in enumerate(turns):
             del prompt
             tokens = np.array([10 + i, 20 + j, 30 + np.sum(context == 1), 1], np.int32)[:most]
             size = len(tokens)

@@ -16,7 +16,7 @@ from jaxrl.losses import Need
 from jaxrl.models import huggingface, lora, spec
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import Specs
-from jaxrl.sampling.embedded.batch_decoding import cache_sizes, max_rows, shrunk_rows
+from jaxrl.sampling.embedded.batch_decoding import KEPT, cache_sizes, max_rows, shrunk_rows
 from jaxrl.sampling.embedded.buckets import count_bucket
 from sharding.partition import Layout
 
@@ -143,10 +143,11 @@ def _cache(config: Config, step: Step, *, layout: Layout) -> KVCache:
     heads of keys and values over theirs, tokens and states over none."""
     sizes, shards = step.model.config, layout.count("batch")
     most = max_rows(config.sampling.max_batch, shards=shards)
-    rows = most
+    rows, one_batch = most, False
     if config.data.eval_path is None:
         completions = config.train.train_batch * config.train.group_size
         rows = min(count_bucket(completions, multiple=shards), most)
+        one_batch = completions <= rows
     # An environment's turns put new and almost finished sequences in one batch.
     single_turn = config.environment.name is None
     longest = config.data.max_prompt_tokens if single_turn else config.longest_sequence - 1
@@ -182,4 +183,10 @@ def _cache(config: Config, step: Step, *, layout: Layout) -> KVCache:
     fewer = shrunk_rows(rows, shards=shards)
     shrunk = held_bytes((rows, slots), (fewer, slots)) + sent_bytes(fewer * slots)
     size = held_bytes((rows, slots))
-    return KVCache(rows=rows, slots=slots, size=size, moving=max(grown, begun, shrunk) - size)
+    moving = max(grown, begun, shrunk) - size
+    hosts = {device.process_index for device in layout.mesh.devices.flat}
+    if not single_turn and linear is None and len(hosts) == 1:
+        # The caches of the turns before: of one batch, which shrank, while the next one begins; of
+        # several also while it grows.
+        moving = max(moving, size * 4 / 3) if one_batch else moving + KEPT * size
+    return KVCache(rows=rows, slots=slots, size=size, moving=moving)

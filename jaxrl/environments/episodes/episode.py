@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrl.core.batch import End, Episode, Rollout
 from jaxrl.environments.episodes.base import EpisodeError, EpisodeLimits, Step
-from jaxrl.sampling.base import Completion, Turn
+from jaxrl.sampling.base import Completion, Turn, TurnCache
 
 _invalid = functools.partial(EpisodeError, "invalid")
 
@@ -29,11 +29,11 @@ class EpisodeBuilder:
         self._experts: np.ndarray | None = None
         self._metrics: dict[str, float] = {}
 
-    def next_turn(self, limits: EpisodeLimits) -> Turn:
-        """Returns the request for the policy's next turn."""
+    def next_turn(self, limits: EpisodeLimits, cache: TurnCache) -> Turn:
+        """Returns the request for the policy's next turn; all have the same cache."""
         context = np.concatenate([self._prompt, *(tokens for tokens, *_ in self._chunks)])
         remaining = limits.max_tokens - self._length
-        return Turn(context, *self._index, remaining, len(self._prompt))
+        return Turn(context, *self._index, remaining, len(self._prompt), cache)
 
     def add_completion(self, completion: Completion) -> None:
         """Appends a turn of the policy."""

@@ -21,7 +21,7 @@ from jaxrl.environments.episodes.base import EpisodeError
 from jaxrl.environments.episodes.episode import EpisodeBuilder, check_prompt, check_step
 from jaxrl.environments.episodes.open_file_limit import max_open_episodes, reserve_files
 from jaxrl.environments.isolation.calls import Deadline, Worker, run_in_thread, wait_for
-from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn
+from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn, TurnCache
 
 
 class EpisodeResults(NamedTuple):
@@ -183,10 +183,10 @@ class _Episode:
             self._builder = EpisodeBuilder(prompt, self._index)
 
     async def play(self, scheduler: TurnScheduler) -> None:
-        number = 0
+        number, cache = 0, TurnCache()
         while self._end is None:
             assert self._environment is not None
-            turn = self._builder.next_turn(self._limits)
+            turn = self._builder.next_turn(self._limits, cache)
             completion = await scheduler.sample(turn, number=number)
             self._builder.add_completion(completion)
             number += 1

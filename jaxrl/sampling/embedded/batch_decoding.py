@@ -1,127 +1,39 @@
 """Decoding of batches from prompts to completions, driven from the host."""
 
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from jaxrl.core.precision import Precision
 from jaxrl.models.attention import TILE
-from jaxrl.models.decoder import Model
-from jaxrl.models.spec import Params
-from jaxrl.sampling.base import ClosedError, Completion, SamplingParams, Turn
+from jaxrl.sampling.base import ClosedError, Completion, Turn
 from jaxrl.sampling.embedded.buckets import count_bucket, length_bucket
 from jaxrl.sampling.embedded.decode_steps import (
     SEGMENT,
     DecodeState,
-    RowPlan,
     Segment,
     decode_segment,
-    draw_first,
     grow_cache,
     put_rows,
     row_experts,
     take_rows,
 )
 from jaxrl.sampling.embedded.draw_token import draw_settings
-from jaxrl.sampling.embedded.kv_cache import prefill
-from jaxrl.sampling.embedded.stopping import empty_tail
-from sharding.partition import Layout
-from sharding.transfer import fetch, place
+from jaxrl.sampling.embedded.first_tokens import start_batch
+from jaxrl.sampling.embedded.request import DecodeRequest, PartialCompletion
+from jaxrl.sampling.embedded.turn_caches import EndedRows, Queued, take_prefix
+from sharding.transfer import fetch
 
 # A batch shrinks by this factor once so few of its rows are running, but never below this number of
 # rows: a step with fewer takes hardly less time.
 _SHRINK, _MIN_ROWS = 4, 8
 
+# Rows of the caches that a request keeps for the next turns, in multiples of its largest batch. A
+# batch that shrinks leaves at most 4/3 of its rows.
+KEPT = 2
+
 # While turns wait, they are put into a batch once one row in so many has ended.
 _REFILL = 8
-
-
-class DecodeRequest(NamedTuple):
-    """Weights and settings that all batches of a request share."""
-
-    weights: Params
-    version: int
-    params: SamplingParams
-    model: Model
-    precision: Precision
-    layout: Layout | None
-    max_batch: int
-    closed: threading.Event
-    record_experts: bool
-
-    @property
-    def shards(self) -> int:
-        """Number of parts that a batch is divided into over the mesh."""
-        if self.layout is None:
-            return 1
-        devices = self.layout.mesh.size
-        return devices // self.layout.batch(("batch",)).shard_shape((devices,))[0]
-
-    @property
-    def key(self) -> jax.Array:
-        """The key of all random numbers, key[]."""
-        seed = self.params.seed
-        return jax.random.fold_in(jax.random.key(seed % 2**32, impl="threefry2x32"), seed // 2**32)
-
-    def put(self, rows: np.ndarray) -> jax.Array | np.ndarray:
-        """Places an array [B, ...] with one row per prompt or completion on the devices."""
-        return rows if self.layout is None else place(rows, self.layout.batch(("batch",)))
-
-
-class PartialCompletion:
-    """The tokens of one completion so far."""
-
-    def __init__(self, turn: Turn):
-        self._turn = turn
-        self._tokens: list[np.ndarray] = []
-        self._logprobs: list[np.ndarray] = []
-        self._length = 0
-
-    @property
-    def position(self) -> int:
-        """Position of the last token, hence its slot."""
-        return len(self._turn.context) + self._length - 1
-
-    @property
-    def full(self) -> bool:
-        """True once it has as many tokens as its turn allows."""
-        return self._length == self._turn.max_tokens
-
-    def append(self, segment: Segment, *, row: int, length: int) -> None:
-        """Takes the new tokens of a row that has `length` in all."""
-        new = slice(length - self._length)
-        self._tokens.append(np.asarray(segment.tokens)[new, row])
-        self._logprobs.append(np.asarray(segment.logprobs)[new, row])
-        self._length = length
-
-    def finish(self, *, stopped: bool, version: int, experts: np.ndarray | None) -> Completion:
-        """Returns the completion; `experts` are those of its row from the context's first token.
-
-        Raises:
-          FloatingPointError: if a log-prob is not finite.
-        """
-        prompt, sample = self._turn.prompt_index, self._turn.sample_index
-        logprobs = np.concatenate(self._logprobs)
-        if not np.isfinite(logprobs).all():
-            raise FloatingPointError(
-                f"policy version {version} gives logits that are not finite at token "
-                f"{np.argmin(np.isfinite(logprobs))} of completion {sample} of prompt {prompt}: "
-                "the weights hold NaN or infinity, or the sampler's dtype overflows (f16 ends at "
-                "65504; try precision.sampler=bf16)"
-            )
-        return Completion(
-            prompt_index=prompt,
-            sample_index=sample,
-            tokens=np.concatenate(self._tokens),
-            logprobs=logprobs,
-            versions=np.full(len(logprobs), version, np.int32),
-            finish_reason="stop" if stopped else "length",
-            experts=None if experts is None else experts[: self.position].copy(),
-        )
 
 
 def max_rows(max_batch: int, *, shards: int) -> int:
@@ -178,29 +90,41 @@ def decode_turns(turns: Sequence[Turn], request: DecodeRequest) -> Iterator[Comp
       FloatingPointError: if the model's logits are not finite.
       ClosedError: once the sampler is closed.
     """
-    waiting = deque(turns)
-    while waiting:
-        yield from _decode_batch(waiting, request)
+    queued = [Queued(turn, take_prefix(turn, request.weights)) for turn in turns]
+    known = deque(one for one in queued if one.prefix is not None)
+    new = deque(one for one in queued if one.prefix is None)
+    del queued  # kept arrays are freed once the last turn that begins with them has a row
+    # The states of linear layers include the tokens drawn after the end: their rows are not kept.
+    linear = request.model.config.linear is not None
+    ended = EndedRows(request.weights, rows=0 if linear else KEPT * request.max_batch)
+    for waiting in (known, new):
+        while waiting:
+            yield from _decode_batch(waiting, request, ended)
 
 
-def _decode_batch(waiting: deque[Turn], request: DecodeRequest) -> Iterator[Completion]:
+def _decode_batch(
+    waiting: deque[Queued], request: DecodeRequest, ended: EndedRows
+) -> Iterator[Completion]:
     """Decodes the first of the waiting turns and puts others into rows that have ended, until none
     runs."""
-    longest = max(turn.max_tokens for turn in waiting)
-    most = most_slots(max(len(turn.context) for turn in waiting), longest)
+    longest = max(turn.max_tokens for turn, _ in waiting)
+    most = most_slots(max(len(turn.context) for turn, _ in waiting), longest)
     state, out, partial = _first_rows(waiting, request, most=most)
     refilled = refilled_rows(len(partial), longest=longest, shards=request.shards)
     settings = draw_settings(request.params)
     while True:
         if request.closed.is_set():
             raise ClosedError("the sampler was closed")
-        yield from _take_finished(partial, state, out, version=request.version)
+        finished = _take_finished(partial, state, out, ended, version=request.version)
         running = [row for row, one in enumerate(partial) if one is not None]
+        if not running:
+            ended.keep(state.cache)  # first: the episodes may ask for their next turns at once
+        yield from finished
         if not running:
             return
         rows, slots, due = len(partial), state.cache.slots, min(refilled, len(waiting))
         if due and len(running) <= rows - due:
-            state, out = _refill(state, partial, waiting, request, rows=refilled, most=most)
+            state, out = _refill(state, partial, waiting, request, ended, rows=refilled, most=most)
             continue
         if full := max(one.position for one in partial if one is not None) >= slots:
             slots = larger_cache(slots, holds=1, most=most)
@@ -208,6 +132,7 @@ def _decode_batch(waiting: deque[Turn], request: DecodeRequest) -> Iterator[Comp
         if len(running) <= fewer:
             source = np.array(running + [0] * (fewer - len(running)), np.int32)
             used = np.arange(fewer) < len(running)
+            ended.keep(state.cache)
             state = take_rows(state, request.put(source), request.put(used), slots=slots)
             partial = [partial[row] for row in running] + [None] * (fewer - len(running))
             fewer = shrunk_rows(fewer, shards=request.shards)
@@ -224,7 +149,12 @@ def _decode_batch(waiting: deque[Turn], request: DecodeRequest) -> Iterator[Comp
 
 
 def _take_finished(
-    partial: list[PartialCompletion | None], state: DecodeState, out: Segment, *, version: int
+    partial: list[PartialCompletion | None],
+    state: DecodeState,
+    out: Segment,
+    ended: EndedRows,
+    *,
+    version: int,
 ) -> list[Completion]:
     """Appends new tokens to the completions of a batch's rows and takes those that have ended."""
     out, length, stopped = fetch((out, state.length, state.stopped))
@@ -237,31 +167,34 @@ def _take_finished(
             experts = state.cache.experts
             if experts is not None:
                 experts = fetch(row_experts(experts, np.int32(row)))
-            finished.append(one.finish(stopped=stopped[row], version=version, experts=experts))
+            done = one.finish(stopped=stopped[row], version=version, experts=experts)
+            ended.add(row, one.turn, done.tokens)
+            finished.append(done)
             partial[row] = None
     return sorted(finished, key=lambda c: (len(c.tokens), c.prompt_index, c.sample_index))
 
 
 def _first_rows(
-    waiting: deque[Turn], request: DecodeRequest, *, most: int
+    waiting: deque[Queued], request: DecodeRequest, *, most: int
 ) -> tuple[DecodeState, Segment, list[PartialCompletion | None]]:
     """Makes a batch of the first of the waiting turns."""
     shards = request.shards
     rows = count_bucket(len(waiting), multiple=shards)
     rows = min(rows, max_rows(request.max_batch, shards=shards))
-    turns = _take_turns(waiting, rows)
-    width = length_bucket(max(len(turn.context) for turn in turns), step=16)
+    queued = _take(waiting, rows)
+    width = length_bucket(max(len(turn.context) for turn, _ in queued), step=16)
     slots = larger_cache(width, holds=1, most=most)
-    state, out = _prefill(turns, request, shape=(1, width), rows=rows, slots=slots)
-    unused: list[PartialCompletion | None] = [None] * (rows - len(turns))
-    return state, out, [*map(PartialCompletion, turns), *unused]
+    state, out = start_batch(queued, request, shape=(1, width), rows=rows, slots=slots)
+    unused: list[PartialCompletion | None] = [None] * (rows - len(queued))
+    return state, out, [*(PartialCompletion(turn) for turn, _ in queued), *unused]
 
 
 def _refill(
     state: DecodeState,
     partial: list[PartialCompletion | None],
-    waiting: deque[Turn],
+    waiting: deque[Queued],
     request: DecodeRequest,
+    ended: EndedRows,
     *,
     rows: int,
     most: int,
@@ -271,62 +204,21 @@ def _refill(
     A prompt is computed once for the completions that begin together.
     """
     free = [row for row, one in enumerate(partial) if one is None][:rows]
-    turns = _take_turns(waiting, len(free))
+    queued = _take(waiting, len(free))
+    free = free[: len(queued)]
+    ended.drop(free)
     # Coarser sizes than a first batch has: fewer programs, and little padding in so few rows.
-    width = length_bucket(max(len(turn.context) for turn in turns), step=TILE)
-    new, out = _prefill(turns, request, shape=(rows // 4, width), rows=rows, slots=width)
+    width = length_bucket(max(len(turn.context) for turn, _ in queued), step=TILE)
+    new, out = start_batch(queued, request, shape=(rows // 4, width), rows=rows, slots=width)
     if width > state.cache.slots:
         slots = larger_cache(state.cache.slots, holds=width, most=most)
         state = grow_cache(state, slots=slots)
     places = np.full(rows, len(partial), np.int32)
-    places[: len(turns)] = free[: len(turns)]
-    for row, turn in zip(free, turns, strict=False):
+    places[: len(free)] = free
+    for row, (turn, _) in zip(free, queued, strict=True):
         partial[row] = PartialCompletion(turn)
     return put_rows(state, new, out, request.put(places))
 
 
-def _take_turns(waiting: deque[Turn], count: int) -> list[Turn]:
+def _take(waiting: deque[Queued], count: int) -> list[Queued]:
     return [waiting.popleft() for _ in range(min(count, len(waiting)))]
-
-
-def _prefill(
-    turns: Sequence[Turn],
-    request: DecodeRequest,
-    *,
-    shape: tuple[int, int],
-    rows: int,
-    slots: int,
-) -> tuple[DecodeState, Segment]:
-    """Runs every distinct context once and draws the first token of every completion.
-
-    Args:
-      turns: at most `rows`.
-      request: weights and settings.
-      shape: the fewest prompts to compile for, and their length.
-      rows: of the batch.
-      slots: of its cache.
-    """
-    shards, settings = request.shards, draw_settings(request.params)
-    prompts = {turn.context.tobytes(): turn.context for turn in turns}
-    count = count_bucket(max(len(prompts), shape[0]), multiple=shards)
-    tokens, lengths = np.zeros((count, shape[1]), np.int32), np.ones(count, np.int32)
-    for row, prompt in enumerate(prompts.values()):
-        lengths[row] = len(prompt)
-        tokens[row, : len(prompt)] = prompt
-    row_of = {content: row for row, content in enumerate(prompts)}
-    source, limit = np.zeros((2, rows), np.int32)
-    index = np.zeros((rows, 2), np.int32)
-    source[: len(turns)] = [row_of[turn.context.tobytes()] for turn in turns]
-    limit[: len(turns)] = [turn.max_tokens for turn in turns]
-    index[: len(turns)] = [(turn.prompt_index, turn.sample_index) for turn in turns]
-    plan = RowPlan(source, index, limit, empty_tail(rows, settings.stops))
-    cache, logits = prefill(
-        request.weights,
-        request.put(tokens),
-        request.put(lengths),
-        model=request.model,
-        precision=request.precision,
-        record_experts=request.record_experts,
-    )
-    plan, key = jax.tree.map(request.put, plan), request.key
-    return draw_first(cache, logits, lengths, plan=plan, key=key, settings=settings, slots=slots)

@@ -77,7 +77,7 @@ def row_experts(experts: jax.Array, row: jax.Array) -> jax.Array:
     return experts[:, row].transpose(1, 0, 2)
 
 
-@functools.partial(jit_forward, sums="fixed", static_argnames=("slots",))
+@functools.partial(jit_forward, sums="fixed", donate_argnames=("cache",))
 def draw_first(
     cache: Cache,
     logits: jax.Array,
@@ -86,18 +86,16 @@ def draw_first(
     plan: RowPlan,
     key: jax.Array,
     settings: DrawSettings,
-    slots: int,
 ) -> tuple[DecodeState, Segment]:
-    """Repeats each prompt for its completions and draws their first tokens.
+    """Draws the first tokens of a batch.
 
     Args:
-      cache: of N prompts.
-      logits: [N, V] after each prompt.
+      cache: of its B rows.
+      logits: [N, V] after each of N prompts.
       lengths: i32[N] tokens of each prompt.
-      plan: the rows of the new batch.
+      plan: the rows of the batch.
       key: key[] of the request.
       settings: how tokens are drawn.
-      slots: size of the new cache.
     """
     key = completion_keys(key, plan.index)
     prompt, limit = jnp.asarray(plan.prompt), jnp.asarray(plan.limit)
@@ -105,7 +103,7 @@ def draw_first(
         logits[prompt], key, jnp.zeros_like(prompt), plan.tail, settings=settings
     )
     state = DecodeState(
-        cache=_take_cache_rows(cache, prompt, slots=slots),
+        cache=cache,
         token=token,
         context=lengths[prompt],
         key=key,
@@ -175,9 +173,34 @@ def decode_segment(
 
 
 @functools.partial(jit_forward, static_argnames=("slots",))
+def take_cache_rows(cache: Cache, source: jax.Array, *, slots: int) -> Cache:
+    """Returns a cache of the rows `source`, i32[B], with `slots` slots."""
+    return _take_cache_rows(cache, source, slots=slots)
+
+
+@functools.partial(jit_forward, donate_argnames=("cache",))
+def replace_cache_rows(cache: Cache, other: Cache, source: jax.Array, replaced: jax.Array) -> Cache:
+    """Puts the rows `source`, i32[B], of another cache without linear layers in the places of the
+    rows bool[B] `replaced`."""
+
+    def replace(x: jax.Array, more: jax.Array, *, slots: int, axis: int) -> jax.Array:
+        chosen = replaced.reshape(-1, *(1,) * (x.ndim - 2))
+
+        # Layer by layer and in place, see `_take_cache_rows`.
+        def layer(i: jax.Array, x: jax.Array) -> jax.Array:
+            new = _resize(more[i][source], slots=slots, axis=axis)
+            return x.at[i].set(jnp.where(chosen, new, x[i]))
+
+        return lax.fori_loop(0, len(x), layer, x)
+
+    return _by_part(functools.partial(replace, slots=cache.slots), cache, other)
+
+
+@functools.partial(jit_forward, static_argnames=("slots",))
 def grow_cache(state: DecodeState, *, slots: int) -> DecodeState:
     """Extends the cache to `slots` slots. Rows stay in place, so no data changes device."""
-    return dataclasses.replace(state, cache=_pad_slots(state.cache, slots=slots))
+    cache = _by_part(functools.partial(_resize, slots=slots), state.cache)
+    return dataclasses.replace(state, cache=cache)
 
 
 @functools.partial(jit_forward, static_argnames=("slots",))
@@ -275,28 +298,31 @@ def _take_cache_rows(cache: Cache, source: jax.Array, *, slots: int) -> Cache:
     # Layer by layer: rows that change devices are gathered from all of them, and no device has
     # memory for a whole gathered cache.
     def take(x: jax.Array, *, slots: int, axis: int) -> jax.Array:
-        return lax.map(lambda layer: _pad(layer[source], slots=slots, axis=axis), x)
+        return lax.map(lambda layer: _resize(layer[source], slots=slots, axis=axis), x)
 
     def take_states(x: jax.Array) -> jax.Array:
         return lax.map(lambda layer: layer[source], x)
 
+    linear = jax.tree.map(take_states, cache.linear)
     cache = _by_part(functools.partial(take, slots=slots), cache)
-    return dataclasses.replace(cache, linear=jax.tree.map(take_states, cache.linear))
+    return dataclasses.replace(cache, linear=linear)
 
 
-def _pad_slots(cache: Cache, *, slots: int) -> Cache:
-    """Appends empty slots to a cache."""
-    return _by_part(functools.partial(_pad, slots=slots), cache)
+def _by_part(function: Callable[..., jax.Array], cache: Cache, *others: Cache) -> Cache:
+    """Applies `function(part, *parts of the others, axis=...)` to the parts of caches that have
+    slots; the axis is theirs, from the end."""
+
+    def apply(name: str, axis: int) -> jax.Array | None:
+        parts = [getattr(one, name) for one in (cache, *others)]
+        return None if parts[0] is None else function(*parts, axis=axis)
+
+    parts = {"keys": apply("keys", -1), "values": apply("values", -2)}
+    return dataclasses.replace(cache, **parts, experts=apply("experts", -2))
 
 
-def _by_part(function: Callable[..., jax.Array], cache: Cache) -> Cache:
-    """Applies `function(part, axis=...)` to the parts of a cache that have slots; the axis is
-    theirs, from the end."""
-    experts = None if cache.experts is None else function(cache.experts, axis=-2)
-    keys, values = function(cache.keys, axis=-1), function(cache.values, axis=-2)
-    return Cache(keys, values, experts, cache.linear)
-
-
-def _pad(x: jax.Array, *, slots: int, axis: int) -> jax.Array:
+def _resize(x: jax.Array, *, slots: int, axis: int) -> jax.Array:
+    """Appends empty slots or removes the last ones."""
     more = slots - x.shape[axis]
+    if more <= 0:
+        return lax.slice_in_dim(x, 0, slots, axis=axis)
     return jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)])

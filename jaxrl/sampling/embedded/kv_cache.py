@@ -1,4 +1,5 @@
-"""The decoder with a KV cache: prefill of prompts, and a decode step of one token per row.
+"""The decoder with a KV cache: prefill of prompts, a decode step of one token per row, and an
+extension by several.
 
 The slot of a token is its position. Every row of the cache then has the form of a row of the
 learner, and attention adds the same numbers in the same order.
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 
 from jaxrl.core.half_bits import from_bits, to_bits
 from jaxrl.core.precision import Precision, jit_by_policy
@@ -23,6 +25,8 @@ from jaxrl.models.logprobs import rounded_logits
 from jaxrl.models.products import product
 from jaxrl.models.scoring import Scoring
 from jaxrl.models.spec import Params
+
+CHUNK = 64  # tokens of a row that `extend` runs together
 
 
 @struct.dataclass
@@ -39,6 +43,11 @@ class Cache:
     # [L, B, S, k] of the layers that have some, of the smallest unsigned dtype.
     experts: jax.Array | None = None
     linear: LinearState | None = None  # its arrays have the layers in front: [N, B, ...]
+
+    @property
+    def rows(self) -> int:
+        """The number of rows B."""
+        return self.values.shape[1]
 
     @property
     def slots(self) -> int:
@@ -126,13 +135,82 @@ def decode_step(
     Returns:
       The cache with the tokens, and the next-token logits [B, V] in `precision.logits`.
     """
-    config = model.config
-    index = jnp.arange(cache.slots, dtype=jnp.int32)[None, :]
-    seen = index <= positions[:, None]
-    context = LayerContext(config, precision, local=model.local)
-    tables = context.rope_tables(positions[:, None])
+    context = LayerContext(model.config, precision, local=model.local)
+    cache, x = _advance(params, cache, tokens[:, None], positions[:, None], context=context)
+    return cache, _logits(params, x, model=model, context=context)
 
-    rows = jnp.arange(len(tokens))
+
+@jit_by_policy(static_argnames=("model", "precision"), donate_argnames=("cache",))
+def extend(
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    *,
+    starts: jax.Array,
+    lengths: jax.Array,
+    model: Model,
+    precision: Precision,
+) -> tuple[Cache, jax.Array]:
+    """Runs more tokens of every row through the decoder, CHUNK of each row at a time.
+
+    Args:
+      params: in `precision.compute`.
+      cache: holds the tokens before `starts` of every row; what else it holds is ignored.
+      tokens: i32[B, T], padded on the right to a multiple of CHUNK.
+      starts: i32[B], position of each row's first token.
+      lengths: i32[B], at least 1: tokens of each row to run.
+      model: a decoder without linear layers: their states include the tokens after `starts`.
+      precision: see `sampler_precision`.
+
+    Returns:
+      The cache with the tokens, and the logits [B, V] after the last one of each row, in
+      `precision.logits`.
+    """
+    context = LayerContext(model.config, precision, local=model.local)
+    offsets = jnp.arange(CHUNK, dtype=jnp.int32)[None, :]
+
+    def more(carry):
+        done, _, _ = carry
+        return done < jnp.max(lengths)
+
+    def step(carry):
+        done, cache, last = carry
+        part = lax.dynamic_slice_in_dim(tokens, done, CHUNK, axis=1)
+        # Padding has no slot, so it is not written.
+        positions = jnp.where(
+            done + offsets < lengths[:, None], starts[:, None] + done + offsets, cache.slots
+        )
+        cache, x = _advance(params, cache, part, positions, context=context)
+        ends = lengths - 1 - done
+        here = jnp.take_along_axis(x, jnp.clip(ends, 0, CHUNK - 1)[:, None, None], axis=1)
+        last = jnp.where(((ends >= 0) & (ends < CHUNK))[:, None, None], here, last)
+        return done + CHUNK, cache, last
+
+    empty = jnp.zeros((len(tokens), 1, model.config.hidden_size), precision.activations)
+    _, cache, last = lax.while_loop(more, step, (jnp.int32(0), cache, empty))
+    return cache, _logits(params, last, model=model, context=context)
+
+
+def _advance(
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    *,
+    context: LayerContext,
+) -> tuple[Cache, jax.Array]:
+    """Runs i32[B, T] tokens at i32[B, T] positions through the layers; T is 1 if some are linear.
+    Positions from the cache's slots on are not kept.
+
+    Returns:
+      The cache with the tokens, and the residual stream [B, T, D].
+    """
+    config, precision = context.config, context.precision
+    index = jnp.arange(cache.slots, dtype=jnp.int32)[None, None, :]
+    seen = index <= positions[:, :, None]
+    tables = context.rope_tables(positions)
+
+    rows = jnp.arange(len(tokens))[:, None]
 
     # The cache is carried and written in place: scanned over, it would be copied as a whole.
     def layer_of(group, carry, layer, kind, number, place):
@@ -141,12 +219,14 @@ def decode_step(
         scoring = context.scoring(kind, layer)
         near = seen
         if scoring.window is not None:
-            near = seen & (index > positions[:, None] - scoring.window)
+            near = seen & (index > positions[:, :, None] - scoring.window)
 
         def attend(q, k, v):
             new = _entries(k, v, precision)
-            keys = cache.keys.at[place, rows, :, :, positions].set(new.keys[..., 0])
-            values = cache.values.at[place, rows, :, positions].set(new.values[:, :, 0])
+            keys = new.keys.transpose(0, 3, 1, 2)
+            keys = cache.keys.at[place, rows, :, :, positions].set(keys, mode="drop")
+            values = new.values.transpose(0, 2, 1, 3)
+            values = cache.values.at[place, rows, :, positions].set(values, mode="drop")
             held = (from_bits(part[place], precision.compute) for part in (keys, values))
             out = attend_cache(q, *held, seen=near, scoring=scoring, precision=precision)
             changed = dataclasses.replace(cache, keys=keys, values=values)
@@ -162,11 +242,12 @@ def decode_step(
         x, cache, routing = block(x, layer, mix, table=table, context=context)
         if cache.experts is not None and routing is not None:
             routed = number - config.num_layers + config.routed_layers
-            experts = cache.experts.at[routed, rows, positions].set(_smallest(routing)[:, 0])
+            chosen = _smallest(routing)
+            experts = cache.experts.at[routed, rows, positions].set(chosen, mode="drop")
             cache = dataclasses.replace(cache, experts=experts)
         return (x, cache), None
 
-    x = from_bits(to_bits(params["embed"])[tokens[:, None]], params["embed"].dtype)
+    x = from_bits(to_bits(params["embed"])[tokens], params["embed"].dtype)
     x = context.enter(x)
 
     def numbers(group):
@@ -174,7 +255,7 @@ def decode_step(
 
     stacked = {name: jax.tree.map(to_bits, part) for name, part in params.items()}
     (x, cache), _ = scan_layers(layer_of, (x, cache), stacked, config, inputs=numbers)
-    return cache, _logits(params, x, model=model, context=context)
+    return cache, x
 
 
 def attend_cache(
@@ -186,28 +267,38 @@ def attend_cache(
     scoring: Scoring,
     precision: Precision,
 ) -> jax.Array:
-    """Computes grouped-query attention of one token per row over the row's cache, with the
+    """Computes grouped-query attention of T tokens per row over the row's cache, with the
     arithmetic of `attention`.
 
     Args:
-      q: [B, 1, H, hd].
+      q: [B, T, H, hd].
       keys: [B, K, hd, S].
       values: [B, K, S, vd], see `pad_values`.
-      seen: bool[B, S] slots to attend to, at least one per row; none outside of the window.
+      seen: bool[B, T, S] slots to attend to, at least one per token; none outside of the window.
       scoring: scale, cap and sinks of the scores.
       precision: scores and softmax are in `accumulate`.
 
     Returns:
-      [B, 1, H, vd] in `precision.activations`.
+      [B, T, H, vd] in `precision.activations`.
     """
-    batch, _, heads, dim = q.shape
-    q = q.reshape(batch, keys.shape[1], -1, dim)
+    batch, length, heads, dim = q.shape
+    kv_heads = keys.shape[1]
+    groups = heads // kv_heads
+    q = q.reshape(batch, length, kv_heads, groups, dim).transpose(0, 2, 3, 1, 4)
+
+    # The queries that share keys are rows of one matrix, also those of other tokens.
+    q = q.reshape(batch, kv_heads, groups * length, dim)
     scores = product(q, keys, contract=(3, 2), batch=(0, 1), precision=precision)
     scores = scoring.scores(scores, head_dim=dim)
-    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(scores.dtype).min)
-    sinks = scoring.sink_scores(kv_heads=keys.shape[1], ndim=4, dtype=precision.accumulate)
+    seen = jnp.broadcast_to(seen[:, None, None], (batch, 1, groups, *seen.shape[1:]))
+    seen = seen.reshape(batch, 1, groups * length, -1)
+    scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
+    sinks = scoring.sink_scores(kv_heads=kv_heads, ndim=4, dtype=precision.accumulate)
+    if sinks is not None:
+        sinks = jnp.repeat(sinks, length, axis=2)
     out, _ = softmax_product(scores, values, sinks, precision=precision)
-    return out.reshape(batch, 1, heads, -1)
+    out = out.reshape(batch, kv_heads, groups, length, -1).transpose(0, 3, 1, 2, 4)
+    return out.reshape(batch, length, heads, -1)
 
 
 def _entries(k: jax.Array, v: jax.Array, precision: Precision) -> Cache:

@@ -14,8 +14,9 @@ from jaxrl.models.decoder import Model
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import Params
 from jaxrl.sampling.base import Completion, SamplingParams, Turn, check_turns, group_turns
-from jaxrl.sampling.embedded.batch_decoding import DecodeRequest, decode_turns
+from jaxrl.sampling.embedded.batch_decoding import decode_turns
 from jaxrl.sampling.embedded.full_forward import decode_batch_without_cache
+from jaxrl.sampling.embedded.request import DecodeRequest
 from sharding.partition import Layout
 from sharding.transfer import place
 
@@ -34,7 +35,8 @@ class EmbeddedSampler:
 
     Where a request has more completions than are decoded at once, those that wait take the rows of
     completions that have ended. A group's prompt is computed once for the completions that begin
-    together, and again for those that begin later.
+    together, and again for those that begin later. The turns of an episode share a `TurnCache`: of
+    a context whose beginning is in it, only the rest is computed.
 
     It compiles one program per power-of-two number of prompts or completions and per length bucket.
     """

@@ -1,0 +1,130 @@
+"""The start of a batch: contexts are run through the decoder, and the first tokens are drawn."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxrl.sampling.base import Turn
+from jaxrl.sampling.embedded.buckets import count_bucket, length_bucket
+from jaxrl.sampling.embedded.decode_steps import (
+    DecodeState,
+    RowPlan,
+    Segment,
+    draw_first,
+    replace_cache_rows,
+    take_cache_rows,
+)
+from jaxrl.sampling.embedded.draw_token import draw_settings
+from jaxrl.sampling.embedded.kv_cache import CHUNK, Cache, extend, prefill
+from jaxrl.sampling.embedded.request import DecodeRequest
+from jaxrl.sampling.embedded.stopping import empty_tail
+from jaxrl.sampling.embedded.turn_caches import KeptPrefix, Queued
+
+
+def start_batch(
+    queued: Sequence[Queued],
+    request: DecodeRequest,
+    *,
+    shape: tuple[int, int],
+    rows: int,
+    slots: int,
+) -> tuple[DecodeState, Segment]:
+    """Computes the contexts of turns and draws the first token of every completion.
+
+    Args:
+      queued: at most `rows`; either all begin with kept prefixes or none does.
+      request: weights and settings.
+      shape: the fewest prompts to compile for, and their length.
+      rows: of the batch.
+      slots: of its cache.
+    """
+    turns = [turn for turn, _ in queued]
+    prefixes = [prefix for _, prefix in queued if prefix is not None]
+    if prefixes:
+        cache, logits, lengths = _extend(turns, prefixes, request, rows=rows, slots=slots)
+        source = np.arange(rows, dtype=np.int32)
+    else:
+        cache, logits, lengths, source = _prefill(turns, request, shape=shape, rows=rows)
+        cache = take_cache_rows(cache, request.put(source), slots=slots)
+    settings = draw_settings(request.params)
+    limit, index = np.zeros(rows, np.int32), np.zeros((rows, 2), np.int32)
+    limit[: len(turns)] = [turn.max_tokens for turn in turns]
+    index[: len(turns)] = [(turn.prompt_index, turn.sample_index) for turn in turns]
+    plan = RowPlan(source, index, limit, empty_tail(rows, settings.stops))
+    plan, key = jax.tree.map(request.put, plan), request.key
+    return draw_first(cache, logits, lengths, plan=plan, key=key, settings=settings)
+
+
+def _prefill(
+    turns: Sequence[Turn], request: DecodeRequest, *, shape: tuple[int, int], rows: int
+) -> tuple[Cache, jax.Array, np.ndarray, np.ndarray]:
+    """Runs every distinct context once; returns the cache of N contexts, the logits after them,
+    their lengths i32[N], and the context of each row, i32[B]."""
+    prompts = {turn.context.tobytes(): turn.context for turn in turns}
+    count = count_bucket(max(len(prompts), shape[0]), multiple=request.shards)
+    tokens, lengths = np.zeros((count, shape[1]), np.int32), np.ones(count, np.int32)
+    for row, prompt in enumerate(prompts.values()):
+        lengths[row] = len(prompt)
+        tokens[row, : len(prompt)] = prompt
+    row_of = {content: row for row, content in enumerate(prompts)}
+    source = np.zeros(rows, np.int32)
+    source[: len(turns)] = [row_of[turn.context.tobytes()] for turn in turns]
+    cache, logits = prefill(
+        request.weights,
+        request.put(tokens),
+        request.put(lengths),
+        model=request.model,
+        precision=request.precision,
+        record_experts=request.record_experts,
+    )
+    return cache, logits, lengths, source
+
+
+def _extend(
+    turns: Sequence[Turn],
+    prefixes: Sequence[KeptPrefix],
+    request: DecodeRequest,
+    *,
+    rows: int,
+    slots: int,
+) -> tuple[Cache, jax.Array, np.ndarray]:
+    """Runs what follows the kept prefix of each turn; returns the cache of the batch, the logits
+    after the contexts, and their lengths i32[B]."""
+    starts, lengths = np.zeros(rows, np.int32), np.ones(rows, np.int32)
+    starts[: len(turns)] = [len(prefix.tokens) for prefix in prefixes]
+    lengths[: len(turns)] = [len(turn.context) for turn in turns]
+    width = length_bucket(max(lengths - starts), step=CHUNK)
+    tokens = np.zeros((rows, width), np.int32)
+    for row, (turn, start) in enumerate(zip(turns, starts, strict=False)):
+        tokens[row, : len(turn.context) - start] = turn.context[start:]
+    cache, logits = extend(
+        request.weights,
+        _gather(prefixes, request, rows=rows, slots=slots),
+        request.put(tokens),
+        starts=request.put(starts),
+        lengths=request.put(lengths - starts),
+        model=request.model,
+        precision=request.precision,
+    )
+    return cache, logits, lengths
+
+
+def _gather(
+    prefixes: Sequence[KeptPrefix], request: DecodeRequest, *, rows: int, slots: int
+) -> Cache:
+    """Copies kept rows to the cache of a batch."""
+    arrays = list({id(prefix.cache): prefix.cache for prefix in prefixes}.values())
+    gathered = None
+    for kept in arrays:
+        source, mine = np.zeros(rows, np.int32), np.zeros(rows, bool)
+        for row, prefix in enumerate(prefixes):
+            if prefix.cache is kept:
+                source[row], mine[row] = prefix.row, True
+        source, mine = request.put(source), request.put(mine)
+        if gathered is None:
+            gathered = take_cache_rows(kept, source, slots=slots)
+        else:
+            gathered = replace_cache_rows(gathered, kept, source, mine)
+    assert gathered is not None
+    return gathered

@@ -1,0 +1,99 @@
+"""A request to the embedded sampler, and its completions in progress."""
+
+import threading
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl.core.precision import Precision
+from jaxrl.models.decoder import Model
+from jaxrl.models.spec import Params
+from jaxrl.sampling.base import Completion, SamplingParams, Turn
+from jaxrl.sampling.embedded.decode_steps import Segment
+from sharding.partition import Layout
+from sharding.transfer import place
+
+
+class DecodeRequest(NamedTuple):
+    """Weights and settings that all batches of a request share."""
+
+    weights: Params
+    version: int
+    params: SamplingParams
+    model: Model
+    precision: Precision
+    layout: Layout | None
+    max_batch: int
+    closed: threading.Event
+    record_experts: bool
+
+    @property
+    def shards(self) -> int:
+        """Number of parts that a batch is divided into over the mesh."""
+        if self.layout is None:
+            return 1
+        devices = self.layout.mesh.size
+        return devices // self.layout.batch(("batch",)).shard_shape((devices,))[0]
+
+    @property
+    def key(self) -> jax.Array:
+        """The key of all random numbers, key[]."""
+        seed = self.params.seed
+        return jax.random.fold_in(jax.random.key(seed % 2**32, impl="threefry2x32"), seed // 2**32)
+
+    def put(self, rows: np.ndarray) -> jax.Array | np.ndarray:
+        """Places an array [B, ...] with one row per prompt or completion on the devices."""
+        return rows if self.layout is None else place(rows, self.layout.batch(("batch",)))
+
+
+class PartialCompletion:
+    """The tokens of one completion so far."""
+
+    def __init__(self, turn: Turn):
+        self.turn = turn
+        self._tokens: list[np.ndarray] = []
+        self._logprobs: list[np.ndarray] = []
+        self._length = 0
+
+    @property
+    def position(self) -> int:
+        """Position of the last token, hence its slot."""
+        return len(self.turn.context) + self._length - 1
+
+    @property
+    def full(self) -> bool:
+        """True once it has as many tokens as its turn allows."""
+        return self._length == self.turn.max_tokens
+
+    def append(self, segment: Segment, *, row: int, length: int) -> None:
+        """Takes the new tokens of a row that has `length` in all."""
+        new = slice(length - self._length)
+        self._tokens.append(np.asarray(segment.tokens)[new, row])
+        self._logprobs.append(np.asarray(segment.logprobs)[new, row])
+        self._length = length
+
+    def finish(self, *, stopped: bool, version: int, experts: np.ndarray | None) -> Completion:
+        """Returns the completion; `experts` are those of its row from the context's first token.
+
+        Raises:
+          FloatingPointError: if a log-prob is not finite.
+        """
+        prompt, sample = self.turn.prompt_index, self.turn.sample_index
+        logprobs = np.concatenate(self._logprobs)
+        if not np.isfinite(logprobs).all():
+            raise FloatingPointError(
+                f"policy version {version} gives logits that are not finite at token "
+                f"{np.argmin(np.isfinite(logprobs))} of completion {sample} of prompt {prompt}: "
+                "the weights hold NaN or infinity, or the sampler's dtype overflows (f16 ends at "
+                "65504; try precision.sampler=bf16)"
+            )
+        return Completion(
+            prompt_index=prompt,
+            sample_index=sample,
+            tokens=np.concatenate(self._tokens),
+            logprobs=logprobs,
+            versions=np.full(len(logprobs), version, np.int32),
+            finish_reason="stop" if stopped else "length",
+            experts=None if experts is None else experts[: self.position].copy(),
+        )

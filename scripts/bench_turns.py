@@ -1,0 +1,74 @@
+"""Measures what kept KV caches save in episodes of several turns, as JSON lines.
+
+python scripts/bench_turns.py --dtypes f32 bf16 --turns 8
+
+The embedded sampler plays episodes, each with a prompt of 256 tokens, turns of 32 tokens and
+observations of 64 between them. It alternates with itself without caches, when each turn computes
+its whole context.
+"""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from benchmarks.shapes import SHAPES
+from benchmarks.timing import alternate, summary, versus, write
+
+from jaxrl.core.precision import parse
+from jaxrl.models.decoder import decoder
+from jaxrl.models.spec import init
+from jaxrl.sampling.base import SamplingParams, Turn, TurnCache
+from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+
+PROMPT, COMPLETION, OBSERVATION = 256, 32, 64  # tokens
+
+
+def play(sampler: EmbeddedSampler, seed: int, *, episodes: int, turns: int, caches: bool) -> None:
+    rng = np.random.default_rng(seed)
+    contexts = list(rng.integers(100, 4096, (episodes, PROMPT)))
+    kept = [TurnCache() if caches else None for _ in contexts]
+    for number in range(turns):
+        asked = [
+            Turn(context, i, 0, COMPLETION, PROMPT, cache)
+            for i, (context, cache) in enumerate(zip(contexts, kept, strict=True))
+        ]
+        params = SamplingParams(max_tokens=COMPLETION, seed=seed * turns + number)
+        for said in sampler.sample_turns(asked, params):
+            heard = rng.integers(100, 4096, OBSERVATION)
+            context = contexts[said.prompt_index]
+            contexts[said.prompt_index] = np.concatenate([context, said.tokens, heard])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["S"])
+    parser.add_argument("--episodes", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=8, help="at most 8")
+    parser.add_argument("--dtypes", nargs="+", default=["f32", "bf16"])
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="also append the lines to this file")
+    args = parser.parse_args()
+    for shape in args.shapes:
+        for dtype in args.dtypes:
+            model = decoder(SHAPES[shape])
+            weights = init(model.specs, jax.random.key(0), dtype=jnp.dtype(jnp.float32))
+            policy = parse(f"fp32,wire={dtype},sampler={dtype}")
+            sampler = EmbeddedSampler(model, weights, precision=policy, max_batch=args.episodes)
+            run = partial(play, sampler, episodes=args.episodes, turns=args.turns)
+            runs = {"kept": partial(run, caches=True), "whole": partial(run, caches=False)}
+            seconds = alternate(runs, repetitions=args.repetitions)
+            tokens = args.episodes * args.turns * COMPLETION
+            rates = {name: [tokens / s for s in values] for name, values in seconds.items()}
+            row = {"shape": shape, "dtype": dtype, "episodes": args.episodes, "turns": args.turns}
+            row |= {f"{name} tokens/s": summary(values) for name, values in rates.items()}
+            row["over whole"] = versus(rates["kept"], rates["whole"])
+            write(row, args.out)
+
+
+if __name__ == "__main__":
+    main()
