@@ -90,6 +90,9 @@ def through_memory(args: argparse.Namespace) -> None:
         row["write over copy, best of each"] = min(seconds["copy"]) / min(seconds["write"])
         row["server over reload, rounds"] = [a / b for a, b in zip(served, reload, strict=True)]
         row["server over reload, best of each"] = min(served) / min(reload)
+        loads = [a / b for a, b in zip(seconds["load"], reload, strict=True)]
+        row["load over reload, rounds"] = loads
+        row["load over reload"] = statistics.median(seconds["load"]) / statistics.median(reload)
         write(row, args.out)
 
 

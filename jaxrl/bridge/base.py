@@ -34,8 +34,8 @@ class WeightSource(Protocol):
         ...
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields name and full host array of every tensor; an array is valid until the next one is
-        taken."""
+        """Yields name and full host array of every tensor. The array does not change afterwards:
+        it is copied while the next ones are taken."""
         ...
 
 

@@ -2,23 +2,24 @@
 
 import mmap
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.bridge import checksum, manifest
-from jaxrl.bridge.base import Learner, TensorSpec, WeightSource
+from jaxrl.bridge import manifest
+from jaxrl.bridge.base import Learner, WeightSource
 from jaxrl.bridge.manifest import Entry, Manifest, ManifestError
 from jaxrl.bridge.safetensors_file import SafetensorsFile
 
-# Copying releases the GIL; two threads saturate the memory's bandwidth.
-_THREADS = 2
-_SMALL = 64 << 10  # bytes that are written sooner than a thread takes the task
-_UNFINISHED = 32 << 20  # bytes of tensors that wait for the threads while the source yields others
+_THREADS = 2  # saturate the memory's bandwidth; copying releases the GIL
+_POOL = ThreadPoolExecutor(_THREADS)  # lasts, because threads start slowly for small models
+_BATCH_BYTES = 32 << 20  # of tensors that the threads share; two batches wait while a third is made
 
+Piece = tuple[int, np.ndarray]
+"""Bytes of a payload's file: offset and u8[N]."""
 
 WriteBytes = Callable[[int, np.ndarray], None]
 """Writes u8[N] to the file of the payload at an offset; called from several threads."""
@@ -34,44 +35,58 @@ def write_tensors(
 ) -> Manifest:
     """Writes every tensor and returns the manifest; raises ValueError if the source yields a tensor
     that differs from its spec."""
-    entries = list[Entry]()
-    waiting = deque[tuple[TensorSpec, int, int, list[Future[None]]]]()
 
-    def finish() -> int:
-        """Waits for the oldest tensor; returns its size."""
-        spec, offset, nbytes, futures = waiting.popleft()
-        for future in futures:
-            future.result()
-        entries.append(Entry(*spec, file.name, offset))
-        return nbytes
+    def write(part: Sequence[Piece]) -> None:
+        for piece in part:
+            write_bytes(*piece)
 
     write_bytes(0, np.frombuffer(file.header, np.uint8))
-    unfinished = 0
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for (spec, offset), (name, array) in zip(file.tensors, source, strict=True):
-            if (name, array.shape, array.dtype.name) != spec:
-                raise ValueError(
-                    f"the source announced {spec} and yielded {name} {array.dtype} {array.shape}"
-                )
-            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            run = _at_once if data.nbytes <= _SMALL else pool.submit
-            starts = range(offset, offset + data.nbytes, checksum.CHUNK_BYTES)
-            parts = zip(starts, checksum.chunks(data), strict=True)
-            futures = [run(write_bytes, *part) for part in parts]
-            waiting.append((spec, offset, data.nbytes, futures))
-            unfinished += data.nbytes
-            while unfinished > _UNFINISHED:
-                unfinished -= finish()
-        while waiting:
-            finish()
+    running = deque[Future[None]]()
+    try:
+        for batch in _batches(source, file):
+            while len(running) > _THREADS:
+                running.popleft().result()
+            running += [_POOL.submit(write, part) for part in _divide(batch)]
+    finally:
+        wait(running)  # nobody writes to the file after an error, either
+    for future in running:
+        future.result()
+    entries = (Entry(*spec, file.name, offset) for spec, offset in file.tensors)
     return Manifest(version, learner, tuple(entries))
 
 
-def _at_once(function: Callable[..., None], *arguments: Any) -> Future[None]:
-    """Calls a function in this thread."""
-    done = Future[None]()
-    done.set_result(function(*arguments))
-    return done
+def _batches(source: WeightSource, file: SafetensorsFile) -> Iterator[list[Piece]]:
+    """Yields whole tensors, so many that they have `_BATCH_BYTES`; raises ValueError if one differs
+    from its spec."""
+    batch, nbytes = list[Piece](), 0
+    for (spec, offset), (name, array) in zip(file.tensors, source, strict=True):
+        if (name, array.shape, array.dtype.name) != spec:
+            raise ValueError(
+                f"the source announced {spec} and yielded {name} {array.dtype} {array.shape}"
+            )
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        batch.append((offset, data))
+        nbytes += data.nbytes
+        if nbytes >= _BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    yield batch
+
+
+def _divide(batch: Sequence[Piece]) -> list[list[Piece]]:
+    """Cuts a batch into parts of equal size, one for each thread."""
+    share = -(-sum(data.nbytes for _, data in batch) // _THREADS)
+    parts: list[list[Piece]] = [[] for _ in range(_THREADS)]
+    at = 0  # bytes of the batch that have a part
+    for offset, data in batch:
+        begin = 0
+        while begin < data.nbytes:
+            thread, used = divmod(at, share)
+            end = min(data.nbytes, begin + share - used)
+            parts[thread].append((offset + begin, data[begin:end]))
+            at += end - begin
+            begin = end
+    return parts
 
 
 def write_manifest(directory: Path, content: Manifest) -> None:

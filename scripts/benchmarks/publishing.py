@@ -29,6 +29,23 @@ from jaxrl.models.families import DecoderConfig
 from jaxrl.models.rope import Rope
 from jaxrl.models.spec import init
 
+# The sizes of Qwen2.5-0.5B.
+_HALF_BILLION = DecoderConfig(
+    model_type="qwen2",
+    vocab_size=151936,
+    hidden_size=896,
+    num_layers=24,
+    num_heads=14,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=4864,
+    rms_norm_eps=1e-6,
+    rope=Rope(theta=1e6),
+    qkv_bias=True,
+    qk_norm=None,
+    tied=True,
+    max_positions=1024,
+)
 MODELS = {
     "tiny": dataclasses.replace(  # the quickstart's
         SHAPES["S"],
@@ -40,23 +57,9 @@ MODELS = {
         intermediate_size=192,
     ),
     **SHAPES,
-    # The sizes of Qwen2.5-0.5B.
-    "0.5B": DecoderConfig(
-        model_type="qwen2",
-        vocab_size=151936,
-        hidden_size=896,
-        num_layers=24,
-        num_heads=14,
-        num_kv_heads=2,
-        head_dim=64,
-        intermediate_size=4864,
-        rms_norm_eps=1e-6,
-        rope=Rope(theta=1e6),
-        qkv_bias=True,
-        qk_norm=None,
-        tied=True,
-        max_positions=1024,
-    ),
+    "0.5B": _HALF_BILLION,
+    # vLLM's own reload leaves a tied head as it was; this one does the same work as the engine.
+    "0.5B untied": dataclasses.replace(_HALF_BILLION, tied=False),
 }
 
 

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.bridge import checksum, manifest
+from jaxrl.bridge import manifest
 from jaxrl.bridge.base import REFUSED
 from jaxrl.bridge.in_vllm.auth import KEY
 from jaxrl.bridge.in_vllm.relay import PAYLOADS, SOCKET
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.store import delta, slots, version
+from jaxrl.bridge.store.chunks import digest, split
 from jaxrl.bridge.store.objects import Objects
 from jaxrl.bridge.store.version import Chunk
 
@@ -103,7 +104,7 @@ class Agent:
         chunks = [chunk for file in content.files for chunk in file.chunks]
         if not all(c.whole or c.digest in held or c.base in held for c in chunks):
             raise _MissingError
-        outs = [o for file in slots.open_slot(target, content.files) for o in checksum.chunks(file)]
+        outs = [o for file in slots.open_slot(target, content.files) for o in split(file)]
         rebuild = functools.partial(_rebuild, objects=objects, held=held, word=content.word)
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(rebuild, chunks, outs))
@@ -132,7 +133,7 @@ def _rebuild(
             way()
         except ValueError:  # damaged on its way: not compressed, or of another size
             continue
-        if version.digest(out.data) == chunk.digest:
+        if digest(out.data) == chunk.digest:
             return
     raise _MissingError
 

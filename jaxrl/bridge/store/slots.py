@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.bridge import checksum, manifest
+from jaxrl.bridge import manifest
 from jaxrl.bridge.base import Learner
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.store import version
+from jaxrl.bridge.store.chunks import split
 from jaxrl.bridge.store.version import StoredFile, StoredVersion
 
 _RECORD = ".stored"  # the manifest from the store, in a slot that is complete
@@ -104,7 +105,7 @@ def chunks_held(slots: Iterable[Slot]) -> dict[str, np.ndarray]:
     for slot in slots:
         for file in slot.content.files:
             with contextlib.suppress(OSError, ValueError):
-                parts = checksum.chunks(_map_read(slot.directory / file.name))
+                parts = split(_map_read(slot.directory / file.name))
                 digests = [chunk.digest for chunk in file.chunks]
                 found |= zip(digests, parts, strict=False)
     return found

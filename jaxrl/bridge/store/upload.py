@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.bridge import checksum
 from jaxrl.bridge.base import Learner
-from jaxrl.bridge.store import delta, version
+from jaxrl.bridge.store import chunks, delta, version
 from jaxrl.bridge.store.objects import Objects, check_url, make_place
 from jaxrl.bridge.store.version import Chunk, StoredFile, StoredVersion
 
@@ -50,7 +49,7 @@ class FileWriter:
         held = {file.name: file.chunks for file in self._files}
 
         def put(chunk: np.ndarray, base: np.ndarray, old: Chunk | None) -> Chunk:
-            digest = version.digest(chunk.data)
+            digest = chunks.digest(chunk.data)
             if old is not None and old.digest == digest:
                 return old
             if old is not None and base.size == chunk.size:
@@ -64,13 +63,13 @@ class FileWriter:
         with ThreadPoolExecutor(_THREADS) as pool:
             jobs: dict[str, list[Future[Chunk]]] = {}
             for name, data in files.items():
-                bases = checksum.chunks(self._data.get(name, _NOTHING))
+                bases = chunks.split(self._data.get(name, _NOTHING))
                 olds = held.get(name, ())
                 jobs[name] = [
                     pool.submit(put, chunk, bases[i], olds[i])
                     if i < len(bases)
                     else pool.submit(put, chunk, _NOTHING, None)
-                    for i, chunk in enumerate(checksum.chunks(data))
+                    for i, chunk in enumerate(chunks.split(data))
                 ]
             stored = tuple(
                 StoredFile(name, files[name].nbytes, tuple(job.result() for job in parts))
@@ -86,9 +85,7 @@ class FileWriter:
             self._files = tuple(
                 file._replace(
                     chunks=tuple(
-                        pool.map(
-                            self._put_whole, checksum.chunks(self._data[file.name]), file.chunks
-                        )
+                        pool.map(self._put_whole, chunks.split(self._data[file.name]), file.chunks)
                     )
                 )
                 for file in self._files

@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jaxrl.bridge import checksum, manifest
+from jaxrl.bridge import manifest
 from jaxrl.bridge.base import Learner
-from jaxrl.bridge.checksum import CHUNK_BYTES
 from jaxrl.bridge.manifest import ManifestError
+from jaxrl.bridge.store.chunks import CHUNK_BYTES, digest
 
 FORMAT = 1
 
@@ -75,11 +75,6 @@ def dump(version: StoredVersion) -> bytes:
 def name(data: bytes, *, version: int) -> str:
     """Returns the name of a manifest in the store, which has the digest of its bytes."""
     return f"versions/{version}-{digest(data)}"
-
-
-def digest(data: bytes | memoryview) -> str:
-    """Returns the digest that names bytes, in hexadecimal."""
-    return checksum.hash_bytes(data).hex()
 
 
 def parse(data: bytes) -> StoredVersion:

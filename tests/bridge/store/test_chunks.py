@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.bridge import checksum
-from jaxrl.bridge.checksum import CHUNK_BYTES
-from jaxrl.bridge.store.version import digest
+from jaxrl.bridge.store.chunks import CHUNK_BYTES, digest, split
 
 SIZES = (1, 7, 4096, 8169, 100_001, CHUNK_BYTES)
 
@@ -17,7 +15,7 @@ SIZES = (1, 7, 4096, 8169, 100_001, CHUNK_BYTES)
 @pytest.mark.parametrize("size", [0, *SIZES, CHUNK_BYTES + 5, 3 * CHUNK_BYTES])
 def test_chunks_are_all_bytes_in_order(size: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-    parts = checksum.chunks(data)
+    parts = split(data)
     assert b"".join(part.tobytes() for part in parts) == data.tobytes()
     assert all(0 < part.nbytes <= CHUNK_BYTES for part in parts)
 
