@@ -49,8 +49,13 @@ def mixture(
     assert config.experts is not None
     routing = route(x, layer, context=context, recorded=recorded)
     rows, names = ("routed", "length"), tuple(name for name in _AXES if name in layer)
+
+    def contribution(x, experts, weights, numbers, units, *arrays):
+        own = dict(zip(names, arrays, strict=True))
+        return _mixture(x, experts, weights, numbers, units, own=own, context=context)
+
     run = context.local(
-        functools.partial(_mixture, names=names, context=context),
+        contribution,
         inputs=(
             (*rows, "embed"),
             (*rows, "embed"),
@@ -161,10 +166,10 @@ _AXES = {
 }
 
 
-def _mixture(x, experts, weights, numbers, units, *arrays, names, context):
+def _mixture(x, experts, weights, numbers, units, *, own, context):
     """Computes the contribution of the hidden units `units` [F] of the experts `numbers` [e] to the
-    mixture, in `accumulate`: [1, 1, B, T, D]. `arrays` are their parameters, `names` of `_AXES`."""
-    own, precision = dict(zip(names, arrays, strict=True)), context.precision
+    mixture, in `accumulate`: [1, 1, B, T, D]. `own` are their parameters by name, see `_AXES`."""
+    precision = context.precision
     *shape, chosen = experts.shape
     here = experts.reshape(-1) - numbers[0]
     here = jnp.where((here >= 0) & (here < len(numbers)), here, len(numbers))  # others come last

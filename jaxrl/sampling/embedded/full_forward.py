@@ -5,6 +5,7 @@ grows with the square of the length.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jaxrl.models.spec import Params
 from jaxrl.sampling.base import ClosedError, Completion, Turn
 from jaxrl.sampling.embedded.batch_decoding import max_rows
 from jaxrl.sampling.embedded.buckets import count_bucket, length_bucket
-from jaxrl.sampling.embedded.decode_steps import RowPlan, Segment, completion_keys, draw_next
+from jaxrl.sampling.embedded.decode_steps import Segment, completion_keys, draw_next
 from jaxrl.sampling.embedded.draw_token import DrawSettings, draw_settings
 from jaxrl.sampling.embedded.request import DecodeRequest, PartialCompletion
 from jaxrl.sampling.embedded.stopping import empty_tail
@@ -41,21 +42,12 @@ def decode_batch_without_cache(
     width = length_bucket(max(len(turn.context) + turn.max_tokens for turn in turns), step=16)
     size = count_bucket(len(turns), multiple=request.shards)
     size = min(size, max_rows(request.max_batch, shards=request.shards))
-    tokens, lengths = np.zeros((size, width), np.int32), np.ones(size, np.int32)
-    index, limit = np.zeros((size, 2), np.int32), np.zeros(size, np.int32)
-    for row, turn in enumerate(turns):
-        lengths[row] = len(turn.context)
-        tokens[row, : lengths[row]] = turn.context
-        index[row], limit[row] = (turn.prompt_index, turn.sample_index), turn.max_tokens
     settings = draw_settings(request.params)
-    tail = empty_tail(size, settings.stops)
-    plan = RowPlan(np.arange(size, dtype=np.int32), index, limit, tail)
+    rows = _rows(turns, size=size, width=width, tail=empty_tail(size, settings.stops))
     out, length, stopped = fetch(
         _decode(
             request.weights,
-            request.put(tokens),
-            request.put(lengths),
-            plan=jax.tree.map(request.put, plan),
+            jax.tree.map(request.put, rows),
             key=request.key,
             settings=settings,
             model=request.model,
@@ -72,13 +64,32 @@ def decode_batch_without_cache(
     yield from sorted(completions, key=lambda c: (len(c.tokens), c.prompt_index, c.sample_index))
 
 
+class _Rows(NamedTuple):
+    """A batch before decoding; rows without a turn have a limit of 0."""
+
+    tokens: jax.Array | np.ndarray  # i32[B, T], contexts followed by space for the completions
+    lengths: jax.Array | np.ndarray  # i32[B] tokens of the contexts
+    index: jax.Array | np.ndarray  # i32[B, 2], see `completion_keys`
+    limit: jax.Array | np.ndarray  # i32[B], most tokens, which the row has space for
+    tail: jax.Array | np.ndarray  # see `stopping.empty_tail`
+
+
+def _rows(turns: Sequence[Turn], *, size: int, width: int, tail: np.ndarray) -> _Rows:
+    """Puts turns into the first of `size` rows of `width` tokens."""
+    tokens, lengths = np.zeros((size, width), np.int32), np.ones(size, np.int32)
+    index, limit = np.zeros((size, 2), np.int32), np.zeros(size, np.int32)
+    for row, turn in enumerate(turns):
+        lengths[row] = len(turn.context)
+        tokens[row, : lengths[row]] = turn.context
+        index[row], limit[row] = (turn.prompt_index, turn.sample_index), turn.max_tokens
+    return _Rows(tokens, lengths, index, limit, tail)
+
+
 @jit_by_policy(static_argnames=("model", "precision"))
 def _decode(
     params: Params,
-    tokens: jax.Array,
-    lengths: jax.Array,
+    batch: _Rows,
     *,
-    plan: RowPlan,
     key: jax.Array,
     settings: DrawSettings,
     model: Model,
@@ -88,9 +99,7 @@ def _decode(
 
     Args:
       params: in `precision.compute`.
-      tokens: i32[B, T], contexts followed by space for the completions.
-      lengths: i32[B] tokens of the contexts.
-      plan: indices, limits and tails of the rows; no limit exceeds the space of its row.
+      batch: the rows.
       key: key[] of the request.
       settings: how tokens are drawn.
       model: any model.
@@ -99,9 +108,9 @@ def _decode(
     Returns:
       The tokens drawn, with N = T; i32[B] tokens of the completions; bool[B] stopped.
     """
-    rows, width = tokens.shape
-    limit, keys = jnp.asarray(plan.limit), completion_keys(key, plan.index)
-    slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
+    rows, width = batch.tokens.shape
+    limit, keys = jnp.asarray(batch.limit), completion_keys(key, batch.index)
+    slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), batch.tokens.shape)
     out = Segment(jnp.zeros((width, rows), jnp.int32), jnp.zeros((width, rows)), jnp.int32(0))
 
     def running(length, stopped):
@@ -113,7 +122,7 @@ def _decode(
 
     def step(carry):
         tokens, out, tail, length, stopped = carry
-        filled = lengths + out.count
+        filled = batch.lengths + out.count
         segments = (slots < filled[:, None]).astype(jnp.int32)
         hidden = model.hidden(params, tokens, slots, segments, precision=precision)
         last = jnp.take_along_axis(hidden, filled[:, None, None] - 1, axis=1)[:, 0]
@@ -131,6 +140,7 @@ def _decode(
         counts = running(length, stopped)
         return tokens, out, tail, length + counts, stopped | (ends & counts)
 
-    start = (tokens, out, jnp.asarray(plan.tail), jnp.zeros_like(limit), jnp.zeros(rows, bool))
+    ends = jnp.zeros_like(limit), jnp.zeros(rows, bool)
+    start = (jnp.asarray(batch.tokens), out, jnp.asarray(batch.tail), *ends)
     _, out, _, length, stopped = lax.while_loop(more, step, start)
     return out, length, stopped
