@@ -148,6 +148,9 @@ QWEN3_5 = dataclasses.replace(
     experts=None,
 )
 
+# The same with experts.
+QWEN3_5_MOE = dataclasses.replace(QWEN3_5, model_type="qwen3_5_moe_text", experts=NEXT.experts)
+
 
 def model() -> Model:
     return decoder(CONFIG)

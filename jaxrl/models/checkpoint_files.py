@@ -140,6 +140,10 @@ class StoredTensor(NamedTuple):
         """
         return self._read(shape, _DTYPES)
 
+    def read_part(self, part: tuple[slice, ...], *, shape: tuple[int, ...]) -> np.ndarray:
+        """Reads a part of the tensor, whose whole shape is `shape`; raises as `read`."""
+        return self._read(shape, _DTYPES, part)
+
     def read_bytes(self, *, shape: tuple[int, ...]) -> np.ndarray:
         """Reads a tensor of bytes; raises ValueError if it has another shape or dtype."""
         return self._read(shape, {"U8": np.uint8})
@@ -160,7 +164,12 @@ class StoredTensor(NamedTuple):
         dtype = _DTYPES.get(self.dtype)
         return 0 if dtype is None else np.dtype(dtype).itemsize * math.prod(self.shape)
 
-    def _read(self, shape: tuple[int, ...] | None, dtypes: Mapping[str, Any]) -> np.ndarray:
+    def _read(
+        self,
+        shape: tuple[int, ...] | None,
+        dtypes: Mapping[str, Any],
+        part: tuple[slice, ...] | None = None,
+    ) -> np.ndarray:
         found, dtype = self.shape, self.dtype
         if shape not in (None, found):
             raise ValueError(
@@ -171,6 +180,8 @@ class StoredTensor(NamedTuple):
                 f"{self.path}: tensor {self.name!r} has dtype {dtype}; supported are "
                 f"{', '.join(dtypes)}"
             )
+        if part is not None:
+            return self.file.get_slice(self.name)[part]
         return self.file.get_tensor(self.name)
 
 

@@ -19,6 +19,7 @@ from jaxrl.models.checkpoint_files import (
 )
 from jaxrl.models.families import FAMILIES, DecoderConfig
 from jaxrl.models.fp8 import join_scaled, read_block
+from jaxrl.models.joint_experts import split_experts
 from jaxrl.models.mxfp4 import join_packed
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import ParamSpec
@@ -149,9 +150,11 @@ def _unused(config: DecoderConfig) -> tuple[str, ...]:
 def _open_joined(
     directory: Path, flat: Mapping[str, ParamSpec], stack: contextlib.ExitStack
 ) -> dict[str, Tensor]:
-    """Opens a checkpoint as `open_weights`, with scales joined to their tensors."""
+    """Opens a checkpoint as `open_weights`, with scales joined to their tensors, and a tensor for
+    each expert that has a place in `flat`."""
     packable = (name for one in flat.values() if one.transposed for name in one.hf_names())
     tensors = join_packed(open_weights(directory, stack), packable)
+    tensors = split_experts(tensors, flat.values())
     path = directory / "config.json"
     with named(path):
         block = read_block(read_object(path))

@@ -220,6 +220,12 @@ _DELTA_DEFAULTS = {"head_dim": 256, "linear_conv_kernel_dim": 4, "full_attention
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+_DELTA_EXPERTS = {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10} | {
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "intermediate_size": 5632,  # no layer has it
+}
 _GELU = {"hidden_act": ("gelu_pytorch_tanh",), "hidden_activation": ("gelu_pytorch_tanh", None)}
 
 FAMILIES = {
@@ -247,10 +253,7 @@ FAMILIES = {
         "Qwen3NextForCausalLM",
         _DELTA,
         partial=0.25,
-        defaults=_DELTA_DEFAULTS
-        | {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10}
-        | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
-        | {"norm_topk_prob": True, "intermediate_size": 5632},
+        defaults=_DELTA_DEFAULTS | _DELTA_EXPERTS,
         only={"partial_rotary_factor": ()},
         more_layers=True,
     ),
@@ -261,6 +264,15 @@ FAMILIES = {
         defaults=_DELTA_DEFAULTS | {"num_key_value_heads": 4},
         only={"partial_rotary_factor": ()},
         scorer="Qwen3_5TextForSequenceClassification",
+        more_layers=True,
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        _DELTA,
+        partial=0.25,
+        defaults=_DELTA_DEFAULTS | _DELTA_EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8},
+        # transformers divides by the sum, whatever norm_topk_prob says.
+        only={"partial_rotary_factor": (), "norm_topk_prob": (True,)},
         more_layers=True,
     ),
     "gemma2": Family(

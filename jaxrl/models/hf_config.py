@@ -162,7 +162,8 @@ def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
 
 
 _CORRECTED = ("glm4_moe", "deepseek_v3")
-_LINEAR = ("qwen3_next", "qwen3_5_text")
+_LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_ROUTED = ("qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "mixtral", "gpt_oss")
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
@@ -220,7 +221,7 @@ def _write_glm(config: DecoderConfig) -> dict[str, Any]:
 def _read_experts(c: ConfigJson) -> Experts | None:
     if c.model_type in _CORRECTED:
         return read_corrected(c)
-    if c.model_type not in ("qwen3_moe", "qwen3_next", "mixtral", "gpt_oss"):
+    if c.model_type not in _ROUTED:
         return None
     # All feed-forward networks of these families are experts.
     mixtral, gpt_oss = c.model_type in ("mixtral", "gpt_oss"), c.model_type == "gpt_oss"

@@ -38,7 +38,7 @@ def read_linear(c: ConfigJson) -> Linear:
         value_dim=c.linear_value_head_dim or 0,
         width=c.linear_conv_kernel_dim or 0,
         period=_read_period(c),
-        split=c.model_type == "qwen3_5_text",
+        split=c.model_type.startswith("qwen3_5"),
     )
 
 

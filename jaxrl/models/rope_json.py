@@ -191,7 +191,8 @@ def _read_share(c: ConfigJson, table: RopeJson | None, family: Family) -> float:
 def _unknown_keys(c: ConfigJson, table: RopeJson, *, nested: bool) -> list[str]:
     """Lists keys of a table that transformers ignores, or that the family does not have."""
     # Of images; the three positions of a text's token are equal.
-    of_images = ("mrope_section", "mrope_interleaved") if c.model_type == "qwen3_5_text" else ()
+    wrapped = c.model_type.startswith("qwen3_5")
+    of_images = ("mrope_section", "mrope_interleaved") if wrapped else ()
     odd = [name for name in table.model_extra or {} if name not in of_images]
     odd += [name for name in (FULL, SLIDING) if getattr(table, name) is not None]
     if table.truncate is not None and nested:  # transformers looks for it one table higher

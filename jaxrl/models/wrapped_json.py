@@ -6,7 +6,10 @@ from typing import Any
 from jaxrl.models.checkpoint_files import shown
 
 # Model types that wrap the family of their name and "_text", with their architecture.
-WRAPPERS = {"qwen3_5": "Qwen3_5ForConditionalGeneration"}
+WRAPPERS = {
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+}
 
 _OUTSIDE = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 

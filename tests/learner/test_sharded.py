@@ -122,6 +122,7 @@ def assert_close(a, b, *, rtol):
         ("fsdp_tensor", {"fsdp": 4, "tensor": 2}, tiny.DEEPSEEK),
         ("all", {"fsdp": 2, "context": 2, "tensor": 2}, tiny.NEXT),
         ("fsdp_tensor", {"fsdp": 4, "tensor": 2}, tiny.QWEN3_5),
+        ("expert", {"fsdp": 2, "expert": 2, "tensor": 2}, tiny.QWEN3_5_MOE),
     ],
 )
 def test_a_mesh_changes_nothing_but_rounding(preset, sizes, config):

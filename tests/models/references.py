@@ -111,6 +111,10 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         DELTA | EXPERTS | {"shared_expert_intermediate_size": 20},
     ),
     "qwen3_5_text": (transformers.Qwen3_5TextConfig, DELTA | {"head_dim": 16}),
+    "qwen3_5_moe_text": (
+        transformers.Qwen3_5MoeTextConfig,
+        DELTA | EXPERTS | {"shared_expert_intermediate_size": 20},
+    ),
     "gemma2": (transformers.Gemma2Config, GEMMA | CAPS),
     "gemma3": (
         transformers.Gemma3TextConfig,
@@ -153,12 +157,13 @@ def reference(family: str, *, tied: bool, dtype: torch.dtype = torch.float32) ->
     """A model in which every norm and bias matters."""
     make, settings = FAMILIES[family]
     config = make(**SIZES | settings, tie_word_embeddings=tied)
+    plus_one = family.startswith(("gemma", "qwen3_next", "qwen3_5"))  # multiply by 1 + weight
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(torch.randn_like(weight) * (0.3 if weight.ndim == 1 else 0.15))
-            if "norm" in name and not family.startswith("gemma"):  # Gemma's multiply by 1 + weight
+            if "norm" in name and not (plus_one and "linear_attn" not in name):
                 weight.add_(1.0)
         for name, bias in model.named_buffers():
             if "correction_bias" in name:

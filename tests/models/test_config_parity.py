@@ -57,7 +57,7 @@ ROPES = [
 LINEAR = "linear_attention"
 KINDS = ["full_attention", "sliding_attention"]
 NEW = ["gemma2", "gemma3_text", "mixtral", "smollm3", "olmo2", "olmo3", "ministral3", "phi3"]
-NEW += ["glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_text"]
+NEW += ["glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
 # Values that a config.json might have, some of which contradict each other.
 SETTINGS = {
     "architectures": [None, [], ["Qwen2ForCausalLM"], ["LlamaForCausalLM"], ["Qwen2Model"]],
@@ -159,6 +159,7 @@ def originals(tmp_path_factory):
         "gpt_oss",
         "qwen3_next",
         "qwen3_5_text",
+        "qwen3_5_moe_text",
     )
     for family in (*old, *new):
         directory = tmp_path_factory.mktemp(family)

@@ -104,12 +104,12 @@ def test_a_period_is_the_shortest_that_the_layers_repeat():
     assert groups(**DELTA) == [("linear_0", [0, 2]), ("full_1", [1, 3])]
 
 
-def test_positions_of_images_are_ignored_in_texts():
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_positions_of_images_are_ignored_in_texts(family):
     images = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
     rope = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
     found, expected = (
-        from_hf_config(raw("qwen3_5_text", **DELTA, rope_parameters=rope | more))
-        for more in (images, {})
+        from_hf_config(raw(family, **DELTA, rope_parameters=rope | more)) for more in (images, {})
     )
     assert found == expected
 
@@ -260,7 +260,7 @@ def test_windows_of_qwen_follow_the_switch_the_first_layer_and_the_layer_types()
             raw("qwen3_next", **DELTA, rope_parameters={"mrope_section": [1]}),
             "mrope_section is not",
         ),
-        (raw("qwen3_5_moe", text_config={}), "model_type='qwen3_5_moe' is not supported"),
+        (raw("qwen3_5_moe_text", **DELTA, norm_topk_prob=False), "norm_topk_prob=False"),
         (raw("qwen3_moe"), "num_experts, num_experts_per_tok is missing"),
         (raw("qwen3_moe", **EXPERTS, num_local_experts=7), "num_experts=6 and num_local_experts=7"),
         (raw("qwen3_moe", **EXPERTS | {"num_experts_per_tok": 7}), "more than the 6 experts"),

@@ -113,6 +113,7 @@ def test_a_correction_stays_f32_and_a_layer_behind_the_last_is_left_out(tmp_path
         ("deepseek_v3", "model.layers.3.shared_head.head.weight", "num_nextn_predict_layers"),
         ("qwen3_next", "mtp.fc.weight", "num_nextn_predict_layers"),
         ("qwen3_5_text", "mtp.layers.0.mlp.up_proj.weight", "mtp_num_hidden_layers"),
+        ("qwen3_5_moe_text", "mtp.layers.0.mlp.experts.down_proj", "mtp_num_hidden_layers"),
     ],
 )
 def test_layers_for_multi_token_prediction_are_exported_as_they_came(family, name, key, tmp_path):

@@ -69,8 +69,17 @@ def test_merged_and_attached_adapters_compute_the_same():
 
 @pytest.mark.parametrize(
     "config",
-    [tiny.GEMMA, tiny.PHI, tiny.GLM, tiny.DEEPSEEK, tiny.GPT_OSS, tiny.NEXT, tiny.QWEN3_5],
-    ids=["gemma", "fused", "groups", "latent", "gpt_oss", "linear", "qwen3_5"],
+    [
+        tiny.GEMMA,
+        tiny.PHI,
+        tiny.GLM,
+        tiny.DEEPSEEK,
+        tiny.GPT_OSS,
+        tiny.NEXT,
+        tiny.QWEN3_5,
+        tiny.QWEN3_5_MOE,
+    ],
+    ids=["gemma", "fused", "groups", "latent", "gpt_oss", "linear", "qwen3_5", "qwen3_5_moe"],
 )
 def test_adapters_of_other_families_merge_and_come_back_from_their_files(config, tmp_path):
     model, base = decoder(config), tiny.params(config=config)

@@ -16,7 +16,7 @@ from jaxrl.core.precision import PRESETS
 from jaxrl.models import huggingface
 from jaxrl.models.checkpoint_files import SINGLE
 from jaxrl.models.decoder import decoder
-from tests.models.references import DELTA, SIZES, assert_same_model
+from tests.models.references import DELTA, EXPERTS, SIZES, assert_same_model
 
 F32 = np.dtype(np.float32)
 VISION = {
@@ -28,19 +28,31 @@ VISION = {
     "patch_size": 4,
     "num_position_embeddings": 16,
 }
+MODELS = {
+    "qwen3_5": (
+        transformers.Qwen3_5Config,
+        transformers.Qwen3_5ForConditionalGeneration,
+        DELTA | {"head_dim": 16},
+    ),
+    "qwen3_5_moe": (
+        transformers.Qwen3_5MoeConfig,
+        transformers.Qwen3_5MoeForConditionalGeneration,
+        DELTA | EXPERTS | {"shared_expert_intermediate_size": 20},
+    ),
+}
 EXTRA = {"mtp.fc.weight": np.arange(6, dtype=np.float32).reshape(2, 3)}
 
 
-def write(directory, *, tied):
+def write(directory, family, *, tied):
     """A random Qwen3.5 with images as transformers writes it, and with a layer more."""
-    text = SIZES | DELTA | {"head_dim": 16, "tie_word_embeddings": tied}
-    config = transformers.Qwen3_5Config(
-        text_config=text | {"mtp_num_hidden_layers": 1},
+    make_config, make, sizes = MODELS[family]
+    config = make_config(
+        text_config=SIZES | sizes | {"tie_word_embeddings": tied, "mtp_num_hidden_layers": 1},
         vision_config=VISION,
         tie_word_embeddings=tied,
     )
     torch.manual_seed(0)
-    model = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    model = make(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(torch.randn_like(weight) * 0.2)
@@ -49,10 +61,10 @@ def write(directory, *, tied):
     return model
 
 
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory):
+@pytest.fixture(scope="module", params=MODELS)
+def stored(tmp_path_factory, request):
     directory = tmp_path_factory.mktemp("wrapped")
-    return directory, write(directory, tied=False)
+    return directory, write(directory, request.param, tied=False)
 
 
 def bits(directory):
@@ -61,8 +73,9 @@ def bits(directory):
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_logits_equal_those_of_transformers(tied, tmp_path):
-    reference = write(tmp_path, tied=tied)
+@pytest.mark.parametrize("family", MODELS)
+def test_logits_equal_those_of_transformers(family, tied, tmp_path):
+    reference = write(tmp_path, family, tied=tied)
     config, params = huggingface.load(tmp_path, dtype=None)
     assert config.tied == tied
     tokens = np.arange(2, 20)[None]
@@ -83,8 +96,7 @@ def test_an_export_has_every_tensor_as_it_came(stored, tmp_path):
     content = json.loads((tmp_path / "config.json").read_text())
     assert content["text_config"]["mtp_num_hidden_layers"] == 1
     assert huggingface.load_config(tmp_path) == config
-    load = transformers.Qwen3_5ForConditionalGeneration.from_pretrained
-    again, info = load(tmp_path, output_loading_info=True)  # pyright: ignore
+    again, info = type(reference).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     sizes = {key: getattr(reference.config.vision_config, key) for key in VISION}
     assert sizes == {key: getattr(again.config.vision_config, key) for key in VISION}
@@ -98,7 +110,7 @@ def test_the_language_model_alone_can_be_written(stored, tmp_path):
     huggingface.save(tmp_path, params, alone, dtype=F32, source_dir=before)
     assert not any("visual" in name or "mtp" in name for name in bits(tmp_path))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    inner = transformers.Qwen3_5ForCausalLM(again.config).eval()
+    inner = type(again)(again.config).eval()
     inner.model, inner.lm_head = reference.model.language_model, reference.lm_head
     assert_same_model(again, inner)
 
@@ -114,16 +126,16 @@ def test_a_reward_model_that_begins_from_it_is_of_text(stored, tmp_path):
 def test_an_export_without_its_images_is_refused(source, stored, tmp_path):
     config, params = huggingface.load(stored[0], dtype=None)
     source = source and tmp_path / source
-    with pytest.raises(ValueError, match="does not have the qwen3_5_text model of images and text"):
+    with pytest.raises(ValueError, match=r"does not have the qwen3_5\w*_text model of images and"):
         huggingface.save(tmp_path, params, config, dtype=F32, source_dir=source)
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"text_config": None}, "text_config=None: expected an object with model_type='qwen3_5_t"),
+        ({"text_config": None}, "text_config=None: expected an object with model_type='qwen3_5_"),
         ({"text_config": {"model_type": "llama"}}, "text_config={'model_type': 'llama'}: expected"),
-        ({"architectures": ["Other"]}, r"architectures=\['Other'\] with model_type='qwen3_5'"),
+        ({"architectures": ["Other"]}, r"architectures=\['Other'\] with model_type='qwen3_5"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings=True and False in text_config"),
         ({"model_type": ["qwen3_5"]}, r"model_type=\['qwen3_5'\] is not supported"),
     ],

@@ -69,6 +69,7 @@ def test_text():
         ("olmo3_7b", 7.30),
         ("qwen3_next_80b_a3b", 79.67),
         ("qwen3_5_9b", 8.95),
+        ("qwen3_5_35b_a3b", 34.66),
         ("phi4", 14.66),
         ("smollm3_3b", 3.08),
     ],
