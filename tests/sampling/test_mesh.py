@@ -1,0 +1,40 @@
+"""Experts, sinks and linear layers on a mesh give the completions of one device."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.core.precision import PRESETS
+from jaxrl.models.decoder import decoder
+from jaxrl.sampling.base import SamplingParams
+from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+from sharding.mesh import make_mesh
+from sharding.partition import Layout
+from sharding.rules import PRESETS as RULES
+from tests import tiny
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, seed=0)
+PROMPTS = [np.arange(2, 2 + n, dtype=np.int32) for n in (3, 9, 5)]
+
+
+def sampled(config, layout=None):
+    model, params = decoder(config), tiny.params(config=config)
+    if layout is not None:
+        model = decoder(config, constrain=layout.constrain, local=layout.local)
+        params = jax.device_put(params, layout.tree(model.specs))
+    sampler = EmbeddedSampler(
+        model, params, precision=PRESETS["fp32"], layout=layout, record_experts=True
+    )
+    found = sampler.sample(PROMPTS, GREEDY, group_size=3)
+    return sorted(found, key=lambda one: (one.prompt_index, one.sample_index))
+
+
+@pytest.mark.parametrize(
+    "config", [tiny.MOE, tiny.GPT_OSS, tiny.NEXT], ids=["moe", "gpt_oss", "next"]
+)
+def test_a_mesh_gives_the_completions_of_one_device(config):
+    layout = Layout(make_mesh(fsdp=4, tensor=2), RULES["fsdp_tensor"])
+    for one, other in zip(sampled(config), sampled(config, layout), strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.experts, other.experts)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
