@@ -17,6 +17,7 @@ from jaxrl.bridge.owned_directory import MEMORY, OwnedDirectory
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
+from jaxrl.bridge.store.objects import Store
 from jaxrl.bridge.store.publisher import StoreFollower, StorePublisher, bring
 from jaxrl.bridge.store.upload import Upload
 from jaxrl.builders.api_key import known_key
@@ -113,8 +114,7 @@ def open_send(
         delivery = in_place(owned.path)
         if config.store is not None:
             upload = Upload(
-                config.store,
-                key=known_key(),
+                Store(config.store, known_key()),
                 learner=learner,
                 group="adapters",
                 slots=adapters.keep + 1,  # the next one is loaded before the oldest goes
@@ -144,7 +144,8 @@ def follower(config: SamplerConfig, weights: Weights, *, learner: Learner, hosts
 
         return gather
     wire = weights.policy.wire
-    share = StoreFollower(config.store, key=known_key(), wire=wire, learner=learner, hosts=hosts)
+    store = Store(config.store, known_key())
+    share = StoreFollower(store, wire=wire, learner=learner, hosts=hosts)
 
     def write(params: Params, *, version: int) -> dict[str, float]:
         share.publish(_source(config, weights, params, hosts=hosts), version=version)
@@ -230,8 +231,7 @@ def _open_publisher(
         )
     return StorePublisher(
         servers,
-        config.store,
-        key=known_key(),
+        Store(config.store, known_key()),
         wire=wire,
         sampler=sampler,
         in_flight=in_flight,

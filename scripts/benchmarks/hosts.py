@@ -18,6 +18,7 @@ from benchmarks.web_store import web_store
 from jaxrl.bridge.base import TensorSpec, Timings
 from jaxrl.bridge.in_vllm.relay import SOCKET
 from jaxrl.bridge.source import ParamsSource
+from jaxrl.bridge.store.objects import Store
 from jaxrl.bridge.store.process import AgentProcess
 from jaxrl.bridge.store.publisher import StorePublisher
 from jaxrl.core.precision import DType
@@ -101,7 +102,7 @@ def measure(
         url = f"http://127.0.0.1:{links[0].port}"
         weights = _Weights(name, wire)
         publisher = stack.enter_context(
-            StorePublisher(servers, url, key=_KEY, wire=wire, sampler=wire)
+            StorePublisher(servers, Store(url, _KEY), wire=wire, sampler=wire)
         )
         for version, share in enumerate([1.0, *shares]):
             if version:

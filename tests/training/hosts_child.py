@@ -19,6 +19,7 @@ from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES
 
 from jaxrl.bridge.base import UnavailableError, new_learner
 from jaxrl.bridge.source import ParamsSource
+from jaxrl.bridge.store.objects import Store
 from jaxrl.bridge.store.publisher import StoreFollower, StorePublisher
 from jaxrl.config.tables import HostsConfig
 from jaxrl.core.hosts import Hosts
@@ -82,8 +83,8 @@ def stored(hosts: Hosts) -> None:
     third, and needs it whole."""
     layout = Layout(make_mesh(fsdp=-1), RULES["fsdp"])
     specs, wire = decoder(tiny.CONFIG).specs, PRESETS["bf16"].wire
-    common = {"key": None, "wire": wire, "learner": hosts.share(new_learner()), "hosts": hosts}
-    url = (DIRECTORY / "store").as_uri()
+    common = {"wire": wire, "learner": hosts.share(new_learner()), "hosts": hosts}
+    store = Store((DIRECTORY / "store").as_uri(), None)
 
     def params(version: int) -> Params:
         return jax.tree.map(lambda x: np.asarray(x) * np.float32(1 + version / 64), tiny.params())
@@ -97,12 +98,12 @@ def stored(hosts: Hosts) -> None:
 
     assert numbers(source(0)) < 0.6 * numbers(ParamsSource(tiny.params(), specs, dtype=wire))
     if not hosts.leads:
-        follower = StoreFollower(url, **common)
+        follower = StoreFollower(store, **common)
         for version in range(4):
             follower.publish(source(version), version=version)
     else:
         servers = [*host(DIRECTORY / "a"), *host(DIRECTORY / "b")]
-        with StorePublisher(servers, url, sampler=wire, **common) as publisher:
+        with StorePublisher(servers, store, sampler=wire, **common) as publisher:
             for version in range(4):
                 servers[1].failure = UnavailableError("not yet") if version == 1 else None
                 publisher.publish(source(version), version=version)

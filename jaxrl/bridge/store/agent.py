@@ -25,7 +25,7 @@ from jaxrl.bridge.in_vllm.relay import PAYLOADS, SOCKET
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.store import delta, slots, version
 from jaxrl.bridge.store.chunks import digest, split
-from jaxrl.bridge.store.objects import Objects
+from jaxrl.bridge.store.objects import Objects, Store
 from jaxrl.bridge.store.version import Chunk
 
 _THREADS = 16  # requests at a time
@@ -45,7 +45,7 @@ class Agent:
         self._root = root
         self._users = threading.Lock()
         self._locks: dict[Path, threading.Lock] = collections.defaultdict(threading.Lock)
-        self._objects = functools.lru_cache(8)(functools.partial(Objects, key=key))
+        self._objects = functools.lru_cache(8)(lambda url: Objects(Store(url, key)))
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Returns status and body of the answer to a relay; never raises."""

@@ -1,9 +1,11 @@
 """Objects in a bucket, below a web server's address or in a shared directory, through obstore."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import urllib.parse
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -51,24 +53,39 @@ def directory_of(url: str) -> Path | None:
     return Path(urllib.parse.unquote(parts.path)) if parts.scheme == "file" else None
 
 
-def make_place(url: str) -> None:
-    """Makes the directory of a store that is one; others need none."""
-    if (directory := directory_of(url)) is not None:
-        directory.mkdir(parents=True, exist_ok=True)
+@dataclass(frozen=True)
+class Store:
+    """A store, or a place in one. Raises ValueError if the address is invalid.
+
+    Attributes:
+      url: its address.
+      key: the servers' key, which a web server gets. Other stores take their credentials from the
+        environment, as their own tools name them.
+    """
+
+    url: str
+    key: str | None = field(repr=False)
+
+    def __post_init__(self) -> None:
+        check_url(self.url)
+
+    def below(self, name: str) -> "Store":
+        """Returns the place of this name."""
+        return dataclasses.replace(self, url=f"{self.url.rstrip('/')}/{name}")
+
+    def make(self) -> None:
+        """Makes the directory of a store that is one; others need none."""
+        if (directory := directory_of(self.url)) is not None:
+            directory.mkdir(parents=True, exist_ok=True)
 
 
 class Objects:
-    """Objects by name below an address. Credentials are those of the environment, as the store's
-    own tools read them; a web server gets the servers' key."""
+    """Objects by name below a store's address."""
 
-    def __init__(self, url: str, *, key: str | None) -> None:
-        """Makes the client without a request.
-
-        Raises:
-          ValueError: if the address is invalid.
-          StoreError: if the packages are not installed, or the store cannot be used.
-        """
-        check_url(url)
+    def __init__(self, store: Store) -> None:
+        """Makes the client without a request; raises StoreError if the packages are not installed,
+        or the store cannot be used."""
+        url = store.url
         if not available():
             raise StoreError(f"{url} needs the packages obstore and zstandard: {INSTALL}")
         from obstore.store import LocalStore, from_url
@@ -83,7 +100,7 @@ class Objects:
                 own = {
                     "timeout": _TIMEOUT,
                     "allow_http": True,
-                    "default_headers": auth.headers(key),
+                    "default_headers": auth.headers(store.key),
                 }
                 options["client_options"] = own
             self._store = from_url(url, **options)

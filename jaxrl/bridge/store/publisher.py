@@ -17,8 +17,9 @@ from jaxrl.bridge.base import (
 )
 from jaxrl.bridge.manifest import Manifest
 from jaxrl.bridge.servers.control import VllmServer
+from jaxrl.bridge.store.objects import Objects, Store
 from jaxrl.bridge.store.shares import ShareWriter
-from jaxrl.bridge.store.upload import Upload, open_place
+from jaxrl.bridge.store.upload import Upload, make_place
 from jaxrl.bridge.swap import WeightPublisher, swap_weights
 from jaxrl.core.hosts import Hosts
 
@@ -49,9 +50,8 @@ class StorePublisher(WeightPublisher):
     def __init__(
         self,
         servers: Sequence[VllmServer],
-        url: str,
+        store: Store,
         *,
-        key: str | None,
         wire: np.dtype,
         sampler: np.dtype,
         in_flight: InFlight = "keep",
@@ -62,11 +62,10 @@ class StorePublisher(WeightPublisher):
         by default.
 
         Raises:
-          ValueError: if `url` is not the address of a store.
-          StoreError: if the packages for it are not installed.
+          StoreError: if the packages for the store are not installed.
         """
         learner, self._hosts = learner or new_learner(), hosts or Hosts()
-        self._upload = Upload(url, key=key, learner=learner, group=_GROUP)
+        self._upload = Upload(store, learner=learner, group=_GROUP)
         self._word = wire.itemsize
         self._share = ShareWriter(
             self._upload.objects, hosts=self._hosts, learner=learner, word=self._word
@@ -105,11 +104,9 @@ class StorePublisher(WeightPublisher):
 class StoreFollower:
     """Publishes the share of another process than 0."""
 
-    def __init__(
-        self, url: str, *, key: str | None, wire: np.dtype, learner: Learner, hosts: Hosts
-    ) -> None:
+    def __init__(self, store: Store, *, wire: np.dtype, learner: Learner, hosts: Hosts) -> None:
         """Takes the identity of process 0's learner; errors are those of `StorePublisher`."""
-        objects = open_place(url, key=key, learner=learner, group=_GROUP)
+        objects = Objects(make_place(store, learner=learner, group=_GROUP))
         self._hosts = hosts
         self._share = ShareWriter(objects, hosts=hosts, learner=learner, word=wire.itemsize)
 

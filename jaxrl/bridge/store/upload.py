@@ -10,25 +10,25 @@ import numpy as np
 
 from jaxrl.bridge.base import Learner
 from jaxrl.bridge.store import chunks, delta, version
-from jaxrl.bridge.store.objects import Objects, check_url, make_place
+from jaxrl.bridge.store.objects import Objects, Store
 from jaxrl.bridge.store.version import Chunk, StoredFile, StoredVersion
 
 _THREADS = 16  # most of the time a thread waits for the store
 _NOTHING = np.zeros(0, np.uint8)
 
 
-def run_address(url: str, learner: Learner) -> str:
-    """Returns the address of what all processes of a learner's run write, now and earlier."""
+def run_place(store: Store, learner: Learner) -> Store:
+    """Returns the place of what all processes of a learner's run write, now and earlier."""
     run = hashlib.blake2b(learner.name.encode(), digest_size=8).hexdigest()
-    return f"{url.rstrip('/')}/jaxrl-{run}"
+    return store.below(f"jaxrl-{run}")
 
 
-def open_place(url: str, *, key: str | None, learner: Learner, group: str) -> Objects:
-    """Opens the place of a learner's session and group; raises ValueError, StoreError."""
-    check_url(url)
-    address = f"{run_address(url, learner)}/{learner.session}-{group}"
-    make_place(address)
-    return Objects(address, key=key)
+def make_place(store: Store, *, learner: Learner, group: str) -> Store:
+    """Returns the place of a learner's session and group; makes its directory in a store that is
+    one."""
+    place = run_place(store, learner).below(f"{learner.session}-{group}")
+    place.make()
+    return place
 
 
 class FileWriter:
@@ -104,21 +104,17 @@ class Upload:
     Objects are deleted once neither of the last two versions names them.
     """
 
-    def __init__(
-        self, url: str, *, key: str | None, learner: Learner, group: str, slots: int = 2
-    ) -> None:
+    def __init__(self, store: Store, *, learner: Learner, group: str, slots: int = 2) -> None:
         """Begins without a version, in a place of this learner's process and group.
 
         Each host keeps the last versions in `slots` slots; one of them is being filled at times.
-
-        Raises:
-          ValueError, StoreError: as `Objects`.
+        Raises StoreError as `Objects`.
         """
-        self.objects = open_place(url, key=key, learner=learner, group=group)
-        self._run = Objects(run_address(url, learner), key=key)
+        place = make_place(store, learner=learner, group=group)
+        self.objects = Objects(place)
+        self._run = Objects(run_place(store, learner))
         self._writer = FileWriter(self.objects)
-        address = f"{run_address(url, learner)}/{learner.session}-{group}"
-        self._request: dict[str, Any] = {"store": address, "group": group, "slots": slots}
+        self._request: dict[str, Any] = {"store": place.url, "group": group, "slots": slots}
         self._learner = learner
         self._current = StoredVersion(0, learner, 2, ())
         self._complete_others: Callable[[], Sequence[StoredFile]] = tuple

@@ -12,6 +12,7 @@ from jaxrl.bridge import manifest
 from jaxrl.bridge.base import Learner, UnavailableError, new_learner
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.store import agent, delta, version
+from jaxrl.bridge.store.objects import Store
 from jaxrl.bridge.store.publisher import StorePublisher
 from jaxrl.bridge.store.upload import Upload
 from jaxrl.builders.weight_sync import through_store
@@ -59,7 +60,7 @@ def check(server: HostedRecorder, tensors: dict[str, np.ndarray]) -> None:
 
 
 def publisher(servers: Any, url: str, **options: Any) -> StorePublisher:
-    return StorePublisher(servers, url, key="a key", wire=F16, sampler=F16, **options)
+    return StorePublisher(servers, Store(url, "a key"), wire=F16, sampler=F16, **options)
 
 
 def stored(root: Path) -> int:
@@ -185,7 +186,7 @@ def test_adapters_travel_as_directories(tmp_path: Path) -> None:
     (server,) = host(tmp_path / "a")
     server.connect(root="", wire="", sampler="", learner=LEARNER)
     url = (tmp_path / "store").as_uri()
-    upload = Upload(url, key=None, learner=LEARNER, group="adapters", slots=3)
+    upload = Upload(Store(url, None), learner=LEARNER, group="adapters", slots=3)
     delivery = through_store(upload, tmp_path, word=2)
     found: list[tuple[PurePath, int]] = []
     for number in range(5):

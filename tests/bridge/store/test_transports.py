@@ -17,7 +17,7 @@ import pytest
 
 from jaxrl.bridge.base import UnavailableError, new_learner
 from jaxrl.bridge.servers.launch import free_port
-from jaxrl.bridge.store.objects import Objects, StoreError
+from jaxrl.bridge.store.objects import Objects, Store, StoreError
 from jaxrl.bridge.store.process import AgentProcess
 from tests.bridge.asking import KEY
 from tests.bridge.cases import ListSource
@@ -55,7 +55,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
                 "AWS_SECRET_ACCESS_KEY": "something",
             }.items():
                 monkeypatch.setenv(name, value)
-            Objects(f"http://127.0.0.1:{port}", key=None).put("a-bucket", b"")
+            Objects(Store(f"http://127.0.0.1:{port}", None)).put("a-bucket", b"")
             yield "s3://a-bucket/some/path"
         finally:
             os.killpg(moto.pid, signal.SIGKILL)
@@ -80,7 +80,7 @@ def publish_some(url: str, tmp_path: Path) -> None:
 @MOTO
 def test_through_a_bucket(bucket: str, tmp_path: Path) -> None:
     publish_some(bucket, tmp_path)
-    assert Objects(bucket, key=None).names() == []
+    assert Objects(Store(bucket, None)).names() == []
 
 
 @NGINX
@@ -88,7 +88,7 @@ def test_through_a_web_server(port: int, tmp_path: Path) -> None:
     publish_some(f"http://127.0.0.1:{port}/some/path", tmp_path)
     assert not [path for path in (tmp_path / "store/objects").rglob("*") if path.is_file()]
     with pytest.raises(StoreError, match="/name: "):
-        Objects(f"http://127.0.0.1:{port}", key="another key").put("name", b"")
+        Objects(Store(f"http://127.0.0.1:{port}", "another key")).put("name", b"")
 
 
 def damage(seed: int) -> Callable[[bytes], bytes | None]:

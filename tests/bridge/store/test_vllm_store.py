@@ -14,6 +14,7 @@ from jaxrl.bridge.in_vllm import relay
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer, ServerOptions
 from jaxrl.bridge.source import ParamsSource
+from jaxrl.bridge.store.objects import Store
 from jaxrl.bridge.store.process import AgentProcess
 from jaxrl.bridge.store.publisher import StorePublisher
 from jaxrl.models import huggingface
@@ -58,7 +59,7 @@ def weights(seed: int) -> ParamsSource:
 
 def publisher(server: VllmServer, url: str) -> StorePublisher:
     return StorePublisher(
-        [server], url, key=KEY, wire=F32, sampler=F32, learner=new_learner("a run")
+        [server], Store(url, KEY), wire=F32, sampler=F32, learner=new_learner("a run")
     )
 
 
