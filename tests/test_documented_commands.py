@@ -99,8 +99,8 @@ HERE = {
     "jaxrl config mine.toml": 'path = "prompts.jsonl"',
     "jaxrl config FILE": "[train]",
     "jaxrl plan mine.toml --estimate": "GRPO",
-    "jaxrl plan gsm8k.toml --estimate": "Publishing 1.2 GB",
-    "jaxrl plan configs/qwen3_8b.toml --estimate --rollout-seconds 60 --train-seconds 40": "8.19 b",
+    "jaxrl plan gsm8k.toml --estimate": "Publishing 1.1 GiB",
+    "jaxrl plan configs/qwen3_8b.toml --estimate --rollout-seconds 60 --train-seconds 40": "8.2B parameters",
     "jaxrl losses": "grpo",
     "jaxrl losses gspo rloo": "rloo",
 }
