@@ -100,7 +100,9 @@ HERE = {
     "jaxrl config FILE": "[train]",
     "jaxrl plan mine.toml --estimate": "GRPO",
     "jaxrl plan gsm8k.toml --estimate": "Publishing 1.1 GiB",
-    "jaxrl plan configs/qwen3_8b.toml --estimate --rollout-seconds 60 --train-seconds 40": "8.2B parameters",
+    "jaxrl plan configs/qwen3_8b.toml --estimate --rollout-seconds 60 --train-seconds 40": (
+        "8.2B parameters"
+    ),
     "jaxrl losses": "grpo",
     "jaxrl losses gspo rloo": "rloo",
 }
