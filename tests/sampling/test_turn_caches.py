@@ -185,6 +185,38 @@ def test_a_sampler_keeps_rows_of_two_batches_and_only_while_episodes_run():
     assert alive() is None
 
 
+def test_each_cache_is_freed_once_its_rows_are_taken():
+    sampler, caches = _sampler(max_batch=4), [TurnCache() for _ in range(8)]
+    rng = np.random.default_rng(0)
+    contexts = [rng.integers(2, 64, 20).astype(np.int32) for _ in caches]
+
+    def turns():
+        return [
+            Turn(c, i, 0, 2, None, cache)
+            for i, (c, cache) in enumerate(zip(contexts, caches, strict=True))
+        ]
+
+    for completion in sampler.sample_turns(turns(), PARAMS):
+        # Lengths alternate between the rows of the two batches.
+        i = completion.prompt_index
+        more = rng.integers(2, 64, 1 + i % 4)
+        contexts[i] = np.concatenate([contexts[i], completion.tokens, more]).astype(np.int32)
+    kept = {id(cache.content.cache): cache.content.cache.keys for cache in caches}
+    alive = [weakref.ref(keys) for keys in kept.values()]
+    assert len(alive) == 2
+    del kept
+    following = sampler.sample_turns(turns(), PARAMS)
+    next(following)  # the first of two batches has ended
+    gc.collect()
+    assert sum(keys() is not None for keys in alive) == 1
+
+
+def test_a_batch_that_is_rounded_up_to_the_mesh_is_kept(computed):
+    layout = Layout(make_mesh(data=8), RULES["data"])
+    _played(_sampler(layout=layout, max_batch=3), caches=True, turns=2, episodes=3)
+    assert computed["rest"] > 0
+
+
 class Talk:
     """An episode of three turns."""
 

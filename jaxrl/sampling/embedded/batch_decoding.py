@@ -21,15 +21,15 @@ from jaxrl.sampling.embedded.decode_steps import (
 from jaxrl.sampling.embedded.draw_token import draw_settings
 from jaxrl.sampling.embedded.first_tokens import start_batch
 from jaxrl.sampling.embedded.request import DecodeRequest, PartialCompletion
-from jaxrl.sampling.embedded.turn_caches import EndedRows, Queued, take_prefix
+from jaxrl.sampling.embedded.turn_caches import EndedRows, Queued, by_array, take_prefix
 from sharding.transfer import fetch
 
 # A batch shrinks by this factor once so few of its rows are running, but never below this number of
 # rows: a step with fewer takes hardly less time.
 _SHRINK, _MIN_ROWS = 4, 8
 
-# Rows of the caches that a request keeps for the next turns, in multiples of its largest batch. A
-# batch that shrinks leaves at most 4/3 of its rows.
+# The caches that a request keeps for the next turns have up to this many times the rows of its
+# largest batch. A batch that shrinks leaves at most 4/3 of its rows.
 KEPT = 2
 
 # While turns wait, they are put into a batch once one row in so many has ended.
@@ -91,12 +91,13 @@ def decode_turns(turns: Sequence[Turn], request: DecodeRequest) -> Iterator[Comp
       ClosedError: once the sampler is closed.
     """
     queued = [Queued(turn, take_prefix(turn, request.weights)) for turn in turns]
-    known = deque(one for one in queued if one.prefix is not None)
+    known = deque(by_array(queued))
     new = deque(one for one in queued if one.prefix is None)
     del queued  # kept arrays are freed once the last turn that begins with them has a row
     # The states of linear layers include the tokens drawn after the end: their rows are not kept.
     linear = request.model.config.linear is not None
-    ended = EndedRows(request.weights, rows=0 if linear else KEPT * request.max_batch)
+    largest = max_rows(request.max_batch, shards=request.shards)
+    ended = EndedRows(request.weights, rows=0 if linear else KEPT * largest)
     for waiting in (known, new):
         while waiting:
             yield from _decode_batch(waiting, request, ended)

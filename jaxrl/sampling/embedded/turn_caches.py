@@ -1,5 +1,6 @@
 """Caches of turns that have ended, which the next turns of their episodes begin with."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +19,8 @@ class KeptPrefix(NamedTuple):
     row: int  # of the cache
 
     def begins(self, context: np.ndarray, *, weights: Params) -> bool:
-        """Returns whether the context continues these tokens, under the same weights, and is at
-        most twice as long: more is computed faster as a whole."""
+        """Returns True if the context continues these tokens under the same weights and is at most
+        twice as long; a longer one is computed faster from its first token."""
         count = len(self.tokens)
         fits = weights is self.weights and count < len(context) <= 2 * count
         return fits and np.array_equal(self.tokens, context[:count])
@@ -44,17 +45,29 @@ def take_prefix(turn: Turn, weights: Params) -> KeptPrefix | None:
     return kept if same else None
 
 
+def by_array(queued: Sequence[Queued]) -> list[Queued]:
+    """Returns the turns that begin with a prefix, those with rows of one cache together.
+
+    A batch then begins with rows of few caches, and each cache is freed as early as possible.
+    """
+    of_cache: dict[int, list[Queued]] = {}
+    for one in queued:
+        if one.prefix is not None:
+            of_cache.setdefault(id(one.prefix.cache), []).append(one)
+    return [one for group in of_cache.values() for one in group]
+
+
 class EndedRows:
     """Rows of a batch whose completions have ended, until their arrays are kept or reused."""
 
     def __init__(self, weights: Params, *, rows: int) -> None:
-        """Begins a request, whose batches together keep arrays of up to so many rows."""
+        """Begins a request. The caches that its batches keep have at most `rows` rows together."""
         self._weights, self._left = weights, rows
         self._ended: dict[int, tuple[TurnCache, np.ndarray]] = {}
 
     def add(self, row: int, turn: Turn, completion: np.ndarray) -> None:
-        """Notes that a row holds a turn's context and its completion, i32[C], but the last token:
-        that was never run through the model."""
+        """Records that a row holds a turn's context and its completion, i32[C], except for the last
+        token, which was not run through the model."""
         if turn.cache is not None:
             tokens = np.concatenate([turn.context, completion[:-1]])
             self._ended[row] = turn.cache, tokens
