@@ -2,11 +2,13 @@
 
 python scripts/bench_sampler.py --shapes S --sequences 8 64 --dtypes f32 bf16 f16 [--baseline DIR]
 python scripts/bench_sampler.py --sequences 256 --in-flight 64 --lengths lognormal
+python scripts/bench_sampler.py --sequences 64 --prompt 768 --window 64
 python scripts/bench_sampler.py --sampler vllm --sequences 8 64 256 --dtypes bf16
 
 The embedded sampler alternates with itself with fixed sums (`sampler.exact`); where completions
-wait for others, with requests of `--in-flight` completions, one after another. For vLLM, jaxrl's
-client alternates with a bare loop that discards the completions.
+wait for others, with requests of `--in-flight` completions, one after another; with `--window`,
+with a model that has no window. For vLLM, jaxrl's client alternates with a bare loop that discards
+the completions.
 """
 
 import argparse
@@ -25,17 +27,26 @@ from jaxrl.core.precision import parse
 
 @contextmanager
 def embedded(
-    shape: str, *, dtype: str, limits: np.ndarray, in_flight: int, baseline: Path | None
+    shape: str, args: argparse.Namespace, *, dtype: str, limits: np.ndarray
 ) -> Iterator[dict[str, Run]]:
+    in_flight, baseline = args.in_flight, args.baseline
     build = partial(
-        sampling.embedded, shape, dtype=dtype, limits=limits, in_flight=min(in_flight, len(limits))
+        sampling.embedded,
+        shape,
+        dtype=dtype,
+        limits=limits,
+        in_flight=min(in_flight, len(limits)),
+        prompt=args.prompt,
     )
-    runs = {"jaxrl": build()}
-    if in_flight < len(limits):
+    runs = {"jaxrl": build(window=args.window)}
+    if args.window is not None:
+        runs["no window"] = build()
+    elif in_flight < len(limits):
         runs["one batch after another"] = build(together=False)
     else:
         runs["fixed sums"] = build(sums="fixed")
-    if baseline and len(limits) == 64 and dtype in plain.FLAGS and (limits == ANSWER).all():
+    usual = args.prompt == PROMPT and args.window is None and (limits == ANSWER).all()
+    if baseline and usual and len(limits) == 64 and dtype in plain.FLAGS:
         runs["baseline"] = plain.loop(baseline, shape, dtype=dtype)
     yield runs
 
@@ -49,34 +60,35 @@ def main() -> None:
     parser.add_argument("--sequences", nargs="+", type=int, default=[8, 64], help="multiples of 8")
     parser.add_argument("--in-flight", type=int, default=1024, help="most decoded at once")
     parser.add_argument("--lengths", choices=sampling.LENGTHS, default="equal")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens, at most 832")
+    parser.add_argument("--window", type=int, help="of all layers, in tokens")
     parser.add_argument("--dtypes", nargs="+", default=["f32", "bf16", "f16"])
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--baseline", type=Path, help="directory with a plain jax_decode.py")
     parser.add_argument("--out", type=Path, help="also append the lines to this file")
     args = parser.parse_args()
-    if args.sampler == "vllm" and args.lengths != "equal":
-        parser.error("--lengths is of the embedded sampler; leave it out")
+    if args.sampler == "vllm" and (args.lengths, args.prompt, args.window) != (
+        "equal",
+        PROMPT,
+        None,
+    ):
+        parser.error("--lengths, --prompt and --window are of the embedded sampler; leave them out")
     peaks = {dtype: matmul_peak(dtype) for dtype in args.dtypes}
     for shape, sequences, dtype in (
         (s, n, d) for s in args.shapes for n in args.sequences for d in args.dtypes
     ):
         limits = sampling.LENGTHS[args.lengths](sequences)
         if args.sampler == "embedded":
-            made = embedded(
-                shape,
-                dtype=dtype,
-                limits=limits,
-                in_flight=args.in_flight,
-                baseline=args.baseline,
-            )
+            made = embedded(shape, args, dtype=dtype, limits=limits)
         else:
             served = parse(f"fp32,sampler={dtype}").sampler
             made = serving.clients(SHAPES[shape], dtype=served, sequences=sequences)
         with made as runs:
             seconds = alternate(runs, repetitions=args.repetitions)
         rates = {k: [int(limits.sum()) / s for s in v] for k, v in seconds.items()}
-        flops = max(rates["jaxrl"]) * sampling.flops_per_token(shape)
-        row = {"shape": shape, "sequences": sequences, "prompt": PROMPT}
+        per_token = sampling.flops_per_token(shape, prompt=args.prompt, window=args.window)
+        flops = max(rates["jaxrl"]) * per_token
+        row = {"shape": shape, "sequences": sequences, "prompt": args.prompt, "window": args.window}
         row |= {"longest": ANSWER, "lengths": args.lengths, "in flight": args.in_flight}
         row |= {"sampler": args.sampler, "dtype": dtype, "model GFLOP/s": flops / 1e9}
         row |= {"matmul peak GFLOP/s": peaks[dtype] / 1e9, "share": flops / peaks[dtype]}

@@ -17,7 +17,7 @@ from jaxrl.models.tree_attention import KEPT, Tree, sink_gradient, tree_attentio
 # the number of keys, and masked keys add exactly 0: a token's result does not depend on the length
 # of its row. Sequences of a packed row begin at multiples of it where the policy fixes sums.
 TILE = 64
-_ADDED = 512  # keys that products on CPU add at a time
+ADDED = 512  # keys that products on CPU add at a time
 
 # Queries go in blocks, each against the keys up to its own end: that skips almost half of the
 # scores, and only one block's scores exist at a time. The program grows with the number of blocks.
@@ -127,7 +127,7 @@ def attention(
 def sequence_alignment(precision: Precision) -> Alignment:
     """Returns where packed sequences may begin. With fixed sums they see their own keys at the same
     places of XLA's products as in a row of their own."""
-    return Alignment(start=TILE, block=_ADDED) if precision.sums == "fixed" else ANYWHERE
+    return Alignment(start=TILE, block=ADDED) if precision.sums == "fixed" else ANYWHERE
 
 
 def pad_values(v: jax.Array, precision: Precision) -> jax.Array:
@@ -244,7 +244,7 @@ def _blocks(
         back, most = window - 1, -(-length // _MAX_WINDOWED // TILE) * TILE
         size = min(size, max(_MIN_BLOCK, most, -(-window // 2 // TILE) * TILE))
     # Products add the other keys in the same order, as of rows that begin there.
-    step = _ADDED if precision.sums == "fixed" else TILE
+    step = ADDED if precision.sums == "fixed" else TILE
     return [
         Block(i, min(i + size, length), max(0, i - back) // step * step, min(i + size, keys))
         for i in range(0, length, size)

@@ -1,5 +1,8 @@
 """The embedded sampler as a benchmark."""
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +25,8 @@ def embedded(
     dtype: str,
     limits: np.ndarray,
     in_flight: int,
+    prompt: int = PROMPT,
+    window: int | None = None,
     sums: str = "any",
     together: bool = True,
 ) -> Run:
@@ -33,16 +38,19 @@ def embedded(
       dtype: of weights and products.
       limits: i[N] tokens of each completion.
       in_flight: the most completions decoded at once.
+      prompt: tokens of each prompt.
+      window: of all layers, in tokens; None for none.
       sums: see `Precision`.
       together: whether all completions are one request; otherwise each `in_flight` are one, and a
         request follows the end of the one before.
     """
     config = SHAPES[shape]
+    config = dataclasses.replace(config, windows=(window,) * config.num_layers)
     model = decoder(config)
     weights = init(model.specs, jax.random.key(0), dtype=jnp.dtype(jnp.float32))
     policy = parse(f"fp32,wire={dtype},sampler={dtype},sums={sums}")
     sampler = EmbeddedSampler(model, weights, precision=policy, max_batch=in_flight)
-    prompts = random_prompts(config, sequences=len(limits))
+    prompts = random_prompts(config, sequences=len(limits), length=prompt)
     turns = [Turn(prompts[i // GROUP], i // GROUP, i % GROUP, int(n)) for i, n in enumerate(limits)]
     size = len(turns) if together else in_flight
 
@@ -73,17 +81,17 @@ def lognormal(sequences: int) -> np.ndarray:
 LENGTHS = {"equal": equal, "lognormal": lognormal}
 
 
-def random_prompts(config: DecoderConfig, *, sequences: int) -> np.ndarray:
-    """Draws a prompt for each group of completions: i64[sequences / GROUP, PROMPT]."""
+def random_prompts(config: DecoderConfig, *, sequences: int, length: int = PROMPT) -> np.ndarray:
+    """Draws a prompt for each group of completions: i64[sequences / GROUP, length]."""
     rng = np.random.default_rng(0)
-    return rng.integers(100, config.vocab_size, (sequences // GROUP, PROMPT))
+    return rng.integers(100, config.vocab_size, (sequences // GROUP, length))
 
 
-def flops_per_token(shape: str) -> float:
+def flops_per_token(shape: str, *, prompt: int, window: int | None) -> float:
     """Counts the FLOPs of a decoded token in the middle of a completion."""
     c = SHAPES[shape]
     attention = 2 * c.hidden_size * (c.num_heads + c.num_kv_heads) * c.head_dim
     body = c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
-    seen = PROMPT + ANSWER / 2
+    seen = min(prompt + ANSWER / 2, window or math.inf)
     cached = 2 * c.num_layers * c.num_heads * c.head_dim * seen
     return 2 * (body + c.vocab_size * c.hidden_size + cached)

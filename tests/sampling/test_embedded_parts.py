@@ -1,12 +1,21 @@
-"""Stop sequences and buckets."""
+"""Stop sequences, buckets, and attention over the KV cache."""
+
+import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxrl.core.precision import PRESETS, jit
+from jaxrl.models.decoder import decoder
 from jaxrl.sampling.embedded.buckets import count_bucket, length_bucket
+from jaxrl.sampling.embedded.kv_cache import Cache, decode_step, extend, prefill
 from jaxrl.sampling.embedded.stopping import empty_tail, ends_in_stop, push, stop_table
+from tests import tiny
 
 
 def test_a_completion_ends_at_a_stop_sequence():
@@ -44,3 +53,32 @@ def test_count_buckets_divide_over_devices(count, multiple):
     size = count_bucket(count, multiple=multiple)
     assert size % multiple == 0
     assert count <= size <= max(multiple, 2 * count)
+
+
+@pytest.mark.parametrize("more", [1, 30])
+def test_slots_that_the_window_hides_are_not_read(more):
+    config = dataclasses.replace(tiny.CONFIG, windows=(5,) * tiny.CONFIG.num_layers)
+    config = dataclasses.replace(config, max_positions=1024)
+    model, params = decoder(config), tiny.params(config=config)
+    settings = {"model": model, "precision": PRESETS["fp32"]}
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(2, 64, (3, 640)).astype(np.int32)
+    lengths = np.array([600, 420, 300], np.int32)
+    cache, _ = prefill(params, tokens, lengths, record_experts=False, **settings)
+    hidden = np.arange(640) < lengths[:, None] - 200
+    poisoned = Cache(
+        jnp.where(hidden[:, None, None, :], jnp.nan, cache.keys),
+        jnp.where(hidden[:, None, :, None], jnp.nan, cache.values),
+    )
+    following = rng.integers(2, 64, (3, 64)).astype(np.int32)
+    if more == 1:
+        step = jit(functools.partial(decode_step, **settings))
+        _, found = step(params, poisoned, following[:, 0], positions=lengths)
+    else:
+        counts = np.full(3, more, np.int32)
+        _, found = extend(params, poisoned, following, starts=lengths, lengths=counts, **settings)
+    for row, length in enumerate(lengths):
+        whole = np.concatenate([tokens[row, :length], following[row, :more]])[None]
+        count = np.array([len(whole[0])], np.int32)
+        _, expected = prefill(params, whole, count, record_experts=False, **settings)
+        np.testing.assert_allclose(found[row], expected[0], atol=1e-5)

@@ -97,9 +97,11 @@ INEXACT = {
 }
 
 
-def sampled(model, params, policy, *, max_batch=64, prompts=8):
+def sampled(model, params, policy, *, max_batch=64, prompts=8, lengths=(3, 40)):
     rng = np.random.default_rng(0)
-    contexts = [rng.integers(2, 256, rng.integers(3, 40)).astype(np.int32) for _ in range(prompts)]
+    contexts = [
+        rng.integers(2, 256, rng.integers(*lengths)).astype(np.int32) for _ in range(prompts)
+    ]
     sampler = EmbeddedSampler(model, params, precision=policy, max_batch=max_batch)
     settings = SamplingParams(max_tokens=72, temperature=TEMPERATURE, seed=1)
     completions = sampler.sample(contexts, settings, group_size=2)
@@ -197,6 +199,16 @@ def test_with_fixed_sums_neither_batch_nor_microbatch_nor_packing_matters():
     for row_length, rows in ((112, 1), (300, 2), (257, 5)):
         found = differences(model, params, policy, whole, row_length=row_length, rows=rows)
         assert not found.any(), (row_length, rows)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16_master"])
+def test_with_fixed_sums_every_token_is_equal_where_only_the_window_is_read(name):
+    model, params = a_model("mistral", max_position_embeddings=1024)
+    policy = dataclasses.replace(parse(name), sums="fixed")
+    # The window of the first token begins in the first 512 slots, that of the last one does not.
+    rollouts = sampled(model, params, policy, prompts=3, lengths=(480, 530))
+    rollouts += sampled(model, params, policy, prompts=1, lengths=(900, 910))
+    assert not differences(model, params, policy, rollouts, row_length=1024).any()
 
 
 @pytest.mark.parametrize(

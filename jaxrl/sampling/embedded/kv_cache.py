@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxrl.core.half_bits import from_bits, to_bits
 from jaxrl.core.precision import Precision, jit_by_policy
-from jaxrl.models.attention import attention, pad_values, softmax_product
+from jaxrl.models.attention import ADDED, TILE, attention, pad_values, softmax_product
 from jaxrl.models.block import block
 from jaxrl.models.decoder import Model
 from jaxrl.models.experts import Routing
@@ -206,8 +206,6 @@ def _advance(
       The cache with the tokens, and the residual stream [B, T, D].
     """
     config, precision = context.config, context.precision
-    index = jnp.arange(cache.slots, dtype=jnp.int32)[None, None, :]
-    seen = index <= positions[:, :, None]
     tables = context.rope_tables(positions)
 
     rows = jnp.arange(len(tokens))[:, None]
@@ -217,9 +215,6 @@ def _advance(
         x, cache = carry
         layer = jax.tree.map(lambda bits: from_bits(bits, precision.compute), layer)
         scoring = context.scoring(kind, layer)
-        near = seen
-        if scoring.window is not None:
-            near = seen & (index > positions[:, :, None] - scoring.window)
 
         def attend(q, k, v):
             new = _entries(k, v, precision)
@@ -227,9 +222,10 @@ def _advance(
             keys = cache.keys.at[place, rows, :, :, positions].set(keys, mode="drop")
             values = new.values.transpose(0, 2, 1, 3)
             values = cache.values.at[place, rows, :, positions].set(values, mode="drop")
-            held = (from_bits(part[place], precision.compute) for part in (keys, values))
-            out = attend_cache(q, *held, seen=near, scoring=scoring, precision=precision)
             changed = dataclasses.replace(cache, keys=keys, values=values)
+            out = attend_cache(
+                q, changed, place, positions=positions, scoring=scoring, precision=precision
+            )
             return out[..., : config.value_dim], changed
 
         def recur(inputs, gates):
@@ -260,32 +256,36 @@ def _advance(
 
 def attend_cache(
     q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    cache: Cache,
+    place: jax.Array,
     *,
-    seen: jax.Array,
+    positions: jax.Array,
     scoring: Scoring,
     precision: Precision,
 ) -> jax.Array:
     """Computes grouped-query attention of T tokens per row over the row's cache, with the
-    arithmetic of `attention`.
+    arithmetic of `attention`. Slots hidden by a window that all layers share are not read.
 
     Args:
       q: [B, T, H, hd].
-      keys: [B, K, hd, S].
-      values: [B, K, S, vd], see `pad_values`.
-      seen: bool[B, T, S] slots to attend to, at least one per token; none outside of the window.
-      scoring: scale, cap and sinks of the scores.
+      cache: holds the tokens up to `positions`.
+      place: i32[] of the layer in the cache.
+      positions: i32[B, T], one after another, from each row's first.
+      scoring: the window, scale, cap and sinks of the scores.
       precision: scores and softmax are in `accumulate`.
 
     Returns:
       [B, T, H, vd] in `precision.activations`.
     """
     batch, length, heads, dim = q.shape
-    kv_heads = keys.shape[1]
+    kv_heads, window = cache.keys.shape[2], scoring.window
     groups = heads // kv_heads
+    first, keys, values = _near_slots(cache, place, positions, window, precision=precision)
+    index = first[:, None, None] + jnp.arange(values.shape[2], dtype=jnp.int32)[None, None, :]
+    seen = index <= positions[:, :, None]
+    if window is not None:
+        seen &= index > positions[:, :, None] - window
     q = q.reshape(batch, length, kv_heads, groups, dim).transpose(0, 2, 3, 1, 4)
-
     # The queries that share keys are rows of one matrix, also those of other tokens.
     q = q.reshape(batch, kv_heads, groups * length, dim)
     scores = product(q, keys, contract=(3, 2), batch=(0, 1), precision=precision)
@@ -299,6 +299,46 @@ def attend_cache(
     out, _ = softmax_product(scores, values, sinks, precision=precision)
     out = out.reshape(batch, kv_heads, groups, length, -1).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, length, heads, -1)
+
+
+def _near_slots(
+    cache: Cache,
+    place: jax.Array,
+    positions: jax.Array,
+    window: jax.Array | int | None,
+    *,
+    precision: Precision,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Reads a layer's slots that the tokens of each row may see; all, if the window is not known at
+    compile time. A branch for each window would be slower on CPU: XLA runs the loops of a branch on
+    one core.
+
+    Returns:
+      i32[B] the first slot; keys [B, K, hd, N]; values [B, K, N, vd].
+    """
+    rows, slots = len(positions), cache.slots
+    # Products add the other keys in the same order, as of rows that begin there.
+    step = ADDED if precision.sums == "fixed" else TILE
+    back = window - 1 if isinstance(window, int) else slots
+    near = slots - (slots - back - positions.shape[1] - step + 1) // step * step
+    if near >= slots:
+        parts = cache.keys[place], cache.values[place]
+        keys, values = (from_bits(part, precision.compute) for part in parts)
+        return jnp.zeros(rows, jnp.int32), keys, values
+    first = jnp.clip((positions[:, 0] - back) // step * step, 0, slots - near)
+
+    def read(part: jax.Array, *, axis: int) -> jax.Array:
+        sizes = [near if i == axis else size for i, size in enumerate(part.shape)]
+
+        def of_row(row: jax.Array, first: jax.Array) -> jax.Array:
+            starts = [first if i == axis else 0 for i in range(part.ndim)]
+            starts[:2] = place, row
+            return lax.dynamic_slice(part, starts, (1, 1, *sizes[2:]))[0, 0]
+
+        found = jax.vmap(of_row)(jnp.arange(rows, dtype=jnp.int32), first)
+        return from_bits(found, precision.compute)
+
+    return first, read(cache.keys, axis=4), read(cache.values, axis=3)
 
 
 def _entries(k: jax.Array, v: jax.Array, precision: Precision) -> Cache:
