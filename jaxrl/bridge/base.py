@@ -34,8 +34,8 @@ class WeightSource(Protocol):
         ...
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields name and full host array of every tensor. The array does not change afterwards:
-        it is copied while the next ones are taken."""
+        """Yields name and full host array of every tensor. The array must not change afterwards:
+        it is copied while the next ones are fetched."""
         ...
 
 

@@ -1,8 +1,8 @@
 """Manifest of a payload: its learner and version, and name, shape and location of every tensor.
 
-It says whether the payload is whole: a writer removes it before it changes a byte and writes it
-last. So a directory without one is never loaded, and a reader that finds another `generation` than
-before knows that the bytes may have changed meanwhile.
+It marks the payload as complete: a writer removes it before it changes a byte and writes it last.
+So a directory without one is never loaded, and if its `generation` changes during a load, the bytes
+may have changed as well.
 """
 
 import json
@@ -124,9 +124,8 @@ def read(directory: Path) -> Manifest:
 
 
 def generation(directory: Path) -> tuple[int, int] | None:
-    """Returns what differs between any two manifests that a directory in shared memory has had:
-    inode, which is not used again there, and time of change in nanoseconds. None while it has
-    none."""
+    """Returns the inode and time of change, in nanoseconds, of a directory's manifest; None if
+    there is no manifest. Shared memory does not reuse inodes, so each manifest has its own."""
     try:
         found = os.lstat(directory / FILE)
     except OSError:

@@ -14,9 +14,9 @@ from jaxrl.bridge.base import Learner, WeightSource
 from jaxrl.bridge.manifest import Entry, Manifest, ManifestError
 from jaxrl.bridge.safetensors_file import SafetensorsFile
 
-_THREADS = 2  # saturate the memory's bandwidth; copying releases the GIL
-_POOL = ThreadPoolExecutor(_THREADS)  # lasts, because threads start slowly for small models
-_BATCH_BYTES = 32 << 20  # of tensors that the threads share; two batches wait while a third is made
+_THREADS = 2  # they saturate the memory's bandwidth; copying releases the GIL
+_POOL = ThreadPoolExecutor(_THREADS)  # kept: small models copy faster than threads start
+_BATCH_BYTES = 32 << 20  # divided among the threads; two batches wait while a third is made
 
 Piece = tuple[int, np.ndarray]
 """Bytes of a payload's file: offset and u8[N]."""
@@ -48,7 +48,7 @@ def write_tensors(
                 running.popleft().result()
             running += [_POOL.submit(write, part) for part in _divide(batch)]
     finally:
-        wait(running)  # nobody writes to the file after an error, either
+        wait(running)  # after an error, too, no thread writes to the file
     for future in running:
         future.result()
     entries = (Entry(*spec, file.name, offset) for spec, offset in file.tensors)
@@ -56,8 +56,8 @@ def write_tensors(
 
 
 def _batches(source: WeightSource, file: SafetensorsFile) -> Iterator[list[Piece]]:
-    """Yields whole tensors, so many that they have `_BATCH_BYTES`; raises ValueError if one differs
-    from its spec."""
+    """Yields batches of whole tensors, all but the last of at least `_BATCH_BYTES`; raises
+    ValueError if a tensor differs from its spec."""
     batch, nbytes = list[Piece](), 0
     for (spec, offset), (name, array) in zip(file.tensors, source, strict=True):
         if (name, array.shape, array.dtype.name) != spec:

@@ -26,9 +26,10 @@ class ParamsSource:
     """A `WeightSource` over the learner's parameters.
 
     Tensors are unstacked from the layers, cast on the device and gathered from the mesh one by one,
-    so at most two copies exist besides the parameters (the experts of a layer count as one), and
-    none where nothing must be cast or gathered. Do not donate the parameters before iteration ends.
-    With several processes all must iterate, in the same order.
+    so a device holds at most two of them besides the parameters (the experts of a layer count as
+    one), and none where nothing must be cast or gathered. On a CPU the yielded arrays are the
+    device's, so those that the caller keeps count as well. Do not donate the parameters before
+    iteration ends. With several processes all must iterate, in the same order.
 
     `share` = (index, count) divides the tensors into `count` parts of about equal size and yields
     those of one; the others are gathered on the devices, but not fetched to the host.

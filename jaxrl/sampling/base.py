@@ -84,10 +84,10 @@ class Completion(NamedTuple):
 
 
 class TurnCache:
-    """The place where a sampler may keep the KV cache of an episode's turn for its next turn.
+    """Holds what a sampler keeps of an episode's last turn for the next one, if anything: KV cache.
 
-    Its content is the sampler's own, and is freed with it. It changes completions only by the
-    rounding of matrix products of another size.
+    Only the sampler reads and writes the content, which is freed with this object. It changes
+    completions only by the rounding of matrix products of another size.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Turn(NamedTuple):
     sample_index: int
     max_tokens: int  # of the continuation
     prompt_length: int | None = None  # leading tokens that the whole group shares; None for all
-    cache: TurnCache | None = None  # of the episode; None if no turn follows
+    cache: TurnCache | None = None  # of the episode; with None, nothing is kept
 
 
 class Sampler(Protocol):

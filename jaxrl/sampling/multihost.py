@@ -24,7 +24,7 @@ class MultihostSampler(Sampler):
 
     def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
         """See `Sampler.sample_turns`; yields after the last completion has finished."""
-        # A cache stays in its process, so no turn begins with it.
+        # Turns are sent to all processes; a cache cannot be.
         return iter(self._sample_turns([turn._replace(cache=None) for turn in turns], params))
 
     def close(self) -> None:

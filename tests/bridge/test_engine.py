@@ -316,7 +316,7 @@ def test_a_payload_written_to_during_the_load_poisons(serving: Serving, again: b
     file = serving.root / "next" / manifest.FILE
     content = manifest.read(file.parent)
     serving.engine.call("remove_after", tensors=5, file=str(file), again=again)
-    with pytest.raises(PoisonedError, match=r"next was written to meanwhile"):
+    with pytest.raises(PoisonedError, match=r"next was written to during the load"):
         serving.update()
     assert serving.engine.call("version") == "5"
     assert file.exists() == again

@@ -133,9 +133,9 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         Raises:
           ValueError: with `REFUSED` if the payload is refused; the model is unchanged.
-          RuntimeError: with `POISONED` if loading failed or the payload was written to meanwhile,
-            so that the weights may be mixed, or if the payload is refused and an earlier publish
-            has left weights without a version.
+          RuntimeError: with `POISONED` if loading failed or the payload was written to during the
+            load, so that the weights may be mixed, or if the payload is refused and an earlier
+            publish has left weights without a version.
         """
         with self._unchanged(f"version {_shown(update_info.version)}"):
             directory = self._directory(update_info)
@@ -145,7 +145,7 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             self._load(tensors)
             if manifest.generation(directory) != generation:
-                raise ManifestError(f"{directory} was written to meanwhile")
+                raise ManifestError(f"{directory} was written to during the load")
         except Exception as error:
             raise RuntimeError(
                 f"{POISONED} loading version {update_info.version} failed halfway: {_shown(error)}"

@@ -14,7 +14,7 @@ class Chip:
     """One device of jax, by its vendor's data sheet; None for an unknown rate."""
 
     memory: float  # bytes
-    devices: int = 1  # of jax on one chip as sold
+    devices: int = 1  # that jax sees on one chip
     # FLOPs per second of dense products, by the operands that the chip's units multiply.
     units: Mapping[str, float] = dataclasses.field(default_factory=dict)
     memory_rate: float | None = None  # memory bandwidth in bytes per second

@@ -28,8 +28,8 @@ class KVCache:
     rows: int  # completions decoded together, over all devices
     slots: int  # capacity of a row in tokens
     size: float  # bytes on one device
-    # Extra bytes while the cache grows or loses rows: the previous cache, and the layer in
-    # transfer.
+    # Extra bytes while the cache grows or loses rows: the previous cache, the layer in transfer,
+    # and the caches of an environment's earlier turns.
     moving: float
 
 
@@ -186,7 +186,7 @@ def _cache(config: Config, step: Step, *, layout: Layout) -> KVCache:
     moving = max(grown, begun, shrunk) - size
     hosts = {device.process_index for device in layout.mesh.devices.flat}
     if not single_turn and linear is None and len(hosts) == 1:
-        # The caches of the turns before: of one batch, which shrank, while the next one begins; of
-        # several also while it grows.
+        # Caches of the turns before. Those of a single batch, which shrank, are freed once the next
+        # one has begun; with several batches some are also held while it grows.
         moving = max(moving, size * 4 / 3) if one_batch else moving + KEPT * size
     return KVCache(rows=rows, slots=slots, size=size, moving=moving)

@@ -140,7 +140,7 @@ def _resident(program: Program) -> Iterator[str]:
         yield "\nWhile sampling, per chip"
         cache = f"KV cache, {count_of(found.cache.rows, 'row')} x {found.cache.slots:,}"
         yield f"  {cache:32}{size_text(found.cache.size):>12}"
-        yield f"  {'extra while it grows':32}{size_text(found.cache.moving):>12}"
+        yield f"  {'other caches at the same time':32}{size_text(found.cache.moving):>12}"
     yield "\nPeak per chip while"
     for phase, size in phases(program).items():
         yield f"  {phase:32}{size_text(size):>12}"

@@ -31,7 +31,7 @@ def open_topology(name: str) -> Topology:
     Call it before anything else uses jax: it makes the CPU the only platform of this process.
 
     Raises:
-      ValueError: for an unknown name, or sizes in which the chips do not come.
+      ValueError: for an unknown name, or sizes that libtpu does not support.
       ModuleNotFoundError: if the compiler for these chips is missing.
       RuntimeError: if jax was started with fewer devices.
     """
@@ -81,8 +81,8 @@ def _tpu_devices(name: str, kind: str, sizes: Sequence[int]) -> Sequence[Any]:
     except jax.errors.JaxRuntimeError as error:
         more = "" if kind in ("v5e", "v6e") else "x1"
         raise ValueError(
-            f"topology {name!r}: libtpu has no such chips ({error}); expected a multiple of a "
-            f"host's {kind}:2x2{more}, or a single chip, {kind}:1x1{more}"
+            f"topology {name!r}: libtpu does not support this size ({error}); expected a multiple "
+            f"of a host's {kind}:2x2{more}, or a single chip, {kind}:1x1{more}"
         ) from None
 
 

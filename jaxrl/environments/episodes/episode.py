@@ -30,7 +30,7 @@ class EpisodeBuilder:
         self._metrics: dict[str, float] = {}
 
     def next_turn(self, limits: EpisodeLimits, cache: TurnCache) -> Turn:
-        """Returns the request for the policy's next turn; all have the same cache."""
+        """Returns the request for the policy's next turn; all turns share `cache`."""
         context = np.concatenate([self._prompt, *(tokens for tokens, *_ in self._chunks)])
         remaining = limits.max_tokens - self._length
         return Turn(context, *self._index, remaining, len(self._prompt), cache)

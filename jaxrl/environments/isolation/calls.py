@@ -87,8 +87,8 @@ def call_each(
     """Calls a function once for each tuple of arguments.
 
     Calls run one after the other in one thread; marked by `uses_processes`, as many at once as
-    there are processors; asynchronous, up to 64 at once. Python cannot end a thread, so a call that
-    times out keeps running in it, a daemon, and the next ones run in another.
+    there are processors; asynchronous, up to 64 at once. Python cannot end a thread: a call that
+    times out keeps running in its daemon thread, and the following calls run in a new one.
 
     Returns:
       For each call its result, or the exception that it raised, SystemExit included; TimeoutError
@@ -111,10 +111,10 @@ def call_each(
 
 
 class _InOneThread:
-    """Calls in turn, up to the first that times out.
+    """Makes calls in turn in one thread, up to the first that times out.
 
-    Beside a thread that computes, handing over to another one and back takes 10 ms (Python's switch
-    interval, twice), so that this is done once for all calls and not for each.
+    While another thread computes, Python switches to a new thread after 5 ms, and back after as
+    many. One thread for all calls pays this once, not once per call.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class _InOneThread:
         self._future = run_in_thread(self._work)
 
     def outcomes(self) -> list[Any]:
-        """Waits for the calls; returns the result or exception of each, but ends with a
-        TimeoutError at the first that takes too long."""
+        """Waits for the calls; returns the result or exception of each. After the first that takes
+        too long, whose outcome is a TimeoutError, there are no more."""
         try:
             while not self._future.done():
                 deadline = self._deadline

@@ -35,7 +35,7 @@ def start_batch(
     Args:
       queued: at most `rows`; either all begin with kept prefixes or none does.
       request: weights and settings.
-      shape: the fewest prompts to compile for, and their length.
+      shape: the fewest prompts to compile for, and their length; not used with prefixes.
       rows: of the batch.
       slots: of its cache.
     """
@@ -89,8 +89,8 @@ def _extend(
     rows: int,
     slots: int,
 ) -> tuple[Cache, jax.Array, np.ndarray]:
-    """Runs what follows the kept prefix of each turn; returns the cache of the batch, the logits
-    after the contexts, and their lengths i32[B]."""
+    """Runs the tokens after the kept prefix of each turn; returns the cache of the batch, the
+    logits after the contexts, and their lengths i32[B]."""
     starts, lengths = np.zeros(rows, np.int32), np.ones(rows, np.int32)
     starts[: len(turns)] = [len(prefix.tokens) for prefix in prefixes]
     lengths[: len(turns)] = [len(turn.context) for turn in turns]
@@ -113,7 +113,7 @@ def _extend(
 def _gather(
     prefixes: Sequence[KeptPrefix], request: DecodeRequest, *, rows: int, slots: int
 ) -> Cache:
-    """Copies kept rows to the cache of a batch."""
+    """Copies kept rows into a new cache for a batch."""
     arrays = list({id(prefix.cache): prefix.cache for prefix in prefixes}.values())
     gathered = None
     for kept in arrays:

@@ -35,10 +35,11 @@ class EmbeddedSampler:
 
     Where a request has more completions than are decoded at once, those that wait take the rows of
     completions that have ended. A group's prompt is computed once for the completions that begin
-    together, and again for those that begin later. The turns of an episode share a `TurnCache`: of
-    a context whose beginning is in it, only the rest is computed.
+    together, and again for those that begin later. The turns of an episode share a `TurnCache`: if
+    it holds the beginning of a context, only the rest is computed.
 
-    It compiles one program per power-of-two number of prompts or completions and per length bucket.
+    It compiles one program per power-of-two number of prompts or completions and per length bucket;
+    to copy kept caches, one per pair of sizes.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ for name in ("v6e:3x3", "v5p:2x3x1"):
 """
     one, other, v6e, v5p = run_with(TPU, [sys.executable, "-c", program]).splitlines()
     assert (one, other) == ("1", "1")
-    assert v6e.startswith("topology 'v6e:3x3': libtpu has no such chips (")
+    assert v6e.startswith("topology 'v6e:3x3': libtpu does not support this size (")
     assert v6e.endswith("expected a multiple of a host's v6e:2x2, or a single chip, v6e:1x1")
     assert v5p.endswith("expected a multiple of a host's v5p:2x2x1, or a single chip, v5p:1x1x1")
 
