@@ -270,7 +270,8 @@ def attend_cache(
       q: [B, T, H, hd].
       cache: holds the tokens up to `positions`.
       place: i32[] of the layer in the cache.
-      positions: i32[B, T], one after another, from each row's first.
+      positions: i32[B, T], one after another from each row's first; padding, whose result is
+        arbitrary, may have others.
       scoring: the window, scale, cap and sinks of the scores.
       precision: scores and softmax are in `accumulate`.
 
