@@ -3,16 +3,13 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+
+from sharding import hlo
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
-_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
 _OP = re.compile(rf"= (?P<shape>.+?) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\(")
-_SHAPE = re.compile(r"([a-z]+\d*)\[([\d,]*)\]")
-_HEADER = re.compile(r"^(ENTRY )?%?(\S+) \(.*\{$")
-_CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,18 +24,18 @@ class Traffic:
         return Traffic(self.count + other.count, self.size + other.size, self.sent + other.sent)
 
 
-def collectives(hlo: str, *, trips: Callable[[int], int]) -> dict[str, Traffic]:
+def collectives(text: str, *, trips: Callable[[int], int]) -> dict[str, Traffic]:
     """Counts traffic by kind; a collective in a loop counts once per iteration.
 
     Args:
-      hlo: text of a compiled program (`Compiled.as_text`).
+      text: of a compiled program (`Compiled.as_text`).
       trips: depth -> iterations, for loops whose trip count the text does not give. Depth is the
         number of such loops around it: 0 for the outermost.
 
     Returns:
       The kinds that occur.
     """
-    entry, computations = _computations(hlo)
+    entry, computations = hlo.computations(text)
     found: dict[str, Traffic] = {}
 
     def visit(name: str, times: int, depth: int) -> None:
@@ -50,52 +47,19 @@ def collectives(hlo: str, *, trips: Callable[[int], int]) -> dict[str, Traffic]:
                 continue
             inner, deeper = times, depth
             if " while(" in line:
-                known = _trip_count(line, computations)
+                known = hlo.trip_count(line, computations)
                 inner = times * (trips(depth) if known is None else known)
                 deeper = depth + (known is None)
-            for called in _called(line):
+            for called in hlo.called(line):
                 visit(called, inner, deeper)
 
     visit(entry, 1, 0)
     return {kind: found[kind] for kind in KINDS if kind in found}
 
 
-def _computations(hlo: str) -> tuple[str, Mapping[str, list[str]]]:
-    entry, name, found = "", "", {}
-    for line in hlo.splitlines():
-        if line and not line[0].isspace() and (match := _HEADER.match(line)):
-            name = match[2]
-            found[name] = []
-            entry = name if match[1] else entry
-        elif name and line.startswith(" "):
-            found[name].append(line)
-    return entry, found
-
-
-def _called(line: str) -> Iterator[str]:
-    yield from _CALLED.findall(line)
-    for group in _BRANCHES.findall(line):
-        yield from (name.strip().lstrip("%") for name in group.split(","))
-
-
-def _trip_count(line: str, computations: Mapping[str, list[str]]) -> int | None:
-    """Returns the iterations of a while loop; None if the program has no constant for it."""
-    if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
-        return int(match[1])
-    condition = re.search(r"condition=%?([\w.\-]+)", line)
-    body = computations.get(condition[1], []) if condition else []
-    numbers = dict(re.findall(r"%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)", "\n".join(body)))
-    for instruction in body:
-        # A scan counts from 0 up to a constant.
-        match = re.search(r"ROOT .* compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT", instruction)
-        if match and match[1] in numbers:
-            return int(numbers[match[1]])
-    return None
-
-
 def _traffic(line: str, match: re.Match[str], *, inside: str) -> tuple[str, Traffic]:
     kind, group = match["kind"], _group_size(line)
-    sizes = [_bytes(*shape) for shape in _SHAPE.findall(match["shape"])]
+    sizes = [array.size for array in hlo.arrays(match["shape"])]
     # An async start returns its operands along with its results.
     size = max(sizes) if match["start"] and kind != "all-reduce" else sum(sizes)
     part = (group - 1) / group
@@ -117,8 +81,3 @@ def _group_size(line: str) -> int:
     if match := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return len(match[1].split(","))
     return 2  # a permute lists pairs instead
-
-
-def _bytes(dtype: str, dimensions: str) -> float:
-    bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype.split("e")[0]) or 0)
-    return bits / 8 * math.prod(int(n) for n in dimensions.split(",") if n)

@@ -312,17 +312,22 @@ def _compiler_options(sums: str) -> dict[str, Any]:
     return options
 
 
-def jit_by_policy(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a function of `precision`, a static argument, to be compiled with every cast."""
+def jit_by_policy(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Decorates a function of `precision`, a static argument, to be compiled with every cast. The
+    result has `jax.jit`'s method `lower`."""
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Callable[..., Any]) -> Any:
         programs = {sums: jit_forward(function, sums=sums, **options) for sums in SUMS}
 
-        @functools.wraps(function)
         def call(*args: Any, precision: Precision, **kwargs: Any) -> Any:
             return programs[precision.sums](*args, precision=precision, **kwargs)
 
-        return call
+        def lower(*args: Any, precision: Precision, **kwargs: Any) -> Any:
+            return programs[precision.sums].lower(*args, precision=precision, **kwargs)
+
+        compiled: Any = functools.wraps(function)(call)
+        compiled.lower = lower
+        return compiled
 
     return decorate
 

@@ -1,13 +1,13 @@
 """The learner's step, compiled for devices that need not exist."""
 
 import dataclasses
-import re
 import time
 from typing import Any
 
 import jax
 
-from jaxrl.commands.plan.chips import GIB
+from jaxrl.commands.plan.decoding import Decoding, plan_decoding
+from jaxrl.commands.plan.out_of_memory import needed_memory
 from jaxrl.commands.plan.resident import ResidentMemory, on_one, resident_memory
 from jaxrl.commands.plan.step import Step, make_step
 from jaxrl.commands.plan.topology import Topology
@@ -44,6 +44,7 @@ class Program:
     seconds: float  # time to trace, lower and compile
     rejected: bool = False  # the compiler ran out of memory, so there is no program
     hlo_bytes: int = 0  # length of the program as text; 0 without a program
+    decoding: Decoding | None = None  # of the embedded sampler; None if others sample
     # Sent by one step; empty without a program.
     traffic: dict[str, Traffic] = dataclasses.field(default_factory=dict)
 
@@ -61,12 +62,18 @@ def compile_step(config: Config, topology: Topology) -> Program:
     step = make_step(config, topology)
     config = step.config
     microbatches = step.minibatch.batch.tokens.shape[0] // config.microbatch_rows
+    resident, decoding = resident_memory(config, step), None
+    if resident.cache is not None:
+        decoding = plan_decoding(config, step, resident.cache)
+        held = dataclasses.replace(resident.cache, decoding=decoding.temporary or 0.0)
+        resident = dataclasses.replace(resident, cache=held)
     built = {
         "step": step,
         "rows": config.microbatch_rows,
         "microbatches": microbatches,
         "row_length": config.row_length,
-        "resident": resident_memory(config, step),
+        "resident": resident,
+        "decoding": decoding,
     }
     start = time.perf_counter()
     function = jit(
@@ -85,7 +92,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
                 f"nvidia-cudnn-cu12 jax-cuda12-plugin=={jax.__version__}, or set "
                 "train.attention = 'xla'"
             ) from None
-        if (needed := _needed(str(error))) is None:
+        if (needed := needed_memory(str(error))) is None:
             raise
         seconds = time.perf_counter() - start
         placed = jax.tree.leaves(step.state.opt_state)
@@ -133,11 +140,3 @@ def _memory(step: Step, *, peak: float, host: float, temporary: float | None = N
         rest=max(0.0, peak - temporary - params - optimizer),
         peak=peak,
     )
-
-
-def _needed(message: str) -> float | None:
-    """Parses the needed bytes from the compiler's out-of-memory error."""
-    match = re.search(r"(?:Used |\()([\d.]+)([KMGT])(?: of |\) exceeds available HBM)", message)
-    if "RESOURCE_EXHAUSTED" not in message or match is None:
-        return None
-    return float(match[1]) * GIB * 1024.0 ** ("KMGT".index(match[2]) - 2)

@@ -31,6 +31,8 @@ class KVCache:
     # Extra bytes while the cache grows or loses rows: the previous cache, the layer in transfer,
     # and the caches of an environment's earlier turns.
     moving: float
+    # Extra bytes of the compiled decode step; 0 if it was not compiled.
+    decoding: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,8 +59,9 @@ class ResidentMemory:
 
     def phases(self, step: float) -> dict[str, float]:
         """Returns the peak of each phase of a run, for a step of `step` bytes. Activations of
-        forward passes are counted in the step only."""
-        cache = 0.0 if self.cache is None else self.cache.size + self.cache.moving
+        forward passes are counted in the step and in decoding only."""
+        held = self.cache
+        cache = 0.0 if held is None else held.size + max(held.moving, held.decoding)
         while_learning = cache if self.overlapped else 0.0
         found = {"learning": step + self.always + while_learning}
         if self.cache is not None:

@@ -27,6 +27,7 @@ def plan_text(config: Config, topology: Topology, program: Program, *, link_rate
         *_memory(program),
         *_resident(program),
         *_time(topology, program, found),
+        *_decoding(topology, program),
         *_traffic(program),
         *_publishing(program, link_rate=link_rate),
     ]
@@ -141,6 +142,8 @@ def _resident(program: Program) -> Iterator[str]:
         cache = f"KV cache, {count_of(found.cache.rows, 'row')} x {found.cache.slots:,}"
         yield f"  {cache:32}{size_text(found.cache.size):>12}"
         yield f"  {'other caches at the same time':32}{size_text(found.cache.moving):>12}"
+        if found.cache.decoding:
+            yield f"  {'or temporaries of decoding':32}{size_text(found.cache.decoding):>12}"
     yield "\nPeak per chip while"
     for phase, size in phases(program).items():
         yield f"  {phase:32}{size_text(size):>12}"
@@ -179,6 +182,28 @@ def _time(topology: Topology, program: Program, found: Roofline) -> Iterator[str
             f"  roofline: {time_text(low)} to {time_text(high)}, {tokens / high:,.0f} tokens/s and "
             f"{percent_text(share)} of peak without overlap"
         )
+
+
+def _decoding(topology: Topology, program: Program) -> Iterator[str]:
+    found, rate = program.decoding, topology.chip.memory_rate
+    if found is None or rate is None:
+        return
+    rows, slots = count_of(found.rows, "row"), f"{found.slots:,}"
+    yield f"\nDecoding a token in each of {rows}, per chip"
+    yield f"  {'weights to read':32}{size_text(found.weights):>12}"
+    yield f"  {f'KV cache to read, {slots} slots':32}{size_text(found.cache):>12}"
+    seconds = found.needed / rate
+    yield f"  {'memory at full bandwidth':32}{time_text(seconds):>12}"
+    if found.sent and topology.chip.link_rate is not None:
+        links = time_text(found.sent / topology.chip.link_rate)
+        yield f"  {'links at full bandwidth':32}{links:>12}"
+    yield f"  roofline: {found.rows / seconds:,.0f} tokens/s at full bandwidth of the memory"
+    if found.moved is not None:
+        read, written = (size_text(size) for size in found.moved)
+        ratio = sum(found.moved) / found.needed
+        yield f"  compiled: reads {read} and writes {written}, {ratio:.2f} times what it must read"
+    elif found.temporary is not None:
+        yield "  rejected by the compiler: out of memory"
 
 
 def _traffic(program: Program) -> Iterator[str]:

@@ -87,6 +87,7 @@ def test_step_with_splash_attention_compiles_for_v5e(tmp_path):
     assert "v5e:2x2: 4 chips, mesh fsdp 4" in output
     assert "attention by splash" in output
     assert "all-gather" in output
+    assert re.search(r"compiled: reads .* and writes .*, \d\.\d\d times", output)
     last = output.splitlines()[-1]
     assert re.fullmatch(r"peak \d+\.\d MiB of 15\.8 GiB per chip: fits", last)
 
@@ -118,6 +119,7 @@ def test_step_compiles_for_gpus_of_two_hosts(tmp_path):
     assert "memory and collectives of the step; estimated: memory outside it" in output
     assert "products = exact: f32 operands in one pass, 67 TFLOP/s; bf16 operands: 989" in output
     assert "all-gather" in output
+    assert re.search(r"compiled: reads .* and writes .*, \d\.\d\d times", output)
     assert "links at full bandwidth" not in output  # no data sheet has those between hosts
     # jax takes three quarters of a GPU's memory.
     assert re.fullmatch(r"peak .* of 59\.3 GiB per chip: fits", output.splitlines()[-1])

@@ -11,7 +11,9 @@ from jaxrl import cli
 from jaxrl.builders.layout import make_layout
 from jaxrl.commands.plan import text as plan
 from jaxrl.commands.plan.chips import CHIPS
-from jaxrl.commands.plan.program import _needed, compile_step
+from jaxrl.commands.plan.decoding import read_weights
+from jaxrl.commands.plan.out_of_memory import needed_memory
+from jaxrl.commands.plan.program import compile_step
 from jaxrl.commands.plan.roofline import forward_flops, roofline
 from jaxrl.commands.plan.step import make_step
 from jaxrl.commands.plan.topology import Topology, open_topology
@@ -19,6 +21,7 @@ from jaxrl.core.precision import parse
 from jaxrl.models import hf_config, spec
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import parameter_count
+from sharding.memory_traffic import MemoryTraffic
 from tests import tiny
 from tests.commands.plan.configs import make_config
 
@@ -61,6 +64,42 @@ def test_plan_ends_with_the_verdict(planned):
         assert part in text
     small = Topology(name="x", chip=CHIPS["v5e"], devices=topology.devices)
     assert "tokens/s" in plan.plan_text(config, small, program, link_rate=1e9)
+
+
+def test_decoding_reads_the_weights_and_the_cache_once(planned):
+    config, topology, program = planned
+    found, cache = program.decoding, program.resident.cache
+    # All weights but the experts that no token chooses, on each half of the axis `tensor`.
+    assert found.weights == parameter_count(program.step.model.specs) * 2 / 2
+    # Keys and values of 2 layers and one of 2 heads of size 8, for 8 of 32 rows, in bf16.
+    assert found.cache == cache.size == 8 * 64 * 2 * 2 * 8 * 2
+    chip = dataclasses.replace(CHIPS["v5e"], memory_rate=1e6)
+    there = Topology(name="x", chip=chip, devices=topology.devices)
+    text = plan.plan_text(config, there, program, link_rate=1e9)
+    assert f"roofline: {32 / (found.needed / 1e6):,.0f} tokens/s at full bandwidth" in text
+    moved = MemoryTraffic(2 * found.needed, found.needed)
+    compiled = dataclasses.replace(found, temporary=1e6, moved=moved, sent=found.needed)
+    text = plan.plan_text(
+        config, there, dataclasses.replace(program, decoding=compiled), link_rate=1e9
+    )
+    assert "3.00 times what it must read" in text
+    assert "rejected" not in text
+    without = dataclasses.replace(compiled, moved=None)
+    text = plan.plan_text(
+        config, there, dataclasses.replace(program, decoding=without), link_rate=1e9
+    )
+    assert "rejected by the compiler: out of memory" in text
+
+
+def test_decode_step_reads_the_experts_that_its_tokens_choose():
+    specs = param_specs(tiny.MOE)
+    few, many = (read_weights(tiny.MOE, specs, rows=rows) for rows in (1, 1000))
+    experts = tiny.MOE.experts
+    matrices = 3 * tiny.MOE.num_layers * tiny.MOE.hidden_size * experts.intermediate_size
+    assert many - few == (experts.count - experts.per_token) * matrices
+    untied = dataclasses.replace(tiny.MOE, tied=not tiny.MOE.tied)
+    both = (read_weights(c, param_specs(c), rows=1000) for c in (tiny.MOE, untied))
+    assert len({*both}) == 1  # an embedding that is not the head is only looked up
 
 
 @pytest.mark.parametrize(
@@ -205,9 +244,9 @@ def test_missing_cudnn_error_says_how_to_install_it(planned, monkeypatch):
 def test_out_of_memory_error_is_parsed():
     first = "RESOURCE_EXHAUSTED: ... HLO temporaries (298.12G) exceeds available HBM (95.74G)."
     second = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 2.5T of 15.75G hbm."
-    assert _needed(first) == 298.12 * 2**30
-    assert _needed(second) == 2.5 * 2**40
-    assert _needed("INTERNAL: (298.12G) exceeds available HBM (95.74G)") is None
+    assert needed_memory(first) == 298.12 * 2**30
+    assert needed_memory(second) == 2.5 * 2**40
+    assert needed_memory("INTERNAL: (298.12G) exceeds available HBM (95.74G)") is None
 
 
 def test_flops_by_hand(planned):

@@ -84,6 +84,8 @@ def test_peaks_of_the_phases():
         overlapped=False,
     )
     assert found.phases(18) == {"learning": 28, "sampling": 47, "publishing": 25}
+    compiled = dataclasses.replace(found, cache=dataclasses.replace(found.cache, decoding=9))
+    assert compiled.phases(18)["sampling"] == 49
     both = dataclasses.replace(found, overlapped=True)
     assert both.phases(18) == {"learning": 55, "sampling": 47, "publishing": 52}
     served = dataclasses.replace(found, cache=None, published=0)
