@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import json
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from benchmarks.iteration.pace import ANSWER, GROUP, PROMPT, PROMPTS
 from benchmarks.shapes import SHAPES
-from benchmarks.timing import alternate, processor, summary, versus, write
+from benchmarks.timing import alternate, compared, write
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -57,14 +56,10 @@ def main() -> None:
             for name, command in commands.items()
         }
         seconds = alternate(runs, repetitions=args.repetitions)
-    ours = [1 / s for s in seconds[f"jaxrl {args.precisions[0]}"]]
-    for name, values in seconds.items():
-        row = {"program": name, "shape": args.shape, "prompts": PROMPTS, "group": GROUP}
-        row |= {"prompt": PROMPT, "completion": ANSWER, "processor": processor()}
-        row |= {"seconds": {"median": statistics.median(values), "all": values}}
-        row |= {"tokens/s": summary([TOKENS / s for s in values])}
-        row |= {f"jaxrl {args.precisions[0]} over it": versus(ours, [1 / s for s in values])}
-        write(row, args.out)
+    row = {"shape": args.shape, "prompts": PROMPTS, "group": GROUP}
+    row |= {"prompt": PROMPT, "completion": ANSWER}
+    rates = {name: [TOKENS / s for s in values] for name, values in seconds.items()}
+    write(row | compared(rates, ours=f"jaxrl {args.precisions[0]}"), args.out)
 
 
 def write_material(directory: Path, shape: str) -> tuple[Path, Path]:

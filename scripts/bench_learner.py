@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks import learning, plain, plain_torch
 from benchmarks.learning import LENGTH, SEQUENCES
 from benchmarks.shapes import SHAPES
-from benchmarks.timing import alternate, matmul_peak, summary, versus, write
+from benchmarks.timing import alternate, compared, matmul_peak, write
 
 from jaxrl.core.precision import parse
 
@@ -41,29 +41,26 @@ def main() -> None:
         runs = {dtype: one.run for dtype, one in built.items()}
         for dtype in args.dtypes:
             if args.elided:
-                runs[f"elided {dtype}"] = build(precision=policies[dtype], elide=True).run
+                runs[f"no roundings {dtype}"] = build(precision=policies[dtype], elide=True).run
             if args.baseline and dtype in plain.FLAGS:
                 step = plain.step(args.baseline, shape, dtype=dtype, rows=args.rows)
-                runs[f"baseline {dtype}"] = step
+                runs[f"hand-written JAX {dtype}"] = step
             if args.torch and dtype in plain_torch.FLAGS:
                 step = plain_torch.step(args.torch, shape, dtype=dtype, rows=args.torch_rows)
-                runs[f"torch {dtype}"] = step
+                runs[f"hand-written torch {dtype}"] = step
         seconds = alternate(runs, repetitions=args.repetitions)
-        flops = learning.step_flops(shape)
-        speeds = {name: [flops / s / 1e9 for s in values] for name, values in seconds.items()}
+        tokens, flops = SEQUENCES * LENGTH, learning.step_flops(shape)
+        rates = {name: [tokens / s for s in values] for name, values in seconds.items()}
         for dtype, one in built.items():
+            speed = max(rates[dtype]) * flops / tokens
             row = {"shape": shape, "sequences": SEQUENCES, "length": LENGTH, "rows": args.rows}
             row |= {"precision": PRECISION[dtype], "remat": args.remat}
-            row |= {"tokens/s": summary([SEQUENCES * LENGTH / s for s in seconds[dtype]])}
-            row |= {"model GFLOP/s": summary(speeds[dtype])}
-            row |= {"matmul peak GFLOP/s": peaks[dtype] / 1e9}
-            row |= {"share": max(speeds[dtype]) * 1e9 / peaks[dtype]}
+            row |= {"model GFLOP/s": speed / 1e9, "matmul peak GFLOP/s": peaks[dtype] / 1e9}
+            row |= {"share": speed / peaks[dtype]}
             row |= {"step MiB": one.step_bytes / 2**20, "live arrays MiB": one.live_bytes / 2**20}
             row |= {"compile s": one.compile_seconds}
-            for name in speeds:
-                if name.endswith(f" {dtype}") or (name == "f32" and dtype != "f32"):
-                    row[f"over {name}"] = versus(speeds[dtype], speeds[name])
-            write(row, args.out)
+            beside = {k: v for k, v in rates.items() if k == "f32" or k.endswith(f" {dtype}")}
+            write(row | compared({dtype: rates[dtype]} | beside, ours=dtype), args.out)
 
 
 if __name__ == "__main__":

@@ -7,20 +7,20 @@ python scripts/bench_sampler.py --sampler vllm --sequences 8 64 256 --dtypes bf1
 
 The embedded sampler alternates with itself with fixed sums (`sampler.exact`); where completions
 wait for others, with requests of `--in-flight` completions, one after another; with `--window`,
-with a model that has no window. For vLLM, jaxrl's client alternates with a bare loop that discards
-the completions.
+with a model that has no window; and with `--beside-vllm`, with a vLLM server. For vLLM alone,
+jaxrl's client alternates with a bare loop that discards the completions.
 """
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from benchmarks import plain, sampling, serving
 from benchmarks.shapes import ANSWER, PROMPT, SHAPES
-from benchmarks.timing import Run, alternate, matmul_peak, summary, versus, write
+from benchmarks.timing import Run, alternate, compared, matmul_peak, write
 
 from jaxrl.core.precision import parse
 
@@ -47,8 +47,13 @@ def embedded(
         runs["fixed sums"] = build(sums="fixed")
     usual = args.prompt == PROMPT and args.window is None and (limits == ANSWER).all()
     if baseline and usual and len(limits) == 64 and dtype in plain.FLAGS:
-        runs["baseline"] = plain.loop(baseline, shape, dtype=dtype)
-    yield runs
+        runs["hand-written JAX"] = plain.loop(baseline, shape, dtype=dtype)
+    with ExitStack() as servers:
+        if args.beside_vllm:
+            served = parse(f"fp32,sampler={dtype}").sampler
+            drawn = serving.drawn(SHAPES[shape], dtype=served, limits=limits, in_flight=in_flight)
+            runs["vLLM"] = servers.enter_context(drawn)
+        yield runs
 
 
 def main() -> None:
@@ -65,6 +70,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["f32", "bf16", "f16"])
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--baseline", type=Path, help="directory with a plain jax_decode.py")
+    parser.add_argument("--beside-vllm", action="store_true", help="time it on vLLM, too")
     parser.add_argument("--out", type=Path, help="also append the lines to this file")
     args = parser.parse_args()
     if args.sampler == "vllm" and (args.lengths, args.prompt, args.window) != (
@@ -73,6 +79,8 @@ def main() -> None:
         None,
     ):
         parser.error("--lengths, --prompt and --window are of the embedded sampler; leave them out")
+    if args.beside_vllm and (args.prompt, args.window) != (PROMPT, None):
+        parser.error("--beside-vllm is for the usual prompts without windows")
     peaks = {dtype: matmul_peak(dtype) for dtype in args.dtypes}
     for shape, sequences, dtype in (
         (s, n, d) for s in args.shapes for n in args.sequences for d in args.dtypes
@@ -92,10 +100,7 @@ def main() -> None:
         row |= {"longest": ANSWER, "lengths": args.lengths, "in flight": args.in_flight}
         row |= {"sampler": args.sampler, "dtype": dtype, "model GFLOP/s": flops / 1e9}
         row |= {"matmul peak GFLOP/s": peaks[dtype] / 1e9, "share": flops / peaks[dtype]}
-        row |= {f"{name} tokens/s": summary(values) for name, values in rates.items()}
-        for other in rates.keys() - {"jaxrl"}:
-            row[f"over {other}"] = versus(rates["jaxrl"], rates[other])
-        write(row, args.out)
+        write(row | compared(rates), args.out)
 
 
 if __name__ == "__main__":

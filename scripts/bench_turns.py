@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from benchmarks.shapes import SHAPES
-from benchmarks.timing import alternate, summary, versus, write
+from benchmarks.timing import alternate, compared, write
 
 from jaxrl.core.precision import parse
 from jaxrl.models.decoder import decoder
@@ -60,14 +60,13 @@ def main() -> None:
             policy = parse(f"fp32,wire={dtype},sampler={dtype}")
             sampler = EmbeddedSampler(model, weights, precision=policy, max_batch=args.episodes)
             run = partial(play, sampler, episodes=args.episodes, turns=args.turns)
-            runs = {"kept": partial(run, caches=True), "whole": partial(run, caches=False)}
+            runs = {"jaxrl": partial(run, caches=True)}
+            runs["whole contexts"] = partial(run, caches=False)
             seconds = alternate(runs, repetitions=args.repetitions)
             tokens = args.episodes * args.turns * COMPLETION
             rates = {name: [tokens / s for s in values] for name, values in seconds.items()}
             row = {"shape": shape, "dtype": dtype, "episodes": args.episodes, "turns": args.turns}
-            row |= {f"{name} tokens/s": summary(values) for name, values in rates.items()}
-            row["over whole"] = versus(rates["kept"], rates["whole"])
-            write(row, args.out)
+            write(row | compared(rates), args.out)
 
 
 if __name__ == "__main__":

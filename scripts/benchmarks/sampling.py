@@ -50,8 +50,7 @@ def embedded(
     weights = init(model.specs, jax.random.key(0), dtype=jnp.dtype(jnp.float32))
     policy = parse(f"fp32,wire={dtype},sampler={dtype},sums={sums}")
     sampler = EmbeddedSampler(model, weights, precision=policy, max_batch=in_flight)
-    prompts = random_prompts(config, sequences=len(limits), length=prompt)
-    turns = [Turn(prompts[i // GROUP], i // GROUP, i % GROUP, int(n)) for i, n in enumerate(limits)]
+    turns = asked(config, limits, prompt=prompt)
     size = len(turns) if together else in_flight
 
     def run(seed: int) -> None:
@@ -62,6 +61,12 @@ def embedded(
         assert tokens == sum(limits)
 
     return run
+
+
+def asked(config: DecoderConfig, limits: np.ndarray, *, prompt: int = PROMPT) -> list[Turn]:
+    """Builds groups of GROUP completions with i[N] limits and random prompts."""
+    prompts = random_prompts(config, sequences=len(limits), length=prompt)
+    return [Turn(prompts[i // GROUP], i // GROUP, i % GROUP, int(n)) for i, n in enumerate(limits)]
 
 
 def equal(sequences: int) -> np.ndarray:

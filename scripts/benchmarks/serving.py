@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from benchmarks.sampling import GROUP, random_prompts
+from benchmarks.sampling import GROUP, asked, random_prompts
 from benchmarks.shapes import ANSWER, PROMPT
 from benchmarks.timing import Run
 
@@ -48,9 +48,10 @@ def server(config: DecoderConfig, *, dtype: DType) -> Iterator[tuple[LocalServer
 
 
 @contextmanager
-def clients(config: DecoderConfig, *, dtype: DType, sequences: int) -> Iterator[dict[str, Run]]:
-    """Yields runs of jaxrl's client and of a bare asyncio loop that discards the completions."""
-    prompts = random_prompts(config, sequences=sequences)
+def connected(
+    config: DecoderConfig, *, dtype: DType, requests: int
+) -> Iterator[tuple[LocalServer, VllmSampler]]:
+    """Starts a server and yields it with a client that has at most `requests` requests open."""
     with (
         server(config, dtype=dtype) as (started, params, _),
         SharedMemoryPublisher(
@@ -62,9 +63,34 @@ def clients(config: DecoderConfig, *, dtype: DType, sequences: int) -> Iterator[
             [started.url],
             max_positions=config.max_positions,
             vocab_size=config.vocab_size,
-            max_requests=len(prompts),
+            max_requests=requests,
             headers=auth.headers(started.api_key),
         )
+        yield started, sampler
+        sampler.close()
+
+
+@contextmanager
+def drawn(
+    config: DecoderConfig, *, dtype: DType, limits: np.ndarray, in_flight: int
+) -> Iterator[Run]:
+    """Yields a run that draws what `sampling.embedded` draws."""
+    turns = asked(config, limits)
+    with connected(config, dtype=dtype, requests=in_flight) as (_, sampler):
+
+        def run(seed: int) -> None:
+            params = SamplingParams(max_tokens=ANSWER, seed=seed)
+            tokens = sum(len(c.tokens) for c in sampler.sample_turns(turns, params))
+            assert tokens == sum(limits)
+
+        yield run
+
+
+@contextmanager
+def clients(config: DecoderConfig, *, dtype: DType, sequences: int) -> Iterator[dict[str, Run]]:
+    """Yields runs of jaxrl's client and of a bare asyncio loop that discards the completions."""
+    prompts = random_prompts(config, sequences=sequences)
+    with connected(config, dtype=dtype, requests=len(prompts)) as (started, sampler):
 
         def ours(seed: int) -> None:
             params = SamplingParams(max_tokens=ANSWER, seed=seed)
@@ -82,7 +108,6 @@ def clients(config: DecoderConfig, *, dtype: DType, sequences: int) -> Iterator[
         for _, writer in streams:
             writer.close()
         runner.close()
-        sampler.close()
 
 
 def _body(prompt: np.ndarray, *, seed: int) -> bytes:

@@ -1,12 +1,13 @@
 """Alternating timings, the machine's peak, and results as lines of JSON."""
 
+import datetime
 import json
 import os
 import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import jax.numpy as jnp
 
 from jaxrl.core.precision import parse
 
+_UNITS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+
 Run = Callable[[int], object]  # does the work with a seed and waits for it
 
 
-def alternate(runs: dict[str, Run], *, repetitions: int) -> dict[str, list[float]]:
+def alternate(runs: Mapping[str, Run], *, repetitions: int) -> dict[str, list[float]]:
     """Times the runs alternately, so that disturbances affect them alike, after one call of each to
     compile."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -32,10 +35,13 @@ def alternate(runs: dict[str, Run], *, repetitions: int) -> dict[str, list[float
 
 
 def processor() -> str:
-    """Names the processor, with its number of cores."""
+    """Names the processor, with its number of cores and its widest unit for matrix products."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    names = [line.split(":", 1)[1].strip() for line in info.splitlines() if "model name" in line]
-    return f"{os.cpu_count()} x {names[0] if names else platform.processor()}"
+    lines = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
+    found = {name.strip(): value.strip() for name, value in lines.items()}
+    name = found.get("model name") or platform.processor()
+    unit = next((unit for unit in _UNITS if unit in found.get("flags", "").split()), None)
+    return f"{os.cpu_count()} cores, {name}" + (f", {unit}" if unit else "")
 
 
 def matmul_peak(dtype: str) -> float:
@@ -56,6 +62,16 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     }
 
 
+def compared(rates: Mapping[str, Sequence[float]], *, ours: str = "jaxrl") -> dict[str, Any]:
+    """Summarises the tokens/s of one run beside those of the others."""
+    beside = {
+        name: {"tokens/s": summary(values), "speed": versus(rates[ours], values)}
+        for name, values in rates.items()
+        if name != ours
+    }
+    return {"tokens/s": summary(rates[ours]), "beside": beside}
+
+
 def versus(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
     """Summarises the ratios of two rates that were measured alternately."""
     rounds = [a / b for a, b in zip(ours, theirs, strict=True)]
@@ -72,6 +88,8 @@ def write(row: dict[str, Any], out: Path | None) -> None:
         "process peak MiB, so far": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
         "devices": jax.device_count(),
         "device": jax.devices()[0].device_kind,
+        "processor": processor(),
+        "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
     }
     line = json.dumps(_rounded(row))

@@ -1,0 +1,166 @@
+"""Measures the table of docs/speed.md for this machine and writes it there.
+
+    python scripts/make_speed_doc.py runs/speed --plain DIR --peers .venv-peers
+
+Takes half an hour, with nothing else on the machine. Results in the directory are not measured
+again; remove their files to repeat them. --plain names a directory with hand-written programs,
+torch_step.py and jax_decode.py, and --peers that of scripts/install_peers.sh; without them those
+lines are left out. vLLM must be installed (scripts/install_vllm.sh).
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SCRIPTS = Path(__file__).parent
+DOCUMENT = SCRIPTS.parent / "docs" / "speed.md"
+BEGIN, END = "<!-- table: {} -->\n", "<!-- end of table -->\n"
+
+
+class Benchmark(NamedTuple):
+    """A benchmark of the table.
+
+    Attributes:
+      name: of the file with its results.
+      work: first column, formatted with the facts of each result.
+      command: script and arguments.
+      needs: the option of this script that its comparison needs, and the option that passes it on.
+    """
+
+    name: str
+    work: str
+    command: str
+    needs: tuple[str, str] | None = None
+
+
+BENCHMARKS = (
+    Benchmark(
+        "iteration",
+        "whole iteration, {shape}, f32",
+        "bench_iteration.py --precisions fp32 --repetitions 2",
+        ("peers", "--peers"),
+    ),
+    Benchmark(
+        "learner-S",
+        "learner's step, {shape}, `{precision}`",
+        "bench_learner.py --shapes S --dtypes f32 bf16 f16 --repetitions 3",
+        ("plain", "--torch"),
+    ),
+    Benchmark(
+        "learner-M",
+        "learner's step, {shape}, `{precision}`",
+        "bench_learner.py --shapes M --dtypes bf16 --repetitions 2",
+        ("plain", "--torch"),
+    ),
+    Benchmark(
+        "shared-prompts",
+        "learner's step, {shape}, f32, 8 completions of {completion} for prompts of {prompt}",
+        "bench_shared_prompts.py --groups 2 --repetitions 3",
+    ),
+    Benchmark(
+        "sampler",
+        "{sequences} completions of {longest} tokens, {shape}, {dtype}",
+        "bench_sampler.py --sequences 64 256 --beside-vllm --dtypes f32 bf16 --repetitions 2",
+        ("plain", "--baseline"),
+    ),
+    Benchmark(
+        "lognormal",
+        "{sequences} completions of lognormal lengths, {in flight} in flight, {shape}, {dtype}",
+        "bench_sampler.py --sequences 256 --in-flight 64 --lengths lognormal --beside-vllm "
+        "--dtypes f32 bf16 --repetitions 2",
+    ),
+    Benchmark(
+        "window",
+        "{sequences} completions of {longest} tokens, prompts of {prompt}, window of {window}, "
+        "{shape}, {dtype}",
+        "bench_sampler.py --sequences 64 --prompt 768 --window 64 --dtypes f32 bf16 "
+        "--repetitions 2",
+    ),
+    Benchmark(
+        "turns",
+        "{episodes} episodes of {turns} turns, {shape}, {dtype}",
+        "bench_turns.py --repetitions 2",
+    ),
+)
+HEADER = (
+    "work",
+    "tokens/s, median (range)",
+    "share of peak",
+    "beside",
+    "its tokens/s",
+    "speed relative to it, by round",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--plain", type=Path, help="directory of hand-written programs")
+    parser.add_argument("--peers", type=Path, help="directory of scripts/install_peers.sh")
+    args = parser.parse_args()
+    args.directory.mkdir(parents=True, exist_ok=True)
+    lines: list[list[str]] = []
+    machine, version, dates = "", "", set[str]()
+    for benchmark in BENCHMARKS:
+        file = args.directory / f"{benchmark.name}.jsonl"
+        if not file.exists():
+            measure(benchmark, file, given=vars(args))
+        for result in map(json.loads, file.read_text().splitlines()):
+            lines += rows(benchmark, result)
+            machine, version = result["processor"], result["jax"]
+            dates.add(result["date"])
+    header = [HEADER, ["---"] * len(HEADER), *lines]
+    table = f"{machine}; jax {version}; {' to '.join(sorted({min(dates), max(dates)}))}:\n\n"
+    table += "".join(f"| {' | '.join(cells)} |\n" for cells in header)
+    DOCUMENT.write_text(updated(DOCUMENT.read_text(), table, kind=machine.split(", ")[-1]))
+    print(table)
+
+
+def measure(benchmark: Benchmark, file: Path, *, given: dict[str, Any]) -> None:
+    """Runs a benchmark; its results are in `file` if it has ended well."""
+    command = [sys.executable, *benchmark.command.split()]
+    command[1] = str(SCRIPTS / command[1])
+    if benchmark.needs is not None and given[benchmark.needs[0]] is not None:
+        option, path = benchmark.needs
+        command += [path, str(given[option])]
+    draft = file.with_suffix(".draft")
+    draft.unlink(missing_ok=True)
+    subprocess.run([*command, "--out", str(draft)], check=True, stdout=subprocess.DEVNULL)
+    draft.rename(file)
+
+
+def rows(benchmark: Benchmark, result: dict[str, Any]) -> list[list[str]]:
+    """Formats a result: a line for each run beside it."""
+    found = []
+    share = f"{result['share']:.0%}" if "share" in result else ""
+    ours = [benchmark.work.format(**result), rate(result["tokens/s"]), share]
+    for name, other in result["beside"].items():
+        ratios = ", ".join(f"{ratio:.2f}" for ratio in other["speed"]["rounds"])
+        found.append([*ours, name, rate(other["tokens/s"]), ratios])
+        ours = ["", "", ""]
+    return found or [[*ours, "", "", ""]]
+
+
+def rate(summary: dict[str, float]) -> str:
+    """Formats the median and the range of a rate."""
+    return f"{summary['median']:,.0f} ({summary['worst']:,.0f} to {summary['best']:,.0f})"
+
+
+def updated(text: str, table: str, *, kind: str) -> str:
+    """Replaces the table of a kind of processor, or adds one behind the last."""
+    begin = BEGIN.format(kind)
+    if begin not in text:
+        head, end, tail = text.rpartition(END)
+        return f"{head}{end}\n{begin}{table}{END}{tail}"
+    head, rest = text.split(begin)
+    _, _, tail = rest.partition(END)
+    return head + begin + table + END + tail
+
+
+if __name__ == "__main__":
+    main()
