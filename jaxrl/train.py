@@ -44,24 +44,17 @@ from jaxrl.training.timing import Numbers, clock
 
 
 class Result(NamedTuple):
-    """The outcome of a run.
+    """The outcome of a run."""
 
-    Attributes:
-      step: rollout batches trained on.
-      signum: the signal that ended it early, or None.
-      initial_accuracy, final_accuracy: held-out, greedy; None if not measured.
-      best: step and held-out accuracy of the best checkpoint; None without one.
-      model: directory of the trained model; None if the run ended early.
-      verdict: on the alarm that ended it early, or None.
-    """
-
-    step: int
-    signum: int | None
+    step: int  # rollout batches trained on
+    signum: int | None  # the signal that ended it early, or None
+    # Both held-out and greedy; None if not measured.
     initial_accuracy: float | None
     final_accuracy: float | None
+    # Step and held-out accuracy of the best checkpoint; None without one.
     best: tuple[int, float] | None
-    model: Path | None
-    verdict: Verdict | None = None
+    model: Path | None  # directory of the trained model; None if the run ended early
+    verdict: Verdict | None = None  # on the alarm that ended it early, or None
 
 
 def train(config: Config) -> Result:

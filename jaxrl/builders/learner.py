@@ -22,34 +22,22 @@ from sharding.partition import Layout
 
 
 class Learning(NamedTuple):
-    """The compiled policy and critic of a run.
+    """The compiled policy and critic of a run."""
 
-    Attributes:
-      recipe: the loss and the advantages.
-      layout: the learner's devices.
-      shape: of the minibatches.
-      rows_note: says how the shape was chosen, for the log.
-      model: the decoder.
-      specs: of the learner's parameters: the model's, or lora.Adapted.
-      learner: compiled; `step` donates the state.
-      learning_rate: optimizer step -> learning rate.
-      critic: compiled in the same way; None unless the recipe has one.
-      reference: the initial trainable parameters, in precision.compute; None unless the loss or the
-        reward needs them.
-      check_attention: describes the attention kernel that a config gets on these devices; raises
-        as `attention_note`.
-    """
-
-    recipe: Recipe
-    layout: Layout
-    shape: MinibatchShape
-    rows_note: str
-    model: Model
-    specs: Any
-    learner: Learner
-    learning_rate: Callable[[Any], Any]
-    critic: ActorCritic | None
+    recipe: Recipe  # the loss and the advantages
+    layout: Layout  # the learner's devices
+    shape: MinibatchShape  # of the minibatches
+    rows_note: str  # says how the shape was chosen, for the log
+    model: Model  # the decoder
+    specs: Any  # of the learner's parameters: the model's, or lora.Adapted
+    learner: Learner  # compiled; `step` donates the state
+    learning_rate: Callable[[Any], Any]  # optimizer step -> learning rate
+    critic: ActorCritic | None  # compiled in the same way; None unless the recipe has one
+    # The initial trainable parameters, in precision.compute; None unless the loss or the reward
+    # needs them.
     reference: Params | None
+    # Describes the attention kernel that a config gets on these devices; raises as
+    # `attention_note`.
     check_attention: Callable[[Config], str]
 
 

@@ -18,17 +18,11 @@ _LEAST_SAVED = 1.75  # times fewer tokens; with less, shared rows are slower on 
 
 
 class RowsChoice(NamedTuple):
-    """The rows of a run's batch.
+    """The rows of a run's batch."""
 
-    Attributes:
-      config: of the run, with `train.row_length`.
-      align: how sequences lie in a row.
-      note: the choice and its reason, for the log.
-    """
-
-    config: Config
-    align: Alignment
-    note: str
+    config: Config  # of the run, with `train.row_length`
+    align: Alignment  # how sequences lie in a row
+    note: str  # the choice and its reason, for the log
 
 
 def choose_rows(

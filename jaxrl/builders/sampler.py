@@ -37,21 +37,13 @@ from sharding.partition import Layout
 
 
 class SamplerNeeds(NamedTuple):
-    """A run's requirements of its sampler.
+    """A run's requirements of its sampler."""
 
-    Attributes:
-      longest_sequence: maximum length of a prompt with its completion, in tokens.
-      max_batch: completions that the embedded sampler decodes at once.
-      adapters: given if servers receive adapters instead of whole weights.
-      record_experts: completions name the experts of each token.
-      completions: number that is requested at the same time.
-    """
-
-    longest_sequence: int
-    max_batch: int
-    adapters: Adapters | None = None
-    record_experts: bool = False
-    completions: int = 1
+    longest_sequence: int  # maximum length of a prompt with its completion, in tokens
+    max_batch: int  # completions that the embedded sampler decodes at once
+    adapters: Adapters | None = None  # given if servers receive adapters instead of whole weights
+    record_experts: bool = False  # completions name the experts of each token
+    completions: int = 1  # number that is requested at the same time
 
 
 class Serving(NamedTuple):

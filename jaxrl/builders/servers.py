@@ -18,38 +18,26 @@ _NOTE_SECONDS = 10  # between two lines about a server that is starting
 
 
 class Workload(NamedTuple):
-    """The load of a server.
+    """The load of a server."""
 
-    Attributes:
-      dtype: of weights, activations and KV cache.
-      max_model_len: maximum length of a prompt with its completion; None for the model's own limit.
-      completions: that are requested at the same time; the KV cache on a CPU is sized for them.
-      max_lora_rank: largest rank of the adapters that it can load; 0 for none.
-      record_experts: completions name the experts of each token.
-      memory: bytes on a CPU that the server may take; None for all that is free.
-    """
-
-    dtype: np.dtype
+    dtype: np.dtype  # of weights, activations and KV cache
+    # Maximum length of a prompt with its completion; None for the model's own limit.
     max_model_len: int | None = None
+    # Completions that are requested at the same time; the KV cache on a CPU is sized for them.
     completions: int = 1
-    max_lora_rank: int = 0
-    record_experts: bool = False
-    memory: int | None = None
+    max_lora_rank: int = 0  # largest rank of the adapters that it can load; 0 for none
+    record_experts: bool = False  # completions name the experts of each token
+    memory: int | None = None  # bytes on a CPU that the server may take; None for all that is free
 
 
 class Address(NamedTuple):
-    """The way to a server.
+    """The way to a server."""
 
-    Attributes:
-      host: anything but loopback can be reached by others, and needs a given key.
-      port: 0 takes a free one.
-      api_key: that every request must carry; None for the user's own, see `server_key`.
-      agent: directory of this host's agent, which fetches weights from a store, if there is one.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 0
+    host: str = "127.0.0.1"  # anything but loopback can be reached by others, and needs a given key
+    port: int = 0  # 0 takes a free one
+    # The key that every request must carry; None for the user's own, see `server_key`.
     api_key: str | None = None
+    # Directory of this host's agent, which fetches weights from a store, if there is one.
     agent: Path | None = None
 
 
@@ -57,19 +45,12 @@ _LOOPBACK = Address()
 
 
 class StartingServer(NamedTuple):
-    """A server that may not be ready.
+    """A server that may not be ready."""
 
-    Attributes:
-      server: its process.
-      what: the model and the dtype that it will serve.
-      log: file with its output.
-      note: shows a line to the user.
-    """
-
-    server: LocalServer
-    what: str
-    log: Path
-    note: Callable[[str], None]
+    server: LocalServer  # its process
+    what: str  # the model and the dtype that it will serve
+    log: Path  # file with its output
+    note: Callable[[str], None]  # shows a line to the user
 
     def wait(self, meanwhile: Callable[[], None] = lambda: None) -> LocalServer:
         """Waits until the server is ready, and returns it; calls `meanwhile` several times a

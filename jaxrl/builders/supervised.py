@@ -15,25 +15,16 @@ from sharding.partition import Layout
 
 
 class Setup(NamedTuple):
-    """The model of a supervised run and what its learner is made with.
+    """The model of a supervised run and what its learner is made with."""
 
-    Attributes:
-      hosts: the processes of the run.
-      layout: the learner's devices.
-      model: the trained model.
-      params: initial parameters, or `lora.Adapted`.
-      specs: of the parameters: the model's, or `lora.Adapted`.
-      optimizer: of the run, with its learning rate.
-      numerics: arguments of `make_learner`, `make_ranker` and `make_scores`: the dtype policy, the
-        rows of a microbatch and the shardings.
-    """
-
-    hosts: Hosts
-    layout: Layout
-    model: Model
-    params: Any
-    specs: Any
-    optimizer: Optimizer
+    hosts: Hosts  # the processes of the run
+    layout: Layout  # the learner's devices
+    model: Model  # the trained model
+    params: Any  # initial parameters, or `lora.Adapted`
+    specs: Any  # of the parameters: the model's, or `lora.Adapted`
+    optimizer: Optimizer  # of the run, with its learning rate
+    # Arguments of `make_learner`, `make_ranker` and `make_scores`: the dtype policy, the rows of a
+    # microbatch and the shardings.
     numerics: dict[str, Any]
 
 

@@ -14,22 +14,14 @@ MODEL, ENVIRONMENT = "model", "environment"  # the parts of a reward that are no
 
 
 class TaskData(NamedTuple):
-    """Prompts and reward functions of a run.
+    """Prompts and reward functions of a run."""
 
-    Attributes:
-      tokenizer: the policy's.
-      tools: of the environment, by name.
-      prompts: the training prompts.
-      held_out: the evaluation prompts; None without any.
-      rewards: the reward functions.
-      weights: of the parts of the reward, by name: functions, then MODEL, then ENVIRONMENT.
-    """
-
-    tokenizer: Tokenizer
-    tools: Mapping[str, Tool]
-    prompts: Prompts
-    held_out: Prompts | None
-    rewards: Sequence[Reward]
+    tokenizer: Tokenizer  # the policy's
+    tools: Mapping[str, Tool]  # of the environment, by name
+    prompts: Prompts  # the training prompts
+    held_out: Prompts | None  # the evaluation prompts; None without any
+    rewards: Sequence[Reward]  # the reward functions
+    # Of the parts of the reward, by name: functions, then MODEL, then ENVIRONMENT.
     weights: Mapping[str, float]
 
 

@@ -34,33 +34,20 @@ Publish = Callable[..., dict[str, float]]
 
 
 class Adapters(NamedTuple):
-    """Adapters that servers receive without the base weights.
+    """Adapters that servers receive without the base weights."""
 
-    Attributes:
-      specs: of the adapters and of the model.
-      keep: number of versions that requests may still name.
-    """
-
-    specs: lora.Adapted
-    keep: int
+    specs: lora.Adapted  # of the adapters and of the model
+    keep: int  # number of versions that requests may still name
 
 
 class Weights(NamedTuple):
-    """The weights that a sampler starts with.
+    """The weights that a sampler starts with."""
 
-    Attributes:
-      model: the decoder that they belong to.
-      params: the learner's parameters: the model's, or lora.Adapted.
-      version: their policy version.
-      policy: the dtypes that they are sent and used in.
-      model_dir: the checkpoint with the model's config and tokenizer.
-    """
-
-    model: Model
-    params: Any
-    version: int
-    policy: Precision
-    model_dir: Path
+    model: Model  # the decoder that they belong to
+    params: Any  # the learner's parameters: the model's, or lora.Adapted
+    version: int  # their policy version
+    policy: Precision  # the dtypes that they are sent and used in
+    model_dir: Path  # the checkpoint with the model's config and tokenizer
 
 
 def run_learner(directory: Path) -> Learner:

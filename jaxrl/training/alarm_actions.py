@@ -16,15 +16,10 @@ _SEVERITY = ("log", "pause", "rollback", "stop")  # of several alarms the most s
 
 
 class Verdict(NamedTuple):
-    """The end of a run by an alarm.
+    """The end of a run by an alarm."""
 
-    Attributes:
-      action: what the run does.
-      message: the reason, and how to resume.
-    """
-
-    action: Literal["pause", "rollback", "stop"]
-    message: str
+    action: Literal["pause", "rollback", "stop"]  # what the run does
+    message: str  # the reason, and how to resume
 
 
 class AlarmActions:

@@ -12,20 +12,14 @@ from jaxrl.training.rollouts.generate import RolloutSource
 
 
 class Evaluation(NamedTuple):
-    """S completions of each of N prompts, by prompt.
+    """S completions of each of N prompts, by prompt."""
 
-    Attributes:
-      accuracy: mean of the first reward over the completions that it could score.
-      completions: their N * S texts.
-      rewards: f64[N, S], the first reward of each; NaN where it or the environment failed.
-      numbers: metrics of the episodes; empty without an environment.
-      episodes: the N * S episodes with all of their tokens; empty without an environment.
-    """
-
-    accuracy: float
-    completions: list[str]
+    accuracy: float  # mean of the first reward over the completions that it could score
+    completions: list[str]  # the N * S texts
+    # f64[N, S], the first reward of each; NaN where it or the environment failed.
     rewards: np.ndarray
-    numbers: dict[str, float]
+    numbers: dict[str, float]  # metrics of the episodes; empty without an environment
+    # The N * S episodes with all of their tokens; empty without an environment.
     episodes: list[Rollout]
 
 

@@ -6,13 +6,9 @@ from typing import Self
 
 
 class Interrupt:
-    """Records the first SIGTERM or SIGINT of the block; a second one ends the process.
+    """Records the first SIGTERM or SIGINT of the block; a second one ends the process."""
 
-    Attributes:
-      signum: the received signal, or None.
-    """
-
-    signum: int | None = None
+    signum: int | None = None  # the received signal, or None
 
     def __enter__(self) -> Self:
         self._previous = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}

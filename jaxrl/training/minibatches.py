@@ -27,17 +27,11 @@ from sharding.transfer import fetch
 
 
 class Targets(NamedTuple):
-    """Training targets of rollouts: f32[C] for their tokens, or one advantage for all of them.
+    """Training targets of rollouts: f32[C] for their tokens, or one advantage for all of them."""
 
-    Attributes:
-      advantages: for the policy.
-      values: the critic's predictions; None without one.
-      returns: the critic's targets; None without one.
-    """
-
-    advantages: Advantages
-    values: Sequence[np.ndarray] | None = None
-    returns: Sequence[np.ndarray] | None = None
+    advantages: Advantages  # for the policy
+    values: Sequence[np.ndarray] | None = None  # the critic's predictions; None without one
+    returns: Sequence[np.ndarray] | None = None  # the critic's targets; None without one
 
     def of(self, part: slice) -> "Targets":
         """Returns the targets of some rollouts."""

@@ -23,19 +23,12 @@ from sharding.transfer import fetch
 
 
 class Probes(NamedTuple):
-    """The diagnostics of a run.
+    """The diagnostics of a run."""
 
-    Attributes:
-      config: schedule and bounds of the alpha/beta split.
-      learning: the compiled learner, and the shape of its minibatches.
-      replay: the server's log-probs of given tokens; None without a server.
-      samples: writes rollouts for people to read.
-    """
-
-    config: ProbeConfig
-    learning: Learning
-    replay: Score | None
-    samples: Samples | NullSamples
+    config: ProbeConfig  # schedule and bounds of the alpha/beta split
+    learning: Learning  # the compiled learner, and the shape of its minibatches
+    replay: Score | None  # the server's log-probs of given tokens; None without a server
+    samples: Samples | NullSamples  # writes rollouts for people to read
 
 
 def run_probes(

@@ -9,31 +9,23 @@ from jaxrl.core.batch import Rollout, from_json, to_json
 
 @dataclasses.dataclass
 class Progress:
-    """The host's state of a run.
+    """The host's state of a run."""
 
-    Attributes:
-      step: rollout batches trained on; also the version of the policy that is sampled next.
-      position: prompts taken from the data so far.
-      initial_accuracy: held-out accuracy before the first step; None if it is not measured.
-      accuracy: the latest held-out accuracy.
-      pending: rollouts not yet trained on: left over by dynamic sampling, or sampled ahead.
-      running: numbers of prompts that were being sampled; they are sampled again on resuming.
-      counts: `buffer.Counts` of an asynchronous run.
-      short_batches: steps in which dynamic sampling found too few groups.
-      coefficients: of the terms that controllers steer.
-      precision: the dtype policy of the run so far.
-    """
-
-    step: int = 0
-    position: int = 0
+    step: int = 0  # rollout batches trained on; also the version of the policy that is sampled next
+    position: int = 0  # prompts taken from the data so far
+    # Held-out accuracy before the first step; None if it is not measured.
     initial_accuracy: float | None = None
-    accuracy: float | None = None
+    accuracy: float | None = None  # the latest held-out accuracy
+    # Rollouts not yet trained on: left over by dynamic sampling, or sampled ahead.
     pending: list[Rollout] = dataclasses.field(default_factory=list)
+    # Numbers of prompts that were being sampled; they are sampled again on resuming.
     running: list[int] = dataclasses.field(default_factory=list)
+    # `buffer.Counts` of an asynchronous run.
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
-    short_batches: int = 0
+    short_batches: int = 0  # steps in which dynamic sampling found too few groups
+    # Coefficients of the terms that controllers steer.
     coefficients: dict[str, float] = dataclasses.field(default_factory=dict)
-    precision: str | None = None
+    precision: str | None = None  # the dtype policy of the run so far
 
     def to_json(self) -> dict[str, Any]:
         """Returns the JSON that a checkpoint holds."""

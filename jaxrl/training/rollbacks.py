@@ -29,24 +29,16 @@ _FIRST_KL = 0.001  # for a loss without a KL term: enough for long runs (docs/lo
 
 
 class Rollback(NamedTuple):
-    """One rollback.
+    """One rollback."""
 
-    Attributes:
-      alarm: name of the alarm.
-      at: step after which it was raised.
-      to: step of the checkpoint to return to, 0 for the beginning.
-      text: message of the alarm.
-      changes: {key of the config: [old value, new value]}.
-      done: true once it is carried out.
-      value, limit: the measured value and the limit that it crossed; None in old files.
-    """
-
-    alarm: str
-    at: int
-    to: int
-    text: str
+    alarm: str  # name of the alarm
+    at: int  # step after which it was raised
+    to: int  # step of the checkpoint to return to, 0 for the beginning
+    text: str  # message of the alarm
+    # {key of the config: [old value, new value]}.
     changes: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
-    done: bool = False
+    done: bool = False  # true once it is carried out
+    # The measured value and the limit that it crossed; None in old files.
     value: float | None = None
     limit: float | None = None
 

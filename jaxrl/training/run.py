@@ -47,26 +47,16 @@ Note = Callable[[str], None]  # shows a line to the user
 
 
 class Run(NamedTuple):
-    """The parts of a run, in groups. The learner's state and the progress are apart from them.
+    """The parts of a run, in groups. The learner's state and the progress are apart from them."""
 
-    Attributes:
-      config: of the run, with the changes of its rollbacks.
-      hosts: the processes of the run.
-      source: prompts, and what samples and scores rollouts of them.
-      learning: the compiled learner, and its critic if the recipe has one.
-      probes: diagnostics before the update.
-      publish: sends weights to the sampler.
-      checkpoints: in the run directory.
-      tracker: takes metrics and notes; a NullTracker on processes other than 0.
-    """
-
-    config: Config
-    hosts: Hosts
-    source: RolloutSource
-    learning: Learning
-    probes: Probes
-    publish: Publish
-    checkpoints: Checkpoints
+    config: Config  # of the run, with the changes of its rollbacks
+    hosts: Hosts  # the processes of the run
+    source: RolloutSource  # prompts, and what samples and scores rollouts of them
+    learning: Learning  # the compiled learner, and its critic if the recipe has one
+    probes: Probes  # diagnostics before the update
+    publish: Publish  # sends weights to the sampler
+    checkpoints: Checkpoints  # in the run directory
+    # Takes metrics and notes; a NullTracker on processes other than 0.
     tracker: Tracker | NullTracker
 
 

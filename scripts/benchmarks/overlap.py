@@ -29,24 +29,18 @@ SKIPPED = 3  # first steps, which compile
 
 
 class Measured(NamedTuple):
-    """Measurements of a run.
-
-    Attributes:
-      learner, server: share of the time that each was busy.
-      ages: number of steps by mean staleness, rounded.
-      chi2: mean over steps of E[w^2] - 1 over tokens; w is the importance weight.
-      gain: mean reward of the last 5 steps less that of the first 5.
-    """
+    """Measurements of a run."""
 
     staleness: int
     correction: str
     seed: int
     minutes: float
+    # Share of the time that each was busy.
     learner: float
     server: float
-    ages: dict[int, int]
-    chi2: float
-    gain: float
+    ages: dict[int, int]  # number of steps by mean staleness, rounded
+    chi2: float  # mean over steps of E[w^2] - 1 over tokens; w is the importance weight
+    gain: float  # mean reward of the last 5 steps less that of the first 5
     accuracy: float
 
     @property

@@ -38,19 +38,12 @@ SHOWN = {
 
 
 class Course(NamedTuple):
-    """A run in stretches of steps.
+    """A run in stretches of steps."""
 
-    Attributes:
-      kl: KL coefficient.
-      steps: last step of each stretch.
-      means: mean of each metric of SHOWN over each stretch.
-      largest: largest gradient norm of each stretch.
-    """
-
-    kl: str
-    steps: list[int]
-    means: dict[str, list[float]]
-    largest: list[float]
+    kl: str  # KL coefficient
+    steps: list[int]  # last step of each stretch
+    means: dict[str, list[float]]  # mean of each metric of SHOWN over each stretch
+    largest: list[float]  # largest gradient norm of each stretch
 
 
 def main() -> None:

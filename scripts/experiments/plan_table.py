@@ -25,19 +25,12 @@ from jaxrl.core.precision import parse
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """A run of configs/qwen3_8b.toml with changes.
+    """A run of configs/qwen3_8b.toml with changes."""
 
-    Attributes:
-      model: a directory under configs/models.
-      topology: see `jaxrl plan`.
-      mesh: axis -> size.
-      precision: dtype policy.
-    """
-
-    model: str
-    topology: str
-    mesh: Mapping[str, int]
-    precision: str = "bf16_master"
+    model: str  # a directory under configs/models
+    topology: str  # see `jaxrl plan`
+    mesh: Mapping[str, int]  # axis -> size
+    precision: str = "bf16_master"  # dtype policy
 
     @property
     def name(self) -> str:

@@ -32,16 +32,11 @@ COMMAND = [sys.executable, "-m", "jaxrl.cli"]
 
 
 class Soaked(NamedTuple):
-    """Outcome of a run.
-
-    Attributes:
-      killed: number of kills of each kind of process.
-      reward: mean of the last 10 steps.
-    """
+    """Outcome of a run."""
 
     minutes: float
-    killed: Counter[str]
-    reward: float
+    killed: Counter[str]  # number of kills of each kind of process
+    reward: float  # mean of the last 10 steps
     accuracy: float
     made: int
     learnt: int

@@ -17,15 +17,10 @@ ROOT = Path(__file__).parents[2]
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, so that it can be a key
 class Row:
-    """A line of a table.
+    """A line of a table."""
 
-    Attributes:
-      name: name in the table.
-      changes: keys that differ from the config file.
-    """
-
-    name: str
-    changes: Mapping[str, str]
+    name: str  # name in the table
+    changes: Mapping[str, str]  # keys that differ from the config file
 
 
 def set_up(directory: Path) -> None:

@@ -17,19 +17,13 @@ _LARGEST = 64 << 20  # bytes of a message
 
 
 class Server(NamedTuple):
-    """An OpenEnv server.
+    """An OpenEnv server."""
 
-    Attributes:
-      url: http:// or https://.
-      action: field of the action that gets the policy's text; None if the text is the action as
-        JSON.
-      cast: makes that field's value of the text.
-      observation: format string over the fields of an observation; None shows them as JSON.
-    """
-
-    url: str
+    url: str  # http:// or https://
+    # Field of the action that gets the policy's text; None if the text is the action as JSON.
     action: str | None
-    cast: type
+    cast: type  # makes that field's value of the text
+    # Format string over the fields of an observation; None shows them as JSON.
     observation: str | None
 
     @classmethod

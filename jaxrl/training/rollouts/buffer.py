@@ -15,18 +15,12 @@ from jaxrl.training.rollouts import dynamic_sampling
 
 @dataclasses.dataclass
 class Counts:
-    """Groups since the start of a run: sampled = trained + stale + zero_variance + waiting.
+    """Groups since the start of a run: sampled = trained + stale + zero_variance + waiting."""
 
-    Attributes:
-      sampled: completed and scored.
-      trained: handed to the learner.
-      stale: dropped because their policy was too old.
-      zero_variance: dropped by dynamic sampling, because all rewards of the group were equal.
-    """
-
-    sampled: int = 0
-    trained: int = 0
-    stale: int = 0
+    sampled: int = 0  # completed and scored
+    trained: int = 0  # handed to the learner
+    stale: int = 0  # dropped because their policy was too old
+    # Dropped by dynamic sampling, because all rewards of the group were equal.
     zero_variance: int = 0
 
 

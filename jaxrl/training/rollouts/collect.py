@@ -27,17 +27,11 @@ from jaxrl.training.timing import Numbers, clock
 
 
 class RolloutBatch(NamedTuple):
-    """The rollouts of a step, with their rewards.
+    """The rollouts of a step, with their rewards."""
 
-    Attributes:
-      batch: those to train on.
-      sampled: all that were sampled for this step.
-      numbers: metrics of sampling and rewards.
-    """
-
-    batch: list[Rollout]
-    sampled: list[Rollout]
-    numbers: Numbers
+    batch: list[Rollout]  # those to train on
+    sampled: list[Rollout]  # all that were sampled for this step
+    numbers: Numbers  # metrics of sampling and rewards
 
 
 def collect(source: RolloutSource, *, progress: Progress, seconds: Numbers) -> RolloutBatch:

@@ -18,27 +18,16 @@ from jaxrl.sampling.base import Sampler, SamplingParams
 
 
 class RolloutSource(NamedTuple):
-    """Samples and scores rollouts.
+    """Samples and scores rollouts."""
 
-    Attributes:
-      config: of the run.
-      task: prompts and reward functions.
-      sampler: serves the policy.
-      params: sampling parameters, with the seed of the run.
-      episode_runner: plays episodes; None for completions of a single turn.
-      reward_model: None without one.
-      teacher: None without one.
-      note: shows a line to the user.
-    """
-
-    config: Config
-    task: TaskData
-    sampler: Sampler
-    params: SamplingParams
-    episode_runner: EpisodeRunner | None
+    config: Config  # of the run
+    task: TaskData  # prompts and reward functions
+    sampler: Sampler  # serves the policy
+    params: SamplingParams  # sampling parameters, with the seed of the run
+    episode_runner: EpisodeRunner | None  # plays episodes; None for completions of a single turn
     reward_model: RewardModel | None
     teacher: Teacher | None
-    note: Callable[[str], None]
+    note: Callable[[str], None]  # shows a line to the user
 
     @property
     def greedy(self) -> SamplingParams:

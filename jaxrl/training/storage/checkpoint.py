@@ -30,19 +30,12 @@ class CheckpointError(RuntimeError):
 
 
 class Restored(NamedTuple, Generic[State]):
-    """A checkpoint read by `Checkpoints.restore`.
+    """A checkpoint read by `Checkpoints.restore`."""
 
-    Attributes:
-      state: as saved, bit for bit, with the requested shardings.
-      host: as saved, but tuples have become lists and keys strings.
-      critic: the critic's state, bit for bit; None if it was not requested.
-      note: a line for the user if nothing could be checked, or None.
-    """
-
-    state: State
-    host: dict[str, Any]
-    critic: Any = None
-    note: str | None = None
+    state: State  # as saved, bit for bit, with the requested shardings
+    host: dict[str, Any]  # as saved, but tuples have become lists and keys strings
+    critic: Any = None  # the critic's state, bit for bit; None if it was not requested
+    note: str | None = None  # a line for the user if nothing could be checked, or None
 
 
 class Checkpoints:

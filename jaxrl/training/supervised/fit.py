@@ -49,50 +49,34 @@ Update = Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """A supervised objective with its data.
+    """A supervised objective with its data."""
 
-    Attributes:
-      title: of the live display.
-      setup: the model, and the optimizer of its learner.
-      learner: not compiled.
-      rows: the data, of which each optimizer step takes a batch; empty on processes other than 0.
-      pack: a batch of rows -> the minibatch.
-      prepare: (params, minibatch) -> the minibatch with scores that the step needs.
-      measure: params -> numbers on held-out data; "accuracy" among them selects the best
-        checkpoint.
-      eval_every: steps between two measurements; 0 measures only before the first step and after
-        the last.
-      notes: lines shown at the start.
-    """
-
-    title: str
-    setup: Setup
-    learner: Learner | Ranker
+    title: str  # of the live display
+    setup: Setup  # the model, and the optimizer of its learner
+    learner: Learner | Ranker  # not compiled
+    # The data, of which each optimizer step takes a batch; empty on processes other than 0.
     rows: Sequence[Any]
-    pack: Callable[[Sequence[Any]], Minibatch]
+    pack: Callable[[Sequence[Any]], Minibatch]  # a batch of rows -> the minibatch
+    # (params, minibatch) -> the minibatch with scores that the step needs.
     prepare: Callable[[Params, Minibatch], Minibatch] = lambda params, minibatch: minibatch
+    # params -> numbers on held-out data; "accuracy" among them selects the best checkpoint.
     measure: Callable[[Params], Numbers] = lambda params: {}
+    # Steps between two measurements; 0 measures only before the first step and after the last.
     eval_every: int = 0
-    notes: Sequence[str] = ()
+    notes: Sequence[str] = ()  # lines shown at the start
 
 
 @dataclasses.dataclass
 class Result:
-    """The outcome of a supervised run.
+    """The outcome of a supervised run."""
 
-    Attributes:
-      step: optimizer steps taken.
-      first: held-out measurements before the first step.
-      last: the metrics of the last logged step, and the last held-out measurements.
-      signum: the signal that ended it early, or None.
-      model: directory of the trained model; None if the run ended early.
-    """
-
-    step: int = 0
+    step: int = 0  # optimizer steps taken
+    # Held-out measurements before the first step.
     first: Numbers = dataclasses.field(default_factory=dict)
+    # The metrics of the last logged step, and the last held-out measurements.
     last: Numbers = dataclasses.field(default_factory=dict)
-    signum: int | None = None
-    model: Path | None = None
+    signum: int | None = None  # the signal that ended it early, or None
+    model: Path | None = None  # directory of the trained model; None if the run ended early
 
 
 def check_resumable(config: SupervisedConfig) -> None:

@@ -28,15 +28,11 @@ from jaxrl.training.supervised.fit import Result, Task, check_resumable, fit, to
 
 
 class Texts(NamedTuple):
-    """Tokenised texts.
+    """Tokenised texts."""
 
-    Attributes:
-      sequences: the texts to learn; `completion` ends with the end-of-sequence token.
-      too_long: number of texts that were dropped.
-    """
-
+    # The texts to learn; `completion` ends with the end-of-sequence token.
     sequences: Sequence[Rollout]
-    too_long: int
+    too_long: int  # number of texts that were dropped
 
 
 def cross_entropy() -> TokenLoss:
