@@ -64,8 +64,10 @@ def compare(directory: Path) -> None:
 
 
 def show(directory: Path) -> None:
-    """Writes the table and plot of all finished runs."""
+    """Writes the table and plot of all finished runs, if there are some."""
     results = sanity.found_cells(directory)
+    if not results:
+        return
     took = grid.minutes([run for runs in results.values() for run in runs])
     text = f"{took:.0f} minutes\n\n{sanity.table(results)}"
     (directory / "sanity.md").write_text(text)
