@@ -2,7 +2,7 @@
 
 python scripts/bench_sampler.py --shapes S --sequences 8 64 --dtypes f32 bf16 f16 [--baseline DIR]
 python scripts/bench_sampler.py --sequences 256 --in-flight 64 --lengths lognormal
-python scripts/bench_sampler.py --sequences 64 --prompt 768 --window 64
+python scripts/bench_sampler.py --sequences 64 --prompt 768 --window 64 [--every 2]
 python scripts/bench_sampler.py --sampler vllm --sequences 8 64 256 --dtypes bf16
 
 The embedded sampler alternates with itself with fixed sums (`sampler.exact`); where completions
@@ -38,7 +38,7 @@ def embedded(
         in_flight=min(in_flight, len(limits)),
         prompt=args.prompt,
     )
-    runs = {"jaxrl": build(window=args.window)}
+    runs = {"jaxrl": build(window=args.window, every=args.every)}
     if args.window is not None:
         runs["no window"] = build()
     elif in_flight < len(limits):
@@ -66,7 +66,8 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, default=1024, help="most decoded at once")
     parser.add_argument("--lengths", choices=sampling.LENGTHS, default="equal")
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens, at most 832")
-    parser.add_argument("--window", type=int, help="of all layers, in tokens")
+    parser.add_argument("--window", type=int, help="in tokens")
+    parser.add_argument("--every", type=int, default=1, help="2: on every other layer, and so on")
     parser.add_argument("--dtypes", nargs="+", default=["f32", "bf16", "f16"])
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--baseline", type=Path, help="directory with a plain jax_decode.py")
@@ -94,9 +95,10 @@ def main() -> None:
         with made as runs:
             seconds = alternate(runs, repetitions=args.repetitions)
         rates = {k: [int(limits.sum()) / s for s in v] for k, v in seconds.items()}
-        per_token = sampling.flops_per_token(shape, prompt=args.prompt, window=args.window)
+        layers = {"window": args.window, "every": args.every}
+        per_token = sampling.flops_per_token(shape, prompt=args.prompt, **layers)
         flops = max(rates["jaxrl"]) * per_token
-        row = {"shape": shape, "sequences": sequences, "prompt": args.prompt, "window": args.window}
+        row = {"shape": shape, "sequences": sequences, "prompt": args.prompt, **layers}
         row |= {"longest": ANSWER, "lengths": args.lengths, "in flight": args.in_flight}
         row |= {"sampler": args.sampler, "dtype": dtype, "model GFLOP/s": flops / 1e9}
         row |= {"matmul peak GFLOP/s": peaks[dtype] / 1e9, "share": flops / peaks[dtype]}

@@ -170,36 +170,22 @@ def softmax_product(
 def _forward(q, k, v, sinks, mask, precision, whole):
     q, k, v = (x.astype(precision.compute) for x in (q, k, v))
 
-    def of_window(scoring):
-        own = mask._replace(scoring=scoring)
-        found = [
-            softmax_product(
-                _scores(q, k, own, block, precision=precision),
-                v[block.keys],
-                sinks,
-                precision=precision,
-            )
-            for block in _blocks(q, k, own, precision, whole=whole)
-        ]
-        outs, log_totals = zip(*found, strict=True)
-        return jnp.concatenate(outs, axis=3), jnp.concatenate(log_totals, axis=3)
-
-    out, log_total = (named(x, KEPT) for x in mask.scoring.by_window(of_window))
+    found = [
+        softmax_product(
+            _scores(q, k, mask, block, precision=precision),
+            v[block.keys],
+            sinks,
+            precision=precision,
+        )
+        for block in _blocks(q, k, mask, precision, whole=whole)
+    ]
+    out, log_total = (
+        named(jnp.concatenate(parts, axis=3), KEPT) for parts in zip(*found, strict=True)
+    )
     return out, (q, k, v, sinks, out, log_total, mask)
 
 
 def _backward(precision, whole, residuals, dout):
-    *_, mask = residuals
-
-    def of_window(scoring):
-        known = (*residuals[:-1], mask._replace(scoring=scoring))
-        return _gradients(known, dout, precision=precision, whole=whole)
-
-    return (*mask.scoring.by_window(of_window), None)
-
-
-def _gradients(residuals, dout, *, precision, whole):
-    """Computes the gradients of queries, keys, values and sinks where the window is known."""
     q, k, v, sinks, out, log_total, mask = residuals
     dot = functools.partial(product, batch=(0, 1), precision=precision)
     dot_t = functools.partial(transposed_product, batch=(0, 1), precision=precision)
@@ -223,7 +209,7 @@ def _gradients(residuals, dout, *, precision, whole):
         dv = _add(dv, block.first, dot_t(_flat(dout[rows]), _flat(probs)))
     grads = (jnp.concatenate(dqs, axis=3), dk.swapaxes(2, 3), dv.swapaxes(2, 3))
     dsinks = sink_gradient(sinks, log_total=log_total, mean=mean)
-    return (*(x.astype(precision.activations) for x in grads), dsinks)
+    return (*(x.astype(precision.activations) for x in grads), dsinks, None)
 
 
 _attention: Any = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(5, 6))
@@ -235,7 +221,7 @@ def _blocks(
 ) -> list[Block]:
     """Lists the blocks of queries with the keys that they may see; all keys if the queries are not
     their `whole` rows, since their start is not known at compile time."""
-    length, keys, window = q.shape[3], k.shape[2], mask.scoring.windows[0]
+    length, keys, window = q.shape[3], k.shape[2], mask.scoring.window
     size = max(_MIN_BLOCK, -(-length // _MAX_BLOCKS // TILE) * TILE)
     if not whole:
         return [Block(i, min(i + size, length), 0, keys) for i in range(0, length, size)]

@@ -107,33 +107,42 @@ class Linear:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
+class Kind(NamedTuple):
+    """Settings that differ by layer, besides its parameters."""
+
+    window: int | None  # see `families.DecoderConfig.windows`
+    rope: Rope | None
+
+    @property
+    def name(self) -> str:
+        """Hugging Face's word for such layers."""
+        if self.rope is None:
+            return "no_rope"
+        return "full" if self.window is None else "sliding"
+
+
 class Group(NamedTuple):
-    """Layers with the same parameters, stacked and scanned together.
+    """Layers of one kind with the same parameters, stacked and scanned together.
 
     Attributes:
       name: key of their parameters.
       first: index of the first layer.
       count: number of layers.
-      routed: true if they have experts.
       step: distance of their indices.
+      kind: their window and rope.
+      routed: true if they have experts.
       linear: true if they have the gated delta rule in place of attention.
     """
 
     name: str
     first: int
     count: int
+    step: int
+    kind: Kind
     routed: bool
-    step: int = 1
-    linear: bool = False
+    linear: bool
 
     @property
     def layers(self) -> range:
         """Indices of the layers."""
         return range(self.first, self.first + self.count * self.step, self.step)
-
-
-class Kind(NamedTuple):
-    """Settings that differ by layer."""
-
-    window: int | None  # see `families.DecoderConfig.windows`
-    rope: Rope | None

@@ -61,8 +61,7 @@ def packed(
     scoring: Scoring,
     precision: Precision,
 ) -> jax.Array:
-    """Computes `attention.attention` over whole rows by the packed form, for scores without cap and
-    with a window that is known at compile time.
+    """Computes `attention.attention` over whole rows by the packed form, for scores without cap.
 
     A row with more than `most_sequences` gives NaN. Keys and values are repeated for the query
     heads that share them: with fewer heads, jax 0.10 gives cuDNN wrong offsets (jax-ml/jax#39521).
@@ -84,7 +83,7 @@ def packed(
         kv_offsets=found.starts,
         scale=scoring.factor(q.shape[-1]),
         mask_type=fused.MaskType.PADDING_CAUSAL,
-        sliding_window_length=scoring.windows[0],
+        sliding_window_length=scoring.window,
     )
     assert isinstance(out, jax.Array)  # without return_residual
     fits = (found.count <= most)[:, None, None, None]

@@ -18,9 +18,9 @@ from jaxrl.models.layers import (
     Constrain,
     LayerContext,
     Local,
-    alternated,
     embed,
     identity,
+    in_order,
     scan_layers,
     undivided,
 )
@@ -150,15 +150,15 @@ def decoder(
         context = LayerContext(config, precision, constrain, local)
         tables = context.rope_tables(positions)
 
-        def layer_of(group, x, layer, kind, replay):
+        def layer_of(group, x, layer, replay):
             def attention_of(q, k, v):
-                scoring = context.scoring(kind, layer)
+                scoring = context.scoring(group, layer)
                 return attend(q, k, v, seen, scoring=scoring, precision=precision), None
 
             def recurrence_of(inputs, gates):
                 return recur_rows(inputs, gates, layer, segments, context=context)[0], None
 
-            table, mix = tables.of_layer(kind), recurrence_of if group.linear else attention_of
+            table, mix = tables[group.kind.rope], recurrence_of if group.linear else attention_of
             x, _, routing = block(x, layer, mix, table=table, context=context, recorded=replay)
             return x, None if routing is None else observe(routing, segments)
 
@@ -173,8 +173,7 @@ def decoder(
             layer_of, x, params, config, inputs=lambda group: (_replayed(recorded, group, config),)
         )
         x = context.norm(x, params["final_norm"])
-        # Those of the last scan have the experts.
-        return constrain(x, ("batch", "length", "embed")), alternated([one for _, one in kept[-1]])
+        return constrain(x, ("batch", "length", "embed")), in_order(kept)
 
     def hidden(params, tokens, positions, segments, *, precision, seen_until=None):
         return run(params, tokens, (positions, segments, seen_until), precision=precision)[0]
@@ -212,7 +211,8 @@ def _replayed(recorded: jax.Array | None, group: Group, config: DecoderConfig) -
     experts; None if there are none."""
     if recorded is None or not group.routed:
         return None
-    return recorded[group.first - config.num_layers + config.routed_layers :: group.step]
+    first = group.first - config.num_layers + config.routed_layers
+    return recorded[first : first + group.count * group.step : group.step]
 
 
 def _nothing(*_: Any) -> None:

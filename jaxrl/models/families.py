@@ -1,10 +1,12 @@
 """Model families: what determines the decoder's shapes and function, and what each family fixes."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from jaxrl.models.components import Experts, Group, Kind, Latent, Linear
+from jaxrl.models.periods import Span, divide
 from jaxrl.models.rope import Rope, YarnScaling
 
 
@@ -91,27 +93,28 @@ class DecoderConfig:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The stacks of layers; those with experts are the last ones."""
-        routed = self.experts is not None
-        if self.linear is not None:
-            period = self.linear.period
-            count, step = self.num_layers // len(period), len(period)
-            names = [f"{'linear' if linear else 'full'}_{i}" for i, linear in enumerate(period)]
-            return tuple(
-                Group(names[i], i, count, routed, step, linear) for i, linear in enumerate(period)
-            )
-        if self.experts is None:
-            return (Group("layers", 0, self.num_layers, False),)
-        first = self.experts.dense_layers
-        dense = (Group("dense_layers", 0, first, False),) if first else ()
-        return (*dense, Group("layers", first, self.num_layers - first, True))
+        """The stacks of layers."""
+        return tuple(group for groups in self.scans for group in groups)
 
-    @property
+    @functools.cached_property
     def scans(self) -> tuple[tuple[Group, ...], ...]:
         """The groups in the order of computation; the layers of those in one entry alternate."""
-        if self.linear is not None:
-            return (self.groups,)
-        return tuple((group,) for group in self.groups)
+        dense = self.num_layers if self.experts is None else self.experts.dense_layers
+        period = (False,) if self.linear is None else self.linear.period
+        layers = [(kind, i >= dense, period[i % len(period)]) for i, kind in enumerate(self.kinds)]
+        mixed = len({(kind, linear) for kind, _, linear in layers}) > 1
+
+        def group(span: Span, first: int) -> Group:
+            kind, routed, linear = layers[first]
+            name = "layers" if routed or self.experts is None else "dense_layers"
+            if mixed:
+                name = f"{'linear' if linear else kind.name}_{first}"
+            return Group(name, first, span.count, span.period, kind, routed, linear)
+
+        return tuple(
+            tuple(group(span, span.first + i) for i in range(span.period))
+            for span in divide(layers)
+        )
 
     @property
     def routed_layers(self) -> int:
@@ -135,11 +138,6 @@ class DecoderConfig:
         windows = self.windows or (None,) * self.num_layers
         ropes = self.ropes or (self.rope,) * self.num_layers
         return tuple(Kind(*one) for one in zip(windows, ropes, strict=True))
-
-    @property
-    def distinct_kinds(self) -> tuple[Kind, ...]:
-        """The kinds of layers, each once."""
-        return tuple(dict.fromkeys(self.kinds))
 
     @property
     def rope_dim(self) -> int:

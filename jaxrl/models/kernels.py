@@ -178,7 +178,7 @@ def _example(
     ]
 
     def run(q, k, v):
-        scoring = Scoring((window,), None, config.score_scale, config.score_cap)
+        scoring = Scoring(window, config.score_scale, config.score_cap)
         out = attend(q, k, v, rows, scoring=scoring, precision=precision)
         real = (_rows()[0] > 0)[:, :, None, None]
         return jnp.where(real, out, 0).astype(jnp.float32)
@@ -218,15 +218,10 @@ def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Att
         if kernel == "cudnn":
             local = functools.partial(local, packed=_is_packed(layout.mesh.devices.flat[0]))
 
-        def of_window(scoring):
-            constant = None
-            if kernel == "splash":
-                window = scoring.windows[0]
-                constant = _splash_kernel(q, layout, window=window, interpret=interpret)
-            return _on_mesh(local, layout, q, k, v, _Given(segments, scoring, None, constant))
-
-        # Kernels other than `xla` must know the window when they are compiled.
-        return of_window(scoring) if kernel == "xla" else scoring.by_window(of_window)
+        constant = None
+        if kernel == "splash":
+            constant = _splash_kernel(q, layout, window=scoring.window, interpret=interpret)
+        return _on_mesh(local, layout, q, k, v, _Given(segments, scoring, None, constant))
 
     return on_mesh
 

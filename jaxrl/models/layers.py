@@ -5,7 +5,7 @@ the forward and backward passes. Norms, rotary embedding and silu are computed i
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxrl.core.precision import Precision
 from jaxrl.models.components import Group
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.products import matmul
-from jaxrl.models.rope import RopeTable, rope_table
+from jaxrl.models.rope import Rope, RopeTable, rope_table
 from jaxrl.models.scoring import Scoring
 
 Layer = Mapping[str, jax.Array]  # one layer's parameters, without the "layers" dimension
@@ -54,24 +54,7 @@ def undivided(
     return function
 
 
-def kind_numbers(config: DecoderConfig, group: Group) -> jax.Array | None:
-    """Returns the kind of each layer of a group, i32[L] into `config.distinct_kinds`; None if all
-    layers of the decoder are of one kind."""
-    known = config.distinct_kinds
-    if len(known) == 1:
-        return None
-    return jnp.array([known.index(config.kinds[layer]) for layer in group.layers], jnp.int32)
-
-
-T = TypeVar("T")
-
-
-def alternated(parts: Sequence[T]) -> T:
-    """Puts arrays of groups whose layers alternate into the order of the layers: G trees of
-    [N, ...] -> one of [N * G, ...]."""
-    if len(parts) == 1:
-        return parts[0]
-    return jax.tree.map(lambda *x: jnp.stack(x, axis=1).reshape(-1, *x[0].shape[1:]), *parts)
+Found = list[list[tuple[Group, Any]]]  # by scan, see `scan_layers`
 
 
 def scan_layers(
@@ -81,11 +64,11 @@ def scan_layers(
     config: DecoderConfig,
     *,
     inputs: Callable[[Group], tuple[Any, ...]] = lambda group: (),
-) -> tuple[Any, list[list[tuple[Group, Any]]]]:
+) -> tuple[Any, Found]:
     """Computes all layers, from first to last, in one scan for each of `config.scans`.
 
     Args:
-      function: (group, carry, layer's parameters, its kind, *its inputs) -> (carry, kept).
+      function: (group, carry, layer's parameters, *its inputs) -> (carry, kept).
       carry: what goes from layer to layer, such as the residual stream.
       params: of the decoder; those of the groups are read.
       config: the decoder's.
@@ -94,7 +77,7 @@ def scan_layers(
     Returns:
       The last carry; and for each scan, what the layers of each of its groups kept, stacked.
     """
-    found: list[list[tuple[Group, Any]]] = []
+    found: Found = []
     for groups in config.scans:
 
         def body(carry, scanned, groups=groups):
@@ -104,12 +87,29 @@ def scan_layers(
                 kept.append(more)
             return carry, kept
 
-        scanned = [
-            (params[group.name], kind_numbers(config, group), *inputs(group)) for group in groups
-        ]
+        scanned = [(params[group.name], *inputs(group)) for group in groups]
         carry, kept = lax.scan(body, carry, scanned)
         found.append(list(zip(groups, kept, strict=True)))
     return carry, found
+
+
+def in_order(found: Found) -> Any:
+    """Joins what layers kept, in their order; None stands for groups that kept nothing, and for
+    the result if none did."""
+    parts: list[Any] = []
+    for scan in found:
+        some = [kept for _, kept in scan if kept is not None]
+        if len(some) > 1:  # their layers alternate
+            some = [jax.tree.map(_alternated, *some)]
+        parts += some
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+
+
+def _alternated(*parts: jax.Array) -> jax.Array:
+    """G arrays [N, ...] -> [N * G, ...]."""
+    return jnp.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
 
 
 class LayerContext(NamedTuple):
@@ -138,22 +138,17 @@ class LayerContext(NamedTuple):
         """Applies a norm of the layer, if its family has one there."""
         return self.norm(x, layer[name]) if name in layer else x
 
-    def rope_tables(self, positions: jax.Array) -> RopeTable:
-        """Computes the table of i32[B, T] positions; a stack of one for each kind of layer if
-        their ropes differ."""
+    def rope_tables(self, positions: jax.Array) -> dict[Rope | None, RopeTable]:
+        """Computes the tables of i32[B, T] positions, one for each rope of the layers."""
         settings: Any = {"head_dim": self.config.rope_dim, "precision": self.precision}
-        ropes = [kind.rope for kind in self.config.distinct_kinds]
-        tables = {rope: rope_table(positions, rope=rope, **settings) for rope in set(ropes)}
-        if len(tables) == 1:
-            return tables[ropes[0]]
-        return jax.tree.map(lambda *x: jnp.stack(x), *(tables[rope] for rope in ropes))
+        ropes = dict.fromkeys(group.kind.rope for group in self.config.groups)
+        return {rope: rope_table(positions, rope=rope, **settings) for rope in ropes}
 
-    def scoring(self, kind: jax.Array | None, layer: Layer) -> Scoring:
-        """Returns the scores of a layer of this kind."""
+    def scoring(self, group: Group, layer: Layer) -> Scoring:
+        """Returns the scores of a layer of a group."""
         config = self.config
-        windows = tuple(kind.window for kind in config.distinct_kinds)
-        sinks = layer.get("sinks")
-        return Scoring(windows, kind, config.score_scale, config.score_cap, sinks)
+        window, sinks = group.kind.window, layer.get("sinks")
+        return Scoring(window, config.score_scale, config.score_cap, sinks)
 
     def enter(self, embedded: jax.Array) -> jax.Array:
         """Makes the residual stream [B, T, D] of rows of the embedding: some families scale them by

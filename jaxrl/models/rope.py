@@ -81,10 +81,6 @@ class RopeTable(NamedTuple):
     sin: jax.Array
     queries: "RopeTable | None" = None  # that of queries, if they grow with their position
 
-    def of_layer(self, kind: jax.Array | None) -> "RopeTable":
-        """Returns one of a stack of tables; the table itself if all layers share it."""
-        return self if self.cos.ndim == 4 else jax.tree.map(lambda x: x[kind], self)
-
     def of_queries(self) -> "RopeTable":
         """Returns the table for queries."""
         return self if self.queries is None else self.queries

@@ -1,17 +1,10 @@
 """Attention scores: what a query makes of its products with the keys that it may see."""
 
-import dataclasses
-import functools
-from collections.abc import Callable
-from typing import TypeVar
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from jaxrl.core.precision import DType
-
-T = TypeVar("T")
 
 
 @struct.dataclass
@@ -19,42 +12,17 @@ class Scoring:
     """A layer's scores.
 
     Attributes:
-      windows: number of tokens that a token attends to, including itself, in each kind of layer;
-        None for all.
-      kind: i32[], kind of this layer; None if there is one.
+      window: number of tokens that a token attends to, including itself; None for all.
       scale: factor of the products of queries and keys; None is head_dim ** -0.5.
       cap: bound of the scores' magnitude, a soft cap (arXiv:2408.00118); None for none.
       sinks: [H], for each head a score of no key: it takes a share of the softmax and has no value
         (arXiv:2309.17453, 2508.10925); None for none.
     """
 
-    windows: tuple[int | None, ...] = struct.field(pytree_node=False, default=(None,))
-    kind: jax.Array | None = None
+    window: int | None = struct.field(pytree_node=False, default=None)
     scale: float | None = struct.field(pytree_node=False, default=None)
     cap: float | None = struct.field(pytree_node=False, default=None)
     sinks: jax.Array | None = None
-
-    @property
-    def window(self) -> jax.Array | int | None:
-        """The layer's window; an array if it is not known at compile time."""
-        if len(set(self.windows)) == 1:
-            return self.windows[0]
-        far = jnp.iinfo(jnp.int32).max // 2  # a position less this must not overflow
-        windows = [far if window is None else window for window in self.windows]
-        return jnp.array(windows, jnp.int32)[self.kind]
-
-    def by_window(self, function: Callable[["Scoring"], T]) -> T:
-        """Runs a function of scores whose window is known at compile time: a branch for each
-        window, of which a layer computes its own."""
-        known = list(dict.fromkeys(self.windows))
-        branches = [
-            functools.partial(function, dataclasses.replace(self, windows=(window,), kind=None))
-            for window in known
-        ]
-        if len(branches) == 1:
-            return branches[0]()
-        branch = jnp.array([known.index(window) for window in self.windows], jnp.int32)[self.kind]
-        return jax.lax.switch(branch, branches)
 
     def factor(self, head_dim: int) -> float:
         """Returns the factor of the products."""

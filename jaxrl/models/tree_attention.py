@@ -95,7 +95,7 @@ def visible(
     positions: jax.Array,
     queries: jax.Array,
     *,
-    window: jax.Array | int | None,
+    window: int | None,
 ) -> jax.Array:
     """Tells which keys [S] queries [T] see, by their indices in the row: bool[B, T, S].
 

@@ -27,6 +27,7 @@ def embedded(
     in_flight: int,
     prompt: int = PROMPT,
     window: int | None = None,
+    every: int = 1,
     sums: str = "any",
     together: bool = True,
 ) -> Run:
@@ -39,13 +40,15 @@ def embedded(
       limits: i[N] tokens of each completion.
       in_flight: the most completions decoded at once.
       prompt: tokens of each prompt.
-      window: of all layers, in tokens; None for none.
+      window: in tokens; None for none.
+      every: the layers with it: all, every other one, and so on.
       sums: see `Precision`.
       together: whether all completions are one request; otherwise each `in_flight` are one, and a
         request follows the end of the one before.
     """
     config = SHAPES[shape]
-    config = dataclasses.replace(config, windows=(window,) * config.num_layers)
+    windows = tuple(None if i % every else window for i in range(config.num_layers))
+    config = dataclasses.replace(config, windows=windows)
     model = decoder(config)
     weights = init(model.specs, jax.random.key(0), dtype=jnp.dtype(jnp.float32))
     policy = parse(f"fp32,wire={dtype},sampler={dtype},sums={sums}")
@@ -92,11 +95,12 @@ def random_prompts(config: DecoderConfig, *, sequences: int, length: int = PROMP
     return rng.integers(100, config.vocab_size, (sequences // GROUP, length))
 
 
-def flops_per_token(shape: str, *, prompt: int, window: int | None) -> float:
+def flops_per_token(shape: str, *, prompt: int, window: int | None, every: int) -> float:
     """Counts the FLOPs of a decoded token in the middle of a completion."""
     c = SHAPES[shape]
     attention = 2 * c.hidden_size * (c.num_heads + c.num_kv_heads) * c.head_dim
     body = c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
-    seen = min(prompt + ANSWER / 2, window or math.inf)
-    cached = 2 * c.num_layers * c.num_heads * c.head_dim * seen
+    near, seen = min(prompt + ANSWER / 2, window or math.inf), prompt + ANSWER / 2
+    keys = sum(seen if i % every else near for i in range(c.num_layers))
+    cached = 2 * c.num_heads * c.head_dim * keys
     return 2 * (body + c.vocab_size * c.hidden_size + cached)

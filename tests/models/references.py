@@ -62,6 +62,7 @@ GPT_OSS = {
     "rope_parameters": YARN | {"truncate": False},
 }
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+PERIODS = [*KINDS, *KINDS[1:]]  # two, and a layer
 # Groups of two, of which two are chosen; one dense layer before those with experts.
 CORRECTED = {
     "n_routed_experts": 8,
@@ -118,7 +119,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma2": (transformers.Gemma2Config, GEMMA | CAPS),
     "gemma3": (
         transformers.Gemma3TextConfig,
-        {**GEMMA, "layer_types": KINDS, "rope_parameters": TWO_ROPES}
+        {**GEMMA, "num_hidden_layers": 5, "layer_types": PERIODS, "rope_parameters": TWO_ROPES}
         | {"final_logit_softcapping": 3.0},
     ),
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 6, "head_dim": 12}),

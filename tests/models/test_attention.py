@@ -52,7 +52,7 @@ def test_equals_the_naive_form(length, window, scale, cap, sunk):
         sinks = jnp.asarray(rng.normal(size=4))
 
         def blocked(q, k, v, sinks):
-            scoring = Scoring((window,), None, scale, cap, sinks if sunk else None)
+            scoring = Scoring(window, scale, cap, sinks if sunk else None)
             return attention(q, k, v, jnp.asarray(segments), scoring=scoring, precision=F64)
 
         def whole(q, k, v, sinks):

@@ -75,7 +75,7 @@ def test_the_mask_is_that_of_attention(sizes, window, monkeypatch):
     ("remat", "forward"), [("none", 1), ("matmuls", 1), ("attention", 1), ("layer", 2)]
 )
 @pytest.mark.parametrize("hopper", [True, False])
-@pytest.mark.parametrize("windows", [(), (5, None)])  # the program has both, a layer runs its own
+@pytest.mark.parametrize("windows", [(), (5, None)])  # alike, or a call for each kind
 def test_calls_of_a_layer_for_cuda(remat, forward, hopper, windows, monkeypatch):
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(fused, "check_compute_capability", lambda capability: hopper)

@@ -14,7 +14,7 @@ from jaxrl.core.precision import PRESETS
 from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
 from jaxrl.models.hf_config import from_hf_config
-from tests.models.references import DELTA, EXPERTS, SIZES
+from tests.models.references import DELTA, EXPERTS, GPT_OSS, SIZES
 
 FP32 = PRESETS["fp32"]
 
@@ -51,14 +51,17 @@ def test_program_does_not_grow_with_layers(remat):
     assert len(few.splitlines()) == len(many.splitlines())
 
 
-def test_program_does_not_grow_with_periods():
+@pytest.mark.parametrize(
+    ("family", "other", "settings"),
+    [("qwen3_next", "linear", DELTA | EXPERTS), ("gpt_oss", "sliding", GPT_OSS)],
+)
+def test_program_does_not_grow_with_periods(family, other, settings):
     def layers(periods):
-        kinds = ["linear_attention", "full_attention"] * periods
+        kinds = [f"{other}_attention", "full_attention"] * periods
         return {"num_hidden_layers": 2 * periods, "layer_types": kinds}
 
     few, many = (
-        lowered(config("qwen3_next", **DELTA | EXPERTS | layers(count)), FP32).as_text()
-        for count in (3, 5)
+        lowered(config(family, **settings | layers(count)), FP32).as_text() for count in (3, 5)
     )
     assert len(few.splitlines()) == len(many.splitlines())
 

@@ -46,7 +46,7 @@ def results(attend, length: int, head_dim: int, *, window=None):
 
     @jax.jit
     def both(q, k, v):
-        call = functools.partial(attend, scoring=Scoring((window,), None, SCALE), precision=FP32)
+        call = functools.partial(attend, scoring=Scoring(window, SCALE), precision=FP32)
         out, backward = jax.vjp(lambda *x: jnp.where(real, call(*x, segments), 0), q, k, v)
         return out, backward(dout)
 

@@ -78,9 +78,9 @@ def naive(q, k, v, tree, *, scoring, precision):
 
 SCORINGS = {
     "plain": Scoring(),
-    "window": Scoring((20,)),
-    "cap": Scoring((20,), None, 0.7, 1.5),
-    "sinks": Scoring((20,), None, 0.7, 1.5, jnp.array([0.5, -1.0, 2.0, 0.0])),
+    "window": Scoring(20),
+    "cap": Scoring(20, 0.7, 1.5),
+    "sinks": Scoring(20, 0.7, 1.5, jnp.array([0.5, -1.0, 2.0, 0.0])),
 }
 
 WIDTHS = {"window": 6}  # of values, where it is not that of keys

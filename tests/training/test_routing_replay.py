@@ -148,8 +148,13 @@ def test_sampler_and_learner_route_alike_on_the_same_weights(own):
         np.testing.assert_allclose(replayed, today, atol=1e-5)
 
 
-def test_layers_that_alternate_are_recorded_and_replayed_in_their_order():
-    config = dataclasses.replace(tiny.NEXT, num_layers=4)
+PERIODS = dataclasses.replace(tiny.GPT_OSS, num_layers=5, windows=(5, None, 5, None, 5))
+
+
+@pytest.mark.parametrize(
+    "config", [dataclasses.replace(tiny.NEXT, num_layers=4), PERIODS], ids=["linear", "windows"]
+)
+def test_layers_that_alternate_are_recorded_and_replayed_in_their_order(config):
     model, params = decoder(config), tiny.params(config=config)
     sampler = EmbeddedSampler(model, params, precision=F32, record_experts=True)
     (one,) = sampler.sample(PROMPTS[:1], SamplingParams(max_tokens=9, seed=3), group_size=1)
@@ -163,7 +168,7 @@ def test_layers_that_alternate_are_recorded_and_replayed_in_their_order():
         inputs: Any = (params, tokens, places, np.ones_like(tokens))
         return model.hidden_routed(*inputs, precision=F32, recorded=recorded).experts
 
-    unknown = np.full((1, tokens.size, 4, CHOSEN), -1, np.int32)
+    unknown = np.full((1, tokens.size, config.num_layers, CHOSEN), -1, np.int32)
     np.testing.assert_array_equal(run(unknown)[0], one.experts)
     others = (one.experts[None].astype(np.int32) + 1) % 8
     np.testing.assert_array_equal(run(others), others)

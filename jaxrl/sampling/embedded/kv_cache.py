@@ -19,7 +19,7 @@ from jaxrl.models.attention import ADDED, TILE, attention, pad_values, softmax_p
 from jaxrl.models.block import block
 from jaxrl.models.decoder import Model
 from jaxrl.models.experts import Routing
-from jaxrl.models.layers import LayerContext, alternated, embed, scan_layers
+from jaxrl.models.layers import LayerContext, embed, in_order, scan_layers
 from jaxrl.models.linear_attention import LinearState, last_inputs, recur_rows, recur_token
 from jaxrl.models.logprobs import rounded_logits
 from jaxrl.models.products import product
@@ -85,9 +85,9 @@ def prefill(
     context = LayerContext(config, precision, local=model.local)
     tables = context.rope_tables(positions)
 
-    def layer_of(group, x, layer, kind):
+    def layer_of(group, x, layer):
         def attend(q, k, v):
-            scoring = context.scoring(kind, layer)
+            scoring = context.scoring(group, layer)
             out = attention(q, k, v, segments, scoring=scoring, precision=precision)
             return out, _entries(k, v, precision)
 
@@ -96,19 +96,18 @@ def prefill(
             last = last_inputs(inputs, lengths, width=layer["conv"].shape[-1] - 1)
             return out, LinearState(last, states)
 
-        table, mix = tables.of_layer(kind), recur if group.linear else attend
+        table, mix = tables[group.kind.rope], recur if group.linear else attend
         x, kept, routing = block(x, layer, mix, table=table, context=context)
-        return x, (kept, _smallest(routing) if record_experts and routing is not None else None)
+        entries, state = (None, kept) if group.linear else (kept, None)
+        chosen = _smallest(routing) if record_experts and routing is not None else None
+        return x, (entries, state, chosen)
 
     x = context.enter(embed(params["embed"], tokens, precision=precision))
     x, kept = scan_layers(layer_of, x, params, config)
-    caches = [alternated([one for group, (one, _) in scan if not group.linear]) for scan in kept]
-    # Those of the last scan have the states and the experts.
-    states = [one for group, (one, _) in kept[-1] if group.linear]
-    linear = alternated(states) if states else None
-    experts = alternated([chosen for _, (_, chosen) in kept[-1]])
-    keys, values = (jnp.concatenate([getattr(c, n) for c in caches]) for n in ("keys", "values"))
-    cache = Cache(keys, values, experts, linear)
+    entries, linear, experts = (
+        in_order([[(group, parts[i]) for group, parts in scan] for scan in kept]) for i in range(3)
+    )
+    cache = dataclasses.replace(entries, linear=linear, experts=experts)
     last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)
     return cache, _logits(params, last, model=model, context=context)
 
@@ -211,10 +210,10 @@ def _advance(
     rows = jnp.arange(len(tokens))[:, None]
 
     # The cache is carried and written in place: scanned over, it would be copied as a whole.
-    def layer_of(group, carry, layer, kind, number, place):
+    def layer_of(group, carry, layer, number, place):
         x, cache = carry
         layer = jax.tree.map(lambda bits: from_bits(bits, precision.compute), layer)
-        scoring = context.scoring(kind, layer)
+        scoring = context.scoring(group, layer)
 
         def attend(q, k, v):
             new = _entries(k, v, precision)
@@ -234,7 +233,7 @@ def _advance(
             linear = jax.tree.map(lambda x, new: x.at[place].set(new), cache.linear, state)
             return out, dataclasses.replace(cache, linear=linear)
 
-        table, mix = tables.of_layer(kind), recur if group.linear else attend
+        table, mix = tables[group.kind.rope], recur if group.linear else attend
         x, cache, routing = block(x, layer, mix, table=table, context=context)
         if cache.experts is not None and routing is not None:
             routed = number - config.num_layers + config.routed_layers
@@ -264,7 +263,7 @@ def attend_cache(
     precision: Precision,
 ) -> jax.Array:
     """Computes grouped-query attention of T tokens per row over the row's cache, with the
-    arithmetic of `attention`. Slots hidden by a window that all layers share are not read.
+    arithmetic of `attention`. Slots hidden by the window are not read.
 
     Args:
       q: [B, T, H, hd].
@@ -306,13 +305,11 @@ def _near_slots(
     cache: Cache,
     place: jax.Array,
     positions: jax.Array,
-    window: jax.Array | int | None,
+    window: int | None,
     *,
     precision: Precision,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Reads a layer's slots that the tokens of each row may see; all, if the window is not known at
-    compile time. A branch for each window would be slower on CPU: XLA runs the loops of a branch on
-    one core.
+    """Reads a layer's slots that the tokens of each row may see.
 
     Returns:
       i32[B] the first slot; keys [B, K, hd, N]; values [B, K, N, vd].
@@ -320,7 +317,7 @@ def _near_slots(
     rows, slots = len(positions), cache.slots
     # Products add the other keys in the same order, as of rows that begin there.
     step = ADDED if precision.sums == "fixed" else TILE
-    back = window - 1 if isinstance(window, int) else slots
+    back = slots if window is None else window - 1
     near = slots - (slots - back - positions.shape[1] - step + 1) // step * step
     if near >= slots:
         parts = cache.keys[place], cache.values[place]

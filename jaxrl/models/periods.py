@@ -1,0 +1,50 @@
+"""Division of a decoder's layers into scans: each repeats a period of layers."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """Consecutive layers that repeat a period.
+
+    Attributes:
+      first: index of the first layer.
+      period: number of layers that a repetition has.
+      count: number of repetitions; 1 only for a single layer.
+    """
+
+    first: int
+    period: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        """Index after the last layer."""
+        return self.first + self.period * self.count
+
+
+def divide(layers: Sequence[Hashable]) -> tuple[Span, ...]:
+    """Divides layers into spans whose periods have the fewest layers in all, since the program has
+    each of these once; then into the fewest spans, the earlier ones as long as possible.
+
+    `layers` gives what distinguishes each layer from the others.
+    """
+    numbers = {one: number for number, one in enumerate(dict.fromkeys(layers))}
+    kinds = [numbers[one] for one in layers]  # cheap to compare
+    best: dict[int, tuple[Span, ...]] = {len(kinds): ()}  # for the layers from an index on
+    for first in reversed(range(len(kinds))):
+        best[first] = min(
+            ((span, *best[span.end]) for span in _spans(kinds, first)),
+            key=lambda spans: (sum(one.period for one in spans), len(spans), -spans[0].end),
+        )
+    return best[0]
+
+
+def _spans(kinds: list[int], first: int) -> Iterator[Span]:
+    """Lists the spans that begin with a layer."""
+    yield Span(first, 1, 1)
+    for period in range(1, (len(kinds) - first) // 2 + 1):
+        start, end = kinds[first : first + period], first + 2 * period
+        while kinds[end - period : end] == start:
+            yield Span(first, period, (end - first) // period)
+            end += period
