@@ -100,6 +100,14 @@ WHOLE = {
 }
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Keeps the workers from importing files whose tests -m leaves out."""
+    if not collection_path.name.startswith("test_"):
+        return None
+    left_out = {"whole": False, "not whole": True}.get(config.getoption("markexpr"))
+    return left_out == (collection_path.name in WHOLE) or None
+
+
 def pytest_collection_finish() -> None:
     """Lets the garbage collector run seldom, and not over the imported modules.
 
