@@ -15,9 +15,9 @@ import jax
 import numpy as np
 import optax
 
-from jaxrl.core.batch import Rollout
 from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
 from jaxrl.core.precision import Precision, jit, parse
+from jaxrl.environments.episodes.single_turn import as_rollout
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import grpo
 from jaxrl.models.attention import sequence_alignment
@@ -72,16 +72,7 @@ def differences(
         model, params, precision=precision, max_batch=32, record_experts=replay_routing
     )
     rollouts = [
-        Rollout(
-            prompt=prompts[c.prompt_index],
-            completion=c.tokens,
-            logprobs=c.logprobs,
-            action_mask=np.ones(len(c.tokens), bool),
-            version=c.versions,
-            group=c.prompt_index,
-            reward=0.0,
-            experts=c.experts,
-        )
+        as_rollout(c, prompts[c.prompt_index], group=c.prompt_index)
         for c in sampler.sample(prompts, SamplingParams(max_tokens=96, seed=1), group_size=2)
     ]
     learner = make_learner(

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.core.batch import Rollout
 from jaxrl.core.metrics import to_floats
 from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
 from jaxrl.core.precision import jit, parse
+from jaxrl.environments.episodes.single_turn import as_rollout
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import grpo
 from jaxrl.models.attention import sequence_alignment
@@ -106,15 +106,7 @@ def sampled(model, params, policy, *, max_batch=64, prompts=8, lengths=(3, 40)):
     settings = SamplingParams(max_tokens=72, temperature=TEMPERATURE, seed=1)
     completions = sampler.sample(contexts, settings, group_size=2)
     return [
-        Rollout(
-            prompt=contexts[c.prompt_index],
-            completion=c.tokens,
-            logprobs=c.logprobs,
-            action_mask=np.ones(len(c.tokens), bool),
-            version=c.versions,
-            group=c.prompt_index,
-            reward=0.0,
-        )
+        as_rollout(c, contexts[c.prompt_index], group=c.prompt_index)
         for c in sorted(completions, key=lambda c: (c.prompt_index, c.sample_index))
     ]
 

@@ -27,6 +27,7 @@ from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.core.precision import Precision, check_products, jit
 from jaxrl.data import prompts as data
 from jaxrl.data.rows import read_rows
+from jaxrl.environments.episodes.single_turn import as_rollout
 from jaxrl.learner.policy import Learner, make_learner
 from jaxrl.losses.recipes import grpo
 from jaxrl.models import huggingface
@@ -145,15 +146,7 @@ def _sample(inputs: _Inputs, policy: Precision, *, note: Callable[[str], None]) 
         )
         ordered = sorted(completions, key=lambda c: (c.prompt_index, c.sample_index))
         rollouts = [
-            Rollout(
-                prompt=inputs.prompts[c.prompt_index],
-                completion=c.tokens,
-                logprobs=c.logprobs,
-                action_mask=np.ones(len(c.tokens), bool),
-                version=c.versions,
-                group=c.prompt_index,
-            )
-            for c in ordered
+            as_rollout(c, inputs.prompts[c.prompt_index], group=c.prompt_index) for c in ordered
         ]
         longest = max(r.length for r in rollouts)
         per_microbatch = max(1, config.microbatch_tokens // longest) * config.mesh.batch_shards
