@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> list[overlap.Measured]:
             for correction in options.corrections
             for staleness in options.staleness
         ]
-    print(overlap.table(found))
+    print(overlap.table(found), end="")
     return found
 
 

@@ -74,15 +74,8 @@ def write_model(directory: Path, model: dict, *, seed: int) -> None:
 def write_untrained(
     directory: Path, model: dict, tokenizer: str, *, vocab_size: int, seed: int
 ) -> None:
-    """Writes a Hugging Face checkpoint with random weights.
-
-    Args:
-      directory: directory of the checkpoint.
-      model: config.json without the vocabulary.
-      tokenizer: tokenizer.json, with <|pad|> as 0 and <|end|> as 1.
-      vocab_size: number of tokens.
-      seed: seed of the weights.
-    """
+    """Writes a Hugging Face checkpoint with random weights. `model` is config.json without the
+    vocabulary, `tokenizer` is tokenizer.json, with <|pad|> as 0 and <|end|> as 1."""
     ids = {"vocab_size": vocab_size, "pad_token_id": 0, "eos_token_id": 1}
     config = hf_config.from_hf_config(model | ids)
     f32 = jnp.dtype(jnp.float32)

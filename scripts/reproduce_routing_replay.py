@@ -9,8 +9,8 @@ Takes ten minutes and prints the table of docs/scale.md, Mixtures of experts.
 import argparse
 from pathlib import Path
 
+from experiments.runs import markdown
 from reproduce import routing
-from reproduce.grid import markdown
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     )
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory
-    print(markdown(routing.HEADER, list(routing.rows(directory))))
+    print(markdown(list(routing.rows(directory))))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from experiments.runs import CONFIGS, accuracies, quickstart, rollouts, trained
+from experiments.runs import CONFIGS, accuracies, markdown, quickstart, rollouts, trained
 
 from jaxrl.builders.servers import Workload, started_server
 from jaxrl.config.sampler import ServerConfig
@@ -114,35 +114,21 @@ def measure(
 
 def table(runs: Sequence[Measured]) -> str:
     """Formats a Markdown table with a line for each run."""
-    header = (
-        "max_staleness",
-        "correction",
-        "seed",
-        "minutes",
-        "learner busy",
-        "server busy",
-        "steps by mean staleness",
-        "chi2 of a token",
-        "reward gained",
-        "per minute",
-        "held-out accuracy",
+    return markdown(
+        [
+            {
+                "max_staleness": str(r.staleness),
+                "correction": r.correction,
+                "seed": str(r.seed),
+                "minutes": f"{r.minutes:.2f}",
+                "learner busy": f"{r.learner:.0%}",
+                "server busy": f"{r.server:.0%}",
+                "steps by mean staleness": ", ".join(f"{k}: {n}" for k, n in r.ages.items()),
+                "chi2 of a token": f"{r.chi2:.2g}",
+                "reward gained": f"{r.gain:.3f}",
+                "per minute": f"{r.gain / r.minutes:.3f}",
+                "held-out accuracy": f"{r.accuracy:.1%}",
+            }
+            for r in runs
+        ]
     )
-    lines = [header, ("---",) * len(header)]
-    for r in runs:
-        ages = ", ".join(f"{age}: {count}" for age, count in r.ages.items())
-        lines.append(
-            (
-                str(r.staleness),
-                r.correction,
-                str(r.seed),
-                f"{r.minutes:.2f}",
-                f"{r.learner:.0%}",
-                f"{r.server:.0%}",
-                ages,
-                f"{r.chi2:.2g}",
-                f"{r.gain:.3f}",
-                f"{r.gain / r.minutes:.3f}",
-                f"{r.accuracy:.1%}",
-            )
-        )
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -1,7 +1,7 @@
 """Training runs of experiments, each trained once and kept."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,8 @@ def finished(run_dir: Path) -> bool:
 
 
 def trained(file: Path, changes: Mapping[str, object]) -> Entries:
-    """Returns the metrics of a run; trains or resumes it first if it is not complete.
-
-    Args:
-      file: the config.
-      changes: keys over it, among them "run_dir".
+    """Returns the metrics of a run; trains or resumes it first if it is not complete. Among the
+    changes of the config file is "run_dir".
 
     Raises:
       KeyboardInterrupt: if a signal ended the run.
@@ -59,3 +56,10 @@ def rollouts(entries: Entries) -> Entries:
 def accuracies(entries: Entries) -> dict[int, float]:
     """Maps each evaluated step to its held-out accuracy."""
     return {e["step"]: e["eval/accuracy"] for e in entries if e.get("eval/accuracy") is not None}
+
+
+def markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """Formats a Markdown table; each row maps the headings to its cells."""
+    lines = [list(row.values()) for row in rows]
+    head = list(next(iter(rows), {}))
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, ["---"] * len(head), *lines))

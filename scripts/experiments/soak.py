@@ -99,15 +99,8 @@ def soak(
     seed: int,
     between: tuple[float, float] | None,
 ) -> Soaked:
-    """Trains to the end, restarting what is killed.
-
-    Args:
-      run_dir: the run's directory.
-      base: directory of the quickstart's model and data.
-      ports: the servers' ports.
-      steps: steps of the run.
-      seed: seed of the run and of the kills.
-      between: range of seconds between two kills; None for no kills.
+    """Trains to the end, restarting what is killed: a process after a random number of seconds in
+    the range `between`, none if it is None. The seed is that of the run and of the kills.
 
     Raises:
       RuntimeError: if the run fails for another reason, or its counts do not add up.

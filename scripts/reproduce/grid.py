@@ -60,12 +60,6 @@ def spread(values: Sequence[float] | np.ndarray, form: str = "{:.3f}") -> str:
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
-def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Formats a Markdown table."""
-    rows = [header, ["---"] * len(header), *lines]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
-
-
 def minutes(runs: Sequence[Entries]) -> float:
     """Sums the minutes of all rollouts, compilation included."""
     return sum(e["time/step"] for entries in runs for e in entries) / 60

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from experiments.runs import markdown
 from reproduce import scoring
-from reproduce.grid import ROOT, markdown
+from reproduce.grid import ROOT
 
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Rollout
+from jaxrl.environments.episodes.single_turn import as_rollout
 from jaxrl.training.run import open_run
 
 CONFIG = ROOT / "configs" / "sanity_test.toml"
@@ -24,12 +26,8 @@ Scores = dict[str, np.ndarray]  # "learner bf16", "vllm bf16", ...: f64[sequence
 
 def measured(directory: Path, keys: Mapping[str, str]) -> Scores:
     """Scores 64 sequences of the embedded sampler in f32 with learners in three dtypes and vLLM
-    servers in two. The scores are kept in `directory`.
-
-    Args:
-      directory: directory for arrays and logs.
-      keys: config keys, among them "model.path" and "data.path".
-    """
+    servers in two. The scores are kept in `directory`, beside the logs. Among the config `keys` are
+    "model.path" and "data.path"."""
     file = directory / "scores.npz"
     if file.exists():
         return dict(np.load(file))
@@ -62,17 +60,8 @@ def _sequences(run: Any) -> list[Rollout]:
         run.source.sampler.sample(prompts, endless, group_size=8),
         key=lambda c: (c.prompt_index, c.sample_index),
     )
-    everything = np.ones(TOKENS, bool)
     return [
-        Rollout(
-            prompt=prompts[c.prompt_index],
-            completion=c.tokens,
-            logprobs=c.logprobs,
-            action_mask=everything,
-            version=c.versions,
-            group=c.prompt_index,
-            reward=0.0,
-        )
+        as_rollout(c, prompts[c.prompt_index], group=c.prompt_index)._replace(reward=0.0)
         for c in drawn
     ]
 
@@ -97,10 +86,7 @@ def table(scores: Scores) -> str:
     header = ["learner", "vLLM", "token std", "p99", "mean of abs(p - q)", "beyond eps .2"]
     header += [f"sequence std, {length} tokens" for length in LENGTHS]
     numbers = {}
-    for learner, served in (
-        *((d, d) for d in SERVED),
-        *(("f32", d) for d in SERVED),
-    ):
+    for learner, served in (*((d, d) for d in SERVED), *(("f32", d) for d in SERVED)):
         delta = difference(scores, learner=learner, served=served)
         p, q = np.exp(scores[f"learner {learner}"]), np.exp(scores[f"vllm {served}"])
         outside = (delta > np.log(1.2)) | (delta < np.log(0.8))
@@ -112,4 +98,4 @@ def table(scores: Scores) -> str:
         for a, b in zip(numbers["bf16", "bf16"], numbers["fp16", "fp16"], strict=True)
     ]
     lines.append(["**bf16 / fp16**", "", *times])
-    return markdown(header, lines)
+    return markdown([dict(zip(header, line, strict=True)) for line in lines])

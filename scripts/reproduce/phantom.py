@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import make_arithmetic
 import numpy as np
+from experiments.runs import markdown
 from reproduce import scoring
-from reproduce.grid import ROOT, Entries, Row, curve, early, found, markdown, spread, trained
+from reproduce.grid import ROOT, Entries, Row, curve, early, found, spread, trained
 
 from jaxrl.builders.servers import Workload, started_server
 from jaxrl.config import toml_file
@@ -157,39 +158,33 @@ def probed(row: Row, entries: Entries, name: str) -> float:
 
 def table(results: Mapping[Row, Sequence[Entries]]) -> str:
     """Formats a line for each row of the grid, over its seeds."""
-    header = (
-        "row",
-        "length at rollout 1, 5, 10, 15, 20, last",
-        "reward of the last 5",
-        "rollouts to within 10 %",
-        "clipped, 1-10",
-        "before an update, 1-10",
-        "phantom, 1-10",
-        "beta mean",
-        "beta std",
-        "beta p99",
-    )
-    lines = []
+    rows = []
     for row, runs in results.items():
         lengths = -curve(runs, "reward").mean(axis=0)
         shown = [i for i in (0, 4, 9, 14, 19) if i < len(lengths) - 1]
         reached = sorted(steps_to_near(run) for run in runs)
-        clips = ("clip/low", "clip/high")
-        lines.append(
-            [
-                row.name,
-                ", ".join(f"{lengths[i]:.1f}" for i in (*shown, -1)),
-                spread(curve(runs, "reward")[:, -5:].mean(axis=1), "{:.1f}"),
-                ", ".join("never" if np.isinf(r) else f"{r:.0f}" for r in reached),
-                spread([sum(early([run], clip)[0] for clip in clips) for run in runs]),
-                spread([probed(row, run, "probe/clipped") for run in runs]),
-                spread([probed(row, run, "probe/phantom") for run in runs]),
-                spread(early(runs, "probe/beta"), "{:+.3f}"),
-                spread(early(runs, "probe/beta_std")),
-                spread(early(runs, "probe/beta_p99"), "{:.2f}"),
-            ]
+        clips = [sum(early([run], clip)[0] for clip in ("clip/low", "clip/high")) for run in runs]
+        rows.append(
+            {
+                "row": row.name,
+                "length at rollout 1, 5, 10, 15, 20, last": ", ".join(
+                    f"{lengths[i]:.1f}" for i in (*shown, -1)
+                ),
+                "reward of the last 5": spread(
+                    curve(runs, "reward")[:, -5:].mean(axis=1), "{:.1f}"
+                ),
+                "rollouts to within 10 %": ", ".join(
+                    "never" if np.isinf(r) else f"{r:.0f}" for r in reached
+                ),
+                "clipped, 1-10": spread(clips),
+                "before an update, 1-10": spread([probed(row, r, "probe/clipped") for r in runs]),
+                "phantom, 1-10": spread([probed(row, r, "probe/phantom") for r in runs]),
+                "beta mean": spread(early(runs, "probe/beta"), "{:+.3f}"),
+                "beta std": spread(early(runs, "probe/beta_std")),
+                "beta p99": spread(early(runs, "probe/beta_p99"), "{:.2f}"),
+            }
         )
-    return markdown(header, lines)
+    return markdown(rows)
 
 
 SMALL = DEEP | {"num_hidden_layers": 4}

@@ -31,10 +31,9 @@ EXPERTS = {
 # The quickstart's size, and the size from docs/precision.md with large rounding.
 MODELS = {"2 layers of 64": make_arithmetic.MODEL | EXPERTS, "24 layers of 32": DEEP | EXPERTS}
 FOUND = ("beta_std", "beta_p99", "alpha_std", "k3_kl", "ess", "clipped", "phantom")
-HEADER = ("model", "precision", "routed otherwise", "replay", *FOUND)
 
 
-def rows(directory: Path) -> Iterator[list[str]]:
+def rows(directory: Path) -> Iterator[dict[str, str]]:
     """Yields table lines: for every model and policy one without and one with replay."""
     for name, model in MODELS.items():
         material = directory / name.replace(" ", "-")
@@ -42,8 +41,8 @@ def rows(directory: Path) -> Iterator[list[str]]:
         for policy in POLICIES:
             moved, *both = measured(material, policy)
             for replay, found in zip(("no", "yes"), both, strict=True):
-                cells = [f"{found[column]:.2g}" for column in FOUND]
-                yield [name, policy, f"{moved:.2%}", replay, *cells]
+                row = {"model": name, "precision": policy, "routed otherwise": f"{moved:.2%}"}
+                yield row | {"replay": replay} | {key: f"{found[key]:.2g}" for key in FOUND}
 
 
 def measured(material: Path, policy: str) -> tuple[float, dict[str, float], dict[str, float]]:

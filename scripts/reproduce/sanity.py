@@ -7,8 +7,9 @@ from pathlib import Path
 
 import make_arithmetic
 import numpy as np
+from experiments.runs import markdown
 from reproduce import scoring
-from reproduce.grid import ROOT, Entries, curve, found, markdown, spread, trained
+from reproduce.grid import ROOT, Entries, curve, found, spread, trained
 from reproduce.phantom import SHORT, SMALL
 
 from jaxrl import cli
@@ -123,33 +124,26 @@ def clipped(entries: Entries) -> float:
 
 def table(results: Mapping[Cell, Sequence[Entries]]) -> str:
     """Formats a line for each cell of the grid, over its seeds."""
-    header = [
-        "algorithm",
-        "training",
-        "sampler",
-        "accuracy, first",
-        "best",
-        "final",
-        "collapse",
-        "clipped",
-    ]
-    header += ["sequence log-ratio std, first half", "second half"]
-    lines = []
+    rows = []
     for cell, runs in results.items():
         accuracy = 100 * smooth(curve(runs, "reward"))
         fallen = [c for c in map(collapse, accuracy) if c is not None]
         # The probe runs before an update, so it measures numerical error only.
         halves = np.array_split(curve(runs, "probe/sequence_std"), 2, axis=1)
-        lines.append(
-            [
-                *cell,
-                *(spread(x, "{:.1f}") for x in (accuracy[:, 0], accuracy.max(1), accuracy[:, -1])),
-                ", ".join(map(str, fallen)) or "none",
-                spread([clipped(run) for run in runs]),
-                *(spread(np.nanmean(part, axis=1), "{:.1e}") for part in halves),
-            ]
+        first, second = (spread(np.nanmean(part, axis=1), "{:.1e}") for part in halves)
+        rows.append(
+            {
+                **dict(zip(("algorithm", "training", "sampler"), cell, strict=True)),
+                "accuracy, first": spread(accuracy[:, 0], "{:.1f}"),
+                "best": spread(accuracy.max(1), "{:.1f}"),
+                "final": spread(accuracy[:, -1], "{:.1f}"),
+                "collapse": ", ".join(map(str, fallen)) or "none",
+                "clipped": spread([clipped(run) for run in runs]),
+                "sequence log-ratio std, first half": first,
+                "second half": second,
+            }
         )
-    return markdown(header, lines)
+    return markdown(rows)
 
 
 def check_direction(directory: Path) -> list[str]:
