@@ -59,17 +59,11 @@ def write_model(
     base: str,
     hosts: Hosts,
 ) -> Path:
-    """Writes a run's model as a Hugging Face checkpoint. All processes must call it.
+    """Writes a run's model to `directory`/model as a Hugging Face checkpoint, with tensors in
+    `dtype`. All processes must call it.
 
-    Args:
-      directory: of the run; the model goes to `model` there.
-      params: the model's, or `lora.Adapted`: then the adapters are merged into the model, and also
-        written to `adapter`, in their own dtype.
-      model: the decoder.
-      specs: of `params`.
-      dtype: of the model's tensors.
-      base: directory of the model that the run began with.
-      hosts: the processes of the run.
+    Adapters, `params` of `lora.Adapted`, are merged into the model, and also written to
+    `directory`/adapter in their own dtype. `base` is the model that the run began with.
 
     Returns:
       The model's directory, on every process once it is complete.

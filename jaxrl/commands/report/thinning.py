@@ -24,14 +24,10 @@ def extremes(column: Series) -> Points:
 
 
 def means(columns: Mapping[str, Series], *, without: Collection[int] = ()) -> dict[str, Points]:
-    """Thins stacked curves to at most 2,000 points each.
+    """Thins stacked curves, {name: curve}, to at most 2,000 points each.
 
     A point is the mean over a stretch of steps, the same for all curves, at its middle step. A
-    missing value counts as 0.
-
-    Args:
-      columns: {name: curve}.
-      without: steps to leave out.
+    missing value counts as 0. Steps in `without` are left out.
     """
     found = {name: dict(zip(*column, strict=True)) for name, column in columns.items()}
     steps = sorted({step for values in found.values() for step in values} - set(without))

@@ -27,12 +27,8 @@ class Replica:
         note: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts the server; call `wait` before using it.
-
-        Args:
-          start: begins to start a server, and stops it at the end of the block.
-          note: shows a line to the user.
-          clock: returns the time in seconds.
+        """Starts the server; call `wait` before using it. `start` begins to start one, and stops
+        it at the end of the block.
 
         Raises:
           ServerFailedError: if the server cannot be started.
@@ -89,12 +85,8 @@ class Replica:
 
 
 def open_replicas(begun: Iterable[Replica], stack: ExitStack, *, together: bool) -> list[Replica]:
-    """Starts servers, at the same time or one after the other, and waits until all are ready.
-
-    Args:
-      begun: starts each server as it is iterated over.
-      stack: stops them.
-      together: True to start all before waiting for the first.
+    """Starts servers, all `together` or one after the other, and waits until they are ready.
+    Iterating over `begun` starts each; `stack` stops them.
 
     Raises:
       ServerFailedError: if one cannot be started or ends; at once, whichever is waited for.

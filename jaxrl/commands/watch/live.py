@@ -29,14 +29,8 @@ def view(
     total: int,
     now: float,
 ) -> RenderableType:
-    """Renders a run.
-
-    Args:
-      entries: its metrics from `tracking.read_metrics`, at least one.
-      alarms: its alarms from `report.collect.alarms`.
-      total: steps of the whole run.
-      now: seconds since the epoch.
-    """
+    """Renders a run of `total` steps from at least one entry of `tracking.read_metrics` and its
+    alarms from `report.collect.alarms`; `now` is in seconds since the epoch."""
     # Other entries belong to an evaluation or an alarm; every run has a "loss".
     steps = [e for e in entries if "reward" in e or "loss" in e]
     done = entries[-1]["step"]

@@ -230,13 +230,8 @@ _FROM_THE_FIRST_STEP = {not_finite.__name__, kl_spike.__name__}
 
 
 def check_alarms(history: History, limits: Limits, *, raised: Mapping[str, int]) -> list[Alarm]:
-    """Applies all rules to the newest step.
-
-    Args:
-      history: of the run up to that step.
-      limits: of the rules.
-      raised: {name: step} of the last alarms; a rule is silent for a window after its own.
-    """
+    """Applies all rules to the newest step. `raised` has the step of each rule's last alarm: it is
+    silent for a window after that."""
     silent = {name for name, step in raised.items() if history.step <= step + limits.window}
     if history.step <= limits.warmup:
         silent |= RULES.keys() - _FROM_THE_FIRST_STEP

@@ -29,13 +29,8 @@ def shape_noise(
     shape: MinibatchShape,
     scores: np.ndarray,
 ) -> np.ndarray:
-    """Scores a microbatch of rollouts again in `longer_rows`.
-
-    Args:
-      score: minibatch -> log-probs [N, T], see `Learner.score`.
-      rollouts: those of a minibatch.
-      shape: shape of that minibatch.
-      scores: f32[N, T], its log-probs.
+    """Scores a microbatch again in `longer_rows`. The rollouts are those of a minibatch with this
+    shape, whose log-probs by `score` (see `Learner.score`) are `scores`, f32[N, T].
 
     Returns:
       f64[M], the first log-probs of the action tokens minus the second.
