@@ -55,8 +55,8 @@ def test_count_buckets_divide_over_devices(count, multiple):
     assert count <= size <= max(multiple, 2 * count)
 
 
-@pytest.mark.parametrize("more", [1, 30])
-def test_slots_that_the_window_hides_are_not_read(more):
+@pytest.mark.parametrize(("more", "for_cpu"), [(1, True), (30, True), (1, False)])
+def test_slots_that_the_window_hides_are_not_read(more, for_cpu):
     config = dataclasses.replace(tiny.CONFIG, windows=(5,) * tiny.CONFIG.num_layers)
     config = dataclasses.replace(config, max_positions=1024)
     model, params = decoder(config), tiny.params(config=config)
@@ -64,11 +64,14 @@ def test_slots_that_the_window_hides_are_not_read(more):
     rng = np.random.default_rng(0)
     tokens = rng.integers(2, 64, (3, 640)).astype(np.int32)
     lengths = np.array([600, 420, 300], np.int32)
-    cache, _ = prefill(params, tokens, lengths, record_experts=False, **settings)
+    form = {"record_experts": False, "for_cpu": for_cpu}
+    cache, _ = prefill(params, tokens, lengths, **form, **settings)
     hidden = np.arange(640) < lengths[:, None] - 200
+    before, after = hidden[:, None, :, None], hidden[:, None, None, :]
     poisoned = Cache(
-        jnp.where(hidden[:, None, None, :], jnp.nan, cache.keys),
-        jnp.where(hidden[:, None, :, None], jnp.nan, cache.values),
+        jnp.where(after if for_cpu else before, jnp.nan, cache.keys),
+        jnp.where(before, jnp.nan, cache.values),
+        for_cpu=for_cpu,
     )
     following = rng.integers(2, 64, (3, 64)).astype(np.int32)
     if more == 1:

@@ -138,7 +138,9 @@ def _state(
         rows = jnp.zeros_like(lengths)
         tail = jnp.asarray(empty_tail(cache.rows, settings.stops))
         plan = RowPlan(rows, jnp.stack([rows, rows], axis=1), rows, tail)
-        held, logits = prefill.__wrapped__(params, tokens, lengths, model=model, **options)
+        held, logits = prefill.__wrapped__(
+            params, tokens, lengths, model=model, for_cpu=False, **options
+        )
         return draw_first.__wrapped__(held, logits, lengths, plan=plan, key=key, settings=settings)[
             0
         ]

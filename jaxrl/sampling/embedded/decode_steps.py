@@ -316,7 +316,7 @@ def _by_part(function: Callable[..., jax.Array], cache: Cache, *others: Cache) -
         parts = [getattr(one, name) for one in (cache, *others)]
         return None if parts[0] is None else function(*parts, axis=axis)
 
-    parts = {"keys": apply("keys", -1), "values": apply("values", -2)}
+    parts = {"keys": apply("keys", -1 if cache.for_cpu else -2), "values": apply("values", -2)}
     return dataclasses.replace(cache, **parts, experts=apply("experts", -2))
 
 

@@ -77,6 +77,7 @@ def _prefill(
         model=request.model,
         precision=request.precision,
         record_experts=request.record_experts,
+        for_cpu=request.on_cpu,
     )
     return cache, logits, lengths, source
 

@@ -34,15 +34,17 @@ class Cache:
     """Keys and values of L layers, B rows and S slots, in the form of `to_bits`, the states of N
     linear layers, and optionally the experts that each layer chose.
 
-    Keys are stored transposed: the products of a decode step then contract a dimension that is not
-    the last one of the cache, which XLA on CPU runs fastest.
+    For a CPU keys are stored transposed: the products of a decode step then contract a dimension
+    that is not the last one of the cache, which XLA on CPU runs fastest. On a TPU it would copy the
+    whole cache to write a token: it brings to the end of an array what is written together.
     """
 
-    keys: jax.Array  # [L, B, K, head_dim, S]
+    keys: jax.Array  # [L, B, K, head_dim, S] for a CPU, else [L, B, K, S, head_dim]
     values: jax.Array  # [L, B, K, S, value_dim], see `pad_values`
     # [L, B, S, k] of the layers that have some, of the smallest unsigned dtype.
     experts: jax.Array | None = None
     linear: LinearState | None = None  # its arrays have the layers in front: [N, B, ...]
+    for_cpu: bool = struct.field(pytree_node=False, default=True)
 
     @property
     def rows(self) -> int:
@@ -55,7 +57,7 @@ class Cache:
         return self.values.shape[-2]
 
 
-@jit_by_policy(static_argnames=("model", "precision", "record_experts"))
+@jit_by_policy(static_argnames=("model", "precision", "record_experts", "for_cpu"))
 def prefill(
     params: Params,
     tokens: jax.Array,
@@ -64,6 +66,7 @@ def prefill(
     model: Model,
     precision: Precision,
     record_experts: bool,
+    for_cpu: bool = True,
 ) -> tuple[Cache, jax.Array]:
     """Runs prompts through the decoder.
 
@@ -75,6 +78,7 @@ def prefill(
       precision: see `sampler_precision`.
       record_experts: whether the cache records experts, here and in `decode_step`; only for a model
         with experts.
+      for_cpu: the form of the cache.
 
     Returns:
       The cache with S slots, and the next-token logits [B, V] in `precision.logits`.
@@ -89,7 +93,7 @@ def prefill(
         def attend(q, k, v):
             scoring = context.scoring(group, layer)
             out = attention(q, k, v, segments, scoring=scoring, precision=precision)
-            return out, _entries(k, v, precision)
+            return out, _entries(k, v, precision, for_cpu=for_cpu)
 
         def recur(inputs, gates):
             out, states = recur_rows(inputs, gates, layer, segments, context=context)
@@ -212,16 +216,12 @@ def _advance(
     # The cache is carried and written in place: scanned over, it would be copied as a whole.
     def layer_of(group, carry, layer, number, place):
         x, cache = carry
-        layer = jax.tree.map(lambda bits: from_bits(bits, precision.compute), layer)
+        layer = jax.tree.map(lambda x: from_bits(x, precision.compute), layer)
         scoring = context.scoring(group, layer)
 
         def attend(q, k, v):
-            new = _entries(k, v, precision)
-            keys = new.keys.transpose(0, 3, 1, 2)
-            keys = cache.keys.at[place, rows, :, :, positions].set(keys, mode="drop")
-            values = new.values.transpose(0, 2, 1, 3)
-            values = cache.values.at[place, rows, :, positions].set(values, mode="drop")
-            changed = dataclasses.replace(cache, keys=keys, values=values)
+            new = _entries(k, v, precision, for_cpu=cache.for_cpu)
+            changed = _write(cache, new, place, (rows, positions))
             out = attend_cache(
                 q, changed, place, positions=positions, scoring=scoring, precision=precision
             )
@@ -242,13 +242,16 @@ def _advance(
             cache = dataclasses.replace(cache, experts=experts)
         return (x, cache), None
 
-    x = from_bits(to_bits(params["embed"])[tokens], params["embed"].dtype)
+    def moved(x):  # other compilers than the CPU's copy weights to change their type
+        return to_bits(x) if cache.for_cpu else x
+
+    x = from_bits(moved(params["embed"])[tokens], params["embed"].dtype)
     x = context.enter(x)
 
     def numbers(group):
         return tuple(jnp.array(n, jnp.int32) for n in (group.layers, config.cache_places(group)))
 
-    stacked = {name: jax.tree.map(to_bits, part) for name, part in params.items()}
+    stacked = {name: jax.tree.map(moved, part) for name, part in params.items()}
     (x, cache), _ = scan_layers(layer_of, (x, cache), stacked, config, inputs=numbers)
     return cache, x
 
@@ -288,7 +291,8 @@ def attend_cache(
     q = q.reshape(batch, length, kv_heads, groups, dim).transpose(0, 2, 3, 1, 4)
     # The queries that share keys are rows of one matrix, also those of other tokens.
     q = q.reshape(batch, kv_heads, groups * length, dim)
-    scores = product(q, keys, contract=(3, 2), batch=(0, 1), precision=precision)
+    contract = (3, 2 if cache.for_cpu else 3)
+    scores = product(q, keys, contract=contract, batch=(0, 1), precision=precision)
     scores = scoring.scores(scores, head_dim=dim)
     seen = jnp.broadcast_to(seen[:, None, None], (batch, 1, groups, *seen.shape[1:]))
     seen = seen.reshape(batch, 1, groups * length, -1)
@@ -312,7 +316,7 @@ def _near_slots(
     """Reads a layer's slots that the tokens of each row may see.
 
     Returns:
-      i32[B] the first slot; keys [B, K, hd, N]; values [B, K, N, vd].
+      i32[B] the first slot; keys and values of N slots, as a layer of the cache.
     """
     rows, slots = len(positions), cache.slots
     # Products add the other keys in the same order, as of rows that begin there.
@@ -336,13 +340,34 @@ def _near_slots(
         found = jax.vmap(of_row)(jnp.arange(rows, dtype=jnp.int32), first)
         return from_bits(found, precision.compute)
 
-    return first, read(cache.keys, axis=4), read(cache.values, axis=3)
+    return first, read(cache.keys, axis=4 if cache.for_cpu else 3), read(cache.values, axis=3)
 
 
-def _entries(k: jax.Array, v: jax.Array, precision: Precision) -> Cache:
+def _entries(k: jax.Array, v: jax.Array, precision: Precision, *, for_cpu: bool) -> Cache:
     """Returns one layer's part of the cache from keys and values [B, T, K, hd]."""
     k, v = (to_bits(x.astype(precision.compute)) for x in (k, v))
-    return Cache(k.transpose(0, 2, 3, 1), pad_values(v.transpose(0, 2, 1, 3), precision))
+    keys = k.transpose(0, 2, 3, 1) if for_cpu else k.transpose(0, 2, 1, 3)
+    values = pad_values(v.transpose(0, 2, 1, 3), precision)
+    return Cache(keys, values, for_cpu=for_cpu)
+
+
+def _write(
+    cache: Cache, new: Cache, place: jax.Array, tokens: tuple[jax.Array, jax.Array]
+) -> Cache:
+    """Writes one layer's entries of tokens, which are given by their rows, i32[B, 1], and their
+    positions, i32[B, T]."""
+    rows, positions = tokens
+    if cache.for_cpu:
+        keys = new.keys.transpose(0, 3, 1, 2)
+        keys = cache.keys.at[place, rows, :, :, positions].set(keys, mode="drop")
+        values = new.values.transpose(0, 2, 1, 3)
+        values = cache.values.at[place, rows, :, positions].set(values, mode="drop")
+    else:
+        heads = jnp.arange(new.keys.shape[1])[None, :, None]
+        at = (place, rows[:, :, None], heads, positions[:, None, :])
+        keys = cache.keys.at[at].set(new.keys, mode="drop")
+        values = cache.values.at[at].set(new.values, mode="drop")
+    return dataclasses.replace(cache, keys=keys, values=values)
 
 
 def _smallest(routing: Routing) -> jax.Array:

@@ -37,6 +37,11 @@ class DecodeRequest(NamedTuple):
         return devices // self.layout.batch(("batch",)).shard_shape((devices,))[0]
 
     @property
+    def on_cpu(self) -> bool:
+        """True if the devices are a CPU's."""
+        return next(iter(jax.tree.leaves(self.weights)[0].devices())).platform == "cpu"
+
+    @property
     def key(self) -> jax.Array:
         """The key of all random numbers, key[]."""
         seed = self.params.seed

@@ -1,0 +1,43 @@
+"""The cache in the form for TPUs and GPUs, on a CPU."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.core.precision import PRESETS
+from jaxrl.models.decoder import decoder
+from jaxrl.sampling.base import SamplingParams, Turn, TurnCache
+from jaxrl.sampling.embedded.request import DecodeRequest
+from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+from tests import tiny
+
+
+def completions(monkeypatch, *, on_cpu, config, precision):
+    monkeypatch.setattr(DecodeRequest, "on_cpu", on_cpu)
+    jax.clear_caches()
+    params = tiny.params(config=config)
+    sampler = EmbeddedSampler(
+        decoder(config), params, precision=PRESETS[precision], max_batch=16, record_experts=True
+    )
+    asked = SamplingParams(max_tokens=100, stop=((2,),), seed=1)
+    # More than fit into a batch, so that rows are refilled; the cache grows and loses rows.
+    prompts = [np.arange(3, 3 + n, dtype=np.int32) for n in (2, 5, 9, 20)]
+    found = list(sampler.sample(prompts, asked, group_size=6))
+    cache, context = TurnCache(), prompts[3]
+    for turn in range(2):
+        one = Turn(context, 4, turn, 40, cache=cache)
+        found += list(sampler.sample_turns([one], asked))
+        context = np.concatenate([context, found[-1].tokens, prompts[0]])
+    return sorted(found, key=lambda c: (c.prompt_index, c.sample_index, len(c.tokens)))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_both_forms_of_the_cache_give_the_same_completions(monkeypatch, precision):
+    settings = {"config": tiny.MOE, "precision": precision}
+    one = completions(monkeypatch, on_cpu=True, **settings)
+    other = completions(monkeypatch, on_cpu=False, **settings)
+    assert len(one) == 26
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_array_equal(a.experts, b.experts)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
