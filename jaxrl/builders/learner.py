@@ -16,6 +16,7 @@ from jaxrl.learner.policy import Learner, make_learner
 from jaxrl.losses import Need, Objective, Recipe
 from jaxrl.models import lora
 from jaxrl.models.decoder import Model
+from jaxrl.models.latent import check_form
 from jaxrl.models.linear_attention import NOT_FIXED
 from jaxrl.models.spec import Params
 from sharding.partition import Layout
@@ -123,13 +124,15 @@ def build_learner(
     """Builds the learner of a training run, not compiled.
 
     Raises:
-      ValueError: for routing replay of a dense model, or exact sampling of linear layers.
+      ValueError: for routing replay of a dense model, exact sampling of linear layers, or a form of
+        latent attention that the model lacks.
     """
     if config.policy.sums == "fixed" and model.config.linear is not None:
         raise ValueError(
             f"sampler.exact = true is not supported for {config.model.path} "
             f"({model.config.model_type}): {NOT_FIXED}; leave it out"
         )
+    check_form(config.policy, model.config)
     if config.train.replay_routing and model.config.experts is None:
         raise ValueError(
             f"train.replay_routing = true, but {config.model.path} ({model.config.model_type}) is "

@@ -123,8 +123,17 @@ class Config(RunConfig):
         yield from _algorithm(self)
         yield from _sampling(self)
         yield from _weight_sync(self)
+        yield from _latent(self)
         yield from _exact(self)
         yield from _alarms(self)
+
+
+def _latent(c: Config) -> Iterator[str]:
+    if c.policy.latent == "sampler" and c.sampler.name != "embedded":
+        yield (
+            f"precision = {c.precision!r}: latent=sampler applies to sampler.name = 'embedded' "
+            "only; leave it out"
+        )
 
 
 def _exact(c: Config) -> Iterator[str]:

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.experts import Routing, mixture
-from jaxrl.models.latent import project_latent
+from jaxrl.models.latent import project_latent, values_of_heads
 from jaxrl.models.layers import Layer, LayerContext, activation, add_bias, project
 from jaxrl.models.linear_attention import linear_attention
 from jaxrl.models.rope import RopeTable, apply_rope
 
-# (q [B, T, H, hd], k [B, T, K, hd], v like k) -> attention's output [B, T, H, hd], and anything
-# that the caller wants to keep, such as a cache. Of a linear layer: `linear_attention.Recurrence`.
+# (q [B, T, H, hd], k [B, T, K, hd], v [B, T, K, vd]) -> attention's output [B, T, H, vd], and
+# anything that the caller wants to keep, such as a cache. Of a linear layer:
+# `linear_attention.Recurrence`.
 Attention = Callable[..., tuple[jax.Array, Any]]
 
 
@@ -52,6 +53,8 @@ def block(
     else:
         q, k, v, gate = project_qkv(x, layer, table, context=context)
         out, kept = attend(q, k, v)
+        if context.absorbed:
+            out = values_of_heads(out, layer, context=context)
         flat = out.reshape(*x.shape[:2], -1)
         if gate is not None:
             flat = _opened(flat, gate, context=context)

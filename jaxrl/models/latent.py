@@ -1,13 +1,37 @@
 """Multi-head latent attention (arXiv:2405.04434): keys and values are made of one narrow projection
-of the stream."""
+of the stream.
+
+The expanded form makes them for each head. The absorbed form makes none: a query that is multiplied
+by the matrix of its head's keys has the same products with the narrow projection, and the average
+of the narrow projection, multiplied by the matrix of the head's values, is that of the values. It
+is attention with one head of keys, which are also its values.
+"""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl.core.precision import Precision
 from jaxrl.models.layers import Layer, LayerContext, project, rms_norm
+from jaxrl.models.products import batched_matmul, matmul
 from jaxrl.models.rope import RopeTable, apply_rope
 
 _EPS = 1e-6  # of the norms of the narrow projections, whatever that of the others is
+
+
+def check_form(precision: Precision, config: object) -> None:
+    """Checks that a model has the attention whose form the policy names.
+
+    Raises:
+      ValueError: if it has none; the message names the setting and the family.
+    """
+    if precision.latent != "expanded" and getattr(config, "latent", None) is None:
+        family = getattr(config, "model_type", type(config).__name__)
+        raise ValueError(
+            f"precision: latent={precision.latent} is for multi-head latent attention, which the "
+            f"family {family} does not have; leave it out"
+        )
 
 
 def project_latent(
@@ -16,7 +40,9 @@ def project_latent(
     """Computes queries and keys [B, T, H, hd] and values [B, T, H, vd] of a normed stream
     [B, T, D], in `precision.activations`.
 
-    The dimensions that rope rotates come first; those of keys are the same in all heads.
+    The dimensions that rope rotates come first; those of keys are the same in all heads. In the
+    absorbed form, queries are [B, T, H, rope_dim + kv_rank], and keys and values one array
+    [B, T, 1, rope_dim + kv_rank]; `values_of_heads` takes what attention makes of them.
     """
     config, latent, precision = context.config, context.config.latent, context.precision
     assert latent is not None
@@ -40,11 +66,72 @@ def project_latent(
         q = narrow(project(x, layer, "q_down", precision=precision), "q_down_norm")
         q = project(q, layer, "q_up", precision=precision)
     q = heads(q, "q_heads", config.head_dim)
-    q = jnp.concatenate([rotate(q[..., kept:]), q[..., :kept]], axis=-1)
+    q, turned = q[..., :kept], rotate(q[..., kept:])
     both = project(x, layer, "kv_down", precision=precision)
     shared = rotate(both[..., None, latent.kv_rank :])
     low = narrow(both[..., : latent.kv_rank], "kv_down_norm")
+    if context.absorbed:
+        q = jnp.concatenate([turned, _for_narrow_keys(q, layer, context=context)], axis=-1)
+        keys = jnp.concatenate([shared, low[..., None, :]], axis=-1)
+        return q, keys, keys
+    q = jnp.concatenate([turned, q], axis=-1)
     kv = project(low, layer, "kv_up", precision=precision)
     kv = heads(kv, "kv_heads", kept + latent.value_dim)
     shared = jnp.broadcast_to(shared, (*kv.shape[:3], rotated))
     return q, jnp.concatenate([shared, kv[..., :kept]], axis=-1), kv[..., kept:]
+
+
+def _for_narrow_keys(q: jax.Array, layer: Layer, *, context: LayerContext) -> jax.Array:
+    """Multiplies the queries' dimensions without rope [B, T, H, n] by the matrices of keys, hence
+    [B, T, H, kv_rank]."""
+    precision, count = context.precision, q.shape[-1]
+
+    def by_head(name: str) -> jax.Array:
+        matrix = _of_heads(layer[name], context=context)[:, :count]
+        return _batched(q, matrix.swapaxes(1, 2), context=context)
+
+    def adapter() -> jax.Array:
+        return matmul(by_head("kv_up_b"), layer["kv_up_a"].T, precision=precision)
+
+    return _adapted(by_head("kv_up"), adapter, layer, context=context)
+
+
+def values_of_heads(out: jax.Array, layer: Layer, *, context: LayerContext) -> jax.Array:
+    """Makes each head's values [B, T, H, vd] of the absorbed form's averages
+    [B, T, H, rope_dim + kv_rank], in `precision.activations`."""
+    latent, precision = context.config.latent, context.precision
+    assert latent is not None
+    low = out[..., latent.rope_dim :]
+
+    def by_head(x: jax.Array, name: str) -> jax.Array:
+        matrix = _of_heads(layer[name], context=context)[:, -latent.value_dim :]
+        return _batched(x, matrix, context=context)
+
+    def adapter() -> jax.Array:
+        return by_head(matmul(low, layer["kv_up_a"], precision=precision), "kv_up_b")
+
+    return _adapted(by_head(low, "kv_up"), adapter, layer, context=context)
+
+
+def _of_heads(matrix: jax.Array, *, context: LayerContext) -> jax.Array:
+    """Divides a matrix into those of the heads: [H * n, in] -> [H, n, in]."""
+    return matrix.reshape(context.config.num_heads, -1, matrix.shape[-1])
+
+
+def _batched(x: jax.Array, matrix: jax.Array, *, context: LayerContext) -> jax.Array:
+    """Multiplies [B, T, H, in] by a matrix of each head, [H, out, in] -> [B, T, H, out]."""
+    batch, length, heads, _ = x.shape
+    rows = x.transpose(2, 0, 1, 3).reshape(heads, batch * length, -1)
+    y = batched_matmul(rows, matrix, form="nt", precision=context.precision)
+    y = y.astype(context.precision.activations)
+    return y.reshape(heads, batch, length, -1).transpose(1, 2, 0, 3)
+
+
+def _adapted(
+    y: jax.Array, adapter: Callable[[], jax.Array], layer: Layer, *, context: LayerContext
+) -> jax.Array:
+    """Adds the result of an adapter of "kv_up", if the layer has one, as `layers.project` does."""
+    if "kv_up_a" not in layer:
+        return y
+    wide = context.precision.accumulate
+    return (y.astype(wide) + adapter().astype(wide)).astype(context.precision.activations)

@@ -127,6 +127,11 @@ class LayerContext(NamedTuple):
     constrain: Constrain = identity
     local: Local = undivided
 
+    @property
+    def absorbed(self) -> bool:
+        """True if attention is computed in the absorbed form of `latent`."""
+        return self.config.latent is not None and self.precision.latent == "absorbed"
+
     def norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         """Applies `rms_norm` as the decoder's family does."""
         weight = weight.astype(self.precision.accumulate)

@@ -19,6 +19,7 @@ from jaxrl.core.loss_scale import (
     update_loss_scale,
 )
 from jaxrl.core.precision import (
+    LATENT,
     PRESETS,
     ROLES,
     Precision,
@@ -136,6 +137,16 @@ def test_sampler_precision_computes_as_the_sampler_does():
     assert (shadow.logits, shadow.loss_scale) == (jnp.float32, LossScaleSpec())
 
 
+def test_the_form_of_the_samplers_attention_is_also_the_shadows():
+    forms = {name: sampler_precision(parse(f"fp32,latent={name}")).latent for name in LATENT}
+    assert forms == {"expanded": "expanded", "sampler": "absorbed", "absorbed": "absorbed"}
+    assert disagreement(parse("bf16_master,latent=absorbed")) is None
+    with pytest.raises(ValueError, match="latent='narrow' is not a form; use one of expanded, sam"):
+        parse("fp32,latent=narrow")
+    with pytest.raises(ValueError, match=r"latent=sampler and sums=fixed.*sampler\.exact = true"):
+        parse("fp32,latent=sampler,sums=fixed")
+
+
 def test_cast_leaves_integers_alone():
     tree = {"w": jnp.ones(2), "ids": jnp.arange(2), "key": jax.random.key(0)}
     halves = cast(tree, jnp.dtype(jnp.float16))
@@ -199,6 +210,8 @@ def test_presets_with_a_matched_sampler_agree(name):
         ("bf16_master,activations=f32", r"^activations = f32 and sampler = bf16"),
         ("fp16_master,wire=bf16", r"^wire = bf16 and sampler = f16"),
         ("bf16_master,wire=f8_e4m3", r"^wire = f8_e4m3 and sampler = bf16"),
+        ("bf16_master,latent=sampler", r"^latent = sampler.*beta.*\.01 in bf16.*latent=absorbed$"),
+        ("phantom,latent=sampler", r"^latent = sampler.*; compute = f32"),
     ],
 )
 def test_a_disagreement_names_the_roles_and_the_cure(text, named):

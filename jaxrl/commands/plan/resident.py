@@ -158,6 +158,8 @@ def _cache(config: Config, step: Step, *, layout: Layout) -> KVCache:
     before, slots = [width, first, *larger][-2:]
     heads = sizes.num_kv_heads // layout.count("kv_heads")
     numbers = heads * (sizes.head_dim + sizes.value_dim)
+    if step.policy.latent != "expanded" and (latent := sizes.latent) is not None:
+        numbers = latent.kv_rank + latent.rope_dim  # which all heads share
     layer = numbers * step.policy.sampler.itemsize  # bytes per token
     token = sizes.attention_layers * layer
     if config.train.replay_routing and sizes.experts is not None:

@@ -39,8 +39,11 @@ class Cache:
     whole cache to write a token: it brings to the end of an array what is written together.
     """
 
-    keys: jax.Array  # [L, B, K, head_dim, S] for a CPU, else [L, B, K, S, head_dim]
-    values: jax.Array  # [L, B, K, S, value_dim], see `pad_values`
+    # [L, B, K, head_dim, S] for a CPU, else [L, B, K, S, head_dim]. In the absorbed form of
+    # `latent`, K is 1.
+    keys: jax.Array
+    # [L, B, K, S, value_dim], see `pad_values`; None in the absorbed form, where they are the keys.
+    values: jax.Array | None
     # [L, B, S, k] of the layers that have some, of the smallest unsigned dtype.
     experts: jax.Array | None = None
     linear: LinearState | None = None  # its arrays have the layers in front: [N, B, ...]
@@ -49,12 +52,12 @@ class Cache:
     @property
     def rows(self) -> int:
         """The number of rows B."""
-        return self.values.shape[1]
+        return self.keys.shape[1]
 
     @property
     def slots(self) -> int:
         """The number of tokens S that fit in a row."""
-        return self.values.shape[-2]
+        return self.keys.shape[-1 if self.for_cpu else -2]
 
 
 @jit_by_policy(static_argnames=("model", "precision", "record_experts", "for_cpu"))
@@ -93,7 +96,7 @@ def prefill(
         def attend(q, k, v):
             scoring = context.scoring(group, layer)
             out = attention(q, k, v, segments, scoring=scoring, precision=precision)
-            return out, _entries(k, v, precision, for_cpu=for_cpu)
+            return out, _entries(k, v, context, for_cpu=for_cpu)
 
         def recur(inputs, gates):
             out, states = recur_rows(inputs, gates, layer, segments, context=context)
@@ -220,12 +223,12 @@ def _advance(
         scoring = context.scoring(group, layer)
 
         def attend(q, k, v):
-            new = _entries(k, v, precision, for_cpu=cache.for_cpu)
+            new = _entries(k, v, context, for_cpu=cache.for_cpu)
             changed = _write(cache, new, place, (rows, positions))
             out = attend_cache(
                 q, changed, place, positions=positions, scoring=scoring, precision=precision
             )
-            return out[..., : config.value_dim], changed
+            return out[..., : v.shape[-1]], changed
 
         def recur(inputs, gates):
             state = jax.tree.map(lambda part: part[place], cache.linear)
@@ -323,13 +326,13 @@ def _near_slots(
     step = ADDED if precision.sums == "fixed" else TILE
     back = slots if window is None else window - 1
     near = slots - (slots - back - positions.shape[1] - step + 1) // step * step
-    if near >= slots:
-        parts = cache.keys[place], cache.values[place]
-        keys, values = (from_bits(part, precision.compute) for part in parts)
-        return jnp.zeros(rows, jnp.int32), keys, values
-    first = jnp.clip((positions[:, 0] - back) // step * step, 0, slots - near)
+    first = jnp.zeros(rows, jnp.int32)
+    if near < slots:
+        first = jnp.clip((positions[:, 0] - back) // step * step, 0, slots - near)
 
     def read(part: jax.Array, *, axis: int) -> jax.Array:
+        if near >= slots:
+            return from_bits(part[place], precision.compute)
         sizes = [near if i == axis else size for i, size in enumerate(part.shape)]
 
         def of_row(row: jax.Array, first: jax.Array) -> jax.Array:
@@ -340,13 +343,19 @@ def _near_slots(
         found = jax.vmap(of_row)(jnp.arange(rows, dtype=jnp.int32), first)
         return from_bits(found, precision.compute)
 
-    return first, read(cache.keys, axis=4 if cache.for_cpu else 3), read(cache.values, axis=3)
+    keys = read(cache.keys, axis=4 if cache.for_cpu else 3)
+    if cache.values is None:
+        return first, keys, keys.swapaxes(2, 3) if cache.for_cpu else keys
+    return first, keys, read(cache.values, axis=3)
 
 
-def _entries(k: jax.Array, v: jax.Array, precision: Precision, *, for_cpu: bool) -> Cache:
+def _entries(k: jax.Array, v: jax.Array, context: LayerContext, *, for_cpu: bool) -> Cache:
     """Returns one layer's part of the cache from keys and values [B, T, K, hd]."""
+    precision = context.precision
     k, v = (to_bits(x.astype(precision.compute)) for x in (k, v))
     keys = k.transpose(0, 2, 3, 1) if for_cpu else k.transpose(0, 2, 1, 3)
+    if context.absorbed:
+        return Cache(keys, None, for_cpu=for_cpu)
     values = pad_values(v.transpose(0, 2, 1, 3), precision)
     return Cache(keys, values, for_cpu=for_cpu)
 
@@ -357,16 +366,20 @@ def _write(
     """Writes one layer's entries of tokens, which are given by their rows, i32[B, 1], and their
     positions, i32[B, T]."""
     rows, positions = tokens
+    heads = jnp.arange(new.keys.shape[1])[None, :, None]
+    at = (place, rows[:, :, None], heads, positions[:, None, :])
+    keys, values = cache.keys, cache.values
     if cache.for_cpu:
-        keys = new.keys.transpose(0, 3, 1, 2)
-        keys = cache.keys.at[place, rows, :, :, positions].set(keys, mode="drop")
-        values = new.values.transpose(0, 2, 1, 3)
-        values = cache.values.at[place, rows, :, positions].set(values, mode="drop")
+        new_keys = new.keys.transpose(0, 3, 1, 2)
+        keys = keys.at[place, rows, :, :, positions].set(new_keys, mode="drop")
     else:
-        heads = jnp.arange(new.keys.shape[1])[None, :, None]
-        at = (place, rows[:, :, None], heads, positions[:, None, :])
-        keys = cache.keys.at[at].set(new.keys, mode="drop")
-        values = cache.values.at[at].set(new.values, mode="drop")
+        keys = keys.at[at].set(new.keys, mode="drop")
+    if values is not None and new.values is not None:
+        if cache.for_cpu:
+            new_values = new.values.transpose(0, 2, 1, 3)
+            values = values.at[place, rows, :, positions].set(new_values, mode="drop")
+        else:
+            values = values.at[at].set(new.values, mode="drop")
     return dataclasses.replace(cache, keys=keys, values=values)
 
 

@@ -12,6 +12,7 @@ from jaxrl.core.casts import as_served
 from jaxrl.core.precision import Precision, check_products, jit, sampler_precision
 from jaxrl.models.decoder import Model
 from jaxrl.models.families import DecoderConfig
+from jaxrl.models.latent import check_form
 from jaxrl.models.spec import Params
 from jaxrl.sampling.base import Completion, SamplingParams, Turn, check_turns, group_turns
 from jaxrl.sampling.embedded.batch_decoding import decode_turns
@@ -61,20 +62,23 @@ class EmbeddedSampler:
           precision: the run's policy; the sampler uses `sampler_precision` of it.
           version: the policy version of `params`.
           max_batch: the most completions decoded at once. More use the machine better; each needs
-            KV cache for its tokens, 2 * layers * kv heads * head_dim numbers per token.
+            KV cache for its tokens, 2 * layers * kv heads * head_dim numbers per token; with
+            `latent=sampler`, layers * (kv_rank + rope_dim).
           layout: placement of the sampler's weights and batches on a mesh, of the learner's devices
             or of others; None leaves the weights where they are.
           record_experts: whether completions record the experts that the layers chose.
 
         Raises:
-          ValueError: if `max_batch` is below 1, if experts are to be recorded of a dense model, or
-            if the devices of `params` cannot compute products as the policy says.
+          ValueError: if `max_batch` is below 1, if experts are to be recorded of a dense model, if
+            the devices of `params` cannot compute products as the policy says, or if it names a
+            form of latent attention for a model without any.
         """
         if record_experts and model.config.experts is None:
             raise ValueError("record_experts=True needs a model with experts; this one is dense")
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch}: it must be at least 1")
         devices = jax.tree.leaves(params)[0].devices()
+        check_form(precision, model.config)
         check_products(precision, next(iter(devices)).platform, devices=len(devices))
         self._model = model
         self._precision = sampler_precision(precision)

@@ -72,6 +72,20 @@ def test_replicated_weights(tmp_path):
     assert whole.cache.size == 2 * cut.cache.size  # heads are not sharded
 
 
+@pytest.mark.parametrize("form", ["expanded", "sampler"])
+def test_the_cache_of_latent_attention(form, tmp_path):
+    directory, latent = tmp_path / "model", tiny.DEEPSEEK.latent
+    directory.mkdir()
+    content = hf_config.to_hf_config(tiny.DEEPSEEK, dtype="float32")
+    (directory / "config.json").write_text(json.dumps(content))
+    changes = {"model__path": str(directory), "precision": f"bf16_master,latent={form}"}
+    cache = counted(tmp_path, **COMPLETIONS, **changes).cache
+    numbers = 4 // 2 * (tiny.DEEPSEEK.head_dim + latent.value_dim)  # heads over two devices
+    if form == "sampler":
+        numbers = latent.kv_rank + latent.rope_dim
+    assert cache.size == tiny.DEEPSEEK.num_layers * 16 // 4 * 192 * numbers * 2
+
+
 def test_peaks_of_the_phases():
     found = ResidentMemory(
         state=10,

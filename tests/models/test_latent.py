@@ -1,0 +1,67 @@
+"""The absorbed form of multi-head latent attention is the expanded form."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.core.precision import parse
+from jaxrl.models import lora, spec
+from jaxrl.models.decoder import decoder
+from jaxrl.models.latent import check_form
+from tests import tiny
+
+FORMS = parse("fp32"), parse("fp32,latent=absorbed")
+DIRECT = dataclasses.replace(
+    tiny.DEEPSEEK, latent=dataclasses.replace(tiny.DEEPSEEK.latent, q_rank=None, interleaved=False)
+)
+TOKENS = jax.random.randint(jax.random.key(5), (2, 11), 2, tiny.CONFIG.vocab_size)
+# Two packed sequences; one and padding.
+SEGMENTS = jnp.array([[1] * 4 + [2] * 7, [1] * 9 + [0] * 2])
+POSITIONS = jnp.array([[*range(4), *range(7)], [*range(9), 0, 0]])
+
+
+def adapted(model, base):
+    adapters = lora.adapter_specs(model.specs, rank=3, targets=["kv_b_proj", "o_proj"])
+    drawn = spec.init(adapters, jax.random.key(0), dtype=FORMS[0].params)
+    return lora.Adapted(jax.tree.map(lambda x: x + 0.1, drawn), base, alpha=6.0)
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("config", [tiny.DEEPSEEK, DIRECT], ids=["narrow_q", "direct_q"])
+def test_both_forms_have_one_value_and_one_gradient(config, adapters):
+    model, params = decoder(config, remat="attention"), tiny.params(config=config)
+    if adapters:
+        params = adapted(model, params)
+    weights = jax.random.normal(jax.random.key(1), (*TOKENS.shape, config.hidden_size))
+    weights *= (SEGMENTS > 0)[..., None]
+
+    def loss(trained, precision):
+        whole = lora.with_trainable(params, trained)
+        return jnp.sum(
+            weights * model.hidden(whole, TOKENS, POSITIONS, SEGMENTS, precision=precision)
+        )
+
+    (one, expected), (other, found) = (
+        jax.jit(jax.value_and_grad(partial(loss, precision=form)))(lora.trainable(params))
+        for form in FORMS
+    )
+    assert (
+        float(jnp.abs(jnp.stack([jnp.abs(x).max() for x in jax.tree.leaves(expected)])).max()) > 1
+    )
+    np.testing.assert_allclose(other, one, rtol=1e-5)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), found, expected
+    )
+
+
+def test_a_family_without_it_has_no_form():
+    check_form(FORMS[1], tiny.DEEPSEEK)
+    check_form(FORMS[0], tiny.CONFIG)
+    with pytest.raises(
+        ValueError, match=r"latent=absorbed is for multi-head.*family qwen3 does not"
+    ):
+        check_form(FORMS[1], tiny.CONFIG)
