@@ -117,6 +117,11 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({"eval__every": 5}, "eval.every = 5 needs data.eval_path"),
         ({"critic__trunk": "shared", "critic__path": "c"}, "leave critic.path out"),
         ({"critic__trunk": "shared", "lora__rank": 4}, "lora.rank = 4 keeps frozen"),
+        (
+            {"precision": "fp32,latent=sampler", "sampler__name": "vllm"},
+            "latent=sampler applies to sampler.name = 'embedded'",
+        ),
+        ({"precision": "fp32,latent=sampler", "sampler__exact": True}, "sampler.exact = true sets"),
         ({"lora__path": "adapter"}, "lora.rank = 0 trains none; set lora.rank"),
         ({"lora__rank": 4, "lora__publish": "adapters"}, "needs a server that loads them"),
         (
