@@ -210,7 +210,7 @@ def test_presets_with_a_matched_sampler_agree(name):
         ("bf16_master,activations=f32", r"^activations = f32 and sampler = bf16"),
         ("fp16_master,wire=bf16", r"^wire = bf16 and sampler = f16"),
         ("bf16_master,wire=f8_e4m3", r"^wire = f8_e4m3 and sampler = bf16"),
-        ("bf16_master,latent=sampler", r"^latent = sampler.*beta.*\.01 in bf16.*latent=absorbed$"),
+        ("bf16_master,latent=sampler", r"^latent = sampler.*beta.*\.014 in bf16.*latent=absorbed$"),
         ("phantom,latent=sampler", r"^latent = sampler.*; compute = f32"),
     ],
 )
