@@ -157,7 +157,8 @@ def _shardings(state: DecodeState, layout: Layout) -> DecodeState:
     rows, heads = (layout.batch((axis,)).spec for axis in ("batch", "kv_heads"))
 
     def of_cache(path: Any, x: Any) -> NamedSharding:
-        parted = path[0].name in ("keys", "values")
+        # The narrow keys of latent attention are one head.
+        parted = path[0].name in ("keys", "values") and x.shape[2] > 1
         axes = (None, *rows, *heads) if parted else (None, *rows)
         return NamedSharding(layout.mesh, PartitionSpec(*axes))
 
