@@ -27,7 +27,10 @@ def with_keys(**changes):
     tree = {k: dict(v) if isinstance(v, dict) else v for k, v in REQUIRED.items()}
     for name, value in changes.items():
         section, _, key = name.partition("__")
-        tree.setdefault(section, {})[key] = value
+        if key:
+            tree.setdefault(section, {})[key] = value
+        else:
+            tree[section] = value
     return validate(Config, tree)
 
 
