@@ -140,6 +140,8 @@ def _tokenise(
                 "completion; shorten the prompt"
             )
         if not tokens:
-            raise ValueError(f"{where} has no tokens")
+            raise ValueError(
+                f"{where} has no tokens by the tokenizer of {model}; write a prompt that has some"
+            )
         prompts.append(np.asarray(tokens, np.int32))
     return prompts

@@ -150,7 +150,14 @@ def decoder(
         context = LayerContext(config, precision, constrain, local)
         tables = context.rope_tables(positions)
 
+        # The layers of a period share a loop's body: without barriers XLA would gather weights and
+        # recompute results of all of them before it needs them.
+        periodic = any(len(groups) > 1 for groups in config.scans)
+
         def layer_of(group, x, layer, replay):
+            if periodic:
+                x, layer = jax.lax.optimization_barrier((x, layer))
+
             def attention_of(q, k, v):
                 scoring = context.scoring(group, layer)
                 return attend(q, k, v, seen, scoring=scoring, precision=precision), None
@@ -164,7 +171,7 @@ def decoder(
 
         if remat != "none":
             layer_of = jax.checkpoint(
-                layer_of, policy=_REMAT[remat], prevent_cse=False, static_argnums=(0,)
+                layer_of, policy=_REMAT[remat], prevent_cse=periodic, static_argnums=(0,)
             )
 
         x = context.enter(embed(params["embed"], tokens, precision=precision))
