@@ -81,7 +81,7 @@ def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Findin
         check_products(policy, devices[0].platform, devices=len(devices))
         logits = policy.logits if config.sampler.name == "embedded" else None
         groups.setdefault(
-            (policy.wire, policy.sampler, logits, policy.products, policy.sums), []
+            (policy.wire, policy.sampler, logits, policy.products, policy.sums, policy.latent), []
         ).append(name)
     findings = {}
     for names in groups.values():
