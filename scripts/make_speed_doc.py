@@ -3,9 +3,10 @@
     python scripts/make_speed_doc.py runs/speed --plain DIR --peers .venv-peers
 
 Takes half an hour, with nothing else on the machine. Results in the directory are not measured
-again; remove their files to repeat them. --plain names a directory with hand-written programs,
-torch_step.py and jax_decode.py, and --peers that of scripts/install_peers.sh; without them those
-lines are left out. vLLM must be installed (scripts/install_vllm.sh).
+again; remove their files to repeat them. --only measures some: iteration, learner-S, learner-M,
+shared-prompts, sampler, lognormal, window, turns. --plain names a directory with hand-written
+programs, torch_step.py and jax_decode.py, and --peers that of scripts/install_peers.sh; without
+them those lines are left out. vLLM must be installed (scripts/install_vllm.sh).
 """
 
 import argparse
@@ -102,12 +103,16 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--plain", type=Path, help="directory of hand-written programs")
     parser.add_argument("--peers", type=Path, help="directory of scripts/install_peers.sh")
+    names = [benchmark.name for benchmark in BENCHMARKS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     args = parser.parse_args()
     args.directory.mkdir(parents=True, exist_ok=True)
     lines: list[list[str]] = []
     machine, version, dates = "", "", set[str]()
     for benchmark in BENCHMARKS:
         file = args.directory / f"{benchmark.name}.jsonl"
+        if not file.exists() and benchmark.name not in args.only:
+            continue
         if not file.exists():
             measure(benchmark, file, given=vars(args))
         for result in map(json.loads, file.read_text().splitlines()):
