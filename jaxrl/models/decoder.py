@@ -16,6 +16,7 @@ from jaxrl.models.experts import Routing, imbalance
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.layers import (
     Constrain,
+    Layer,
     LayerContext,
     Local,
     embed,
@@ -150,13 +151,8 @@ def decoder(
         context = LayerContext(config, precision, constrain, local)
         tables = context.rope_tables(positions)
 
-        # The layers of a period share a loop's body: without barriers XLA would gather weights and
-        # recompute results of all of them before it needs them.
-        periodic = any(len(groups) > 1 for groups in config.scans)
-
         def layer_of(group, x, layer, replay):
-            if periodic:
-                x, layer = jax.lax.optimization_barrier((x, layer))
+            x, layer = _in_turn(x, layer, config)
 
             def attention_of(q, k, v):
                 scoring = context.scoring(group, layer)
@@ -171,7 +167,7 @@ def decoder(
 
         if remat != "none":
             layer_of = jax.checkpoint(
-                layer_of, policy=_REMAT[remat], prevent_cse=periodic, static_argnums=(0,)
+                layer_of, policy=_REMAT[remat], prevent_cse=_periodic(config), static_argnums=(0,)
             )
 
         x = context.enter(embed(params["embed"], tokens, precision=precision))
@@ -188,8 +184,7 @@ def decoder(
     def hidden_routed(
         params, tokens, positions, segments, *, precision, seen_until=None, recorded=None
     ):
-        if recorded is not None:
-            recorded = recorded.transpose(2, 0, 1, 3)
+        recorded = None if recorded is None else recorded.transpose(2, 0, 1, 3)
         rows = (positions, segments, seen_until)
         settings = {"observe": _imbalance_and_experts, "recorded": recorded}
         x, (costs, chosen) = run(params, tokens, rows, precision=precision, **settings)
@@ -202,6 +197,16 @@ def decoder(
 
     routed = None if config.experts is None else hidden_routed
     return Model(config, param_specs(config), hidden, unembedding, routed, local)
+
+
+def _periodic(config: DecoderConfig) -> bool:
+    return any(len(groups) > 1 for groups in config.scans)
+
+
+def _in_turn(x: jax.Array, layer: Layer, config: DecoderConfig) -> tuple[jax.Array, Layer]:
+    """Returns the stream and a layer as they are, the layer not before the stream. The layers of a
+    period share a loop's body: XLA would gather the weights of all before it needs them."""
+    return jax.lax.optimization_barrier((x, layer)) if _periodic(config) else (x, layer)
 
 
 def _check_linear(config: DecoderConfig, precision: Precision, *, shared: bool) -> None:
