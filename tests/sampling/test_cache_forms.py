@@ -1,10 +1,12 @@
 """The cache in the form for TPUs and GPUs, on a CPU."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
-from jaxrl.core.precision import PRESETS
+from jaxrl.core.precision import parse
 from jaxrl.models.decoder import decoder
 from jaxrl.sampling.base import SamplingParams, Turn, TurnCache
 from jaxrl.sampling.embedded.request import DecodeRequest
@@ -17,7 +19,7 @@ def completions(monkeypatch, *, on_cpu, config, precision):
     jax.clear_caches()
     params = tiny.params(config=config)
     sampler = EmbeddedSampler(
-        decoder(config), params, precision=PRESETS[precision], max_batch=16, record_experts=True
+        decoder(config), params, precision=parse(precision), max_batch=16, record_experts=True
     )
     asked = SamplingParams(max_tokens=100, stop=((2,),), seed=1)
     # More than fit into a batch, so that rows are refilled; the cache grows and loses rows.
@@ -31,9 +33,17 @@ def completions(monkeypatch, *, on_cpu, config, precision):
     return sorted(found, key=lambda c: (c.prompt_index, c.sample_index, len(c.tokens)))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_both_forms_of_the_cache_give_the_same_completions(monkeypatch, precision):
-    settings = {"config": tiny.MOE, "precision": precision}
+@pytest.mark.parametrize(
+    ("config", "precision"),
+    [
+        (tiny.MOE, "fp32"),
+        (tiny.MOE, "bf16"),
+        (dataclasses.replace(tiny.DEEPSEEK, max_positions=256), "fp32,latent=sampler"),
+    ],
+    ids=["f32", "bf16", "narrow"],
+)
+def test_both_forms_of_the_cache_give_the_same_completions(monkeypatch, config, precision):
+    settings = {"config": config, "precision": precision}
     one = completions(monkeypatch, on_cpu=True, **settings)
     other = completions(monkeypatch, on_cpu=False, **settings)
     assert len(one) == 26
