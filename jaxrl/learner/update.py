@@ -109,7 +109,7 @@ def make_update(
             return constrain_trained(cast(grads, precision.grads)), aux
 
         summed = optax.microbatching.microbatch(
-            one,
+            jax.jit(one, inline=True),  # microbatch calls it twice, jit traces it once
             argnums=1,
             microbatch_size=rows_per_microbatch,
             accumulator=optax.microbatching.AccumulationType.SUM,
@@ -155,7 +155,7 @@ def by_microbatch(
 
     def apply(weights: Params, minibatch: Minibatch) -> Rows:
         concatenated = optax.microbatching.microbatch(
-            fn,
+            jax.jit(fn, inline=True),  # traced once, as above
             argnums=1,
             microbatch_size=rows_per_microbatch,
             accumulator=optax.microbatching.AccumulationType.CONCAT,
