@@ -9,26 +9,15 @@ turn. Peers compute in f32.
 
 import argparse
 import contextlib
-import dataclasses
-import json
-import random
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
+from benchmarks import peers
 from benchmarks.iteration.pace import ANSWER, GROUP, PROMPT, PROMPTS
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import alternate, compared, write
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from jaxrl.models import huggingface, spec
-from jaxrl.models.parameters import param_specs
-
-PROGRAMS = Path(__file__).parent / "benchmarks/iteration"
 TOKENS = PROMPTS * GROUP * (PROMPT + ANSWER)
 
 
@@ -43,16 +32,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also append the lines to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as programs:
-        material = write_material(Path(made), args.shape)
+        material = peers.write_material(Path(made), args.shape)
         commands = {
             f"jaxrl {precision}": [sys.executable, "run_jaxrl.py", *material, args.rows, precision]
             for precision in args.precisions
         }
-        for python in args.peers.resolve().glob("*/bin/python") if args.peers else ():
-            peer = python.parts[-3]
-            commands[peer] = [python, f"run_{peer}.py", *material, args.peer_rows]
+        for name, program in (peers.installed(args.peers) if args.peers else {}).items():
+            commands[name] = [*program, *material, args.peer_rows]
         runs = {
-            name: programs.enter_context(started([str(part) for part in command]))
+            name: programs.enter_context(peers.started([str(part) for part in command]))
             for name, command in commands.items()
         }
         seconds = alternate(runs, repetitions=args.repetitions)
@@ -60,55 +48,6 @@ def main() -> None:
     row |= {"prompt": PROMPT, "completion": ANSWER}
     rates = {name: [TOKENS / s for s in values] for name, values in seconds.items()}
     write(row | compared(rates, ours=f"jaxrl {args.precisions[0]}"), args.out)
-
-
-def write_material(directory: Path, shape: str) -> tuple[Path, Path]:
-    """Writes a model with random weights, and prompts of `PROMPT` words, each a token."""
-    config = dataclasses.replace(SHAPES[shape], pad_id=0, eos_ids=(1,))
-    f32 = jnp.dtype(jnp.float32)
-    params = spec.init(param_specs(config), jax.random.key(0), dtype=f32)
-    huggingface.save(directory / "model", params, config, dtype=f32)
-    words = [f"w{i}" for i in range(2, config.vocab_size)]
-    vocabulary = {word: i for i, word in enumerate(["<pad>", "<end>", *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>"
-    ).save_pretrained(directory / "model")
-    rng = random.Random(0)
-    prompts = [
-        {"prompt": " ".join(rng.choices(words, k=PROMPT)), "answer": ""}
-        for _ in range(64 * PROMPTS)
-    ]
-    lines = [json.dumps(prompt) + "\n" for prompt in prompts]
-    (directory / "prompts.jsonl").write_text("".join(lines))
-    return directory / "model", directory / "prompts.jsonl"
-
-
-@contextlib.contextmanager
-def started(command):
-    """Starts a program; yields a function that lets it take one iteration."""
-    log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-    program = subprocess.Popen(
-        command, cwd=PROGRAMS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-    )
-
-    def wait() -> None:
-        if not program.stdout.readline():
-            log.seek(0)
-            raise SystemExit(f"{' '.join(command)} ended: {log.read()[-3000:]}")
-
-    def iterate(_: int) -> None:
-        program.stdin.write("\n")
-        program.stdin.flush()
-        wait()
-
-    try:
-        wait()  # it has loaded everything and sampled for the first time
-        yield iterate
-    finally:
-        program.kill()
-        program.wait()
 
 
 if __name__ == "__main__":

@@ -1,23 +1,37 @@
 """Measures speed and memory of the learner's step, as JSON lines.
 
 python scripts/bench_learner.py --shapes S M --dtypes f32 bf16 f16 [--elided] [--baseline DIR]
-    [--torch DIR]
+    [--torch DIR] [--peers DIR]
 
 The dtypes of a shape and the baselines are timed alternately.
 """
 
 import argparse
 import functools
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from benchmarks import learning, plain, plain_torch
+from benchmarks import learning, peers, plain, plain_torch
 from benchmarks.learning import LENGTH, SEQUENCES
 from benchmarks.shapes import SHAPES
-from benchmarks.timing import alternate, compared, matmul_peak, write
+from benchmarks.timing import Run, alternate, compared, matmul_peak, write
 
 from jaxrl.core.precision import parse
 
 PRECISION = {"f32": "fp32", "bf16": "bf16_master", "f16": "fp16_master"}
+
+
+@contextmanager
+def trl_step(directory: Path, shape: str, *, rows: int) -> Iterator[tuple[str, Run]]:
+    """Starts TRL's trainer; yields its name with a function that takes a step in f32."""
+    found = peers.installed(directory)
+    name = next(name for name in found if name.startswith("TRL"))
+    with tempfile.TemporaryDirectory() as made:
+        material = map(str, peers.write_material(Path(made), shape))
+        with peers.started([*found[name], *material, str(rows), "step"]) as run:
+            yield f"{name} f32", run
 
 
 def main() -> None:
@@ -30,7 +44,10 @@ def main() -> None:
     parser.add_argument("--elided", action="store_true", help="time it without roundings, too")
     parser.add_argument("--baseline", type=Path, help="directory with a plain jax_step.py")
     parser.add_argument("--torch", type=Path, help="directory with a plain torch_step.py")
-    parser.add_argument("--torch-rows", type=int, default=16, help="its sequences per microbatch")
+    parser.add_argument("--peers", type=Path, help="time TRL of scripts/install_peers.sh in f32")
+    parser.add_argument(
+        "--torch-rows", type=int, default=16, help="sequences per microbatch of torch and TRL"
+    )
     parser.add_argument("--out", type=Path, help="also append the lines to this file")
     args = parser.parse_args()
     peaks = {dtype: matmul_peak(dtype) for dtype in args.dtypes}
@@ -48,7 +65,12 @@ def main() -> None:
             if args.torch and dtype in plain_torch.FLAGS:
                 step = plain_torch.step(args.torch, shape, dtype=dtype, rows=args.torch_rows)
                 runs[f"hand-written torch {dtype}"] = step
-        seconds = alternate(runs, repetitions=args.repetitions)
+        with ExitStack() as programs:
+            if args.peers and "f32" in args.dtypes:
+                trl = trl_step(args.peers, shape, rows=args.torch_rows)
+                name, run = programs.enter_context(trl)
+                runs[name] = run
+            seconds = alternate(runs, repetitions=args.repetitions)
         tokens, flops = SEQUENCES * LENGTH, learning.step_flops(shape)
         rates = {name: [tokens / s for s in values] for name, values in seconds.items()}
         for dtype, one in built.items():

@@ -2,7 +2,7 @@
 
     python scripts/make_speed_doc.py runs/speed --plain DIR --peers .venv-peers
 
-Takes half an hour, with nothing else on the machine. Results in the directory are not measured
+Takes 45 minutes, with nothing else on the machine. Results in the directory are not measured
 again; remove their files to repeat them. --only measures some: iteration, learner-S, learner-M,
 shared-prompts, sampler, lognormal, window, turns. --plain names a directory with hand-written
 programs, torch_step.py and jax_decode.py, and --peers that of scripts/install_peers.sh; without
@@ -28,13 +28,13 @@ class Benchmark(NamedTuple):
       name: of the file with its results.
       work: first column, formatted with the facts of each result.
       command: script and arguments.
-      needs: the option of this script that its comparison needs, and the option that passes it on.
+      needs: options of this script that its comparisons need, each with the one that passes it on.
     """
 
     name: str
     work: str
     command: str
-    needs: tuple[str, str] | None = None
+    needs: tuple[tuple[str, str], ...] = ()
 
 
 BENCHMARKS = (
@@ -42,19 +42,19 @@ BENCHMARKS = (
         "iteration",
         "whole iteration, {shape}, f32",
         "bench_iteration.py --precisions fp32 --repetitions 2",
-        ("peers", "--peers"),
+        (("peers", "--peers"),),
     ),
     Benchmark(
         "learner-S",
         "learner's step, {shape}, `{precision}`",
         "bench_learner.py --shapes S --dtypes f32 bf16 f16 --repetitions 3",
-        ("plain", "--torch"),
+        (("plain", "--torch"), ("peers", "--peers")),
     ),
     Benchmark(
         "learner-M",
         "learner's step, {shape}, `{precision}`",
         "bench_learner.py --shapes M --dtypes bf16 --repetitions 2",
-        ("plain", "--torch"),
+        (("plain", "--torch"),),
     ),
     Benchmark(
         "shared-prompts",
@@ -65,7 +65,7 @@ BENCHMARKS = (
         "sampler",
         "{sequences} completions of {longest} tokens, {shape}, {dtype}",
         "bench_sampler.py --sequences 64 256 --beside-vllm --dtypes f32 bf16 --repetitions 2",
-        ("plain", "--baseline"),
+        (("plain", "--baseline"),),
     ),
     Benchmark(
         "lognormal",
@@ -130,9 +130,9 @@ def measure(benchmark: Benchmark, file: Path, *, given: dict[str, Any]) -> None:
     """Runs a benchmark; its results are in `file` if it has ended well."""
     command = [sys.executable, *benchmark.command.split()]
     command[1] = str(SCRIPTS / command[1])
-    if benchmark.needs is not None and given[benchmark.needs[0]] is not None:
-        option, path = benchmark.needs
-        command += [path, str(given[option])]
+    for option, path in benchmark.needs:
+        if given[option] is not None:
+            command += [path, str(given[option])]
     draft = file.with_suffix(".draft")
     draft.unlink(missing_ok=True)
     subprocess.run([*command, "--out", str(draft)], check=True, stdout=subprocess.DEVNULL)

@@ -28,12 +28,14 @@ class Built(NamedTuple):
 
     Attributes:
       run: takes one step.
+      jaxpr: of the step.
       compile_seconds: time to trace, lower and compile.
       step_bytes: memory of the compiled program: arguments and temporaries.
       live_bytes: memory that a step needs, see `live_bytes`.
     """
 
     run: Run
+    jaxpr: Any
     compile_seconds: float
     step_bytes: int
     live_bytes: int
@@ -58,8 +60,8 @@ def learner_step(
     state = jit(learner.init)(params)
     minibatch = Minibatch(batch=_batch(shape), microbatches=jnp.int32(SEQUENCES // rows))
     start = time.perf_counter()
-    step = jit(learner.step, donate_argnums=0).lower(state, minibatch)
-    step = step.compile({"xla_allow_excess_precision": elide})
+    traced = jit(learner.step, donate_argnums=0).trace(state, minibatch)
+    step = traced.lower().compile({"xla_allow_excess_precision": elide})
     seconds = time.perf_counter() - start
     memory = step.memory_analysis()
     needed = live_bytes(model, state, minibatch, precision=precision, rows=rows)
@@ -71,7 +73,7 @@ def learner_step(
 
     held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     held += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return Built(run, seconds, held, needed)
+    return Built(run, traced.jaxpr.jaxpr, seconds, held, needed)
 
 
 def _batch(shape: str) -> TokenBatch:

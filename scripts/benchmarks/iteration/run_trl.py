@@ -1,4 +1,7 @@
-"""Iterations of TRL's GRPOTrainer: run_trl.py MODEL PROMPTS ROWS, in an environment with trl."""
+"""Iterations of TRL's GRPOTrainer: run_trl.py MODEL PROMPTS ROWS [step], where trl is.
+
+With `step`, each iteration learns from the first one's completions and samples none.
+"""
 
 import json
 import sys
@@ -19,6 +22,19 @@ def main() -> None:
         pace(len(completions))
         return [reward(text) for text in completions]
 
+    class Learner(GRPOTrainer):
+        """Learns from the same completions again and again."""
+
+        kept = None
+
+        def _generate_and_score_completions(self, inputs):
+            if self.kept is None:
+                self.kept = super()._generate_and_score_completions(inputs)
+            else:
+                pace(PROMPTS * GROUP)
+            return self.kept
+
+    trainer = Learner if sys.argv[4:] == ["step"] else GRPOTrainer
     with tempfile.TemporaryDirectory() as directory:
         config = GRPOConfig(
             output_dir=directory,
@@ -35,9 +51,8 @@ def main() -> None:
             save_strategy="no",
             max_steps=10**6,
         )
-        GRPOTrainer(
-            model, reward_funcs=paced, args=config, train_dataset=Dataset.from_list(examples)
-        ).train()
+        data = Dataset.from_list(examples)
+        trainer(model, reward_funcs=paced, args=config, train_dataset=data).train()
 
 
 if __name__ == "__main__":
