@@ -3,8 +3,8 @@
     python scripts/bench_growth.py runs/growth.jsonl --picture docs/pictures/growth.png
 
 Takes a quarter of an hour, with nothing else on the machine. The points of a panel are timed
-alternately. Shape S in f32, 8 completions of each prompt; the learner's minibatches have 4,096
-tokens, or two groups of completions.
+alternately. The model is that of shape S, the learner computes in f32; its minibatches have 4,096
+tokens, or two groups of completions of 64 tokens.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.figure
+import numpy as np
 from benchmarks import packed_step, sampling
 from benchmarks.packed_step import Groups
 from benchmarks.shapes import ANSWER, SHAPES
@@ -98,17 +99,14 @@ def _completions(count: int, *, dtype: str) -> Run:
 def draw(axis, panel: Panel, seconds: Mapping[tuple[str, int], list[float]]) -> None:
     """Draws the medians of a panel with their ranges, in ms for a unit of work."""
     for color, (name, points) in zip(("#1f5fbf", "#c1272d"), panel.lines.items(), strict=False):
-        costs = [[1e3 * s / p.units for s in seconds[name, p.x]] for p in points]
-        found = [summary(cost) for cost in costs]
-        middle = [f["median"] for f in found]
-        below = [f["median"] - f["worst"] for f in found]
-        above = [f["best"] - f["median"] for f in found]
-        xs = [p.x for p in points]
-        axis.errorbar(xs, middle, [below, above], color=color, marker="o", capsize=3, label=name)
+        xs = [p.x for p in points]  # the same on all lines
+        costs = np.array([[1e3 * s / p.units for s in seconds[name, p.x]] for p in points])
+        middle = np.median(costs, axis=1)
+        spread = np.abs([costs.min(axis=1), costs.max(axis=1)] - middle)
+        axis.errorbar(xs, middle, spread, color=color, marker="o", capsize=3, label=name)
+        axis.set_xscale("log", base=2)
         axis.set_xticks(xs, [f"{x:,}" for x in xs])
     axis.set(title=panel.title, xlabel=panel.axis, ylabel=f"ms per {panel.unit}")
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(xs, [f"{x:,}" for x in xs])
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.25)
     if len(panel.lines) > 1:
