@@ -107,7 +107,7 @@ def test_packing_microbatching_and_padding_change_no_gradient(recipe, config):
     assert max(np.abs(x).max() for x in jax.tree.leaves(whole)) > 1e-3
     one = learner(rows=2, recipe=recipe, config=config)
     for batch in (
-        minibatch(rows_per_microbatch=2, packed=False),
+        minibatch(rows_per_microbatch=2, microbatches=7, packed=False),
         minibatch(rows_per_microbatch=2, microbatches=7),
     ):
         assert_close(gradient(one, batch, config=config), whole, rtol=2e-5)
