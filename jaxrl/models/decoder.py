@@ -1,6 +1,7 @@
 """One decoder for all families: a scan over the stacked layers of each group, so that the size of
 the compiled program does not depend on their number."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -117,6 +118,7 @@ _REMAT: dict[str, Callable[..., Any]] = {
 }
 
 
+@functools.cache  # equal models share compiled programs
 def decoder(
     config: DecoderConfig,
     *,
