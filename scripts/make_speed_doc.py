@@ -90,7 +90,7 @@ HEADER = (
     "work",
     "tokens/s, median (range)",
     "share of peak",
-    "beside",
+    "compared with",
     "its tokens/s",
     "speed relative to it, by round",
 )
