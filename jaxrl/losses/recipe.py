@@ -88,13 +88,13 @@ class Terms:
 
     Attributes:
       correction: weights of the policy term; the terms below are not weighted.
-      rejection: weights whose 0 takes a token out of the batch, before the update: out of the loss,
-        of its denominator and of the means over sequences (veRL). It costs a forward pass.
-      top_entropy: share of the batch's tokens that the policy term is about, those at which the
+      rejection: weights; a token with weight 0 leaves the batch before the update: the loss, its
+        denominator and the means over sequences (veRL). It costs a forward pass.
+      top_entropy: share of the batch's tokens to which the policy term applies: those where the
         learner's entropy is highest (.2 in arXiv:2506.01939). It costs a forward pass.
-      kl: coefficient of the divergence from the reference model (.04 in GRPO's paper). Long runs
-        without it are reported to have slowly growing gradient norms, and .001 to prevent them;
-        10,000 steps of a small task did not show it (docs/operating.md).
+      kl: coefficient of the divergence from the reference model (.04 in GRPO's paper). In long
+        runs without it others saw gradient norms that grow slowly, and .001 prevented it; 10,000
+        steps of a small task did not show it (docs/operating.md).
       kl_estimator: the estimator of the divergence.
       kl_ratio: importance ratio that the estimate is multiplied by; none by default.
       kl_target: divergence per token, in nats, towards which `kl` is moved after each rollout; none
