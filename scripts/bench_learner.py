@@ -27,7 +27,9 @@ PRECISION = {"f32": "fp32", "bf16": "bf16_master", "f16": "fp16_master"}
 def trl_step(directory: Path, shape: str, *, rows: int) -> Iterator[tuple[str, Run]]:
     """Starts TRL's trainer; yields its name with a function that takes a step in f32."""
     found = peers.installed(directory)
-    name = next(name for name in found if name.startswith("TRL"))
+    name = next((name for name in found if name.startswith("TRL")), None)
+    if name is None:
+        raise SystemExit(f"--peers {directory}: TRL is missing; run scripts/install_peers.sh")
     with tempfile.TemporaryDirectory() as made:
         material = map(str, peers.write_material(Path(made), shape))
         with peers.started([*found[name], *material, str(rows), "step"]) as run:
