@@ -25,6 +25,7 @@ from jaxrl.losses import (
     over_anchor,
     over_sampler,
     shadowed,
+    surrogate,
     token_mean,
     token_sum,
     with_terms,
@@ -136,6 +137,18 @@ def test_step_compiles_once_for_every_number_of_rows():
     for count in (1, 3, 8):
         one.step(state, minibatch(count, rows_per_microbatch=2))
     assert one.step._cache_size() == 1  # pyright: ignore
+
+
+def test_a_step_traces_its_loss_once():
+    traced = []
+
+    def unclipped(ratio, advantages):
+        traced.append(ratio.shape)
+        return -ratio * advantages
+
+    one = learner(rows=2, recipe=objective(surrogate(unclipped, over_sampler), token_mean))
+    one.step.trace(one.init(tiny.params()), minibatch(rows_per_microbatch=2))
+    assert len(traced) == 1
 
 
 def test_score_is_the_logprob_that_the_step_differentiates():

@@ -5,6 +5,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.core.casts import as_served, cast
 from jaxrl.core.precision import PRESETS, parse, sampler_precision
+from jaxrl.models.decoder import decoder
 from jaxrl.models.logprobs import token_logprobs
 from jaxrl.sampling.base import SamplingParams, Turn
 from jaxrl.sampling.embedded import decode_steps
@@ -115,6 +117,22 @@ def test_repetition_is_exact_in_values_and_order(sampler):
         assert a[:2] == b[:2]
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_array_equal(a.logprobs, b.logprobs)
+
+
+def test_samplers_of_equal_models_share_their_programs(sampler):
+    expected = _sample(sampler)
+    traced = []
+
+    def count(event, seconds, **about):
+        if event.endswith("jaxpr_trace_duration"):
+            traced.append(about["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    other = EmbeddedSampler(decoder(dataclasses.replace(tiny.CONFIG)), PARAMS, precision=F32)
+    found = _sample(other)
+    jax.monitoring.unregister_event_duration_listener(count)
+    assert not {name for name in traced if name in ("prefill", "decode_segment")}
+    assert _same_tokens(found, expected)
 
 
 def test_completions_end_correctly_and_arrive_in_finishing_order(sampler):
