@@ -4,6 +4,7 @@ python scripts/bench_products.py    # a minute; needs torch, and nothing else ma
 """
 
 import argparse
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -13,12 +14,16 @@ import jax
 import numpy as np
 import torch
 from benchmarks import learning
-from benchmarks.learning import SEQUENCES
-from benchmarks.shapes import ANSWER, SHAPES
+from benchmarks.learning import LENGTH, SEQUENCES
+from benchmarks.shapes import ANSWER
 from benchmarks.timing import Run, alternate, processor
 from jax import lax
 
 from jaxrl.core.precision import parse
+from jaxrl.models.logprobs import position_chunks
+
+ROWS = 4  # sequences of a microbatch
+CALLS = 20  # of each product, to time it
 
 
 class Product(NamedTuple):
@@ -46,10 +51,7 @@ class Product(NamedTuple):
         """Of one such product."""
         (_, right), (_, batch) = self.dimensions
         free = [n for j, n in enumerate(self.right) if j not in (*right, *batch)]
-        found = 2
-        for n in (*self.left, *free):
-            found *= n
-        return found
+        return 2 * math.prod((*self.left, *free))
 
 
 def products(jaxpr, *, loops: Sequence[int], times: int = 1) -> Iterator[tuple[Product, int]]:
@@ -73,34 +75,41 @@ def products(jaxpr, *, loops: Sequence[int], times: int = 1) -> Iterator[tuple[P
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="S")
-    parser.add_argument("--rows", type=int, default=4, help="sequences per microbatch")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repetitions", type=int, default=3)
     args = parser.parse_args()
-    built = learning.learner_step(
-        args.shape, precision=parse("fp32"), rows=args.rows, remat="matmuls"
-    )
+    built = learning.learner_step("S", precision=parse("fp32"), rows=ROWS, remat="matmuls")
+    scored = position_chunks(LENGTH) * ANSWER // LENGTH  # chunks of tokens that have log-probs
     found: Counter[Product] = Counter()
-    chunks = -(-args.rows * ANSWER // 256)  # of positions with log-probs, in a microbatch
-    for product, times in products(built.jaxpr, loops=(SEQUENCES // args.rows, chunks)):
+    for product, times in products(built.jaxpr, loops=(SEQUENCES // ROWS, scored)):
         found[product] += times
-    pairs = [(by_xla(product), by_torch(product)) for product in found]
+    programs = {product: (by_xla(product), by_torch(product)) for product in found}
 
-    def all_of(i: int) -> Run:
-        def run(_: int) -> None:
-            for times, one in zip(found.values(), pairs, strict=True):
-                for _ in range(times):
-                    one[i]()
-
-        return run
-
-    runs = {"step": built.run, "products by XLA": all_of(0), "products by torch": all_of(1)}
-    flops = sum(product.flops * times for product, times in found.items())
+    by = [[(found[p], programs[p][i]) for p in found] for i in range(2)]
+    runs = {"step": built.run, "products by XLA": run_of(by[0]), "products by torch": run_of(by[1])}
     print(processor())
     for name, seconds in alternate(runs, repetitions=args.repetitions).items():
-        shown = ", ".join(f"{s:.2f}" for s in seconds)
-        print(f"{name}: {shown} s, {flops / min(seconds) / 1e9:.0f} GFLOP/s")
+        print(f"{name}: {', '.join(f'{s:.2f}' for s in seconds)} s")
+    print("GFLOP of a step, GFLOP/s by XLA and by torch, shapes:")
+    for product, times in sorted(found.items(), key=lambda item: -item[0].flops * item[1]):
+        pair = {i: run_of([(CALLS, program)]) for i, program in enumerate(programs[product])}
+        fastest = map(min, alternate(pair, repetitions=args.repetitions).values())
+        rates = [CALLS * product.flops / s / 1e9 for s in fastest]
+        shapes = f"{product.left} {product.right}"
+        print(f"{times * product.flops / 1e9:6.1f} {rates[0]:5.0f} {rates[1]:5.0f}  {shapes}")
+
+
+def run_of(calls: Sequence[tuple[int, Callable[[], object]]]) -> Run:
+    """Builds a run that calls each program as often as said and keeps no result."""
+
+    def run(_: int) -> None:
+        for times, program in calls:
+            for _ in range(times):
+                program()
+
+    return run
 
 
 def by_xla(product: Product) -> Callable[[], object]:

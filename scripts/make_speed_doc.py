@@ -13,7 +13,9 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 SCRIPTS = Path(__file__).parent
@@ -28,13 +30,13 @@ class Benchmark(NamedTuple):
       name: of the file with its results.
       work: first column, formatted with the facts of each result.
       command: script and arguments.
-      needs: options of this script that its comparisons need, each with the one that passes it on.
+      needs: options of this script that its comparisons need, and the names they are passed on by.
     """
 
     name: str
     work: str
     command: str
-    needs: tuple[tuple[str, str], ...] = ()
+    needs: Mapping[str, str] = MappingProxyType({})
 
 
 BENCHMARKS = (
@@ -42,19 +44,19 @@ BENCHMARKS = (
         "iteration",
         "whole iteration, {shape}, f32",
         "bench_iteration.py --precisions fp32 --repetitions 2",
-        (("peers", "--peers"),),
+        {"peers": "--peers"},
     ),
     Benchmark(
         "learner-S",
         "learner's step, {shape}, `{precision}`",
         "bench_learner.py --shapes S --dtypes f32 bf16 f16 --repetitions 3",
-        (("plain", "--torch"), ("peers", "--peers")),
+        {"plain": "--torch", "peers": "--peers"},
     ),
     Benchmark(
         "learner-M",
         "learner's step, {shape}, `{precision}`",
         "bench_learner.py --shapes M --dtypes bf16 --repetitions 2",
-        (("plain", "--torch"),),
+        {"plain": "--torch"},
     ),
     Benchmark(
         "shared-prompts",
@@ -65,7 +67,7 @@ BENCHMARKS = (
         "sampler",
         "{sequences} completions of {longest} tokens, {shape}, {dtype}",
         "bench_sampler.py --sequences 64 256 --beside-vllm --dtypes f32 bf16 --repetitions 2",
-        (("plain", "--baseline"),),
+        {"plain": "--baseline"},
     ),
     Benchmark(
         "lognormal",
@@ -130,7 +132,7 @@ def measure(benchmark: Benchmark, file: Path, *, given: dict[str, Any]) -> None:
     """Runs a benchmark; its results are in `file` if it has ended well."""
     command = [sys.executable, *benchmark.command.split()]
     command[1] = str(SCRIPTS / command[1])
-    for option, path in benchmark.needs:
+    for option, path in benchmark.needs.items():
         if given[option] is not None:
             command += [path, str(given[option])]
     draft = file.with_suffix(".draft")
