@@ -5,11 +5,9 @@ import os
 from pathlib import Path
 
 from jaxrl.commands.compile_cache import processor
-from tests.processes import XLA_FLAGS
+from tests.processes import with_eight_devices
 
-os.environ["XLA_FLAGS"] = " ".join(
-    (os.environ.get("XLA_FLAGS", ""), XLA_FLAGS, "--xla_force_host_platform_device_count=8")
-)
+os.environ["XLA_FLAGS"] = with_eight_devices(os.environ.get("XLA_FLAGS", ""))
 os.environ["JAX_PLATFORMS"] = "cpu"
 # XLA's CPU forgets the order of collectives in programs from the compile cache (docs/scale.md).
 # With a thread for each that may wait, devices do not wait for each other for ever.
@@ -42,6 +40,9 @@ settings.load_profile("jaxrl")
 
 # Begun first, the longest first, so that all workers end at about the same time.
 LONGEST = (
+    "test_exact.py",
+    "test_sharded.py",
+    "test_site.py",
     "test_vllm_server.py",
     "test_alarm_actions.py",
     "test_server.py",

@@ -11,6 +11,13 @@ XLA_FLAGS = (
     "--xla_cpu_parallel_codegen_split_count=1"
 )
 
+
+def with_eight_devices(flags: str) -> str:
+    """Adds the tests' flags, unless a worker inherited them: they are part of the cache's keys."""
+    more = f"{XLA_FLAGS} --xla_force_host_platform_device_count=8"
+    return flags if more in flags else f"{flags} {more}"
+
+
 # `jaxrl` without torch, which transformers would import: seconds in each process.
 JAXRL = (
     sys.executable,

@@ -46,20 +46,21 @@ def open_topology(name: str) -> Topology:
         jax.config.update("jax_platforms", "cpu")
     if kind == "cpu":
         return _simulated(name, count=math.prod(sizes))
+    chip = CHIPS[kind]
+    if kind in GPUS:
+        *hosts, each = sizes
+        devices = gpu_devices(kind, hosts=math.prod(hosts), each=each)
+        chip = dataclasses.replace(
+            chip,
+            memory=chip.memory * memory_fraction(),
+            # The data sheet has no rate between hosts.
+            link_rate=None if hosts else chip.link_rate,
+        )
+    else:
+        devices = _tpu_devices(name, kind, sizes)
     # Without a chip a program from the compile cache cannot be read back.
     jax.config.update("jax_enable_compilation_cache", False)
-    chip = CHIPS[kind]
-    if kind not in GPUS:
-        return Topology(name=name, chip=chip, devices=_tpu_devices(name, kind, sizes))
-    *hosts, each = sizes
-    devices = gpu_devices(kind, hosts=math.prod(hosts), each=each)
-    usable = dataclasses.replace(
-        chip,
-        memory=chip.memory * memory_fraction(),
-        # The data sheet has no rate between hosts.
-        link_rate=None if hosts else chip.link_rate,
-    )
-    return Topology(name=name, chip=usable, devices=devices)
+    return Topology(name=name, chip=chip, devices=devices)
 
 
 def _tpu_devices(name: str, kind: str, sizes: Sequence[int]) -> Sequence[Any]:
