@@ -78,7 +78,7 @@ def generalized(outcomes: Outcomes, *, gamma: float = 1.0, lam: float = 0.95) ->
     Raises:
       ValueError: if the outcomes hold no values.
     """
-    return _whitened(_estimated(outcomes, gamma, lambda length: lam), outcomes)
+    return _whitened(outcomes, gamma, lambda length: lam)
 
 
 def length_adaptive(
@@ -89,7 +89,7 @@ def length_adaptive(
     one. For each completion f32[C].
 
     VAPO, arXiv:2504.05118. Up to 1 / alpha tokens the paper's lam would be negative; as in NeMo-RL
-    it is 0 there.
+    it is 0 there. Raises as `generalized`.
 
     Example:
       >>> outcomes = Outcomes(
@@ -101,22 +101,17 @@ def length_adaptive(
       >>> np.stack(length_adaptive(outcomes, alpha=1.0)).round(2)  # lam = 1 / 2
       array([[ 1.02,  0.68],
              [-1.02, -0.68]], dtype=float32)
-
-    Raises:
-      ValueError: if the outcomes hold no values.
     """
 
     def lam(length: int) -> float:
         return 1 - 1 / max(alpha * length, 1.0)
 
-    return _whitened(_estimated(outcomes, gamma, lam), outcomes)
+    return _whitened(outcomes, gamma, lam)
 
 
-def _whitened(
-    estimated: Sequence[tuple[np.ndarray, np.ndarray]], outcomes: Outcomes
-) -> list[np.ndarray]:
+def _whitened(outcomes: Outcomes, gamma: float, lam: Callable[[int], float]) -> list[np.ndarray]:
     """Less their mean and divided by their standard deviation over the tokens of the batch."""
-    found = [advantages for advantages, _ in estimated]
+    found = [advantages for advantages, _ in _estimated(outcomes, gamma, lam)]
     known = _chosen(found, outcomes)
     mean, spread = (known.mean(), known.std(ddof=1)) if known.size > 1 else (0.0, 1.0)
     return [
@@ -128,7 +123,8 @@ def _whitened(
 def lambda_returns(
     outcomes: Outcomes, *, gamma: float = 1.0, lam: float = 0.95
 ) -> list[np.ndarray]:
-    """The targets of the critic that go with `generalized`, f32[C] for each completion.
+    """The targets of the critic that go with `generalized`, f32[C] for each completion. Raises as
+    `generalized`.
 
     Example:
       >>> outcomes = Outcomes(
@@ -139,9 +135,6 @@ def lambda_returns(
       ... )
       >>> [lambda_returns(outcomes, lam=lam)[0].tolist() for lam in (0.0, 1.0)]
       [[0.5, 1.0], [1.0, 1.0]]
-
-    Raises:
-      ValueError: if the outcomes hold no values.
     """
     return [returns for _, returns in _estimated(outcomes, gamma, lambda length: lam)]
 

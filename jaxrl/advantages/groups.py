@@ -24,7 +24,7 @@ def group_relative(rewards: np.ndarray, groups: np.ndarray, *, eps: float = 1e-6
     """
     rewards, index, count = grouped(rewards, groups)
     centred = rewards - group_mean(rewards, index, count)
-    total = np.bincount(index, _or_zero(centred**2), minlength=len(count))
+    total = np.bincount(index, np.nan_to_num(centred**2), minlength=len(count))
     std = np.sqrt(total / np.maximum(count - 1, 1))[index]
     return _finished(np.where(count[index] > 1, centred / (std + eps), rewards))
 
@@ -95,7 +95,7 @@ def leave_one_out_relative(
     """
     rewards, index, count = grouped(rewards, groups)
     others = count[index] - 1
-    apart = _or_zero(rewards - group_mean(rewards, index, count))
+    apart = np.nan_to_num(rewards - group_mean(rewards, index, count))
     # Without this reward, the sum of squares about the mean is smaller by n / (n - 1) apart^2.
     squares = np.bincount(index, apart**2, minlength=len(count))[index]
     squares = squares - (others + 1) / np.maximum(others, 1) * apart**2
@@ -187,13 +187,9 @@ def grouped(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.nda
 
 def group_mean(rewards: np.ndarray, index: np.ndarray, count: np.ndarray) -> np.ndarray:
     """Computes the mean of the known rewards of each one's group, from what `grouped` returns."""
-    total = np.bincount(index, _or_zero(rewards), minlength=len(count))
+    total = np.bincount(index, np.nan_to_num(rewards), minlength=len(count))
     return (total / np.maximum(count, 1))[index]
 
 
-def _or_zero(values: np.ndarray) -> np.ndarray:
-    return np.where(np.isnan(values), 0.0, values)
-
-
 def _finished(advantages: np.ndarray) -> np.ndarray:
-    return _or_zero(advantages).astype(np.float32)
+    return np.nan_to_num(advantages).astype(np.float32)

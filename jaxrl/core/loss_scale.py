@@ -84,18 +84,12 @@ def parse_loss_scale(text: str) -> LossScaleSpec:
             spec = LossScaleSpec()
         elif kind == "static" and len(numbers) == 1:
             spec = LossScaleSpec(initial=float(numbers[0]))
-        elif kind == "dynamic" and len(numbers) <= 2:
-            initial, interval = [*numbers, *("65536", "400")[len(numbers) :]]
+        elif kind == "dynamic":
+            initial, interval, *rest = [*numbers, *("65536", "400")[len(numbers) :]]
             spec = dynamic_loss_scale(float(initial), int(interval))
-        elif kind == "dynamic" and len(numbers) == 5:
-            initial, growth, backoff, floor = (float(numbers[i]) for i in (0, 2, 3, 4))
-            spec = LossScaleSpec(
-                initial=initial,
-                growth=growth,
-                backoff=backoff,
-                interval=int(numbers[1]),
-                floor=floor,
-            )
+            if rest:
+                named = zip(("growth", "backoff", "floor"), map(float, rest), strict=True)
+                spec = dataclasses.replace(spec, **dict(named))
         else:
             raise ValueError
         return spec

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.core.batch import Minibatch, Rollout, TokenBatch
-from jaxrl.core.prefixes import cut, group_by_prompt, in_order, seen_until, shared_prefix
+from jaxrl.core.prefixes import Span, cut, group_by_prompt, in_order, seen_until, shared_prefix
 from sharding.transfer import place
 
 
@@ -71,14 +71,6 @@ class Rows(NamedTuple):
     microbatches: int  # those in use
 
 
-class _Span(NamedTuple):
-    """Place of a sequence in a row."""
-
-    start: int  # index of its first token there
-    skip: int  # number of its tokens that the row has already
-    end: int
-
-
 def pack_minibatch(
     rollouts: Sequence[Rollout],
     advantages: Sequence[np.ndarray | float],
@@ -107,12 +99,19 @@ def unpack(
 ) -> list[np.ndarray]:
     """Inverts `pack_minibatch`: returns the entries of an array [N, T] for the completion of each
     rollout, [C]."""
-    rows = plan_rows(rollouts, shape).members
-    return gather(array, rollouts, rows=rows, align=shape.align)
+    found: dict[int, np.ndarray] = {}
+    for r, members in enumerate(plan_rows(rollouts, shape).members):
+        for i, span in zip(members, _spans(rollouts, members, shape.align), strict=True):
+            found[i] = array[r, span.end - len(rollouts[i].completion) : span.end]
+    return [found[i] for i in range(len(rollouts))]
 
 
 def plan_rows(rollouts: Sequence[Rollout], shape: MinibatchShape) -> Rows:
     """Assigns rollouts to the rows of a minibatch. Deterministic.
+
+    The compiled step divides its batch with a stride (row i belongs to microbatch i mod n), which
+    keeps each microbatch spread evenly over the devices that hold the rows. Rows are placed so that
+    it can stop after the last microbatch in use.
 
     Raises:
       ValueError: if a sequence is longer than a row, or the rows exceed `max_rows`.
@@ -120,7 +119,17 @@ def plan_rows(rollouts: Sequence[Rollout], shape: MinibatchShape) -> Rows:
     shared, per = shape.align.shared and shape.packed, shape.rows_per_microbatch
     rows = _shared_rows(rollouts, shape) if shared else _plain_rows(rollouts, shape)
     room = len(rows) if shape.max_rows is None else shape.max_rows
-    return _interleave(rows, rows_per_microbatch=per, max_microbatches=max(1, -(-room // per)))
+    used, microbatches = (max(1, -(-n // per)) for n in (len(rows), room))
+    if used > microbatches:
+        raise ValueError(
+            f"{len(rows)} rows fill {used} microbatches of {per} rows, but the batch has room for "
+            f"{microbatches}"
+        )
+    # Deal row by row over the microbatches in use, so that all are about equally full.
+    placed: list[Sequence[int]] = [()] * (per * microbatches)
+    for i, row in enumerate(rows):
+        placed[(i % used) + (i // used) * microbatches] = row
+    return Rows(placed, used)
 
 
 def _plain_rows(rollouts: Sequence[Rollout], shape: MinibatchShape) -> list[list[int]]:
@@ -147,14 +156,14 @@ def _shared_rows(rollouts: Sequence[Rollout], shape: MinibatchShape) -> list[lis
     return min(whole, cut(rollouts, in_order(rollouts, units), row_length=length), key=len)
 
 
-def _spans(rollouts: Sequence[Rollout], members: Sequence[int], align: Alignment) -> list[_Span]:
+def _spans(rollouts: Sequence[Rollout], members: Sequence[int], align: Alignment) -> list[Span]:
     """Returns the places of the sequences of a row."""
-    spans: list[_Span] = []
+    spans: list[Span] = []
     for n, i in enumerate(members):
         shared = align.shared and n > 0
         skip = shared_prefix(rollouts[members[n - 1]], rollouts[i]) if shared else 0
         begin = align.begin(spans[-1].end if spans else 0, rollouts[i].length - skip)
-        spans.append(_Span(begin, skip, begin + rollouts[i].length - skip))
+        spans.append(Span(begin, skip, begin + rollouts[i].length - skip))
     return spans
 
 
@@ -187,30 +196,6 @@ def assign_rows(
         rows[row].append(i)
         free[row] = align.begin(free[row], lengths[i]) + lengths[i]
     return rows
-
-
-def _interleave(
-    rows: Sequence[Sequence[int]], *, rows_per_microbatch: int, max_microbatches: int
-) -> Rows:
-    """Orders rows so that the compiled step can stop after the last microbatch in use.
-
-    The step splits its batch with a stride (row i belongs to microbatch i mod n), which keeps each
-    microbatch spread evenly over the devices that hold the rows.
-
-    Raises:
-      ValueError: if the rows exceed the microbatches.
-    """
-    used = max(1, -(-len(rows) // rows_per_microbatch))
-    if used > max_microbatches:
-        raise ValueError(
-            f"{len(rows)} rows fill {used} microbatches of {rows_per_microbatch} rows, but the "
-            f"batch has room for {max_microbatches}"
-        )
-    # Deal row by row over the microbatches in use, so that all are about equally full.
-    placed: list[Sequence[int]] = [()] * (rows_per_microbatch * max_microbatches)
-    for i, row in enumerate(rows):
-        placed[(i % used) + (i // used) * max_microbatches] = row
-    return Rows(placed, used)
 
 
 def pack(
@@ -283,22 +268,6 @@ def pack(
         if align.shared:
             arrays["seen_until"][r] = seen_until(spans, row_length=row_length)
     return TokenBatch(**arrays)  # numpy until it is on devices
-
-
-def gather(
-    array: np.ndarray,
-    rollouts: Sequence[Rollout],
-    *,
-    rows: Sequence[Sequence[int]],
-    align: Alignment = ANYWHERE,
-) -> list[np.ndarray]:
-    """Returns the entries of an array [B, T] for the completion of each rollout, [C], where `pack`
-    placed it in these rows."""
-    found: dict[int, np.ndarray] = {}
-    for r, members in enumerate(rows):
-        for i, span in zip(members, _spans(rollouts, members, align), strict=True):
-            found[i] = array[r, span.end - len(rollouts[i].completion) : span.end]
-    return [found[i] for i in range(len(rollouts))]
 
 
 def _check_rollout(rollout: Rollout, *, index: int) -> None:

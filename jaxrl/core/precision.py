@@ -114,20 +114,18 @@ class Precision:
                     f"{role}={_SHORT[dtype]}: nothing is computed in 8 bits; use another dtype, or "
                     "give 8 bits to wire alone"
                 )
-        if self.products not in PRODUCTS:
-            raise ValueError(
-                f"products={self.products!r} is not a way to compute products; use one of "
-                f"{', '.join(PRODUCTS)}"
-            )
-        if self.sums not in SUMS:
-            raise ValueError(f"sums={self.sums!r} is not an order; use one of {', '.join(SUMS)}")
-        if self.latent not in LATENT:
-            raise ValueError(
-                f"latent={self.latent!r} is not a form; use one of {', '.join(LATENT)}"
-            )
+        for name, known, kind in (
+            ("products", PRODUCTS, "a way to compute products"),
+            ("sums", SUMS, "an order"),
+            ("latent", LATENT, "a form"),
+        ):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name}={value!r} is not {kind}; use one of {', '.join(known)}")
         if self.latent != "expanded" and self.sums == "fixed":
-            known = "sums=fixed, which sampler.exact = true sets"
-            raise ValueError(f"latent={self.latent} and {known}; leave one of them out")
+            raise ValueError(
+                f"latent={self.latent} and sums=fixed, which sampler.exact = true sets; leave one "
+                "of them out"
+            )
         f32 = np.dtype(np.float32)
         if self.products != "exact" and f32 not in (self.compute, self.sampler):
             raise ValueError(
@@ -192,24 +190,21 @@ def short_name(dtype: DType) -> str:
 _SETTINGS = ("products", "sums", "latent", "loss_scale")
 ROLES = tuple(f.name for f in dataclasses.fields(Precision) if f.name not in _SETTINGS)
 
-
-def _preset(*, loss_scale: LossScaleSpec | None = None, **roles: str) -> Precision:
-    names: dict[str, Any] = dict.fromkeys(ROLES, "f32") | roles
-    return Precision(**names, loss_scale=loss_scale or LossScaleSpec())
-
-
-_HALF_ROLES = ("compute", "activations", "wire", "sampler")
+_F32: dict[str, Any] = dict.fromkeys(ROLES, "f32")
+_FP32 = Precision(**_F32)
+_BF16 = dict.fromkeys(("compute", "activations", "wire", "sampler"), "bf16")
+_F16 = dict.fromkeys(_BF16, "f16")
 
 PRESETS: dict[str, Precision] = {
-    "fp32": _preset(),
+    "fp32": _FP32,
     # Everything but reductions and moments in bf16: the smallest memory, the largest mismatch.
-    "bf16": _preset(**dict.fromkeys((*_HALF_ROLES, "params", "grads"), "bf16")),
+    "bf16": dataclasses.replace(_FP32, **_BF16, params="bf16", grads="bf16"),
     # f32 master weights, bf16 everywhere that the sampler computes in bf16: a matched policy.
-    "bf16_master": _preset(**dict.fromkeys(_HALF_ROLES, "bf16")),
+    "bf16_master": dataclasses.replace(_FP32, **_BF16),
     # f32 master weights, f16 on both sides with dynamic loss scaling (arXiv:2510.26788).
-    "fp16_master": _preset(**dict.fromkeys(_HALF_ROLES, "f16"), loss_scale=dynamic_loss_scale()),
+    "fp16_master": dataclasses.replace(_FP32, **_F16, loss_scale=dynamic_loss_scale()),
     # f32 trainer and bf16 sampler: the mismatch that causes phantom clipping, for experiments.
-    "phantom": _preset(wire="bf16", sampler="bf16"),
+    "phantom": dataclasses.replace(_FP32, wire="bf16", sampler="bf16"),
 }
 
 

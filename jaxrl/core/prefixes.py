@@ -12,30 +12,19 @@ and nothing but attention has to know of them.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxrl.core.batch import Rollout
 
 
-class Span(Protocol):
+class Span(NamedTuple):
     """Place of a sequence in a row."""
 
-    @property
-    def start(self) -> int:
-        """Index of its first token there."""
-        ...
-
-    @property
-    def skip(self) -> int:
-        """Number of its tokens that the row has already."""
-        ...
-
-    @property
-    def end(self) -> int:
-        """Index after its last token."""
-        ...
+    start: int  # index of its first token there
+    skip: int  # number of its tokens that the row has already
+    end: int  # index after its last token
 
 
 def shared_prefix(before: Rollout, rollout: Rollout) -> int:

@@ -57,14 +57,10 @@ class ActorCritic(NamedTuple):
 
     Attributes:
       init: the critic's params -> its state before the first step.
-      values: (states, minibatch) -> f32[N, T], the critic's value before each action token, without
-        gradient; 0 elsewhere.
-      pretrain: (states, minibatch) -> (states, metrics); updates the critic only. The policy is
+      values: (states, minibatch) -> f32[N, T], as `CriticLearner.values`.
+      pretrain: (states, minibatch) -> (states, metrics), as `CriticLearner.step`; the policy is
         unchanged, bit for bit.
       step: (states, minibatch) -> (states, metrics); updates both.
-
-    `pretrain` and `step` read `batch.values` and `batch.returns`. The critic's metrics begin with
-    "value/".
     """
 
     init: Callable[[Params], LearnerState]
@@ -113,16 +109,8 @@ def shared_trunk(
 
     The loss is the policy's + `coefficient` x the critic's, reduced once, as the policy's is. Both
     terms send gradient to the trunk. Policy and head are clipped and updated separately, each by
-    its optimizer. Pre-training updates the head only; the trunk is frozen.
-
-    Args:
-      model: the policy's.
-      recipe: must have a critic.
-      coefficient: of the critic's loss.
-      optimizers: of the policy's parameters and of the head.
-      precision: the dtype policy, also of the head.
-      rows_per_microbatch: as in `make_learner`.
-      param_shardings: as in `make_learner`, including the head.
+    its optimizer. Pre-training updates the head only; the trunk is frozen. The other arguments are
+    those of `make_learner`; `param_shardings` includes the head.
 
     Raises:
       ValueError: if the recipe has no critic.
@@ -131,10 +119,7 @@ def shared_trunk(
     if critic is None:
         raise ValueError("shared_trunk needs a recipe with a critic, such as ppo")
     scorer = model._replace(unembedding=lambda params: params[VALUE_HEAD])
-    shapes: dict[str, Any] = {
-        "precision": precision,
-        "rows_per_microbatch": rows_per_microbatch,
-    }
+    shapes: dict[str, Any] = {"precision": precision, "rows_per_microbatch": rows_per_microbatch}
     joint = make_learner(
         model,
         recipe.objective + coefficient * critic.objective.loss,
@@ -145,11 +130,7 @@ def shared_trunk(
     constrain = constrainer(param_shardings)
     values_of = functools.partial(critic_values, scorer, precision=precision)
 
-    def total(head: Params, minibatch: Minibatch, trunk: Params) -> tuple[jax.Array, Metrics]:
-        batch = minibatch.batch
-        return value_total(critic, values_of(trunk | head, batch), batch=batch)
-
-    alone = make_update(total, optimizer=optimizers.head, **shapes)
+    alone = make_update(optimizer=optimizers.head, **shapes)
 
     def whole(states: State) -> Params:
         return constrain(cast(states.policy.params | states.critic_state.params, precision.compute))
@@ -159,12 +140,13 @@ def shared_trunk(
         return score_rows(whole(states), minibatch)
 
     def pretrain(states: State, minibatch: Minibatch) -> tuple[State, Metrics]:
-        head, metrics = alone.step(
-            states.critic_state,
-            minibatch,
-            fixed=whole(states),
-            denominator=critic.objective.denominator(minibatch.batch),
-        )
+        trunk = whole(states)
+
+        def total(head: Params, rows: Minibatch) -> tuple[jax.Array, Metrics]:
+            return value_total(critic, values_of(trunk | head, rows.batch), batch=rows.batch)
+
+        denominator = critic.objective.denominator(minibatch.batch)
+        head, metrics = alone.step(states.critic_state, minibatch, total, denominator=denominator)
         return states._replace(critic=head), named(metrics)
 
     def step(states: State, minibatch: Minibatch) -> tuple[State, Metrics]:

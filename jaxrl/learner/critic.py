@@ -1,22 +1,20 @@
 """PPO's critic: a decoder whose head predicts the reward of a completion, trained with the policy.
 
-It has its own parameters and optimizer. Like the learner it is pure functions over one state.
-`jaxrl.learner.actor_critic` combines the two.
+It has its own parameters and optimizer; `jaxrl.learner.actor_critic` combines it with the learner.
 """
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jaxrl.core.batch import Minibatch, TokenBatch
-from jaxrl.core.casts import cast
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.precision import Precision
-from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update
+from jaxrl.learner.update import LearnerState, make_forward, make_update
 from jaxrl.losses.scores import Scores
 from jaxrl.losses.value import Critic
 from jaxrl.models.decoder import Model
@@ -47,48 +45,27 @@ def make_critic(
     optimizer: optax.GradientTransformation,
     precision: Precision,
     rows_per_microbatch: int,
-    param_shardings: object = None,
+    param_shardings: Any = None,
 ) -> CriticLearner:
-    """Builds a critic.
-
-    Args:
-      model: a scorer (`config.scored` is true).
-      recipe: the critic's loss.
-      optimizer: any optax transformation; it sees unscaled f32 gradients and f32 parameters.
-      precision: the dtype policy.
-      rows_per_microbatch: rows computed at once; divides the rows of every minibatch.
-      param_shardings: as in `make_learner`.
-    """
-    constrain = constrainer(param_shardings)
+    """Builds a critic from a scorer (`config.scored` is true) and the critic's loss; the other
+    arguments are those of `make_update`."""
+    common: Any = {
+        "precision": precision,
+        "rows_per_microbatch": rows_per_microbatch,
+        "param_shardings": param_shardings,
+    }
     values_of = functools.partial(critic_values, model, precision=precision)
+    update = make_update(optimizer=optimizer, **common)
 
-    def values(params: Params, minibatch: Minibatch) -> jax.Array:
-        weights = constrain(cast(params, precision.compute))
-        return by_microbatch(values_of, rows_per_microbatch=rows_per_microbatch)(weights, minibatch)
-
-    def total(weights: Params, minibatch: Minibatch, fixed: None) -> tuple[jax.Array, Metrics]:
-        del fixed
-        batch = minibatch.batch
-        return value_total(recipe, values_of(weights, batch), batch=batch)
-
-    update = make_update(
-        total,
-        optimizer=optimizer,
-        precision=precision,
-        rows_per_microbatch=rows_per_microbatch,
-        param_shardings=param_shardings,
-    )
+    def total(weights: Params, minibatch: Minibatch) -> tuple[jax.Array, Metrics]:
+        return value_total(recipe, values_of(weights, minibatch.batch), batch=minibatch.batch)
 
     def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
-        state, metrics = update.step(
-            state,
-            minibatch,
-            fixed=None,
-            denominator=recipe.objective.denominator(minibatch.batch),
-        )
+        denominator = recipe.objective.denominator(minibatch.batch)
+        state, metrics = update.step(state, minibatch, total, denominator=denominator)
         return state, named(metrics)
 
-    return CriticLearner(update.init, values, step)
+    return CriticLearner(update.init, make_forward(values_of, **common), step)
 
 
 def critic_values(

@@ -4,9 +4,9 @@ It computes the scores that an objective needs and evaluates the objective; `jax
 takes the step. Nothing here depends on a particular loss, model or mesh.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import chex
@@ -18,10 +18,10 @@ from jaxrl.core.batch import Minibatch, TokenBatch, observed
 from jaxrl.core.casts import as_served, cast
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.precision import Precision, sampler_precision
-from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update
+from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_forward, make_update
 from jaxrl.losses.mismatch import mismatch
 from jaxrl.losses.objectives import Objective
-from jaxrl.losses.scores import Need, Scores
+from jaxrl.losses.scores import Need, Scores, require
 from jaxrl.models import lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.logprobs import token_logprobs, token_logprobs_and_entropy
@@ -45,9 +45,8 @@ class Learner(NamedTuple):
       shadow_scores: (log-probs of `shadow`, entropies of the same distributions in nats), each
         f32[N, T].
       step: (state, minibatch) -> (state, metrics). Weights of the whole batch, if the objective has
-        any, are computed first, by a forward pass. `metrics` has the objective's, those of
-        `losses.mismatch`, and "loss", "grad_norm" (before clipping), "loss_scale",
-        "skipped_steps" (since the start).
+        any, are computed first, by a forward pass. The metrics are the objective's and those of
+        `losses.mismatch` and of `Update.step`.
     """
 
     init: Callable[[Any], LearnerState]  # of Params or lora.Adapted
@@ -83,6 +82,10 @@ def make_learner(
     Raises:
       ValueError: if the objective balances experts but the model has none.
     """
+    if Need.IMBALANCE in objective.needs and model.hidden_routed is None:
+        raise ValueError(
+            "the loss balances experts but the model has none; set the coefficient `balance` to 0"
+        )
     constrain = constrainer(param_shardings)
     constrain_merged = constrainer(lora.frozen(param_shardings))
     common: Any = {
@@ -90,19 +93,11 @@ def make_learner(
         "rows_per_microbatch": rows_per_microbatch,
         "param_shardings": param_shardings,
     }
-    score = make_score(model, **common)
-    sampled = sampler_precision(precision)
+    sampled, survey_needs = sampler_precision(precision), objective.survey_needs
     by_rows = functools.partial(by_microbatch, rows_per_microbatch=rows_per_microbatch)
-    as_sampled = by_rows(_score_fn(model, precision=sampled))
-    if Need.IMBALANCE in objective.needs and model.hidden_routed is None:
-        raise ValueError(
-            "the loss balances experts but the model has none; set the coefficient `balance` to 0"
-        )
-
-    survey = _survey_fn(
-        model, objective, precision=precision, rows_per_microbatch=rows_per_microbatch
-    )
-    needs_replay = Need.SHADOW in objective.survey_needs
+    as_sampled = by_rows(functools.partial(_logprobs, model, precision=sampled))
+    forward = by_rows(functools.partial(_forward, survey_needs, model, precision=precision))
+    update = make_update(optimizer=optimizer, **common)
 
     def published(params: Params) -> Params:
         weights: Any = as_published(params)
@@ -113,101 +108,63 @@ def make_learner(
         return as_sampled(published(params), minibatch)
 
     def shadow_scores(params: Params, minibatch: Minibatch) -> tuple[jax.Array, jax.Array]:
-        both = functools.partial(_logprobs_and_entropy, model, precision=sampled)
-        return by_rows(both)(published(params), minibatch)
-
-    total = _total_fn(model, objective, precision=precision)
-    update = make_update(total, optimizer=optimizer, **common)
+        needs = frozenset({Need.ENTROPY})
+        both = by_rows(functools.partial(_forward, needs, model, precision=sampled))
+        found = both(published(params), minibatch)
+        return found.logprobs, require(found, Need.ENTROPY)
 
     def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
         _check(minibatch, state.params, objective.needs, rows_per_microbatch=rows_per_microbatch)
         before: Metrics = {}
         if objective.whole:
             weights = constrain(cast(state.params, precision.compute))
-            replay = shadow(state.params, minibatch) if needs_replay else None
-            minibatch, before = survey(weights, minibatch, replay)
+            replay = shadow(state.params, minibatch) if Need.SHADOW in survey_needs else None
+            scores = _with_given(forward(weights, minibatch), survey_needs, minibatch)
+            scores, before = objective.survey(replace(scores, shadow=replay), minibatch.batch)
+            minibatch = replace(minibatch, whole=scores.whole)
         denominators = objective.denominators(minibatch.batch, minibatch.whole)
         served = published(state.params) if Need.SHADOW in objective.step_needs else None
-        state, metrics = update.step(
-            state, minibatch, fixed=(served, denominators), denominator=denominators[0]
-        )
+        given: Any = {"precision": precision, "served": served, "denominators": denominators}
+        total = functools.partial(_total, objective, model, **given)
+        state, metrics = update.step(state, minibatch, total, denominator=denominators[0])
         return state, before | metrics
 
-    return Learner(update.init, score, shadow, shadow_scores, step)
+    return Learner(update.init, make_score(model, **common), shadow, shadow_scores, step)
 
 
-def _total_fn(
-    model: Model, objective: Objective, *, precision: Precision
-) -> Callable[..., tuple[jax.Array, Metrics]]:
-    """Builds the loss of a microbatch, to be differentiated."""
-    as_sampled = _score_fn(model, precision=sampler_precision(precision))
-
-    def total(
-        weights: Params, minibatch: Minibatch, fixed: tuple[Params | None, list[jax.Array]]
-    ) -> tuple[jax.Array, Metrics]:
-        served, denominators = fixed
-        replay = None if served is None else as_sampled(served, minibatch.batch)
-        found = _scores(objective.step_needs, model, weights, minibatch, precision=precision)
-        if replay is not None:
-            found = dataclasses.replace(found, shadow=jax.lax.stop_gradient(replay))
-        value, metrics = objective.total(found, minibatch.batch, denominators=denominators)
-        return value, metrics | mismatch(found.logprobs, minibatch.batch)
-
-    return total
-
-
-def _survey_fn(
-    model: Model,
+def _total(
     objective: Objective,
-    *,
-    precision: Precision,
-    rows_per_microbatch: int,
-) -> Callable[[Params, Minibatch, jax.Array | None], tuple[Minibatch, Metrics]]:
-    """Builds the forward pass that computes the weights of the whole batch, without gradient."""
-    needs = objective.survey_needs
-    forward = functools.partial(_forward, needs, model, precision=precision)
-    rows = by_microbatch(forward, rows_per_microbatch=rows_per_microbatch)
-
-    def survey(
-        weights: Params, minibatch: Minibatch, replay: jax.Array | None
-    ) -> tuple[Minibatch, Metrics]:
-        own = rows(weights, minibatch)
-        scores = dataclasses.replace(_with_given(own, needs, minibatch), shadow=replay)
-        scores, metrics = objective.survey(scores, minibatch.batch)
-        return dataclasses.replace(minibatch, whole=scores.whole), metrics
-
-    return survey
-
-
-def make_score(
-    model: Model,
-    *,
-    precision: Precision,
-    rows_per_microbatch: int,
-    param_shardings: Any = None,
-) -> Callable[[Params, Minibatch], jax.Array]:
-    """Builds `Learner.score` for any model; the arguments are those of `make_learner`."""
-    constrain = constrainer(param_shardings)
-    logprobs = _score_fn(model, precision=precision)
-
-    def score(params: Params, minibatch: Minibatch) -> jax.Array:
-        weights = constrain(cast(params, precision.compute))
-        return by_microbatch(logprobs, rows_per_microbatch=rows_per_microbatch)(weights, minibatch)
-
-    return score
-
-
-def _scores(
-    needs: frozenset[Need],
     model: Model,
     weights: Params,
     minibatch: Minibatch,
     *,
     precision: Precision,
-) -> Scores:
-    """Computes the scores that a loss needs, all but the shadow."""
-    own = _forward(needs, model, weights, minibatch.batch, precision=precision)
-    return _with_given(own, needs, minibatch)
+    served: Params | None,
+    denominators: list[jax.Array],
+) -> tuple[jax.Array, Metrics]:
+    """Computes the loss of a microbatch, to be differentiated. `served` are the published weights,
+    if the loss needs the shadow, and `denominators` those of the whole batch."""
+    needs, batch, replay = objective.step_needs, minibatch.batch, None
+    if served is not None:
+        replay = _logprobs(model, served, batch, precision=sampler_precision(precision))
+    own = _forward(needs, model, weights, batch, precision=precision)
+    found = _with_given(own, needs, minibatch)
+    if replay is not None:
+        found = replace(found, shadow=jax.lax.stop_gradient(replay))
+    value, metrics = objective.total(found, batch, denominators=denominators)
+    return value, metrics | mismatch(found.logprobs, batch)
+
+
+def make_score(
+    model: Model, *, precision: Precision, rows_per_microbatch: int, param_shardings: Any = None
+) -> Callable[[Params, Minibatch], jax.Array]:
+    """Builds `Learner.score` for any model; the arguments are those of `make_learner`."""
+    return make_forward(
+        functools.partial(_logprobs, model, precision=precision),
+        precision=precision,
+        rows_per_microbatch=rows_per_microbatch,
+        param_shardings=param_shardings,
+    )
 
 
 def _with_given(own: Scores, needs: frozenset[Need], minibatch: Minibatch) -> Scores:
@@ -216,9 +173,7 @@ def _with_given(own: Scores, needs: frozenset[Need], minibatch: Minibatch) -> Sc
     if Need.ANCHOR in needs and anchor is None:
         # One update per rollout: the anchor is the learner itself, at no cost.
         anchor = jax.lax.stop_gradient(own.logprobs)
-    return dataclasses.replace(
-        own, anchor=anchor, reference=minibatch.reference, whole=minibatch.whole
-    )
+    return replace(own, anchor=anchor, reference=minibatch.reference, whole=minibatch.whole)
 
 
 def _forward(
@@ -230,7 +185,12 @@ def _forward(
     precision: Precision,
 ) -> Scores:
     """Computes the scores that the learner's own forward pass gives."""
-    hidden, imbalance = _hidden(model, weights, batch, precision=precision)
+    inputs: Any = (weights, batch.tokens, batch.positions, batch.segments)
+    kwargs: Any = {"precision": precision, "seen_until": batch.seen_until}
+    if model.hidden_routed is None:
+        hidden, imbalance = model.hidden(*inputs, **kwargs), None
+    else:
+        hidden, imbalance, _ = model.hidden_routed(*inputs, **kwargs, recorded=batch.experts)
     written = observed(batch) if Need.OBSERVED in needs else None
     mask = batch.action_mask if written is None else batch.action_mask | written
     tokens = (hidden, model.head(weights), batch.tokens, mask)
@@ -251,45 +211,18 @@ def _forward(
     )
 
 
-def _score_fn(model: Model, *, precision: Precision) -> Callable[[Params, TokenBatch], jax.Array]:
-    def score(weights: Params, batch: TokenBatch) -> jax.Array:
-        hidden, _ = _hidden(model, weights, batch, precision=precision)
-        return token_logprobs(
-            hidden,
-            model.head(weights),
-            tokens=batch.tokens,
-            mask=batch.action_mask,
-            precision=precision,
-        )
-
-    return score
-
-
-def _logprobs_and_entropy(
+def _logprobs(
     model: Model, weights: Params, batch: TokenBatch, *, precision: Precision
-) -> tuple[jax.Array, jax.Array]:
-    hidden, _ = _hidden(model, weights, batch, precision=precision)
-    tokens = (hidden, model.head(weights), batch.tokens, batch.action_mask)
-    return token_logprobs_and_entropy(*tokens, precision=precision)
-
-
-def _hidden(
-    model: Model, weights: Params, batch: TokenBatch, *, precision: Precision
-) -> tuple[jax.Array, jax.Array | None]:
-    """Computes hidden states and, for a mixture of experts, its imbalance."""
-    inputs = (weights, batch.tokens, batch.positions, batch.segments)
-    kwargs: Any = {"precision": precision, "seen_until": batch.seen_until}
-    if model.hidden_routed is None:
-        return model.hidden(*inputs, **kwargs), None
-    routed = model.hidden_routed(*inputs, **kwargs, recorded=batch.experts)
-    return routed.hidden, routed.imbalance
+) -> jax.Array:
+    """Computes the log-probs of the action tokens alone, f32[B, T]."""
+    return _forward(frozenset(), model, weights, batch, precision=precision).logprobs
 
 
 def _check(
     minibatch: Minibatch, params: Any, needs: frozenset[Need], *, rows_per_microbatch: int
 ) -> None:
     chex.assert_rank(minibatch.batch.tokens, 2)
-    flat = dataclasses.replace(minibatch.batch, experts=None)
+    flat = replace(minibatch.batch, experts=None)
     chex.assert_equal_shape(jax.tree.leaves((flat, minibatch.anchor, minibatch.reference)))
     chex.assert_equal_shape_prefix(jax.tree.leaves(minibatch.batch), 2)
     rows = minibatch.batch.tokens.shape[0]

@@ -55,9 +55,9 @@ class Update(NamedTuple):
 
     Attributes:
       init: params -> state before the first step.
-      step: (state, minibatch, fixed=..., denominator=f32[]) -> (state, metrics). `fixed` is
-        passed to every microbatch. The metrics are those of the loss, and "loss",
-        "grad_norm" (before clipping), "loss_scale", "skipped_steps" (since the start).
+      step: (state, minibatch, total, denominator=f32[]) -> (state, metrics). The metrics are those
+        of the loss, and "loss", "grad_norm" (before clipping), "loss_scale", "skipped_steps" (since
+        the start).
     """
 
     init: Callable[[Any], LearnerState]
@@ -65,22 +65,21 @@ class Update(NamedTuple):
 
 
 Rows = TypeVar("Rows")  # an array [N, ...], or a tree of such
-# (weights in precision.compute, a microbatch, fixed) -> (sum of losses, metrics).
-Total = Callable[[Params, Minibatch, Any], tuple[jax.Array, Metrics]]
+# (weights in precision.compute, a microbatch) -> (sum of losses, metrics): the loss, before its
+# division by the denominator of the whole batch.
+Total = Callable[[Params, Minibatch], tuple[jax.Array, Metrics]]
 
 
 def make_update(
-    total: Total,
     *,
     optimizer: optax.GradientTransformation,
     precision: Precision,
     rows_per_microbatch: int,
     param_shardings: Any = None,
 ) -> Update:
-    """Builds the optimizer step of a loss that is a sum over a batch.
+    """Builds the optimizer step of losses that are sums over a batch.
 
     Args:
-      total: the sum over a microbatch, before division by the denominator of the whole batch.
       optimizer: any optax transformation; it sees unscaled f32 gradients and f32 parameters.
       precision: the dtype policy.
       rows_per_microbatch: rows computed at once; divides the rows of a minibatch.
@@ -91,17 +90,13 @@ def make_update(
     constrain_trained = constrainer(lora.trainable(param_shardings))
 
     def step(
-        state: LearnerState,
-        minibatch: Minibatch,
-        *,
-        fixed: Any,
-        denominator: jax.Array,
+        state: LearnerState, minibatch: Minibatch, total: Total, *, denominator: jax.Array
     ) -> tuple[LearnerState, Metrics]:
         denominator = jnp.where(denominator > 0, denominator, 1.0)
         weights = constrain(cast(state.params, precision.compute))
 
         def scaled_loss(trained: Params, rows: Minibatch) -> tuple[jax.Array, Any]:
-            value, metrics = total(lora.with_trainable(weights, trained), rows, fixed)
+            value, metrics = total(lora.with_trainable(weights, trained), rows)
             return value * (state.loss_scale.scale / denominator), (value, metrics)
 
         def one(trained: Params, rows: Minibatch) -> Any:
@@ -141,6 +136,24 @@ def make_update(
         )
 
     return Update(init, step)
+
+
+def make_forward(
+    fn: Callable[[Params, TokenBatch], Rows],
+    *,
+    precision: Precision,
+    rows_per_microbatch: int,
+    param_shardings: Any = None,
+) -> Callable[[Params, Minibatch], Rows]:
+    """Wraps `fn` as `by_microbatch` does, to be given the parameters of a state: it casts them to
+    the weights that `fn` takes. The other arguments are those of `make_update`."""
+    constrain = constrainer(param_shardings)
+    rows = by_microbatch(fn, rows_per_microbatch=rows_per_microbatch)
+
+    def score(params: Params, minibatch: Minibatch) -> Rows:
+        return rows(constrain(cast(params, precision.compute)), minibatch)
+
+    return score
 
 
 def by_microbatch(

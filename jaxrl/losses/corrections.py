@@ -2,8 +2,7 @@
 
 They are made of any ratio at any level: `truncated(anchor_over_sampler, high=2)` is token-level
 truncated importance sampling, `masked(product(anchor_over_sampler), high=10)` masks whole
-sequences. `weights * loss` lets no gradient through them and refuses to count the same change of
-policy twice. Bounds are on the learner's side over the sampler's.
+sequences. Bounds are on the learner's side over the sampler's.
 """
 
 from collections.abc import Callable
@@ -43,16 +42,13 @@ def masked(ratio: Ratio, *, low: float = 0.0, high: float) -> Weights:
     """Weights w where low <= w <= high and 0 elsewhere: masked importance sampling (with the bounds
     .5 and 5 per token: IcePop). A masked token stays in the denominator.
 
-    Reports as `truncated` does.
+    Reports and raises as `truncated` does.
 
     Example:
       >>> from jaxrl.losses import one_sequence, over_sampler
       >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, sampler=[-1, -2])
       >>> print(masked(over_sampler, high=2).apply(scores, batch)[0])
       [[1. 0.]]
-
-    Raises:
-      ValueError: unless 0 <= low < 1 < high.
     """
     return _bounded(ratio, low=low, high=high, weights=lambda w, outside: jnp.where(outside, 0, w))
 

@@ -57,23 +57,17 @@ def with_formula(make: Callable[P, Part]) -> Callable[P, Part]:
         except TypeError:
             return make(*args, **kwargs)  # raises, with the name of the function
         bound.apply_defaults()
+        arguments = []
         for name, value in bound.arguments.items():
-            _check(value, signature.parameters[name], function=make.__name__)
-        formula = f"{make.__name__}({', '.join(_arguments(bound))})"
+            parameter = signature.parameters[name]
+            _check(value, parameter, function=make.__name__)
+            if value is not None:
+                keyword = f"{name}=" if parameter.kind is parameter.KEYWORD_ONLY else ""
+                arguments.append(keyword + shown(value))
+        formula = f"{make.__name__}({', '.join(arguments)})"
         return dataclasses.replace(make(*args, **kwargs), formula=formula)
 
     return wrapper
-
-
-def _arguments(bound: inspect.BoundArguments) -> list[str]:
-    given = {name: value for name, value in bound.arguments.items() if value is not None}
-    kinds = bound.signature.parameters
-    return [
-        f"{name}={shown(value)}"
-        if kinds[name].kind is inspect.Parameter.KEYWORD_ONLY
-        else shown(value)
-        for name, value in given.items()
-    ]
 
 
 def shown(value: Any) -> str:

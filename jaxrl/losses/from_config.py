@@ -80,36 +80,24 @@ def build(
     estimator = None
     if advantage is not None:
         estimator = plugins.load_function(advantage, builtin=estimators, key="loss.advantage")
-    return plugins.naming_keys(
-        lambda given: _build(function, given, name=name, estimator=estimator, known=known),
-        parameters,
-        key="loss",
-        name=name,
-    )
 
+    def make(given: Mapping[str, Any]) -> Recipe:
+        declared = plugins.declared_parameters(function, key="loss")
+        needed = [key for key, p in declared.items() if p.default is p.empty]
+        given = {key: known[key] for key in needed if key in known} | dict(given)
+        own, more = plugins.divide_parameters(function, Terms, given, key="loss")
+        keywords = arguments(function, own)
+        with blaming(function, name=name):
+            made = function(**keywords)
+        recipe = _as_recipe(made, name=name)
+        if estimator is not None:
+            recipe = dataclasses.replace(recipe, advantages=estimator)
+        recipe = with_terms(recipe, **_terms(more, known={**known, **given}))
+        with blaming(function, name=name):
+            check_shapes(recipe)
+        return recipe
 
-def _build(
-    function: Callable[..., Any],
-    parameters: Mapping[str, Any],
-    *,
-    name: str,
-    estimator: Callable[..., Any] | None,
-    known: Mapping[str, Any],
-) -> Recipe:
-    declared = plugins.declared_parameters(function, key="loss")
-    needed = [key for key, parameter in declared.items() if parameter.default is parameter.empty]
-    parameters = {key: known[key] for key in needed if key in known} | dict(parameters)
-    own, more = plugins.divide_parameters(function, Terms, parameters, key="loss")
-    given = arguments(function, own)
-    with blaming(function, name=name):
-        made = function(**given)
-    recipe = _as_recipe(made, name=name)
-    if estimator is not None:
-        recipe = dataclasses.replace(recipe, advantages=estimator)
-    recipe = with_terms(recipe, **_terms(more, known={**known, **parameters}))
-    with blaming(function, name=name):
-        check_shapes(recipe)
-    return recipe
+    return plugins.naming_keys(make, parameters, key="loss", name=name)
 
 
 def _terms(values: Mapping[str, Any], *, known: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,10 +47,7 @@ def positive_likelihood(threshold: float = 0.0) -> Objective:
             )
         return batch.action_mask & (batch.rewards > threshold)
 
-    def logprobs(scores: Scores) -> jax.Array:
-        return scores.logprobs
-
-    return _mean_nll(logprobs, right, name="nll/positive")
+    return _mean_nll(lambda scores: scores.logprobs, right, name="nll/positive")
 
 
 @with_formula
@@ -74,11 +71,8 @@ def observation_likelihood() -> Objective:
       >>> float(goal.total(scores, batch)[0]), float(goal.denominator(batch))
       (2.0, 1.0)
     """
-
-    def logprobs(scores: Scores) -> jax.Array:
-        return require(scores, Need.OBSERVED)
-
-    return _mean_nll(logprobs, observed, Need.OBSERVED, name="nll/observed")
+    need = Need.OBSERVED
+    return _mean_nll(lambda scores: require(scores, need), observed, need, name="nll/observed")
 
 
 def _mean_nll(

@@ -15,13 +15,7 @@ from jaxrl.losses.formulas import shown
 from jaxrl.losses.imitation import observation_likelihood, positive_likelihood
 from jaxrl.losses.objectives import Aggregation, Objective
 from jaxrl.losses.ratios import Ratio
-from jaxrl.losses.regularizers import (
-    KLEstimator,
-    entropy_bonus,
-    k3,
-    kl_penalty,
-    load_balance,
-)
+from jaxrl.losses.regularizers import KLEstimator, entropy_bonus, k3, kl_penalty, load_balance
 from jaxrl.losses.selections import top_entropy
 from jaxrl.losses.value import Critic
 

@@ -142,11 +142,12 @@ def test_unpack_inverts_pack_minibatch(samples, packed, per, spare):
         max_rows=len(samples) + spare if spare else None,
         packed=packed,
     )
-    minibatch = pack_minibatch(samples, [i + 1.0 for i in range(len(samples))], shape=shape)
+    given = [100.0 * i + np.arange(len(s.completion)) + 1 for i, s in enumerate(samples)]
+    minibatch = pack_minibatch(samples, given, shape=shape)
     assert len(minibatch.batch.tokens) % per == 0
     found = unpack(np.asarray(minibatch.batch.advantages), samples, shape=shape)
-    for i, (sample, advantages) in enumerate(zip(samples, found, strict=True)):
-        np.testing.assert_array_equal(advantages, np.where(sample.action_mask, i + 1.0, 0))
+    for sample, advantages, expected in zip(samples, found, given, strict=True):
+        np.testing.assert_array_equal(advantages, np.where(sample.action_mask, expected, 0))
 
 
 @quick

@@ -9,7 +9,6 @@ from jaxrl import train
 from jaxrl.advantages import lambda_returns
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.core.packing import gather, pack
 from jaxrl.losses.regularizers import k1
 from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.training.rollouts import outcomes
@@ -51,20 +50,6 @@ def test_kl_estimator_compiles_once_for_all_lengths(monkeypatch):
         )
         np.testing.assert_array_equal(found, d)
     assert len(sizes) == 1
-
-
-def test_gather_inverts_pack():
-    rollouts = tiny.rollouts(6)
-    rows = [[4, 1], [], [0, 5, 2], [3]]
-    batch = pack(
-        rollouts, [np.arange(len(r.completion)) + 1.0 for r in rollouts], rows=rows, row_length=40
-    )
-    for r, found in zip(
-        rollouts, gather(np.asarray(batch.advantages), rollouts, rows=rows), strict=True
-    ):
-        np.testing.assert_array_equal(
-            found, np.where(r.action_mask, np.arange(len(found)) + 1.0, 0)
-        )
 
 
 def shaped(rollouts, *, logprobs=pytest.fail, **reward):
