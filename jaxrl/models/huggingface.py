@@ -34,6 +34,7 @@ from jaxrl.models.checkpoint_files import (
 from jaxrl.models.checkpoint_tensors import checked_tensors, unused_tensors, with_unused
 from jaxrl.models.config_json import token_ids
 from jaxrl.models.families import DecoderConfig
+from jaxrl.models.fp8 import quant_method
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import Params, ParamSpec
 
@@ -71,7 +72,7 @@ def load_config(directory: str | Path) -> DecoderConfig:
 def is_quantised(directory: str | Path) -> bool:
     """Tells if weights of a checkpoint directory are in MXFP4 or FP8; raises ValueError without a
     config.json."""
-    return hf_config.is_quantised(read_object(Path(directory) / "config.json"))
+    return quant_method(read_object(Path(directory) / "config.json")) in ("mxfp4", "fp8")
 
 
 def load_tokenizer(directory: str | Path) -> Any:
