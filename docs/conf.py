@@ -51,7 +51,6 @@ nitpick_ignore_regex = [
     ("py:obj", ".*"),
     ("py:class", r"(jax|flax|numpy|optax|collections|pathlib|decimal)\..*"),
     ("py:class", r"jaxrl\..*\.(E|Rows|T|Term|Tree)"),  # type variables
-    ("py:class", r"jaxrl\.models\.(attention\.Attend|experts\.Local)"),  # how layers are called
     ("py:class", r"jaxrl\.\w+\.\w+\.(\w+Fn|From\w+)"),  # functions, which tables describe
     ("py:class", r"jaxrl\.(core\.hosts\.Hosts|bridge\.store\.version\.StoredFile)"),  # internal
 ]

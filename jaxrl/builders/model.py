@@ -70,19 +70,21 @@ def load_model(
     from a language model.
 
     Raises:
-      FileNotFoundError, ValueError: as `huggingface.load` and `huggingface.load_scorer`; also for a
-        reward model where tokens are wanted.
+      FileNotFoundError, ValueError: as `huggingface.load`; also for a reward model where tokens are
+        wanted.
     """
-    config, load = huggingface.load_config(path), huggingface.load
-    if output == "scores":
-        config, load = config.as_scorer(), huggingface.load_scorer
+    config, scored = huggingface.load_config(path), output == "scores"
+    if scored:
+        config = config.as_scorer()
     elif config.scored:
         raise ValueError(f"{path} is a reward model; a causal language model is required")
     model = make_decoder(config, layout=layout, remat=remat, attention=attention)
     shardings: dict[str, Any] = traverse_util.flatten_dict(  # pyright: ignore[reportAssignmentType]
         layout.tree(model.specs), sep="/"
     )
-    _, params = load(path, dtype=dtype, put=lambda name, array: place(array, shardings[name]))
+    _, params = huggingface.load(
+        path, dtype=dtype, put=lambda name, array: place(array, shardings[name]), scored=scored
+    )
     return model, params
 
 

@@ -79,14 +79,7 @@ def critic_values(
       batch: tokens in rows.
       precision: the dtype policy.
     """
-    hidden = model.hidden(
-        weights,
-        batch.tokens,
-        batch.positions,
-        batch.segments,
-        precision=precision,
-        seen_until=batch.seen_until,
-    )
+    hidden = model.hidden_of(weights, batch, precision=precision)
     return token_values(hidden, model.unembedding(weights), batch, precision=precision)
 
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jaxrl.core.packing import ANYWHERE, Alignment
 from jaxrl.core.precision import Precision
 from jaxrl.models.products import named, product, transposed_product
 from jaxrl.models.scoring import Scoring
-from jaxrl.models.tree_attention import KEPT, Tree, sink_gradient, tree_attention
+from jaxrl.models.tree_attention import KEPT, Tree, flat, pad, sink_gradient, tree_attention
 
 # Keys are padded to a multiple of this number. XLA's products then add in the same order whatever
 # the number of keys, and masked keys add exactly 0: a token's result does not depend on the length
@@ -60,21 +61,8 @@ class Mask(NamedTuple):
     scoring: Scoring
 
 
-class Attend(Protocol):
-    """Interface of attention in the decoder; see `attention`."""
-
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segments: jax.Array | Tree,
-        *,
-        scoring: Scoring,
-        precision: Precision,
-    ) -> jax.Array:
-        """Takes the arguments of `attention` and returns its result."""
-        ...
+# Takes the arguments of `attention`, but for `part`, and returns its result.
+Attend = Callable[..., jax.Array]
 
 
 def attention(
@@ -116,7 +104,7 @@ def attention(
     groups = heads // k.shape[2]
     q = q.reshape(batch, length, -1, groups, q.shape[-1]).transpose(0, 2, 3, 1, 4)
     sinks = scoring.sink_scores(kv_heads=k.shape[2], ndim=5, dtype=precision.accumulate)
-    k, v = (_pad(x.transpose(0, 2, 1, 3), axis=2) for x in (k, v))
+    k, v = (pad(x.transpose(0, 2, 1, 3), TILE, axis=2) for x in (k, v))
     first, of_keys = (0, segments) if part is None else part
     of_keys = jnp.pad(of_keys, ((0, 0), (0, k.shape[2] - of_keys.shape[1])), constant_values=-1)
     mask = Mask(segments, of_keys, jnp.int32(first), dataclasses.replace(scoring, sinks=None))
@@ -133,12 +121,7 @@ def sequence_alignment(precision: Precision) -> Alignment:
 def pad_values(v: jax.Array, precision: Precision) -> jax.Array:
     """Appends zeros to values [..., hd] up to a multiple of TILE, if the policy fixes the order of
     sums: on CPU, XLA has another order for narrower matrices in a small batch."""
-    return _pad(v, axis=v.ndim - 1) if precision.sums == "fixed" else v
-
-
-def _pad(x: jax.Array, *, axis: int) -> jax.Array:
-    more = -x.shape[axis] % TILE
-    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)]) if more else x
+    return pad(v, TILE, axis=v.ndim - 1) if precision.sums == "fixed" else v
 
 
 def softmax_product(
@@ -205,8 +188,8 @@ def _backward(precision, whole, residuals, dout):
         dscores = probs * (dprobs - mean[rows]) * slopes
         probs, dscores = probs.astype(precision.compute), dscores.astype(precision.compute)
         dqs.append(dot(dscores, k[keys], contract=(4, 2)))
-        dk = _add(dk, block.first, dot_t(_flat(q[rows]), _flat(dscores)))
-        dv = _add(dv, block.first, dot_t(_flat(dout[rows]), _flat(probs)))
+        dk = _add(dk, block.first, dot_t(flat(q[rows]), flat(dscores)))
+        dv = _add(dv, block.first, dot_t(flat(dout[rows]), flat(probs)))
     grads = (jnp.concatenate(dqs, axis=3), dk.swapaxes(2, 3), dv.swapaxes(2, 3))
     dsinks = sink_gradient(sinks, log_total=log_total, mean=mean)
     return (*(x.astype(precision.activations) for x in grads), dsinks, None)
@@ -242,11 +225,6 @@ def _add(total, first, part):
     index, and jaxlib 0.11 crashes at empty arrays inside shard_map (docs/scale.md, "Attention")."""
     sums = total[..., first : first + part.shape[-1]] + part
     return jax.lax.dynamic_update_slice(total, sums, (*(0,) * (total.ndim - 1), first))
-
-
-def _flat(x):
-    """[B, K, G, T, N] -> [B, K, G * T, N]: one row for each query of a key's group."""
-    return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
 def _scores(q, k, mask: Mask, block: Block, *, precision):

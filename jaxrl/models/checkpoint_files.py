@@ -8,7 +8,7 @@ import contextlib
 import json
 import math
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -132,22 +132,6 @@ class StoredTensor(NamedTuple):
     name: str
     file: Any
 
-    def read(self, *, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """Reads the tensor.
-
-        Raises:
-          ValueError: if it has another shape, or a dtype that is not floating-point.
-        """
-        return self._read(shape, _DTYPES)
-
-    def read_part(self, part: tuple[slice, ...], *, shape: tuple[int, ...]) -> np.ndarray:
-        """Reads a part of the tensor, whose whole shape is `shape`; raises as `read`."""
-        return self._read(shape, _DTYPES, part)
-
-    def read_bytes(self, *, shape: tuple[int, ...]) -> np.ndarray:
-        """Reads a tensor of bytes; raises ValueError if it has another shape or dtype."""
-        return self._read(shape, {"U8": np.uint8})
-
     @property
     def shape(self) -> tuple[int, ...]:
         """The tensor's shape."""
@@ -164,12 +148,19 @@ class StoredTensor(NamedTuple):
         dtype = _DTYPES.get(self.dtype)
         return 0 if dtype is None else np.dtype(dtype).itemsize * math.prod(self.shape)
 
-    def _read(
+    def read(
         self,
-        shape: tuple[int, ...] | None,
-        dtypes: Mapping[str, Any],
+        *,
+        shape: tuple[int, ...] | None = None,
         part: tuple[slice, ...] | None = None,
+        dtypes: Collection[str] = tuple(_DTYPES),
     ) -> np.ndarray:
+        """Reads the tensor, or a part of it.
+
+        Raises:
+          ValueError: if its whole shape is not `shape`, or its dtype is not one of `dtypes`, by
+            default the floating-point ones.
+        """
         found, dtype = self.shape, self.dtype
         if shape not in (None, found):
             raise ValueError(

@@ -110,6 +110,27 @@ class ConfigJson(Table):
     eos_token_id: Any = None  # an id or a list of ids
 
 
+def required(c: ConfigJson, *keys: str) -> list[Any]:
+    """Returns the values of keys; raises ValueError for those that are missing."""
+    if missing := [key for key in keys if getattr(c, key) is None]:
+        raise ValueError(f"{', '.join(missing)} is missing")
+    return [getattr(c, key) for key in keys]
+
+
+def layers_of(c: ConfigJson, kind: str, kinds: list[str]) -> list[bool]:
+    """Tells for each layer if it is of a kind: `kinds` are those in `layer_types`.
+
+    Raises:
+      ValueError: for another number of layers, or kinds other than this one and FULL.
+    """
+    if set(kinds) - {FULL, kind} or len(kinds) != c.num_hidden_layers:
+        raise ValueError(
+            f"layer_types={shown(kinds)}: expected {c.num_hidden_layers} entries, each {FULL!r} "
+            f"or {kind!r}"
+        )
+    return [one == kind for one in kinds]
+
+
 def token_ids(value: Any, *, vocab_size: int) -> tuple[int, ...]:
     """Returns the ids in a value of `eos_token_id`: one, several or none.
 

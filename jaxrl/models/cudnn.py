@@ -6,7 +6,7 @@ prefixes, the kernel gets a mask of [B, 1, T, S] and computes all causal scores 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,6 @@ from jaxrl.core.precision import Precision
 from jaxrl.models.attention import Part
 from jaxrl.models.scoring import Scoring
 from jaxrl.models.tree_attention import Tree, visible
-
-
-class Sequences(NamedTuple):
-    """Sequences of packed rows, as cuDNN takes them; -1 where a row has no more."""
-
-    lengths: jax.Array  # i32[B, M], in tokens
-    starts: jax.Array  # i32[B, M + 1], index of the first token
-    count: jax.Array  # i32[B]; a row has at most M
 
 
 def head_dim_limit(capability: str) -> int:
@@ -36,8 +28,14 @@ def is_hopper(capability: str) -> bool:
     return int(capability.split(".")[0]) >= 9
 
 
-def find_sequences(segments: jax.Array, *, most: int) -> Sequences:
-    """Finds the runs of equal numbers in segments i32[B, T]; padding is one, too."""
+def find_sequences(segments: jax.Array, *, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Finds the runs of equal numbers in segments i32[B, T], as cuDNN takes them; padding is one,
+    too.
+
+    Returns:
+      Their lengths i32[B, most] in tokens, the indices of their first tokens i32[B, most + 1], both
+      -1 where a row has no more, and their number i32[B].
+    """
     before = jnp.pad(segments, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     number = jnp.cumsum(segments != before, axis=1) - 1
     tokens = jnp.arange(segments.shape[1], dtype=jnp.int32)
@@ -49,7 +47,7 @@ def find_sequences(segments: jax.Array, *, most: int) -> Sequences:
     lengths, starts = jax.vmap(of_row)(number)
     empty = lengths == 0
     starts = jnp.where(jnp.pad(empty, ((0, 0), (0, 1)), constant_values=True), -1, starts)
-    return Sequences(jnp.where(empty, -1, lengths), starts, number[:, -1] + 1)
+    return jnp.where(empty, -1, lengths), starts, number[:, -1] + 1
 
 
 def packed(
@@ -72,21 +70,21 @@ def packed(
     groups = q.shape[2] // k.shape[2]
     q, k, v = (x.astype(precision.compute) for x in (q, k, v))
     most = most_sequences(q.shape[1]) + 1  # padding is one, too
-    found = find_sequences(segments, most=most)
+    lengths, starts, count = find_sequences(segments, most=most)
     out = fused.dot_product_attention(
         q,
         jnp.repeat(k, groups, axis=2),
         jnp.repeat(v, groups, axis=2),
-        q_seqlen=found.lengths,
-        kv_seqlen=found.lengths,
-        q_offsets=found.starts,
-        kv_offsets=found.starts,
+        q_seqlen=lengths,
+        kv_seqlen=lengths,
+        q_offsets=starts,
+        kv_offsets=starts,
         scale=scoring.factor(q.shape[-1]),
         mask_type=fused.MaskType.PADDING_CAUSAL,
         sliding_window_length=scoring.window,
     )
     assert isinstance(out, jax.Array)  # without return_residual
-    fits = (found.count <= most)[:, None, None, None]
+    fits = (count <= most)[:, None, None, None]
     return jnp.where(fits, out, jnp.nan).astype(precision.activations)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxrl.core.batch import TokenBatch
 from jaxrl.core.precision import Precision
 from jaxrl.models.attention import KEPT, Attend, attention
 from jaxrl.models.block import block
@@ -66,27 +67,11 @@ class Routed(NamedTuple):
     experts: jax.Array  # i32[B, T, L, k], the experts chosen in each layer that has some
 
 
-class HiddenRouted(Protocol):
-    """`Hidden` of a decoder with experts, with its routing."""
-
-    def __call__(
-        self,
-        params: Params,
-        tokens: jax.Array,
-        positions: jax.Array,
-        segments: jax.Array,
-        *,
-        precision: Precision,
-        seen_until: jax.Array | None = None,
-        recorded: jax.Array | None = None,
-    ) -> Routed:
-        """Computes hidden states and routing. `recorded`: i32[B, T, L, k], experts to replay;
-        negative where a token has none (`experts.mixture`)."""
-        ...
-
-
 class Model(NamedTuple):
     """A model as the learner and the sampler use it; hashable.
+
+    `hidden_routed` takes the arguments of `hidden`, and as `recorded` experts to replay,
+    i32[B, T, L, k], negative where a token has none (`experts.mixture`).
 
     `temperature` is that of the distribution whose log-probs the learner computes: set it to the
     one that completions are sampled at, by `model._replace(temperature=0.7)`.
@@ -96,9 +81,20 @@ class Model(NamedTuple):
     specs: Specs
     hidden: Hidden
     unembedding: Callable[[Params], jax.Array]  # the head [V, D], tied or not; a scorer's [1, D]
-    hidden_routed: HiddenRouted | None = None  # unless config.experts is None
+    hidden_routed: Callable[..., Routed] | None = None  # unless config.experts is None
     local: Local = undivided
     temperature: float = 1.0
+
+    def hidden_of(self, params: Params, batch: TokenBatch, *, precision: Precision) -> jax.Array:
+        """Computes `hidden` of the tokens of a batch."""
+        return self.hidden(
+            params,
+            batch.tokens,
+            batch.positions,
+            batch.segments,
+            precision=precision,
+            seen_until=batch.seen_until,
+        )
 
     def head(self, params: Params) -> Head:
         """Returns the output layer of a language model."""
@@ -145,7 +141,7 @@ def decoder(
     if remat != "none" and remat not in _REMAT:
         raise ValueError(f"remat={remat!r}; expected one of {', '.join(('none', *_REMAT))}")
 
-    def run(params, tokens, rows, *, precision, observe=_nothing, recorded=None):
+    def run(params, tokens, rows, precision, *, routed=False, recorded=None):
         positions, segments, seen_until = rows
         params = attach(params)
         _check_linear(config, precision, shared=seen_until is not None)
@@ -165,7 +161,7 @@ def decoder(
 
             table, mix = tables[group.kind.rope], recurrence_of if group.linear else attention_of
             x, _, routing = block(x, layer, mix, table=table, context=context, recorded=replay)
-            return x, None if routing is None else observe(routing, segments)
+            return x, _observed(routing, segments) if routed and routing is not None else None
 
         if remat != "none":
             layer_of = jax.checkpoint(
@@ -181,15 +177,14 @@ def decoder(
         return constrain(x, ("batch", "length", "embed")), in_order(kept)
 
     def hidden(params, tokens, positions, segments, *, precision, seen_until=None):
-        return run(params, tokens, (positions, segments, seen_until), precision=precision)[0]
+        return run(params, tokens, (positions, segments, seen_until), precision)[0]
 
     def hidden_routed(
         params, tokens, positions, segments, *, precision, seen_until=None, recorded=None
     ):
         recorded = None if recorded is None else recorded.transpose(2, 0, 1, 3)
         rows = (positions, segments, seen_until)
-        settings = {"observe": _imbalance_and_experts, "recorded": recorded}
-        x, (costs, chosen) = run(params, tokens, rows, precision=precision, **settings)
+        x, (costs, chosen) = run(params, tokens, rows, precision, routed=True, recorded=recorded)
         return Routed(x, jnp.mean(costs, axis=0), chosen.transpose(1, 2, 0, 3))
 
     def unembedding(params):
@@ -229,9 +224,5 @@ def _replayed(recorded: jax.Array | None, group: Group, config: DecoderConfig) -
     return recorded[first : first + group.count * group.step : group.step]
 
 
-def _nothing(*_: Any) -> None:
-    return None
-
-
-def _imbalance_and_experts(routing: Routing, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _observed(routing: Routing, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
     return imbalance(routing, segments), routing.experts

@@ -181,7 +181,9 @@ def _chunks(q, k, v, decay, beta, numbers, precision):
     return out, state
 
 
-def _invert(lower, precision):
+def _invert(lower: jax.Array, precision: Precision) -> jax.Array:
+    """Inverts the identity plus a strictly lower triangular matrix [..., C, C], block by block.
+    Powers of the matrix would be fewer products, but cancel where keys are alike."""
     *shape, size, _ = lower.shape
     found = jnp.ones((*shape, size, 1, 1), lower.dtype)  # inverses of the blocks of the diagonal
     width = 1
@@ -207,14 +209,8 @@ def _invert_backward(precision, inverse, dinverse):
     return (-batched_matmul(left, inverse, form="nt", precision=precision),)
 
 
-_unit: Any = jax.custom_vjp(_invert, nondiff_argnums=(1,))
-_unit.defvjp(_invert_forward, _invert_backward)
-
-
-def _unit_inverse(lower: jax.Array, precision: Precision) -> jax.Array:
-    """Inverts the identity plus a strictly lower triangular matrix [..., C, C], block by block.
-    Powers of the matrix would be fewer products, but cancel where keys are alike."""
-    return _unit(lower, precision)
+_unit_inverse: Any = jax.custom_vjp(_invert, nondiff_argnums=(1,))
+_unit_inverse.defvjp(_invert_forward, _invert_backward)
 
 
 def delta_step(

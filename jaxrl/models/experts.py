@@ -79,14 +79,7 @@ def route(
     x: jax.Array, layer: Layer, *, context: LayerContext, recorded: jax.Array | None = None
 ) -> Routing:
     """Chooses each token's experts: those with the largest scores, softmax or sigmoid, after their
-    correction if there is one.
-
-    Args:
-      x: [B, T, D], normed.
-      layer: parameters of one layer.
-      context: of a decoder with experts; the result of the product is not rounded.
-      recorded: see `mixture`.
-    """
+    correction if there is one. Takes the arguments of `mixture`; logits are not rounded."""
     precision = context.precision
     settings = context.config.experts
     assert settings is not None

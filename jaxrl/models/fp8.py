@@ -36,10 +36,10 @@ class _Config(Table):
     quantization_config: _Quantization
 
 
-def is_fp8(raw: Mapping[str, Any]) -> bool:
-    """Tells if the content of a config.json says that weights are in FP8."""
+def quant_method(raw: Mapping[str, Any]) -> Any:
+    """Returns the format of quantised weights that the content of a config.json names, or None."""
     quantization = raw.get("quantization_config")
-    return isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
+    return quantization.get("quant_method") if isinstance(quantization, dict) else None
 
 
 def read_block(raw: Mapping[str, Any]) -> Block | None:
@@ -48,7 +48,7 @@ def read_block(raw: Mapping[str, Any]) -> Block | None:
     Raises:
       ValueError: for factors of whole tensors, or other settings that are not supported.
     """
-    if not is_fp8(raw):
+    if quant_method(raw) != "fp8":
         return None
     rows, columns = validated(_Config, raw).quantization_config.weight_block_size
     return rows, columns

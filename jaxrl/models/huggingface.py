@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
@@ -34,16 +33,12 @@ from jaxrl.models.checkpoint_files import (
 from jaxrl.models.checkpoint_tensors import checked_tensors, unused_tensors, with_unused
 from jaxrl.models.config_json import token_ids
 from jaxrl.models.families import DecoderConfig
+from jaxrl.models.fp8 import quant_method
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import Params, ParamSpec
 
 # (path such as "layers/q", host array) -> array in its final place.
 Put = Callable[[str, np.ndarray], Any]
-
-
-def _on_default_device(path: str, array: np.ndarray) -> jax.Array:
-    del path
-    return jnp.asarray(array)
 
 
 def load_config(directory: str | Path) -> DecoderConfig:
@@ -71,7 +66,7 @@ def load_config(directory: str | Path) -> DecoderConfig:
 def is_quantised(directory: str | Path) -> bool:
     """Tells if weights of a checkpoint directory are in MXFP4 or FP8; raises ValueError without a
     config.json."""
-    return hf_config.is_quantised(read_object(Path(directory) / "config.json"))
+    return quant_method(read_object(Path(directory) / "config.json")) in ("mxfp4", "fp8")
 
 
 def load_tokenizer(directory: str | Path) -> Any:
@@ -158,7 +153,11 @@ def load_end_ids(directory: str | Path) -> tuple[int, ...]:
 
 
 def load(
-    directory: str | Path, *, dtype: DType | None, put: Put = _on_default_device
+    directory: str | Path,
+    *,
+    dtype: DType | None,
+    put: Put = lambda path, array: jnp.asarray(array),
+    scored: bool = False,
 ) -> tuple[DecoderConfig, Params]:
     """Reads a checkpoint, one parameter at a time.
 
@@ -166,6 +165,9 @@ def load(
       directory: holds config.json and model.safetensors or its shards and their index.
       dtype: dtype to cast parameters to; None keeps the files' dtype.
       put: places each parameter, for example on the devices of a mesh.
+      scored: true for a reward model, a `transformers.AutoModelForSequenceClassification` with one
+        label. A language model becomes one: its head is replaced by zeros, so the score of every
+        text is 0.
 
     Raises:
       FileNotFoundError: if a file is missing.
@@ -173,36 +175,17 @@ def load(
         floating-point; the message names it. Also as `load_config`.
     """
     config = load_config(directory)
+    named_as_read = dataclasses.replace(config, scored=True) if scored else config
+    values: dict[str, Any] = {}
     with checked_tensors(Path(directory), config) as tensors:
-        values = {
-            path: put(path, read_parameter(one, tensors, dtype=dtype and dtype_of(path, dtype)))
-            for path, one in spec.flatten(param_specs(config)).items()
-        }
-    return config, traverse_util.unflatten_dict(values, sep="/")
-
-
-def load_scorer(
-    directory: str | Path, *, dtype: DType, put: Put = _on_default_device
-) -> tuple[DecoderConfig, Params]:
-    """Reads a reward model, or initialises one from a language model.
-
-    A reward model is a `transformers.AutoModelForSequenceClassification` with one label. From a
-    language model the head is replaced by zeros, so the score of every text is 0. Arguments and
-    errors are those of `load`.
-    """
-    config = load_config(directory)
-    named_as_read = dataclasses.replace(config, scored=True)
-    with checked_tensors(Path(directory), config) as tensors:
-        values = {
-            path: put(
-                path,
-                read_parameter(one, tensors, dtype=dtype_of(path, dtype))
-                if config.scored or path != "score"
-                else np.zeros(one.shape, dtype),
-            )
-            for path, one in spec.flatten(param_specs(named_as_read)).items()
-        }
-    return config.as_scorer(), traverse_util.unflatten_dict(values, sep="/")
+        for path, one in spec.flatten(param_specs(named_as_read)).items():
+            if path == "score" and not config.scored:
+                value = np.zeros(one.shape, dtype or np.float32)
+            else:
+                value = read_parameter(one, tensors, dtype=dtype and dtype_of(path, dtype))
+            values[path] = put(path, value)
+    params = traverse_util.unflatten_dict(values, sep="/")
+    return config.as_scorer() if scored else config, params
 
 
 def save(

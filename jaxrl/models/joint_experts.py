@@ -48,7 +48,7 @@ class ExpertTensor(NamedTuple):
         readable."""
         assert shape in (None, self.shape)  # both are those of the parameter
         part = (slice(self.expert, self.expert + 1), self.rows)
-        return self.joint.read_part(part, shape=self.joint_shape)[0]
+        return self.joint.read(shape=self.joint_shape, part=part)[0]
 
 
 def split_experts(tensors: Mapping[str, Tensor], specs: Iterable[ParamSpec]) -> dict[str, Tensor]:

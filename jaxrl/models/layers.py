@@ -5,7 +5,7 @@ the forward and backward passes. Norms, rotary embedding and silu are computed i
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,26 +21,14 @@ from jaxrl.models.scoring import Scoring
 Layer = Mapping[str, jax.Array]  # one layer's parameters, without the "layers" dimension
 # (activation, logical name of each dimension) -> the activation, its sharding constrained.
 Constrain = Callable[[jax.Array, Sequence[str]], jax.Array]
+# `sharding.partition.Layout.local`, which runs a function on each device's part of its arguments.
+Local = Callable[..., Callable[..., jax.Array]]
 
 
 def identity(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Returns an array of any shape unchanged: `Constrain` on a single device."""
     del axes
     return x
-
-
-class Local(Protocol):
-    """Runs a function on each device's part of its arguments; see `sharding.partition.Layout`."""
-
-    def __call__(
-        self,
-        function: Callable[..., jax.Array],
-        *,
-        inputs: Sequence[Sequence[str]],
-        output: Sequence[str],
-    ) -> Callable[..., jax.Array]:
-        """Wraps `function`; `inputs` and `output` are the logical axes of arguments and result."""
-        ...
 
 
 def undivided(
@@ -207,10 +195,7 @@ def _embed_backward(precision, residuals, dy):
     return dtable.astype(table.dtype), None
 
 
-_embed: Any = jax.custom_vjp(
-    lambda table, tokens, precision: _embed_forward(table, tokens, precision)[0],
-    nondiff_argnums=(2,),
-)
+_embed: Any = jax.custom_vjp(lambda *args: _embed_forward(*args)[0], nondiff_argnums=(2,))
 _embed.defvjp(_embed_forward, _embed_backward)
 
 

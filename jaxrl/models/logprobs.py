@@ -99,8 +99,7 @@ def token_logprobs_and_entropy(
     Arguments and errors are those of `token_logprobs`. The entropy, in nats, has the shape, dtype
     and mask of the log-probs and is differentiable too.
     """
-    plan = _plan(tokens.shape[1], head, precision=precision, chunk=chunk)
-    plan = dataclasses.replace(plan, entropy=True)
+    plan = _plan(tokens.shape[1], head, precision=precision, chunk=chunk, entropy=True)
     return _token_scores(hidden, head, tokens, mask, plan)
 
 
@@ -131,8 +130,8 @@ class _Plan:
     positions: int  # per row and chunk
     vocab_size: int
     vocab_chunks: int
-    cap: float | None = None
-    entropy: bool = False
+    cap: float | None
+    entropy: bool
 
     @property
     def stats(self) -> DType:
@@ -161,20 +160,16 @@ class _Slots(NamedTuple):
     scored: jax.Array  # bool[B, T]
 
 
-def _plan(length: int, head: Head, *, precision: Precision, chunk: Chunk) -> _Plan:
+def _plan(
+    length: int, head: Head, *, precision: Precision, chunk: Chunk, entropy: bool = False
+) -> _Plan:
     positions, vocab_size = _positions(length, chunk), len(head.weights)
     if positions < 1 or chunk.vocab < 1:
         raise ValueError(f"chunk={chunk} must have positive sizes")
     chunks = _vocab_chunks(vocab_size, chunk.vocab)
     if precision.sums == "fixed":  # as the sampler: one sum over the whole vocabulary
         positions, chunks = max(1, positions // chunks), 1
-    return _Plan(
-        precision=precision,
-        positions=positions,
-        vocab_size=vocab_size,
-        vocab_chunks=chunks,
-        cap=head.cap,
-    )
+    return _Plan(precision, positions, vocab_size, chunks, head.cap, entropy)
 
 
 def _token_scores(

@@ -72,21 +72,17 @@ def adapter_specs(specs: Specs, *, rank: int, targets: Sequence[str]) -> Specs:
             continue
         count, outputs, inputs = one.shape
         prefix = f"base_model.model.{one.name.removesuffix('.weight')}"
-        adapters[f"{path}_a"] = ParamSpec(
-            (count, rank, inputs),
-            ("layers", "rank", one.axes[2]),
-            f"{prefix}.lora_A.weight",
-            (3 * inputs) ** -0.5,  # the variance of PEFT's uniform distribution
-            one.first,
-            one.step,
+        adapters[f"{path}_a"] = one._replace(
+            shape=(count, rank, inputs),
+            axes=("layers", "rank", one.axes[2]),
+            name=f"{prefix}.lora_A.weight",
+            scale=(3 * inputs) ** -0.5,  # the variance of PEFT's uniform distribution
         )
-        adapters[f"{path}_b"] = ParamSpec(
-            (count, outputs, rank),
-            ("layers", one.axes[1], "rank"),
-            f"{prefix}.lora_B.weight",
-            0.0,
-            one.first,
-            one.step,
+        adapters[f"{path}_b"] = one._replace(
+            shape=(count, outputs, rank),
+            axes=("layers", one.axes[1], "rank"),
+            name=f"{prefix}.lora_B.weight",
+            scale=0.0,
         )
     if _HEAD in specs:
         adapters[_HEAD] = specs[_HEAD]._replace(name=f"base_model.model.{specs[_HEAD].name}")

@@ -46,8 +46,8 @@ class PackedTensor(NamedTuple):
                 f"{self.path}: tensor {self.scales.name!r} has shape {self.scales.shape}, which "
                 f"makes {self.name!r} {found}; expected {shape}"
             )
-        scales = self.scales.read_bytes(shape=self.scales.shape)
-        blocks = self.blocks.read_bytes(shape=(*self.scales.shape, _GROUP // 2))
+        scales = self.scales.read(dtypes=("U8",))
+        blocks = self.blocks.read(shape=(*self.scales.shape, _GROUP // 2), dtypes=("U8",))
         return unpack(blocks, scales).swapaxes(-1, -2)
 
 
@@ -60,8 +60,7 @@ def join_packed(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str
     """
     joined = dict(tensors)
     for name in names:
-        parts = tuple(tensors.get(f"{name}_{part}") for part in ("blocks", "scales"))
-        blocks, scales = parts
+        blocks, scales = (tensors.get(f"{name}_{part}") for part in ("blocks", "scales"))
         if isinstance(blocks, StoredTensor) and isinstance(scales, StoredTensor):
             joined[name] = PackedTensor(blocks.path, name, blocks, scales)
             del joined[blocks.name], joined[scales.name]

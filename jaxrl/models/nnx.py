@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl.core.precision import Precision
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params, ParamSpec
 
@@ -71,15 +70,7 @@ def from_nnx(
         nnx.replace_by_pure_dict(filled, params)
         return nnx.merge(graph, filled, rest)
 
-    def run(
-        params: Params,
-        tokens: jax.Array,
-        positions: jax.Array,
-        segments: jax.Array,
-        *,
-        precision: Precision,
-        seen_until: jax.Array | None = None,
-    ) -> jax.Array:
+    def run(params, tokens, positions, segments, *, precision, seen_until=None):
         if seen_until is not None:
             raise ValueError(
                 "rows in which completions share their prompt need jaxrl's own decoder; pack the "

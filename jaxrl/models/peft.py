@@ -1,7 +1,6 @@
 """Adapter directories in the format of the PEFT library."""
 
 import contextlib
-import json
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jaxrl.models.checkpoint_files import (
     read_parameter,
     refuse_pickles,
     shown,
+    write_json,
 )
 from jaxrl.models.lora import Adapted
 from jaxrl.models.spec import Params
@@ -67,7 +67,7 @@ def save(
         "inference_mode": True,
         "target_modules": sorted({n.split(".")[-3] for n in tensors if ".lora_" in n}),
     }
-    (directory / _CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+    write_json(directory / _CONFIG, content)
 
 
 def _whole_modules(specs: Adapted) -> list[str]:

@@ -5,17 +5,11 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Consecutive layers that repeat a period.
+    """Consecutive layers that repeat a period."""
 
-    Attributes:
-      first: index of the first layer.
-      period: number of layers that a repetition has.
-      count: number of repetitions; 1 only for a single layer.
-    """
-
-    first: int
-    period: int
-    count: int
+    first: int  # index of the first layer
+    period: int  # number of layers that a repetition has
+    count: int  # number of repetitions; 1 only for a single layer
 
     @property
     def end(self) -> int:

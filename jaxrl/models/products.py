@@ -212,9 +212,7 @@ def _matmul_backward(precision, residuals, dy):
     return dx.astype(precision.activations), dweight.astype(weight.dtype)
 
 
-_matmul: Any = jax.custom_vjp(
-    lambda x, weight, precision: _matmul_forward(x, weight, precision)[0], nondiff_argnums=(2,)
-)
+_matmul: Any = jax.custom_vjp(lambda *args: _matmul_forward(*args)[0], nondiff_argnums=(2,))
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
@@ -276,10 +274,7 @@ def _grouped_backward(precision, residuals, dy):
     return dx.astype(precision.activations), dweights.astype(weights.dtype), None
 
 
-_grouped: Any = jax.custom_vjp(
-    lambda x, weights, sizes, precision: _grouped_forward(x, weights, sizes, precision)[0],
-    nondiff_argnums=(3,),
-)
+_grouped: Any = jax.custom_vjp(lambda *args: _grouped_forward(*args)[0], nondiff_argnums=(3,))
 _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 

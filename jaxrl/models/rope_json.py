@@ -1,5 +1,6 @@
 """Ropes in config.json: `rope_parameters` of transformers 5, `rope_scaling` of transformers 4."""
 
+import dataclasses
 from typing import Any
 
 from jaxrl.models.checkpoint_files import shown
@@ -8,42 +9,20 @@ from jaxrl.models.families import DecoderConfig, Family
 from jaxrl.models.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 from jaxrl.models.windows_json import Windows
 
-# The scalings by rope type, with the keys of their fields; those of `_OPTIONAL` may be absent.
-_SCALINGS: dict[str, tuple[Any, dict[str, str]]] = {
-    "linear": (LinearScaling, {"factor": "factor"}),
-    "llama3": (
-        Llama3Scaling,
-        {
-            "factor": "factor",
-            "low_freq_factor": "low_freq_factor",
-            "high_freq_factor": "high_freq_factor",
-            "original_max_position_embeddings": "original_max_positions",
-        },
-    ),
-    "yarn": (
-        YarnScaling,
-        {
-            "factor": "factor",
-            "original_max_position_embeddings": "original_max_positions",
-            "beta_fast": "beta_fast",
-            "beta_slow": "beta_slow",
-            "attention_factor": "attention_factor",
-            "mscale": "mscale",
-            "mscale_all_dim": "mscale_all_dim",
-            "truncate": "truncate",
-            "llama_4_scaling_beta": "query_beta",
-        },
-    ),
-}
-_OPTIONAL = (
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-    "llama_4_scaling_beta",
-)
+_SCALINGS: dict[str, Any] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+
+
+def _keys(scaling: Any) -> dict[str, str]:
+    """Returns the keys of a scaling's numbers by its fields."""
+    others = {
+        "original_max_positions": "original_max_position_embeddings",
+        "query_beta": "llama_4_scaling_beta",
+    }
+    return {one.name: others.get(one.name, one.name) for one in dataclasses.fields(scaling)}
+
+
+# Keys that may be absent: only YaRN has such.
+_OPTIONAL = [key for field, key in _keys(YarnScaling).items() if hasattr(YarnScaling, field)]
 # Families that transformers gives other rope types, or none but these.
 _TYPES = {"phi3": ("default",), "ministral3": ("yarn",), "gpt_oss": ("yarn",)}
 Ropes = tuple[Rope | None, ...]
@@ -150,16 +129,16 @@ def _read_table(c: ConfigJson, table: RopeJson, *, key: str, family: Family) -> 
         raise ValueError(f"{key}: rope type {kind!r} is not supported for {c.model_type}: {types}")
     if odd := _unknown_keys(c, table, nested="." in key):
         raise ValueError(f"{key}.{odd[0]} is not supported")
-    make, fields = _SCALINGS.get(kind, (None, {}))
     for name in _OPTIONAL:
-        if name not in fields and getattr(table, name) is not None:
+        if kind != "yarn" and getattr(table, name) is not None:
             raise ValueError(f"{key}.{name} is not supported with the rope type {kind!r}")
     tables = (found for found in (table, c) if "rope_theta" in found.model_fields_set)
     theta = next((found.rope_theta for found in tables), family.theta)
-    if make is None:
+    if kind == "default":
         return Rope(theta=theta, share=share)
-    numbers = {field: getattr(table, name) for name, field in fields.items()}
-    if missing := [n for n, f in fields.items() if numbers[f] is None and n not in _OPTIONAL]:
+    keys = _keys(_SCALINGS[kind])
+    numbers = {field: getattr(table, name) for field, name in keys.items()}
+    if missing := [n for f, n in keys.items() if numbers[f] is None and n not in _OPTIONAL]:
         raise ValueError(f"{key}: rope type {kind!r} lacks {', '.join(map(repr, missing))}")
     if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
         raise ValueError(
@@ -168,7 +147,7 @@ def _read_table(c: ConfigJson, table: RopeJson, *, key: str, family: Family) -> 
         )
     if kind == "yarn" and theta == 1:
         raise ValueError(f"{key}: rope type 'yarn' needs a rope_theta other than 1")
-    return Rope(theta=theta, scaling=make(**numbers), share=share)
+    return Rope(theta=theta, scaling=_SCALINGS[kind](**numbers), share=share)
 
 
 def _read_share(c: ConfigJson, table: RopeJson | None, family: Family) -> float:
@@ -220,8 +199,7 @@ def write_ropes(config: DecoderConfig, family: Family) -> dict[str, Any]:
         others = (own for own in config.ropes if own not in (None, rope))
         local = next(others, Rope(theta=rope.theta)) or rope
         inner = {"rope_theta": local.theta} | _write_scaling(local)
-        nested = {FULL: theta | scaling, SLIDING: inner}
-        content["rope_parameters"] = nested
+        content["rope_parameters"] = {FULL: theta | scaling, SLIDING: inner}
         if config.model_type == "gemma3_text":
             content["rope_local_base_freq"] = local.theta
     if config.model_type == "smollm3":
@@ -232,8 +210,8 @@ def write_ropes(config: DecoderConfig, family: Family) -> dict[str, Any]:
 
 def _write_scaling(rope: Rope) -> dict[str, Any]:
     """Builds the table of a rope without its theta."""
-    for kind, (make, fields) in _SCALINGS.items():
-        if isinstance(rope.scaling, make):
-            numbers = {name: getattr(rope.scaling, field) for name, field in fields.items()}
-            return {"rope_type": kind} | {k: v for k, v in numbers.items() if v is not None}
-    return {"rope_type": "default"}
+    if rope.scaling is None:
+        return {"rope_type": "default"}
+    kind = next(kind for kind, make in _SCALINGS.items() if isinstance(rope.scaling, make))
+    numbers = {key: getattr(rope.scaling, field) for field, key in _keys(rope.scaling).items()}
+    return {"rope_type": kind} | {k: v for k, v in numbers.items() if v is not None}

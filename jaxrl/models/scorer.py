@@ -33,17 +33,8 @@ def token_scores(hidden: jax.Array, head: jax.Array, *, precision: Precision) ->
 def token_values(
     hidden: jax.Array, head: jax.Array, batch: TokenBatch, *, precision: Precision
 ) -> jax.Array:
-    """Computes the value before each action token: the value head's output at the previous token.
-
-    Args:
-      hidden: activations[B, T, D] after the final norm.
-      head: compute[1, D].
-      batch: its action mask is used; a sequence never begins with an action, but with a prompt.
-      precision: the dtype policy.
-
-    Returns:
-      f32[B, T]; 0 at all other tokens.
-    """
+    """Computes the value before each action token: `token_scores` at the previous token, f32[B, T];
+    0 at all other tokens. A sequence never begins with an action, but with a prompt."""
     scores = token_scores(hidden, head, precision=precision)
     return jnp.where(batch.action_mask, jnp.roll(scores, 1, axis=1), 0)
 
@@ -63,21 +54,12 @@ def sequence_scores(
       f32[B, T + 1]: entry s of a row is the score of its sequence s; 0 if it has no sequence s.
     """
     tokens, segments = batch.tokens, batch.segments
-    hidden = model.hidden(
-        weights,
-        tokens,
-        batch.positions,
-        segments,
-        precision=precision,
-        seen_until=batch.seen_until,
-    )
+    hidden = model.hidden_of(weights, batch, precision=precision)
     scores = token_scores(hidden, model.unembedding(weights), precision=precision)
-    last = jax.vmap(_last)(segments, _not_padding(tokens, model.config.pad_id) & (segments > 0))
+    pad_id = model.config.pad_id
+    counted = jnp.ones_like(tokens, bool) if pad_id is None else tokens != pad_id
+    last = jax.vmap(_last)(segments, counted & (segments > 0))
     return jnp.where(last >= 0, jnp.take_along_axis(scores, jnp.maximum(last, 0), axis=1), 0)
-
-
-def _not_padding(tokens: jax.Array, pad_id: int | None) -> jax.Array:
-    return jnp.ones_like(tokens, bool) if pad_id is None else tokens != pad_id
 
 
 def _last(segments: jax.Array, counts: jax.Array) -> jax.Array:

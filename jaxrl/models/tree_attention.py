@@ -55,37 +55,28 @@ def tree_attention(
     scoring: Scoring,
     precision: Precision,
 ) -> jax.Array:
-    """Computes grouped-query attention in which token j of a row sees token i if
-    i <= j < tree.seen_until[i].
+    """Computes `attention.attention` in which token j of a row sees token i if
+    i <= j < tree.seen_until[i]. A window counts tokens of the sequence.
 
-    Args:
-      q: [B, T, H, hd].
-      k: [B, S, K, hd], H a multiple of K; query head h reads key head h // (H / K).
-      v: [B, S, K, vd].
-      tree: of the keys. A token always sees itself: padding, too.
-      queries: their positions i32[B, T] and the index i32[] of the first one in the row.
-      scoring: the window, scale, cap and sinks of the scores; a window counts tokens of the
-        sequence.
-      precision: the dtype policy; scores and softmax are in `accumulate`.
-
-    Returns:
-      [B, T, H, vd] in `precision.activations`.
+    `tree` is that of the keys [B, S]; a token always sees itself: padding, too. `queries` are their
+    positions i32[B, T] and the index i32[] of the first one in the row.
     """
     batch, length, heads, dim = q.shape
     q = q.reshape(batch, length, k.shape[2], heads // k.shape[2], dim).transpose(0, 2, 3, 1, 4)
     sinks = scoring.sink_scores(kv_heads=k.shape[2], ndim=5, dtype=precision.accumulate)
-    k, v = (_pad(x.transpose(0, 2, 1, 3), axis=2) for x in (k, v))
-    positions, first = _pad(queries[0], axis=1), queries[1]
+    k, v = (pad(x.transpose(0, 2, 1, 3), BLOCK, axis=2) for x in (k, v))
+    positions, first = pad(queries[0], BLOCK, axis=1), queries[1]
     # Nothing sees a padded key: whatever a padded query sees is cut off.
-    tree = Tree(*(_pad(x, axis=1) for x in tree))
+    tree = Tree(*(pad(x, BLOCK, axis=1) for x in tree))
     blocks = _visible_blocks(tree.seen_until, first, queries=positions.shape[1] // BLOCK)
     mask = _Mask(tree, positions, first, dataclasses.replace(scoring, sinks=None), *blocks)
-    out = _attention(_pad(q, axis=3), k, v, sinks, mask, precision)[..., :length, :]
+    out = _attention(pad(q, BLOCK, axis=3), k, v, sinks, mask, precision)[..., :length, :]
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, v.shape[-1])
 
 
-def _pad(x: jax.Array, *, axis: int) -> jax.Array:
-    more = -x.shape[axis] % BLOCK
+def pad(x: jax.Array, unit: int, *, axis: int) -> jax.Array:
+    """Appends zeros along an axis up to a multiple of `unit`."""
+    more = -x.shape[axis] % unit
     return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)]) if more else x
 
 
@@ -192,8 +183,8 @@ def _backward(precision, residuals, dout):
             dscores = probs * (dprobs - mean_own) * slopes
             probs, dscores = probs.astype(precision.compute), dscores.astype(precision.compute)
             dq = dq + dot(dscores, keys, contract=(4, 2))
-            dk = _add(dk, j, dot_t(_flat(own), _flat(dscores)))
-            dv = _add(dv, j, dot_t(_flat(d_own), _flat(probs)))
+            dk = _add(dk, j, dot_t(flat(own), flat(dscores)))
+            dv = _add(dv, j, dot_t(flat(d_own), flat(probs)))
             return dq, dk, dv
 
         start = (jnp.zeros(own.shape, wide), *grads)
@@ -229,7 +220,7 @@ def _joined(blocks: jax.Array) -> jax.Array:
     return blocks.reshape(*blocks.shape[:3], -1, blocks.shape[-1])
 
 
-def _flat(x: jax.Array) -> jax.Array:
+def flat(x: jax.Array) -> jax.Array:
     """[B, K, G, T, N] -> [B, K, G * T, N]: one row for each query of a key's group."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl.models.checkpoint_files import shown
-from jaxrl.models.config_json import FULL, SLIDING, ConfigJson
+from jaxrl.models.config_json import FULL, SLIDING, ConfigJson, layers_of
 
 Windows = tuple[int | None, ...]  # see `DecoderConfig.windows`
 
@@ -31,7 +31,7 @@ def read_windows(c: ConfigJson, kind: str) -> Windows:
             raise ValueError(f"sliding_window=None: most layers of {c.model_type} have a window")
         windowed = [period is None or (i + 1) % period > 0 for i in range(c.num_hidden_layers)]
     if c.layer_types is not None:
-        windowed = _read_kinds(c, c.layer_types)
+        windowed = layers_of(c, SLIDING, c.layer_types)
         if window is None and any(windowed):
             switch = f"use_sliding_window={c.use_sliding_window}, " if kind == "switch" else ""
             raise ValueError(
@@ -43,21 +43,13 @@ def read_windows(c: ConfigJson, kind: str) -> Windows:
     return tuple(window if inside else None for inside in windowed)
 
 
-def _read_kinds(c: ConfigJson, kinds: list[str]) -> list[bool]:
-    if set(kinds) - {FULL, SLIDING} or len(kinds) != c.num_hidden_layers:
-        raise ValueError(
-            f"layer_types={shown(kinds)}: expected {c.num_hidden_layers} entries, each "
-            f"{FULL!r} or {SLIDING!r}"
-        )
-    return [kind == SLIDING for kind in kinds]
-
-
 def write_windows(windows: Windows, kind: str, *, layers: int) -> dict[str, Any]:
     """Builds the keys that `read_windows` reads."""
     window = max((w for w in windows if w is not None), default=None)
     if kind in ("none", "all"):
         return {"sliding_window": window}
-    content = {"sliding_window": window, "layer_types": layer_types(windows, layers=layers)}
+    types = [FULL if w is None else SLIDING for w in windows or (None,) * layers]
+    content = {"sliding_window": window, "layer_types": types}
     if kind == "switch":
         # transformers 4 supports windows only as "every layer from this one on".
         content["use_sliding_window"] = window is not None
@@ -65,8 +57,3 @@ def write_windows(windows: Windows, kind: str, *, layers: int) -> dict[str, Any]
             (i for i, w in enumerate(windows) if w is not None), layers
         )
     return content
-
-
-def layer_types(windows: Windows, *, layers: int) -> list[str]:
-    """Returns Hugging Face's name of each layer's attention."""
-    return [FULL if w is None else SLIDING for w in windows or (None,) * layers]

@@ -60,7 +60,7 @@ def test_scores_equal_those_of_transformers_padded_and_packed(family, tied, tmp_
     with torch.no_grad():
         expected = reference(torch.tensor(padded)).logits[:, 0].numpy()
 
-    config, params = huggingface.load_scorer(tmp_path, dtype=F32)
+    config, params = huggingface.load(tmp_path, dtype=F32, scored=True)
     assert (config.scored, config.tied) == (True, tied)
     model = decoder(config)
     score = jax.jit(lambda p, b: sequence_scores(model, p, b, precision=PRESETS["fp32"]))
@@ -107,7 +107,7 @@ def test_round_trip_is_bit_identical_and_transformers_loads_it(dtype, tmp_path):
 def test_a_language_model_begins_a_reward_model_with_a_score_of_zero(tied, tmp_path):
     checkpoint(tmp_path, "qwen2", tied=tied)
     _, body = huggingface.load(tmp_path, dtype=F32)
-    config, params = huggingface.load_scorer(tmp_path, dtype=F32)
+    config, params = huggingface.load(tmp_path, dtype=F32, scored=True)
     assert config.scored
     np.testing.assert_array_equal(params.pop("score"), np.zeros((1, 32)))
     body.pop("head", None)
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_named(tmp_path):
 
     def refused(directory, match):
         with pytest.raises(ValueError, match=match):
-            huggingface.load_scorer(directory, dtype=F32)
+            huggingface.load(directory, dtype=F32, scored=True)
 
     file = tmp_path / "good" / "model.safetensors"
     save_file({k: v for k, v in content.items() if k != "score.weight"}, file)

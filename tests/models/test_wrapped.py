@@ -116,10 +116,10 @@ def test_the_language_model_alone_can_be_written(stored, tmp_path):
 
 
 def test_a_reward_model_that_begins_from_it_is_of_text(stored, tmp_path):
-    config, params = huggingface.load_scorer(stored[0], dtype=F32)
+    config, params = huggingface.load(stored[0], dtype=F32, scored=True)
     assert not np.any(params["score"])
     huggingface.save(tmp_path, params, config, dtype=F32, source_dir=stored[0])
-    assert huggingface.load_scorer(tmp_path, dtype=F32)[0] == config
+    assert huggingface.load(tmp_path, dtype=F32, scored=True)[0] == config
 
 
 @pytest.mark.parametrize("source", [None, "elsewhere"])

@@ -336,7 +336,7 @@ def test_packing_and_microbatches_do_not_change_a_step(model, material, tokenize
     }
     found = load_pairs(given["packed"].data, tokenizer, max_tokens=ROW_LENGTH).training
     chosen = [pair._replace(margin=i / 4) for i, pair in enumerate(found.pairs[:8])]
-    decoder_config, params = huggingface.load_scorer(model, dtype=np.dtype("float32"))
+    decoder_config, params = huggingface.load(model, dtype=np.dtype("float32"), scored=True)
     params["score"] = jax.random.normal(jax.random.key(0), params["score"].shape)
     steps = {}
     for name, one in given.items():

@@ -46,8 +46,8 @@ def export_checkpoint(
     model, specs = _model(config)
     chosen, params = _trained(config, model, specs=specs, run_dir=run_dir, step=step)
     if isinstance(specs, lora.Adapted):
-        load = huggingface.load_scorer if model.config.scored else huggingface.load
-        _, frozen = load(base, dtype=config.policy.wire)
+        scored = model.config.scored
+        _, frozen = huggingface.load(base, dtype=config.policy.wire, scored=scored)
         params = lora.merge(lora.Adapted(params, frozen, specs.alpha))
     huggingface.save(directory, params, model.config, dtype=written, source_dir=base)
     return chosen
