@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.data.prompts import Example, Tokenizer, apply_template
+from jaxrl.data.prompts import Example, apply_template
 from jaxrl.environments.adapters.verifiers import Host, Message
 from jaxrl.environments.episodes.base import Step
 from jaxrl.environments.episodes.chat import Chat
@@ -21,9 +21,9 @@ from jaxrl.environments.tools.schema import parse_tool_calls
 class VerifiersEpisode:
     """An `Environment`: one episode of a task, which the column `task` names by its index."""
 
-    def __init__(self, host: Host, *, chat: Chat, tokenizer: Tokenizer) -> None:
+    def __init__(self, chat: Chat, host: Host) -> None:
         """Creates one episode."""
-        self._host, self._chat, self._tokenizer = host, chat, tokenizer
+        self._chat, self._host = chat, host
         self._name, self._seen, self._calls = "", list[Message](), 0
 
     async def reset(self, example: Example) -> np.ndarray:
@@ -40,8 +40,8 @@ class VerifiersEpisode:
         if "messages" not in told:
             raise RuntimeError(f"verifiers: task {index} ended before the policy's first turn")
         self._seen = [_plain(m) for m in told["messages"]]
-        text = apply_template(self._tokenizer, self._seen, tools=told["tools"])
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+        text = apply_template(self._chat.tokenizer, self._seen, tools=told["tools"])
+        return self._chat.encode(text)
 
     async def step(self, completion: np.ndarray) -> Step:
         """Answers the environment's request with a turn.
@@ -72,7 +72,7 @@ class VerifiersEpisode:
 
     def _turn(self, completion: np.ndarray) -> Message:
         """Returns a turn as an assistant's message; well-formed calls become tool calls."""
-        text = self._tokenizer.decode(completion, skip_special_tokens=True)
+        text = self._chat.tokenizer.decode(completion, skip_special_tokens=True)
         calls = [c for c in parse_tool_calls(self._chat.decode(completion)) if c.error is None]
         if not calls:
             return {"content": text}
