@@ -84,10 +84,8 @@ class Session:
                 f"OpenEnv needs {error.name}: pip install 'jaxrl[openenv]'"
             ) from error
         self._server = server
-        self._open = contextlib.ExitStack()
-        self._socket = self._open.enter_context(
-            connect(f"ws{server.url.removeprefix('http')}/ws", open_timeout=30, max_size=_LARGEST)
-        )
+        address = f"ws{server.url.removeprefix('http')}/ws"
+        self._socket = connect(address, open_timeout=30, max_size=_LARGEST)
 
     def reset(self, **arguments: Any) -> tuple[str, Mapping[str, Any]]:
         """Begins the episode; raises RuntimeError if the server refuses."""
@@ -116,7 +114,7 @@ class Session:
 
         with contextlib.suppress(ConnectionClosed):
             self._socket.send(json.dumps({"type": "close"}))
-        self._open.close()
+        self._socket.close()
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         self._socket.send(json.dumps({"type": kind, "data": data}))
