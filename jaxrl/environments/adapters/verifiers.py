@@ -71,9 +71,8 @@ class Host:
 
     def _tell(self, name: str, **content: Any) -> None:
         with self._lock:
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps({"episode": name} | content) + "\n")
-            self._process.stdin.flush()
+            line = json.dumps({"episode": name} | content)
+            print(line, file=self._process.stdin, flush=True)
 
     def _read(self) -> None:
         assert self._process.stdout is not None

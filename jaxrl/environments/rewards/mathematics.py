@@ -42,9 +42,7 @@ def _ask(question: str) -> bool | str | None:
     except IndexError:
         process = _start()
     try:
-        assert process.stdin is not None
-        process.stdin.write(question + "\n")
-        process.stdin.flush()
+        print(question, file=process.stdin, flush=True)
         line = _line(process)
     except BaseException:
         _end(process)
