@@ -84,8 +84,10 @@ class Session:
                 f"OpenEnv needs {error.name}: pip install 'jaxrl[openenv]'"
             ) from error
         self._server = server
-        address = f"ws{server.url.removeprefix('http')}/ws"
-        self._socket = connect(address, open_timeout=30, max_size=_LARGEST)
+        self._open = contextlib.ExitStack()  # websockets wants `connect` entered as a context
+        self._socket = self._open.enter_context(
+            connect(f"ws{server.url.removeprefix('http')}/ws", open_timeout=30, max_size=_LARGEST)
+        )
 
     def reset(self, **arguments: Any) -> tuple[str, Mapping[str, Any]]:
         """Begins the episode; raises RuntimeError if the server refuses."""
@@ -114,7 +116,7 @@ class Session:
 
         with contextlib.suppress(ConnectionClosed):
             self._socket.send(json.dumps({"type": "close"}))
-        self._socket.close()
+        self._open.close()
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         self._socket.send(json.dumps({"type": kind, "data": data}))
