@@ -125,7 +125,7 @@ def _tokenise(
     characters, prompts = data.most_characters(tokenizer, longest), []
     for number, text in enumerate(texts, start=1):
         where = f"prompt {number} ({text[:40]!r}{'...' * (len(text) > 40)})"
-        rendered = render(text, where=where)
+        rendered = render(text, where)
         try:
             check_characters(rendered)
         except ValueError as error:

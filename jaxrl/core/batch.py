@@ -1,7 +1,7 @@
 """Samples: ragged on the host (`Rollout`), rectangular on the device (`TokenBatch`)."""
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -68,6 +68,14 @@ def given_rollout(prompt: Sequence[int], completion: Sequence[int]) -> Rollout:
         version=np.zeros(size, np.int32),
         group=0,
     )
+
+
+def by_group(rollouts: Iterable[Rollout]) -> dict[int, list[Rollout]]:
+    """Groups rollouts by prompt, in the order in which the prompts first occur."""
+    found: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        found.setdefault(rollout.group, []).append(rollout)
+    return found
 
 
 @struct.dataclass(kw_only=True)

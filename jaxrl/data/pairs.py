@@ -63,7 +63,7 @@ def read_pairs(
     too_long, where = 0, "the data"
     for where, record in rows:
         prompt, chosen, rejected = _texts(record, columns, where=where)
-        text = render(prompt, where=where)
+        text = render(prompt, where)
         if 2 * len(text) + len(chosen) + len(rejected) > longest:
             too_long += 1
             continue

@@ -1,7 +1,7 @@
 """Prompts: rows of data, rendered, tokenised and put in a reproducible order."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -95,7 +95,7 @@ def load_prompts(
     for where, record in rows:
         if limit is not None and len(examples) == limit:
             break
-        text = render(read_prompt(record, prompt_key, where=where), where=where)
+        text = render(read_prompt(record, prompt_key, where=where), where)
         if len(text) > longest:
             too_long += 1
             continue
@@ -132,16 +132,8 @@ def end_token(tokenizer: Tokenizer) -> int:
     return tokenizer.eos_token_id
 
 
-class Render(Protocol):
-    """A function that renders a prompt as the model's input text."""
-
-    def __call__(self, prompt: RawPrompt, *, where: str) -> str:
-        """Renders a prompt; `where` names the row in errors."""
-        ...
-
-
-def make_renderer(tokenizer: Tokenizer, rendering: Rendering) -> Render:
-    """Returns the function that renders prompts.
+def make_renderer(tokenizer: Tokenizer, rendering: Rendering) -> Callable[[RawPrompt, str], str]:
+    """Returns the function that renders prompts: (prompt, the row's place for errors) -> text.
 
     The text ends where the completion begins. Its only special tokens are those that the chat
     template writes.
@@ -162,7 +154,7 @@ def make_renderer(tokenizer: Tokenizer, rendering: Rendering) -> Render:
             "put the text into data.prompt_format"
         )
 
-    def render(prompt: RawPrompt, *, where: str) -> str:
+    def render(prompt: RawPrompt, where: str) -> str:
         if not chat:
             if not isinstance(prompt, str):
                 raise ValueError(

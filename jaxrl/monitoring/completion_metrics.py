@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl.core.batch import Rollout
+from jaxrl.core.batch import Rollout, by_group
 
 _GRAM = 3  # tokens of an n-gram
 _TAIL = 256  # last tokens of a completion, in which repetition is measured
@@ -28,13 +28,11 @@ def completion_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
       prompts; quantiles "/min", "/p10", "/p50", "/p90", "/max" of "reward" (where known) and of
       "completion_length" in tokens.
     """
-    groups: dict[int, list[Rollout]] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.group, []).append(rollout)
+    groups = by_group(rollouts).values()
     ids = [rollout.completion for rollout in rollouts]
     metrics = {
-        "diversity/distinct": distinct([group[0].completion for group in groups.values()]),
-        "diversity/identical": identical([[r.completion for r in g] for g in groups.values()]),
+        "diversity/distinct": distinct([group[0].completion for group in groups]),
+        "diversity/identical": identical([[r.completion for r in group] for group in groups]),
         "diversity/repetition": float(np.mean([1 - distinct([x[-_TAIL:]]) for x in ids])),
         "groups/sampled": float(len(groups)),
     }

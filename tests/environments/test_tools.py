@@ -134,7 +134,7 @@ def test_search_ranks_by_bm25_and_reads_both_kinds_of_corpus(tmp_path):
     assert read_corpus(str(tmp_path / "a.txt")) == ["one\ntwo", "three"]
     assert read_corpus(str(tmp_path / "b.jsonl")) == ["X\nx", "y"]
     (tmp_path / "c.jsonl").write_text('{"text": "x"}\n{"title": 1}\n')
-    with pytest.raises(ValueError, match=r"c\.jsonl:2: expected"):
+    with pytest.raises(ValueError, match=r"c\.jsonl:2: no 'text'"):
         read_corpus(str(tmp_path / "c.jsonl"))
     (search,) = load_tools([f"search:{tmp_path / 'b.jsonl'}"]).values()
     assert search.run({"query": "y"}) == "y"

@@ -99,7 +99,7 @@ def host(tmp_path_factory):
 
 
 def play(host, task, texts):
-    make = functools.partial(VerifiersEpisode, host, chat=Chat(TOKENIZER), tokenizer=TOKENIZER)
+    make = functools.partial(VerifiersEpisode, Chat(TOKENIZER), host)
     example = Example(np.array([2]), {}, {"task": task})
     episodes = EpisodeRunner(make, LIMITS, LockstepScheduler)
     sampler = Guesses({(0, j): turns for j, turns in enumerate(texts)})

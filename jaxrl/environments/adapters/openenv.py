@@ -84,7 +84,7 @@ class Session:
                 f"OpenEnv needs {error.name}: pip install 'jaxrl[openenv]'"
             ) from error
         self._server = server
-        self._open = contextlib.ExitStack()
+        self._open = contextlib.ExitStack()  # websockets wants `connect` entered as a context
         self._socket = self._open.enter_context(
             connect(f"ws{server.url.removeprefix('http')}/ws", open_timeout=30, max_size=_LARGEST)
         )

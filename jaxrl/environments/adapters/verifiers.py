@@ -16,7 +16,7 @@ _SCRIPT = str(Path(__file__).with_name("in_verifiers.py"))
 class Host:
     """The process that runs the episodes; it ends with this one, whose end closes its input."""
 
-    def __init__(self, python: str, config: str, *, script: str = _SCRIPT) -> None:
+    def __init__(self, python: str, config: str) -> None:
         """Starts it and waits until its environment is loaded.
 
         Raises:
@@ -26,13 +26,13 @@ class Host:
             if not Path(file).is_file():
                 raise ValueError(f"environment.{key} = {file!r} does not exist")
         pipe = subprocess.PIPE
-        command = [python, "-P", script, config]
+        command = [python, "-P", _SCRIPT, config]
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         self._lock, self._episodes = threading.Lock(), dict[str, queue.SimpleQueue[Any]]()
-        self._numbers, self._ready = itertools.count(), queue.SimpleQueue[Any]()
-        self._episodes[""] = self._ready
+        self._numbers = itertools.count()
+        ready = self._episodes[""] = queue.SimpleQueue[Any]()
         threading.Thread(target=self._read, name="verifiers", daemon=True).start()
-        if "error" in self._ready.get():
+        if "error" in ready.get():
             self.close()
             raise ValueError(
                 f"environment.config = {config!r}: {python} cannot run it with verifiers; its "
@@ -71,9 +71,8 @@ class Host:
 
     def _tell(self, name: str, **content: Any) -> None:
         with self._lock:
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps({"episode": name} | content) + "\n")
-            self._process.stdin.flush()
+            line = json.dumps({"episode": name} | content)
+            print(line, file=self._process.stdin, flush=True)
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -1,6 +1,6 @@
 """The environment interface: what one implements, and the limits of an episode."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -50,9 +50,6 @@ class Environment(Protocol):
             the turn was truncated.
         """
         ...
-
-
-MakeEnvironment = Callable[[], Environment]
 
 
 class EpisodeLimits(NamedTuple):

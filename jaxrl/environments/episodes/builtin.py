@@ -59,7 +59,7 @@ def text_game(context: EnvironmentContext, *, game: str) -> Environment:
       ValueError: if the game cannot be loaded, or without a chat template.
     """
     make = plugins.load_function(game, builtin=text_games, key="environment.game")
-    return text_games.TextGame(make, chat=context.chat, tokenizer=context.tokenizer)
+    return text_games.TextGame(context.chat, make())
 
 
 def openenv(
@@ -78,8 +78,8 @@ def openenv(
     Raises:
       ValueError: if there is no server at `url`, or without a chat template.
     """
-    make = functools.partial(_session, url, action=action, observation=observation)
-    return text_games.TextGame(make, chat=context.chat, tokenizer=context.tokenizer)
+    chat, server = context.chat, _server(url, action=action, observation=observation)
+    return text_games.TextGame(chat, Session(server))
 
 
 def verifiers(context: EnvironmentContext, *, python: str, config: str) -> Environment:
@@ -92,14 +92,8 @@ def verifiers(context: EnvironmentContext, *, python: str, config: str) -> Envir
       ValueError: if the environment cannot be loaded, or without a chat template.
     """
     host = _host(python, config)
-    return VerifiersEpisode(host, chat=context.chat, tokenizer=context.tokenizer)
+    return VerifiersEpisode(context.chat, host)
 
 
 _host = functools.cache(Host)  # one process for all episodes of a run
-
-
-def _session(url: str, *, action: str | None, observation: str | None) -> Session:
-    return Session(_server(url, action=action, observation=observation))
-
-
 _server = functools.cache(Server.at)  # its schema is read once a run

@@ -28,7 +28,7 @@ class Chat:
                 "the environment needs the model's chat template, and its tokenizer has none; "
                 "add one to its tokenizer_config.json"
             )
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         added = [*tokenizer.get_added_vocab()]
         self._control = sorted(filter(_CONTROL.fullmatch, added), key=len, reverse=True)
         if _MARK not in self._rendered([{"role": "user", "content": _MARK}]):
@@ -40,14 +40,18 @@ class Chat:
 
     def decode(self, tokens: np.ndarray) -> str:
         """Returns the text of token ids, i[C], control tokens included."""
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the token ids of a text, i32[N]."""
+        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     def user_message(self, text: str, *, after: np.ndarray) -> np.ndarray:
         """Renders a user message after the policy's turn i32[C], up to the beginning of its next.
 
         Returns token ids, i32[N]. Control tokens in the text are escaped.
         """
-        return self._encode([{"role": "user", "content": self.escape(text)}], after=after)
+        return self.messages([{"role": "user", "content": text}], after=after)
 
     def tool_messages(self, texts: Sequence[str], *, after: np.ndarray) -> np.ndarray:
         """Renders tool results as `user_message` does, i32[N].
@@ -67,7 +71,9 @@ class Chat:
                 results = (f"<tool_response>\n{m['content']}\n</tool_response>" for m in escaped)
                 escaped = [{"role": "user", "content": "\n".join(results)}]
             said += escaped
-        return self._encode(said, after=after)
+        # The end of the policy's turn was sampled already, unless a stop sequence of the config
+        # ended it.
+        return self.encode(self._rendered(said).removeprefix(self.decode(after[-1:])))
 
     def escape(self, text: str) -> str:
         """Returns the text with a space inside each control token, so that it cannot end a turn.
@@ -79,13 +85,7 @@ class Chat:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
 
-    def _encode(self, messages: Sequence[Mapping[str, Any]], *, after: np.ndarray) -> np.ndarray:
-        # The end of the policy's turn was sampled already, unless a stop sequence of the config
-        # ended it.
-        text = self._rendered(messages).removeprefix(self.decode(after[-1:]))
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
-
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Returns what the template writes after the words of a turn."""
         before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
-        return apply_template(self._tokenizer, [*before, *messages]).partition(_MARK)[2]
+        return apply_template(self.tokenizer, [*before, *messages]).partition(_MARK)[2]

@@ -19,11 +19,11 @@ def max_open_episodes() -> int:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
+    if soft == resource.RLIM_INFINITY:
+        soft = _MOST_FILES
+    if soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    else:
-        most = _MOST_FILES if soft == resource.RLIM_INFINITY else soft
-    return max(1, most // 2 // _FILES_PER_EPISODE)
+    return max(1, max(soft, most) // 2 // _FILES_PER_EPISODE)
 
 
 @contextlib.contextmanager

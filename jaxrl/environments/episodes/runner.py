@@ -16,8 +16,7 @@ import numpy as np
 
 from jaxrl.core.batch import End, Rollout
 from jaxrl.data.prompts import Example
-from jaxrl.environments.episodes import base
-from jaxrl.environments.episodes.base import EpisodeError
+from jaxrl.environments.episodes.base import Environment, EpisodeError, EpisodeLimits
 from jaxrl.environments.episodes.episode import EpisodeBuilder, check_prompt, check_step
 from jaxrl.environments.episodes.open_file_limit import max_open_episodes, reserve_files
 from jaxrl.environments.isolation.calls import Deadline, Worker, run_in_thread, wait_for
@@ -34,8 +33,8 @@ class EpisodeResults(NamedTuple):
 class EpisodeRunner(NamedTuple):
     """Runs episodes of one environment."""
 
-    make: base.MakeEnvironment  # of one episode
-    limits: base.EpisodeLimits  # of each episode
+    make: Callable[[], Environment]  # of one episode
+    limits: EpisodeLimits  # of each episode
     scheduler: type["TurnScheduler"]  # decides which turns are sampled together
 
     def run(
@@ -174,7 +173,7 @@ class _Episode:
         self._group, self._index = group, index
         self._builder = EpisodeBuilder(example.tokens, index)
         self._worker, self._loop = Worker(), asyncio.Runner()
-        self._environment: base.Environment | None = None
+        self._environment: Environment | None = None
         self._end: End | None = None
 
     async def begin(self) -> None:

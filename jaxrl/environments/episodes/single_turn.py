@@ -42,7 +42,7 @@ def rollouts(
     render = make_renderer(tokenizer, rendering)
     prompts = []
     for i, example in enumerate(examples):
-        text = render(example["prompt"], where=f"example {i}")
+        text = render(example["prompt"], f"example {i}")
         prompts.append(np.array(tokenizer.encode(text, add_special_tokens=False), np.int32))
     found: dict[tuple[int, int], Rollout] = {}
     for completion in sampler.sample(prompts, params, group_size=group_size):

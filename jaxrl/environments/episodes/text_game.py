@@ -1,11 +1,10 @@
 """Text games with Gymnasium's interface: an object with `reset()` and `step(text)`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from jaxrl.data.prompts import Example, Tokenizer
+from jaxrl.data.prompts import Example
 from jaxrl.environments.episodes.base import Step
 from jaxrl.environments.episodes.chat import Chat
 
@@ -15,14 +14,14 @@ _PLACEHOLDER = "{observation}"
 class TextGame:
     """An `Environment` whose observations are user messages from a game."""
 
-    def __init__(self, make: Callable[[], Any], *, chat: Chat, tokenizer: Tokenizer) -> None:
-        """Creates one episode: `make()` returns its game.
+    def __init__(self, chat: Chat, game: Any) -> None:
+        """Creates one episode.
 
         The game's `reset` returns a text, or a text and an info. `step` takes the policy's text and
         returns (text, reward, done, info), or (text, reward, terminated, truncated, info). The
         entry `metrics` of an info is a mapping of numbers for the step.
         """
-        self._game, self._chat, self._tokenizer = make(), chat, tokenizer
+        self._chat, self._game = chat, game
 
     async def reset(self, example: Example) -> np.ndarray:
         """Returns the prompt, i32[P], with the game's first observation for {observation}.
@@ -41,12 +40,12 @@ class TextGame:
         returned = self._game.reset(**arguments)
         observation = returned[0] if isinstance(returned, tuple) else returned
         text = prompt.replace(_PLACEHOLDER, self._chat.escape(str(observation)))
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+        return self._chat.encode(text)
 
     async def step(self, completion: np.ndarray) -> Step:
         """Passes the turn to the game as text, stripped and without control tokens; raises
         ValueError if the game returns neither 4 nor 5 values."""
-        text = self._tokenizer.decode(completion, skip_special_tokens=True).strip()
+        text = self._chat.tokenizer.decode(completion, skip_special_tokens=True).strip()
         returned = self._game.step(text)
         if len(returned) not in (4, 5):
             raise ValueError(f"step returned {len(returned)} values, expected 4 or 5")

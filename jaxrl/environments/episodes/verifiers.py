@@ -5,13 +5,14 @@ holds token ids: of every request only the messages after the policy's last turn
 appended. A request that changes earlier messages fails its episode.
 """
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxrl.data.prompts import Example, Tokenizer, apply_template
+from jaxrl.data.prompts import Example, apply_template
 from jaxrl.environments.adapters.verifiers import Host, Message
 from jaxrl.environments.episodes.base import Step
 from jaxrl.environments.episodes.chat import Chat
@@ -21,10 +22,10 @@ from jaxrl.environments.tools.schema import parse_tool_calls
 class VerifiersEpisode:
     """An `Environment`: one episode of a task, which the column `task` names by its index."""
 
-    def __init__(self, host: Host, *, chat: Chat, tokenizer: Tokenizer) -> None:
+    def __init__(self, chat: Chat, host: Host) -> None:
         """Creates one episode."""
-        self._host, self._chat, self._tokenizer = host, chat, tokenizer
-        self._name, self._seen, self._calls = "", list[Message](), 0
+        self._chat, self._host = chat, host
+        self._name, self._seen, self._numbers = "", list[Message](), itertools.count()
 
     async def reset(self, example: Example) -> np.ndarray:
         """Returns the task's first request, rendered with its tools, i32[P].
@@ -40,8 +41,8 @@ class VerifiersEpisode:
         if "messages" not in told:
             raise RuntimeError(f"verifiers: task {index} ended before the policy's first turn")
         self._seen = [_plain(m) for m in told["messages"]]
-        text = apply_template(self._tokenizer, self._seen, tools=told["tools"])
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+        text = apply_template(self._chat.tokenizer, self._seen, tools=told["tools"])
+        return self._chat.encode(text)
 
     async def step(self, completion: np.ndarray) -> Step:
         """Answers the environment's request with a turn.
@@ -53,17 +54,15 @@ class VerifiersEpisode:
         told = self._host.wait(self._name)
         if "reward" in told:
             return Step((), told["reward"], True, told["metrics"])
-        messages, before = told["messages"], len(self._seen)
-        new = [_plain(m) for m in messages[before + 1 :]]
-        earlier = [_plain(m) for m in messages[:before]]
-        own = messages[before]["role"] if len(messages) > before else None
-        if earlier != self._seen or own != "assistant":
+        messages, before = [_plain(m) for m in told["messages"]], len(self._seen)
+        own = [m["role"] for m in messages[before : before + 1]]
+        if messages[:before] != self._seen or own != ["assistant"]:
             raise ValueError(
                 "the environment changed earlier messages of the conversation; an episode is one "
                 "sequence of tokens, to which messages can only be appended"
             )
-        self._seen = [*earlier, _plain(messages[before]), *new]
-        return Step(self._chat.messages(new, after=completion))
+        self._seen = messages
+        return Step(self._chat.messages(messages[before + 1 :], after=completion))
 
     def close(self) -> None:
         """Gives the episode up if it runs."""
@@ -72,19 +71,17 @@ class VerifiersEpisode:
 
     def _turn(self, completion: np.ndarray) -> Message:
         """Returns a turn as an assistant's message; well-formed calls become tool calls."""
-        text = self._tokenizer.decode(completion, skip_special_tokens=True)
+        text = self._chat.tokenizer.decode(completion, skip_special_tokens=True)
         calls = [c for c in parse_tool_calls(self._chat.decode(completion)) if c.error is None]
         if not calls:
             return {"content": text}
-        first = self._calls
-        self._calls += len(calls)
         named = [
             {
-                "id": f"call_{first + i}",
+                "id": f"call_{next(self._numbers)}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
             }
-            for i, call in enumerate(calls)
+            for call in calls
         ]
         return {"content": text.partition("<tool_call>")[0], "tool_calls": named}
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import contextvars
-import functools
 import inspect
 import os
 import queue
@@ -100,9 +99,12 @@ def call_each(
         outcomes = list[Any]()
         while len(outcomes) < len(arguments):
             rest = arguments[len(outcomes) :]
-            outcomes += _InOneThread(function, rest, timeout=timeout).outcomes()
+            outcomes += _call_in_turn(function, rest, timeout=timeout)
         return outcomes
-    call = functools.partial(_call, function, timeout=timeout)
+
+    def call(given: tuple[Any, ...]) -> Any:
+        return _call_in_turn(function, [given], timeout=timeout)[0]
+
     threads = ThreadPoolExecutor(_PROCESSORS)
     try:
         return list(threads.map(call, arguments))
@@ -110,65 +112,49 @@ def call_each(
         threads.shutdown(wait=False, cancel_futures=True)
 
 
-class _InOneThread:
-    """Makes calls in turn in one thread, up to the first that times out.
+def _call_in_turn(
+    function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, timeout: float
+) -> list[Any]:
+    """Makes calls in turn in one thread, and returns the result or exception of each. After the
+    first that takes too long, whose outcome is a TimeoutError, there are no more.
 
     While another thread computes, Python switches to a new thread after 5 ms, and back after as
     many. One thread for all calls pays this once, not once per call.
     """
+    lock, outcomes, abandoned = threading.Lock(), list[Any](), False
+    deadline = Deadline(timeout)  # of the call that runs
 
-    def __init__(
-        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, timeout: float
-    ) -> None:
-        """Starts the calls."""
-        self._function, self._arguments, self._timeout = function, arguments, timeout
-        self._lock, self._outcomes, self._abandoned = threading.Lock(), list[Any](), False
-        self._deadline = Deadline(timeout)
-        self._future = run_in_thread(self._work)
-
-    def outcomes(self) -> list[Any]:
-        """Waits for the calls; returns the result or exception of each. After the first that takes
-        too long, whose outcome is a TimeoutError, there are no more."""
+    def call(given: tuple[Any, ...]) -> Any:
+        _deadline.set(deadline)
         try:
-            while not self._future.done():
-                deadline = self._deadline
-                if seconds := deadline.remaining():
-                    wait([self._future], seconds)
-                    continue
-                with self._lock:
-                    if self._deadline is deadline:  # no other call has begun
-                        self._abandoned = True
-                        return [*self._outcomes, _too_long(self._timeout)]
-            return self._outcomes
-        finally:
-            self._abandoned = True
-
-    def _work(self) -> None:
-        for given in self._arguments:
-            outcome = contextvars.copy_context().run(self._call, given)
-            with self._lock:
-                if self._abandoned:
-                    return
-                self._outcomes.append(outcome)
-                self._deadline = Deadline(self._timeout)
-
-    def _call(self, given: tuple[Any, ...]) -> Any:
-        _deadline.set(self._deadline)
-        try:
-            return self._function(*given)
+            return function(*given)
         except BaseException as error:  # the caller handles it, whatever it is
             return error
 
+    def work() -> None:
+        nonlocal deadline
+        for given in arguments:
+            outcome = contextvars.copy_context().run(call, given)
+            with lock:
+                if abandoned:
+                    return
+                outcomes.append(outcome)
+                deadline = Deadline(timeout)
 
-def _call(function: Callable[..., Any], arguments: tuple[Any, ...], *, timeout: float) -> Any:
-    deadline = Deadline(timeout)
-    future = run_in_thread(function, *arguments, deadline=deadline)
-    while not future.done() and (seconds := deadline.remaining()):
-        wait([future], seconds)
-    if not future.done():
-        return _too_long(timeout)
-    error = future.exception()
-    return future.result() if error is None else error
+    future = run_in_thread(work)
+    try:
+        while not future.done():
+            waited_for = deadline
+            if seconds := waited_for.remaining():
+                wait([future], seconds)
+                continue
+            with lock:
+                if deadline is waited_for:  # no other call has begun
+                    abandoned = True
+                    return [*outcomes, _too_long(timeout)]
+        return outcomes
+    finally:
+        abandoned = True
 
 
 def _call_async(
@@ -198,7 +184,7 @@ def _call_async(
 
     # A call that blocks the event loop delays all others; one more timeout for that.
     seconds = (1 - (-len(arguments) // _ASYNC_CALLS)) * timeout
-    outcomes = _call(asyncio.run, (call_all(),), timeout=seconds)
+    (outcomes,) = _call_in_turn(asyncio.run, [(call_all(),)], timeout=seconds)
     return [outcomes] * len(arguments) if isinstance(outcomes, BaseException) else outcomes
 
 
@@ -219,12 +205,10 @@ def _too_long(timeout: float) -> TimeoutError:
     return TimeoutError(f"it took longer than {timeout:g} s")
 
 
-def run_in_thread(
-    function: Callable[..., Any], *arguments: Any, deadline: Deadline | None = None
-) -> Future[Any]:
+def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
     """Makes one call, as `Worker.submit`, in a daemon thread of its own."""
     worker = Worker()
-    future = worker.submit(function, *arguments, deadline=deadline)
+    future = worker.submit(function, *arguments)
     worker.end()
     return future
 

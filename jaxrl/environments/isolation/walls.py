@@ -53,12 +53,11 @@ def start(
 def find_bubblewrap() -> str | None:
     """Returns bubblewrap's path if it works on this machine; reports once which walls there are."""
     with _finding:
-        path, error = _try_bubblewrap()
-    return path if error is None else None
+        return _try_bubblewrap()
 
 
 @functools.cache
-def _try_bubblewrap() -> tuple[str | None, str | None]:
+def _try_bubblewrap() -> str | None:
     path = shutil.which("bwrap")
     if path is None:
         error = "bubblewrap (bwrap) is not installed"
@@ -71,10 +70,10 @@ def _try_bubblewrap() -> tuple[str | None, str | None]:
             error = str(failed)
     # Their directory is read-only inside, so that each start would compile them again.
     compileall.compile_dir(Path(__file__).with_name("inside"), quiet=2)
-    using = "namespaces of its own" if error else "bubblewrap's namespaces"
+    using = "bubblewrap's namespaces" if error is None else "namespaces of its own"
     reason = f": {error}" if error else ""
     print(f"jaxrl: the sandbox uses {using}{reason}", file=sys.stderr, flush=True)
-    return path, error
+    return path if error is None else None
 
 
 def bubblewrap_options(memory: int) -> list[str]:

@@ -23,12 +23,8 @@ _idle: list[subprocess.Popen[str]] = []
 def equal(reference: str, completion: str) -> bool:
     """Returns True if the expression in a completion equals the one in the reference answer.
 
-    A comparison that needs more than 5 seconds of CPU time, or 4 GiB, counts as unequal.
-
-    Raises:
-      ValueError: if the reference answer contains no expression.
-      ModuleNotFoundError: without the package math-verify.
-      RuntimeError: if the package fails.
+    A comparison that needs more than 5 seconds of CPU time, or 4 GiB, counts as unequal. Raises as
+    `builtin.math_verify`, and RuntimeError if the package fails.
     """
     with hold_processor():
         equal = _ask(json.dumps([reference, completion]))
@@ -46,9 +42,7 @@ def _ask(question: str) -> bool | str | None:
     except IndexError:
         process = _start()
     try:
-        assert process.stdin is not None
-        process.stdin.write(question + "\n")
-        process.stdin.flush()
+        print(question, file=process.stdin, flush=True)
         line = _line(process)
     except BaseException:
         _end(process)

@@ -1,12 +1,13 @@
 """Full-text search: Okapi BM25 (Robertson and Zaragoza, 2009) with an inverted index."""
 
 import functools
-import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from jaxrl.data.rows import Row, read_column, read_rows
 
 _K1, _B = 1.5, 0.75
 _WORD = re.compile(r"\w+")
@@ -65,22 +66,17 @@ def read_corpus(path: str) -> list[str]:
     file = Path(path)
     if file.suffix not in (".txt", ".jsonl") or not file.is_file():
         raise ValueError(f"environment.tools: search:{path} is not a .txt or .jsonl file")
-    content = file.read_text(encoding="utf-8")
     if file.suffix == ".txt":
+        content = file.read_text(encoding="utf-8")
         passages = [part.strip() for part in re.split(r"\n\s*\n", content)]
     else:
-        lines = enumerate(content.splitlines(), start=1)
-        passages = [_passage(line, f"{path}:{n}") for n, line in lines if line.strip()]
+        passages = list(map(_passage, read_rows(path)))
     passages = [passage for passage in passages if passage]
     if not passages:
         raise ValueError(f"environment.tools: search:{path}: the file has no text")
     return passages
 
 
-def _passage(line: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-        text, title = record["text"], record.get("title")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f'{where}: expected {{"text": "...", "title": "..."}}') from None
+def _passage(row: Row) -> str:
+    text, title = read_column(row.record, "text", where=row.where), row.record.get("title")
     return f"{title}\n{text}" if title else str(text)

@@ -43,9 +43,6 @@ class Alarm(NamedTuple):
     text: str
 
 
-Rule = Callable[[History, Limits], Finding | None]
-
-
 def kl_spike(history: History, limits: Limits) -> Finding | None:
     """KL above `kl_factor` x the median of the preceding window, and above `kl_floor`. During the
     warm-up, see `_no_rise`."""
@@ -207,7 +204,7 @@ def not_finite(history: History, limits: Limits) -> Finding | None:
     return None
 
 
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, Callable[[History, Limits], Finding | None]] = {
     rule.__name__: rule
     for rule in (
         kl_spike,

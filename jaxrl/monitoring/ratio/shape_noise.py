@@ -38,10 +38,9 @@ def shape_noise(
     some, longer = rollouts[: shape.rows_per_microbatch], longer_rows(shape)
     again = fetch(score(pack_minibatch(some, [0.0] * len(some), shape=longer)))
     firsts = unpack(scores, rollouts, shape=shape)[: len(some)]
-    found = [
+    seconds = unpack(again, some, shape=longer)
+    differences = [
         (first.astype(np.float64) - second)[rollout.action_mask]
-        for first, second, rollout in zip(
-            firsts, unpack(again, some, shape=longer), some, strict=True
-        )
+        for first, second, rollout in zip(firsts, seconds, some, strict=True)
     ]
-    return np.concatenate(found)
+    return np.concatenate(differences)

@@ -34,16 +34,9 @@ class Samples:
         parts: Sequence[str],
         start_step: int,
     ) -> None:
-        """Opens the file.
-
-        Args:
-          path: of samples.jsonl.
-          config: says when samples are due.
-          tokenizer: the policy's.
-          answer: number of a prompt -> its reference answer; None without one.
-          parts: names of the parts of the reward.
-          start_step: steps trained on so far.
-        """
+        """Opens the file of a run that has trained for `start_step` steps. `answer` takes the
+        number of a prompt and returns its reference answer, None without one; `parts` names the
+        parts of the reward."""
         self._path, self._config, self._tokenizer = path, config, tokenizer
         self._answer, self._parts = answer, parts
         write_lines(path, [e for e in read_metrics(path) if e["step"] <= start_step])

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from jaxrl.config.sampler import Order
-from jaxrl.core.batch import Rollout
+from jaxrl.core.batch import Rollout, by_group
 from jaxrl.training.rollouts import dynamic_sampling
 
 
@@ -67,7 +67,7 @@ class Buffer:
     def restore(self, rollouts: Iterable[Rollout], running: Iterable[int]) -> None:
         """Restores `waiting` and `running` from a checkpoint; the running groups are sampled again,
         before new ones."""
-        self._waiting = dynamic_sampling.by_group(rollouts)
+        self._waiting = by_group(rollouts)
         self._again = deque(running)
 
     def begin(self, *, next_number: int, step: int, most: int) -> list[int]:

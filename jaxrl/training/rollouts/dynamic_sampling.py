@@ -5,11 +5,11 @@ loop samples more prompts until a batch is full of other groups; surplus groups 
 step.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl.core.batch import Rollout
+from jaxrl.core.batch import Rollout, by_group
 
 
 def informative(rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -30,14 +30,6 @@ def split_groups(
 def count_groups(rollouts: Sequence[Rollout]) -> int:
     """Counts the prompts that the rollouts belong to."""
     return len({r.group for r in rollouts})
-
-
-def by_group(rollouts: Iterable[Rollout]) -> dict[int, list[Rollout]]:
-    """Groups rollouts by prompt, in the order in which the prompts first occur."""
-    found: dict[int, list[Rollout]] = {}
-    for rollout in rollouts:
-        found.setdefault(rollout.group, []).append(rollout)
-    return found
 
 
 def _is_informative(group: Sequence[Rollout]) -> bool:

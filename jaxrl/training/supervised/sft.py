@@ -102,7 +102,7 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
             before = prompts.read_prompt(record, config.prompt_key, where=where)
         given = prompts.read_prompt(record, config.completion_key, where=where)
         turns = _turns(before, given, where=f"{where}: {config.completion_key!r}")
-        return [(render(prompt, where=where), completion) for prompt, completion in turns]
+        return [(render(prompt, where), completion) for prompt, completion in turns]
 
     short, too_long = list[Rollout](), 0
     pieces = ((row, texts) for row in read_rows(config.path) for texts in read(row))

@@ -20,10 +20,6 @@ FORWARDED = (
 )
 
 
-def _call(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
-    return function(*arguments, **keywords)
-
-
 def _enter(manager: Any) -> Any:
     return type(manager).__enter__(manager)
 
@@ -33,7 +29,7 @@ def _exit(manager: Any) -> Any:
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": _call,
+    "call": operator.call,
     "getattr": getattr,
     "setattr": setattr,
     "delattr": delattr,

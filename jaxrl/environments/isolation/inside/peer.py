@@ -62,10 +62,6 @@ class Peer:
         """Raises TypeError: something cannot cross."""
         raise TypeError(reason)
 
-    def handed_out(self, value: Any) -> bool:
-        """Returns True if the other side holds a reference to this very object."""
-        return self._mine.get(id(value)) is value
-
     def describe(self, kind: type) -> list[Any]:
         """Returns what the other side needs for a stand-in of a class."""
         self._mine[id(kind)] = kind

@@ -93,7 +93,7 @@ class _TestPeer(Peer):
 
     def check_operation(self, operation: str, arguments: list[Any]) -> None:
         value, *rest = arguments
-        if not self.handed_out(value):
+        if self._mine.get(id(value)) is not value:
             raise TypeError("it is not an object of the tests")
         if _is_of_tests(value):
             name = rest[0] if operation in ("getattr", "setattr", "delattr") else ""
