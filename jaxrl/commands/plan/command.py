@@ -1,18 +1,4 @@
-"""`jaxrl plan`: compiles a run's step for chips that need not exist."""
-
-import argparse
-import math
-from collections.abc import Sequence
-from typing import Any
-
-from pydantic import model_validator
-
-from jaxrl.commands import options
-from jaxrl.commands.paths import fetch_models
-from jaxrl.config.training import Config
-from jaxrl.models import hub
-
-DESCRIPTION = """Compiles a run's step for chips that you do not have. Prints its memory and speed.
+"""Compiles a run's step for chips that you do not have. Prints its memory and speed.
 
   jaxrl plan configs/qwen3_8b.toml --topology v5p:4x4x4
   jaxrl plan configs/qwen3_8b.toml --topology h100:8 --mesh.fsdp 8
@@ -26,6 +12,17 @@ chips. The exit status is 5 if the run does not fit. The last line looks like
 
   peak 31.4 GiB of 95.7 GiB per chip: fits"""
 
+import argparse
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import model_validator
+
+from jaxrl.commands import options
+from jaxrl.commands.paths import fetch_models
+from jaxrl.config.training import Config
+from jaxrl.models import hub
 
 DOES_NOT_FIT = 5  # exit status; 1 to 4 are those of every command, see jaxrl.cli
 
@@ -44,7 +41,7 @@ class PlanConfig(Config):
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    made = options.parser_with_file("plan", PlanConfig, description=DESCRIPTION)
+    made = options.parser_with_file("plan", PlanConfig, description=__doc__)
     made.add_argument("--topology", help="chips to compile for, such as v5p:4x4x4, h100:8 or cpu:8")
     made.add_argument("--estimate", action="store_true", help="calculate without compiling")
     made.add_argument(
