@@ -13,7 +13,6 @@ from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.preference import RewardModelConfig
 from jaxrl.config.runs import AnyConfig
 from jaxrl.core import precision
-from jaxrl.core.precision import DType
 from jaxrl.learner.policy import LearnerState, make_learner
 from jaxrl.learner.update import checkpoint_view
 from jaxrl.losses.aggregation import token_mean
@@ -27,62 +26,50 @@ from jaxrl.training.storage.checkpoint import CheckpointError, Checkpoints
 
 
 def export_checkpoint(
-    config: AnyConfig, *, run_dir: Path, directory: Path, step: str, dtype: str | None
+    config: AnyConfig,
+    *,
+    run_dir: Path,
+    directory: Path,
+    step: str,
+    dtype: str | None = None,
+    only_adapters: bool = False,
 ) -> int:
-    """Writes the model of a checkpoint with its adapters merged.
+    """Writes the model of a checkpoint with its adapters merged, or the adapters alone in PEFT's
+    format.
 
     config.json, the tokenizer and the weights below the adapters come from the model that the run
     started from, which must still exist.
 
-    `step` is "latest", "best" or a number; `dtype` is that of the tensors, such as "f32", by
-    default as `model_dtype`. Returns the step of the checkpoint.
+    `step` is "latest", "best" or a number. `dtype` is that of the tensors, such as "f32". By
+    default it is as `model_dtype`, and for the adapters alone that of the policy's parameters,
+    which is lossless. Returns the step of the checkpoint.
 
     Raises:
       CheckpointError: if there is no such checkpoint, or it is unreadable.
-      ValueError: for any other `step`, or an unknown dtype.
+      ValueError: for any other `step`, an unknown dtype, or `only_adapters` without any.
     """
-    base = config.model.path
-    written = _dtype(dtype, default=model_dtype(config))
-    model, specs = _model(config)
-    chosen, params = _trained(config, model, specs=specs, run_dir=run_dir, step=step)
-    if isinstance(specs, lora.Adapted):
-        load = huggingface.load_scorer if model.config.scored else huggingface.load
-        _, frozen = load(base, dtype=config.policy.wire)
-        params = lora.merge(lora.Adapted(params, frozen, specs.alpha))
-    huggingface.save(directory, params, model.config, dtype=written, source_dir=base)
-    return chosen
-
-
-def export_adapters(
-    config: AnyConfig, *, run_dir: Path, directory: Path, step: str, dtype: str | None
-) -> int:
-    """Writes the adapters alone, in PEFT's format; arguments as for `export_checkpoint`.
-
-    The default dtype is that of the policy's parameters, which is lossless.
-
-    Raises:
-      CheckpointError, ValueError: see `export_checkpoint`; ValueError also without adapters.
-    """
-    policy = config.policy
-    kept = _dtype(dtype, default=policy.params)
-    model, specs = _model(config)
-    if not isinstance(specs, lora.Adapted):
-        raise ValueError(f"{run_dir} has no adapters (lora.rank = 0); leave out --adapter")
-    chosen, adapters = _trained(config, model, specs=specs, run_dir=run_dir, step=step)
-    peft.save(directory, adapters, specs=specs, base=config.model.path, dtype=kept)
-    return chosen
-
-
-def _model(config: AnyConfig) -> tuple[Model, Any]:
-    found = huggingface.load_config(config.model.path)
+    base, policy = config.model.path, config.policy
+    written = policy.params if only_adapters else model_dtype(config)
+    if dtype is not None:
+        written = precision.parse(f"fp32,wire={dtype}").wire
+    found = huggingface.load_config(base)
     if isinstance(config, RewardModelConfig):
         found = found.as_scorer()
     model = decoder(found)
-    return model, trained_specs(config.lora, model.specs)
-
-
-def _dtype(name: str | None, *, default: DType) -> DType:
-    return default if name is None else precision.parse(f"fp32,wire={name}").wire
+    specs = trained_specs(config.lora, model.specs)
+    adapted = isinstance(specs, lora.Adapted)
+    if only_adapters and not adapted:
+        raise ValueError(f"{run_dir} has no adapters (lora.rank = 0); leave out --adapter")
+    chosen, params = _trained(config, model, specs=specs, run_dir=run_dir, step=step)
+    if only_adapters:
+        peft.save(directory, params, specs=specs, base=base, dtype=written)
+        return chosen
+    if adapted:
+        load = huggingface.load_scorer if model.config.scored else huggingface.load
+        _, frozen = load(base, dtype=policy.wire)
+        params = lora.merge(lora.Adapted(params, frozen, specs.alpha))
+    huggingface.save(directory, params, model.config, dtype=written, source_dir=base)
+    return chosen
 
 
 def _trained(
