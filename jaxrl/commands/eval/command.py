@@ -1,4 +1,10 @@
-"""`jaxrl eval`: measures accuracy on held-out prompts."""
+"""Completes each prompt of data.eval_path and prints the accuracy by the first
+reward, with its 95 % confidence interval. Completions are greedy, or sampled with --samples N,
+which adds pass@k and the accuracy of the majority's answer. It accepts the keys, and so the config
+file, of `jaxrl train`.
+
+  jaxrl eval runs/latest/config.toml --model.path runs/latest/model
+  jaxrl eval mine.toml --samples 8 --by level --json scores.json"""
 
 import argparse
 import json
@@ -21,18 +27,10 @@ if TYPE_CHECKING:
     from jaxrl.training.evaluate import Evaluation
     from jaxrl.training.rollouts.generate import RolloutSource
 
-DESCRIPTION = """Completes each prompt of data.eval_path and prints the accuracy by the first
-reward, with its 95 % confidence interval. Completions are greedy, or sampled with --samples N,
-which adds pass@k and the accuracy of the majority's answer. It accepts the keys, and so the config
-file, of `jaxrl train`.
-
-  jaxrl eval runs/latest/config.toml --model.path runs/latest/model
-  jaxrl eval mine.toml --samples 8 --by level --json scores.json"""
-
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    made = options.parser_with_file("eval", Config, description=DESCRIPTION)
+    made = options.parser_with_file("eval", Config, description=__doc__)
     made.add_argument(
         "--samples", type=int, metavar="N", help="sample N completions per prompt (default: greedy)"
     )
@@ -87,11 +85,9 @@ def _sources(config: Config, paths: Sequence[str]) -> "list[RolloutSource]":
 
     # This command samples in its own process even if the config names servers.
     here = config.model_copy(update={"sampler": SamplerConfig()})
-    of_data = {
-        path: here.model_copy(update={"data": config.data.model_copy(update={"eval_path": path})})
-        for path in paths
-    }
-    tasks = [load_task(one, splits=("test",)) for one in of_data.values()]  # errors come first
+    data = (config.data.model_copy(update={"eval_path": path}) for path in paths)
+    configs = [here.model_copy(update={"data": one}) for one in data]
+    tasks = [load_task(one, splits=("test",)) for one in configs]  # errors come first
     divide_cpu(config)
     layout = make_layout(config.mesh, policy=config.policy, reserved=config.sampler.devices)
     model, weights = load_model(config.model.path, layout=layout, dtype=config.policy.params)
@@ -115,7 +111,7 @@ def _sources(config: Config, paths: Sequence[str]) -> "list[RolloutSource]":
             teacher=None,
             note=print,
         )
-        for one, task in zip(of_data.values(), tasks, strict=True)
+        for one, task in zip(configs, tasks, strict=True)
     ]
 
 
