@@ -1,4 +1,10 @@
-"""`jaxrl filter`: keeps the prompts that a model solves sometimes but not always."""
+"""Filters prompts by pass rate: samples completions for every prompt in data.path and
+keeps the rows whose mean first reward lies in [low, high]. It accepts the keys, and so the
+config file, of `jaxrl train`. Kept rows are unchanged except for a new column, pass_rate.
+OUT.measured stores all pass rates: rerun the same command to resume after an interruption, or
+change the bounds without sampling again.
+
+  jaxrl filter configs/quickstart.toml --out solved_sometimes.jsonl --samples 40"""
 
 import argparse
 import signal
@@ -18,18 +24,10 @@ from jaxrl.config.training import Config
 from jaxrl.data.prompts import Example, Tokenizer
 from jaxrl.environments.rewards.scoring import load_rewards
 
-DESCRIPTION = """Filters prompts by pass rate: samples completions for every prompt in data.path and
-keeps the rows whose mean first reward lies in [low, high]. It accepts the keys, and so the
-config file, of `jaxrl train`. Kept rows are unchanged except for a new column, pass_rate.
-OUT.measured stores all pass rates: rerun the same command to resume after an interruption, or
-change the bounds without sampling again.
-
-  jaxrl filter configs/quickstart.toml --out solved_sometimes.jsonl --samples 40"""
-
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    made = options.parser_with_file("filter", Config, description=DESCRIPTION)
+    made = options.parser_with_file("filter", Config, description=__doc__)
     made.add_argument("--out", type=Path, required=True, help="the .jsonl file to write")
     made.add_argument(
         "--samples", type=int, default=40, help="completions for each prompt (default: 40)"
