@@ -22,6 +22,8 @@ from jaxrl.config.sampler import SamplingConfig
 from jaxrl.config.tables import BaseConfig, ModelConfig, PromptConfig
 from jaxrl.data import prompts as data
 from jaxrl.data.rows import check_characters
+from jaxrl.models import huggingface
+from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 
 
 class GenerateSamplingConfig(SamplingConfig):
@@ -60,10 +62,6 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     config, arguments = options.parse(parser(), GenerateConfig, argv)
     texts = arguments.prompts or _lines()
-
-    from jaxrl.models import huggingface
-    from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-
     config = find_inputs(config)
     policy = config.policy
     tokenizer = huggingface.load_tokenizer(config.model.path)

@@ -35,10 +35,7 @@ def parser_with_file(
 def parser(
     command: str, schema: type[Section], *, description: str | None, usage: str
 ) -> argparse.ArgumentParser:
-    """Builds a parser with an option for every key; `usage` names the positional arguments.
-
-    `--help` lists the tables of keys, `--help TABLE` shows the keys of one, `--help all` all keys.
-    """
+    """Builds a parser with an option for every key; `usage` names the positional arguments."""
     made = plain_parser(
         command, description, usage=f"{usage} [--section.key VALUE ...]", add_help=False
     )

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, TypeVar
 from jaxrl.commands import full_disk
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
+from jaxrl.core.hosts import Hosts
+from jaxrl.training import cluster
 
 if TYPE_CHECKING:
     import jaxrl.train
@@ -21,9 +23,6 @@ def run(config: C, train: Callable[[C], R], conclude: Callable[[R], tuple[str, i
     Process 0 prints the outcome. `conclude` returns its text and the status of a run that no signal
     ended.
     """
-    from jaxrl.core.hosts import Hosts  # these take seconds, so after --help
-    from jaxrl.training import cluster
-
     with full_disk.one_message(config.run_dir), cluster.joined(config.hosts):
         result, leads = train(config), Hosts().leads
     if (signum := result.signum) is not None:

@@ -10,7 +10,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxrl.builders import environment
 from jaxrl.builders.layout import divide_cpu, make_layout
@@ -22,10 +22,9 @@ from jaxrl.commands.eval import scores
 from jaxrl.commands.paths import find_inputs
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.config.training import Config
-
-if TYPE_CHECKING:
-    from jaxrl.training.evaluate import Evaluation
-    from jaxrl.training.rollouts.generate import RolloutSource
+from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+from jaxrl.training.evaluate import Evaluation, evaluate, evaluate_greedily
+from jaxrl.training.rollouts.generate import RolloutSource
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,9 +50,6 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("data.eval_path is missing: name a file of held-out prompts")
     if given.samples is not None and given.samples < 1:
         raise ValueError(f"--samples {given.samples}: expected 1 or more")
-
-    from jaxrl.training.evaluate import evaluate, evaluate_greedily
-
     config = find_inputs(config)
 
     found, rows = dict[str, Any](), list[dict[str, Any]]()
@@ -78,11 +74,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _sources(config: Config, paths: Sequence[str]) -> "list[RolloutSource]":
+def _sources(config: Config, paths: Sequence[str]) -> list[RolloutSource]:
     """Loads the model once, and the task of each data set."""
-    from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-    from jaxrl.training.rollouts.generate import RolloutSource
-
     # This command samples in its own process even if the config names servers.
     here = config.model_copy(update={"sampler": SamplerConfig()})
     data = (config.data.model_copy(update={"eval_path": path}) for path in paths)
@@ -115,7 +108,7 @@ def _sources(config: Config, paths: Sequence[str]) -> "list[RolloutSource]":
     ]
 
 
-def _rows(source: "RolloutSource", measured: "Evaluation") -> list[dict[str, Any]]:
+def _rows(source: RolloutSource, measured: Evaluation) -> list[dict[str, Any]]:
     """Returns a row for each completion: that of the data, the completion and its reward."""
     task, samples = source.task, measured.rewards.shape[1]
     assert task.held_out is not None

@@ -3,19 +3,17 @@
 import collections
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jaxrl.data.prompts import Example
 from jaxrl.environments.rewards.builtin import final_number
-
-if TYPE_CHECKING:
-    from jaxrl.training.evaluate import Evaluation
+from jaxrl.training.evaluate import Evaluation
 
 
 def summarize(
-    measured: "Evaluation", examples: Sequence[Example], *, by: str | None
+    measured: Evaluation, examples: Sequence[Example], *, by: str | None
 ) -> dict[str, Any]:
     """Computes the numbers of one data set, as JSON values.
 

@@ -17,12 +17,16 @@ import numpy as np
 from jaxrl.builders.layout import divide_cpu, make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import load_training_prompts, sampling_params
+from jaxrl.builders.sampler import SamplerNeeds, open_sampler
+from jaxrl.builders.weight_sync import Weights
 from jaxrl.commands import options
 from jaxrl.commands.filter import pass_rate
 from jaxrl.commands.paths import find_inputs
 from jaxrl.config.training import Config
 from jaxrl.data.prompts import Example, Tokenizer
 from jaxrl.environments.rewards.scoring import load_rewards
+from jaxrl.models import huggingface
+from jaxrl.monitoring.tracking.progress import ProgressDisplay
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,8 +60,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _filter(config: Config, arguments: argparse.Namespace) -> int:
-    from jaxrl.models import huggingface  # takes seconds, so after --help
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     out, samples, low, high = arguments.out, arguments.samples, arguments.low, arguments.high
     tokenizer = huggingface.load_tokenizer(config.model.path)
@@ -102,10 +104,6 @@ def _measure(
     examples: Sequence[Example],
 ) -> None:
     """Measures the prompts that are missing from the journal."""
-    from jaxrl.builders.sampler import SamplerNeeds, open_sampler
-    from jaxrl.builders.weight_sync import Weights
-    from jaxrl.monitoring.tracking.progress import ProgressDisplay
-
     done = len(journal.measured)
     if done == len(examples):
         return

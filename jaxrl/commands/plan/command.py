@@ -21,6 +21,9 @@ from pydantic import model_validator
 
 from jaxrl.commands import options
 from jaxrl.commands.paths import fetch_models
+from jaxrl.commands.plan.chips import GIB
+from jaxrl.commands.plan.estimate import estimate
+from jaxrl.commands.plan.topology import open_topology
 from jaxrl.config.training import Config
 from jaxrl.models import hub
 
@@ -73,30 +76,19 @@ def main(argv: Sequence[str]) -> int:
         number = getattr(given, name)
         if number is not None and not 0 < number < math.inf:
             made.error(f"--{name.replace('_', '-')} {number:g}: expected a positive number")
-    config = fetch_models(config, files=hub.CONFIGS)
+    config, link = fetch_models(config, files=hub.CONFIGS), given.link * 1e9
 
     if given.estimate:
-        from jaxrl.commands.plan.chips import GIB  # after --help
-        from jaxrl.commands.plan.estimate import estimate
-
         phases = None
         if given.rollout_seconds is not None:
             phases = given.rollout_seconds, given.train_seconds
-        print(
-            estimate(
-                config,
-                chip_memory=given.chip_memory * GIB,
-                link_rate=given.link * 1e9,
-                phases=phases,
-            )
-        )
+        print(estimate(config, chip_memory=given.chip_memory * GIB, link_rate=link, phases=phases))
         return 0
-    from jaxrl.commands.plan.topology import open_topology
-
     topology = open_topology(given.topology)
-    from jaxrl.commands.plan.program import compile_step
+
+    from jaxrl.commands.plan.program import compile_step  # after JAX has its platform
     from jaxrl.commands.plan.text import fits, plan_text
 
     program = compile_step(config, topology)
-    print(plan_text(config, topology, program, link_rate=given.link * 1e9))
+    print(plan_text(config, topology, program, link_rate=link))
     return 0 if fits(program, topology) else DOES_NOT_FIT

@@ -49,9 +49,7 @@ class Program:
 
 
 def compile_step(config: Config, topology: Topology) -> Program:
-    """Compiles the step that `jaxrl train` would run, from shapes alone.
-
-    It reads the model's config.json, and neither data nor reward functions.
+    """Compiles the step that `jaxrl train` would run, from shapes and the model's config.json.
 
     Raises:
       FileNotFoundError, ValueError: for an unusable model or mesh, like `jaxrl train`.

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxrl.commands import options
 from jaxrl.commands.report.charts import charts_of
+from jaxrl.commands.report.collect import collect
 
 # uPlot (MIT licence, github.com/leeoniya/uPlot) draws the charts. Every page contains its released
 # file: 51 KB, and nothing to install.
@@ -34,9 +35,6 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     given = parser().parse_args(argv)
-
-    from jaxrl.commands.report.collect import collect  # takes seconds, so after --help
-
     out = given.out or given.runs[0] / "report.html"
     found = [
         collect(run, name=name) for run, name in zip(given.runs, names(given.runs), strict=True)

@@ -19,7 +19,14 @@ from typing import Annotated, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from jaxrl.bridge.servers.kv_cache_size import free_memory
+from jaxrl.bridge.servers.launch import free_port
+from jaxrl.bridge.store import objects
+from jaxrl.bridge.store.process import AgentProcess
+from jaxrl.builders.api_key import server_key
+from jaxrl.builders.servers import Address, StartingServer, Workload, starting_server
 from jaxrl.commands import options
+from jaxrl.commands.serve.replicas import Replica, open_replicas
 from jaxrl.config.sampler import ServerConfig
 from jaxrl.core import precision
 from jaxrl.models import hub
@@ -72,15 +79,6 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     config, arguments = options.parse(parser(), ServeConfig, argv)
-
-    from jaxrl.bridge.servers.kv_cache_size import free_memory
-    from jaxrl.bridge.servers.launch import free_port
-    from jaxrl.bridge.store import objects
-    from jaxrl.bridge.store.process import AgentProcess
-    from jaxrl.builders.api_key import server_key
-    from jaxrl.builders.servers import Address, StartingServer, Workload, starting_server
-    from jaxrl.commands.serve.replicas import Replica, open_replicas
-
     model_dir = Path(hub.local_directory(arguments.model_dir))
     # A restarted server keeps its port, its key and its part of the memory.
     first, key = config.port or free_port(config.host, 0), server_key(config.host)
