@@ -53,8 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except SystemExit as end:
         # argparse ends the program so; a function of the user's must not end it without a word.
-        if (place := _last_line(end)).startswith(argparse.__file__):
+        *_, last = traceback.extract_tb(end.__traceback__)
+        if last.filename == argparse.__file__:
             raise
+        place = f"{last.filename}:{last.lineno}"
         print(f"jaxrl {name}: {place} ended the program by exit({end.code!r})", file=sys.stderr)
         return 1
     except (ValueError, OSError, RuntimeError, FloatingPointError, ModuleNotFoundError) as error:
@@ -69,12 +71,6 @@ def _unknown(name: str) -> str:
     if near := difflib.get_close_matches(name, COMMANDS, n=1):
         return f"jaxrl: unknown command {name!r}; did you mean {near[0]}?"
     return f"jaxrl: unknown command {name!r}\n\n{HELP}"
-
-
-def _last_line(error: BaseException) -> str:
-    """Returns file and line of the innermost call that raised."""
-    *_, last = traceback.extract_tb(error.__traceback__)
-    return f"{last.filename}:{last.lineno}"
 
 
 def _flush() -> None:

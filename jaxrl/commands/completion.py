@@ -1,4 +1,8 @@
-"""`jaxrl completion`: prints a script that completes commands and keys."""
+"""Prints a script that completes commands, options and config keys
+with the Tab key.
+
+  echo 'source <(jaxrl completion bash)' >> ~/.bashrc
+  jaxrl completion zsh > ~/.zfunc/_jaxrl"""
 
 import argparse
 from collections.abc import Sequence
@@ -7,15 +11,10 @@ import shtab
 
 from jaxrl.commands import COMMANDS, load, options
 
-DESCRIPTION = """Prints a script that completes commands, options and config keys with the Tab key.
-
-  echo 'source <(jaxrl completion bash)' >> ~/.bashrc
-  jaxrl completion zsh > ~/.zfunc/_jaxrl"""
-
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    made = options.plain_parser("completion", DESCRIPTION)
+    made = options.plain_parser("completion", __doc__)
     made.add_argument("shell", choices=("bash", "zsh"))
     return made
 

@@ -1,4 +1,7 @@
-"""`jaxrl config`: prints a resolved config."""
+"""Prints the complete config of `jaxrl train`,
+or of `jaxrl sft` with --sft.
+
+  jaxrl config configs/quickstart.toml --train.steps 50 > mine.toml"""
 
 import argparse
 from collections.abc import Sequence
@@ -12,14 +15,10 @@ from jaxrl.config.training import Config
 from jaxrl.environments.rewards.scoring import load_rewards
 from jaxrl.environments.tools.schema import load_tools
 
-DESCRIPTION = """Prints the complete config of `jaxrl train`, or of `jaxrl sft` with --sft.
-
-  jaxrl config configs/quickstart.toml --train.steps 50 > mine.toml"""
-
 
 def parser(schema: type[Config | SFTConfig] = Config) -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    made = options.parser_with_file("config", schema, description=DESCRIPTION)
+    made = options.parser_with_file("config", schema, description=__doc__)
     made.add_argument("--sft", action="store_true", help="print the config of `jaxrl sft`")
     return made
 

@@ -1,29 +1,26 @@
-"""`jaxrl dpo`: direct preference optimisation."""
-
-import argparse
-from collections.abc import Sequence
-
-from jaxrl.commands import options, outcome
-from jaxrl.commands.paths import find_inputs
-from jaxrl.config.preference import DPOConfig
-
-DESCRIPTION = """Trains a model on preference pairs with DPO or one of its variants: the chosen
+"""Trains a model on preference pairs with DPO or one of its variants: the chosen
 completion becomes more probable relative to the starting model, the rejected one less. Rerun the
 same command to resume an interrupted run.
 
   jaxrl dpo --model.path DIR --data.path pairs.jsonl --loss ipo --run_dir runs/dpo"""
 
+import argparse
+from collections.abc import Sequence
+
+from jaxrl.commands import options, training
+from jaxrl.commands.paths import find_inputs
+from jaxrl.config.preference import DPOConfig
+
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    return options.parser_with_file("dpo", DPOConfig, description=DESCRIPTION)
+    return options.parser_with_file("dpo", DPOConfig, description=__doc__)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     config = find_inputs(options.parse(parser(), DPOConfig, argv).config)
 
-    from jaxrl.commands import supervised  # these take seconds, so after --help
-    from jaxrl.training.supervised.dpo import train_dpo
+    from jaxrl.training.supervised.dpo import train_dpo  # takes seconds, so after --help
 
-    return supervised.run(config, train_dpo, outcome.print_accuracy)
+    return training.run(config, train_dpo, training.held_out_accuracy)

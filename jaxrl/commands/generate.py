@@ -1,4 +1,7 @@
-"""`jaxrl generate`: samples completions for prompts."""
+"""Samples completions for prompts, given as arguments
+or as lines on standard input.
+
+  jaxrl generate "347+585=?" --greedy --model.path runs/latest/model"""
 
 import argparse
 import dataclasses
@@ -19,10 +22,8 @@ from jaxrl.config.sampler import SamplingConfig
 from jaxrl.config.tables import BaseConfig, ModelConfig, PromptConfig
 from jaxrl.data import prompts as data
 from jaxrl.data.rows import check_characters
-
-DESCRIPTION = """Samples completions for prompts, given as arguments or as lines on standard input.
-
-  jaxrl generate --model.path runs/latest/model --greedy "347+585=?" """
+from jaxrl.models import huggingface
+from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 
 
 class GenerateSamplingConfig(SamplingConfig):
@@ -48,7 +49,7 @@ class GenerateConfig(BaseConfig):
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    made = options.parser("generate", GenerateConfig, description=DESCRIPTION, usage="[PROMPT ...]")
+    made = options.parser("generate", GenerateConfig, description=__doc__, usage="[PROMPT ...]")
     made.add_argument("prompts", nargs="*", metavar="PROMPT")
     made.add_argument("--greedy", action="store_true", help="always take the most probable token")
     made.add_argument(
@@ -61,21 +62,11 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     config, arguments = options.parse(parser(), GenerateConfig, argv)
     texts = arguments.prompts or _lines()
-
-    from jaxrl.models import huggingface
-    from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-
     config = find_inputs(config)
     policy = config.policy
     tokenizer = huggingface.load_tokenizer(config.model.path)
     positions = huggingface.load_config(config.model.path).max_positions
-    prompts = _tokenise(
-        texts,
-        tokenizer,
-        rendering=rendering(config.prompt),
-        positions=positions,
-        model=config.model.path,
-    )
+    prompts = _tokenise(texts, tokenizer, config, positions=positions)
     layout = make_layout(MeshConfig(), policy=policy)
     model, params = load_model(config.model.path, layout=layout, dtype=policy.params)
     sampler = EmbeddedSampler(model, params, precision=policy, max_batch=config.sampling.max_batch)
@@ -91,11 +82,9 @@ def main(argv: Sequence[str]) -> int:
     )
     for completion in sampler.sample(prompts, sampling, group_size=arguments.samples):
         text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
-        note = (
-            ""
-            if completion.finish_reason == "stop"
-            else f" [truncated at {sampling.max_tokens} tokens]"
-        )
+        note = f" [truncated at {sampling.max_tokens} tokens]"
+        if completion.finish_reason == "stop":
+            note = ""
         print(f"{texts[completion.prompt_index]}\n{text}{note}\n", flush=True)
     return 0
 
@@ -108,20 +97,16 @@ def _lines() -> list[str]:
 
 
 def _tokenise(
-    texts: Sequence[str],
-    tokenizer: data.Tokenizer,
-    *,
-    rendering: data.Rendering,
-    positions: int,
-    model: str,
+    texts: Sequence[str], tokenizer: data.Tokenizer, config: GenerateConfig, *, positions: int
 ) -> list[np.ndarray]:
-    """Renders and tokenises prompts for the model of a directory, which has so many positions.
+    """Renders and tokenises prompts for the config's model, which has so many positions.
 
     Raises:
       ValueError: for a prompt that is no valid text, is empty, or leaves the model no room for a
         completion; the message names it.
     """
-    render, longest = data.make_renderer(tokenizer, rendering), positions - 1
+    model, longest = config.model.path, positions - 1
+    render = data.make_renderer(tokenizer, rendering(config.prompt))
     characters, prompts = data.most_characters(tokenizer, longest), []
     for number, text in enumerate(texts, start=1):
         where = f"prompt {number} ({text[:40]!r}{'...' * (len(text) > 40)})"

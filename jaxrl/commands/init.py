@@ -1,4 +1,8 @@
-"""`jaxrl init`: writes a config, a reward and sample data to start from."""
+"""Writes the three files of a first run into a directory: config.toml, rewards.py and
+data.jsonl. Replace the data and the reward by your own.
+
+  jaxrl init first && cd first
+  jaxrl train config.toml --model.path DIR"""
 
 import argparse
 import json
@@ -6,12 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl.commands import options
-
-DESCRIPTION = """Writes the three files of a first run into a directory: config.toml, rewards.py and
-data.jsonl. Replace the data and the reward by your own.
-
-  jaxrl init first && cd first
-  jaxrl train config.toml --model.path DIR"""
 
 CONFIG = """\
 # One run: jaxrl train config.toml. Rerun the same command to resume.
@@ -73,7 +71,7 @@ ROWS = [
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    made = options.plain_parser("init", DESCRIPTION)
+    made = options.plain_parser("init", __doc__)
     made.add_argument("directory", type=Path, nargs="?", default=Path("."), help="default: .")
     return made
 

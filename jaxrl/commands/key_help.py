@@ -5,6 +5,8 @@ import difflib
 import re
 from typing import Any
 
+from jaxrl.config.toml_file import one_line
+
 NO_TABLE = "keys"  # title of the keys outside of all tables
 _ALL = "all"
 
@@ -65,7 +67,7 @@ def _overview(parser: Any, tables: dict[str, Any]) -> str:
 def _summary(name: str, group: Any) -> str:
     if name == NO_TABLE:
         return "Outside of the tables: " + ", ".join(a.dest for a in group._group_actions) + "."
-    return re.split(r"[.;](?: |$)", " ".join((group.description or "").split()))[0] + "."
+    return re.split(r"[.;](?: |$)", one_line(group.description))[0] + "."
 
 
 def _with_sections(formatter: Any, groups: Any) -> str:

@@ -24,7 +24,7 @@ class Parsed(NamedTuple, typing.Generic[C]):
 
 
 def parser_with_file(
-    name: str, schema: type[Section], *, description: str
+    name: str, schema: type[Section], *, description: str | None
 ) -> argparse.ArgumentParser:
     """Builds the parser of `jaxrl NAME [FILE] [--section.key VALUE ...]`."""
     made = parser(name, schema, description=description, usage="[FILE]")
@@ -33,12 +33,9 @@ def parser_with_file(
 
 
 def parser(
-    command: str, schema: type[Section], *, description: str, usage: str
+    command: str, schema: type[Section], *, description: str | None, usage: str
 ) -> argparse.ArgumentParser:
-    """Builds a parser with an option for every key; `usage` names the positional arguments.
-
-    `--help` lists the tables of keys, `--help TABLE` shows the keys of one, `--help all` all keys.
-    """
+    """Builds a parser with an option for every key; `usage` names the positional arguments."""
     made = plain_parser(
         command, description, usage=f"{usage} [--section.key VALUE ...]", add_help=False
     )
@@ -62,7 +59,7 @@ def parser(
 
 
 def plain_parser(
-    name: str, description: str, *, usage: str | None = None, add_help: bool = True
+    name: str, description: str | None, *, usage: str | None = None, add_help: bool = True
 ) -> argparse.ArgumentParser:
     """Builds the parser of a command without config keys."""
     return argparse.ArgumentParser(

@@ -17,10 +17,7 @@ C = TypeVar("C", bound=Section)
 
 _MODELS = ("model.path", "reward.model", "critic.path")
 # Of all commands. `commands/export` and others name their arguments themselves.
-_DIRECTORIES = (
-    *_MODELS,
-    *("lora.path", "run_dir", "out", "sampler.store"),
-)
+_DIRECTORIES = (*_MODELS, "lora.path", "run_dir", "out", "sampler.store")
 _FILES = ("data.path", "data.eval_path", "sampler.python", "python", "log")
 _FUNCTIONS = ("reward.path", "environment.name", "environment.tools", "loss.name", "loss.advantage")
 

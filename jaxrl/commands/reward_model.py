@@ -1,29 +1,27 @@
-"""`jaxrl reward-model`: trains a reward model on preference pairs."""
-
-import argparse
-from collections.abc import Sequence
-
-from jaxrl.commands import options, outcome
-from jaxrl.commands.paths import find_inputs
-from jaxrl.config.preference import RewardModelConfig
-
-DESCRIPTION = """Trains a reward model on preference pairs (Bradley-Terry): the chosen completion
+"""Trains a reward model on preference pairs (Bradley-Terry): the chosen completion
 gets the higher score. The result is a Hugging Face model with one label, for
 `jaxrl train --reward.model`. Rerun the same command to resume an interrupted run.
 
   jaxrl reward-model --model.path DIR --data.path pairs.jsonl --run_dir runs/reward_model"""
 
+import argparse
+from collections.abc import Sequence
+
+from jaxrl.commands import options, training
+from jaxrl.commands.paths import find_inputs
+from jaxrl.config.preference import RewardModelConfig
+
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    return options.parser_with_file("reward-model", RewardModelConfig, description=DESCRIPTION)
+    return options.parser_with_file("reward-model", RewardModelConfig, description=__doc__)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     config = find_inputs(options.parse(parser(), RewardModelConfig, argv).config)
 
-    from jaxrl.commands import supervised  # these take seconds, so after --help
+    # Takes seconds, so after --help.
     from jaxrl.training.supervised.reward_model import train_reward_model
 
-    return supervised.run(config, train_reward_model, outcome.print_accuracy)
+    return training.run(config, train_reward_model, training.held_out_accuracy)

@@ -1,28 +1,25 @@
-"""`jaxrl sft`: fine-tunes a model on texts."""
-
-import argparse
-from collections.abc import Sequence
-
-from jaxrl.commands import options, outcome
-from jaxrl.commands.paths import find_inputs
-from jaxrl.config.supervised import SFTConfig
-
-DESCRIPTION = """Fine-tunes a model on texts, with cross-entropy over the completion tokens.
+"""Fine-tunes a model on texts, with cross-entropy over the completion tokens.
 Rerun the same command to resume an interrupted run.
 
   jaxrl sft --model.path DIR --data.path texts.jsonl --run_dir runs/sft"""
 
+import argparse
+from collections.abc import Sequence
+
+from jaxrl.commands import options, training
+from jaxrl.commands.paths import find_inputs
+from jaxrl.config.supervised import SFTConfig
+
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    return options.parser_with_file("sft", SFTConfig, description=DESCRIPTION)
+    return options.parser_with_file("sft", SFTConfig, description=__doc__)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     config = find_inputs(options.parse(parser(), SFTConfig, argv).config)
 
-    from jaxrl.commands import supervised  # these take seconds, so after --help
-    from jaxrl.training.supervised.sft import finetune
+    from jaxrl.training.supervised.sft import finetune  # takes seconds, so after --help
 
-    return supervised.run(config, finetune, outcome.print_loss)
+    return training.run(config, finetune, training.last_loss)

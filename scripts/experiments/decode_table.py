@@ -46,9 +46,9 @@ def main() -> None:
         overrides = list(keys.items())
         config = toml_file.load(Config, file="configs/qwen3_8b.toml", overrides=overrides)
         step = make_step(config, topology)
-        cache = resident_memory(config, step).cache
+        cache = resident_memory(step).cache
         assert cache is not None
-        found = plan_decoding(config, step, cache)
+        found = plan_decoding(step, cache)
         rate = CHIPS[name.partition(":")[0]].memory_rate or 0.0
         seconds, moved = found.needed / rate, found.moved
         cells = [model, name, axis if len(topology.devices) > 1 else "one chip"]

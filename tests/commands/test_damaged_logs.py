@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from jaxrl.commands.report.collect import alarms, collect
-from jaxrl.commands.watch.live import view
-from jaxrl.commands.watch.tail import Tail
+from jaxrl.commands.watch import Tail, view
 from jaxrl.config.alarms import LIMITS
 from jaxrl.monitoring.alarms.history import History
 from jaxrl.monitoring.alarms.rules import check_alarms

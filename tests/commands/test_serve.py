@@ -55,7 +55,7 @@ def test_restarted_server_keeps_its_address_and_key(monkeypatch, capsys, tmp_pat
         found.append(address)
         yield servers.StartingServer(Server(), "model", tmp_path / "log", lambda line: None)
 
-    monkeypatch.setattr(servers, "starting_server", start)
+    monkeypatch.setattr(command, "starting_server", start)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
     assert command.main(["model"]) == 0
     assert found[0] == found[1]

@@ -1,4 +1,11 @@
-"""`jaxrl doctor`: measures the numerical error of each dtype policy."""
+"""Measures how numerical error alone changes the importance ratio. It samples
+completions and scores the same tokens with the learner of each dtype policy. It prints a table,
+recommends a policy, and writes OUT/doctor.png and OUT/doctor.json. Completions come from the
+embedded sampler in each policy's sampler dtype, from vLLM servers that it starts (--sampler vllm),
+or from a running server. Do not use a server of a training run: MODEL replaces its weights.
+
+  jaxrl doctor runs/quickstart/grpo/model --data.path runs/quickstart/held_out.jsonl
+  jaxrl doctor MODEL --server http://127.0.0.1:8000 --precisions fp32,bf16_master"""
 
 import argparse
 import functools
@@ -15,19 +22,10 @@ from jaxrl.commands.paths import find_inputs
 from jaxrl.config import toml_file
 from jaxrl.config.doctor import DoctorConfig
 
-DESCRIPTION = """Measures how numerical error alone changes the importance ratio. It samples
-completions and scores the same tokens with the learner of each dtype policy. It prints a table,
-recommends a policy, and writes OUT/doctor.png and OUT/doctor.json. Completions come from the
-embedded sampler in each policy's sampler dtype, from vLLM servers that it starts (--sampler vllm),
-or from a running server. Do not use a server of a training run: MODEL replaces its weights.
-
-  jaxrl doctor runs/quickstart/grpo/model --data.path runs/quickstart/held_out.jsonl
-  jaxrl doctor MODEL --server http://127.0.0.1:8000 --precisions fp32,bf16_master"""
-
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    made = options.parser("doctor", DoctorConfig, description=DESCRIPTION, usage="MODEL")
+    made = options.parser("doctor", DoctorConfig, description=__doc__, usage="MODEL")
     made.add_argument("model.path", metavar="MODEL", help="directory of a Hugging Face model")
     made.add_argument("--server", metavar="URL", help="a running vLLM server (`jaxrl serve`)")
     return made

@@ -1,10 +1,16 @@
-"""`jaxrl eval`: measures accuracy on held-out prompts."""
+"""Completes each prompt of data.eval_path and prints the accuracy by the first
+reward, with its 95 % confidence interval. Completions are greedy, or sampled with --samples N,
+which adds pass@k and the accuracy of the majority's answer. It accepts the keys, and so the config
+file, of `jaxrl train`.
+
+  jaxrl eval runs/latest/config.toml --model.path runs/latest/model
+  jaxrl eval mine.toml --samples 8 --by level --json scores.json"""
 
 import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxrl.builders import environment
 from jaxrl.builders.layout import divide_cpu, make_layout
@@ -16,23 +22,14 @@ from jaxrl.commands.eval import scores
 from jaxrl.commands.paths import find_inputs
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.config.training import Config
-
-if TYPE_CHECKING:
-    from jaxrl.training.evaluate import Evaluation
-    from jaxrl.training.rollouts.generate import RolloutSource
-
-DESCRIPTION = """Completes each prompt of data.eval_path and prints the accuracy by the first
-reward, with its 95 % confidence interval. Completions are greedy, or sampled with --samples N,
-which adds pass@k and the accuracy of the majority's answer. It accepts the keys, and so the config
-file, of `jaxrl train`.
-
-  jaxrl eval runs/latest/config.toml --model.path runs/latest/model
-  jaxrl eval mine.toml --samples 8 --by level --json scores.json"""
+from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+from jaxrl.training.evaluate import Evaluation, evaluate, evaluate_greedily
+from jaxrl.training.rollouts.generate import RolloutSource
 
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    made = options.parser_with_file("eval", Config, description=DESCRIPTION)
+    made = options.parser_with_file("eval", Config, description=__doc__)
     made.add_argument(
         "--samples", type=int, metavar="N", help="sample N completions per prompt (default: greedy)"
     )
@@ -53,9 +50,6 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("data.eval_path is missing: name a file of held-out prompts")
     if given.samples is not None and given.samples < 1:
         raise ValueError(f"--samples {given.samples}: expected 1 or more")
-
-    from jaxrl.training.evaluate import evaluate, evaluate_greedily
-
     config = find_inputs(config)
 
     found, rows = dict[str, Any](), list[dict[str, Any]]()
@@ -80,18 +74,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _sources(config: Config, paths: Sequence[str]) -> "list[RolloutSource]":
+def _sources(config: Config, paths: Sequence[str]) -> list[RolloutSource]:
     """Loads the model once, and the task of each data set."""
-    from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-    from jaxrl.training.rollouts.generate import RolloutSource
-
     # This command samples in its own process even if the config names servers.
     here = config.model_copy(update={"sampler": SamplerConfig()})
-    of_data = {
-        path: here.model_copy(update={"data": config.data.model_copy(update={"eval_path": path})})
-        for path in paths
-    }
-    tasks = [load_task(one, splits=("test",)) for one in of_data.values()]  # errors come first
+    data = (config.data.model_copy(update={"eval_path": path}) for path in paths)
+    configs = [here.model_copy(update={"data": one}) for one in data]
+    tasks = [load_task(one, splits=("test",)) for one in configs]  # errors come first
     divide_cpu(config)
     layout = make_layout(config.mesh, policy=config.policy, reserved=config.sampler.devices)
     model, weights = load_model(config.model.path, layout=layout, dtype=config.policy.params)
@@ -115,11 +104,11 @@ def _sources(config: Config, paths: Sequence[str]) -> "list[RolloutSource]":
             teacher=None,
             note=print,
         )
-        for one, task in zip(of_data.values(), tasks, strict=True)
+        for one, task in zip(configs, tasks, strict=True)
     ]
 
 
-def _rows(source: "RolloutSource", measured: "Evaluation") -> list[dict[str, Any]]:
+def _rows(source: RolloutSource, measured: Evaluation) -> list[dict[str, Any]]:
     """Returns a row for each completion: that of the data, the completion and its reward."""
     task, samples = source.task, measured.rewards.shape[1]
     assert task.held_out is not None

@@ -13,85 +13,65 @@ from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.preference import RewardModelConfig
 from jaxrl.config.runs import AnyConfig
 from jaxrl.core import precision
-from jaxrl.core.precision import DType
-from jaxrl.learner.policy import LearnerState, make_learner
-from jaxrl.learner.update import checkpoint_view
-from jaxrl.losses.aggregation import token_mean
-from jaxrl.losses.objectives import objective
-from jaxrl.losses.surrogates import reinforce
+from jaxrl.learner.update import LearnerState, checkpoint_view, make_update
 from jaxrl.models import huggingface, lora, peft
-from jaxrl.models.decoder import Model, decoder
+from jaxrl.models.decoder import decoder
 from jaxrl.models.spec import Params
 from jaxrl.training.export import model_dtype
 from jaxrl.training.storage.checkpoint import CheckpointError, Checkpoints
 
 
 def export_checkpoint(
-    config: AnyConfig, *, run_dir: Path, directory: Path, step: str, dtype: str | None
+    config: AnyConfig,
+    *,
+    run_dir: Path,
+    directory: Path,
+    step: str,
+    dtype: str | None = None,
+    only_adapters: bool = False,
 ) -> int:
-    """Writes the model of a checkpoint with its adapters merged.
+    """Writes the model of a checkpoint with its adapters merged, or the adapters alone in PEFT's
+    format.
 
     config.json, the tokenizer and the weights below the adapters come from the model that the run
     started from, which must still exist.
 
-    `step` is "latest", "best" or a number; `dtype` is that of the tensors, such as "f32", by
-    default as `model_dtype`. Returns the step of the checkpoint.
+    `step` is "latest", "best" or a number. `dtype` is that of the tensors, such as "f32". By
+    default it is as `model_dtype`, and for the adapters alone that of the policy's parameters,
+    which is lossless. Returns the step of the checkpoint.
 
     Raises:
       CheckpointError: if there is no such checkpoint, or it is unreadable.
-      ValueError: for any other `step`, or an unknown dtype.
+      ValueError: for any other `step`, an unknown dtype, or `only_adapters` without any.
     """
-    base = config.model.path
-    written = _dtype(dtype, default=model_dtype(config))
-    model, specs = _model(config)
-    chosen, params = _trained(config, model, specs=specs, run_dir=run_dir, step=step)
-    if isinstance(specs, lora.Adapted):
-        scored = model.config.scored
-        _, frozen = huggingface.load(base, dtype=config.policy.wire, scored=scored)
+    base, policy = config.model.path, config.policy
+    written = policy.params if only_adapters else model_dtype(config)
+    if dtype is not None:
+        written = precision.parse(f"fp32,wire={dtype}").wire
+    found = huggingface.load_config(base)
+    if isinstance(config, RewardModelConfig):
+        found = found.as_scorer()
+    model = decoder(found)
+    specs = trained_specs(config.lora, model.specs)
+    adapted = isinstance(specs, lora.Adapted)
+    if only_adapters and not adapted:
+        raise ValueError(f"{run_dir} has no adapters (lora.rank = 0); leave out --adapter")
+    chosen, params = _trained(config, specs=specs, run_dir=run_dir, step=step)
+    if only_adapters:
+        peft.save(directory, params, specs=specs, base=base, dtype=written)
+        return chosen
+    if adapted:
+        _, frozen = huggingface.load(base, dtype=policy.wire, scored=model.config.scored)
         params = lora.merge(lora.Adapted(params, frozen, specs.alpha))
     huggingface.save(directory, params, model.config, dtype=written, source_dir=base)
     return chosen
 
 
-def export_adapters(
-    config: AnyConfig, *, run_dir: Path, directory: Path, step: str, dtype: str | None
-) -> int:
-    """Writes the adapters alone, in PEFT's format; arguments as for `export_checkpoint`.
-
-    The default dtype is that of the policy's parameters, which is lossless.
-
-    Raises:
-      CheckpointError, ValueError: see `export_checkpoint`; ValueError also without adapters.
-    """
-    policy = config.policy
-    kept = _dtype(dtype, default=policy.params)
-    model, specs = _model(config)
-    if not isinstance(specs, lora.Adapted):
-        raise ValueError(f"{run_dir} has no adapters (lora.rank = 0); leave out --adapter")
-    chosen, adapters = _trained(config, model, specs=specs, run_dir=run_dir, step=step)
-    peft.save(directory, adapters, specs=specs, base=config.model.path, dtype=kept)
-    return chosen
-
-
-def _model(config: AnyConfig) -> tuple[Model, Any]:
-    found = huggingface.load_config(config.model.path)
-    if isinstance(config, RewardModelConfig):
-        found = found.as_scorer()
-    model = decoder(found)
-    return model, trained_specs(config.lora, model.specs)
-
-
-def _dtype(name: str | None, *, default: DType) -> DType:
-    return default if name is None else precision.parse(f"fp32,wire={name}").wire
-
-
-def _trained(
-    config: AnyConfig, model: Model, *, specs: Any, run_dir: Path, step: str
-) -> tuple[int, Params]:
+def _trained(config: AnyConfig, *, specs: Any, run_dir: Path, step: str) -> tuple[int, Params]:
     """Returns the checkpoint's step and its trained parameters."""
     checkpoints = Checkpoints.reading(run_dir / "checkpoints")
     chosen = _resolve_step(checkpoints, step)
-    like = checkpoint_view(_like(config, model, specs=specs))
+    like = checkpoint_view(_like(config, specs=specs))
     found = checkpoints.restore(chosen, like)
     if found.note is not None:
         print(f"jaxrl: {found.note}", file=sys.stderr)
@@ -110,22 +90,17 @@ def _resolve_step(checkpoints: Checkpoints, step: str) -> int:
     return int(step)
 
 
-def _like(config: AnyConfig, model: Model, *, specs: Any) -> LearnerState:
+def _like(config: AnyConfig, *, specs: Any) -> LearnerState:
     """Builds the abstract state that a checkpoint is restored into, on one device."""
     layout = make_layout(MeshConfig())
-    learner = make_learner(
-        model,
-        objective(reinforce(), token_mean),  # any; the state does not depend on it
-        optimizer=make_optimizer(
-            config.optimizer,
-            total_steps=config.train.steps,  # any, too
-            specs=lora.trainable(specs),
-        ).transformation,
-        precision=config.policy,
-        rows_per_microbatch=1,
-    )
+    optimizer = make_optimizer(
+        config.optimizer,
+        total_steps=config.train.steps,  # any; the state does not depend on it
+        specs=lora.trainable(specs),
+    ).transformation
+    update = make_update(optimizer=optimizer, precision=config.policy, rows_per_microbatch=1)
     params = lora.abstract(specs, trained=config.policy.params, kept=config.policy.wire)
-    state = jax.eval_shape(learner.init, params)
+    state = jax.eval_shape(update.init, params)
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         state,

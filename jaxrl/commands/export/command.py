@@ -1,4 +1,8 @@
-"""`jaxrl export`: writes a checkpoint as a Hugging Face model, or its adapters."""
+"""Writes the model of a checkpoint as a Hugging Face model: of `jaxrl train`, `sft`,
+`dpo` or `reward-model`. LoRA adapters are merged into it, or written alone with --adapter.
+
+  jaxrl export runs/latest models/mine --step best
+  jaxrl export runs/latest adapters/mine --adapter"""
 
 import argparse
 from collections.abc import Sequence
@@ -7,16 +11,10 @@ from pathlib import Path
 from jaxrl.commands import options
 from jaxrl.config.runs import load_any
 
-DESCRIPTION = """Writes the model of a checkpoint as a Hugging Face model: of `jaxrl train`, `sft`,
-`dpo` or `reward-model`. LoRA adapters are merged into it, or written alone with --adapter.
-
-  jaxrl export runs/latest models/mine --step best
-  jaxrl export runs/latest adapters/mine --adapter"""
-
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    made = options.plain_parser("export", DESCRIPTION)
+    made = options.plain_parser("export", __doc__)
     made.add_argument("run_dir", type=Path, help="directory of the training run")
     made.add_argument("directory", type=Path, help="where to write the model")
     made.add_argument("--step", default="latest", help="latest, best or a number (default: latest)")
@@ -35,16 +33,15 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     config = load_any(arguments.run_dir / "config.toml")
 
-    # Takes seconds, so after --help.
-    from jaxrl.commands.export.checkpoint import export_adapters, export_checkpoint
+    from jaxrl.commands.export.checkpoint import export_checkpoint  # takes seconds, so after --help
 
-    export = export_adapters if arguments.adapter else export_checkpoint
-    step = export(
+    step = export_checkpoint(
         config,
         run_dir=arguments.run_dir,
         directory=arguments.directory,
         step=arguments.step,
         dtype=arguments.dtype,
+        only_adapters=arguments.adapter,
     )
     print(f"step {step}: {arguments.directory}")
     return 0

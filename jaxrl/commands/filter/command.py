@@ -1,4 +1,10 @@
-"""`jaxrl filter`: keeps the prompts that a model solves sometimes but not always."""
+"""Filters prompts by pass rate: samples completions for every prompt in data.path and
+keeps the rows whose mean first reward lies in [low, high]. It accepts the keys, and so the
+config file, of `jaxrl train`. Kept rows are unchanged except for a new column, pass_rate.
+OUT.measured stores all pass rates: rerun the same command to resume after an interruption, or
+change the bounds without sampling again.
+
+  jaxrl filter configs/quickstart.toml --out solved_sometimes.jsonl --samples 40"""
 
 import argparse
 import signal
@@ -11,25 +17,21 @@ import numpy as np
 from jaxrl.builders.layout import divide_cpu, make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import load_training_prompts, sampling_params
+from jaxrl.builders.sampler import SamplerNeeds, open_sampler
+from jaxrl.builders.weight_sync import Weights
 from jaxrl.commands import options
 from jaxrl.commands.filter import pass_rate
 from jaxrl.commands.paths import find_inputs
 from jaxrl.config.training import Config
 from jaxrl.data.prompts import Example, Tokenizer
 from jaxrl.environments.rewards.scoring import load_rewards
-
-DESCRIPTION = """Filters prompts by pass rate: samples completions for every prompt in data.path and
-keeps the rows whose mean first reward lies in [low, high]. It accepts the keys, and so the
-config file, of `jaxrl train`. Kept rows are unchanged except for a new column, pass_rate.
-OUT.measured stores all pass rates: rerun the same command to resume after an interruption, or
-change the bounds without sampling again.
-
-  jaxrl filter configs/quickstart.toml --out solved_sometimes.jsonl --samples 40"""
+from jaxrl.models import huggingface
+from jaxrl.monitoring.tracking.progress import ProgressDisplay
 
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    made = options.parser_with_file("filter", Config, description=DESCRIPTION)
+    made = options.parser_with_file("filter", Config, description=__doc__)
     made.add_argument("--out", type=Path, required=True, help="the .jsonl file to write")
     made.add_argument(
         "--samples", type=int, default=40, help="completions for each prompt (default: 40)"
@@ -58,8 +60,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _filter(config: Config, arguments: argparse.Namespace) -> int:
-    from jaxrl.models import huggingface  # takes seconds, so after --help
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     out, samples, low, high = arguments.out, arguments.samples, arguments.low, arguments.high
     tokenizer = huggingface.load_tokenizer(config.model.path)
@@ -104,10 +104,6 @@ def _measure(
     examples: Sequence[Example],
 ) -> None:
     """Measures the prompts that are missing from the journal."""
-    from jaxrl.builders.sampler import SamplerNeeds, open_sampler
-    from jaxrl.builders.weight_sync import Weights
-    from jaxrl.monitoring.tracking.progress import ProgressDisplay
-
     done = len(journal.measured)
     if done == len(examples):
         return

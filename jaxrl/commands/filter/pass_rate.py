@@ -39,13 +39,6 @@ class Measured(NamedTuple):
         return self.pass_rate is not None and low - rounding <= self.pass_rate <= high + rounding
 
 
-class Chunk(NamedTuple):
-    """Consecutive measured prompts, and the first failure of the reward among them."""
-
-    measured: list[Measured]
-    first_failure: str | None
-
-
 class Journal:
     """A file of JSON lines, one for each prompt measured so far; it survives an interruption at any
     moment."""
@@ -123,8 +116,9 @@ def measure(
     sampling: SamplingParams,
     reward: Reward,
     tokenizer: Tokenizer,
-) -> Iterator[Chunk]:
+) -> Iterator[tuple[list[Measured], str | None]]:
     """Samples and scores `samples` completions of every prompt that the journal does not have.
+    Yields the outcomes of a chunk of prompts, with the first failure of the reward among them.
 
     Every chunk has its own seed, so a resumed measurement equals an uninterrupted one. The weight
     of the reward is not applied.
@@ -147,7 +141,7 @@ def measure(
         values = scored.components[reward.name]
         if start == done and np.isnan(values).all():
             raise RuntimeError(f"the reward failed on every completion; {scored.first_failure}")
-        yield Chunk(
+        yield (
             [_measured(values[owner == i], truncated[owner == i]) for i in range(len(these))],
             scored.first_failure,
         )

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from jaxrl.advantages import estimators
+from jaxrl.config.toml_file import one_line
 from jaxrl.losses import aggregation, from_config, presets, ratios, recipes
 from jaxrl.losses.recipe import Terms
 
@@ -72,7 +73,7 @@ def _texts_of(module: ModuleType) -> list[tuple[Any, str]]:
     """Pairs a module's variables with the strings below them, which Python discards."""
     body = ast.parse(inspect.getsource(module)).body
     return [
-        (getattr(module, target.id), _one_line(value))
+        (getattr(module, target.id), one_line(value))
         for assignment, text in itertools.pairwise(body)
         if isinstance(assignment, ast.Assign)
         and isinstance(target := assignment.targets[0], ast.Name)
@@ -89,13 +90,13 @@ def describe(function: Callable[..., Any]) -> Entry:
     declared = inspect.signature(function).parameters.values()
     return Entry(
         name=getattr(function, "__name__", str(function)),
-        summary=_one_line(re.sub(r"Raises as .*", "", summary)),
+        summary=one_line(re.sub(r"Raises as .*", "", summary)),
         formula=tuple(
-            _one_line(line)
+            one_line(line)
             for line in re.findall(r"^  (\S.*(?:\n {4}.*)*)", text.get("Formula", ""), flags=re.M)
         ),
         parameters=tuple(
-            Parameter(p.name, _default(p), _one_line(meanings.get(p.name, "")))
+            Parameter(p.name, _default(p), one_line(meanings.get(p.name, "")))
             for p in declared
             if p.kind is p.KEYWORD_ONLY
         ),
@@ -126,7 +127,3 @@ def _default(parameter: inspect.Parameter) -> str | None:
             if part is parameter.default:
                 return name
     return str(parameter.default)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

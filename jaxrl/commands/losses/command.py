@@ -1,4 +1,7 @@
-"""`jaxrl losses`: lists the algorithms with their formulas and parameters."""
+"""Lists the recipes for [loss] name = ...
+with their formulas and parameters.
+
+  jaxrl losses grpo gspo"""
 
 import argparse
 import itertools
@@ -9,14 +12,10 @@ from jaxrl.commands import options
 from jaxrl.commands.losses import catalogue
 from jaxrl.commands.losses.catalogue import Entry, Parameter
 
-DESCRIPTION = """Lists the recipes for [loss] name = ... with their formulas and parameters.
-
-  jaxrl losses grpo gspo"""
-
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    made = options.plain_parser("losses", DESCRIPTION)
+    made = options.plain_parser("losses", __doc__)
     made.add_argument("name", nargs="*", help="recipes to show (default: all)")
     made.add_argument("--markdown", action="store_true", help="print the tables of docs/losses.md")
     return made
@@ -63,7 +62,7 @@ def markdown(entries: Sequence[Entry]) -> str:
                 f"`{p.name}`" if p.default is None else f"`{p.name} = {p.default}`"
                 for p in entry.parameters
             ),
-            " ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in entry.papers) or "",
+            " ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in entry.papers),
         )
         for entry in entries
     ]

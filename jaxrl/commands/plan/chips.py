@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxrl.core.precision import Precision, short_name
 
@@ -24,16 +24,26 @@ class Chip:
     grouped: bool = True
 
 
-def _tpu(
-    *, gib: float, tflops: float, memory_tbs: float, links_gbs: float, devices: int = 1
+def _chip(
+    *, gib: float, tflops: Mapping[str, float], memory_tbs: float, links_gbs: float, **others: Any
 ) -> Chip:
     return Chip(
         memory=gib * GIB,
-        devices=devices,
-        units={"bf16": tflops * 1e12},
+        units={operands: rate * 1e12 for operands, rate in tflops.items()},
         memory_rate=memory_tbs * 1e12,
         link_rate=links_gbs * 1e9,
+        **others,
     )
+
+
+def _tpu(*, tflops: float, **sheet: Any) -> Chip:
+    return _chip(tflops={"bf16": tflops}, **sheet)
+
+
+def _gpu(*, tflops: tuple[float, float, float], **sheet: Any) -> Chip:
+    tensor, tf32, f32 = tflops
+    rates = {"bf16": tensor, "f16": tensor, "tf32": tf32, "f32": f32}
+    return _chip(tflops=rates, grouped=False, **sheet)
 
 
 # https://cloud.google.com/tpu/docs, the pages v5e, v5p, v6e and tpu7x in November 2026. Memory is
@@ -45,19 +55,6 @@ TPUS: Mapping[str, Chip] = {
     "v6e": _tpu(gib=31.25, tflops=918, memory_tbs=1.638, links_gbs=400),
     "tpu7x": _tpu(gib=94.75, tflops=2307 / 2, memory_tbs=7.38 / 2, links_gbs=300, devices=2),
 }
-
-
-def _gpu(
-    *, gib: float, tflops: tuple[float, float, float], memory_tbs: float, links_gbs: float
-) -> Chip:
-    tensor, tf32, f32 = (rate * 1e12 for rate in tflops)
-    return Chip(
-        memory=gib * GIB,
-        units={"bf16": tensor, "f16": tensor, "tf32": tf32, "f32": f32},
-        memory_rate=memory_tbs * 1e12,
-        link_rate=links_gbs * 1e9,
-        grouped=False,
-    )
 
 
 # NVIDIA's data sheets "A100 80GB Tensor Core GPU", "H100 Tensor Core GPU", "H200 Tensor Core GPU",
@@ -89,15 +86,6 @@ class Products(NamedTuple):
         return f"{self.operands} operands in one pass"
 
 
-# JAX's dot algorithms: units and passes.
-_ALGORITHMS = {
-    "bf16": ("bf16", 1),
-    "bf16x3": ("bf16", 3),
-    "bf16x6": ("bf16", 6),
-    "bf16x9": ("bf16", 9),
-    "tf32": ("tf32", 1),
-    "tf32x3": ("tf32", 3),
-}
 # Two parts of bf16 hold every bit of an f16, three of an f32; of the products of two parts XLA
 # leaves out the smallest.
 _EXACT_PASSES = {"bf16": 1, "f16": 3, "f32": 6}
@@ -107,7 +95,8 @@ def products(policy: Precision, chip: Chip) -> Products | None:
     """Returns how a chip computes the learner's products; None if its data sheet does not tell."""
     operands = short_name(policy.compute)
     if operands == "f32" and policy.products != "exact":
-        units, passes = _ALGORITHMS[policy.products]
+        units, _, number = policy.products.partition("x")  # such as bf16x3
+        passes = int(number or 1)
     elif operands in chip.units:
         units, passes = operands, 1
     else:

@@ -1,18 +1,4 @@
-"""`jaxrl plan`: compiles a run's step for chips that need not exist."""
-
-import argparse
-import math
-from collections.abc import Sequence
-from typing import Any
-
-from pydantic import model_validator
-
-from jaxrl.commands import options
-from jaxrl.commands.paths import fetch_models
-from jaxrl.config.training import Config
-from jaxrl.models import hub
-
-DESCRIPTION = """Compiles a run's step for chips that you do not have. Prints its memory and speed.
+"""Compiles a run's step for chips that you do not have. Prints its memory and speed.
 
   jaxrl plan configs/qwen3_8b.toml --topology v5p:4x4x4
   jaxrl plan configs/qwen3_8b.toml --topology h100:8 --mesh.fsdp 8
@@ -26,6 +12,20 @@ chips. The exit status is 5 if the run does not fit. The last line looks like
 
   peak 31.4 GiB of 95.7 GiB per chip: fits"""
 
+import argparse
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import model_validator
+
+from jaxrl.commands import options
+from jaxrl.commands.paths import fetch_models
+from jaxrl.commands.plan.chips import GIB
+from jaxrl.commands.plan.estimate import estimate
+from jaxrl.commands.plan.topology import open_topology
+from jaxrl.config.training import Config
+from jaxrl.models import hub
 
 DOES_NOT_FIT = 5  # exit status; 1 to 4 are those of every command, see jaxrl.cli
 
@@ -44,7 +44,7 @@ class PlanConfig(Config):
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    made = options.parser_with_file("plan", PlanConfig, description=DESCRIPTION)
+    made = options.parser_with_file("plan", PlanConfig, description=__doc__)
     made.add_argument("--topology", help="chips to compile for, such as v5p:4x4x4, h100:8 or cpu:8")
     made.add_argument("--estimate", action="store_true", help="calculate without compiling")
     made.add_argument(
@@ -76,30 +76,19 @@ def main(argv: Sequence[str]) -> int:
         number = getattr(given, name)
         if number is not None and not 0 < number < math.inf:
             made.error(f"--{name.replace('_', '-')} {number:g}: expected a positive number")
-    config = fetch_models(config, files=hub.CONFIGS)
+    config, link = fetch_models(config, files=hub.CONFIGS), given.link * 1e9
 
     if given.estimate:
-        from jaxrl.commands.plan.chips import GIB  # after --help
-        from jaxrl.commands.plan.estimate import estimate
-
         phases = None
         if given.rollout_seconds is not None:
             phases = given.rollout_seconds, given.train_seconds
-        print(
-            estimate(
-                config,
-                chip_memory=given.chip_memory * GIB,
-                link_rate=given.link * 1e9,
-                phases=phases,
-            )
-        )
+        print(estimate(config, chip_memory=given.chip_memory * GIB, link_rate=link, phases=phases))
         return 0
-    from jaxrl.commands.plan.topology import open_topology
-
     topology = open_topology(given.topology)
-    from jaxrl.commands.plan.program import compile_step
+
+    from jaxrl.commands.plan.program import compile_step  # after JAX has its platform
     from jaxrl.commands.plan.text import fits, plan_text
 
     program = compile_step(config, topology)
-    print(plan_text(config, topology, program, link_rate=given.link * 1e9))
+    print(plan_text(config, topology, program, link_rate=link))
     return 0 if fits(program, topology) else DOES_NOT_FIT

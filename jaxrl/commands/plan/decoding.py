@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import jax
@@ -9,10 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.builders.layout import sampler_layout
-from jaxrl.commands.plan.out_of_memory import needed_memory
+from jaxrl.commands.plan.chips import GIB
 from jaxrl.commands.plan.resident import KVCache, on_one
 from jaxrl.commands.plan.step import Step, placed
-from jaxrl.config.training import Config
 from jaxrl.core.precision import sampler_precision
 from jaxrl.models import spec
 from jaxrl.models.families import DecoderConfig
@@ -53,14 +53,14 @@ class Decoding:
         return self.weights + self.cache
 
 
-def plan_decoding(config: Config, step: Step, cache: KVCache) -> Decoding:
+def plan_decoding(step: Step, cache: KVCache) -> Decoding:
     """Compiles the embedded sampler's decoding with its largest cache, except for simulated devices
     of a CPU, where bytes say nothing about speed.
 
     Raises:
       jax.errors.JaxRuntimeError: if the compiler fails for a reason other than memory.
     """
-    layout = sampler_layout(config.sampler, step.layout)
+    layout = sampler_layout(step.config.sampler, step.layout)
     policy = sampler_precision(step.policy)
     weights = read_weights(step.model.config, step.model.specs, rows=cache.rows)
     weights /= layout.mesh.shape["tensor"] * layout.mesh.shape["expert"]
@@ -72,7 +72,7 @@ def plan_decoding(config: Config, step: Step, cache: KVCache) -> Decoding:
     )
     if layout.mesh.devices.flat[0].platform == "cpu":
         return found
-    return _compiled(config, step, cache, layout=layout, found=found)
+    return _compiled(step, cache, layout=layout, found=found)
 
 
 def read_weights(config: DecoderConfig, specs: Specs, *, rows: int) -> float:
@@ -89,10 +89,9 @@ def read_weights(config: DecoderConfig, specs: Specs, *, rows: int) -> float:
     return total
 
 
-def _compiled(
-    config: Config, step: Step, cache: KVCache, *, layout: Layout, found: Decoding
-) -> Decoding:
-    model, policy = step.model._replace(local=layout.local), sampler_precision(step.policy)
+def _compiled(step: Step, cache: KVCache, *, layout: Layout, found: Decoding) -> Decoding:
+    config, policy = step.config, sampler_precision(step.policy)
+    model = step.model._replace(local=layout.local)
     params = placed(spec.abstract(model.specs, dtype=policy.compute), layout.tree(model.specs))
     asked = SamplingParams(
         max_tokens=config.sampling.max_tokens,
@@ -127,6 +126,14 @@ def _compiled(
         moved=MemoryTraffic(*(size / SEGMENT for size in moved)),
         sent=sent / SEGMENT,
     )
+
+
+def needed_memory(message: str) -> float | None:
+    """Parses the bytes of a program from the compiler's error; None if the error is another one."""
+    match = re.search(r"(?:Used |\()([\d.]+)([KMGT])(?: of |\) exceeds available HBM)", message)
+    if "RESOURCE_EXHAUSTED" not in message or match is None:
+        return None
+    return float(match[1]) * GIB * 1024.0 ** ("KMGT".index(match[2]) - 2)
 
 
 def _state(

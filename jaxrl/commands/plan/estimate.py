@@ -4,7 +4,6 @@ Memory covers weights, gradients and optimizer state; activations need a compile
 """
 
 import math
-from typing import NamedTuple
 
 from jaxrl.builders.model import trained_specs
 from jaxrl.commands.plan.chips import GIB
@@ -31,29 +30,13 @@ def bytes_per_trained(policy: Precision) -> int:
     return policy.params.itemsize + copy + policy.grads.itemsize + 2 * policy.moments.itemsize
 
 
-class Models(NamedTuple):
-    """Numbers of trained and frozen models that an algorithm holds."""
-
-    trained: int
-    frozen: int
-
-    def memory(self, parameters: float, *, trained: float, frozen: float) -> float:
-        """Counts the bytes of all models; `trained` and `frozen` are bytes per parameter."""
-        return parameters * (self.trained * trained + self.frozen * frozen)
-
-
-# Actor, critic, reference and reward model (arXiv:2203.02155); actor and reference
-# (arXiv:2402.03300).
-PPO, GRPO = Models(2, 2), Models(1, 1)
+# Models of each kind, trained and frozen, that an algorithm holds: actor, critic, reference and
+# reward model (arXiv:2203.02155); actor and reference (arXiv:2402.03300).
+MODELS = {"PPO": 2, "GRPO": 1}
 
 
 def utilisation(rollout: float, train: float, sync: float) -> tuple[float, float]:
-    """Computes the learner's utilisation.
-
-    Args:
-      rollout: seconds of sampling.
-      train: seconds of a step.
-      sync: seconds of a publish.
+    """Computes the learner's utilisation from the seconds of a rollout, a step and a publish.
 
     Returns:
       (sampling and training in turn; sampling one step behind on separate chips, where a publish
@@ -92,15 +75,13 @@ def estimate(
         "Weights, gradients and optimizer (activations: jaxrl plan --topology)",
     ]
     sizes = {
-        f"{name:5}{models.trained} trained, {models.frozen} frozen": models.memory(
-            count, trained=trained, frozen=frozen
-        )
-        for name, models in (("PPO", PPO), ("GRPO", GRPO))
+        f"{name:5}{each} trained, {each} frozen": each * count * (trained + frozen)
+        for name, each in MODELS.items()
     }
     tuned = trained_specs(config.lora, specs)
     if isinstance(tuned, lora.Adapted):
         # The reference is the frozen weights with the initial adapters.
-        few = GRPO.memory(parameter_count(tuned.adapters), trained=trained, frozen=frozen)
+        few = parameter_count(tuned.adapters) * (trained + frozen)
         sizes = {f"GRPO adapters of rank {config.lora.rank}": count * policy.wire.itemsize + few}
     for name, size in sizes.items():
         chips = count_of(math.ceil(size / chip_memory), "chip")

@@ -15,8 +15,7 @@ class _Device(NamedTuple):
     capability: tuple[int, int]  # compute capability
     cores: int  # streaming multiprocessors
     fpus: int  # f32 units of a core
-    shared: int  # shared memory of a core in bytes
-    optin: int  # of which one block can have so much
+    shared: int  # shared memory of a core in KiB; a block gets all but one
     cache: int  # L2 cache in bytes
     clock: float  # GHz
     memory: int  # bytes
@@ -28,8 +27,7 @@ _HOPPER = _Device(
     capability=(9, 0),
     cores=132,
     fpus=128,
-    shared=228 * 1024,
-    optin=227 * 1024,
+    shared=228,
     cache=50 * 2**20,
     clock=1.98,
     memory=84_942_979_072,
@@ -41,8 +39,7 @@ _DEVICES: Mapping[str, _Device] = {
         capability=(8, 0),
         cores=108,
         fpus=64,
-        shared=164 * 1024,
-        optin=163 * 1024,
+        shared=164,
         cache=40 * 2**20,
         clock=1.41,
         memory=84_987_740_160,
@@ -116,8 +113,8 @@ def _target(device: _Device) -> str:
         gpu_device_info {{
           threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
           shared_memory_per_block: 49152
-          shared_memory_per_core: {device.shared}
-          shared_memory_per_block_optin: {device.optin}
+          shared_memory_per_core: {device.shared * 1024}
+          shared_memory_per_block_optin: {(device.shared - 1) * 1024}
           core_count: {device.cores} fpus_per_core: {device.fpus}
           block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
           thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64

@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxrl.commands.plan.decoding import Decoding, plan_decoding
-from jaxrl.commands.plan.out_of_memory import needed_memory
+from jaxrl.commands.plan.decoding import Decoding, needed_memory, plan_decoding
 from jaxrl.commands.plan.resident import ResidentMemory, on_one, resident_memory
 from jaxrl.commands.plan.step import Step, make_step
 from jaxrl.commands.plan.topology import Topology
@@ -50,9 +49,7 @@ class Program:
 
 
 def compile_step(config: Config, topology: Topology) -> Program:
-    """Compiles the step that `jaxrl train` would run, from shapes alone.
-
-    It reads the model's config.json, and neither data nor reward functions.
+    """Compiles the step that `jaxrl train` would run, from shapes and the model's config.json.
 
     Raises:
       FileNotFoundError, ValueError: for an unusable model or mesh, like `jaxrl train`.
@@ -62,9 +59,9 @@ def compile_step(config: Config, topology: Topology) -> Program:
     step = make_step(config, topology)
     config = step.config
     microbatches = step.minibatch.batch.tokens.shape[0] // config.microbatch_rows
-    resident, decoding = resident_memory(config, step), None
+    resident, decoding = resident_memory(step), None
     if resident.cache is not None:
-        decoding = plan_decoding(config, step, resident.cache)
+        decoding = plan_decoding(step, resident.cache)
         held = dataclasses.replace(resident.cache, decoding=decoding.temporary or 0.0)
         resident = dataclasses.replace(resident, cache=held)
     built = {

@@ -9,9 +9,8 @@ import jax
 from jaxrl.builders.layout import sampler_layout
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.commands.plan.step import Step, placed
-from jaxrl.config.training import Config
 from jaxrl.core.casts import cast
-from jaxrl.core.precision import DType, Precision
+from jaxrl.core.precision import DType
 from jaxrl.losses import Need
 from jaxrl.models import huggingface, lora, spec
 from jaxrl.models.parameters import param_specs
@@ -71,13 +70,13 @@ class ResidentMemory:
         return found
 
 
-def resident_memory(config: Config, step: Step) -> ResidentMemory:
+def resident_memory(step: Step) -> ResidentMemory:
     """Estimates the memory of everything outside the step, from config.json files alone.
 
     Raises:
       FileNotFoundError, ValueError: for an unusable reward model or critic.
     """
-    policy, layout = step.policy, step.layout
+    config, policy, layout = step.config, step.policy, step.layout
     embedded = config.sampler.name == "embedded"
     shared = embedded and not config.sampler.devices
     base = step.model.specs
@@ -102,9 +101,9 @@ def resident_memory(config: Config, step: Step) -> ResidentMemory:
         sampler=served * (2 if overlapped else 1) if shared else 0.0,
         reference=reference,
         reward_model=reward_model,
-        critic=_critic(config, layout=layout, policy=policy) if step.recipe.critic else 0.0,
+        critic=_critic(step) if step.recipe.critic else 0.0,
         published=served + wire,
-        cache=_cache(config, step, layout=own) if shared else None,
+        cache=_cache(step, own) if shared else None,
         overlapped=overlapped,
     )
 
@@ -123,14 +122,12 @@ def _weights(specs: Specs, layout: Layout, *, dtype: DType) -> float:
     return on_one(placed(spec.abstract(specs, dtype=dtype), layout.tree(specs)))
 
 
-def _scorer(path: str) -> Specs:
-    return param_specs(huggingface.load_config(path).as_scorer())
-
-
-def _critic(config: Config, *, layout: Layout, policy: Precision) -> float:
+def _critic(step: Step) -> float:
+    config, policy = step.config, step.policy
     if config.critic.trunk == "shared":
         return 0.0  # a single extra row
-    specs = _scorer(config.critic.path or config.model.path)
+    path = config.critic.path or config.model.path
+    specs = param_specs(huggingface.load_config(path).as_scorer())
     params = spec.abstract(specs, dtype=policy.params)
     optimizer = make_optimizer(config.optimizer, total_steps=config.optimizer_steps, specs=specs)
     held = {"params": params}
@@ -138,13 +135,13 @@ def _critic(config: Config, *, layout: Layout, policy: Precision) -> float:
         held["moments"] = jax.eval_shape(
             lambda p: cast(optimizer.transformation.init(p), policy.moments), params
         )
-    return on_one(placed(held, layout.state(held, specs)))
+    return on_one(placed(held, step.layout.state(held, specs)))
 
 
-def _cache(config: Config, step: Step, *, layout: Layout) -> KVCache:
+def _cache(step: Step, layout: Layout) -> KVCache:
     """Sizes the cache of `sampling.embedded`, sharded like activations: rows over the batch axes,
     heads of keys and values over theirs, tokens and states over none."""
-    sizes, shards = step.model.config, layout.count("batch")
+    config, sizes, shards = step.config, step.model.config, layout.count("batch")
     most = max_rows(config.sampling.max_batch, shards=shards)
     rows, one_batch = most, False
     if config.data.eval_path is None:

@@ -7,7 +7,7 @@ from jaxrl.commands.plan.chips import Chip, Products, products
 from jaxrl.commands.plan.program import Program
 from jaxrl.models import lora, spec
 from jaxrl.models.families import DecoderConfig
-from jaxrl.models.spec import ParamSpec, Specs, parameter_count
+from jaxrl.models.spec import Specs, parameter_count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,21 +53,15 @@ def forward_flops(config: DecoderConfig, specs: Specs, *, rows: int, length: int
 
 def active_weights(config: DecoderConfig, specs: Specs) -> float:
     """Counts the weights that a token is multiplied with: its own experts, no embedding."""
-    weights = sum(
-        _active(one, config) for path, one in spec.flatten(specs).items() if path != "embed"
-    )
-    if config.tied:
-        weights += math.prod(specs["embed"].shape)
-    return float(weights)
-
-
-def _active(one: ParamSpec, config: DecoderConfig) -> float:
-    """Counts the weights of one matrix for a token; 0 for norms and biases."""
-    if len(one.shape) < 2 + one.counted:
-        return 0.0
-    experts = config.experts if "experts" in one.axes else None
-    share = 1.0 if experts is None else experts.per_token / experts.count
-    return math.prod(one.shape) * share
+    total = 0.0
+    for path, one in spec.flatten(specs).items():
+        is_vector = len(one.shape) < 2 + one.counted  # a norm or a bias
+        if is_vector or (path == "embed" and not config.tied):
+            continue
+        experts = config.experts if "experts" in one.axes else None
+        share = 1.0 if experts is None else experts.per_token / experts.count
+        total += math.prod(one.shape) * share
+    return total
 
 
 def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:

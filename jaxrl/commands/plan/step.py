@@ -42,15 +42,11 @@ class Step(NamedTuple):
 
 
 def make_step(config: Config, topology: Topology) -> Step:
-    """Builds the step that `jaxrl train` would run.
-
-    Raises:
-      FileNotFoundError, ValueError: for an unusable model or mesh, like `jaxrl train`.
-    """
+    """Builds the step of `jaxrl train`; raises as it does for an unusable model or mesh."""
     policy = config.policy
     layout = make_layout(
         config.mesh,
-        policy=config.policy,
+        policy=policy,
         devices=topology.devices,
         reserved=config.sampler.devices,
     )

@@ -1,6 +1,6 @@
 """Output of `jaxrl plan`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.commands.plan.program import Program
@@ -113,40 +113,49 @@ def _not_counted(config: Config) -> str:
 def _memory(program: Program) -> Iterator[str]:
     yield "\nMemory of the step, per chip"
     memory = program.memory
-    for name, size in (
-        ("parameters", memory.params),
-        ("optimizer", memory.optimizer),
-        ("gradients", memory.gradients),
-        ("weights in compute dtype", memory.copies),
-        ("activations, other temporaries", memory.activations),
-        ("batch, metrics, program", memory.rest),
-    ):
-        yield f"  {name:32}{size_text(size):>12}"
+    sizes = {
+        "parameters": memory.params,
+        "optimizer": memory.optimizer,
+        "gradients": memory.gradients,
+        "weights in compute dtype": memory.copies,
+        "activations, other temporaries": memory.activations,
+        "batch, metrics, program": memory.rest,
+    }
     if memory.host:
-        yield f"  {'optimizer in host memory':32}{size_text(memory.host):>12}"
+        sizes["optimizer in host memory"] = memory.host
+    yield from _sizes(sizes)
 
 
 def _resident(program: Program) -> Iterator[str]:
     found = program.resident
-    held = (
-        ("sampler's weights", found.sampler),
-        ("reference", found.reference),
-        ("reward model or teacher", found.reward_model),
-        ("critic and its optimizer", found.critic),
-    )
     if found.always:
         yield "\nHeld outside the step, per chip"
-        yield from (f"  {name:32}{size_text(size):>12}" for name, size in held if size)
-    if found.cache is not None:
+        held = {
+            "sampler's weights": found.sampler,
+            "reference": found.reference,
+            "reward model or teacher": found.reward_model,
+            "critic and its optimizer": found.critic,
+        }
+        yield from _sizes({name: size for name, size in held.items() if size})
+    if (cache := found.cache) is not None:
         yield "\nWhile sampling, per chip"
-        cache = f"KV cache, {count_of(found.cache.rows, 'row')} x {found.cache.slots:,}"
-        yield f"  {cache:32}{size_text(found.cache.size):>12}"
-        yield f"  {'other caches at the same time':32}{size_text(found.cache.moving):>12}"
-        if found.cache.decoding:
-            yield f"  {'or temporaries of decoding':32}{size_text(found.cache.decoding):>12}"
+        sizes = {
+            f"KV cache, {count_of(cache.rows, 'row')} x {cache.slots:,}": cache.size,
+            "other caches at the same time": cache.moving,
+        }
+        if cache.decoding:
+            sizes["or temporaries of decoding"] = cache.decoding
+        yield from _sizes(sizes)
     yield "\nPeak per chip while"
-    for phase, size in phases(program).items():
-        yield f"  {phase:32}{size_text(size):>12}"
+    yield from _sizes(phases(program))
+
+
+def _sizes(sizes: Mapping[str, float]) -> Iterator[str]:
+    return (_row(name, size_text(size)) for name, size in sizes.items())
+
+
+def _row(name: str, text: str) -> str:
+    return f"  {name:32}{text:>12}"
 
 
 def _time(topology: Topology, program: Program, found: Roofline) -> Iterator[str]:
@@ -165,15 +174,15 @@ def _time(topology: Topology, program: Program, found: Roofline) -> Iterator[str
             f"  experts: each token is multiplied by all {experts.count}, not only by its "
             f"{experts.per_token}, and masked"
         )
-    yield f"  {'model FLOPs':32}{found.model_flops:12.3g}"
-    yield f"  {'FLOPs with recomputation':32}{found.run_flops:12.3g}"
+    yield _row("model FLOPs", f"{found.model_flops:.3g}")
+    yield _row("FLOPs with recomputation", f"{found.run_flops:.3g}")
     for name, seconds in (
         ("products at this rate", found.compute),
         ("memory at full bandwidth", found.memory),
         ("links at full bandwidth", found.links),
     ):
         if seconds is not None:
-            yield f"  {name:32}{time_text(seconds):>12}"
+            yield _row(name, time_text(seconds))
     low, high = found.overlapped, found.in_turn
     if low is not None and high is not None:
         tokens = program.rows * program.microbatches * program.row_length
@@ -188,15 +197,13 @@ def _decoding(topology: Topology, program: Program) -> Iterator[str]:
     found, rate = program.decoding, topology.chip.memory_rate
     if found is None or rate is None:
         return
-    rows, slots = count_of(found.rows, "row"), f"{found.slots:,}"
-    yield f"\nDecoding a token in each of {rows}, per chip"
-    yield f"  {'weights to read':32}{size_text(found.weights):>12}"
-    yield f"  {f'KV cache to read, {slots} slots':32}{size_text(found.cache):>12}"
+    yield f"\nDecoding a token in each of {count_of(found.rows, 'row')}, per chip"
+    cache = f"KV cache to read, {found.slots:,} slots"
+    yield from _sizes({"weights to read": found.weights, cache: found.cache})
     seconds = found.needed / rate
-    yield f"  {'memory at full bandwidth':32}{time_text(seconds):>12}"
+    yield _row("memory at full bandwidth", time_text(seconds))
     if found.sent and topology.chip.link_rate is not None:
-        links = time_text(found.sent / topology.chip.link_rate)
-        yield f"  {'links at full bandwidth':32}{links:>12}"
+        yield _row("links at full bandwidth", time_text(found.sent / topology.chip.link_rate))
     yield f"  roofline: {found.rows / seconds:,.0f} tokens/s at full bandwidth of the memory"
     if found.moved is not None:
         read, written = (size_text(size) for size in found.moved)
@@ -226,7 +233,9 @@ def _publishing(program: Program, *, link_rate: float) -> Iterator[str]:
 def _advice(config: Config, program: Program, *, memory: float) -> Iterator[str]:
     found = phases(program)
     if found.pop("learning") > memory:
-        yield from _advice_for_the_step(config, program)
+        # What makes the step smaller, the largest affected memory first.
+        for size, text in sorted(_savings(config, program), key=lambda saving: -saving[0]):
+            yield f"{text} (of {size_text(size)})"
     if max(found.values(), default=0.0) > memory:
         yield from _advice_for_the_sampler(config, program)
     yield "use more chips, with mesh.fsdp or mesh.tensor larger by the same factor"
@@ -241,12 +250,6 @@ def _advice_for_the_sampler(config: Config, program: Program) -> Iterator[str]:
         yield f"leave out {rules}: weights are sharded like the learner's"
     if cache is not None:
         yield "sampler.name = 'vllm', with servers on other chips"
-
-
-def _advice_for_the_step(config: Config, program: Program) -> Iterator[str]:
-    """Lists what makes the step smaller, largest affected memory first."""
-    for size, text in sorted(_savings(config, program), key=lambda saving: -saving[0]):
-        yield f"{text} (of {size_text(size)})"
 
 
 def _savings(config: Config, program: Program) -> Iterator[tuple[float, str]]:

@@ -2,19 +2,21 @@
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl.commands.report.charts import drawn
-from jaxrl.commands.report.thinning import Points, extremes, means
 from jaxrl.config.alarms import LIMITS
 from jaxrl.monitoring.alarms.causes import CAUSES, Cause
-from jaxrl.monitoring.alarms.history import History
+from jaxrl.monitoring.alarms.history import History, Series
 from jaxrl.monitoring.alarms.rules import replay_alarms
 from jaxrl.monitoring.tracking.tracking import read_metrics
 
 _MOST_SAMPLED_STEPS = 40
+_MOST_POINTS = 2000  # of a curve, so that the page of a 10,000-step run stays small
+
+Points = list[list[float]]  # [steps, values]
 
 
 def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
@@ -95,7 +97,46 @@ def _series(
     times = {name: column for name, column in columns.items() if name.startswith("time/")}
     compiled = {start["step"] + 1 for start in starts} or {1}
     curves = {name: extremes(column) for name, column in columns.items() if name not in times}
-    return curves | means(times, without=compiled)
+    return curves | _means(times, without=compiled)
+
+
+def extremes(column: Series) -> Points:
+    """Thins a curve to at most 2,000 points: the lowest and highest of each stretch."""
+    steps, values = column
+    if len(values) > _MOST_POINTS:
+        size = -(-2 * len(values) // _MOST_POINTS)
+        kept = set[int]()
+        for start in range(0, len(values), size):
+            stretch = range(start, min(start + size, len(values)))
+            kept |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
+        order = sorted(kept)
+        steps, values = [steps[i] for i in order], [values[i] for i in order]
+    return [[float(s) for s in steps], [_short(value) for value in values]]
+
+
+def _means(columns: Mapping[str, Series], *, without: Collection[int]) -> dict[str, Points]:
+    """Thins stacked curves, {name: curve}, to at most 2,000 points each.
+
+    A point is the mean over a stretch of steps, the same for all curves, at its middle step. A
+    missing value counts as 0. Steps in `without` are left out.
+    """
+    found = {name: dict(zip(*column, strict=True)) for name, column in columns.items()}
+    steps = sorted({step for values in found.values() for step in values} - set(without))
+    size = -(-len(steps) // _MOST_POINTS) or 1
+    stretches = [steps[start : start + size] for start in range(0, len(steps), size)]
+    middles = [float(stretch[len(stretch) // 2]) for stretch in stretches]
+    return {
+        name: [
+            middles,
+            [_short(sum(values.get(s, 0.0) for s in some) / len(some)) for some in stretches],
+        ]
+        for name, values in found.items()
+        if middles
+    }
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 def _samples(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,4 +1,11 @@
-"""`jaxrl serve`: runs vLLM servers that accept weights from a learner."""
+"""Runs a stock vLLM server that accepts weights from a learner.
+
+  jaxrl serve runs/quickstart/sft/model --port 8000 --dtype f32
+  jaxrl train configs/quickstart.toml --sampler vllm --sampler.url http://127.0.0.1:8000
+
+With --replicas N it runs N servers on consecutive ports. A server that exits or hangs is restarted;
+a run sends it the weights at the next publish. If jaxrl[store] is installed, an agent fetches the
+weights of runs with sampler.store, for all servers of the command."""
 
 import argparse
 import functools
@@ -12,19 +19,17 @@ from typing import Annotated, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from jaxrl.bridge.servers.kv_cache_size import free_memory
+from jaxrl.bridge.servers.launch import free_port
+from jaxrl.bridge.store import objects
+from jaxrl.bridge.store.process import AgentProcess
+from jaxrl.builders.api_key import server_key
+from jaxrl.builders.servers import Address, StartingServer, Workload, starting_server
 from jaxrl.commands import options
+from jaxrl.commands.serve.replicas import Replica, open_replicas
 from jaxrl.config.sampler import ServerConfig
 from jaxrl.core import precision
 from jaxrl.models import hub
-
-DESCRIPTION = """Runs a stock vLLM server that accepts weights from a learner.
-
-  jaxrl serve runs/quickstart/sft/model --port 8000 --dtype f32
-  jaxrl train configs/quickstart.toml --sampler vllm --sampler.url http://127.0.0.1:8000
-
-With --replicas N it runs N servers on consecutive ports. A server that exits or hangs is restarted;
-a run sends it the weights at the next publish. If jaxrl[store] is installed, an agent fetches the
-weights of runs with sampler.store, for all servers of the command."""
 
 
 class ServeConfig(ServerConfig):
@@ -65,7 +70,7 @@ class ServeConfig(ServerConfig):
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    made = options.parser("serve", ServeConfig, description=DESCRIPTION, usage="MODEL_DIR")
+    made = options.parser("serve", ServeConfig, description=__doc__, usage="MODEL_DIR")
     text = "directory of a Hugging Face model, or its name on the hub"
     made.add_argument("model_dir", metavar="MODEL_DIR", help=text)
     return made
@@ -74,15 +79,6 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     config, arguments = options.parse(parser(), ServeConfig, argv)
-
-    from jaxrl.bridge.servers.kv_cache_size import free_memory
-    from jaxrl.bridge.servers.launch import free_port
-    from jaxrl.bridge.store import objects
-    from jaxrl.bridge.store.process import AgentProcess
-    from jaxrl.builders.api_key import server_key
-    from jaxrl.builders.servers import Address, StartingServer, Workload, starting_server
-    from jaxrl.commands.serve.replicas import Replica, open_replicas
-
     model_dir = Path(hub.local_directory(arguments.model_dir))
     # A restarted server keeps its port, its key and its part of the memory.
     first, key = config.port or free_port(config.host, 0), server_key(config.host)
@@ -108,11 +104,9 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     try:
         with ExitStack() as stack:
-            agent = (
-                stack.enter_context(AgentProcess(key=key, note=note))
-                if objects.available()
-                else None
-            )
+            agent = None
+            if objects.available():
+                agent = stack.enter_context(AgentProcess(key=key, note=note))
             begun = (
                 Replica(functools.partial(start, i, agent), note=note)
                 for i in range(config.replicas)

@@ -5,13 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl import cli
-from jaxrl.commands.plan.estimate import (
-    GRPO,
-    PPO,
-    bytes_per_trained,
-    estimate,
-    utilisation,
-)
+from jaxrl.commands.plan.estimate import bytes_per_trained, estimate, utilisation
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core.precision import parse
@@ -20,11 +14,6 @@ from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import parameter_count
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
-
-
-def test_memory_of_ppo_and_grpo():
-    ppo, grpo = (m.memory(70e9, trained=16, frozen=2) for m in (PPO, GRPO))
-    assert (ppo, grpo) == (2.52e12, 1.26e12)
 
 
 @pytest.mark.parametrize(

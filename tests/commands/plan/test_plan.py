@@ -11,8 +11,7 @@ from jaxrl import cli
 from jaxrl.builders.layout import make_layout
 from jaxrl.commands.plan import text as plan
 from jaxrl.commands.plan.chips import CHIPS
-from jaxrl.commands.plan.decoding import read_weights
-from jaxrl.commands.plan.out_of_memory import needed_memory
+from jaxrl.commands.plan.decoding import needed_memory, read_weights
 from jaxrl.commands.plan.program import compile_step
 from jaxrl.commands.plan.roofline import forward_flops, roofline
 from jaxrl.commands.plan.step import make_step

@@ -21,8 +21,7 @@ from tests.commands.plan.configs import make_config
 
 
 def counted(directory, **changes) -> ResidentMemory:
-    config = make_config(directory, **changes)
-    return resident_memory(config, make_step(config, open_topology("cpu:8")))
+    return resident_memory(make_step(make_config(directory, **changes), open_topology("cpu:8")))
 
 
 COMPLETIONS = {
@@ -44,7 +43,7 @@ def test_weights_and_cache_match_a_real_sampler(tmp_path, monkeypatch):
     monkeypatch.setattr(batch_decoding, "grow_cache", watched)
     config = make_config(tmp_path, **COMPLETIONS)
     step = make_step(config, open_topology("cpu:8"))
-    found = resident_memory(config, step)
+    found = resident_memory(step)
     model = decoder(dataclasses.replace(tiny.CONFIG, max_positions=256))
     sampler = EmbeddedSampler(
         model._replace(local=step.layout.local),

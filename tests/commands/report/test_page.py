@@ -3,7 +3,7 @@
 import pytest
 
 from jaxrl.commands.report.collect import collect
-from jaxrl.commands.report.html_page import render
+from jaxrl.commands.report.command import render
 from tests.browser import CHROMIUM, open_page
 from tests.commands.report.made_up import ALARM, SAMPLE, entry, write
 

@@ -2,8 +2,7 @@ import json
 
 import numpy as np
 
-from jaxrl.commands.report.collect import collect
-from jaxrl.commands.report.thinning import extremes
+from jaxrl.commands.report.collect import collect, extremes
 from jaxrl.monitoring.alarms.history import Series
 
 TIMES = ("sample", "reward", "score", "update", "publish")

@@ -4,7 +4,7 @@ import time
 from rich.console import Console
 
 from jaxrl.cli import main
-from jaxrl.commands.watch.live import blocks, view
+from jaxrl.commands.watch import blocks, view
 from jaxrl.monitoring.tracking.tracking import write_lines
 
 

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.commands.watch import tail
-from jaxrl.commands.watch.tail import Tail
+from jaxrl.commands import watch
+from jaxrl.commands.watch import Tail
 from jaxrl.monitoring.tracking.tracking import JsonLines, read_metrics, write_lines
 
 
@@ -11,8 +11,8 @@ def test_lines_are_parsed_once(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     reading, parsed = Tail(path), []
     assert reading.read() == []
-    parse = tail.parse_entry
-    monkeypatch.setattr(tail, "parse_entry", lambda line: parsed.append(line) or parse(line))
+    parse = watch.parse_entry
+    monkeypatch.setattr(watch, "parse_entry", lambda line: parsed.append(line) or parse(line))
     lines = JsonLines(path, start_step=0)
     for step in range(1, 4):
         lines.write(step, {"reward": step / 4})

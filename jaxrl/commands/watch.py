@@ -1,0 +1,189 @@
+"""Shows the reward, KL, gradient norm, tokens/s, time left and alarms of a run as it
+trains. It reads the run's directory, on the same machine or a shared file system. Ctrl-C stops this
+command, not the run.
+
+  jaxrl watch runs/latest
+  jaxrl watch runs/latest --once"""
+
+import argparse
+import math
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from jaxrl.commands import options
+from jaxrl.commands.report import collect
+from jaxrl.monitoring.tracking.progress import (
+    DISPLAYED,
+    RECENT_STEPS,
+    format_duration,
+    seconds_left,
+)
+from jaxrl.monitoring.tracking.tracking import parse_entry
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_WIDTH = 40  # steps in a line of blocks
+_ALARMS = 6
+_ENDED = {"pause": "paused", "stop": "stopped"}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Builds the command's parser."""
+    usage = "RUN [--every SECONDS] [--once]"
+    made = options.plain_parser("watch", __doc__, usage=usage)
+    made.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    made.add_argument(
+        "--every", type=float, default=2.0, help="seconds between updates (default: 2)"
+    )
+    made.add_argument("--once", action="store_true", help="print the current state and exit")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    given = parser().parse_args(argv)
+    console, metrics = Console(), Tail(given.run / "metrics.jsonl")
+    if given.once:
+        console.print(render(given.run, metrics))
+        return 0
+    try:
+        with Live(render(given.run, metrics), console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(given.every)
+                live.update(render(given.run, metrics), refresh=True)
+    except KeyboardInterrupt:
+        return 0
+
+
+class Tail:
+    """Entries of a JSON-lines file that another program appends to or replaces."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self._entries: list[dict[str, Any]] = []
+        self._end, self._last = 0, b""  # offset read so far, and the line that ends there
+
+    def read(self) -> list[dict[str, Any]]:
+        """Returns all entries so far, none without a file; an unfinished line waits.
+
+        Raises:
+          ValueError: for a line that is not an entry.
+        """
+        if not self._path.exists():
+            self._forget()
+            return []
+        with self._path.open("rb") as file:
+            # A rollback or a resume replaces the file, and the last line is gone.
+            file.seek(self._end - len(self._last))
+            if file.read(len(self._last)) != self._last:
+                self._forget()
+                file.seek(0)
+            lines = file.read().splitlines(keepends=True)
+        for line in lines:
+            if line.endswith(b"\n"):
+                self._entries.append(self._parsed(line))
+                self._end, self._last = self._end + len(line), line
+        return self._entries
+
+    def _parsed(self, line: bytes) -> dict[str, Any]:
+        try:
+            return parse_entry(line)
+        except (ValueError, RecursionError) as error:
+            number = len(self._entries) + 1
+            raise ValueError(f"{self._path}:{number}: not an entry: {error}") from None
+
+
+def render(run: Path, metrics: Tail) -> RenderableType:
+    """Renders the current state of a run from its directory and its metrics.jsonl.
+
+    Raises:
+      ValueError: if the directory is not a run's.
+    """
+    path = run / "config.toml"
+    entries = metrics.read()
+    if not path.exists():
+        raise ValueError(f"{run} is not a run: it has no config.toml")
+    if not entries:
+        return "no step yet; the first one compiles"
+    total = tomllib.loads(path.read_text(encoding="utf-8"))["train"]["steps"]
+    return view(entries, collect.alarms(entries), total=total, now=time.time())
+
+
+def view(
+    entries: Sequence[Mapping[str, Any]],
+    alarms: Sequence[Mapping[str, Any]],
+    *,
+    total: int,
+    now: float,
+) -> RenderableType:
+    """Renders a run of `total` steps from at least one entry of `tracking.read_metrics` and its
+    alarms from `report.collect.alarms`; `now` is in seconds since the epoch."""
+    # Other entries belong to an evaluation or an alarm; every run has a "loss".
+    steps = [e for e in entries if "reward" in e or "loss" in e]
+    done = entries[-1]["step"]
+    line = Table.grid(padding=(0, 2))
+    state = _state(entries, steps, total=total, now=now)
+    line.add_row(ProgressBar(total=total, completed=done, width=_WIDTH), f"{done}/{total}", state)
+    table = Table.grid(padding=(0, 2))
+    for label, name, form in DISPLAYED:
+        # null stands for a value that was not finite.
+        values = [math.nan if e[name] is None else e[name] for e in entries if name in e]
+        if values:
+            table.add_row(Text(label, style="dim"), form.format(values[-1]), blocks(values))
+    lines = [Text(_alarm_line(alarm), style="yellow") for alarm in alarms[-_ALARMS:]]
+    more = len(alarms) - len(lines)
+    earlier = [Text(f"{more} earlier alarms", style="dim")] * (more > 0)
+    return Group(line, table, *earlier, *lines)
+
+
+def blocks(values: Sequence[float]) -> str:
+    """Draws the last 40 values as blocks between their smallest and largest; "x" marks a value that
+    is not finite."""
+    shown = values[-_WIDTH:]
+    finite = [value for value in shown if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(
+        _BLOCKS[round((value - low) * scale)] if math.isfinite(value) else "x" for value in shown
+    )
+
+
+def _state(
+    entries: Sequence[Mapping[str, Any]],
+    steps: Sequence[Mapping[str, Any]],
+    *,
+    total: int,
+    now: float,
+) -> str:
+    last = entries[-1]
+    # An alarm may be followed by an evaluation after the same step.
+    news = [e["event"] for e in entries if e["step"] == last["step"] and "event" in e]
+    if news and (action := news[-1]["action"]) in _ENDED:
+        return _ENDED[action]
+    if last["step"] >= total:
+        return "done"
+    times = [(e["step"], e["time"]) for e in steps[-RECENT_STEPS - 1 :] if "time" in e]
+    left, silent = seconds_left(times, total=total), now - last.get("time", now)
+    if left is None:
+        return f"compiling; last update {format_duration(silent)} ago"
+    usual = left / (total - last["step"])
+    if silent > max(60.0, 5 * usual):
+        return f"no update for {format_duration(silent)}"
+    return f"{format_duration(left)} left"
+
+
+def _alarm_line(alarm: Mapping[str, Any]) -> str:
+    done = {"log": "", "replayed": ""}.get(alarm["action"], f"; {alarm['action']}")
+    back = f" to step {alarm['to']}" if "to" in alarm else ""
+    return f"step {alarm['at']}: {alarm['title']}: {alarm['text']}{done}{back}"
