@@ -50,7 +50,7 @@ class Router:
     def __init__(
         self, urls: Sequence[str], *, max_requests: int, timeout: float, headers: Mapping[str, str]
     ) -> None:
-        """Makes the router without connecting; arguments and errors are those of `VllmSampler`."""
+        """Makes the router without connecting; arguments and errors are those of `VllmScorer`."""
         if not urls:
             raise ValueError("urls is empty; give the address of at least one server")
         self._clients = {url: _client(url, timeout=timeout, headers=headers) for url in urls}
