@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn, check_turns
 from jaxrl.sampling.vllm.router import SamplerError, UnpublishedWeightsError
-from jaxrl.sampling.vllm.scoring import PATH, VllmScorer, valid_logprob
+from jaxrl.sampling.vllm.scoring import VllmScorer, valid_logprob
 
 
 class _Served(NamedTuple):
@@ -44,6 +44,7 @@ class _HttpRequest(NamedTuple):
     turns: Sequence[Turn]
     seed: int
     served: _Served
+    params: SamplingParams
     partial: _Partial = _Partial([], [], [])
 
 
@@ -112,13 +113,11 @@ class VllmSampler(VllmScorer, Sampler):
         served = self._served
         most = max((turn.prompt_index for turn in turns), default=-1) + 1
         seeds = np.random.SeedSequence(params.seed).generate_state(most, np.uint64) >> 2
-        requests = [_HttpRequest(g, int(seeds[g[0].prompt_index]), served) for g in groups]
-        return self._completions(requests, params)
+        requests = [_HttpRequest(g, int(seeds[g[0].prompt_index]), served, params) for g in groups]
+        return self._completions(requests)
 
-    def _completions(
-        self, requests: Sequence[_HttpRequest], params: SamplingParams
-    ) -> Iterator[Completion]:
-        futures = [self._pool.submit(self._complete, one, params) for one in requests]
+    def _completions(self, requests: Sequence[_HttpRequest]) -> Iterator[Completion]:
+        futures = [self._pool.submit(self._complete, one) for one in requests]
         try:
             for future in as_completed(futures):
                 yield from future.result()
@@ -126,13 +125,13 @@ class VllmSampler(VllmScorer, Sampler):
             for future in futures:
                 future.cancel()
 
-    def _complete(self, request: _HttpRequest, params: SamplingParams) -> list[Completion]:
+    def _complete(self, request: _HttpRequest) -> list[Completion]:
         """Returns the completions of one request, continuing those that a publish aborted."""
         done: list[Completion] = []
         todo = [request]
         while todo:
             one = todo.pop()
-            for turn, choice in zip(one.turns, self._generate(one, params), strict=True):
+            for turn, choice in zip(one.turns, self._generate(one), strict=True):
                 partial = _parse_choice(choice, one)
                 if layers := self._routed_layers:
                     tokens = len(turn.context) + len(partial.tokens)
@@ -143,15 +142,14 @@ class VllmSampler(VllmScorer, Sampler):
                 if reason == "abort":
                     todo.append(one._replace(turns=[turn], partial=partial))
                 else:
-                    done.append(_completion(turn, partial, reason=reason, stop=params.stop))
+                    done.append(_completion(turn, partial, reason=reason, stop=one.params.stop))
         return done
 
-    def _generate(self, request: _HttpRequest, params: SamplingParams) -> list[dict[str, Any]]:
+    def _generate(self, request: _HttpRequest) -> list[dict[str, Any]]:
         first = request.turns[0]
         prompt_hash = hash(first.context[: first.prompt_length].tobytes())
         return self._router.post(
-            PATH,
-            json.dumps(_body(request, params)),
+            _body(request),
             read=lambda text: _parse_choices(text, request),
             about=f"prompt {first.prompt_index}",
             # The server that sampled an episode's last turn has the episode in its prefix cache.
@@ -171,8 +169,8 @@ def _follows(turn: Turn, before: Turn) -> bool:
     return same and next_ and np.array_equal(turn.context, before.context)
 
 
-def _body(request: _HttpRequest, params: SamplingParams) -> dict[str, Any]:
-    first, done = request.turns[0], request.partial.tokens
+def _body(request: _HttpRequest) -> dict[str, Any]:
+    first, done, params = request.turns[0], request.partial.tokens, request.params
     settings: dict[str, Any] = {
         "n": len(request.turns),
         "max_tokens": first.max_tokens - len(done),

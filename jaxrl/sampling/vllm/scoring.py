@@ -11,7 +11,6 @@ import numpy as np
 from jaxrl.sampling.base import Turn, check_turns
 from jaxrl.sampling.vllm.router import Router
 
-PATH = "/inference/v1/generate"
 _ROUNDING = 1e-4  # a log-prob above 0 by less is rounded to 0; by more it is invalid
 
 
@@ -95,8 +94,7 @@ class VllmScorer:
             "ignore_eos": True,
         }
         found = self._router.post(
-            PATH,
-            json.dumps({"token_ids": known, "sampling_params": settings, **model}),
+            {"token_ids": known, "sampling_params": settings, **model},
             read=lambda text: _parse_scores(text, known, check=check),
             about=f"sequence {turn.prompt_index}",
         )
