@@ -13,13 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
-from jaxrl.bridge.base import (
-    PoisonedError,
-    RefusedError,
-    Timings,
-    UnavailableError,
-    WeightSource,
-)
+from jaxrl.bridge.base import PoisonedError, RefusedError, Timings, UnavailableError, WeightSource
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.bridge.swap import swap_weights

@@ -10,7 +10,6 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -61,70 +60,51 @@ class OwnedDirectory:
         self.close()
 
 
-def lock_file(path: Path) -> int | None:
-    """Locks a file, which is made if it is missing, and returns its descriptor; None if a living
-    process holds the lock. Where the file system has no locks, nothing is locked."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    if _try_lock(descriptor) is False:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
 def _remove_leftovers(parent: Path) -> None:
     for directory in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError), _abandoned(directory):
-            _remove(directory)
+        with contextlib.suppress(OSError):
+            if directory.lstat().st_uid == os.getuid():
+                _remove_leftover(directory)
 
 
-@contextlib.contextmanager
-def _abandoned(directory: Path) -> Iterator[None]:
-    """Holds the lock of a directory without an owner; raises OSError if it has one."""
-    if directory.lstat().st_uid != os.getuid():
-        raise PermissionError(f"{directory} belongs to another user")
+def _remove_leftover(directory: Path) -> None:
+    """Removes a directory if it has no owner."""
     try:
         descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         directory.rmdir()  # its owner ended before the lock was made; fails if it is not empty
-        raise
+        return
     try:
-        if _locked(descriptor, directory) is not True:
-            raise BlockingIOError(f"{directory} is in use")
-        yield
+        if _locked(descriptor, directory) is True:
+            _remove(directory)
     finally:
         os.close(descriptor)
 
 
 def _locked(descriptor: int, directory: Path) -> bool | None:
     """Locks the lock file of a directory and tells whether it holds; None without locks."""
-    locked = _try_lock(descriptor)
-    if locked:
-        with contextlib.suppress(FileNotFoundError):
-            return os.path.samestat(os.fstat(descriptor), os.stat(directory / LOCK))
-        return False
-    return locked
-
-
-def _try_lock(descriptor: int) -> bool | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:  # the file system has no locks, so nothing is judged by them
         return None
-    return True
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), os.stat(directory / LOCK))
+    return False
 
 
 def _remove(directory: Path) -> None:
     """Removes a locked directory and its belongings, the lock last, so that a kill in between
     leaves something that is recognised."""
-    for line in _lines(directory / BELONGINGS):
-        inode, _, name = line.partition(" ")
-        with contextlib.suppress(OSError, ValueError):
-            file = directory.with_name(name)  # an error if the name leads elsewhere
-            found = file.lstat()
-            if (found.st_ino, found.st_uid) == (int(inode), os.getuid()):
-                file.unlink()
+    with contextlib.suppress(OSError):
+        for line in (directory / BELONGINGS).read_text(errors="replace").splitlines():
+            inode, _, name = line.partition(" ")
+            with contextlib.suppress(OSError, ValueError):
+                file = directory.with_name(name)  # an error if the name leads elsewhere
+                found = file.lstat()
+                if (found.st_ino, found.st_uid) == (int(inode), os.getuid()):
+                    file.unlink()
     with contextlib.suppress(OSError):
         for item in directory.iterdir():
             if item.is_dir() and not item.is_symlink():
@@ -133,10 +113,3 @@ def _remove(directory: Path) -> None:
                 item.unlink(missing_ok=True)
         (directory / LOCK).unlink(missing_ok=True)
         directory.rmdir()
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text(errors="replace").splitlines()
-    except OSError:
-        return []

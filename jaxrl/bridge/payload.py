@@ -1,8 +1,9 @@
-"""Writes the tensors of a source to the file of a payload, and maps them."""
+"""Writes the tensors of a source to the file of a payload, and maps files."""
 
 import mmap
+import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.bridge import manifest
-from jaxrl.bridge.base import Learner, WeightSource
+from jaxrl.bridge.base import TensorSpec, WeightSource
 from jaxrl.bridge.manifest import Entry, Manifest, ManifestError
 from jaxrl.bridge.safetensors_file import SafetensorsFile
 
@@ -21,26 +22,16 @@ _BATCH_BYTES = 32 << 20  # divided among the threads; two batches wait while a t
 Piece = tuple[int, np.ndarray]
 """Bytes of a payload's file: offset and u8[N]."""
 
-WriteBytes = Callable[[int, np.ndarray], None]
-"""Writes u8[N] to the file of the payload at an offset; called from several threads."""
 
-
-def write_tensors(
-    source: WeightSource,
-    file: SafetensorsFile,
-    write_bytes: WriteBytes,
-    *,
-    version: int,
-    learner: Learner,
-) -> Manifest:
-    """Writes every tensor and returns the manifest; raises ValueError if the source yields a tensor
+def write_tensors(source: WeightSource, file: SafetensorsFile, out: np.ndarray) -> None:
+    """Writes the bytes of a file to u8[N] `out`; raises ValueError if the source yields a tensor
     that differs from its spec."""
 
     def write(part: Sequence[Piece]) -> None:
-        for piece in part:
-            write_bytes(*piece)
+        for offset, data in part:
+            out[offset : offset + data.nbytes] = data
 
-    write_bytes(0, np.frombuffer(file.header, np.uint8))
+    write([(0, np.frombuffer(file.header, np.uint8))])
     running = deque[Future[None]]()
     try:
         for batch in _batches(source, file):
@@ -51,21 +42,20 @@ def write_tensors(
         wait(running)  # after an error, too, no thread writes to the file
     for future in running:
         future.result()
-    entries = (Entry(*spec, file.name, offset) for spec, offset in file.tensors)
-    return Manifest(version, learner, tuple(entries))
 
 
 def _batches(source: WeightSource, file: SafetensorsFile) -> Iterator[list[Piece]]:
     """Yields batches of whole tensors, all but the last of at least `_BATCH_BYTES`; raises
     ValueError if a tensor differs from its spec."""
     batch, nbytes = list[Piece](), 0
-    for (spec, offset), (name, array) in zip(file.tensors, source, strict=True):
+    for entry, (name, array) in zip(file.entries, source, strict=True):
+        spec = TensorSpec(*entry[:3])
         if (name, array.shape, array.dtype.name) != spec:
             raise ValueError(
                 f"the source announced {spec} and yielded {name} {array.dtype} {array.shape}"
             )
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        batch.append((offset, data))
+        batch.append((entry.offset, data))
         nbytes += data.nbytes
         if nbytes >= _BATCH_BYTES:
             yield batch
@@ -135,6 +125,21 @@ def open_tensors(directory: Path, entries: Sequence[Entry]) -> list[MappedTensor
             )
         mapped.append(MappedTensor(entry, data))
     return mapped
+
+
+def map_writable(path: Path, nbytes: int) -> np.ndarray:
+    """Maps a file of u8[N], which is made if it is missing. Its memory is reused, because new pages
+    cost more than a copy. Raises OSError if there is too little."""
+    if not nbytes:
+        path.write_bytes(b"")
+        return np.zeros(0, np.uint8)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        os.truncate(descriptor, min(os.fstat(descriptor).st_size, nbytes))
+        os.posix_fallocate(descriptor, 0, nbytes)  # fails here if memory is full
+        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+    finally:
+        os.close(descriptor)
 
 
 def _map(path: Path) -> np.ndarray:

@@ -11,23 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import SafetensorError, safe_open
+
 from jaxrl.bridge.base import TensorSpec
-from jaxrl.bridge.manifest import tensor_bytes
+from jaxrl.bridge.manifest import Entry, tensor_bytes
 
 _TO_FORMAT = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _FROM_FORMAT = {code: dtype for dtype, code in _TO_FORMAT.items()}
 _ALIGNMENT = 64
-# What reading a file that is not of the format can raise.
-_INVALID = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,  # a header length beyond any file
-    MemoryError,
-    RecursionError,
-)
 
 
 class SafetensorsFile(NamedTuple):
@@ -35,7 +26,7 @@ class SafetensorsFile(NamedTuple):
 
     name: str  # in the payload's directory
     header: bytes  # before the first tensor
-    tensors: tuple[tuple[TensorSpec, int], ...]  # with the offset of the first byte, in order
+    entries: tuple[Entry, ...]  # its tensors, in order
     nbytes: int  # of the whole file
 
 
@@ -49,9 +40,8 @@ def plan_file(specs: Sequence[TensorSpec], *, name: str = "model.safetensors") -
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    starts = [len(header) + end for end in ends]
-    tensors = tuple(zip(specs, starts, strict=False))
-    return SafetensorsFile(name, header, tensors, starts[-1])
+    found = [Entry(*spec, name, len(header) + end) for spec, end in zip(specs, ends, strict=False)]
+    return SafetensorsFile(name, header, tuple(found), len(header) + ends[-1])
 
 
 def read_specs(directory: Path) -> list[TensorSpec]:
@@ -67,7 +57,7 @@ def read_specs(directory: Path) -> list[TensorSpec]:
         try:
             names = set(json.loads(listing.read_text())["weight_map"].values())
             files = [directory / name for name in sorted(names)]
-        except _INVALID as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{listing} is not a list of files: {error!r}") from None
     else:
         files = sorted(directory.glob("*.safetensors"))
@@ -79,12 +69,11 @@ def read_specs(directory: Path) -> list[TensorSpec]:
 
 def _read_header(file: Path) -> list[TensorSpec]:
     try:
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        return [
-            TensorSpec(name, tuple(item["shape"]), _FROM_FORMAT[item["dtype"]])
-            for name, item in header.items()
-            if name != "__metadata__"
-        ]
-    except _INVALID as error:
+        with safe_open(file, framework="numpy") as tensors:
+            parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            return [
+                TensorSpec(name, tuple(part.get_shape()), _FROM_FORMAT[part.get_dtype()])
+                for name, part in parts.items()
+            ]
+    except (OSError, KeyError, SafetensorError) as error:
         raise ValueError(f"{file} is not a safetensors file of known dtypes: {error!r}") from None

@@ -1,43 +1,19 @@
 """Publishing to servers on the same host through two reused files in shared memory."""
 
-import mmap
-import os
 import shutil
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from jaxrl.bridge import manifest, payload
-from jaxrl.bridge.base import InFlight, Learner, TensorSpec, WeightSource
+from jaxrl.bridge.base import InFlight, Learner, WeightSource
+from jaxrl.bridge.manifest import Manifest
 from jaxrl.bridge.owned_directory import MEMORY, OwnedDirectory
 from jaxrl.bridge.safetensors_file import SafetensorsFile, plan_file
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.swap import WeightPublisher
-
-
-class _Slot:
-    """A payload whose file stays mapped: allocating new pages costs more than copying."""
-
-    def __init__(self, directory: Path, file: SafetensorsFile) -> None:
-        directory.mkdir(mode=0o700)
-        self.directory = directory
-        self._file = file
-        with open(directory / file.name, "x+b", opener=_private) as stream:
-            os.posix_fallocate(stream.fileno(), 0, file.nbytes)  # fails here if memory is full
-            self._map = mmap.mmap(stream.fileno(), file.nbytes)
-        self._bytes = np.frombuffer(self._map, np.uint8)
-
-    def fill(self, source: WeightSource, *, version: int, learner: Learner) -> None:
-        (self.directory / manifest.FILE).unlink(missing_ok=True)
-        written = payload.write_tensors(
-            source, self._file, self._put, version=version, learner=learner
-        )
-        payload.write_manifest(self.directory, written)
-        (self.directory / manifest.FILE).chmod(0o600)
-
-    def _put(self, offset: int, data: np.ndarray) -> None:
-        self._bytes[offset : offset + data.nbytes] = data
 
 
 class SharedMemoryPublisher(WeightPublisher):
@@ -62,8 +38,10 @@ class SharedMemoryPublisher(WeightPublisher):
         self._owned = OwnedDirectory(memory)
         self._root = (self._owned.path / "slots").resolve()
         self._root.mkdir()
-        self._specs: list[TensorSpec] = []
-        self._slots: list[_Slot] = []
+        self._file: SafetensorsFile | None = None
+        # Directories with the bytes of their file. They stay mapped: allocating new pages costs
+        # more than copying.
+        self._slots = deque[tuple[Path, np.ndarray]]()
         try:
             super().__init__(
                 servers,
@@ -83,19 +61,21 @@ class SharedMemoryPublisher(WeightPublisher):
         self._owned.close()
 
     def _write(self, source: WeightSource, *, version: int) -> str:
-        specs = list(source.specs())
-        if specs != self._specs:
+        file = plan_file(source.specs())
+        if file != self._file:
             self._slots.clear()
             for directory in self._root.iterdir():
                 shutil.rmtree(directory)
-            file = plan_file(specs)
-            self._slots = [_Slot(self._root / f"slot-{i}", file) for i in range(2)]
-            self._specs = specs
-        slot = self._slots.pop(0)
-        self._slots.append(slot)
-        slot.fill(source, version=version, learner=self._learner)
-        return slot.directory.name
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+            for name in ("slot-0", "slot-1"):
+                directory = self._root / name
+                directory.mkdir(mode=0o700)
+                content = payload.map_writable(directory / file.name, file.nbytes)
+                self._slots.append((directory, content))
+            self._file = file
+        self._slots.rotate()
+        directory, content = self._slots[0]
+        (directory / manifest.FILE).unlink(missing_ok=True)
+        payload.write_tensors(source, file, content)
+        payload.write_manifest(directory, Manifest(version, self._learner, file.entries))
+        (directory / manifest.FILE).chmod(0o600)
+        return directory.name

@@ -60,20 +60,20 @@ class ParamsSource:
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
         ahead: deque[tuple[ParamSpec, list[str], Any]] = deque()
-        for part, names, take in self._tasks():
-            ahead.append((part, names, take()))
+        for taken in self._take():
+            ahead.append(taken)
             if len(ahead) > _AHEAD:
                 yield from _fetch(*ahead.popleft())
         while ahead:
             yield from _fetch(*ahead.popleft())
 
-    def _tasks(self) -> Iterator[tuple[ParamSpec, list[str], Callable[[], Any]]]:
-        """Yields what is fetched at once: one layer of a parameter, and its tensors' names, none if
-        another process fetches it."""
+    def _take(self) -> Iterator[tuple[ParamSpec, list[str], Any]]:
+        """Yields what is fetched at once: a parameter, the names of a layer's tensors, none if
+        another process fetches them, and the layer."""
         for (array, part, dtype), own in zip(self._parts, self._own, strict=True):
             prepare = _prepare(array, part, dtype)
             for i, (names, mine) in enumerate(zip(_layers(part), own, strict=True)):
-                yield part, names * mine, functools.partial(prepare, i)
+                yield part, names * mine, prepare(i)
 
 
 def _layers(part: ParamSpec) -> list[list[str]]:

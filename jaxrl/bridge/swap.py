@@ -55,12 +55,7 @@ class WeightPublisher(abc.ABC):
         self._learner = learner or new_learner()
         self._in_flight: InFlight = in_flight
         for server in servers:
-            server.connect(
-                root=root,
-                wire=wire.name,
-                sampler=sampler.name,
-                learner=self._learner,
-            )
+            server.connect(root=root, wire=wire.name, sampler=sampler.name, learner=self._learner)
 
     def publish(self, source: WeightSource, *, version: int) -> Timings:
         """Returns once every healthy server, at least one, serves `version`. Servers keep sampling

@@ -144,16 +144,16 @@ def starting_server(
         agent=address.agent,
         arguments=config.vllm_args,
     )
-    cache = kv_cache_size(
+    nbytes, remark = kv_cache_size(
         options,
         key="sampler." * isinstance(config, SamplerConfig) + "kv_cache_bytes",
         model=model,
         completions=work.completions,
         free=free_memory() if work.memory is None else work.memory,
     )
-    if cache.note is not None:
-        note(cache.note)
-    options = dataclasses.replace(options, kv_cache_bytes=cache.nbytes)
+    if remark is not None:
+        note(remark)
+    options = dataclasses.replace(options, kv_cache_bytes=nbytes)
     what = f"{model_dir} in {work.dtype.name}"
     with LocalServer(model_dir, options, log=log) as server:
         yield StartingServer(server, what, log, note)

@@ -25,7 +25,7 @@ from jaxrl.core.precision import jit
 from jaxrl.data.prompts import Tokenizer
 from jaxrl.learner.policy import make_score
 from jaxrl.models import huggingface
-from jaxrl.sampling.vllm.scoring import VllmTeacher
+from jaxrl.sampling.vllm.scoring import VllmScorer
 from sharding.partition import Layout
 from sharding.transfer import fetch
 
@@ -101,7 +101,7 @@ def score_completions(
     return found
 
 
-def _connect(config: Config, tokenizer: Tokenizer) -> VllmTeacher:
+def _connect(config: Config, tokenizer: Tokenizer) -> VllmScorer:
     url = config.reward.model
     assert url is not None
     key, c = known_key(), config.sampler
@@ -128,7 +128,7 @@ def _connect(config: Config, tokenizer: Tokenizer) -> VllmTeacher:
             f"policy's: it decodes {ids} as {texts!r}, the policy as {own!r}; serve a model with "
             "the policy's tokenizer"
         )
-    return VllmTeacher(
+    return VllmScorer(
         [url],
         max_positions=longest,
         vocab_size=huggingface.load_config(config.model.path).vocab_size,
@@ -138,6 +138,6 @@ def _connect(config: Config, tokenizer: Tokenizer) -> VllmTeacher:
     )
 
 
-def _ask(client: VllmTeacher, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+def _ask(client: VllmScorer, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
     scores = client.score([np.concatenate([r.prompt, r.completion]) for r in rollouts])
     return [one[len(r.prompt) :] for one, r in zip(scores, rollouts, strict=True)]

@@ -135,7 +135,8 @@ def follower(config: SamplerConfig, weights: Weights, *, learner: Learner, hosts
     share = StoreFollower(store, wire=wire, learner=learner, hosts=hosts)
 
     def write(params: Params, *, version: int) -> dict[str, float]:
-        share.publish(_source(config, weights, params, hosts=hosts), version=version)
+        del version
+        share.publish(_source(config, weights, params, hosts=hosts))
         return {}
 
     return write

@@ -131,7 +131,14 @@ class Sampler(Protocol):
             vocabulary, or if `group_size` is below 1.
           ClosedError: while iterating, after `close`.
         """
-        return self.sample_turns(group_turns(prompts, params, group_size=group_size), params)
+        if group_size < 1:
+            raise ValueError(f"group_size={group_size}: a prompt needs at least 1 completion")
+        turns = [
+            Turn(np.asarray(prompt), i, j, params.max_tokens)
+            for i, prompt in enumerate(prompts)
+            for j in range(group_size)
+        ]
+        return self.sample_turns(turns, params)
 
     @abc.abstractmethod
     def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
@@ -144,23 +151,6 @@ class Sampler(Protocol):
     def close(self) -> None:
         """Aborts sampling: a thread that iterates over completions gets an error. The sampler
         cannot be used afterwards."""
-
-
-def group_turns(
-    prompts: Sequence[np.ndarray], params: SamplingParams, *, group_size: int
-) -> list[Turn]:
-    """Expands prompts, i[P] each, to the turns of their groups.
-
-    Raises:
-      ValueError: if `group_size` is below 1.
-    """
-    if group_size < 1:
-        raise ValueError(f"group_size={group_size}: a prompt needs at least 1 completion")
-    return [
-        Turn(np.asarray(prompt), i, j, params.max_tokens)
-        for i, prompt in enumerate(prompts)
-        for j in range(group_size)
-    ]
 
 
 def check_turns(turns: Sequence[Turn], *, max_positions: int, vocab_size: int) -> list[Turn]:

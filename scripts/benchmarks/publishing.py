@@ -15,7 +15,6 @@ from benchmarks import serving
 from benchmarks.shapes import SHAPES
 
 from jaxrl.bridge import payload
-from jaxrl.bridge.base import Learner
 from jaxrl.bridge.in_vllm import auth
 from jaxrl.bridge.safetensors_file import plan_file
 from jaxrl.bridge.servers.control import VllmServer
@@ -114,11 +113,7 @@ def measure_write(
     seconds: dict[str, list[float]] = {}
 
     def write(slot: np.ndarray) -> None:
-        def put(offset: int, data: np.ndarray) -> None:
-            flat[offset : offset + data.nbytes] = data
-
-        flat = slot.reshape(-1)
-        payload.write_tensors(source, file, put, version=0, learner=Learner("bench", "bench"))
+        payload.write_tensors(source, file, slot.reshape(-1))
 
     with ThreadPoolExecutor(2) as pool:
         parts: dict[str, Callable[[np.ndarray], Any]] = {

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import InFlight, Learner, TensorSpec, Timings, WeightSource
+from jaxrl.bridge.manifest import Manifest
 from jaxrl.bridge.payload import MappedTensor
 from jaxrl.bridge.safetensors_file import plan_file
 from jaxrl.models import spec
@@ -190,13 +191,9 @@ def write_payload(source: WeightSource, directory: Path, *, version: int) -> Non
     directory.mkdir()
     file = plan_file(source.specs())
     data = np.zeros(file.nbytes, np.uint8)
-
-    def put(offset: int, part: np.ndarray) -> None:
-        data[offset : offset + part.nbytes] = part
-
-    written = payload.write_tensors(source, file, put, version=version, learner=LEARNER)
+    payload.write_tensors(source, file, data)
     data.tofile(directory / file.name)
-    payload.write_manifest(directory, written)
+    payload.write_manifest(directory, Manifest(version, LEARNER, file.entries))
 
 
 def read_payload(root: Path, name: str) -> list[MappedTensor]:

@@ -137,10 +137,9 @@ def test_many_tensors_and_duplicates_take_linear_time() -> None:
     specs = [TensorSpec(f"a.{i}", (2, 3), "bfloat16") for i in range(count)]
     start = time.process_time()
     file = safetensors_file.plan_file(specs)
-    entries = [Entry(*spec, file.name, offset) for spec, offset in file.tensors]
-    text = manifest.dump(Manifest(1, LEARNER, tuple(entries)))
+    text = manifest.dump(Manifest(1, LEARNER, file.entries))
     manifest.check_tensors(manifest.parse(text).entries, specs)
-    twice = manifest.dump(Manifest(1, LEARNER, (entries[0],) * count))
+    twice = manifest.dump(Manifest(1, LEARNER, (file.entries[0],) * count))
     with pytest.raises(ManifestError, match="occurs twice"):
         manifest.parse(twice)
     assert time.process_time() - start < 30  # quadratic time took minutes

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.bridge.owned_directory import BELONGINGS, LOCK, OwnedDirectory, lock_file
+from jaxrl.bridge.owned_directory import BELONGINGS, LOCK, OwnedDirectory
 
 OWNER = """
 import sys
@@ -135,16 +135,6 @@ def test_only_the_user_can_read_it(tmp_path: Path) -> None:
         os.umask(before)
 
 
-def test_a_file_is_locked_once(tmp_path: Path) -> None:
-    first = lock_file(tmp_path / "lock")
-    assert first is not None
-    assert lock_file(tmp_path / "lock") is None
-    os.close(first)
-    again = lock_file(tmp_path / "lock")
-    assert again is not None
-    os.close(again)
-
-
 def test_without_locks_nothing_is_removed(tmp_path: Path) -> None:
     with owner(tmp_path) as (directory, _):
         pass
@@ -156,9 +146,6 @@ def test_without_locks_nothing_is_removed(tmp_path: Path) -> None:
         patch.setattr("fcntl.flock", unsupported)
         with OwnedDirectory(tmp_path) as own:
             assert own.path.exists()
-        lock = lock_file(tmp_path / "lock")
-        assert lock is not None
-        os.close(lock)
     assert directory.exists()
 
 

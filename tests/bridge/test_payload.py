@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,17 +12,18 @@ from hypothesis import strategies as st
 
 from jaxrl.bridge import payload
 from jaxrl.bridge.base import WeightSource
-from jaxrl.bridge.manifest import Manifest
-from jaxrl.bridge.payload import WriteBytes
+from jaxrl.bridge.manifest import Entry
 from jaxrl.bridge.safetensors_file import plan_file
-from tests.bridge.cases import LEARNER, ListSource
+from tests.bridge.cases import ListSource
 
 
-def write(source: WeightSource, put: WriteBytes, *, batch_bytes: int) -> Manifest:
+def write(source: WeightSource, out: Any, *, batch_bytes: int) -> tuple[Entry, ...]:
+    """Writes to a stand-in for an array, whose `__setitem__` sees every part."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(payload, "_BATCH_BYTES", batch_bytes)
         file = plan_file(source.specs())
-        return payload.write_tensors(source, file, put, version=1, learner=LEARNER)
+        payload.write_tensors(source, file, out)
+    return file.entries
 
 
 @given(st.lists(st.integers(0, 700), max_size=20), st.sampled_from([1, 50, 1000, 1 << 20]))
@@ -31,14 +33,15 @@ def test_every_byte_is_written_once(sizes: list[int], batch_bytes: int) -> None:
     nbytes = plan_file(source.specs()).nbytes
     found, times = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
 
-    def put(offset: int, data: np.ndarray) -> None:
-        found[offset : offset + data.nbytes] = data
-        times[offset : offset + data.nbytes] += 1
+    class Counting:
+        def __setitem__(self, where: slice, data: np.ndarray) -> None:
+            found[where] = data
+            times[where] += 1
 
-    written = write(source, put, batch_bytes=batch_bytes)
+    entries = write(source, Counting(), batch_bytes=batch_bytes)
     assert (times == 1).all()
-    assert [entry.name for entry in written.entries] == list(source.tensors)
-    for entry in written.entries:
+    assert [entry.name for entry in entries] == list(source.tensors)
+    for entry in entries:
         tensor = source.tensors[entry.name]
         assert found[entry.offset :][: tensor.nbytes].tobytes() == tensor.tobytes()
 
@@ -49,25 +52,25 @@ def test_after_an_error_of_the_source_nobody_writes() -> None:
             yield from self.tensors.items()
             raise OSError("the device is gone")
 
-    begun, ended = list[int](), list[int]()
+    begun, ended = list[slice](), list[slice]()
 
-    def put(offset: int, data: np.ndarray) -> None:
-        del data
-        begun.append(offset)
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.05)
-        ended.append(offset)
+    class Slow:
+        def __setitem__(self, where: slice, data: np.ndarray) -> None:
+            begun.append(where)
+            if threading.current_thread() is not threading.main_thread():
+                time.sleep(0.05)
+            ended.append(where)
 
     with pytest.raises(OSError, match="the device is gone"):
-        write(Broken({"a": np.ones(9, np.float32)}), put, batch_bytes=1)
+        write(Broken({"a": np.ones(9, np.float32)}), Slow(), batch_bytes=1)
     assert len(begun) == len(ended) == 3  # the header and a half by each thread
 
 
 def test_an_error_of_a_thread_is_raised() -> None:
-    def put(offset: int, data: np.ndarray) -> None:
-        del data
-        if offset > 100:
-            raise OSError("no page")
+    class Full:
+        def __setitem__(self, where: slice, data: np.ndarray) -> None:
+            if where.start > 100:
+                raise OSError("no page")
 
     with pytest.raises(OSError, match="no page"):
-        write(ListSource({"a": np.ones(300, np.float32)}), put, batch_bytes=1 << 20)
+        write(ListSource({"a": np.ones(300, np.float32)}), Full(), batch_bytes=1 << 20)

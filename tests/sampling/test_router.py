@@ -65,7 +65,7 @@ class Asking:
         self.router = Router([s.url for s in servers], max_requests=MOST, timeout=100, headers={})
 
     def one(self, *keys: int) -> str:
-        return self.router.post("/", "{}", read=str, about="it", keys=keys)
+        return self.router.post({}, read=str, about="it", keys=keys)
 
     def begin(self, *keys: int) -> Future[str]:
         """Starts a request and returns once a server has it."""

@@ -100,7 +100,7 @@ def stored(hosts: Hosts) -> None:
     if not hosts.leads:
         follower = StoreFollower(store, **common)
         for version in range(4):
-            follower.publish(source(version), version=version)
+            follower.publish(source(version))
     else:
         servers = [*host(DIRECTORY / "a"), *host(DIRECTORY / "b")]
         with StorePublisher(servers, store, sampler=wire, **common) as publisher:

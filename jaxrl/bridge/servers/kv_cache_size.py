@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 from jaxrl.bridge.manifest import ITEM_BYTES
 from jaxrl.bridge.servers.arguments import names
@@ -12,13 +11,6 @@ from jaxrl.models.families import DecoderConfig
 _MINIMUM = 256 << 20
 _BLOCK = {"cpu": 128, "cuda": 16}  # tokens that vLLM allocates together
 _CHANGES_SIZE = re.compile(r"--?(tensor-parallel|tp|pipeline-parallel|pp|kv-cache|block-size)\b")
-
-
-class CacheSize(NamedTuple):
-    """Size of a KV cache."""
-
-    nbytes: int | None  # None leaves it to vLLM
-    note: str | None = None  # for the user; None if all completions fit
 
 
 def token_bytes(model: DecoderConfig, dtype: str) -> int:
@@ -32,7 +24,7 @@ def token_bytes(model: DecoderConfig, dtype: str) -> int:
 
 def kv_cache_size(
     options: ServerOptions, *, key: str, model: DecoderConfig, completions: int, free: int
-) -> CacheSize:
+) -> tuple[int | None, str | None]:
     """Sizes the KV cache for the completions that are requested together.
 
     If `options.kv_cache_bytes` is None, a server on a CPU gets what the completions need, but at
@@ -41,14 +33,17 @@ def kv_cache_size(
 
     `key` is the config's name of `kv_cache_bytes`, for messages; `free` is free memory in bytes.
 
+    Returns:
+      The bytes, None to leave them to vLLM; and a note for the user, None if all completions fit.
+
     Raises:
       ValueError: if the given size or the free memory does not hold one completion.
     """
     given = options.kv_cache_bytes
     if given is None and options.device == "cuda":
-        return CacheSize(None)
+        return None, None
     if given is not None and any(map(_CHANGES_SIZE.match, names(options.arguments))):
-        return CacheSize(given)
+        return given, None
     tokens = options.max_model_len or model.max_positions
     block = _BLOCK[options.device] * token_bytes(model, options.dtype)
     blocks = -(-tokens // _BLOCK[options.device])
@@ -72,7 +67,7 @@ def kv_cache_size(
         f"{key} = {given} holds {fit} completions of full length; vLLM gets up to {completions} at "
         "once and queues the others"
     )
-    return CacheSize(given, None if fit >= completions else note)
+    return given, None if fit >= completions else note
 
 
 def free_memory() -> int:

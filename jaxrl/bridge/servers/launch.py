@@ -159,13 +159,7 @@ class LocalServer:
     @property
     def process_ids(self) -> list[int]:
         """Ids of the server's processes, including its watchdog."""
-        group = self._process.pid  # the leader of its own session
-        found = []
-        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-            with contextlib.suppress(ProcessLookupError):
-                if os.getpgid(pid) == group:
-                    found.append(pid)
-        return found
+        return watchdog.members(self._process.pid)  # the leader of its own session
 
     def stop(self) -> None:
         """Ends the server and its workers, and removes the shared memory they leave behind."""

@@ -81,23 +81,28 @@ class Segments:
 def _mapped(prefix: str) -> set[int]:
     """Returns the inodes that the other processes of this group map from files below `prefix`."""
     found: set[int] = set()
-    for process in _group():
+    for process in _others():
         with contextlib.suppress(OSError), open(f"/proc/{process}/maps") as maps:
             fields = (line.split(maxsplit=5) for line in maps)
             found.update(int(f[4]) for f in fields if len(f) == 6 and f[5].startswith(prefix))
     return found
 
 
-def _group() -> list[int]:
-    """Returns the other processes of this group, without those that have ended."""
+def members(group: int) -> list[int]:
+    """Returns the processes of a group, without those that have ended."""
     found = []
     for process in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError):
-            if process != os.getpid() and os.getpgid(process) == os.getpgid(0):
+            if os.getpgid(process) == group:
                 status = Path(f"/proc/{process}/stat").read_text()
                 if status.rpartition(")")[2].split()[0] != "Z":
                     found.append(process)
     return found
+
+
+def _others() -> list[int]:
+    """Returns the other processes of this group."""
+    return [process for process in members(os.getpgid(0)) if process != os.getpid()]
 
 
 def main() -> int:
@@ -118,7 +123,7 @@ def main() -> int:
             break
     segments.record()
     for _ in range(50):  # remaining workers; a process may start others while it is killed
-        if not (left := _group()):
+        if not (left := _others()):
             break
         for process in left:
             with contextlib.suppress(OSError):

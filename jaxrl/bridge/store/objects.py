@@ -97,34 +97,27 @@ class Objects:
                 return
             options: dict[str, Any] = {"retry_config": _RETRIES}
             if url.startswith("http"):  # a bucket's are those of the environment
-                own = {
+                options["client_options"] = {
                     "timeout": _TIMEOUT,
                     "allow_http": True,
                     "default_headers": auth.headers(store.key),
                 }
-                options["client_options"] = own
             self._store = from_url(url, **options)
 
     def put(self, name: str, data: Any) -> None:
         """Writes an object; it appears whole or not at all. Raises StoreError."""
-        import obstore
-
         with self._named(name):
-            obstore.put(self._store, name, data, use_multipart=False)
+            self._store.put(name, data, use_multipart=False)
 
     def get(self, name: str) -> memoryview:
         """Returns an object; raises StoreError."""
-        import obstore
-
         with self._named(name):
-            return memoryview(obstore.get(self._store, name).bytes())
+            return memoryview(self._store.get(name).bytes())
 
     def delete(self, names: Sequence[str]) -> None:
         """Deletes objects as far as the store lets it: what stays costs space and does no harm."""
-        import obstore
-
         with contextlib.suppress(StoreError), self._named():
-            obstore.delete(self._store, names)
+            self._store.delete(names)
 
     def delete_drafts(self, *, but: str) -> None:
         """Deletes objects of a directory that a killed process had begun to write, except those
@@ -137,10 +130,8 @@ class Objects:
 
     def names(self) -> list[str]:
         """Returns all names; none if the store cannot list them, like most web servers."""
-        import obstore
-
         with contextlib.suppress(StoreError), self._named():
-            return [entry["path"] for page in obstore.list(self._store) for entry in page]
+            return [entry["path"] for page in self._store.list() for entry in page]
         return []
 
     @contextlib.contextmanager

@@ -67,9 +67,7 @@ class StorePublisher(WeightPublisher):
         learner, self._hosts = learner or new_learner(), hosts or Hosts()
         self._upload = Upload(store, learner=learner, group=_GROUP)
         self._word = wire.itemsize
-        self._share = ShareWriter(
-            self._upload.objects, hosts=self._hosts, learner=learner, word=self._word
-        )
+        self._share = ShareWriter(self._upload.objects, hosts=self._hosts, word=self._word)
         super().__init__(
             servers, "", wire=wire, sampler=sampler, in_flight=in_flight, learner=learner
         )
@@ -81,7 +79,7 @@ class StorePublisher(WeightPublisher):
         self._share.close()
 
     def _write(self, source: WeightSource, *, version: int) -> dict[str, Any]:
-        shares = self._share.write(source, version=version)
+        shares = self._share.write(source)
         entries = tuple(entry for share in shares for entry in share.entries)
         text = manifest.dump(Manifest(version, self._learner, entries)).encode()
         return self._upload.write(
@@ -108,9 +106,9 @@ class StoreFollower:
         """Takes the identity of process 0's learner; errors are those of `StorePublisher`."""
         objects = Objects(make_place(store, learner=learner, group=_GROUP))
         self._hosts = hosts
-        self._share = ShareWriter(objects, hosts=hosts, learner=learner, word=wire.itemsize)
+        self._share = ShareWriter(objects, hosts=hosts, word=wire.itemsize)
 
-    def publish(self, source: WeightSource, *, version: int) -> None:
-        """Returns once process 0 has published `version`."""
-        self._share.write(source, version=version)
+    def publish(self, source: WeightSource) -> None:
+        """Returns once process 0 has published the version."""
+        self._share.write(source)
         self._hosts.on_leader(lambda: None)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.bridge import payload
-from jaxrl.bridge.base import Learner, TensorSpec, WeightSource
+from jaxrl.bridge.base import WeightSource
 from jaxrl.bridge.manifest import Entry
-from jaxrl.bridge.safetensors_file import plan_file
+from jaxrl.bridge.safetensors_file import SafetensorsFile, plan_file
 from jaxrl.bridge.store.objects import Objects
 from jaxrl.bridge.store.upload import FileWriter
 from jaxrl.bridge.store.version import StoredFile
@@ -34,39 +34,34 @@ class ShareWriter:
     in between is what travels.
     """
 
-    def __init__(self, objects: Objects, *, hosts: Hosts, learner: Learner, word: int) -> None:
+    def __init__(self, objects: Objects, *, hosts: Hosts, word: int) -> None:
         """Takes the place in the store of all processes; `word` is the bytes of a number."""
         self._writer = FileWriter(objects)
         self._hosts = hosts
-        self._learner = learner
         self._word = word
-        self._specs = list[TensorSpec]()
+        self._file: SafetensorsFile | None = None
         self._buffers = list[np.ndarray]()
         self._complete = hosts.on_all(self._writer.complete)
         self._shares: Sequence[Share] = ()
 
-    def write(self, source: WeightSource, *, version: int) -> Sequence[Share]:
+    def write(self, source: WeightSource) -> Sequence[Share]:
         """Writes this process's tensors and returns the shares of all processes. All must call it.
 
         Raises:
           StoreError: the last version stays the base.
         """
-        specs, name = list(source.specs()), "model"
+        name = "model"
         if self._hosts.count > 1:
             name = f"model-{self._hosts.index + 1:05}-of-{self._hosts.count:05}"
-        file = plan_file(specs, name=f"{name}.safetensors")
-        if specs != self._specs:
+        file = plan_file(source.specs(), name=f"{name}.safetensors")
+        if file != self._file:
             self._buffers = [np.zeros(file.nbytes, np.uint8) for _ in range(2)]
-            self._specs = specs
+            self._file = file
         buffer = self._buffers[0]
-
-        def put(offset: int, data: np.ndarray) -> None:
-            buffer[offset : offset + data.nbytes] = data
-
-        written = payload.write_tensors(source, file, put, version=version, learner=self._learner)
+        payload.write_tensors(source, file, buffer)
         stored = self._writer.write({file.name: buffer}, word=self._word)
         self._buffers.reverse()  # the base of the next version stays as it is
-        self._shares = self._hosts.gather(Share(written.entries, stored))
+        self._shares = self._hosts.gather(Share(file.entries, stored))
         return self._shares
 
     def complete(self) -> Sequence[StoredFile]:

@@ -7,7 +7,6 @@ about them lies beside them, so an agent that was killed goes on where its prede
 import contextlib
 import hashlib
 import mmap
-import os
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.bridge import manifest
+from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import Learner
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.store import version
@@ -79,15 +78,18 @@ def next_slot(directory: Path, *, count: int) -> Path:
 
 
 def open_slot(slot: Path, files: Sequence[StoredFile]) -> list[np.ndarray]:
-    """Returns the writable bytes of the files of a slot, which is not complete from now on. Memory
-    is reused, because new pages cost more than a copy. Raises OSError if there is too little."""
+    """Returns the writable bytes of the files of a slot, which is not complete from now on; raises
+    OSError as `payload.map_writable`."""
     slot.mkdir(mode=0o700, exist_ok=True)
     (slot / _RECORD).unlink(missing_ok=True)
     names = [_DRAFT if file.name == manifest.FILE else file.name for file in files]
     for path in slot.iterdir():  # the payload's manifest among them, before a byte changes
         if path.name not in names:
             path.unlink()
-    return [_map(slot / name, file.nbytes) for name, file in zip(names, files, strict=True)]
+    return [
+        payload.map_writable(slot / name, file.nbytes)
+        for name, file in zip(names, files, strict=True)
+    ]
 
 
 def close_slot(slot: Path, data: bytes) -> None:
@@ -109,19 +111,6 @@ def chunks_held(slots: Iterable[Slot]) -> dict[str, np.ndarray]:
                 digests = [chunk.digest for chunk in file.chunks]
                 found |= zip(digests, parts, strict=False)
     return found
-
-
-def _map(path: Path, nbytes: int) -> np.ndarray:
-    if not nbytes:
-        path.write_bytes(b"")
-        return np.zeros(0, np.uint8)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        os.truncate(descriptor, min(os.fstat(descriptor).st_size, nbytes))
-        os.posix_fallocate(descriptor, 0, nbytes)  # fails here if memory is full
-        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
-    finally:
-        os.close(descriptor)
 
 
 def _map_read(path: Path) -> np.ndarray:

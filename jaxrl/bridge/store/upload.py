@@ -2,8 +2,9 @@
 
 import hashlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -61,19 +62,13 @@ class FileWriter:
             return self._put_whole(chunk, Chunk(digest, "", whole=False))
 
         with ThreadPoolExecutor(_THREADS) as pool:
-            jobs: dict[str, list[Future[Chunk]]] = {}
+            jobs: dict[str, Iterator[Chunk]] = {}  # all files at once
             for name, data in files.items():
-                bases = chunks.split(self._data.get(name, _NOTHING))
-                olds = held.get(name, ())
-                jobs[name] = [
-                    pool.submit(put, chunk, bases[i], olds[i])
-                    if i < len(bases)
-                    else pool.submit(put, chunk, _NOTHING, None)
-                    for i, chunk in enumerate(chunks.split(data))
-                ]
+                bases = chain(chunks.split(self._data.get(name, _NOTHING)), repeat(_NOTHING))
+                olds = chain(held.get(name, ()), repeat(None))
+                jobs[name] = pool.map(put, chunks.split(data), bases, olds)
             stored = tuple(
-                StoredFile(name, files[name].nbytes, tuple(job.result() for job in parts))
-                for name, parts in jobs.items()
+                StoredFile(name, files[name].nbytes, tuple(made)) for name, made in jobs.items()
             )
         self._files, self._data = stored, dict(files)
         return stored

@@ -10,8 +10,6 @@ from jaxrl.sampling.base import ClosedError, Completion, Turn
 from jaxrl.sampling.embedded.buckets import count_bucket, length_bucket
 from jaxrl.sampling.embedded.decode_steps import (
     SEGMENT,
-    DecodeState,
-    Segment,
     decode_segment,
     grow_cache,
     put_rows,
@@ -100,125 +98,115 @@ def decode_turns(turns: Sequence[Turn], request: DecodeRequest) -> Iterator[Comp
     ended = EndedRows(request.weights, rows=0 if linear else KEPT * largest)
     for waiting in (known, new):
         while waiting:
-            yield from _decode_batch(waiting, request, ended)
+            yield from _Batch(waiting, request, ended).completions()
 
 
-def _decode_batch(
-    waiting: deque[Queued], request: DecodeRequest, ended: EndedRows
-) -> Iterator[Completion]:
-    """Decodes the first of the waiting turns and puts others into rows that have ended, until none
-    runs."""
-    longest = max(turn.max_tokens for turn, _ in waiting)
-    most = most_slots(max(len(turn.context) for turn, _ in waiting), longest)
-    state, out, partial = _first_rows(waiting, request, most=most)
-    refilled = refilled_rows(len(partial), longest=longest, shards=request.shards)
-    settings = draw_settings(request.params)
-    while True:
-        if request.closed.is_set():
-            raise ClosedError("the sampler was closed")
-        finished = _take_finished(partial, state, out, ended, version=request.version)
-        running = [row for row, one in enumerate(partial) if one is not None]
-        if not running:
-            ended.keep(state.cache)  # first: the episodes may ask for their next turns at once
-        yield from finished
-        if not running:
-            return
-        rows, slots, due = len(partial), state.cache.slots, min(refilled, len(waiting))
-        if due and len(running) <= rows - due:
-            state, out = _refill(state, partial, waiting, request, ended, rows=refilled, most=most)
-            continue
-        if full := max(one.position for one in partial if one is not None) >= slots:
-            slots = larger_cache(slots, holds=1, most=most)
-        fewer = 0 if due else shrunk_rows(rows, shards=request.shards)
-        if len(running) <= fewer:
-            source = np.array(running + [0] * (fewer - len(running)), np.int32)
-            used = np.arange(fewer) < len(running)
-            ended.keep(state.cache)
-            state = take_rows(state, request.put(source), request.put(used), slots=slots)
-            partial = [partial[row] for row in running] + [None] * (fewer - len(running))
-            fewer = shrunk_rows(fewer, shards=request.shards)
-        elif full:
-            state = grow_cache(state, slots=slots)
-        state, out = decode_segment(
-            request.weights,
-            state,
-            floor=np.int32(rows - due if due else fewer),
-            settings=settings,
-            model=request.model,
-            precision=request.precision,
+class _Batch:
+    """Rows of completions in progress, which turns that wait take when others have ended."""
+
+    def __init__(self, waiting: deque[Queued], request: DecodeRequest, ended: EndedRows) -> None:
+        """Begins with the first of the waiting turns."""
+        self._waiting, self._request, self._ended = waiting, request, ended
+        longest = max(turn.max_tokens for turn, _ in waiting)
+        self._most = most_slots(max(len(turn.context) for turn, _ in waiting), longest)
+        shards = request.shards
+        rows = count_bucket(len(waiting), multiple=shards)
+        rows = min(rows, max_rows(request.max_batch, shards=shards))
+        self._refilled = refilled_rows(rows, longest=longest, shards=shards)
+        queued = _take(waiting, rows)
+        width = length_bucket(max(len(turn.context) for turn, _ in queued), step=16)
+        slots = larger_cache(width, holds=1, most=self._most)
+        self._state, self._out = start_batch(
+            queued, request, shape=(1, width), rows=rows, slots=slots
         )
+        self._partial: list[PartialCompletion | None] = [None] * rows
+        self._partial[: len(queued)] = [PartialCompletion(turn) for turn, _ in queued]
 
+    def completions(self) -> Iterator[Completion]:
+        """Decodes until no row runs, and yields completions as they finish."""
+        request, settings = self._request, draw_settings(self._request.params)
+        while True:
+            if request.closed.is_set():
+                raise ClosedError("the sampler was closed")
+            finished = self._take_finished()
+            running = [row for row, one in enumerate(self._partial) if one is not None]
+            if not running:
+                # First: the episodes may ask for their next turns at once.
+                self._ended.keep(self._state.cache)
+            yield from finished
+            if not running:
+                return
+            rows, slots = len(self._partial), self._state.cache.slots
+            due = min(self._refilled, len(self._waiting))
+            if due and len(running) <= rows - due:
+                self._refill()
+                continue
+            if full := max(one.position for one in self._partial if one is not None) >= slots:
+                slots = larger_cache(slots, holds=1, most=self._most)
+            fewer = 0 if due else shrunk_rows(rows, shards=request.shards)
+            if len(running) <= fewer:
+                source = np.array(running + [0] * (fewer - len(running)), np.int32)
+                used = np.arange(fewer) < len(running)
+                self._ended.keep(self._state.cache)
+                self._state = take_rows(
+                    self._state, request.put(source), request.put(used), slots=slots
+                )
+                self._partial = [self._partial[row] for row in running]
+                self._partial += [None] * (fewer - len(running))
+                fewer = shrunk_rows(fewer, shards=request.shards)
+            elif full:
+                self._state = grow_cache(self._state, slots=slots)
+            self._state, self._out = decode_segment(
+                request.weights,
+                self._state,
+                floor=np.int32(rows - due if due else fewer),
+                settings=settings,
+                model=request.model,
+                precision=request.precision,
+            )
 
-def _take_finished(
-    partial: list[PartialCompletion | None],
-    state: DecodeState,
-    out: Segment,
-    ended: EndedRows,
-    *,
-    version: int,
-) -> list[Completion]:
-    """Appends new tokens to the completions of a batch's rows and takes those that have ended."""
-    out, length, stopped = fetch((out, state.length, state.stopped))
-    finished = []
-    for row, one in enumerate(partial):
-        if one is None:
-            continue
-        one.append(out, row=row, length=int(length[row]))
-        if one.full or stopped[row]:
-            experts = state.cache.experts
-            if experts is not None:
-                experts = fetch(row_experts(experts, np.int32(row)))
-            done = one.finish(stopped=stopped[row], version=version, experts=experts)
-            ended.add(row, one.turn, done.tokens)
-            finished.append(done)
-            partial[row] = None
-    return sorted(finished, key=lambda c: (len(c.tokens), c.prompt_index, c.sample_index))
+    def _take_finished(self) -> list[Completion]:
+        """Appends new tokens to the completions of the rows and takes those that have ended."""
+        state = self._state
+        out, length, stopped = fetch((self._out, state.length, state.stopped))
+        finished = []
+        for row, one in enumerate(self._partial):
+            if one is None:
+                continue
+            one.append(out, row=row, length=int(length[row]))
+            if one.full or stopped[row]:
+                experts = state.cache.experts
+                if experts is not None:
+                    experts = fetch(row_experts(experts, np.int32(row)))
+                version = self._request.version
+                done = one.finish(stopped=stopped[row], version=version, experts=experts)
+                self._ended.add(row, one.turn, done.tokens)
+                finished.append(done)
+                self._partial[row] = None
+        return sorted(finished, key=lambda c: (len(c.tokens), c.prompt_index, c.sample_index))
 
+    def _refill(self) -> None:
+        """Puts waiting turns into rows that have ended.
 
-def _first_rows(
-    waiting: deque[Queued], request: DecodeRequest, *, most: int
-) -> tuple[DecodeState, Segment, list[PartialCompletion | None]]:
-    """Makes a batch of the first of the waiting turns."""
-    shards = request.shards
-    rows = count_bucket(len(waiting), multiple=shards)
-    rows = min(rows, max_rows(request.max_batch, shards=shards))
-    queued = _take(waiting, rows)
-    width = length_bucket(max(len(turn.context) for turn, _ in queued), step=16)
-    slots = larger_cache(width, holds=1, most=most)
-    state, out = start_batch(queued, request, shape=(1, width), rows=rows, slots=slots)
-    unused: list[PartialCompletion | None] = [None] * (rows - len(queued))
-    return state, out, [*(PartialCompletion(turn) for turn, _ in queued), *unused]
-
-
-def _refill(
-    state: DecodeState,
-    partial: list[PartialCompletion | None],
-    waiting: deque[Queued],
-    request: DecodeRequest,
-    ended: EndedRows,
-    *,
-    rows: int,
-    most: int,
-) -> tuple[DecodeState, Segment]:
-    """Puts up to `rows` waiting turns into rows that have ended.
-
-    A prompt is computed once for the completions that begin together.
-    """
-    free = [row for row, one in enumerate(partial) if one is None][:rows]
-    queued = _take(waiting, len(free))
-    free = free[: len(queued)]
-    ended.drop(free)
-    # Coarser sizes than a first batch has: fewer programs, and little padding in so few rows.
-    width = length_bucket(max(len(turn.context) for turn, _ in queued), step=TILE)
-    new, out = start_batch(queued, request, shape=(rows // 4, width), rows=rows, slots=width)
-    if width > state.cache.slots:
-        slots = larger_cache(state.cache.slots, holds=width, most=most)
-        state = grow_cache(state, slots=slots)
-    places = np.full(rows, len(partial), np.int32)
-    places[: len(free)] = free
-    for row, (turn, _) in zip(free, queued, strict=True):
-        partial[row] = PartialCompletion(turn)
-    return put_rows(state, new, out, request.put(places))
+        A prompt is computed once for the completions that begin together.
+        """
+        rows = self._refilled
+        free = [row for row, one in enumerate(self._partial) if one is None][:rows]
+        queued = _take(self._waiting, len(free))
+        free = free[: len(queued)]
+        self._ended.drop(free)
+        # Coarser sizes than a first batch has: fewer programs, and little padding in so few rows.
+        width = length_bucket(max(len(turn.context) for turn, _ in queued), step=TILE)
+        shape = (rows // 4, width)
+        new, out = start_batch(queued, self._request, shape=shape, rows=rows, slots=width)
+        if width > self._state.cache.slots:
+            slots = larger_cache(self._state.cache.slots, holds=width, most=self._most)
+            self._state = grow_cache(self._state, slots=slots)
+        places = np.full(rows, len(self._partial), np.int32)
+        places[: len(free)] = free
+        for row, (turn, _) in zip(free, queued, strict=True):
+            self._partial[row] = PartialCompletion(turn)
+        self._state, self._out = put_rows(self._state, new, out, self._request.put(places))
 
 
 def _take(waiting: deque[Queued], count: int) -> list[Queued]:

@@ -95,15 +95,7 @@ def _decode(
     model: Model,
     precision: Precision,
 ) -> tuple[Segment, jax.Array, jax.Array]:
-    """Draws tokens until every row has ended.
-
-    Args:
-      params: in `precision.compute`.
-      batch: the rows.
-      key: key[] of the request.
-      settings: how tokens are drawn.
-      model: any model.
-      precision: the sampler's.
+    """Draws tokens until every row has ended; `params` are in `precision.compute`.
 
     Returns:
       The tokens drawn, with N = T; i32[B] tokens of the completions; bool[B] stopped.

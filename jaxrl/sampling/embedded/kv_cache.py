@@ -128,15 +128,8 @@ def decode_step(
     model: Model,
     precision: Precision,
 ) -> tuple[Cache, jax.Array]:
-    """Runs one more token of every row through the decoder.
-
-    Args:
-      params: in `precision.compute`.
-      cache: holds the earlier tokens of every row.
-      tokens: i32[B].
-      positions: i32[B], positions of the tokens, hence their slots.
-      model: the decoder.
-      precision: see `sampler_precision`.
+    """Runs one more token of every row, i32[B], through the decoder; the cache holds the earlier
+    ones. Their positions, i32[B], are their slots. The other arguments are those of `prefill`.
 
     Returns:
       The cache with the tokens, and the next-token logits [B, V] in `precision.logits`.

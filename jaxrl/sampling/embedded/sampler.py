@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from jaxrl.core.casts import as_served
 from jaxrl.core.precision import Precision, check_products, jit, sampler_precision
@@ -14,7 +13,7 @@ from jaxrl.models.decoder import Model
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.latent import check_form
 from jaxrl.models.spec import Params
-from jaxrl.sampling.base import Completion, SamplingParams, Turn, check_turns, group_turns
+from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn, check_turns
 from jaxrl.sampling.embedded.batch_decoding import decode_turns
 from jaxrl.sampling.embedded.full_forward import decode_batch_without_cache
 from jaxrl.sampling.embedded.request import DecodeRequest
@@ -27,7 +26,7 @@ class _Weights(NamedTuple):
     version: int
 
 
-class EmbeddedSampler:
+class EmbeddedSampler(Sampler):
     """A `Sampler` that decodes with a KV cache; models other than jaxrl's decoder, without one.
 
     A completion is a function of the weights, the prompt, prompt index, sample index, sampling
@@ -80,11 +79,16 @@ class EmbeddedSampler:
         devices = jax.tree.leaves(params)[0].devices()
         check_form(precision, model.config)
         check_products(precision, next(iter(devices)).platform, devices=len(devices))
-        self._model = model
-        self._precision = sampler_precision(precision)
-        self._max_batch = max_batch
-        self._layout, self._record_experts = layout, record_experts
-        self._closed = threading.Event()
+        self._model, self._max_batch, self._closed = model, max_batch, threading.Event()
+        self._request = functools.partial(
+            DecodeRequest,
+            model=model,
+            precision=sampler_precision(precision),
+            layout=layout,
+            max_batch=max_batch,
+            closed=self._closed,
+            record_experts=record_experts,
+        )
         shardings = None if layout is None else layout.tree(model.specs)
         apart = layout is not None and devices.isdisjoint(layout.mesh.devices.flat)
         self._elsewhere = shardings if apart else None
@@ -119,35 +123,18 @@ class EmbeddedSampler:
         """See `Sampler.close`."""
         self._closed.set()
 
-    def sample(
-        self, prompts: Sequence[np.ndarray], params: SamplingParams, *, group_size: int
-    ) -> Iterator[Completion]:
-        """See `Sampler.sample`.
+    def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
+        """See `Sampler.sample_turns`.
 
         Raises:
           FloatingPointError: while iterating, if the model's logits are not finite.
         """
-        return self.sample_turns(group_turns(prompts, params, group_size=group_size), params)
-
-    def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
-        """See `Sampler.sample_turns`; raises as `sample`."""
         config = self._model.config
         turns = check_turns(turns, max_positions=config.max_positions, vocab_size=config.vocab_size)
         # Prompts of similar length are prefilled together; the sort is stable, so that batches are
         # reproducible.
         turns.sort(key=lambda turn: len(turn.context))
-        weights, version = self._weights
-        request = DecodeRequest(
-            weights,
-            version,
-            params,
-            self._model,
-            self._precision,
-            self._layout,
-            self._max_batch,
-            self._closed,
-            self._record_experts,
-        )
+        request = self._request(*self._weights, params)
         if isinstance(config, DecoderConfig):
             return decode_turns(turns, request)
         return (

@@ -9,6 +9,7 @@ cache, unless that server has many more requests than the others.
 import contextlib
 import functools
 import itertools
+import json
 import socket
 import threading
 import time
@@ -22,6 +23,7 @@ import httpx2
 
 from jaxrl.sampling.base import ClosedError
 
+_PATH = "/inference/v1/generate"
 _ATTEMPTS = 4  # the first and three retries, after 0.5, 1 and 2 seconds
 # vLLM 0.33 answers so, with status 503, during a weight sync that drains or aborts requests; 0.32
 # queues new requests.
@@ -50,7 +52,7 @@ class Router:
     def __init__(
         self, urls: Sequence[str], *, max_requests: int, timeout: float, headers: Mapping[str, str]
     ) -> None:
-        """Makes the router without connecting; arguments and errors are those of `VllmSampler`."""
+        """Makes the router without connecting; arguments and errors are those of `VllmScorer`."""
         if not urls:
             raise ValueError("urls is empty; give the address of at least one server")
         self._clients = {url: _client(url, timeout=timeout, headers=headers) for url in urls}
@@ -67,14 +69,13 @@ class Router:
 
     def post(
         self,
-        path: str,
-        body: str,
+        body: Mapping[str, Any],
         *,
         read: Callable[[str], T],
         about: str,
         keys: Sequence[Hashable] = (),
     ) -> T:
-        """Posts JSON and returns `read` of the response's text; queues and retries.
+        """Posts a request for tokens and returns `read` of the response's text; queues and retries.
 
         `read` raises UnpublishedWeightsError if the server must not be used. `about` is the subject
         of error messages. The server that got the last request with the first affinity key is
@@ -84,11 +85,11 @@ class Router:
           SamplerError: if a server refuses the request, or no server answers it.
           ClosedError: if the router is closed.
         """
-        failures, failed = 0, None
+        content, failures, failed = json.dumps(body), 0, None
         patience = time.monotonic() + self._timeout
         while True:
             with self._server(keys, failed) as url:
-                status, text = self._exchange(url, path, body)
+                status, text = self._exchange(url, content)
                 if status == 200:
                     try:
                         return read(text)
@@ -132,7 +133,7 @@ class Router:
         for client in self._clients.values():
             client.close()
 
-    def _exchange(self, url: str, path: str, body: str) -> tuple[int, str]:
+    def _exchange(self, url: str, content: str) -> tuple[int, str]:
         """Returns the status and text of a server's response; 0 and the error if there is none.
 
         A request whose connection breaks is sent once more: the server may have closed an idle
@@ -140,7 +141,7 @@ class Router:
         """
         note = functools.partial(self._note, url)
         send = functools.partial(
-            self._clients[url].post, path, content=body, extensions={"trace": note}
+            self._clients[url].post, _PATH, content=content, extensions={"trace": note}
         )
         try:
             try:

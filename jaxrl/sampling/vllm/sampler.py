@@ -5,19 +5,20 @@ prompt's group is one request, so the server prefills the prompt once. Later tur
 to the server that holds its prefix.
 """
 
+import base64
 import functools
+import io
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn, check_turns
-from jaxrl.sampling.vllm.experts import read_experts
-from jaxrl.sampling.vllm.router import Router, SamplerError, UnpublishedWeightsError
-from jaxrl.sampling.vllm.scoring import PATH, score_turn, scored_turns, valid_logprob
+from jaxrl.sampling.vllm.router import SamplerError, UnpublishedWeightsError
+from jaxrl.sampling.vllm.scoring import VllmScorer, valid_logprob
 
 
 class _Served(NamedTuple):
@@ -43,15 +44,16 @@ class _HttpRequest(NamedTuple):
     turns: Sequence[Turn]
     seed: int
     served: _Served
+    params: SamplingParams
     partial: _Partial = _Partial([], [], [])
 
 
-class VllmSampler(Sampler):
+class VllmSampler(VllmScorer, Sampler):
     """Asks vLLM servers.
 
     Completions are reproducible if the server's numerics do not depend on its load: a retry sends
     the same token ids and seed. Each completion is yielded once. Log-probs that the server omits,
-    or that are NaN or positive, are NaN.
+    or that are NaN or positive, are NaN. Servers score with the version that was published last.
     """
 
     def __init__(
@@ -65,26 +67,17 @@ class VllmSampler(Sampler):
         headers: Mapping[str, str] | None = None,
         routed_layers: int = 0,
     ) -> None:
-        """Makes the client without connecting.
-
-        Args:
-          urls: addresses of the servers, such as http://127.0.0.1:8000.
-          max_positions: the longest sequence that the model takes, in tokens.
-          vocab_size: number of the model's tokens.
-          max_requests: concurrent requests per server.
-          timeout: seconds after which a request is sent again.
-          headers: of every request, such as the server's key.
-          routed_layers: number of the model's last layers whose experts completions record, which
-            the servers must then report; 0 records none.
-
-        Raises:
-          ValueError: if `urls` is empty or has an entry that is not an http:// address.
-        """
-        self._max_positions, self._vocab_size = max_positions, vocab_size
-        self._router = Router(
-            urls, max_requests=max_requests, timeout=timeout, headers=headers or {}
+        """Makes the client as `VllmScorer` does. `routed_layers` is the number of the model's last
+        layers whose experts completions record, which the servers must then report; 0 records
+        none."""
+        super().__init__(
+            urls,
+            max_positions=max_positions,
+            vocab_size=vocab_size,
+            max_requests=max_requests,
+            timeout=timeout,
+            headers=headers,
         )
-        self._pool = ThreadPoolExecutor(len(urls) * max_requests, thread_name_prefix="vllm")
         self._routed_layers = routed_layers
         self._served = _Served(0)
 
@@ -120,40 +113,11 @@ class VllmSampler(Sampler):
         served = self._served
         most = max((turn.prompt_index for turn in turns), default=-1) + 1
         seeds = np.random.SeedSequence(params.seed).generate_state(most, np.uint64) >> 2
-        requests = [_HttpRequest(g, int(seeds[g[0].prompt_index]), served) for g in groups]
-        return self._completions(requests, params)
+        requests = [_HttpRequest(g, int(seeds[g[0].prompt_index]), served, params) for g in groups]
+        return self._completions(requests)
 
-    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Computes the log-probs of given tokens in one forward pass per sequence.
-
-        They are those at temperature 1 without truncation: vLLM computes no others for a prompt,
-        and one token's log-prob does not determine its value at another temperature.
-
-        Returns:
-          For each sequence, i32[T], its f32[T]: entry t is log p(tokens[t] | tokens[:t]). Entry 0
-          is NaN. So is the last entry of a sequence that fills the model's positions, because the
-          server samples one more token than it scores.
-
-        Raises:
-          ValueError: if a sequence is empty, too long or outside the vocabulary.
-          SamplerError: as `sample_turns`; if a server serves another version than `self.version`.
-        """
-        turns = scored_turns(
-            sequences, max_positions=self._max_positions, vocab_size=self._vocab_size
-        )
-        return list(self._pool.map(self._score, turns))
-
-    def close(self) -> None:
-        """See `Sampler.close`. Closes the connections, so that servers abort their requests, and
-        ends the threads."""
-        self._router.abort()
-        self._pool.shutdown(cancel_futures=True)
-        self._router.close()
-
-    def _completions(
-        self, requests: Sequence[_HttpRequest], params: SamplingParams
-    ) -> Iterator[Completion]:
-        futures = [self._pool.submit(self._complete, one, params) for one in requests]
+    def _completions(self, requests: Sequence[_HttpRequest]) -> Iterator[Completion]:
+        futures = [self._pool.submit(self._complete, one) for one in requests]
         try:
             for future in as_completed(futures):
                 yield from future.result()
@@ -161,32 +125,31 @@ class VllmSampler(Sampler):
             for future in futures:
                 future.cancel()
 
-    def _complete(self, request: _HttpRequest, params: SamplingParams) -> list[Completion]:
+    def _complete(self, request: _HttpRequest) -> list[Completion]:
         """Returns the completions of one request, continuing those that a publish aborted."""
         done: list[Completion] = []
         todo = [request]
         while todo:
             one = todo.pop()
-            for turn, choice in zip(one.turns, self._generate(one, params), strict=True):
+            for turn, choice in zip(one.turns, self._generate(one), strict=True):
                 partial = _parse_choice(choice, one)
                 if layers := self._routed_layers:
                     tokens = len(turn.context) + len(partial.tokens)
                     before = one.partial.experts
-                    experts = read_experts(choice, before, tokens=tokens, layers=layers)
+                    experts = _read_experts(choice, before, tokens=tokens, layers=layers)
                     partial = partial._replace(experts=experts)
                 reason = choice["finish_reason"]
                 if reason == "abort":
                     todo.append(one._replace(turns=[turn], partial=partial))
                 else:
-                    done.append(_completion(turn, partial, reason=reason, stop=params.stop))
+                    done.append(_completion(turn, partial, reason=reason, stop=one.params.stop))
         return done
 
-    def _generate(self, request: _HttpRequest, params: SamplingParams) -> list[dict[str, Any]]:
+    def _generate(self, request: _HttpRequest) -> list[dict[str, Any]]:
         first = request.turns[0]
         prompt_hash = hash(first.context[: first.prompt_length].tobytes())
         return self._router.post(
-            PATH,
-            json.dumps(_body(request, params)),
+            _body(request),
             read=lambda text: _parse_choices(text, request),
             about=f"prompt {first.prompt_index}",
             # The server that sampled an episode's last turn has the episode in its prefix cache.
@@ -195,13 +158,8 @@ class VllmSampler(Sampler):
 
     def _score(self, turn: Turn) -> np.ndarray:
         served = self._served
-        return score_turn(
-            self._router,
-            turn,
-            max_positions=self._max_positions,
-            check=functools.partial(_check_scored, served=served),
-            model=_model(served),
-        )
+        check = functools.partial(_check_scored, served=served)
+        return self._logprobs(turn, check=check, model=_model(served))
 
 
 def _follows(turn: Turn, before: Turn) -> bool:
@@ -211,8 +169,8 @@ def _follows(turn: Turn, before: Turn) -> bool:
     return same and next_ and np.array_equal(turn.context, before.context)
 
 
-def _body(request: _HttpRequest, params: SamplingParams) -> dict[str, Any]:
-    first, done = request.turns[0], request.partial.tokens
+def _body(request: _HttpRequest) -> dict[str, Any]:
+    first, done, params = request.turns[0], request.partial.tokens, request.params
     settings: dict[str, Any] = {
         "n": len(request.turns),
         "max_tokens": first.max_tokens - len(done),
@@ -289,6 +247,38 @@ def _parse_choice(choice: dict[str, Any], request: _HttpRequest) -> _Partial:
         versions = [request.served.version] * len(tokens)
     before = request.partial
     return _Partial(before.tokens + tokens, before.logprobs + logprobs, before.versions + versions)
+
+
+def _read_experts(
+    choice: Mapping[str, Any], before: np.ndarray | None, *, tokens: int, layers: int
+) -> np.ndarray | None:
+    """Reads the experts of a choice whose prompt and completion have `tokens` token ids, in the
+    last `layers` of the model: the first ones may be dense, and are reported, too.
+
+    `routed_experts` is base64 of a .npy file, [tokens - 1, L, k] unsigned: the last token was never
+    run through the model. `before` are those of the part that it continues: they drew its tokens,
+    and the server has computed that part again with newer weights. None if nothing was run.
+
+    Raises:
+      SamplerError: if the server did not record them, or not those of all tokens.
+    """
+    text = choice.get("routed_experts")
+    if text is None and not choice["token_ids"]:
+        return before
+    if text is None:
+        raise SamplerError(
+            "the server reports no experts, which train.replay_routing needs: start it with "
+            "--vllm_args '[\"--enable-return-routed-experts\"]' and VLLM_USE_V2_MODEL_RUNNER=1, or "
+            "leave train.replay_routing out"
+        )
+    found = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    if found.ndim != 3 or len(found) != tokens - 1 or found.shape[1] < layers:
+        raise SamplerError(
+            f"the server reports experts of shape {list(found.shape)} for {tokens} tokens; "
+            f"expected [{tokens - 1}, layers, experts per token] with at least {layers} layers"
+        )
+    found = found[:, -layers:]
+    return found if before is None else np.concatenate([before, found[len(before) :]])
 
 
 def _completion(

@@ -11,12 +11,11 @@ import numpy as np
 from jaxrl.sampling.base import Turn, check_turns
 from jaxrl.sampling.vllm.router import Router
 
-PATH = "/inference/v1/generate"
 _ROUNDING = 1e-4  # a log-prob above 0 by less is rounded to 0; by more it is invalid
 
 
-class VllmTeacher:
-    """Asks vLLM servers that hold a fixed model for its log-probs of given tokens."""
+class VllmScorer:
+    """Asks vLLM servers for their log-probs of given tokens, under whatever weights they hold."""
 
     def __init__(
         self,
@@ -24,75 +23,83 @@ class VllmTeacher:
         *,
         max_positions: int,
         vocab_size: int,
-        max_requests: int,
-        timeout: float,
-        headers: Mapping[str, str],
+        max_requests: int = 32,
+        timeout: float = 600.0,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Makes the client without connecting; arguments and errors are those of `VllmSampler`."""
+        """Makes the client without connecting.
+
+        Args:
+          urls: addresses of the servers, such as http://127.0.0.1:8000.
+          max_positions: the longest sequence that the model takes, in tokens.
+          vocab_size: number of the model's tokens.
+          max_requests: concurrent requests per server.
+          timeout: seconds after which a request is sent again.
+          headers: of every request, such as the server's key.
+
+        Raises:
+          ValueError: if `urls` is empty or has an entry that is not an http:// address.
+        """
         self._max_positions, self._vocab_size = max_positions, vocab_size
-        self._router = Router(urls, max_requests=max_requests, timeout=timeout, headers=headers)
-        self._pool = ThreadPoolExecutor(len(urls) * max_requests, thread_name_prefix="teacher")
+        self._router = Router(
+            urls, max_requests=max_requests, timeout=timeout, headers=headers or {}
+        )
+        self._pool = ThreadPoolExecutor(len(urls) * max_requests, thread_name_prefix="vllm")
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Computes log-probs as `VllmSampler.score`, of whatever weights the servers hold.
+        """Computes the log-probs of given tokens in one forward pass per sequence.
+
+        They are those at temperature 1 without truncation: vLLM computes no others for a prompt,
+        and one token's log-prob does not determine its value at another temperature.
+
+        Returns:
+          For each sequence, i32[T], its f32[T]: entry t is log p(tokens[t] | tokens[:t]). Entry 0
+          is NaN. So is the last entry of a sequence that fills the model's positions, because the
+          server samples one more token than it scores.
 
         Raises:
           ValueError: if a sequence is empty, too long or outside the vocabulary.
-          SamplerError: if a server does not answer after several attempts.
+          SamplerError: if a server does not answer after several attempts, or its weights must not
+            score.
         """
-        turns = scored_turns(
-            sequences, max_positions=self._max_positions, vocab_size=self._vocab_size
+        turns = check_turns(
+            [Turn(sequence, i, 0, 1) for i, sequence in enumerate(sequences)],
+            max_positions=self._max_positions + 1,
+            vocab_size=self._vocab_size,
         )
         return list(self._pool.map(self._score, turns))
 
     def close(self) -> None:
-        """Closes the connections and ends the threads."""
+        """Closes the connections, so that servers abort their requests, and ends the threads."""
         self._router.abort()
         self._pool.shutdown(cancel_futures=True)
         self._router.close()
 
     def _score(self, turn: Turn) -> np.ndarray:
-        return score_turn(
-            self._router, turn, max_positions=self._max_positions, check=lambda label: None
+        return self._logprobs(turn, check=lambda label: None, model={})
+
+    def _logprobs(
+        self, turn: Turn, *, check: Callable[[str], None], model: Mapping[str, Any]
+    ) -> np.ndarray:
+        """Requests the log-probs of a sequence, f32[T]; NaN for its first token.
+
+        `check` raises for a name of weights that must not score; `model` names an adapter.
+        """
+        known = turn.context[: self._max_positions - 1].tolist()
+        settings = {
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,  # of the token itself and no other
+            "detokenize": False,
+            "ignore_eos": True,
+        }
+        found = self._router.post(
+            {"token_ids": known, "sampling_params": settings, **model},
+            read=lambda text: _parse_scores(text, known, check=check),
+            about=f"sequence {turn.prompt_index}",
         )
-
-
-def scored_turns(
-    sequences: Sequence[np.ndarray], *, max_positions: int, vocab_size: int
-) -> Sequence[Turn]:
-    """Returns a turn for each sequence of token ids; raises ValueError as `check_turns`."""
-    turns = [Turn(sequence, i, 0, 1) for i, sequence in enumerate(sequences)]
-    return check_turns(turns, max_positions=max_positions + 1, vocab_size=vocab_size)
-
-
-def score_turn(
-    router: Router,
-    turn: Turn,
-    *,
-    max_positions: int,
-    check: Callable[[str], None],
-    model: Mapping[str, Any] | None = None,
-) -> np.ndarray:
-    """Requests the log-probs of a sequence, f32[T]; NaN for its first token.
-
-    `check` raises for a name of weights that must not score; `model` names an adapter.
-    """
-    known = turn.context[: max_positions - 1].tolist()
-    settings = {
-        "max_tokens": 1,
-        "temperature": 0.0,
-        "prompt_logprobs": 0,  # of the token itself and no other
-        "detokenize": False,
-        "ignore_eos": True,
-    }
-    found = router.post(
-        PATH,
-        json.dumps({"token_ids": known, "sampling_params": settings} | dict(model or {})),
-        read=lambda text: _parse_scores(text, known, check=check),
-        about=f"sequence {turn.prompt_index}",
-    )
-    unknown = [math.nan] * (len(turn.context) - len(known))
-    return np.array([math.nan, *found, *unknown], np.float32)
+        unknown = [math.nan] * (len(turn.context) - len(known))
+        return np.array([math.nan, *found, *unknown], np.float32)
 
 
 def valid_logprob(logprob: float | None) -> float:
