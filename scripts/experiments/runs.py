@@ -1,5 +1,6 @@
 """Training runs of experiments, each trained once and kept."""
 
+import argparse
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,15 @@ from jaxrl.train import train
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 Entries = list[dict[str, Any]]  # lines of metrics.jsonl
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Makes a parser with --base, for programs that start from the quickstart's model."""
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--base", type=Path, default=Path("runs/quickstart"))
+    return made
 
 
 def quickstart(base: Path) -> dict[str, str]:

@@ -7,13 +7,11 @@ Fails if a step is missing or double, if the rollouts made are not the sum of th
 dropped and waiting, or if they are not the prompts taken. A kill counts once its process is gone.
 """
 
-import argparse
 import contextlib
 import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,39 +19,26 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from statistics import fmean
+from typing import Any
 
-from runs import CONFIGS, Entries, accuracies, quickstart, rollouts
+from runs import CONFIGS, Entries, accuracies, parser, quickstart, rollouts
 
 from jaxrl.bridge.servers.control import VllmServer
+from jaxrl.bridge.servers.launch import free_port
 from jaxrl.monitoring.tracking.tracking import read_metrics
 
 COMMAND = [sys.executable, "-m", "jaxrl.cli"]
 
 
-class Soaked(NamedTuple):
-    """Outcome of a run."""
-
-    minutes: float
-    killed: Counter[str]  # number of kills of each kind of process
-    reward: float  # mean of the last 10 steps
-    accuracy: float
-    made: int
-    learnt: int
-    late: int
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--base", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--between", type=float, nargs=2, default=(20.0, 60.0), metavar="SECONDS")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("directory", type=Path)
+    made.add_argument("--servers", type=int, default=2)
+    made.add_argument("--steps", type=int, default=300)
+    made.add_argument("--between", type=float, nargs=2, default=(20.0, 60.0), metavar="SECONDS")
+    made.add_argument("--seed", type=int, default=0)
+    options = made.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
     log = options.directory / "vllm.log"
     with servers(options.base, count=options.servers, log=log) as ports:
@@ -72,9 +57,7 @@ def main() -> None:
 @contextmanager
 def servers(base: Path, *, count: int, log: Path) -> Iterator[list[int]]:
     """Runs servers that restart after a failure; yields their ports."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        first = probe.getsockname()[1]
+    first = free_port("127.0.0.1", 0)
     model = str(base / "sft" / "model")
     options = ["--dtype", "f32", "--port", str(first), "--replicas", str(count)]
     options += ["--max_model_len", "64", "--log", str(log)]
@@ -98,7 +81,7 @@ def soak(
     steps: int,
     seed: int,
     between: tuple[float, float] | None,
-) -> Soaked:
+) -> dict[str, Any]:
     """Trains to the end, restarting what is killed: a process after a random number of seconds in
     the range `between`, none if it is None. The seed is that of the run and of the kills.
 
@@ -142,15 +125,15 @@ def soak(
     _check(entries, steps=steps)
     _check_position(run_dir, steps=steps)
     made = rollouts(entries)
-    return Soaked(
-        minutes=(time.monotonic() - start) / 60,
-        killed=killed,
-        reward=sum(e["reward"] for e in made[-10:]) / len(made[-10:]),
-        accuracy=list(accuracies(entries).values())[-1],
-        made=int(made[-1]["rollouts/sampled"]),
-        learnt=int(made[-1]["rollouts/trained"]),
-        late=int(made[-1]["rollouts/stale"]),
-    )
+    return {
+        "minutes": (time.monotonic() - start) / 60,
+        "killed": dict(killed),
+        "reward of the last 10 steps": fmean(e["reward"] for e in made[-10:]),
+        "accuracy": list(accuracies(entries).values())[-1],
+        "groups made": int(made[-1]["rollouts/sampled"]),
+        "trained on": int(made[-1]["rollouts/trained"]),
+        "dropped as stale": int(made[-1]["rollouts/stale"]),
+    }
 
 
 def _healthy(port: int) -> bool:
