@@ -34,6 +34,12 @@ def quickstart(base: Path) -> dict[str, str]:
     }
 
 
+def config(file: Path, changes: Mapping[str, object]) -> Config:
+    """Loads a config file with changed keys."""
+    overrides = [(key, str(value)) for key, value in changes.items()]
+    return toml_file.load(Config, file=file, overrides=overrides)
+
+
 def finished(run_dir: Path) -> bool:
     """Tells if a run is complete: its curves are the last file that it writes."""
     return (run_dir / "curves.png").exists()
@@ -49,11 +55,10 @@ def trained(file: Path, changes: Mapping[str, object]) -> Entries:
     run_dir = Path(str(changes["run_dir"]))
     if not finished(run_dir):
         use_compile_cache()
-        overrides = [(key, str(value)) for key, value in changes.items()]
-        config = toml_file.load(Config, file=file, overrides=overrides)
-        if config.sampler.url:  # a new server's address; a resumed run must keep its config
+        changed = config(file, changes)
+        if changed.sampler.url:  # a new server's address; a resumed run must keep its config
             shutil.rmtree(run_dir, ignore_errors=True)
-        if train(config).signum is not None:
+        if train(changed).signum is not None:
             raise KeyboardInterrupt
     return read_metrics(run_dir / "metrics.jsonl")
 

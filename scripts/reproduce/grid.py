@@ -1,6 +1,5 @@
 """Grids of training runs, each trained once, and statistics over their metrics."""
 
-import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,25 +11,17 @@ from experiments.runs import Entries, rollouts
 from jaxrl.commands.compile_cache import use_compile_cache
 from jaxrl.monitoring.tracking.tracking import read_metrics
 
-ROOT = Path(__file__).parents[2]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)  # by identity, so that it can be a key
-class Row:
-    """A line of a table."""
-
-    name: str  # name in the table
-    changes: Mapping[str, str]  # keys that differ from the config file
+SMOOTHED = 5  # rollouts
 
 
 def set_up(directory: Path) -> None:
     """Creates `directory`, changes to the repository's root and turns on the compile cache."""
     directory.mkdir(parents=True, exist_ok=True)
-    os.chdir(ROOT)
+    os.chdir(runs.CONFIGS.parent)
     use_compile_cache()
 
 
-def trained(file: Path, changes: Mapping[str, str]) -> Entries:
+def trained(file: Path, changes: Mapping[str, object]) -> Entries:
     """Returns the training steps of a run; see `runs.trained`."""
     return rollouts(runs.trained(file, changes))
 
@@ -48,6 +39,11 @@ def curve(runs: Sequence[Entries], name: str) -> np.ndarray:
 def early(runs: Sequence[Entries], name: str, *, steps: int = 10) -> np.ndarray:
     """Averages a metric over the first `steps` rollouts: f64[runs]."""
     return np.nanmean(curve(runs, name)[:, :steps], axis=1)
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Averages over SMOOTHED rollouts: f64[runs, N] -> f64[runs, N - SMOOTHED + 1]."""
+    return np.lib.stride_tricks.sliding_window_view(values, SMOOTHED, axis=1).mean(axis=-1)
 
 
 def spread(values: Sequence[float] | np.ndarray, form: str = "{:.3f}") -> str:
