@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from benchmarks import plain, sampling, serving
 from benchmarks.shapes import ANSWER, PROMPT, SHAPES
-from benchmarks.timing import Run, alternate, compared, matmul_peak, write
+from benchmarks.timing import Run, alternate, compared, matmul_peak, options, write
 
 from jaxrl.core.precision import parse
 
@@ -57,9 +57,7 @@ def embedded(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, repetitions=5)
     parser.add_argument("--sampler", choices=["embedded", "vllm"], default="embedded")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["S"])
     parser.add_argument("--sequences", nargs="+", type=int, default=[8, 64], help="multiples of 8")
@@ -69,18 +67,13 @@ def main() -> None:
     parser.add_argument("--window", type=int, help="in tokens")
     parser.add_argument("--every", type=int, default=1, help="2: on every other layer, and so on")
     parser.add_argument("--dtypes", nargs="+", default=["f32", "bf16", "f16"])
-    parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--baseline", type=Path, help="directory with a plain jax_decode.py")
     parser.add_argument("--beside-vllm", action="store_true", help="time it on vLLM, too")
-    parser.add_argument("--out", type=Path, help="also append the lines to this file")
     args = parser.parse_args()
-    if args.sampler == "vllm" and (args.lengths, args.prompt, args.window) != (
-        "equal",
-        PROMPT,
-        None,
-    ):
+    usual = (args.prompt, args.window) == (PROMPT, None)
+    if args.sampler == "vllm" and not (usual and args.lengths == "equal"):
         parser.error("--lengths, --prompt and --window are of the embedded sampler; leave them out")
-    if args.beside_vllm and (args.prompt, args.window) != (PROMPT, None):
+    if args.beside_vllm and not usual:
         parser.error("--beside-vllm is for the usual prompts without windows")
     peaks = {dtype: matmul_peak(dtype) for dtype in args.dtypes}
     for shape, sequences, dtype in (
@@ -94,15 +87,15 @@ def main() -> None:
             made = serving.clients(SHAPES[shape], dtype=served, sequences=sequences)
         with made as runs:
             seconds = alternate(runs, repetitions=args.repetitions)
-        rates = {k: [int(limits.sum()) / s for s in v] for k, v in seconds.items()}
+        tokens = int(limits.sum())
         layers = {"window": args.window, "every": args.every}
         per_token = sampling.flops_per_token(shape, prompt=args.prompt, **layers)
-        flops = max(rates["jaxrl"]) * per_token
+        flops = tokens * per_token / min(seconds["jaxrl"])
         row = {"shape": shape, "sequences": sequences, "prompt": args.prompt, **layers}
         row |= {"longest": ANSWER, "lengths": args.lengths, "in flight": args.in_flight}
         row |= {"sampler": args.sampler, "dtype": dtype, "model GFLOP/s": flops / 1e9}
         row |= {"matmul peak GFLOP/s": peaks[dtype] / 1e9, "share": flops / peaks[dtype]}
-        write(row | compared(rates), args.out)
+        write(row | compared(seconds, tokens=tokens), args.out)
 
 
 if __name__ == "__main__":

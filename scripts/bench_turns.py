@@ -7,15 +7,13 @@ observations of 64 between them. It alternates with itself without caches, when 
 its whole context.
 """
 
-import argparse
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from benchmarks.shapes import SHAPES
-from benchmarks.timing import alternate, compared, write
+from benchmarks.timing import alternate, compared, options, write
 
 from jaxrl.core.precision import parse
 from jaxrl.models.decoder import decoder
@@ -43,15 +41,11 @@ def play(sampler: EmbeddedSampler, seed: int, *, episodes: int, turns: int, cach
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, repetitions=3)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["S"])
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--turns", type=int, default=8, help="at most 8")
     parser.add_argument("--dtypes", nargs="+", default=["f32", "bf16"])
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="also append the lines to this file")
     args = parser.parse_args()
     for shape in args.shapes:
         for dtype in args.dtypes:
@@ -64,9 +58,8 @@ def main() -> None:
             runs["whole contexts"] = partial(run, caches=False)
             seconds = alternate(runs, repetitions=args.repetitions)
             tokens = args.episodes * args.turns * COMPLETION
-            rates = {name: [tokens / s for s in values] for name, values in seconds.items()}
             row = {"shape": shape, "dtype": dtype, "episodes": args.episodes, "turns": args.turns}
-            write(row | compared(rates), args.out)
+            write(row | compared(seconds, tokens=tokens), args.out)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import random
 import subprocess
 import tempfile
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import make_arithmetic
 from benchmarks.iteration.pace import PROMPT, PROMPTS
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import Run
@@ -58,8 +58,7 @@ def write_material(directory: Path, shape: str) -> tuple[Path, Path]:
         {"prompt": " ".join(rng.choices(words, k=PROMPT)), "answer": ""}
         for _ in range(64 * PROMPTS)
     ]
-    lines = [json.dumps(prompt) + "\n" for prompt in prompts]
-    (directory / "prompts.jsonl").write_text("".join(lines))
+    make_arithmetic.write_rows(directory / "prompts.jsonl", prompts)
     return directory / "model", directory / "prompts.jsonl"
 
 

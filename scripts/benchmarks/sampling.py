@@ -9,6 +9,7 @@ import numpy as np
 from benchmarks.shapes import ANSWER, PROMPT, SHAPES
 from benchmarks.timing import Run
 
+from jaxrl.commands.plan.roofline import active_weights
 from jaxrl.core.precision import parse
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
@@ -97,10 +98,8 @@ def random_prompts(config: DecoderConfig, *, sequences: int, length: int = PROMP
 
 def flops_per_token(shape: str, *, prompt: int, window: int | None, every: int) -> float:
     """Counts the FLOPs of a decoded token in the middle of a completion."""
-    c = SHAPES[shape]
-    attention = 2 * c.hidden_size * (c.num_heads + c.num_kv_heads) * c.head_dim
-    body = c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
+    config = SHAPES[shape]
     near, seen = min(prompt + ANSWER / 2, window or math.inf), prompt + ANSWER / 2
-    keys = sum(seen if i % every else near for i in range(c.num_layers))
-    cached = 2 * c.num_heads * c.head_dim * keys
-    return 2 * (body + c.vocab_size * c.hidden_size + cached)
+    keys = sum(seen if i % every else near for i in range(config.num_layers))
+    cached = 2 * config.num_heads * config.head_dim * keys
+    return 2 * (active_weights(config, decoder(config).specs) + cached)
