@@ -93,7 +93,7 @@ def _both(title: str, axis: str, works: list[tuple[int, Groups]]) -> Panel:
 
 def _completions(count: int, *, dtype: str) -> Run:
     limits = sampling.equal(count)
-    return sampling.embedded("S", dtype=dtype, limits=limits, in_flight=count)
+    return sampling.embedded(SHAPES["S"], dtype=dtype, limits=limits, in_flight=count)
 
 
 def draw(axis, panel: Panel, seconds: Mapping[tuple[str, int], list[float]]) -> None:

@@ -37,7 +37,7 @@ def main() -> None:
         for name, program in (peers.installed(args.peers) if args.peers else {}).items():
             commands[name] = [*program, *material, args.peer_rows]
         runs = {
-            name: programs.enter_context(peers.started([str(part) for part in command]))
+            name: programs.enter_context(peers.started(*command))
             for name, command in commands.items()
         }
         seconds = alternate(runs, repetitions=args.repetitions)

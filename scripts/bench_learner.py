@@ -30,8 +30,8 @@ def trl_step(directory: Path, shape: str, *, rows: int) -> Iterator[tuple[str, R
     if name is None:
         raise SystemExit(f"--peers {directory}: TRL is missing; run scripts/install_peers.sh")
     with tempfile.TemporaryDirectory() as made:
-        material = map(str, peers.write_material(Path(made), shape))
-        with peers.started([*found[name], *material, str(rows), "step"]) as run:
+        material = peers.write_material(Path(made), shape)
+        with peers.started(*found[name], *material, rows, "step") as run:
             yield f"{name} f32", run
 
 

@@ -12,6 +12,7 @@ jaxrl's client alternates with a bare loop that discards the completions.
 """
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -30,21 +31,21 @@ def embedded(
     shape: str, args: argparse.Namespace, *, dtype: str, limits: np.ndarray
 ) -> Iterator[dict[str, Run]]:
     in_flight, baseline = args.in_flight, args.baseline
+    config = sampling.windowed(shape, window=args.window, every=args.every)
     build = partial(
         sampling.embedded,
-        shape,
         dtype=dtype,
         limits=limits,
         in_flight=min(in_flight, len(limits)),
         prompt=args.prompt,
     )
-    runs = {"jaxrl": build(window=args.window, every=args.every)}
+    runs = {"jaxrl": build(config)}
     if args.window is not None:
-        runs["no window"] = build()
+        runs["no window"] = build(SHAPES[shape])
     elif in_flight < len(limits):
-        runs["one batch after another"] = build(together=False)
+        runs["one batch after another"] = build(config, together=False)
     else:
-        runs["fixed sums"] = build(sums="fixed")
+        runs["fixed sums"] = build(config, sums="fixed")
     usual = args.prompt == PROMPT and args.window is None and (limits == ANSWER).all()
     if baseline and usual and len(limits) == 64 and dtype in plain.FLAGS:
         runs["hand-written JAX"] = plain.loop(baseline, shape, dtype=dtype)
@@ -76,9 +77,7 @@ def main() -> None:
     if args.beside_vllm and not usual:
         parser.error("--beside-vllm is for the usual prompts without windows")
     peaks = {dtype: matmul_peak(dtype) for dtype in args.dtypes}
-    for shape, sequences, dtype in (
-        (s, n, d) for s in args.shapes for n in args.sequences for d in args.dtypes
-    ):
+    for shape, sequences, dtype in itertools.product(args.shapes, args.sequences, args.dtypes):
         limits = sampling.LENGTHS[args.lengths](sequences)
         if args.sampler == "embedded":
             made = embedded(shape, args, dtype=dtype, limits=limits)
@@ -89,7 +88,8 @@ def main() -> None:
             seconds = alternate(runs, repetitions=args.repetitions)
         tokens = int(limits.sum())
         layers = {"window": args.window, "every": args.every}
-        per_token = sampling.flops_per_token(shape, prompt=args.prompt, **layers)
+        config = sampling.windowed(shape, **layers)
+        per_token = sampling.flops_per_token(config, prompt=args.prompt)
         flops = tokens * per_token / min(seconds["jaxrl"])
         row = {"shape": shape, "sequences": sequences, "prompt": args.prompt, **layers}
         row |= {"longest": ANSWER, "lengths": args.lengths, "in flight": args.in_flight}

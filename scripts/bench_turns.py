@@ -7,6 +7,7 @@ observations of 64 between them. It alternates with itself without caches, when 
 its whole context.
 """
 
+import itertools
 from functools import partial
 
 import jax
@@ -47,19 +48,17 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8, help="at most 8")
     parser.add_argument("--dtypes", nargs="+", default=["f32", "bf16"])
     args = parser.parse_args()
-    for shape in args.shapes:
-        for dtype in args.dtypes:
-            model = decoder(SHAPES[shape])
-            weights = init(model.specs, jax.random.key(0), dtype=jnp.dtype(jnp.float32))
-            policy = parse(f"fp32,wire={dtype},sampler={dtype}")
-            sampler = EmbeddedSampler(model, weights, precision=policy, max_batch=args.episodes)
-            run = partial(play, sampler, episodes=args.episodes, turns=args.turns)
-            runs = {"jaxrl": partial(run, caches=True)}
-            runs["whole contexts"] = partial(run, caches=False)
-            seconds = alternate(runs, repetitions=args.repetitions)
-            tokens = args.episodes * args.turns * COMPLETION
-            row = {"shape": shape, "dtype": dtype, "episodes": args.episodes, "turns": args.turns}
-            write(row | compared(seconds, tokens=tokens), args.out)
+    tokens = args.episodes * args.turns * COMPLETION
+    for shape, dtype in itertools.product(args.shapes, args.dtypes):
+        model = decoder(SHAPES[shape])
+        weights = init(model.specs, jax.random.key(0), dtype=jnp.dtype(jnp.float32))
+        policy = parse(f"fp32,wire={dtype},sampler={dtype}")
+        sampler = EmbeddedSampler(model, weights, precision=policy, max_batch=args.episodes)
+        run = partial(play, sampler, episodes=args.episodes, turns=args.turns)
+        runs = {"jaxrl": partial(run, caches=True), "whole contexts": partial(run, caches=False)}
+        seconds = alternate(runs, repetitions=args.repetitions)
+        row = {"shape": shape, "dtype": dtype, "episodes": args.episodes, "turns": args.turns}
+        write(row | compared(seconds, tokens=tokens), args.out)
 
 
 if __name__ == "__main__":

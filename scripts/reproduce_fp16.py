@@ -64,8 +64,7 @@ def show(directory: Path) -> None:
     results = sanity.found_cells(directory)
     if not results:
         return
-    took = grid.minutes([run for runs in results.values() for run in runs])
-    text = f"{took:.0f} minutes\n\n{sanity.table(results)}"
+    text = f"{grid.minutes(results):.0f} minutes\n\n{sanity.table(results)}"
     (directory / "sanity.md").write_text(text)
     print(text)
     matched: dict[str, dict] = {}

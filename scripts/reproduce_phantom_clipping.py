@@ -43,8 +43,7 @@ def show(directory: Path) -> None:
     """Writes tables and plots of all finished runs."""
     results = {s: found for s in SAMPLERS if (found := phantom.found_rows(directory, sampler=s))}
     for sampler, rows in results.items():
-        took = grid.minutes([run for runs in rows.values() for run in runs])
-        text = f"{sampler}, {took:.0f} minutes\n\n{phantom.table(rows)}"
+        text = f"{sampler}, {grid.minutes(rows):.0f} minutes\n\n{phantom.table(rows)}"
         (directory / f"{sampler}.md").write_text(text)
         print(text)
     pictures.phantom_lengths(directory / "phantom_lengths.png", results, rows=[*phantom.ROWS])

@@ -5,7 +5,7 @@ import dataclasses
 import random
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -63,8 +63,9 @@ def write_material(directory: Path, shape: str) -> tuple[Path, Path]:
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str]) -> Iterator[Run]:
+def started(*arguments: object) -> Iterator[Run]:
     """Starts a program of `iteration`; yields a function that lets it take one iteration."""
+    command = [str(argument) for argument in arguments]
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115
     program = subprocess.Popen(
         command, cwd=PROGRAMS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True

@@ -7,6 +7,7 @@ Fails if a step is missing or double, if the rollouts made are not the sum of th
 dropped and waiting, or if they are not the prompts taken. A kill counts once its process is gone.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -40,30 +41,22 @@ def main() -> None:
     made.add_argument("--seed", type=int, default=0)
     options = made.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
-    log = options.directory / "vllm.log"
-    with servers(options.base, count=options.servers, log=log) as ports:
-        for name, between in (("killed", tuple(options.between)), ("undisturbed", None)):
-            found = soak(
-                options.directory / name,
-                base=options.base,
-                ports=ports,
-                steps=options.steps,
-                seed=options.seed,
-                between=between,
-            )
+    with servers(options) as ports:
+        for name, between in (("killed", options.between), ("undisturbed", None)):
+            found = soak(options, options.directory / name, ports=ports, between=between)
             print(f"{name}: {found}", flush=True)
 
 
 @contextmanager
-def servers(base: Path, *, count: int, log: Path) -> Iterator[list[int]]:
+def servers(options: argparse.Namespace) -> Iterator[list[int]]:
     """Runs servers that restart after a failure; yields their ports."""
-    first = free_port("127.0.0.1", 0)
-    model = str(base / "sft" / "model")
-    options = ["--dtype", "f32", "--port", str(first), "--replicas", str(count)]
-    options += ["--max_model_len", "64", "--log", str(log)]
-    with subprocess.Popen([*COMMAND, "serve", model, *options]) as supervisor:
+    first, log = free_port("127.0.0.1", 0), options.directory / "vllm.log"
+    command = [*COMMAND, "serve", str(options.base / "sft" / "model"), "--dtype", "f32"]
+    command += ["--port", str(first), "--replicas", str(options.servers)]
+    command += ["--max_model_len", "64", "--log", str(log)]
+    with subprocess.Popen(command) as supervisor:
         try:
-            ports = [first + i for i in range(count)]
+            ports = [first + i for i in range(options.servers)]
             while not all(_healthy(port) for port in ports):
                 if supervisor.poll() is not None:
                     raise RuntimeError(f"the servers did not start; see {log}")
@@ -74,13 +67,11 @@ def servers(base: Path, *, count: int, log: Path) -> Iterator[list[int]]:
 
 
 def soak(
+    options: argparse.Namespace,
     run_dir: Path,
     *,
-    base: Path,
     ports: Sequence[int],
-    steps: int,
-    seed: int,
-    between: tuple[float, float] | None,
+    between: Sequence[float] | None,
 ) -> dict[str, Any]:
     """Trains to the end, restarting what is killed: a process after a random number of seconds in
     the range `between`, none if it is None. The seed is that of the run and of the kills.
@@ -90,19 +81,19 @@ def soak(
     """
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     keys = {
-        "seed": str(seed),
+        "seed": str(options.seed),
         "run_dir": str(run_dir),
-        **quickstart(base),
+        **quickstart(options.base),
         "sampler.url": json.dumps(urls),
         "sampler.timeout": "60",
-        "train.steps": str(steps),
+        "train.steps": str(options.steps),
         "checkpoint.every": "1",
         "probe.every": "0",
         "eval.every": "0",
     }
     command = [*COMMAND, "train", str(CONFIGS / "quickstart_async.toml")]
     command += [word for key, value in keys.items() for word in (f"--{key}", value)]
-    chance, killed, start = random.Random(seed), Counter[str](), time.monotonic()
+    chance, killed, start = random.Random(options.seed), Counter[str](), time.monotonic()
     while True:
         learner = subprocess.Popen(command)
         while between is not None and learner.poll() is None:
@@ -122,8 +113,8 @@ def soak(
         if learner.returncode != -signal.SIGKILL:
             raise RuntimeError(f"the run ended with status {learner.returncode}")
     entries = read_metrics(run_dir / "metrics.jsonl")
-    _check(entries, steps=steps)
-    _check_position(run_dir, steps=steps)
+    _check(entries, steps=options.steps)
+    _check_position(run_dir, steps=options.steps)
     made = rollouts(entries)
     return {
         "minutes": (time.monotonic() - start) / 60,

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from experiments import runs
@@ -36,9 +37,9 @@ def curve(runs: Sequence[Entries], name: str) -> np.ndarray:
     return np.array([[e.get(name) for e in entries] for entries in runs], float)
 
 
-def early(runs: Sequence[Entries], name: str, *, steps: int = 10) -> np.ndarray:
-    """Averages a metric over the first `steps` rollouts: f64[runs]."""
-    return np.nanmean(curve(runs, name)[:, :steps], axis=1)
+def early(runs: Sequence[Entries], name: str) -> np.ndarray:
+    """Averages a metric over the first ten rollouts: f64[runs]."""
+    return np.nanmean(curve(runs, name)[:, :10], axis=1)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -56,6 +57,6 @@ def spread(values: Sequence[float] | np.ndarray, form: str = "{:.3f}") -> str:
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
-def minutes(runs: Sequence[Entries]) -> float:
-    """Sums the minutes of all rollouts, compilation included."""
-    return sum(e["time/step"] for entries in runs for e in entries) / 60
+def minutes(results: Mapping[Any, Sequence[Entries]]) -> float:
+    """Sums the minutes of all rollouts of all runs, compilation included."""
+    return sum(e["time/step"] for runs in results.values() for run in runs for e in run) / 60
