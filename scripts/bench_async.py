@@ -9,63 +9,131 @@ Learner and server are pinned to one core each. Finished runs are not repeated.
 """
 
 import argparse
+import json
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
+from statistics import fmean
 
-from benchmarks import overlap
+from experiments.runs import CONFIGS, accuracies, markdown, parser, quickstart, rollouts, trained
+
+from jaxrl.builders.servers import Workload, started_server
+from jaxrl.config.sampler import ServerConfig
+from jaxrl.core.precision import parse
 
 SERVER_CORE, LEARNER_CORE = 1, 0
+# Without a correction the loss treats old completions as new; with it their tokens are reweighted.
+CORRECTIONS = {
+    "none": {"loss.name": "grpo", "loss.ratio": "over_anchor"},
+    "token TIS": {"loss.name": "grpo_token_tis"},
+}
+# One completion per padded row, so that the learner works as long as the server.
+BALANCED = {
+    "train.packing": "false",
+    "train.row_length": "144",
+    "train.microbatch_tokens": "4608",
+}
+SKIPPED = 3  # first steps, which compile
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directory", nargs="?", type=Path, default=Path("runs/async"))
-    parser.add_argument("--base", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 3, 5, 10])
-    parser.add_argument("--corrections", nargs="+", default=[*overlap.CORRECTIONS])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument(
+    made = parser(__doc__)
+    made.add_argument("directory", nargs="?", type=Path, default=Path("runs/async"))
+    made.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 3, 5, 10])
+    made.add_argument("--corrections", nargs="+", default=[*CORRECTIONS])
+    made.add_argument("--seeds", type=int, nargs="+", default=[0])
+    made.add_argument("--steps", type=int, default=30)
+    made.add_argument(
         "--balanced", action="store_true", help="the learner does not pack completions"
     )
-    parser.add_argument("--quick", action="store_true", help="two short runs and a check")
-    options = parser.parse_args()
+    made.add_argument("--quick", action="store_true", help="two short runs and a check")
+    options = made.parse_args()
     if options.quick:
         with tempfile.TemporaryDirectory() as directory:
             options.directory, options.seeds, options.steps = Path(directory), [0], 8
             options.staleness, options.corrections = [0, 1], ["token TIS"]
-            found = run(options)
-        busier = found[1].busy_together - found[0].busy_together
+            in_turn, overlapping = run(options)
+        busier = overlapping - in_turn
         assert busier > 0.1, f"both sides are busy {busier:+.0%} more of the time at staleness 1"
         return
     run(options)
 
 
-def run(options: argparse.Namespace) -> list[overlap.Measured]:
-    """Measures all runs and prints a table."""
+def run(options: argparse.Namespace) -> list[float]:
+    """Measures all runs and prints a table; returns the shares of the time that both sides were
+    busy together."""
     options.directory.mkdir(parents=True, exist_ok=True)
     os.sched_setaffinity(0, {SERVER_CORE})  # inherited by the server
-    with overlap.server(options.base, log=options.directory / "vllm.log") as url:
+    with started_server(
+        ServerConfig(),
+        options.base / "sft" / "model",
+        work=Workload(parse("fp32").sampler, max_model_len=64),
+        log=options.directory / "vllm.log",
+        note=print,
+    ) as server:
         os.sched_setaffinity(0, {LEARNER_CORE})  # before JAX starts its threads
-        setup = overlap.Setup(options.base, url, options.steps, options.balanced)
         found = [
-            overlap.measure(
-                options.directory,
-                setup,
-                staleness=staleness,
-                correction=correction,
-                seed=seed,
-            )
+            measure(options, server.url, staleness=staleness, correction=correction, seed=seed)
             # Compared runs follow each other, so that disturbances affect them alike.
             for seed in options.seeds
             for correction in options.corrections
             for staleness in options.staleness
         ]
-    print(overlap.table(found), end="")
-    return found
+    rows, together = zip(*found, strict=True)
+    print(markdown(rows), end="")
+    return list(together)
+
+
+def measure(
+    options: argparse.Namespace, url: str, *, staleness: int, correction: str, seed: int
+) -> tuple[dict[str, str], float]:
+    """Measures a run, training it first if the directory does not have it.
+
+    Returns:
+      (line of the table; share of the time that both sides were busy, 0 if they take turns).
+    """
+    name = f"{correction.replace(' ', '-')}-{staleness}-{seed}"
+    keys = {
+        "seed": seed,
+        "run_dir": options.directory / (f"{name}-balanced" if options.balanced else name),
+        **quickstart(options.base),
+        "sampler.url": json.dumps([url]),
+        "rollouts.max_staleness": staleness,
+        "train.steps": options.steps,
+        "checkpoint.every": 0,
+        "probe.every": 0,
+        "eval.every": 0,
+        **CORRECTIONS[correction],
+        **(BALANCED if options.balanced else {}),
+    }
+    entries = trained(CONFIGS / "quickstart_async.toml", keys)
+    steps = rollouts(entries)
+    timed = steps[SKIPPED:]
+    seconds = sum(e["time/step"] for e in timed)
+    # Without overlap the learner waits during all of the sampling.
+    waiting = sum(e.get("time/wait", e["time/sample"]) for e in timed)
+    learner = 1 - waiting / seconds
+    server = min(1.0, sum(e["time/sample"] for e in timed) / seconds)
+    ages = Counter(round(e.get("staleness", 0)) for e in steps)
+    rewards = [e["reward"] for e in steps]
+    gain = fmean(rewards[-5:]) - fmean(rewards[:5])
+    accuracy = list(accuracies(entries).values())[-1]
+    row = {
+        "max_staleness": str(staleness),
+        "correction": correction,
+        "seed": str(seed),
+        "minutes": f"{seconds / 60:.2f}",
+        "learner busy": f"{learner:.0%}",
+        "server busy": f"{server:.0%}",
+        "steps by mean staleness": ", ".join(f"{age}: {n}" for age, n in sorted(ages.items())),
+        # Mean of E[w^2] - 1 over tokens; w is the importance weight.
+        "chi2 of a token": f"{fmean(e['mismatch/chi2'] for e in timed):.2g}",
+        "reward gained": f"{gain:.3f}",
+        "per minute": f"{60 * gain / seconds:.3f}",
+        "held-out accuracy": f"{accuracy:.1%}",
+    }
+    return row, learner + server - 1
 
 
 if __name__ == "__main__":

@@ -13,27 +13,24 @@ python scripts/bench_bridge.py --transport store --bandwidth 1Gbit --hosts 3
 """
 
 import argparse
+import itertools
 import statistics
-from pathlib import Path
+from typing import Any
 
 from benchmarks import hosts
 from benchmarks.publishing import MODELS, measure, measure_write
-from benchmarks.timing import write
+from benchmarks.timing import options, write
 
 from jaxrl.core.precision import parse
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, repetitions=7)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["S"])
     parser.add_argument(
         "--params", nargs="+", default=["bf16", "f32"], help="dtype of the learner's weights"
     )
     parser.add_argument("--wire", default="bf16", help="dtype of wire and server")
-    parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--out", type=Path, help="also append the lines to this file")
     parser.add_argument("--transport", choices=["memory", "none", "store"], default="memory")
     parser.add_argument("--bandwidth", default="1Gbit", help="of each link, such as 100Mbit")
     parser.add_argument("--hosts", type=int, default=1)
@@ -43,10 +40,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.transport == "store":
         through_store(args)
-    elif args.transport == "none":
-        alone(args)
-    else:
-        through_memory(args)
+        return
+    timed = write_alone if args.transport == "none" else through_memory
+    for name, params in itertools.product(args.models, args.params):
+        policy = parse(f"fp32,params={params},wire={args.wire},sampler={args.wire}")
+        dtypes = {"params_dtype": policy.params, "wire": policy.wire}
+        row = {"model": name, "params": params, "wire": args.wire}
+        write(row | timed(name, **dtypes, repetitions=args.repetitions), args.out)
 
 
 def through_store(args: argparse.Namespace) -> None:
@@ -60,40 +60,28 @@ def through_store(args: argparse.Namespace) -> None:
             write({"model": name, "link": args.bandwidth, "hosts": args.hosts, **row}, args.out)
 
 
-def alone(args: argparse.Namespace) -> None:
-    for name, params in ((n, p) for n in args.models for p in args.params):
-        policy = parse(f"fp32,params={params},wire={args.wire}")
-        nbytes, seconds = measure_write(
-            name, params_dtype=policy.params, wire=policy.wire, repetitions=args.repetitions
-        )
-        middle = {part: statistics.median(values) for part, values in seconds.items()}
-        row = {"model": name, "params": params, "wire": args.wire, "MB": nbytes / 1e6, **middle}
-        row["write over copy"] = middle["copy"] / middle["write"]
-        write(row, args.out)
+def write_alone(name: str, **given: Any) -> dict[str, float]:
+    nbytes, seconds = measure_write(name, **given)
+    middle = {part: statistics.median(values) for part, values in seconds.items()}
+    return {"MB": nbytes / 1e6, **middle, "write over copy": middle["copy"] / middle["write"]}
 
 
-def through_memory(args: argparse.Namespace) -> None:
-    for name, params in ((n, p) for n in args.models for p in args.params):
-        policy = parse(f"fp32,params={params},wire={args.wire},sampler={args.wire}")
-        nbytes, seconds = measure(
-            name, params_dtype=policy.params, wire=policy.wire, repetitions=args.repetitions
-        )
-        parts = ("write", "pause", "load", "resume")
-        seconds["end to end"] = [sum(p) for p in zip(*(seconds[k] for k in parts), strict=True)]
-        served = [sum(p) for p in zip(*(seconds[k] for k in parts[1:]), strict=True)]
-        reload = seconds["vLLM reload"]
-        row = {"model": name, "params": params, "wire": args.wire, "MB": nbytes / 1e6}
-        row |= {
-            part: {"median": statistics.median(values), "best": min(values), "worst": max(values)}
-            for part, values in seconds.items()
-        }
-        row["write over copy, best of each"] = min(seconds["copy"]) / min(seconds["write"])
-        row["server over reload, rounds"] = [a / b for a, b in zip(served, reload, strict=True)]
-        row["server over reload, best of each"] = min(served) / min(reload)
-        loads = [a / b for a, b in zip(seconds["load"], reload, strict=True)]
-        row["load over reload, rounds"] = loads
-        row["load over reload"] = statistics.median(seconds["load"]) / statistics.median(reload)
-        write(row, args.out)
+def through_memory(name: str, **given: Any) -> dict[str, Any]:
+    nbytes, seconds = measure(name, **given)
+    parts = ("write", "pause", "load", "resume")
+    seconds["end to end"] = [sum(p) for p in zip(*(seconds[k] for k in parts), strict=True)]
+    served = [sum(p) for p in zip(*(seconds[k] for k in parts[1:]), strict=True)]
+    load, reload = seconds["load"], seconds["vLLM reload"]
+    row: dict[str, Any] = {"MB": nbytes / 1e6}
+    for part, values in seconds.items():
+        middle = statistics.median(values)
+        row[part] = {"median": middle, "best": min(values), "worst": max(values)}
+    row["write over copy, best of each"] = min(seconds["copy"]) / min(seconds["write"])
+    row["server over reload, rounds"] = [a / b for a, b in zip(served, reload, strict=True)]
+    row["server over reload, best of each"] = min(served) / min(reload)
+    row["load over reload, rounds"] = [a / b for a, b in zip(load, reload, strict=True)]
+    row["load over reload"] = statistics.median(load) / statistics.median(reload)
+    return row
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import matplotlib.figure
 import numpy as np
-from benchmarks import packed_step, sampling
-from benchmarks.packed_step import Groups
+from benchmarks import learning, sampling
+from benchmarks.learning import Groups
 from benchmarks.shapes import ANSWER, SHAPES
 from benchmarks.timing import Run, alternate, summary, write
 
@@ -48,7 +48,7 @@ class Panel(NamedTuple):
 
 def step(config: DecoderConfig, work: Groups, *, shared: bool = False) -> Run:
     """Compiles a learner's step."""
-    return packed_step.build(
+    return learning.group_step(
         dataclasses.replace(config, max_positions=2 * TOKENS),
         precision=PRESETS["fp32"],
         remat="matmuls",
@@ -93,7 +93,7 @@ def _both(title: str, axis: str, works: list[tuple[int, Groups]]) -> Panel:
 
 def _completions(count: int, *, dtype: str) -> Run:
     limits = sampling.equal(count)
-    return sampling.embedded("S", dtype=dtype, limits=limits, in_flight=count)
+    return sampling.embedded(SHAPES["S"], dtype=dtype, limits=limits, in_flight=count)
 
 
 def draw(axis, panel: Panel, seconds: Mapping[tuple[str, int], list[float]]) -> None:

@@ -7,7 +7,6 @@ All programs have the same model, prompts, lengths and learning rate, and take t
 turn. Peers compute in f32.
 """
 
-import argparse
 import contextlib
 import sys
 import tempfile
@@ -16,20 +15,18 @@ from pathlib import Path
 from benchmarks import peers
 from benchmarks.iteration.pace import ANSWER, GROUP, PROMPT, PROMPTS
 from benchmarks.shapes import SHAPES
-from benchmarks.timing import alternate, compared, write
+from benchmarks.timing import alternate, compared, options, write
 
 TOKENS = PROMPTS * GROUP * (PROMPT + ANSWER)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, repetitions=3)
     parser.add_argument("--shape", choices=SHAPES, default="S")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16_master"])
     parser.add_argument("--rows", type=int, default=4, help="sequences per microbatch of jaxrl")
     parser.add_argument("--peers", type=Path, help="directory of scripts/install_peers.sh")
     parser.add_argument("--peer-rows", type=int, default=16, help="sequences per microbatch")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="also append the lines to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as programs:
         material = peers.write_material(Path(made), args.shape)
@@ -40,14 +37,14 @@ def main() -> None:
         for name, program in (peers.installed(args.peers) if args.peers else {}).items():
             commands[name] = [*program, *material, args.peer_rows]
         runs = {
-            name: programs.enter_context(peers.started([str(part) for part in command]))
+            name: programs.enter_context(peers.started(*command))
             for name, command in commands.items()
         }
         seconds = alternate(runs, repetitions=args.repetitions)
     row = {"shape": args.shape, "prompts": PROMPTS, "group": GROUP}
     row |= {"prompt": PROMPT, "completion": ANSWER}
-    rates = {name: [TOKENS / s for s in values] for name, values in seconds.items()}
-    write(row | compared(rates, ours=f"jaxrl {args.precisions[0]}"), args.out)
+    ours = f"jaxrl {args.precisions[0]}"
+    write(row | compared(seconds, tokens=TOKENS, ours=ours), args.out)
 
 
 if __name__ == "__main__":

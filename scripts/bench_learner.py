@@ -6,17 +6,16 @@ python scripts/bench_learner.py --shapes S M --dtypes f32 bf16 f16 [--elided] [-
 The dtypes of a shape and the baselines are timed alternately.
 """
 
-import argparse
 import functools
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from benchmarks import learning, peers, plain, plain_torch
+from benchmarks import learning, peers, plain
 from benchmarks.learning import LENGTH, SEQUENCES
 from benchmarks.shapes import SHAPES
-from benchmarks.timing import Run, alternate, compared, matmul_peak, write
+from benchmarks.timing import Run, alternate, compared, matmul_peak, options, write
 
 from jaxrl.core.precision import parse
 
@@ -31,18 +30,17 @@ def trl_step(directory: Path, shape: str, *, rows: int) -> Iterator[tuple[str, R
     if name is None:
         raise SystemExit(f"--peers {directory}: TRL is missing; run scripts/install_peers.sh")
     with tempfile.TemporaryDirectory() as made:
-        material = map(str, peers.write_material(Path(made), shape))
-        with peers.started([*found[name], *material, str(rows), "step"]) as run:
+        material = peers.write_material(Path(made), shape)
+        with peers.started(*found[name], *material, rows, "step") as run:
             yield f"{name} f32", run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, repetitions=5)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["S"])
     parser.add_argument("--dtypes", nargs="+", choices=PRECISION, default=list(PRECISION))
     parser.add_argument("--rows", type=int, default=4, help="sequences per microbatch")
     parser.add_argument("--remat", default="matmuls")
-    parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--elided", action="store_true", help="time it without roundings, too")
     parser.add_argument("--baseline", type=Path, help="directory with a plain jax_step.py")
     parser.add_argument("--torch", type=Path, help="directory with a plain torch_step.py")
@@ -50,7 +48,6 @@ def main() -> None:
     parser.add_argument(
         "--torch-rows", type=int, default=16, help="sequences per microbatch of torch and TRL"
     )
-    parser.add_argument("--out", type=Path, help="also append the lines to this file")
     args = parser.parse_args()
     peaks = {dtype: matmul_peak(dtype) for dtype in args.dtypes}
     for shape in args.shapes:
@@ -64,8 +61,8 @@ def main() -> None:
             if args.baseline and dtype in plain.FLAGS:
                 step = plain.step(args.baseline, shape, dtype=dtype, rows=args.rows)
                 runs[f"hand-written JAX {dtype}"] = step
-            if args.torch and dtype in plain_torch.FLAGS:
-                step = plain_torch.step(args.torch, shape, dtype=dtype, rows=args.torch_rows)
+            if args.torch and dtype in plain.FLAGS:
+                step = plain.torch_step(args.torch, shape, dtype=dtype, rows=args.torch_rows)
                 runs[f"hand-written torch {dtype}"] = step
         with ExitStack() as programs:
             if args.peers and "f32" in args.dtypes:
@@ -74,17 +71,17 @@ def main() -> None:
                 runs[name] = run
             seconds = alternate(runs, repetitions=args.repetitions)
         tokens, flops = SEQUENCES * LENGTH, learning.step_flops(shape)
-        rates = {name: [tokens / s for s in values] for name, values in seconds.items()}
         for dtype, one in built.items():
-            speed = max(rates[dtype]) * flops / tokens
+            speed = flops / min(seconds[dtype])
             row = {"shape": shape, "sequences": SEQUENCES, "length": LENGTH, "rows": args.rows}
             row |= {"precision": PRECISION[dtype], "remat": args.remat}
             row |= {"model GFLOP/s": speed / 1e9, "matmul peak GFLOP/s": peaks[dtype] / 1e9}
             row |= {"share": speed / peaks[dtype]}
-            row |= {"step MiB": one.step_bytes / 2**20, "live arrays MiB": one.live_bytes / 2**20}
+            row |= {"step MiB": one.mib, "live arrays MiB": one.live_mib}
             row |= {"compile s": one.compile_seconds}
-            beside = {k: v for k, v in rates.items() if k == "f32" or k.endswith(f" {dtype}")}
-            write(row | compared({dtype: rates[dtype]} | beside, ours=dtype), args.out)
+            beside = {k: v for k, v in seconds.items() if k == "f32" or k.endswith(f" {dtype}")}
+            shown = {dtype: seconds[dtype]} | beside
+            write(row | compared(shown, tokens=tokens, ours=dtype), args.out)
 
 
 if __name__ == "__main__":

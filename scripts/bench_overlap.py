@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from statistics import mean, median
 
-from experiments.runs import CONFIGS, quickstart, rollouts
+from experiments.runs import CONFIGS, parser, quickstart, rollouts
 
 from jaxrl.monitoring.tracking.tracking import read_metrics
 
@@ -28,16 +28,13 @@ PARTS = ("time/step", "time/learn", "time/sample", "time/wait")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--base", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
+    made = parser(__doc__)
+    made.add_argument("--steps", type=int, default=16)
+    made.add_argument("--repeats", type=int, default=3)
+    made.add_argument(
         "--row-length", type=int, help="one completion to a row of this length: more learning"
     )
-    options = parser.parse_args()
+    options = made.parse_args()
     found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     with tempfile.TemporaryDirectory() as directory:
         for repeat in range(options.repeats):

@@ -12,6 +12,7 @@ jaxrl's client alternates with a bare loop that discards the completions.
 """
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from benchmarks import plain, sampling, serving
 from benchmarks.shapes import ANSWER, PROMPT, SHAPES
-from benchmarks.timing import Run, alternate, compared, matmul_peak, write
+from benchmarks.timing import Run, alternate, compared, matmul_peak, options, write
 
 from jaxrl.core.precision import parse
 
@@ -30,21 +31,21 @@ def embedded(
     shape: str, args: argparse.Namespace, *, dtype: str, limits: np.ndarray
 ) -> Iterator[dict[str, Run]]:
     in_flight, baseline = args.in_flight, args.baseline
+    config = sampling.windowed(shape, window=args.window, every=args.every)
     build = partial(
         sampling.embedded,
-        shape,
         dtype=dtype,
         limits=limits,
         in_flight=min(in_flight, len(limits)),
         prompt=args.prompt,
     )
-    runs = {"jaxrl": build(window=args.window, every=args.every)}
+    runs = {"jaxrl": build(config)}
     if args.window is not None:
-        runs["no window"] = build()
+        runs["no window"] = build(SHAPES[shape])
     elif in_flight < len(limits):
-        runs["one batch after another"] = build(together=False)
+        runs["one batch after another"] = build(config, together=False)
     else:
-        runs["fixed sums"] = build(sums="fixed")
+        runs["fixed sums"] = build(config, sums="fixed")
     usual = args.prompt == PROMPT and args.window is None and (limits == ANSWER).all()
     if baseline and usual and len(limits) == 64 and dtype in plain.FLAGS:
         runs["hand-written JAX"] = plain.loop(baseline, shape, dtype=dtype)
@@ -57,9 +58,7 @@ def embedded(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, repetitions=5)
     parser.add_argument("--sampler", choices=["embedded", "vllm"], default="embedded")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["S"])
     parser.add_argument("--sequences", nargs="+", type=int, default=[8, 64], help="multiples of 8")
@@ -69,23 +68,16 @@ def main() -> None:
     parser.add_argument("--window", type=int, help="in tokens")
     parser.add_argument("--every", type=int, default=1, help="2: on every other layer, and so on")
     parser.add_argument("--dtypes", nargs="+", default=["f32", "bf16", "f16"])
-    parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--baseline", type=Path, help="directory with a plain jax_decode.py")
     parser.add_argument("--beside-vllm", action="store_true", help="time it on vLLM, too")
-    parser.add_argument("--out", type=Path, help="also append the lines to this file")
     args = parser.parse_args()
-    if args.sampler == "vllm" and (args.lengths, args.prompt, args.window) != (
-        "equal",
-        PROMPT,
-        None,
-    ):
+    usual = (args.prompt, args.window) == (PROMPT, None)
+    if args.sampler == "vllm" and not (usual and args.lengths == "equal"):
         parser.error("--lengths, --prompt and --window are of the embedded sampler; leave them out")
-    if args.beside_vllm and (args.prompt, args.window) != (PROMPT, None):
+    if args.beside_vllm and not usual:
         parser.error("--beside-vllm is for the usual prompts without windows")
     peaks = {dtype: matmul_peak(dtype) for dtype in args.dtypes}
-    for shape, sequences, dtype in (
-        (s, n, d) for s in args.shapes for n in args.sequences for d in args.dtypes
-    ):
+    for shape, sequences, dtype in itertools.product(args.shapes, args.sequences, args.dtypes):
         limits = sampling.LENGTHS[args.lengths](sequences)
         if args.sampler == "embedded":
             made = embedded(shape, args, dtype=dtype, limits=limits)
@@ -94,15 +86,16 @@ def main() -> None:
             made = serving.clients(SHAPES[shape], dtype=served, sequences=sequences)
         with made as runs:
             seconds = alternate(runs, repetitions=args.repetitions)
-        rates = {k: [int(limits.sum()) / s for s in v] for k, v in seconds.items()}
+        tokens = int(limits.sum())
         layers = {"window": args.window, "every": args.every}
-        per_token = sampling.flops_per_token(shape, prompt=args.prompt, **layers)
-        flops = max(rates["jaxrl"]) * per_token
+        config = sampling.windowed(shape, **layers)
+        per_token = sampling.flops_per_token(config, prompt=args.prompt)
+        flops = tokens * per_token / min(seconds["jaxrl"])
         row = {"shape": shape, "sequences": sequences, "prompt": args.prompt, **layers}
         row |= {"longest": ANSWER, "lengths": args.lengths, "in flight": args.in_flight}
         row |= {"sampler": args.sampler, "dtype": dtype, "model GFLOP/s": flops / 1e9}
         row |= {"matmul peak GFLOP/s": peaks[dtype] / 1e9, "share": flops / peaks[dtype]}
-        write(row | compared(rates), args.out)
+        write(row | compared(seconds, tokens=tokens), args.out)
 
 
 if __name__ == "__main__":

@@ -5,20 +5,18 @@ python scripts/bench_shared_prompts.py --prompt 1024 --completion 128 --group 8 
 Both compute the same gradient; they are timed alternately. Memory is that of the compiled step.
 """
 
-import argparse
 from functools import partial
-from pathlib import Path
 
-from benchmarks import packed_step
-from benchmarks.packed_step import Groups
+from benchmarks import learning
+from benchmarks.learning import Groups
 from benchmarks.shapes import SHAPES
-from benchmarks.timing import alternate, compared, write
+from benchmarks.timing import alternate, compared, options, write
 
 from jaxrl.core.precision import PRESETS
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, repetitions=5)
     parser.add_argument("--shape", choices=SHAPES, default="S")
     parser.add_argument("--precision", choices=PRESETS, default="fp32")
     parser.add_argument("--remat", default="matmuls")
@@ -27,11 +25,9 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--microbatch", type=int, default=4096, help="tokens, at most")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="also append the lines to this file")
     args = parser.parse_args()
     build = partial(
-        packed_step.build,
+        learning.group_step,
         SHAPES[args.shape],
         precision=PRESETS[args.precision],
         remat=args.remat,
@@ -47,8 +43,7 @@ def main() -> None:
         row |= {f"{name} token passes": one.passes, f"{name} step MiB": one.mib}
     row |= {"fewer token passes": steps["plain"].passes / steps["shared"].passes}
     tokens = args.groups * args.group * (args.prompt + args.completion)
-    rates = {name: [tokens / s for s in values] for name, values in seconds.items()}
-    write(row | compared(rates, ours="shared"), args.out)
+    write(row | compared(seconds, tokens=tokens, ours="shared"), args.out)
 
 
 if __name__ == "__main__":

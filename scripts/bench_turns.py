@@ -7,15 +7,14 @@ observations of 64 between them. It alternates with itself without caches, when 
 its whole context.
 """
 
-import argparse
+import itertools
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from benchmarks.shapes import SHAPES
-from benchmarks.timing import alternate, compared, write
+from benchmarks.timing import alternate, compared, options, write
 
 from jaxrl.core.precision import parse
 from jaxrl.models.decoder import decoder
@@ -43,30 +42,23 @@ def play(sampler: EmbeddedSampler, seed: int, *, episodes: int, turns: int, cach
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, repetitions=3)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["S"])
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--turns", type=int, default=8, help="at most 8")
     parser.add_argument("--dtypes", nargs="+", default=["f32", "bf16"])
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="also append the lines to this file")
     args = parser.parse_args()
-    for shape in args.shapes:
-        for dtype in args.dtypes:
-            model = decoder(SHAPES[shape])
-            weights = init(model.specs, jax.random.key(0), dtype=jnp.dtype(jnp.float32))
-            policy = parse(f"fp32,wire={dtype},sampler={dtype}")
-            sampler = EmbeddedSampler(model, weights, precision=policy, max_batch=args.episodes)
-            run = partial(play, sampler, episodes=args.episodes, turns=args.turns)
-            runs = {"jaxrl": partial(run, caches=True)}
-            runs["whole contexts"] = partial(run, caches=False)
-            seconds = alternate(runs, repetitions=args.repetitions)
-            tokens = args.episodes * args.turns * COMPLETION
-            rates = {name: [tokens / s for s in values] for name, values in seconds.items()}
-            row = {"shape": shape, "dtype": dtype, "episodes": args.episodes, "turns": args.turns}
-            write(row | compared(rates), args.out)
+    tokens = args.episodes * args.turns * COMPLETION
+    for shape, dtype in itertools.product(args.shapes, args.dtypes):
+        model = decoder(SHAPES[shape])
+        weights = init(model.specs, jax.random.key(0), dtype=jnp.dtype(jnp.float32))
+        policy = parse(f"fp32,wire={dtype},sampler={dtype}")
+        sampler = EmbeddedSampler(model, weights, precision=policy, max_batch=args.episodes)
+        run = partial(play, sampler, episodes=args.episodes, turns=args.turns)
+        runs = {"jaxrl": partial(run, caches=True), "whole contexts": partial(run, caches=False)}
+        seconds = alternate(runs, repetitions=args.repetitions)
+        row = {"shape": shape, "dtype": dtype, "episodes": args.episodes, "turns": args.turns}
+        write(row | compared(seconds, tokens=tokens), args.out)
 
 
 if __name__ == "__main__":

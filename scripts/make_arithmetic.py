@@ -35,6 +35,13 @@ MODEL = {
     "tie_word_embeddings": True,
     "initializer_range": 0.1,  # 0.02, meant for wide models, trains five times slower here
 }
+# For tests and for loops that disturb runs.
+TINY = MODEL | {
+    "hidden_size": 32,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 64,
+}
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|unknown|>")
 PRINTABLE = ["\n", *map(chr, range(32, 127))]
 TEMPLATE = (

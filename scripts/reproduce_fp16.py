@@ -48,15 +48,11 @@ def main() -> None:
 def compare(directory: Path) -> None:
     """Runs the offline comparison."""
     phantom.write_material(directory / "deep", model=phantom.DEEP, seeds=[0])
-    models = {
-        "trained": directory / "base" / "model",
-        "deep": directory / "deep" / "model-0",
-    }
-    data = {"data.path": str(directory / "perfectible.jsonl")}
-    scores = {
-        name: offline.measured(directory / f"offline-{name}", data | {"model.path": str(path)})
-        for name, path in models.items()
-    }
+    models = {"trained": directory / "base" / "model", "deep": directory / "deep" / "model-0"}
+    scores = {}
+    for name, path in models.items():
+        keys = {"model.path": path, "data.path": directory / "perfectible.jsonl"}
+        scores[name] = offline.measured(directory / f"offline-{name}", keys)
     text = "\n".join(f"{name}\n\n{offline.table(found)}" for name, found in scores.items())
     (directory / "offline.md").write_text(text)
     print(text)
@@ -68,8 +64,7 @@ def show(directory: Path) -> None:
     results = sanity.found_cells(directory)
     if not results:
         return
-    took = grid.minutes([run for runs in results.values() for run in runs])
-    text = f"{took:.0f} minutes\n\n{sanity.table(results)}"
+    text = f"{grid.minutes(results):.0f} minutes\n\n{sanity.table(results)}"
     (directory / "sanity.md").write_text(text)
     print(text)
     matched: dict[str, dict] = {}

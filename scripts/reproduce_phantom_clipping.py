@@ -33,7 +33,7 @@ def main() -> None:
     directory = arguments.directory.absolute()
     grid.set_up(directory)
     phantom.write_material(directory, model=phantom.DEEP, seeds=arguments.seeds)
-    rows = [phantom.ROWS[i] for i in arguments.rows]
+    rows = [[*phantom.ROWS][i] for i in arguments.rows]
     for sampler in arguments.samplers:
         phantom.train_rows(directory, sampler=sampler, rows=rows, seeds=arguments.seeds)
     show(directory)
@@ -43,18 +43,14 @@ def show(directory: Path) -> None:
     """Writes tables and plots of all finished runs."""
     results = {s: found for s in SAMPLERS if (found := phantom.found_rows(directory, sampler=s))}
     for sampler, rows in results.items():
-        took = grid.minutes([run for runs in rows.values() for run in runs])
-        text = f"{sampler}, {took:.0f} minutes\n\n{phantom.table(rows)}"
+        text = f"{sampler}, {grid.minutes(rows):.0f} minutes\n\n{phantom.table(rows)}"
         (directory / f"{sampler}.md").write_text(text)
         print(text)
-    named = {s: {row.name: runs for row, runs in rows.items()} for s, rows in results.items()}
-    pictures.phantom_lengths(
-        directory / "phantom_lengths.png", named, rows=[row.name for row in phantom.ROWS]
-    )
-    policies = {"f32 learner": phantom.FAILURE.name, **phantom.MATCHED}
+    pictures.phantom_lengths(directory / "phantom_lengths.png", results, rows=[*phantom.ROWS])
+    policies = {"f32 learner": phantom.FAILURE, **phantom.MATCHED}
     betas = {
         s: {policy: rows[name] for policy, name in policies.items() if name in rows}
-        for s, rows in named.items()
+        for s, rows in results.items()
     }
     pictures.phantom_betas(directory / "phantom_betas.png", betas)
 

@@ -7,10 +7,34 @@ Takes ten minutes and prints the table of docs/scale.md, Mixtures of experts.
 """
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from experiments.runs import markdown
-from reproduce import routing
+import jax
+import make_arithmetic
+import numpy as np
+from experiments.runs import CONFIGS, config, markdown
+from reproduce import scoring
+from reproduce.phantom import DEEP, write_material
+
+from jaxrl.core.batch import Minibatch, Rollout
+from jaxrl.core.casts import cast
+from jaxrl.core.precision import parse
+from jaxrl.monitoring.ratio.split import known_tokens, split_log_ratio
+from jaxrl.training.run import open_run
+
+POLICIES = ("phantom", "bf16_master", "fp16_master", "fp32")
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+# The quickstart's size, and the size from docs/precision.md with large rounding.
+MODELS = {"2 layers of 64": make_arithmetic.MODEL | EXPERTS, "24 layers of 32": DEEP | EXPERTS}
+FOUND = ("beta_std", "beta_p99", "alpha_std", "k3_kl", "ess", "clipped", "phantom")
 
 
 def main() -> None:
@@ -19,7 +43,73 @@ def main() -> None:
     )
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory
-    print(markdown(list(routing.rows(directory))))
+    print(markdown(list(rows(directory))))
+
+
+def rows(directory: Path) -> Iterator[dict[str, str]]:
+    """Yields table lines: for every model and policy one without and one with replay."""
+    for name, model in MODELS.items():
+        material = directory / name.replace(" ", "-")
+        write_material(material, model=model, seeds=[0])
+        for policy in POLICIES:
+            moved, *both = measured(material, policy)
+            for replay, found in zip(("no", "yes"), both, strict=True):
+                row = {"model": name, "precision": policy, "routed otherwise": f"{moved:.2%}"}
+                yield row | {"replay": replay} | {key: f"{found[key]:.2g}" for key in FOUND}
+
+
+def measured(material: Path, policy: str) -> tuple[float, dict[str, float], dict[str, float]]:
+    """Measures one rollout of 64 completions.
+
+    Returns:
+      (share of tokens and layers in which learner and sampler choose different experts; split of
+      the log-ratio without replay; the same with replay).
+    """
+    keys = {
+        "precision": policy,
+        "run_dir": material / policy,
+        "model.path": material / "model-0",
+        "data.path": material / "prompts.jsonl",
+        "train.replay_routing": "true",
+        "sampling.temperature": 1,
+    }
+    with open_run(config(CONFIGS / "phantom_clipping.toml", keys)) as (run, state, progress):
+        rollouts = scoring.sampled(run, progress)
+        given = scoring.minibatch(run, rollouts)
+        moved = _moved(run, cast(state.policy.params, parse(policy).compute), given)
+        free = scoring.minibatch(run, [_forgotten(one) for one in rollouts])
+        return moved, _split(run, state, free), _split(run, state, given)
+
+
+def _forgotten(rollout: Rollout) -> Rollout:
+    assert rollout.experts is not None
+    return rollout._replace(experts=np.full_like(rollout.experts, -1, dtype=np.int16))
+
+
+def _moved(run: Any, weights: Any, given: Minibatch) -> float:
+    batch, policy = given.batch, parse(run.config.precision)
+    inputs = (weights, batch.tokens, batch.positions, batch.segments)
+    own = jax.jit(run.learning.model.hidden_routed, static_argnames="precision")(
+        *inputs, precision=policy
+    )
+    recorded = np.asarray(batch.experts)
+    other = np.any(np.sort(own.experts, axis=-1) != np.sort(recorded, axis=-1), axis=-1)
+    return float(np.mean(other[(recorded >= 0).all(axis=(2, 3))]))
+
+
+def _split(run: Any, state: Any, given: Minibatch) -> dict[str, float]:
+    learner, shadow = scoring.score(run, state.policy, given)
+    batch = given.batch
+    tokens = known_tokens(
+        learner=learner,
+        shadow=shadow,
+        sampler=np.asarray(batch.sampler_logprobs),
+        advantages=np.asarray(batch.advantages),
+        mask=np.asarray(batch.action_mask),
+        segments=np.asarray(batch.segments),
+    )
+    low, high = run.config.probe.clip_range
+    return split_log_ratio(tokens, low=low, high=high)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,6 @@ from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.monitoring.tracking.tracking import read_metrics
 
-_MODEL = make_arithmetic.MODEL | {
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 64,
-}
 _REWARD = """
 def digits(completion, example):
     return sum(c.isdigit() for c in completion) // 3 / 3
@@ -36,7 +29,7 @@ _TIMED = ("time", "tokens_per_second")  # beginnings of metrics that differ betw
 
 def write_material(directory: Path) -> None:
     """Writes the model, prompts and a reward."""
-    make_arithmetic.write_model(directory / "model", _MODEL, seed=0)
+    make_arithmetic.write_model(directory / "model", make_arithmetic.TINY, seed=0)
     sizes = {"sft": 1, "train": 64, "held_out": 8}
     make_arithmetic.write_texts(directory, sizes, rng=random.Random(0))
     (directory / "reward.py").write_text(_REWARD)
@@ -69,25 +62,23 @@ def overrides(material: Path, run_dir: Path, *, steps: int) -> Mapping[str, str]
 
 def command(material: Path, run_dir: Path, *, steps: int) -> list[str]:
     """Returns the command that starts the run or resumes it."""
-    words = [sys.executable, "-m", "jaxrl.cli", "train"]
-    for key, value in overrides(material, run_dir, steps=steps).items():
-        words += [f"--{key}", value]
-    return words
+    keys = overrides(material, run_dir, steps=steps)
+    options = [f"--{key}={value}" for key, value in keys.items()]
+    return [sys.executable, "-m", "jaxrl.cli", "train", *options]
 
 
 def differences(run_dir: Path, undisturbed: Path) -> list[str]:
     """Returns the files of a finished run that must equal those of another and do not."""
-    found = []
-    for name, read in (
-        ("config.toml", _config),
-        ("metrics.jsonl", _metrics),
-        ("samples.jsonl", Path.read_bytes),
-        ("model", _folder),
-        ("checkpoints", _last_checkpoint),
-    ):
-        if read(run_dir / name) != read(undisturbed / name):
-            found.append(name)
-    return found
+    read_by = {
+        "config.toml": _config,
+        "metrics.jsonl": _metrics,
+        "samples.jsonl": Path.read_bytes,
+        "model": _folder,
+        "checkpoints": _last_checkpoint,
+    }
+    return [
+        name for name, read in read_by.items() if read(run_dir / name) != read(undisturbed / name)
+    ]
 
 
 def kept(run_dir: Path) -> list[str]:

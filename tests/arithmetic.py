@@ -11,14 +11,7 @@ assert _SPEC.loader is not None
 script = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(script)
 
-TINY = script.MODEL | {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 64,
-}
+TINY = script.TINY
 
 
 def write(directory: Path) -> None:

@@ -2,15 +2,15 @@
 
 import contextlib
 import dataclasses
-import json
 import random
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import make_arithmetic
 from benchmarks.iteration.pace import PROMPT, PROMPTS
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import Run
@@ -58,14 +58,14 @@ def write_material(directory: Path, shape: str) -> tuple[Path, Path]:
         {"prompt": " ".join(rng.choices(words, k=PROMPT)), "answer": ""}
         for _ in range(64 * PROMPTS)
     ]
-    lines = [json.dumps(prompt) + "\n" for prompt in prompts]
-    (directory / "prompts.jsonl").write_text("".join(lines))
+    make_arithmetic.write_rows(directory / "prompts.jsonl", prompts)
     return directory / "model", directory / "prompts.jsonl"
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str]) -> Iterator[Run]:
+def started(*arguments: object) -> Iterator[Run]:
     """Starts a program of `iteration`; yields a function that lets it take one iteration."""
+    command = [str(argument) for argument in arguments]
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115
     program = subprocess.Popen(
         command, cwd=PROGRAMS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True

@@ -1,10 +1,12 @@
-"""Hand-written baselines: `jax_step.py` and `jax_decode.py` in a directory, with settings from the
-command line and weights from models/."""
+"""Hand-written baselines: `jax_step.py`, `jax_decode.py` and `torch_step.py` in a directory, with
+settings from the command line and JAX weights from models/."""
 
+import contextlib
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,8 @@ FLAGS = {"f32": "fp32", "bf16": "bf16"}
 
 def step(directory: Path, shape: str, *, dtype: str, rows: int) -> Run:
     """Builds a GRPO step on 64 sequences, `rows` per microbatch."""
-    (base,) = _load(directory, "jax_step", shape, dtype, "--attn", "cvjp", "--micro", str(rows))
+    with _started(directory, shape, dtype, "--attn", "cvjp", "--micro", str(rows)):
+        base = importlib.import_module("jax_step")
     fixed, old = base.fixed_batch(shape), base.old_logps(shape)
     tokens = jnp.concatenate([fixed["prompt_ids"], fixed["completion_ids"]], axis=1)
     weights = jax.tree.map(jnp.asarray, base.load())
@@ -31,7 +34,10 @@ def step(directory: Path, shape: str, *, dtype: str, rows: int) -> Run:
 
 def loop(directory: Path, shape: str, *, dtype: str) -> Run:
     """Builds a decoding loop for 64 sequences."""
-    base, decode = _load(directory, "jax_step jax_decode", shape, dtype)
+    with _started(directory, shape, dtype):
+        base = importlib.import_module("jax_step")
+        sys.modules["jax_base"] = base  # jax_decode imports jax_step by this name
+        decode = importlib.import_module("jax_decode")
     weights = jax.tree.map(jnp.asarray, base.load())
     prompts = jnp.asarray(base.fixed_batch(shape)["prompt_ids"])
     generate = jax.jit(decode.generate)
@@ -42,17 +48,26 @@ def loop(directory: Path, shape: str, *, dtype: str) -> Run:
     return run
 
 
-def _load(directory: Path, names: str, shape: str, dtype: str, *flags: str) -> list[ModuleType]:
-    for name in ("jax_decode", "jax_base", "jax_step", "common"):
+def torch_step(directory: Path, shape: str, *, dtype: str, rows: int) -> Run:
+    """Builds the step in torch, which its first call compiles."""
+    with _started(directory, shape, dtype, "--micro", str(rows), "--compile"):
+        common: Any = importlib.import_module("common")
+        # The program times itself and prints the result; here it is timed with the others.
+        common.timed = lambda step, n: (0.0, [{"wall": 1.0}])
+        common.record = lambda *args, **kwargs: None
+        program = importlib.import_module("torch_step")
+    return lambda _: program.step()
+
+
+@contextlib.contextmanager
+def _started(directory: Path, shape: str, dtype: str, *flags: str) -> Iterator[None]:
+    """Lets programs of the directory be imported, anew, as if started with these settings."""
+    for name in ("jax_decode", "jax_base", "jax_step", "torch_step", "common"):
         sys.modules.pop(name, None)
     sys.path.insert(0, str(directory))
     argv, sys.argv = sys.argv, ["", "--model", shape, "--prec", FLAGS[dtype], *flags]
     try:
-        modules = []
-        for name in names.split():
-            modules.append(importlib.import_module(name))
-            sys.modules["jax_base"] = modules[0]  # jax_decode imports jax_step by this name
-        return modules
+        yield
     finally:
         sys.argv = argv
         sys.path.remove(str(directory))

@@ -1,20 +1,18 @@
 """Times of a publish by part, of a copy of the same bytes, and of vLLM's reload of a checkpoint."""
 
 import dataclasses
-import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
 
 import httpx2
 import jax
 import numpy as np
 from benchmarks import serving
 from benchmarks.shapes import SHAPES
+from benchmarks.timing import Run, alternate
 
 from jaxrl.bridge import payload
+from jaxrl.bridge.base import Timings
 from jaxrl.bridge.in_vllm import auth
 from jaxrl.bridge.safetensors_file import plan_file
 from jaxrl.bridge.servers.control import VllmServer
@@ -24,12 +22,10 @@ from jaxrl.bridge.source import ParamsSource
 from jaxrl.core.casts import cast
 from jaxrl.core.precision import DType
 from jaxrl.models.decoder import decoder
-from jaxrl.models.families import DecoderConfig
-from jaxrl.models.rope import Rope
 from jaxrl.models.spec import init
 
-# The sizes of Qwen2.5-0.5B.
-_HALF_BILLION = DecoderConfig(
+_HALF_BILLION = dataclasses.replace(  # the sizes of Qwen2.5-0.5B
+    SHAPES["S"],
     model_type="qwen2",
     vocab_size=151936,
     hidden_size=896,
@@ -38,12 +34,8 @@ _HALF_BILLION = DecoderConfig(
     num_kv_heads=2,
     head_dim=64,
     intermediate_size=4864,
-    rms_norm_eps=1e-6,
-    rope=Rope(theta=1e6),
     qkv_bias=True,
     qk_norm=None,
-    tied=True,
-    max_positions=1024,
 )
 MODELS = {
     "tiny": dataclasses.replace(  # the quickstart's
@@ -74,26 +66,26 @@ def measure(
       (bytes on the wire, seconds of each).
     """
     config = MODELS[name]
-    specs = decoder(config).specs
-    seconds: dict[str, list[float]] = {}
+    published: list[Timings] = []
     with (
-        serving.server(config, dtype=wire) as (started, weights, _),
+        serving.server(config, dtype=wire) as (started, weights),
         SharedMemoryPublisher(
             [VllmServer(started.url, api_key=started.api_key)], wire=wire, sampler=wire
         ) as publisher,
         ThreadPoolExecutor(2) as pool,
     ):
-        source = ParamsSource(cast(weights, params_dtype), specs, dtype=wire)
+        source = ParamsSource(cast(weights, params_dtype), decoder(config).specs, dtype=wire)
         nbytes = sum(int(np.prod(s.shape)) for s in source.specs()) * wire.itemsize
         here, there = np.ones((2, nbytes // 2), np.uint8), np.ones((2, nbytes // 2), np.uint8)
-        for version in range(repetitions + 1):
-            parts = publisher.publish(source, version=version)._asdict()
-            parts["copy"] = _seconds(lambda: list(pool.map(np.copyto, there, here)))
-            parts["vLLM reload"] = _seconds(lambda: _reload(started))
-            if version:
-                for part, value in parts.items():
-                    seconds.setdefault(part, []).append(value)
-    return nbytes, seconds
+        runs: dict[str, Run] = {
+            "publish": lambda i: published.append(publisher.publish(source, version=i)),
+            "copy": lambda i: list(pool.map(np.copyto, there, here)),
+            "vLLM reload": lambda i: _reload(started),
+        }
+        seconds = alternate(runs, repetitions=repetitions)
+    del seconds["publish"]
+    parts = {part: [getattr(one, part) for one in published[1:]] for part in Timings._fields}
+    return nbytes, parts | seconds
 
 
 def measure_write(
@@ -110,29 +102,17 @@ def measure_write(
     source = ParamsSource(params, specs, dtype=wire)
     file = plan_file(list(source.specs()))
     here, *slots = (np.ones((2, -(-file.nbytes // 2)), np.uint8) for _ in range(3))
-    seconds: dict[str, list[float]] = {}
 
-    def write(slot: np.ndarray) -> None:
-        payload.write_tensors(source, file, slot.reshape(-1))
+    def write(i: int) -> None:
+        payload.write_tensors(source, file, slots[i % 2].reshape(-1))
 
     with ThreadPoolExecutor(2) as pool:
-        parts: dict[str, Callable[[np.ndarray], Any]] = {
-            "copy": lambda slot: list(pool.map(np.copyto, slot, here)),
-            "source": lambda slot: deque(source, maxlen=0),
+        runs: dict[str, Run] = {
+            "copy": lambda i: list(pool.map(np.copyto, slots[i % 2], here)),
+            "source": lambda i: deque(source, maxlen=0),
             "write": write,
         }
-        for i in range(repetitions + 1):
-            taken = {name: _seconds(partial(part, slots[i % 2])) for name, part in parts.items()}
-            if i:
-                for part, value in taken.items():
-                    seconds.setdefault(part, []).append(value)
-    return file.nbytes, seconds
-
-
-def _seconds(function: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
+        return file.nbytes, alternate(runs, repetitions=repetitions)
 
 
 def _reload(server: LocalServer) -> None:

@@ -1,7 +1,6 @@
 """The embedded sampler as a benchmark."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import numpy as np
 from benchmarks.shapes import ANSWER, PROMPT, SHAPES
 from benchmarks.timing import Run
 
+from jaxrl.commands.plan.roofline import active_weights
 from jaxrl.core.precision import parse
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
@@ -19,15 +19,21 @@ from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 GROUP = 8  # completions per prompt
 
 
+def windowed(shape: str, *, window: int | None, every: int) -> DecoderConfig:
+    """Returns a model with a window, in tokens, on all layers, on every other one, and so on; with
+    None it has none."""
+    config = SHAPES[shape]
+    windows = tuple(None if i % every else window for i in range(config.num_layers))
+    return dataclasses.replace(config, windows=windows)
+
+
 def embedded(
-    shape: str,
+    config: DecoderConfig,
     *,
     dtype: str,
     limits: np.ndarray,
     in_flight: int,
     prompt: int = PROMPT,
-    window: int | None = None,
-    every: int = 1,
     sums: str = "any",
     together: bool = True,
 ) -> Run:
@@ -35,20 +41,15 @@ def embedded(
     stop sequence.
 
     Args:
-      shape: of the model.
+      config: of the model.
       dtype: of weights and products.
       limits: i[N] tokens of each completion.
       in_flight: the most completions decoded at once.
       prompt: tokens of each prompt.
-      window: in tokens; None for none.
-      every: the layers with it: all, every other one, and so on.
       sums: see `Precision`.
       together: whether all completions are one request; otherwise each `in_flight` are one, and a
         request follows the end of the one before.
     """
-    config = SHAPES[shape]
-    windows = tuple(None if i % every else window for i in range(config.num_layers))
-    config = dataclasses.replace(config, windows=windows)
     model = decoder(config)
     weights = init(model.specs, jax.random.key(0), dtype=jnp.dtype(jnp.float32))
     policy = parse(f"fp32,wire={dtype},sampler={dtype},sums={sums}")
@@ -95,12 +96,9 @@ def random_prompts(config: DecoderConfig, *, sequences: int, length: int = PROMP
     return rng.integers(100, config.vocab_size, (sequences // GROUP, length))
 
 
-def flops_per_token(shape: str, *, prompt: int, window: int | None, every: int) -> float:
+def flops_per_token(config: DecoderConfig, *, prompt: int) -> float:
     """Counts the FLOPs of a decoded token in the middle of a completion."""
-    c = SHAPES[shape]
-    attention = 2 * c.hidden_size * (c.num_heads + c.num_kv_heads) * c.head_dim
-    body = c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
-    near, seen = min(prompt + ANSWER / 2, window or math.inf), prompt + ANSWER / 2
-    keys = sum(seen if i % every else near for i in range(c.num_layers))
-    cached = 2 * c.num_heads * c.head_dim * keys
-    return 2 * (body + c.vocab_size * c.hidden_size + cached)
+    seen = prompt + ANSWER / 2
+    keys = sum(min(seen, kind.window or seen) for kind in config.kinds)
+    cached = 2 * config.num_heads * config.head_dim * keys
+    return 2 * (active_weights(config, decoder(config).specs) + cached)

@@ -31,8 +31,8 @@ from jaxrl.sampling.vllm.sampler import VllmSampler
 
 
 @contextmanager
-def server(config: DecoderConfig, *, dtype: DType) -> Iterator[tuple[LocalServer, Params, Path]]:
-    """Starts a server; yields it with its weights and its checkpoint."""
+def server(config: DecoderConfig, *, dtype: DType) -> Iterator[tuple[LocalServer, Params]]:
+    """Starts a server; yields it with its weights."""
     params = init(decoder(config).specs, jax.random.key(0), dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
@@ -44,7 +44,7 @@ def server(config: DecoderConfig, *, dtype: DType) -> Iterator[tuple[LocalServer
             log=directory / "log",
             note=lambda text: None,
         ) as started:
-            yield started, params, directory / "model"
+            yield started, params
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def connected(
 ) -> Iterator[tuple[LocalServer, VllmSampler]]:
     """Starts a server and yields it with a client that has at most `requests` requests open."""
     with (
-        server(config, dtype=dtype) as (started, params, _),
+        server(config, dtype=dtype) as (started, params),
         SharedMemoryPublisher(
             [VllmServer(started.url, api_key=started.api_key)], wire=dtype, sampler=dtype
         ) as publisher,

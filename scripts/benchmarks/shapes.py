@@ -1,32 +1,32 @@
 """Models of the benchmarks, and lengths of prompts and completions."""
 
+import dataclasses
+
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.rope import Rope
 
 PROMPT, ANSWER = 64, 192  # tokens
 
-_COMMON = {
-    "model_type": "qwen3",
-    "num_heads": 8,
-    "num_kv_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "rope": Rope(theta=1e6),
-    "qkv_bias": False,
-    "qk_norm": "head",
-    "tied": True,
-    "max_positions": 1024,
-}
+_SMALL = DecoderConfig(
+    model_type="qwen3",
+    vocab_size=4096,
+    hidden_size=256,
+    num_layers=6,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    intermediate_size=768,
+    rms_norm_eps=1e-6,
+    rope=Rope(theta=1e6),
+    qkv_bias=False,
+    qk_norm="head",
+    tied=True,
+    max_positions=1024,
+)
 SHAPES = {
-    "S": DecoderConfig(
-        **_COMMON,
-        vocab_size=4096,
-        hidden_size=256,
-        num_layers=6,
-        head_dim=32,
-        intermediate_size=768,
-    ),
-    "M": DecoderConfig(
-        **_COMMON,
+    "S": _SMALL,
+    "M": dataclasses.replace(
+        _SMALL,
         vocab_size=8192,
         hidden_size=512,
         num_layers=12,

@@ -1,5 +1,6 @@
 """Alternating timings, the machine's peak, and results as lines of JSON."""
 
+import argparse
 import datetime
 import json
 import os
@@ -19,6 +20,16 @@ from jaxrl.core.precision import parse
 _UNITS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 
 Run = Callable[[int], object]  # does the work with a seed and waits for it
+
+
+def options(doc: str | None, *, repetitions: int) -> argparse.ArgumentParser:
+    """Makes a parser with the options of every benchmark that writes lines of JSON."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repetitions", type=int, default=repetitions)
+    parser.add_argument("--out", type=Path, help="also append the lines to this file")
+    return parser
 
 
 def alternate(runs: Mapping[str, Run], *, repetitions: int) -> dict[str, list[float]]:
@@ -62,8 +73,12 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def compared(rates: Mapping[str, Sequence[float]], *, ours: str = "jaxrl") -> dict[str, Any]:
-    """Summarises the tokens/s of one run beside those of the others."""
+def compared(
+    seconds: Mapping[str, Sequence[float]], *, tokens: int, ours: str = "jaxrl"
+) -> dict[str, Any]:
+    """Summarises the tokens/s of one run beside those of the others, by what they took for
+    `tokens`."""
+    rates = {name: [tokens / s for s in values] for name, values in seconds.items()}
     beside = {
         name: {"tokens/s": summary(values), "speed": versus(rates[ours], values)}
         for name, values in rates.items()

@@ -7,9 +7,9 @@ core, as the embedded sampler does. Each line: ms for all layers, and GB/s of ca
 """
 
 import argparse
-import threading
-import time
+import timeit
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -65,25 +65,13 @@ def put(mesh: jax.sharding.Mesh, shape: tuple[int, ...], *, rows: int) -> jax.Ar
 def memory_rate() -> float:
     """Measures the GB/s at which two threads read memory."""
     arrays = [np.ones(10**8, np.float32) for _ in range(2)]
-
-    def read() -> None:
-        threads = [threading.Thread(target=array.sum) for array in arrays]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    return 0.8 / best(read)
+    with ThreadPoolExecutor(2) as pool:
+        return 0.8 / best(lambda: list(pool.map(np.sum, arrays)))
 
 
 def best(run: Callable[[], object]) -> float:
     """Returns the shortest of eight runs, in seconds."""
-    seconds = []
-    for _ in range(8):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return min(timeit.repeat(run, number=1, repeat=8))
 
 
 if __name__ == "__main__":

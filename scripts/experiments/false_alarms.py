@@ -6,23 +6,21 @@
 Runs are kept under --out; rerun the same command to resume.
 """
 
-import argparse
 from pathlib import Path
 
-from runs import CONFIGS, accuracies, quickstart, trained
+from runs import CONFIGS, accuracies, parser, quickstart, trained
 
 from jaxrl.config.alarms import Limits
 from jaxrl.monitoring.alarms.rules import replay_alarms
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(10)))
-    parser.add_argument("--windows", nargs="+", type=int, default=[10, 20])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--base", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--out", type=Path, default=Path("runs/false_alarms"))
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--seeds", nargs="+", type=int, default=list(range(10)))
+    made.add_argument("--windows", nargs="+", type=int, default=[10, 20])
+    made.add_argument("--steps", type=int, default=60)
+    made.add_argument("--out", type=Path, default=Path("runs/false_alarms"))
+    options = made.parse_args()
     for seed in options.seeds:
         own = {"seed": seed, "run_dir": options.out / str(seed), "train.steps": options.steps}
         entries = trained(CONFIGS / "quickstart.toml", own | quickstart(options.base))

@@ -17,7 +17,7 @@ import numpy as np
 from jaxrl.core.precision import Precision, jit, parse, sampler_precision
 from jaxrl.models.decoder import Model, decoder
 from jaxrl.models.hf_config import from_hf_config
-from jaxrl.models.products import product
+from jaxrl.models.logprobs import token_logprobs
 from jaxrl.models.spec import init
 
 CONFIG = from_hf_config(
@@ -54,11 +54,9 @@ def logprobs(model: Model, params, tokens: np.ndarray, precision: Precision) -> 
     def run(params):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         ones = jnp.ones_like(positions)
-        hidden = model.hidden(params, tokens, positions, ones, precision=precision)[:, :-1]
-        head = model.unembedding(params)
-        logits = product(hidden, head, contract=(2, 1), precision=precision)
-        found = jax.nn.log_softmax(logits.astype(precision.logits))
-        return jnp.take_along_axis(found, tokens[:, 1:, None], axis=-1)[..., 0]
+        hidden = model.hidden(params, tokens, positions, ones, precision=precision)
+        scored = (model.head(params), jnp.asarray(tokens), positions > 0)
+        return token_logprobs(hidden, *scored, precision=precision)[:, 1:]
 
     return np.asarray(jit(run)(params))
 

@@ -1,5 +1,6 @@
 """Training runs of experiments, each trained once and kept."""
 
+import argparse
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,15 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 Entries = list[dict[str, Any]]  # lines of metrics.jsonl
 
 
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Makes a parser with --base, for programs that start from the quickstart's model."""
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--base", type=Path, default=Path("runs/quickstart"))
+    return made
+
+
 def quickstart(base: Path) -> dict[str, str]:
     """Returns config keys for the model and data that scripts/quickstart.sh wrote to `base`."""
     return {
@@ -22,6 +32,12 @@ def quickstart(base: Path) -> dict[str, str]:
         "data.path": str(base / "train.jsonl"),
         "data.eval_path": str(base / "held_out.jsonl"),
     }
+
+
+def config(file: Path, changes: Mapping[str, object]) -> Config:
+    """Loads a config file with changed keys."""
+    overrides = [(key, str(value)) for key, value in changes.items()]
+    return toml_file.load(Config, file=file, overrides=overrides)
 
 
 def finished(run_dir: Path) -> bool:
@@ -39,11 +55,10 @@ def trained(file: Path, changes: Mapping[str, object]) -> Entries:
     run_dir = Path(str(changes["run_dir"]))
     if not finished(run_dir):
         use_compile_cache()
-        overrides = [(key, str(value)) for key, value in changes.items()]
-        config = toml_file.load(Config, file=file, overrides=overrides)
-        if config.sampler.url:  # a new server's address; a resumed run must keep its config
+        changed = config(file, changes)
+        if changed.sampler.url:  # a new server's address; a resumed run must keep its config
             shutil.rmtree(run_dir, ignore_errors=True)
-        if train(config).signum is not None:
+        if train(changed).signum is not None:
             raise KeyboardInterrupt
     return read_metrics(run_dir / "metrics.jsonl")
 

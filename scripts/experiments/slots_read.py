@@ -5,7 +5,6 @@ python scripts/experiments/slots_read.py    # some seconds
 """
 
 import argparse
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,16 +17,10 @@ PROMPT, LONGEST, MAX_BATCH, PAGE = 256, 3072, 64, 128
 WORKLOADS = ((600, 0.8, 256), (600, 0.8, 64), (300, 1.0, 256), (1000, 0.5, 256))
 
 
-class Counts(NamedTuple):
-    """Sums over decode steps."""
-
-    slots: int  # read
-    tokens: int  # held by rows that run
-    in_pages: int  # slots of the pages that hold them
-
-
-def count(lengths: list[int]) -> Counts:
-    """Follows `batch_decoding.decode_turns` for completions of these lengths."""
+def count(lengths: list[int]) -> np.ndarray:
+    """Follows `batch_decoding.decode_turns` for completions of these lengths; returns sums over
+    decode steps: slots read, tokens held by rows that run, and slots of the pages that hold them.
+    """
     waiting, rows = list(lengths), min(count_bucket(len(lengths)), MAX_BATCH)
     limit = np.array([waiting.pop(0) if waiting else 0 for _ in range(rows)])
     done = np.ones_like(limit)
@@ -58,18 +51,18 @@ def count(lengths: list[int]) -> Counts:
             held = positions[running] + 1
             sums += (len(done) * slots, held.sum(), (-(-held // PAGE) * PAGE).sum())
             done = done + running
-    return Counts(*sums)
+    return sums
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     for median, sigma, completions in WORKLOADS:
         drawn = np.random.default_rng(0).lognormal(np.log(median), sigma, completions)
-        found = count([int(n) for n in drawn.clip(1, LONGEST)])
+        slots, tokens, in_pages = count([int(n) for n in drawn.clip(1, LONGEST)])
         print(
             f"median {median}, sigma {sigma}, {completions} completions: "
-            f"{found.slots / found.tokens:.2f} slots read per token held, "
-            f"{found.in_pages / found.tokens:.2f} in pages of {PAGE}"
+            f"{slots / tokens:.2f} slots read per token held, "
+            f"{in_pages / tokens:.2f} in pages of {PAGE}"
         )
 
 

@@ -13,7 +13,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,66 +20,43 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from statistics import fmean
+from typing import Any
 
-from runs import CONFIGS, Entries, accuracies, quickstart, rollouts
+from runs import CONFIGS, Entries, accuracies, parser, quickstart, rollouts
 
 from jaxrl.bridge.servers.control import VllmServer
+from jaxrl.bridge.servers.launch import free_port
 from jaxrl.monitoring.tracking.tracking import read_metrics
 
 COMMAND = [sys.executable, "-m", "jaxrl.cli"]
 
 
-class Soaked(NamedTuple):
-    """Outcome of a run."""
-
-    minutes: float
-    killed: Counter[str]  # number of kills of each kind of process
-    reward: float  # mean of the last 10 steps
-    accuracy: float
-    made: int
-    learnt: int
-    late: int
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--base", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--between", type=float, nargs=2, default=(20.0, 60.0), metavar="SECONDS")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("directory", type=Path)
+    made.add_argument("--servers", type=int, default=2)
+    made.add_argument("--steps", type=int, default=300)
+    made.add_argument("--between", type=float, nargs=2, default=(20.0, 60.0), metavar="SECONDS")
+    made.add_argument("--seed", type=int, default=0)
+    options = made.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
-    log = options.directory / "vllm.log"
-    with servers(options.base, count=options.servers, log=log) as ports:
-        for name, between in (("killed", tuple(options.between)), ("undisturbed", None)):
-            found = soak(
-                options.directory / name,
-                base=options.base,
-                ports=ports,
-                steps=options.steps,
-                seed=options.seed,
-                between=between,
-            )
+    with servers(options) as ports:
+        for name, between in (("killed", options.between), ("undisturbed", None)):
+            found = soak(options, options.directory / name, ports=ports, between=between)
             print(f"{name}: {found}", flush=True)
 
 
 @contextmanager
-def servers(base: Path, *, count: int, log: Path) -> Iterator[list[int]]:
+def servers(options: argparse.Namespace) -> Iterator[list[int]]:
     """Runs servers that restart after a failure; yields their ports."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        first = probe.getsockname()[1]
-    model = str(base / "sft" / "model")
-    options = ["--dtype", "f32", "--port", str(first), "--replicas", str(count)]
-    options += ["--max_model_len", "64", "--log", str(log)]
-    with subprocess.Popen([*COMMAND, "serve", model, *options]) as supervisor:
+    first, log = free_port("127.0.0.1", 0), options.directory / "vllm.log"
+    command = [*COMMAND, "serve", str(options.base / "sft" / "model"), "--dtype", "f32"]
+    command += ["--port", str(first), "--replicas", str(options.servers)]
+    command += ["--max_model_len", "64", "--log", str(log)]
+    with subprocess.Popen(command) as supervisor:
         try:
-            ports = [first + i for i in range(count)]
+            ports = [first + i for i in range(options.servers)]
             while not all(_healthy(port) for port in ports):
                 if supervisor.poll() is not None:
                     raise RuntimeError(f"the servers did not start; see {log}")
@@ -91,14 +67,12 @@ def servers(base: Path, *, count: int, log: Path) -> Iterator[list[int]]:
 
 
 def soak(
+    options: argparse.Namespace,
     run_dir: Path,
     *,
-    base: Path,
     ports: Sequence[int],
-    steps: int,
-    seed: int,
-    between: tuple[float, float] | None,
-) -> Soaked:
+    between: Sequence[float] | None,
+) -> dict[str, Any]:
     """Trains to the end, restarting what is killed: a process after a random number of seconds in
     the range `between`, none if it is None. The seed is that of the run and of the kills.
 
@@ -107,19 +81,19 @@ def soak(
     """
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     keys = {
-        "seed": str(seed),
+        "seed": str(options.seed),
         "run_dir": str(run_dir),
-        **quickstart(base),
+        **quickstart(options.base),
         "sampler.url": json.dumps(urls),
         "sampler.timeout": "60",
-        "train.steps": str(steps),
+        "train.steps": str(options.steps),
         "checkpoint.every": "1",
         "probe.every": "0",
         "eval.every": "0",
     }
     command = [*COMMAND, "train", str(CONFIGS / "quickstart_async.toml")]
     command += [word for key, value in keys.items() for word in (f"--{key}", value)]
-    chance, killed, start = random.Random(seed), Counter[str](), time.monotonic()
+    chance, killed, start = random.Random(options.seed), Counter[str](), time.monotonic()
     while True:
         learner = subprocess.Popen(command)
         while between is not None and learner.poll() is None:
@@ -139,18 +113,18 @@ def soak(
         if learner.returncode != -signal.SIGKILL:
             raise RuntimeError(f"the run ended with status {learner.returncode}")
     entries = read_metrics(run_dir / "metrics.jsonl")
-    _check(entries, steps=steps)
-    _check_position(run_dir, steps=steps)
+    _check(entries, steps=options.steps)
+    _check_position(run_dir, steps=options.steps)
     made = rollouts(entries)
-    return Soaked(
-        minutes=(time.monotonic() - start) / 60,
-        killed=killed,
-        reward=sum(e["reward"] for e in made[-10:]) / len(made[-10:]),
-        accuracy=list(accuracies(entries).values())[-1],
-        made=int(made[-1]["rollouts/sampled"]),
-        learnt=int(made[-1]["rollouts/trained"]),
-        late=int(made[-1]["rollouts/stale"]),
-    )
+    return {
+        "minutes": (time.monotonic() - start) / 60,
+        "killed": dict(killed),
+        "reward of the last 10 steps": fmean(e["reward"] for e in made[-10:]),
+        "accuracy": list(accuracies(entries).values())[-1],
+        "groups made": int(made[-1]["rollouts/sampled"]),
+        "trained on": int(made[-1]["rollouts/trained"]),
+        "dropped as stale": int(made[-1]["rollouts/stale"]),
+    }
 
 
 def _healthy(port: int) -> bool:

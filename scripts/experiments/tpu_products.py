@@ -24,8 +24,8 @@ def main() -> None:
     size = parser.parse_args().size
     chips = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices
     sharding = NamedSharding(Mesh(np.array(chips[:1]), ("x",)), PartitionSpec())
-    for name in ("f32", "f16", "bf16"):
-        dtype = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}[name]
+    dtypes = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
+    for name, dtype in dtypes.items():
         x = jax.ShapeDtypeStruct((size, size), dtype, sharding=sharding)
         for products in ("default", *(k for k, (_, there) in PRODUCTS.items() if "tpu" in there)):
             algorithm = None if products == "default" else PRODUCTS[products][0]

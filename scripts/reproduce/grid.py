@@ -1,9 +1,9 @@
 """Grids of training runs, each trained once, and statistics over their metrics."""
 
-import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from experiments import runs
@@ -12,25 +12,17 @@ from experiments.runs import Entries, rollouts
 from jaxrl.commands.compile_cache import use_compile_cache
 from jaxrl.monitoring.tracking.tracking import read_metrics
 
-ROOT = Path(__file__).parents[2]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)  # by identity, so that it can be a key
-class Row:
-    """A line of a table."""
-
-    name: str  # name in the table
-    changes: Mapping[str, str]  # keys that differ from the config file
+SMOOTHED = 5  # rollouts
 
 
 def set_up(directory: Path) -> None:
     """Creates `directory`, changes to the repository's root and turns on the compile cache."""
     directory.mkdir(parents=True, exist_ok=True)
-    os.chdir(ROOT)
+    os.chdir(runs.CONFIGS.parent)
     use_compile_cache()
 
 
-def trained(file: Path, changes: Mapping[str, str]) -> Entries:
+def trained(file: Path, changes: Mapping[str, object]) -> Entries:
     """Returns the training steps of a run; see `runs.trained`."""
     return rollouts(runs.trained(file, changes))
 
@@ -45,9 +37,14 @@ def curve(runs: Sequence[Entries], name: str) -> np.ndarray:
     return np.array([[e.get(name) for e in entries] for entries in runs], float)
 
 
-def early(runs: Sequence[Entries], name: str, *, steps: int = 10) -> np.ndarray:
-    """Averages a metric over the first `steps` rollouts: f64[runs]."""
-    return np.nanmean(curve(runs, name)[:, :steps], axis=1)
+def early(runs: Sequence[Entries], name: str) -> np.ndarray:
+    """Averages a metric over the first ten rollouts: f64[runs]."""
+    return np.nanmean(curve(runs, name)[:, :10], axis=1)
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Averages over SMOOTHED rollouts: f64[runs, N] -> f64[runs, N - SMOOTHED + 1]."""
+    return np.lib.stride_tricks.sliding_window_view(values, SMOOTHED, axis=1).mean(axis=-1)
 
 
 def spread(values: Sequence[float] | np.ndarray, form: str = "{:.3f}") -> str:
@@ -60,6 +57,6 @@ def spread(values: Sequence[float] | np.ndarray, form: str = "{:.3f}") -> str:
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
-def minutes(runs: Sequence[Entries]) -> float:
-    """Sums the minutes of all rollouts, compilation included."""
-    return sum(e["time/step"] for entries in runs for e in entries) / 60
+def minutes(results: Mapping[Any, Sequence[Entries]]) -> float:
+    """Sums the minutes of all rollouts of all runs, compilation included."""
+    return sum(e["time/step"] for runs in results.values() for run in runs for e in run) / 60

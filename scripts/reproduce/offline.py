@@ -6,17 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from experiments.runs import markdown
+from experiments.runs import CONFIGS, config, markdown
 from reproduce import scoring
-from reproduce.grid import ROOT
 
-from jaxrl.config import toml_file
-from jaxrl.config.training import Config
 from jaxrl.core.batch import Rollout
 from jaxrl.environments.episodes.single_turn import as_rollout
 from jaxrl.training.run import open_run
 
-CONFIG = ROOT / "configs" / "sanity_test.toml"
 TOKENS = 192  # of a completion; sampled past its end to study long sequences
 LENGTHS = (8, 16, 32, 64, 128, TOKENS)
 SERVED = {"bf16": "bf16_master", "fp16": "fp16_master"}
@@ -24,23 +20,22 @@ LEARNERS = {**SERVED, "f32": "fp32"}
 Scores = dict[str, np.ndarray]  # "learner bf16", "vllm bf16", ...: f64[sequences, TOKENS]
 
 
-def measured(directory: Path, keys: Mapping[str, str]) -> Scores:
+def measured(directory: Path, keys: Mapping[str, object]) -> Scores:
     """Scores 64 sequences of the embedded sampler in f32 with learners in three dtypes and vLLM
     servers in two. The scores are kept in `directory`, beside the logs. Among the config `keys` are
     "model.path" and "data.path"."""
     file = directory / "scores.npz"
     if file.exists():
         return dict(np.load(file))
-    more = {"sampling.max_tokens": str(TOKENS), "data.max_prompt_tokens": "16"}
-    more |= {"train.row_length": "208", "train.microbatch_tokens": str(16 * 208)}
-    more |= {"train.train_batch": "8", **keys}
+    more = {"sampling.max_tokens": TOKENS, "data.max_prompt_tokens": 16}
+    more |= {"train.row_length": 208, "train.microbatch_tokens": 16 * 208}
+    more |= {"train.train_batch": 8, **keys}
     found: Scores = {}
     rollouts: list[Rollout] = []
     for dtype in ("f32", "bf16", "fp16"):
         sampler = {"sampler.name": "vllm"} if dtype in SERVED else {}
-        own = {"precision": LEARNERS[dtype], "run_dir": str(directory / dtype), **sampler}
-        config = toml_file.load(Config, file=CONFIG, overrides=list((more | own).items()))
-        with open_run(config) as (run, state, _):
+        own = {"precision": LEARNERS[dtype], "run_dir": directory / dtype, **sampler}
+        with open_run(config(CONFIGS / "sanity_test.toml", more | own)) as (run, state, _):
             rollouts = rollouts or _sequences(run)
             batch = scoring.minibatch(run, rollouts)
             found[f"learner {dtype}"] = _answers(scoring.score(run, state.policy, batch).learner)

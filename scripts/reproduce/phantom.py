@@ -1,24 +1,22 @@
 """Phantom clipping: the grid's rows, its models and prompts, its table and its checks."""
 
-import json
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import make_arithmetic
 import numpy as np
-from experiments.runs import markdown
+from experiments.runs import CONFIGS, config, markdown
 from reproduce import scoring
-from reproduce.grid import ROOT, Entries, Row, curve, early, found, spread, trained
+from reproduce.grid import Entries, curve, early, found, spread, trained
 
+from jaxrl.bridge.servers.launch import LocalServer
 from jaxrl.builders.servers import Workload, started_server
-from jaxrl.config import toml_file
 from jaxrl.config.sampler import ServerConfig
-from jaxrl.config.training import Config
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.precision import parse
 from jaxrl.losses import ratios
@@ -26,7 +24,7 @@ from jaxrl.losses.ratios import Ratio
 from jaxrl.losses.scores import Scores
 from jaxrl.training.run import open_run
 
-CONFIG = ROOT / "configs" / "phantom_clipping.toml"
+CONFIG = CONFIGS / "phantom_clipping.toml"
 # Deep, narrow and with large weights: rounding is large compared with what a layer adds.
 DEEP = make_arithmetic.MODEL | {
     "num_hidden_layers": 24,
@@ -35,32 +33,34 @@ DEEP = make_arithmetic.MODEL | {
     "intermediate_size": 64,
     "initializer_range": 0.5,
 }
-FAILURE = Row("f32 learner, bf16 sampler, clipped", {})
-CONTROL = Row("sampler in f32, clipped", {"precision": "fp32"})
-SHADOWED = Row("shadowed ratio, clipped", {"loss.ratio": "shadowed"})
-ROWS = (
-    FAILURE,
-    CONTROL,
-    Row("beta removed: ratio over the anchor, clipped", {"loss.ratio": "over_anchor"}),
-    Row("r = 1", {"loss.ratio": "on_policy"}),
-    Row(
-        "clip off",
-        {"loss.clip_low": "1.0", "loss.clip_high": "1e6"} | {"probe.clip_range": "0.999999,1e6"},
-    ),
-    Row(
-        "wide clip: .4 to 2.5",
-        {"loss.clip_low": "0.6", "loss.clip_high": "1.5"} | {"probe.clip_range": "0.6,1.5"},
-    ),
-    SHADOWED,
-    Row("bf16_master, clipped", {"precision": "bf16_master"}),
-    Row("fp16_master, clipped", {"precision": "fp16_master"}),
-)
+FAILURE = "f32 learner, bf16 sampler, clipped"
+CONTROL = "sampler in f32, clipped"
+SHADOWED = "shadowed ratio, clipped"
+ROWS: dict[str, dict[str, str]] = {  # keys that differ from the config file
+    FAILURE: {},
+    CONTROL: {"precision": "fp32"},
+    "beta removed: ratio over the anchor, clipped": {"loss.ratio": "over_anchor"},
+    "r = 1": {"loss.ratio": "on_policy"},
+    "clip off": {
+        "loss.clip_low": "1.0",
+        "loss.clip_high": "1e6",
+        "probe.clip_range": "0.999999,1e6",
+    },
+    "wide clip: .4 to 2.5": {
+        "loss.clip_low": "0.6",
+        "loss.clip_high": "1.5",
+        "probe.clip_range": "0.6,1.5",
+    },
+    SHADOWED: {"loss.ratio": "shadowed"},
+    "bf16_master, clipped": {"precision": "bf16_master"},
+    "fp16_master, clipped": {"precision": "fp16_master"},
+}
 # A coarser sampler: weights rounded to 8 bits, as in engines with quantised weights.
 COARSE = {"precision": "phantom,wire=f8_e4m3"}
 SAMPLERS = {
-    "vllm": ROWS,
-    "embedded": ROWS,
-    "fp8": tuple(row for row in ROWS if "precision" not in row.changes),
+    "vllm": [*ROWS],
+    "embedded": [*ROWS],
+    "fp8": [row for row, changes in ROWS.items() if "precision" not in changes],
 }
 MATCHED = {"bf16_master": "bf16_master, clipped", "fp16_master": "fp16_master, clipped"}
 NEAR = 0.1  # of the first rollout's length counts as within 10 % of the optimum
@@ -73,69 +73,61 @@ def write_material(directory: Path, *, model: Mapping, seeds: Sequence[int]) -> 
             make_arithmetic.write_model(directory / f"model-{seed}", dict(model), seed=seed)
     rng = random.Random(0)
     rows = [{"prompt": f"{rng.randint(100, 999)}+{rng.randint(100, 999)}="} for _ in range(64)]
-    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make_arithmetic.write_rows(directory / "prompts.jsonl", rows)
 
 
-def row_dir(directory: Path, row: Row, *, seed: int) -> Path:
+def row_dir(directory: Path, row: str, *, seed: int | str) -> Path:
     """Names the directory of a run."""
-    words = re.findall(r"[a-z0-9_]+", row.name.split(":")[0])
+    words = re.findall(r"[a-z0-9_]+", row.split(":")[0])
     return directory / f"{'-'.join(words)}-{seed}"
 
 
-def run_row(material: Path, row: Row, *, run_dir: Path, seed: int, more: Mapping) -> Entries:
+def run_row(material: Path, row: str, *, run_dir: Path, seed: int, more: Mapping) -> Entries:
     """Trains a row with a seed and `more` config keys."""
     keys = {
-        "seed": str(seed),
-        "run_dir": str(run_dir),
-        "model.path": str(material / f"model-{seed}"),
-        "data.path": str(material / "prompts.jsonl"),
+        "seed": seed,
+        "run_dir": run_dir,
+        "model.path": material / f"model-{seed}",
+        "data.path": material / "prompts.jsonl",
     }
-    return trained(CONFIG, {**keys, **more, **row.changes})
+    return trained(CONFIG, {**keys, **more, **ROWS[row]})
 
 
-@contextmanager
-def servers(directory: Path) -> Iterator[Callable[[Row], dict[str, str]]]:
-    """Yields a function from a row to config keys for a vLLM server of the row's dtype, which it
-    starts on first use."""
-    with ExitStack() as stack:
-        urls: dict[np.dtype, str] = {}
-
-        def keys(row: Row) -> dict[str, str]:
-            dtype = parse(row.changes.get("precision", "phantom")).sampler
-            if dtype not in urls:
-                started = started_server(
-                    ServerConfig(kv_cache_bytes=64 << 20),
-                    directory / "model-0",
-                    work=Workload(dtype, max_model_len=64),
-                    log=directory / f"vllm-{dtype.name}.log",
-                    note=print,
-                )
-                urls[dtype] = stack.enter_context(started).url
-            return {"sampler.name": "vllm", "sampler.url": urls[dtype]}
-
-        yield keys
-
-
-def train_rows(directory: Path, *, sampler: str, rows: Sequence[Row], seeds: Sequence[int]) -> None:
-    """Trains a sampler's missing rows, one row with all seeds after the other."""
+def train_rows(directory: Path, *, sampler: str, rows: Sequence[str], seeds: Sequence[int]) -> None:
+    """Trains a sampler's missing rows, one row with all seeds after the other. vLLM has a server
+    for each dtype, which the first row that needs it starts."""
     there = [row for row in rows if row in SAMPLERS[sampler]]
-    with servers(directory) as keys:
+    urls: dict[np.dtype, str] = {}
+    with ExitStack() as servers:
         for row, seed in ((row, seed) for row in there for seed in seeds):
             run_dir = row_dir(directory / sampler, row, seed=seed)
+            if found([run_dir]):
+                continue
             more = COARSE if sampler == "fp8" else {}
-            if not found([run_dir]):
-                more = keys(row) if sampler == "vllm" else more
-                run_row(directory, row, run_dir=run_dir, seed=seed, more=more)
+            if sampler == "vllm":
+                dtype = parse(ROWS[row].get("precision", "phantom")).sampler
+                if dtype not in urls:
+                    urls[dtype] = servers.enter_context(_server(directory, dtype)).url
+                more = {"sampler.name": "vllm", "sampler.url": urls[dtype]}
+            run_row(directory, row, run_dir=run_dir, seed=seed, more=more)
 
 
-def found_rows(directory: Path, *, sampler: str) -> dict[Row, list[Entries]]:
+def _server(directory: Path, dtype: np.dtype) -> AbstractContextManager[LocalServer]:
+    return started_server(
+        ServerConfig(kv_cache_bytes=64 << 20),
+        directory / "model-0",
+        work=Workload(dtype, max_model_len=64),
+        log=directory / f"vllm-{dtype.name}.log",
+        note=print,
+    )
+
+
+def found_rows(directory: Path, *, sampler: str) -> dict[str, list[Entries]]:
     """Reads the finished runs of every row, sorted by seed."""
     there = {}
     for row in ROWS:
-        run_dirs = sorted(
-            directory.joinpath(sampler).glob(row_dir(Path(), row, seed=0).name[:-1] + "*")
-        )
-        if runs := found(run_dirs):
+        run_dirs = (directory / sampler).glob(row_dir(Path(), row, seed="*").name)
+        if runs := found(sorted(run_dirs)):
             there[row] = runs
     return there
 
@@ -147,16 +139,16 @@ def steps_to_near(entries: Entries) -> float:
     return float(near[0] + 1) if near.size else np.inf
 
 
-def probed(row: Row, entries: Entries, name: str) -> float:
+def probed(row: str, entries: Entries, name: str) -> float:
     """Averages a probe's share over the first ten rollouts, for the row's own loss."""
     # The probe counts what the ratio over the sampler would clip. The shadowed ratio clips part of
     # that, by differences of JAX and the sampler in one dtype; the others do not use the sampler.
-    if row is SHADOWED and name != "probe/phantom":
+    if row == SHADOWED and name != "probe/phantom":
         return float("nan")
-    return early([entries], name)[0] if "loss.ratio" not in row.changes else 0.0
+    return early([entries], name)[0] if "loss.ratio" not in ROWS[row] else 0.0
 
 
-def table(results: Mapping[Row, Sequence[Entries]]) -> str:
+def table(results: Mapping[str, Sequence[Entries]]) -> str:
     """Formats a line for each row of the grid, over its seeds."""
     rows = []
     for row, runs in results.items():
@@ -166,7 +158,7 @@ def table(results: Mapping[Row, Sequence[Entries]]) -> str:
         clips = [sum(early([run], clip)[0] for clip in ("clip/low", "clip/high")) for run in runs]
         rows.append(
             {
-                "row": row.name,
+                "row": row,
                 "length at rollout 1, 5, 10, 15, 20, last": ", ".join(
                     f"{lengths[i]:.1f}" for i in (*shown, -1)
                 ),
@@ -205,10 +197,9 @@ def check_directions(directory: Path) -> list[str]:
       AssertionError: if one has the wrong direction.
     """
     write_material(directory, model=SMALL, seeds=[0])
-    keys = {"model.path": str(directory / "model-0"), "data.path": str(directory / "prompts.jsonl")}
-    keys |= {"run_dir": str(directory / "scored"), **SHORT}
-    config = toml_file.load(Config, file=CONFIG, overrides=list(keys.items()))
-    with open_run(config) as (run, state, progress):
+    keys = {"model.path": directory / "model-0", "data.path": directory / "prompts.jsonl"}
+    keys |= {"run_dir": directory / "scored", **SHORT}
+    with open_run(config(CONFIG, keys)) as (run, state, progress):
         batch = scoring.minibatch(run, scoring.sampled(run, progress))
         scored = scoring.score(run, state.policy, batch)
     known = jax.tree.map(lambda x: jnp.asarray(np.nan_to_num(x), jnp.float32), scored)
@@ -226,8 +217,8 @@ def check_directions(directory: Path) -> list[str]:
     for row in (FAILURE, CONTROL):
         run_dir = row_dir(directory, row, seed=0)
         entries = run_row(directory, row, run_dir=run_dir, seed=0, more=more)
-        shares[f"run, {row.name}"] = max(e["probe/phantom"] for e in entries)
-    failing = {"over the sampler", f"run, {FAILURE.name}"}
+        shares[f"run, {row}"] = max(e["probe/phantom"] for e in entries)
+    failing = {"over the sampler", f"run, {FAILURE}"}
     for name, share in shares.items():
         # How much two dtypes differ depends on the processor: .003 of all tokens and more.
         assert share > 0.001 if name in failing else share == 0, shares

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import matplotlib.figure
 import numpy as np
-from reproduce.grid import Entries, curve
+from reproduce.grid import SMOOTHED, Entries, curve, smooth
 
 COLORS = ("#c1272d", "#555555", "#0a7a5c", "#1f5fbf", "#e08214", "#8e44ad", "#17a2b8", "#a0522d",
           "#e377c2")  # fmt: skip
@@ -108,19 +108,15 @@ def offline(path: Path, scores: Mapping[str, Mapping[str, np.ndarray]]) -> None:
     save(figure, path)
 
 
-def sanity(
-    path: Path, results: Mapping[str, Mapping[str, Sequence[Entries]]], *, window: int = 5
-) -> None:
+def sanity(path: Path, results: Mapping[str, Mapping[str, Sequence[Entries]]]) -> None:
     """Plots training accuracy of each algorithm by policy, and the mismatch before an update:
     {algorithm: {policy: runs}}."""
     panels = len(results) + 1
     figure, axes = new(min(panels, 3), rows=-(-panels // 3), width=4.6, height=3.5)
     for axis, (algorithm, policies) in zip(axes, results.items(), strict=False):
         for policy, runs in policies.items():
-            values = 100 * curve(runs, "reward")
-            kernel = np.ones(window) / window
-            smoothed = np.array([np.convolve(v, kernel, "valid") for v in values])
-            steps = np.arange(window, values.shape[1] + 1)
+            smoothed = 100 * smooth(curve(runs, "reward"))
+            steps = np.arange(SMOOTHED, SMOOTHED + smoothed.shape[1])
             color = _DTYPES[policy]
             axis.plot(steps, smoothed.mean(0), label=policy, color=color, linewidth=1.6)
             axis.fill_between(steps, smoothed.min(0), smoothed.max(0), color=color, alpha=0.12)

@@ -1,23 +1,20 @@
 """The sanity test: algorithms under dtype policies, on prompts that can all be learned."""
 
-import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import make_arithmetic
 import numpy as np
-from experiments.runs import markdown
+from experiments.runs import CONFIGS, config, markdown
 from reproduce import scoring
-from reproduce.grid import ROOT, Entries, curve, found, spread, trained
+from reproduce.grid import Entries, curve, found, smooth, spread, trained
 from reproduce.phantom import SHORT, SMALL
 
 from jaxrl import cli
-from jaxrl.config import toml_file
-from jaxrl.config.training import Config
 from jaxrl.training.run import open_run
 
-CONFIG = ROOT / "configs" / "sanity_test.toml"
+CONFIG = CONFIGS / "sanity_test.toml"
 ALGORITHMS = {
     "GRPO": "grpo",
     "GRPO-Token-TIS": "grpo_token_tis",
@@ -72,28 +69,21 @@ def cells(
     return matched + crossed
 
 
-def cell_dir(directory: Path, cell: Cell, *, seed: int) -> Path:
-    """Names the directory of a run."""
-    return directory / "runs" / f"{'-'.join(cell)}-{seed}"
-
-
-def run_cell(directory: Path, cell: Cell, *, seed: int) -> Entries:
+def run_cell(directory: Path, cell: Cell, *, seed: int) -> None:
     """Trains one run."""
     algorithm, training, served = cell
     policy = POLICIES[training]
     if training != served:
         policy += f",wire={SAMPLERS[served]},sampler={SAMPLERS[served]}"
-    return trained(
-        CONFIG,
-        {
-            "seed": str(seed),
-            "run_dir": str(cell_dir(directory, cell, seed=seed)),
-            "model.path": str(directory / "base" / "model"),
-            "data.path": str(directory / "perfectible.jsonl"),
-            "loss.name": ALGORITHMS[algorithm],
-            "precision": policy,
-        },
-    )
+    keys = {
+        "seed": seed,
+        "run_dir": directory / "runs" / f"{'-'.join(cell)}-{seed}",
+        "model.path": directory / "base" / "model",
+        "data.path": directory / "perfectible.jsonl",
+        "loss.name": ALGORITHMS[algorithm],
+        "precision": policy,
+    }
+    trained(CONFIG, keys)
 
 
 def found_cells(directory: Path) -> dict[Cell, list[Entries]]:
@@ -104,11 +94,6 @@ def found_cells(directory: Path) -> dict[Cell, list[Entries]]:
         if runs := found(run_dirs):
             there[cell] = runs
     return there
-
-
-def smooth(values: np.ndarray, *, window: int = 5) -> np.ndarray:
-    """Averages over `window` rollouts: f64[runs, N] -> f64[runs, N - window + 1]."""
-    return np.lib.stride_tricks.sliding_window_view(values, window, axis=1).mean(axis=-1)
 
 
 def collapse(accuracy: np.ndarray) -> int | None:
@@ -157,15 +142,14 @@ def check_direction(directory: Path) -> list[str]:
     """
     make_arithmetic.write_model(directory / "model", SMALL, seed=0)
     rows = [{"prompt": f"{i}+{i * i}=", "answer": str(i + i * i)} for i in range(10, 26)]
-    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = {"model.path": str(directory / "model"), "data.path": str(directory / "prompts.jsonl")}
-    keys |= SHORT | {"train.row_length": "36", "train.microbatch_tokens": "576"}
+    make_arithmetic.write_rows(directory / "prompts.jsonl", rows)
+    keys = {"model.path": directory / "model", "data.path": directory / "prompts.jsonl"}
+    keys |= SHORT | {"train.row_length": 36, "train.microbatch_tokens": 576}
     std, rollouts = {}, []
     for name in ("bf16", "fp16"):
         half = SAMPLERS[name]
-        own = {"precision": f"fp32,wire={half},sampler={half}", "run_dir": str(directory / name)}
-        config = toml_file.load(Config, file=CONFIG, overrides=list((keys | own).items()))
-        with open_run(config) as (run, state, progress):
+        own = {"precision": f"fp32,wire={half},sampler={half}", "run_dir": directory / name}
+        with open_run(config(CONFIG, keys | own)) as (run, state, progress):
             rollouts = rollouts or scoring.sampled(run, progress)
             scored = scoring.score(run, state.policy, scoring.minibatch(run, rollouts))
         std[name] = float(np.nanstd(scored.learner - scored.shadow))
