@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.bridge.servers.kv_cache_size import free_memory, kv_cache_size
-from jaxrl.bridge.servers.launch import INSTALL, LocalServer, ServerOptions
+from jaxrl.bridge.servers.launch import INSTALL, LocalServer, ServerFailedError, ServerOptions
 from jaxrl.builders.api_key import server_key
 from jaxrl.config.sampler import SamplerConfig, ServerConfig
 from jaxrl.models import huggingface
@@ -75,32 +75,6 @@ class StartingServer(NamedTuple):
 
 
 @contextmanager
-def started_server(
-    config: ServerConfig,
-    model_dir: Path,
-    *,
-    work: Workload,
-    log: Path,
-    note: Callable[[str], None],
-    address: Address = _LOOPBACK,
-) -> Iterator[LocalServer]:
-    """Starts a vLLM server, waits until it is ready, and stops it at the end of the block.
-
-    Arguments and errors are those of `starting_server`; also ServerFailedError if the block fails
-    because the server ended, with the end of its output.
-    """
-    with starting_server(
-        config, model_dir, work=work, log=log, note=note, address=address
-    ) as starting:
-        server = starting.wait()
-        try:
-            yield server
-        except Exception:
-            server.check()
-            raise
-
-
-@contextmanager
 def starting_server(
     config: ServerConfig,
     model_dir: Path,
@@ -118,7 +92,8 @@ def starting_server(
       ValueError: for a host that others can reach without a key, a key that cannot be read or
         made, a KV cache that does not hold one completion, or a quantised model.
       FileNotFoundError: if the Python interpreter does not exist.
-      ServerFailedError: if the port is in use.
+      ServerFailedError: if the port is in use, or the block fails because the server ended; the
+        message then contains the end of its output.
     """
     python = Path(config.python)
     if not python.exists():
@@ -156,4 +131,10 @@ def starting_server(
     options = dataclasses.replace(options, kv_cache_bytes=cache.nbytes)
     what = f"{model_dir} in {work.dtype.name}"
     with LocalServer(model_dir, options, log=log) as server:
-        yield StartingServer(server, what, log, note)
+        try:
+            yield StartingServer(server, what, log, note)
+        except ServerFailedError:
+            raise
+        except Exception:
+            server.check()
+            raise

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from experiments.runs import CONFIGS, accuracies, markdown, quickstart, rollouts, trained
 
-from jaxrl.builders.servers import Workload, started_server
+from jaxrl.builders.servers import Workload, starting_server
 from jaxrl.config.sampler import ServerConfig
 from jaxrl.core.precision import parse
 
@@ -52,14 +52,14 @@ class Measured(NamedTuple):
 @contextmanager
 def server(base: Path, *, log: Path) -> Iterator[str]:
     """Starts a server and yields its address."""
-    with started_server(
+    with starting_server(
         ServerConfig(),
         base / "sft" / "model",
         work=Workload(parse("fp32").sampler, max_model_len=64),
         log=log,
         note=print,
-    ) as started:
-        yield started.url
+    ) as starting:
+        yield starting.wait().url
 
 
 class Setup(NamedTuple):

@@ -15,7 +15,7 @@ from experiments.runs import markdown
 from reproduce import scoring
 from reproduce.grid import ROOT, Entries, Row, curve, early, found, spread, trained
 
-from jaxrl.builders.servers import Workload, started_server
+from jaxrl.builders.servers import Workload, starting_server
 from jaxrl.config import toml_file
 from jaxrl.config.sampler import ServerConfig
 from jaxrl.config.training import Config
@@ -103,14 +103,14 @@ def servers(directory: Path) -> Iterator[Callable[[Row], dict[str, str]]]:
         def keys(row: Row) -> dict[str, str]:
             dtype = parse(row.changes.get("precision", "phantom")).sampler
             if dtype not in urls:
-                started = started_server(
+                starting = starting_server(
                     ServerConfig(kv_cache_bytes=64 << 20),
                     directory / "model-0",
                     work=Workload(dtype, max_model_len=64),
                     log=directory / f"vllm-{dtype.name}.log",
                     note=print,
                 )
-                urls[dtype] = stack.enter_context(started).url
+                urls[dtype] = stack.enter_context(starting).wait().url
             return {"sampler.name": "vllm", "sampler.url": urls[dtype]}
 
         yield keys

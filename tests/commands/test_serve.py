@@ -92,7 +92,7 @@ def test_server_of_a_run_gets_a_secret_key(monkeypatch, tmp_path):
         keys.append(address.api_key)
         raise StartedError
 
-    monkeypatch.setattr(servers, "started_server", start)
+    monkeypatch.setattr(servers, "starting_server", start)
     asked = {
         "model.path": "m",
         "data.path": "d",
