@@ -34,7 +34,7 @@ from jaxrl.monitoring.tracking.tracking import (
     incomplete_logs,
     open_tracker,
 )
-from jaxrl.training.export import model_dtype, write_model
+from jaxrl.training.export import write_model
 from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.schedule import is_due
 from jaxrl.training.storage.checkpoint import Checkpoints
@@ -114,13 +114,7 @@ def fit(config: SupervisedConfig, task: Task) -> Result:
             result, params = _train(config, task, checkpoints=checkpoints, notes=notes)
         if result.step == config.train.steps:
             result.model = write_model(
-                directory,
-                params,
-                model=setup.model,
-                specs=setup.specs,
-                dtype=model_dtype(config),
-                base=config.model.path,
-                hosts=hosts,
+                config, params, model=setup.model, specs=setup.specs, hosts=hosts
             )
         return result
 
