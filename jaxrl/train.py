@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import jax
 
-from jaxrl.builders.learner import Learning
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.hosts import Hosts
@@ -147,29 +146,16 @@ def learn(
     run: Run, state: State, *, rollouts: Sequence[Rollout], progress: Progress
 ) -> tuple[State, Numbers]:
     """Rewards -> advantages -> minibatches -> one optimizer step on each."""
-    updates, seconds = run.config.train.updates_per_rollout, Numbers()
+    seconds = Numbers()
     with clock(seconds, "time/score"):
-        parts = split_minibatches(len(rollouts), updates=updates)
-        targets, numbers = compute_advantages(
-            run.learning,
-            run.source,
-            state=state,
-            rollouts=rollouts,
-            parts=parts,
-            hosts=run.hosts,
-        )
+        parts = split_minibatches(len(rollouts), updates=run.config.train.updates_per_rollout)
+        targets, numbers = compute_advantages(run, state, rollouts=rollouts, parts=parts)
         minibatches = [
-            prepare_minibatch(
-                run.learning,
-                state.policy,
-                rollouts=rollouts[part],
-                targets=targets.of(part),
-                updates=updates,
-            )
+            prepare_minibatch(run, state.policy, rollouts=rollouts[part], targets=targets.of(part))
             for part in parts
         ]
         numbers |= run_probes(
-            run.probes,
+            run,
             state.policy.params,
             rollouts=rollouts[parts[0]],
             advantages=targets.of(parts[0]).advantages,
@@ -178,31 +164,20 @@ def learn(
         )
         jax.block_until_ready(minibatches)
     with clock(seconds, "time/update"):
-        pretraining = progress.step < run.config.critic.pretrain_steps
-        state, learned = update(
-            run.learning,
-            state,
-            minibatches=minibatches,
-            progress=progress,
-            pretraining=pretraining,
-        )
+        state, learned = update(run, state, minibatches=minibatches, progress=progress)
     return state, numbers | learned | seconds
 
 
 def update(
-    learning: Learning,
-    state: State,
-    *,
-    minibatches: Sequence[Minibatch],
-    progress: Progress,
-    pretraining: bool,
+    run: Run, state: State, *, minibatches: Sequence[Minibatch], progress: Progress
 ) -> tuple[State, Numbers]:
     """Takes one optimizer step on each minibatch: of the policy, and of the critic if there is one.
-    While `pretraining`, only the critic learns.
+    In the first `critic.pretrain_steps` steps of the run, only the critic learns.
 
     Returns:
       (the new state, metrics: means over all steps, and the learning rate of the first).
     """
+    learning, pretraining = run.learning, progress.step < run.config.critic.pretrain_steps
     learning_rate = float(learning.learning_rate(applied_steps(state.policy)))
     controllers = learning.recipe.controllers
     coefficients = {

@@ -25,6 +25,7 @@ from jaxrl.core import precision
 from jaxrl.core.hosts import Hosts
 from jaxrl.learner.actor_critic import State
 from jaxrl.models.spec import Params
+from jaxrl.monitoring.ratio.replay import Score
 from jaxrl.monitoring.tracking.samples import NullSamples, Samples
 from jaxrl.monitoring.tracking.services import open_services
 from jaxrl.monitoring.tracking.tracking import (
@@ -35,7 +36,6 @@ from jaxrl.monitoring.tracking.tracking import (
     open_tracker,
 )
 from jaxrl.training import rollbacks
-from jaxrl.training.probes import Probes
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts.collect import RolloutSource, prompts_at
 from jaxrl.training.storage.checkpoint import Checkpoints
@@ -53,8 +53,9 @@ class Run(NamedTuple):
     hosts: Hosts  # the processes of the run
     source: RolloutSource  # prompts, and what samples and scores rollouts of them
     learning: Learning  # the compiled learner, and its critic if the recipe has one
-    probes: Probes  # diagnostics before the update
     publish: Publish  # sends weights to the sampler
+    score: Score | None  # the server's log-probs of given tokens; None without a server
+    samples: Samples | NullSamples  # writes rollouts for people to read
     checkpoints: Checkpoints  # in the run directory
     # Takes metrics and notes; a NullTracker on processes other than 0.
     tracker: Tracker | NullTracker
@@ -118,14 +119,14 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             teacher=teacher,
             note=tracker.note,
         )
-        samples = _open_samples(source, step=progress.step) if hosts.leads else NullSamples()
         run = Run(
             config=config,
             hosts=hosts,
             source=source,
             learning=learning,
-            probes=Probes(config.probe, learning, serving.score, samples),
             publish=serving.publish,
+            score=serving.score,
+            samples=_open_samples(source, step=progress.step) if hosts.leads else NullSamples(),
             checkpoints=checkpoints,
             tracker=tracker,
         )
