@@ -11,7 +11,6 @@ from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.builders import servers
 from jaxrl.builders.api_key import given_key, known_key
 from jaxrl.builders.layout import sampler_layout
-from jaxrl.builders.servers import Address, Workload
 from jaxrl.builders.weight_sync import (
     Adapters,
     Publish,
@@ -108,24 +107,21 @@ def _open_client(
     limit = weights.model.config.max_positions
     # A run's own server needs no key that others know.
     key = known_key() if config.url else given_key() or secrets.token_hex(16)
-    work = Workload(
-        weights.policy.sampler,
-        # A sequence that is only scored needs one more: vLLM always draws a token.
-        max_model_len=min(needs.longest_sequence + 1, limit),
-        completions=needs.completions,
-        max_lora_rank=0 if needs.adapters is None else needs.adapters.specs.rank,
-        record_experts=needs.record_experts,
-    )
     with ExitStack() as stack:
         urls = config.url
         if not urls:
             starting = servers.starting_server(
                 config,
                 weights.model_dir,
-                work=work,
+                dtype=weights.policy.sampler,
                 log=directory / "vllm.log",
                 note=note,
-                address=Address(api_key=key),
+                completions=needs.completions,
+                # A sequence that is only scored needs one more: vLLM always draws a token.
+                max_model_len=min(needs.longest_sequence + 1, limit),
+                max_lora_rank=0 if needs.adapters is None else needs.adapters.specs.rank,
+                record_experts=needs.record_experts,
+                api_key=key,
             )
             urls = (stack.enter_context(starting).wait().url,)
         client = VllmSampler(

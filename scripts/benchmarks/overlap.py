@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from experiments.runs import CONFIGS, accuracies, markdown, quickstart, rollouts, trained
 
-from jaxrl.builders.servers import Workload, starting_server
+from jaxrl.builders.servers import starting_server
 from jaxrl.config.sampler import ServerConfig
 from jaxrl.core.precision import parse
 
@@ -55,9 +55,10 @@ def server(base: Path, *, log: Path) -> Iterator[str]:
     with starting_server(
         ServerConfig(),
         base / "sft" / "model",
-        work=Workload(parse("fp32").sampler, max_model_len=64),
+        dtype=parse("fp32").sampler,
         log=log,
         note=print,
+        max_model_len=64,
     ) as starting:
         yield starting.wait().url
 

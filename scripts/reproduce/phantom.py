@@ -15,7 +15,7 @@ from experiments.runs import markdown
 from reproduce import scoring
 from reproduce.grid import ROOT, Entries, Row, curve, early, found, spread, trained
 
-from jaxrl.builders.servers import Workload, starting_server
+from jaxrl.builders.servers import starting_server
 from jaxrl.config import toml_file
 from jaxrl.config.sampler import ServerConfig
 from jaxrl.config.training import Config
@@ -106,9 +106,10 @@ def servers(directory: Path) -> Iterator[Callable[[Row], dict[str, str]]]:
                 starting = starting_server(
                     ServerConfig(kv_cache_bytes=64 << 20),
                     directory / "model-0",
-                    work=Workload(dtype, max_model_len=64),
+                    dtype=dtype,
                     log=directory / f"vllm-{dtype.name}.log",
                     note=print,
+                    max_model_len=64,
                 )
                 urls[dtype] = stack.enter_context(starting).wait().url
             return {"sampler.name": "vllm", "sampler.url": urls[dtype]}

@@ -12,7 +12,7 @@ from jaxrl.bridge.servers.launch import LocalServer
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_trained
 from jaxrl.builders.sampler import SamplerNeeds, Serving, open_sampler
-from jaxrl.builders.servers import Address, Workload, starting_server
+from jaxrl.builders.servers import starting_server
 from jaxrl.builders.weight_sync import Adapters, Weights
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
@@ -33,10 +33,11 @@ def started(directory: Path, *, port: int = 0, rank: int = 0) -> Iterator[LocalS
     with starting_server(
         config(directory).sampler,
         directory / "model",
-        work=Workload(FP32.sampler, max_lora_rank=rank),
+        dtype=FP32.sampler,
         log=directory / f"vllm-{port}-{rank}.log",
         note=print,
-        address=Address(port=port),
+        max_lora_rank=rank,
+        port=port,
     ) as starting:
         yield starting.wait()
 
