@@ -37,9 +37,11 @@ class Learning(NamedTuple):
     # The initial trainable parameters, in precision.compute; None unless the loss or the reward
     # needs them.
     reference: Params | None
-    # Describes the attention kernel that a config gets on these devices; raises as
-    # `attention_note`.
-    check_attention: Callable[[Config], str]
+
+    def check_attention(self, config: Config) -> str:
+        """Describes the attention kernel that a config gets on these devices; raises as
+        `attention_note`."""
+        return attention_note(config, self.model, layout=self.layout, length=config.row_length)
 
 
 def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Learning, State]:
@@ -52,11 +54,7 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
     config, align, rows_note = choose_rows(
         config, model.config, objective=recipe.objective, layout=layout
     )
-
-    def check_attention(config: Config) -> str:
-        return attention_note(config, model, layout=layout, length=config.row_length)
-
-    check_attention(config)
+    attention_note(config, model, layout=layout, length=config.row_length)  # before compiling
     optimizer = make_optimizer(
         config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
     )
@@ -105,7 +103,6 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
         learning_rate=optimizer.learning_rate,
         critic=critic,
         reference=reference,
-        check_attention=check_attention,
     )
     return learning, state
 

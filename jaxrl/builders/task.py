@@ -60,8 +60,3 @@ def _check_lengths(config: Config, examples: Sequence[Example]) -> None:
             f"are more than the {positions} positions of {config.model.path}; lower "
             "sampling.max_tokens, or data.max_prompt_tokens, which skips long prompts"
         )
-
-
-def without_reward_model(task: TaskData) -> TaskData:
-    """Returns the task for a `reward.model` that teaches, and is no part of the reward."""
-    return task._replace(weights={k: v for k, v in task.weights.items() if k != MODEL})

@@ -16,7 +16,7 @@ from jaxrl.builders.prompts import sampling_params
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.reward_model import load_reward_model
 from jaxrl.builders.sampler import SamplerNeeds, Serving, open_sampler
-from jaxrl.builders.task import TaskData, load_task, without_reward_model
+from jaxrl.builders.task import MODEL, TaskData, load_task
 from jaxrl.builders.teacher import names_teacher, open_teacher
 from jaxrl.builders.weight_sync import Adapters, Publish, Weights
 from jaxrl.config.toml_file import flatten
@@ -86,7 +86,8 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     params = sampling_params(config.sampling, config.model.path, task.tokenizer, seed=config.seed)
     reward_model = None
     if names_teacher(config.reward):
-        task = without_reward_model(task)
+        # A teacher is no part of the reward.
+        task = task._replace(weights={k: v for k, v in task.weights.items() if k != MODEL})
     elif config.reward.model is not None:
         reward_model = hosts.on_all(load_reward_model(config, task.tokenizer, layout=layout))
     hosts.on_leader(lambda: check_config(directory, config))
