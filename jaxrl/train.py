@@ -36,10 +36,9 @@ from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts.collect import step_metrics
 from jaxrl.training.rollouts.stream import open_collector
 from jaxrl.training.run import Run, open_run
-from jaxrl.training.schedule import is_due
 from jaxrl.training.storage.resume import save
 from jaxrl.training.storage.run_directory import lock
-from jaxrl.training.timing import Numbers, clock
+from jaxrl.training.timing import Numbers, clock, is_due
 
 
 class Result(NamedTuple):

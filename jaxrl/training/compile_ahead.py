@@ -22,7 +22,7 @@ from jaxrl.losses.scores import Need
 from jaxrl.models import lora
 from jaxrl.monitoring.ratio.shape_noise import longer_rows
 from jaxrl.training.minibatches import with_coefficients
-from jaxrl.training.schedule import is_due
+from jaxrl.training.timing import is_due
 
 
 @contextmanager

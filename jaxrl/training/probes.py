@@ -14,8 +14,7 @@ from jaxrl.monitoring.ratio.replay import log_ratio_parts, replay_batch
 from jaxrl.monitoring.ratio.shape_noise import shape_noise
 from jaxrl.monitoring.ratio.split import known_tokens, moments, split_log_ratio
 from jaxrl.training.run import Run
-from jaxrl.training.schedule import is_due
-from jaxrl.training.timing import Numbers
+from jaxrl.training.timing import Numbers, is_due
 from sharding.transfer import fetch
 
 

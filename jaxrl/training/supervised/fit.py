@@ -36,14 +36,13 @@ from jaxrl.monitoring.tracking.tracking import (
 )
 from jaxrl.training.export import write_model
 from jaxrl.training.interrupt import Interrupt
-from jaxrl.training.schedule import is_due
 from jaxrl.training.storage.checkpoint import Checkpoints
 from jaxrl.training.storage.run_directory import check_config, compare_config, lock, record_start
+from jaxrl.training.timing import Numbers, is_due
 from sharding.transfer import fetch
 
 _LOG_EVERY = 10  # steps between two readings of the loss, each of which waits for the device
 
-Numbers = dict[str, float]
 Update = Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]
 
 
