@@ -4,7 +4,7 @@
 they meet what outlives the program: the run directory, rollbacks, checkpoints and the tracker.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from jaxrl.builders.learner import Learning, open_learning
 from jaxrl.builders.prompts import sampling_params
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.reward_model import load_reward_model
-from jaxrl.builders.sampler import SamplerNeeds, Serving, open_sampler
+from jaxrl.builders.sampler import SamplerNeeds, open_sampler
 from jaxrl.builders.task import MODEL, TaskData, load_task
 from jaxrl.builders.teacher import names_teacher, open_teacher
 from jaxrl.builders.weight_sync import Adapters, Publish, Weights
@@ -24,7 +24,6 @@ from jaxrl.config.training import Config
 from jaxrl.core import precision
 from jaxrl.core.hosts import Hosts
 from jaxrl.learner.actor_critic import State
-from jaxrl.models.spec import Params
 from jaxrl.monitoring.ratio.replay import Score
 from jaxrl.monitoring.tracking.samples import NullSamples, Samples
 from jaxrl.monitoring.tracking.services import open_services
@@ -42,8 +41,6 @@ from jaxrl.training.storage.checkpoint import Checkpoints
 from jaxrl.training.storage.resume import restore
 from jaxrl.training.storage.run_directory import check_config, compare_config, record_start
 from sharding.partition import Layout
-
-Note = Callable[[str], None]  # shows a line to the user
 
 
 class Run(NamedTuple):
@@ -97,13 +94,15 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         keep_best=config.checkpoint.keep_best,
     )
     state, progress, unchecked = restore(checkpoints, state, policy=config.policy)
+    model_dir = Path(config.model.path)
     with (
         _open_tracker(config, progress, hosts=hosts, layout=layout) as tracker,
-        _open_serving(
-            config,
-            learning,
-            params=state.policy.params,
-            version=progress.step,
+        open_sampler(
+            config.sampler,
+            Weights(learning.model, state.policy.params, progress.step, config.policy, model_dir),
+            layout=layout,
+            needs=_sampler_needs(config, learning),
+            directory=directory,
             note=tracker.note,
             hosts=hosts,
         ) as serving,
@@ -133,41 +132,22 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         )
         attention = learning.check_attention(config)
         missing = gap(tracker.history, step=progress.step) if hosts.leads else None
-        notes = (*repaired, missing, *_notes(config, task, hosts=hosts))
-        notes = (*notes, change, unchecked, attention, learning.rows_note)
-        for line in filter(None, notes):
+        warnings = (*repaired, missing, *_notes(config, task, hosts=hosts), change, unchecked)
+        for line in filter(None, (*warnings, attention, learning.rows_note)):
             tracker.note(line)
         yield run, state, progress
 
 
-def _open_serving(
-    config: Config,
-    learning: Learning,
-    *,
-    params: Params,
-    version: int,
-    note: Note,
-    hosts: Hosts,
-) -> AbstractContextManager[Serving]:
-    """Opens the sampler, which serves `params` as `version`."""
+def _sampler_needs(config: Config, learning: Learning) -> SamplerNeeds:
     adapters = None
     if config.lora.publish == "adapters":
         adapters = Adapters(learning.specs, 2 + config.rollouts.max_staleness)
-    model_dir = Path(config.model.path)
-    return open_sampler(
-        config.sampler,
-        Weights(learning.model, params, version, policy=config.policy, model_dir=model_dir),
-        layout=learning.layout,
-        directory=Path(config.run_dir),
-        note=note,
-        hosts=hosts,
-        needs=SamplerNeeds(
-            config.longest_sequence,
-            config.sampling.max_batch,
-            adapters=adapters,
-            record_experts=config.train.replay_routing,
-            completions=config.concurrent_completions,
-        ),
+    return SamplerNeeds(
+        config.longest_sequence,
+        config.sampling.max_batch,
+        adapters=adapters,
+        record_experts=config.train.replay_routing,
+        completions=config.concurrent_completions,
     )
 
 

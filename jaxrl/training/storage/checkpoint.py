@@ -225,23 +225,16 @@ class Checkpoints:
         return Restored(restored["state"], host, restored.get("critic"), note)
 
     def wait(self) -> None:
-        """Waits until all saves are on disk.
-
-        Raises:
-          CheckpointError: as `save`.
-        """
+        """Waits until all saves are on disk; raises CheckpointError as `save`."""
         with self._saving():
             self._manager.wait_until_finished()
         if self._writable and jax.process_index() == 0:
             shutil.rmtree(self.directory / _DELETED, ignore_errors=True)
 
     def close(self) -> None:
-        """Waits for saves and ends the saving threads. Deletes what a process that was killed after
-        its last save had still to delete: there may be no further save that would.
-
-        Raises:
-          CheckpointError: as `save`.
-        """
+        """Waits for saves and ends the saving threads; raises CheckpointError as `save`. Deletes
+        what a process that was killed after its last save had still to delete: there may be no
+        further save that would."""
         try:
             self.wait()
             if self._writable and jax.process_index() == 0:
