@@ -1,5 +1,6 @@
 """Builds what a run trains: the policy, its reference and its critic, compiled."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -69,6 +70,7 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
         trained = lora.trainable(params)
         reference = jit(casts.cast, static_argnums=1)(trained, config.policy.compute)
     init = jit(pure.init, donate_argnums=0, out_shardings=shardings)
+    compiled = functools.partial(jit, sums=config.policy.sums)
     state, critic = State(init(params)), None
     if recipe.critic is not None:
         critic, critics_state = open_critic(
@@ -90,15 +92,10 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
         model=model,
         specs=specs,
         learner=pure._replace(
-            score=jit(pure.score, sums=config.policy.sums),
-            shadow=jit(pure.shadow, sums=config.policy.sums),
-            shadow_scores=jit(pure.shadow_scores, sums=config.policy.sums),
-            step=jit(
-                pure.step,
-                sums=config.policy.sums,
-                donate_argnums=0,
-                out_shardings=(shardings, None),
-            ),
+            score=compiled(pure.score),
+            shadow=compiled(pure.shadow),
+            shadow_scores=compiled(pure.shadow_scores),
+            step=compiled(pure.step, donate_argnums=0, out_shardings=(shardings, None)),
         ),
         learning_rate=optimizer.learning_rate,
         critic=critic,

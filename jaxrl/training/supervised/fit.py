@@ -109,7 +109,7 @@ def fit(config: SupervisedConfig, task: Task) -> Result:
             directory / "checkpoints", keep=kept.keep, keep_best=kept.keep_best
         )
         with closing(checkpoints):
-            notes = (*repaired, *filter(None, [change]), attention, *task.notes)
+            notes = (*repaired, change, attention, *task.notes)
             result, params = _train(config, task, checkpoints=checkpoints, notes=notes)
         if result.step == config.train.steps:
             result.model = write_model(
@@ -119,19 +119,16 @@ def fit(config: SupervisedConfig, task: Task) -> Result:
 
 
 def _train(
-    config: SupervisedConfig, task: Task, *, checkpoints: Checkpoints, notes: Sequence[str]
+    config: SupervisedConfig, task: Task, *, checkpoints: Checkpoints, notes: Sequence[str | None]
 ) -> tuple[Result, Params]:
     (state, update), result, hosts = compile_step(config, task), Result(), task.setup.hosts
     if (step := checkpoints.latest_step()) is not None:
         found = checkpoints.restore(step, checkpoint_view(state))
         state, result = from_checkpoint(found.state, like=state), Result(step, **found.host)
-        notes = [*notes, *filter(None, [found.note])]
-    with (
-        Interrupt() as interrupt,
-        _open_tracker(config, task, step=result.step) as tracker,
-    ):
+        notes = (*notes, found.note)
+    with Interrupt() as interrupt, _open_tracker(config, task, step=result.step) as tracker:
         missing = gap(tracker.history, step=result.step, every=_LOG_EVERY) if hosts.leads else None
-        for note in (*notes, *filter(None, [missing])):
+        for note in filter(None, (*notes, missing)):
             tracker.note(note)
         log = _Log(task, tracker, result=result)
         if result.step == 0:
