@@ -18,7 +18,6 @@ from jaxrl.core.hosts import Hosts
 from jaxrl.core.metrics import Metrics, merge, to_floats
 from jaxrl.learner.actor_critic import State
 from jaxrl.learner.update import applied_steps
-from jaxrl.models import spec
 from jaxrl.monitoring.tracking.profile import Profile, explain_no_trace
 from jaxrl.training.alarm_actions import AlarmActions, Verdict
 from jaxrl.training.compile_ahead import compile_ahead
@@ -84,13 +83,7 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
         ) as collect,
         _open_profile(run, done=progress.step) as profile,
     ):
-        alarms = AlarmActions(
-            run.config,
-            run.checkpoints,
-            tracker=run.tracker,
-            check_changed=run.learning.check_attention,
-            parameters=spec.parameter_count(run.learning.model.specs),
-        )
+        alarms = AlarmActions(run)
         if progress.step == 0:
             progress.initial_accuracy = evaluate(run, progress)
         verdict, signum = None, run.hosts.largest(interrupt.signum or 0)
