@@ -25,10 +25,7 @@ RewardModel = Callable[[Sequence[Rollout]], np.ndarray]
 
 def load_reward_model(config: Config, tokenizer: Tokenizer, *, layout: Layout) -> RewardModel:
     """Loads the reward model of a run, whose policy has the tokenizer. It runs on the learner's
-    devices in `precision.compute`; rows and microbatches are the learner's.
-
-    Raises:
-      ValueError: if its tokenizer is not the policy's.
+    devices in `precision.compute`; rows and microbatches are the learner's. Raises as `load_judge`.
     """
     policy = config.policy
     model, params = load_judge(config, tokenizer, layout=layout, output="scores")

@@ -5,7 +5,7 @@ they meet what outlives the program: the run directory, rollbacks, checkpoints a
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,19 +27,13 @@ from jaxrl.learner.actor_critic import State
 from jaxrl.monitoring.ratio.replay import Score
 from jaxrl.monitoring.tracking.samples import NullSamples, Samples
 from jaxrl.monitoring.tracking.services import open_services
-from jaxrl.monitoring.tracking.tracking import (
-    NullTracker,
-    Tracker,
-    gap,
-    incomplete_logs,
-    open_tracker,
-)
+from jaxrl.monitoring.tracking.tracking import NullTracker, Tracker, gap, incomplete_logs
 from jaxrl.training import rollbacks
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts.collect import RolloutSource, prompts_at
 from jaxrl.training.storage.checkpoint import Checkpoints
 from jaxrl.training.storage.resume import restore
-from jaxrl.training.storage.run_directory import check_config, compare_config, record_start
+from jaxrl.training.storage.run_directory import check_config, compare_config, open_run_tracker
 from sharding.partition import Layout
 
 
@@ -167,17 +161,13 @@ def _open_samples(source: RolloutSource, *, step: int) -> Samples:
 def _open_tracker(
     config: Config, progress: Progress, *, hosts: Hosts, layout: Layout
 ) -> AbstractContextManager[Tracker | NullTracker]:
-    """Opens the tracker of a run on process 0, and a NullTracker on the others."""
-    if not hosts.leads:
-        return nullcontext(NullTracker())
-    directory = Path(config.run_dir)
-    record_start(directory, step=progress.step, devices=list(layout.mesh.devices.flat))
-    return open_tracker(
-        directory,
-        start_step=progress.step,
-        total_steps=config.train.steps,
+    return open_run_tracker(
+        config,
+        step=progress.step,
+        hosts=hosts,
+        layout=layout,
         services=lambda note: open_services(
-            config.tracking, directory, resolved=flatten(config), note=note
+            config.tracking, Path(config.run_dir), resolved=flatten(config), note=note
         ),
     )
 

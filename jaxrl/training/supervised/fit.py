@@ -7,7 +7,7 @@ All processes of a run call the same functions; process 0 alone reads the data.
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,16 @@ from jaxrl.learner.reward_model import Ranker
 from jaxrl.learner.update import applied_steps, checkpoint_view, from_checkpoint
 from jaxrl.models import lora
 from jaxrl.models.spec import Params
-from jaxrl.monitoring.tracking.tracking import (
-    NullTracker,
-    Tracker,
-    gap,
-    incomplete_logs,
-    open_tracker,
-)
+from jaxrl.monitoring.tracking.tracking import NullTracker, Tracker, gap, incomplete_logs
 from jaxrl.training.export import write_model
 from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.storage.checkpoint import Checkpoints
-from jaxrl.training.storage.run_directory import check_config, compare_config, lock, record_start
+from jaxrl.training.storage.run_directory import (
+    check_config,
+    compare_config,
+    lock,
+    open_run_tracker,
+)
 from jaxrl.training.timing import Numbers, is_due
 from sharding.transfer import fetch
 
@@ -126,7 +125,10 @@ def _train(
         found = checkpoints.restore(step, checkpoint_view(state))
         state, result = from_checkpoint(found.state, like=state), Result(step, **found.host)
         notes = (*notes, found.note)
-    with Interrupt() as interrupt, _open_tracker(config, task, step=result.step) as tracker:
+    opened = open_run_tracker(
+        config, step=result.step, hosts=hosts, layout=task.setup.layout, title=task.title
+    )
+    with Interrupt() as interrupt, opened as tracker:
         missing = gap(tracker.history, step=result.step, every=_LOG_EVERY) if hosts.leads else None
         for note in filter(None, (*notes, missing)):
             tracker.note(note)
@@ -168,19 +170,6 @@ def next_batch(config: SupervisedConfig, task: Task, *, step: int) -> Minibatch:
         return [task.rows[int(i)] for i in indices]
 
     return task.pack(task.setup.hosts.on_leader(choose))
-
-
-def _open_tracker(
-    config: SupervisedConfig, task: Task, *, step: int
-) -> AbstractContextManager[Tracker | NullTracker]:
-    """Opens the tracker of a run on process 0, and a NullTracker on the others."""
-    if not task.setup.hosts.leads:
-        return nullcontext(NullTracker())
-    devices = list(task.setup.layout.mesh.devices.flat)
-    record_start(Path(config.run_dir), step=step, devices=devices)
-    return open_tracker(
-        config.run_dir, start_step=step, total_steps=config.train.steps, title=task.title
-    )
 
 
 def compile_step(config: SupervisedConfig, task: Task) -> tuple[LearnerState, Update]:
