@@ -12,14 +12,12 @@ from typing import NamedTuple
 
 import jax
 
-from jaxrl.builders.learner import Learning
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.metrics import Metrics, merge, to_floats
 from jaxrl.learner.actor_critic import State
 from jaxrl.learner.update import applied_steps
-from jaxrl.models import spec
 from jaxrl.monitoring.tracking.profile import Profile, explain_no_trace
 from jaxrl.training.alarm_actions import AlarmActions, Verdict
 from jaxrl.training.compile_ahead import compile_ahead
@@ -37,10 +35,9 @@ from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts.collect import step_metrics
 from jaxrl.training.rollouts.stream import open_collector
 from jaxrl.training.run import Run, open_run
-from jaxrl.training.schedule import is_due
 from jaxrl.training.storage.resume import save
 from jaxrl.training.storage.run_directory import lock
-from jaxrl.training.timing import Numbers, clock
+from jaxrl.training.timing import Numbers, clock, is_due
 
 
 class Result(NamedTuple):
@@ -86,13 +83,7 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
         ) as collect,
         _open_profile(run, done=progress.step) as profile,
     ):
-        alarms = AlarmActions(
-            run.config,
-            run.checkpoints,
-            tracker=run.tracker,
-            check_changed=run.learning.check_attention,
-            parameters=spec.parameter_count(run.learning.model.specs),
-        )
+        alarms = AlarmActions(run)
         if progress.step == 0:
             progress.initial_accuracy = evaluate(run, progress)
         verdict, signum = None, run.hosts.largest(interrupt.signum or 0)
@@ -147,29 +138,16 @@ def learn(
     run: Run, state: State, *, rollouts: Sequence[Rollout], progress: Progress
 ) -> tuple[State, Numbers]:
     """Rewards -> advantages -> minibatches -> one optimizer step on each."""
-    updates, seconds = run.config.train.updates_per_rollout, Numbers()
+    seconds = Numbers()
     with clock(seconds, "time/score"):
-        parts = split_minibatches(len(rollouts), updates=updates)
-        targets, numbers = compute_advantages(
-            run.learning,
-            run.source,
-            state=state,
-            rollouts=rollouts,
-            parts=parts,
-            hosts=run.hosts,
-        )
+        parts = split_minibatches(len(rollouts), updates=run.config.train.updates_per_rollout)
+        targets, numbers = compute_advantages(run, state, rollouts=rollouts, parts=parts)
         minibatches = [
-            prepare_minibatch(
-                run.learning,
-                state.policy,
-                rollouts=rollouts[part],
-                targets=targets.of(part),
-                updates=updates,
-            )
+            prepare_minibatch(run, state.policy, rollouts=rollouts[part], targets=targets.of(part))
             for part in parts
         ]
         numbers |= run_probes(
-            run.probes,
+            run,
             state.policy.params,
             rollouts=rollouts[parts[0]],
             advantages=targets.of(parts[0]).advantages,
@@ -178,31 +156,20 @@ def learn(
         )
         jax.block_until_ready(minibatches)
     with clock(seconds, "time/update"):
-        pretraining = progress.step < run.config.critic.pretrain_steps
-        state, learned = update(
-            run.learning,
-            state,
-            minibatches=minibatches,
-            progress=progress,
-            pretraining=pretraining,
-        )
+        state, learned = update(run, state, minibatches=minibatches, progress=progress)
     return state, numbers | learned | seconds
 
 
 def update(
-    learning: Learning,
-    state: State,
-    *,
-    minibatches: Sequence[Minibatch],
-    progress: Progress,
-    pretraining: bool,
+    run: Run, state: State, *, minibatches: Sequence[Minibatch], progress: Progress
 ) -> tuple[State, Numbers]:
     """Takes one optimizer step on each minibatch: of the policy, and of the critic if there is one.
-    While `pretraining`, only the critic learns.
+    In the first `critic.pretrain_steps` steps of the run, only the critic learns.
 
     Returns:
       (the new state, metrics: means over all steps, and the learning rate of the first).
     """
+    learning, pretraining = run.learning, progress.step < run.config.critic.pretrain_steps
     learning_rate = float(learning.learning_rate(applied_steps(state.policy)))
     controllers = learning.recipe.controllers
     coefficients = {

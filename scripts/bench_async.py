@@ -18,7 +18,7 @@ from statistics import fmean
 
 from experiments.runs import CONFIGS, accuracies, markdown, parser, quickstart, rollouts, trained
 
-from jaxrl.builders.servers import Workload, started_server
+from jaxrl.builders.servers import starting_server
 from jaxrl.config.sampler import ServerConfig
 from jaxrl.core.precision import parse
 
@@ -65,16 +65,18 @@ def run(options: argparse.Namespace) -> list[float]:
     busy together."""
     options.directory.mkdir(parents=True, exist_ok=True)
     os.sched_setaffinity(0, {SERVER_CORE})  # inherited by the server
-    with started_server(
+    with starting_server(
         ServerConfig(),
         options.base / "sft" / "model",
-        work=Workload(parse("fp32").sampler, max_model_len=64),
+        dtype=parse("fp32").sampler,
         log=options.directory / "vllm.log",
         note=print,
-    ) as server:
+        max_model_len=64,
+    ) as starting:
+        url = starting.wait().url
         os.sched_setaffinity(0, {LEARNER_CORE})  # before JAX starts its threads
         found = [
-            measure(options, server.url, staleness=staleness, correction=correction, seed=seed)
+            measure(options, url, staleness=staleness, correction=correction, seed=seed)
             # Compared runs follow each other, so that disturbances affect them alike.
             for seed in options.seeds
             for correction in options.corrections

@@ -1,5 +1,6 @@
 """Builds what a run trains: the policy, its reference and its critic, compiled."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,9 +38,11 @@ class Learning(NamedTuple):
     # The initial trainable parameters, in precision.compute; None unless the loss or the reward
     # needs them.
     reference: Params | None
-    # Describes the attention kernel that a config gets on these devices; raises as
-    # `attention_note`.
-    check_attention: Callable[[Config], str]
+
+    def check_attention(self, config: Config) -> str:
+        """Describes the attention kernel that a config gets on these devices; raises as
+        `attention_note`."""
+        return attention_note(config, self.model, layout=self.layout, length=config.row_length)
 
 
 def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Learning, State]:
@@ -52,11 +55,7 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
     config, align, rows_note = choose_rows(
         config, model.config, objective=recipe.objective, layout=layout
     )
-
-    def check_attention(config: Config) -> str:
-        return attention_note(config, model, layout=layout, length=config.row_length)
-
-    check_attention(config)
+    attention_note(config, model, layout=layout, length=config.row_length)  # before compiling
     optimizer = make_optimizer(
         config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
     )
@@ -71,6 +70,7 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
         trained = lora.trainable(params)
         reference = jit(casts.cast, static_argnums=1)(trained, config.policy.compute)
     init = jit(pure.init, donate_argnums=0, out_shardings=shardings)
+    compiled = functools.partial(jit, sums=config.policy.sums)
     state, critic = State(init(params)), None
     if recipe.critic is not None:
         critic, critics_state = open_critic(
@@ -92,20 +92,14 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
         model=model,
         specs=specs,
         learner=pure._replace(
-            score=jit(pure.score, sums=config.policy.sums),
-            shadow=jit(pure.shadow, sums=config.policy.sums),
-            shadow_scores=jit(pure.shadow_scores, sums=config.policy.sums),
-            step=jit(
-                pure.step,
-                sums=config.policy.sums,
-                donate_argnums=0,
-                out_shardings=(shardings, None),
-            ),
+            score=compiled(pure.score),
+            shadow=compiled(pure.shadow),
+            shadow_scores=compiled(pure.shadow_scores),
+            step=compiled(pure.step, donate_argnums=0, out_shardings=(shardings, None)),
         ),
         learning_rate=optimizer.learning_rate,
         critic=critic,
         reference=reference,
-        check_attention=check_attention,
     )
     return learning, state
 

@@ -37,12 +37,7 @@ def attention_note(
     config: Config | SupervisedConfig, model: Model, *, layout: Layout, length: int
 ) -> str:
     """Chooses the attention kernel for rows of `length` tokens, tries it on a device, and describes
-    it for the log.
-
-    Raises:
-      ValueError: as `kernels.choose`.
-      RuntimeError: as `kernels.verify`.
-    """
+    it for the log; raises as `kernels.choose` and `kernels.verify`."""
     kernel = kernels.choose(
         config.train.attention,
         layout=layout,

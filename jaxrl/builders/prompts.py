@@ -6,7 +6,7 @@ from jaxrl.config.sampler import SamplingConfig
 from jaxrl.config.tables import DataConfig, PromptConfig
 from jaxrl.data import prompts
 from jaxrl.data.prompts import Prompts, Rendering, Tokenizer
-from jaxrl.data.rows import Row, read_rows
+from jaxrl.data.rows import Row
 from jaxrl.environments.tools.schema import Tool
 from jaxrl.models import huggingface
 from jaxrl.sampling.base import SamplingParams
@@ -17,31 +17,16 @@ def rendering(config: PromptConfig) -> Rendering:
     return Rendering(config.template, config.system_prompt, config.prompt_format)
 
 
-def load_training_prompts(
-    config: DataConfig, tokenizer: Tokenizer, *, tools: Iterable[Tool] = ()
-) -> Prompts:
-    """Loads the prompts of `data.path`, with the tools; raises as `prompts.load_prompts`."""
-    return _load(config, tokenizer, tools=tools, rows=read_rows(config.path))
-
-
-def load_held_out_prompts(
-    config: DataConfig, tokenizer: Tokenizer, *, tools: Iterable[Tool] = ()
-) -> Prompts | None:
-    """Loads the prompts of `data.eval_path` in the same way; None without one."""
-    if config.eval_path is None:
-        return None
-    rows = read_rows(config.eval_path, split="test")
-    return _load(config, tokenizer, tools=tools, rows=rows, limit=config.eval_limit)
-
-
-def _load(
+def load_prompts(
     config: DataConfig,
     tokenizer: Tokenizer,
     *,
-    tools: Iterable[Tool],
     rows: Iterator[Row],
+    tools: Iterable[Tool] = (),
     limit: int | None = None,
 ) -> Prompts:
+    """Loads the prompts of rows of `data.path` or `data.eval_path`, with the tools; raises as
+    `prompts.load_prompts`."""
     return prompts.load_prompts(
         rows,
         tokenizer,

@@ -25,10 +25,7 @@ RewardModel = Callable[[Sequence[Rollout]], np.ndarray]
 
 def load_reward_model(config: Config, tokenizer: Tokenizer, *, layout: Layout) -> RewardModel:
     """Loads the reward model of a run, whose policy has the tokenizer. It runs on the learner's
-    devices in `precision.compute`; rows and microbatches are the learner's.
-
-    Raises:
-      ValueError: if its tokenizer is not the policy's.
+    devices in `precision.compute`; rows and microbatches are the learner's. Raises as `load_judge`.
     """
     policy = config.policy
     model, params = load_judge(config, tokenizer, layout=layout, output="scores")
@@ -70,28 +67,13 @@ def load_judge(
     """Loads reward.model, which reads the token ids of the policy, in `precision.compute`.
 
     Raises:
-      ValueError: if its tokenizer is not the policy's.
+      ValueError: if its tokenizer is not the policy's, or it lacks an embedding of a token; the
+        message names the first difference.
     """
     path = config.reward.model
     assert path is not None
     model, params = load_model(path, layout=layout, dtype=config.policy.compute, output=output)
-    check_vocabulary(
-        path,
-        own=huggingface.load_tokenizer(path),
-        policy=tokenizer,
-        vocab_size=model.config.vocab_size,
-    )
-    return model, params
-
-
-def check_vocabulary(path: str, *, own: Tokenizer, policy: Tokenizer, vocab_size: int) -> None:
-    """Checks that a model that reads the policy's token ids has its tokenizer, and an embedding
-    for every token.
-
-    Raises:
-      ValueError: if it has not; the message names the first difference.
-    """
-    ours, theirs = policy.get_vocab(), own.get_vocab()
+    ours, theirs = tokenizer.get_vocab(), huggingface.load_tokenizer(path).get_vocab()
     differing = sorted(t for t in {**ours, **theirs} if ours.get(t) != theirs.get(t))
     if differing:
         token = differing[0]
@@ -101,8 +83,10 @@ def check_vocabulary(path: str, *, own: Tokenizer, policy: Tokenizer, vocab_size
             f"{theirs.get(token)} there and {ours.get(token)} here; give a model with the policy's "
             "tokenizer, such as one trained from it"
         )
-    if (highest := max(ours.values())) >= vocab_size:
+    highest, size = max(ours.values()), model.config.vocab_size
+    if highest >= size:
         raise ValueError(
-            f"reward.model = {path!r} has {vocab_size} embeddings, but the policy's tokenizer has "
-            f"the token id {highest}; give a model trained from this policy"
+            f"reward.model = {path!r} has {size} embeddings, but the policy's tokenizer has the "
+            f"token id {highest}; give a model trained from this policy"
         )
+    return model, params

@@ -1,7 +1,5 @@
 """Chooses the rows of a run's batch: how long they are, and whether sequences share prefixes."""
 
-from typing import NamedTuple
-
 from jaxrl.config.training import Config
 from jaxrl.core.packing import SHARED, Alignment
 from jaxrl.losses import Objective
@@ -17,20 +15,16 @@ _BLOCK = 128  # rows are multiples of it where that is possible: kernels work in
 _LEAST_SAVED = 1.75  # times fewer tokens; with less, shared rows are slower on CPU (docs/scale.md)
 
 
-class RowsChoice(NamedTuple):
-    """The rows of a run's batch."""
-
-    config: Config  # of the run, with `train.row_length`
-    align: Alignment  # how sequences lie in a row
-    note: str  # the choice and its reason, for the log
-
-
 def choose_rows(
     config: Config, sizes: DecoderConfig, *, objective: Objective, layout: Layout
-) -> RowsChoice:
+) -> tuple[Config, Alignment, str]:
     """Chooses rows in which the completions of a group share their prompt, if everything else in
-    the run allows that and attention does not cost more than it saves. A `train.row_length` in the
-    config is kept."""
+    the run allows that and attention does not cost more than it saves.
+
+    Returns:
+      (the config with `train.row_length`, which is kept if given, how sequences lie in a row, the
+      choice and its reason for the log).
+    """
     kernel = kernels.choose(
         config.train.attention,
         layout=layout,
@@ -46,12 +40,12 @@ def choose_rows(
         reason = f"a shared one saves too little, {saved:.2f} times fewer tokens"
     if reason is not None:
         note = f"every completion computes its own prompt: {reason}"
-        return RowsChoice(config, sequence_alignment(config.policy), note)
+        return config, sequence_alignment(config.policy), note
     if config.train.row_length is None:
         train = config.train.model_copy(update={"row_length": length})
         config = config.model_copy(update={"train": train})
     note = f"completions of a group share their prompt, in rows of {config.row_length} tokens"
-    return RowsChoice(config, SHARED, note)
+    return config, SHARED, note
 
 
 def _unshared(

@@ -6,20 +6,19 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxrl.bridge.base import Learner
 from jaxrl.bridge.in_vllm import auth
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.builders import servers
 from jaxrl.builders.api_key import given_key, known_key
 from jaxrl.builders.layout import sampler_layout
-from jaxrl.builders.servers import Address, Workload
 from jaxrl.builders.weight_sync import (
     Adapters,
     Publish,
-    PublishToServers,
+    Sync,
     Weights,
     follower,
     open_send,
+    publish_to_servers,
     run_learner,
 )
 from jaxrl.config.sampler import SamplerConfig
@@ -72,7 +71,7 @@ def open_sampler(
     Of several `hosts` the first talks to servers. `note` shows a line to the user.
 
     Raises:
-      ValueError, FileNotFoundError: as `started_server`.
+      ValueError, FileNotFoundError: as `starting_server`.
       ServerFailedError: if a server does not start.
       RefusedError: if a server computes in another dtype than the policy says.
     """
@@ -88,61 +87,43 @@ def open_sampler(
             f"lora.publish = 'adapters' with {hosts.count} processes: it needs a single one; set "
             "lora.publish = 'merged'"
         )
-    learner = hosts.share(run_learner(directory))
+    sync = Sync(config, weights, hosts.share(run_learner(directory)), hosts)
     if not hosts.leads:
-        follow = follower(config, weights, learner=learner, hosts=hosts)
+        follow = follower(sync)
         follow(weights.params, version=weights.version)
         yield Serving(NullSampler(), follow)
         return
-    with _open_client(
-        config,
-        weights,
-        needs=needs,
-        directory=directory,
-        note=note,
-        learner=learner,
-        hosts=hosts,
-    ) as serving:
+    with _open_client(sync, needs=needs, directory=directory, note=note) as serving:
         serving.publish(weights.params, version=weights.version)
         yield serving
 
 
 @contextmanager
 def _open_client(
-    config: SamplerConfig,
-    weights: Weights,
-    *,
-    needs: SamplerNeeds,
-    directory: Path,
-    note: Callable[[str], None],
-    learner: Learner,
-    hosts: Hosts,
+    sync: Sync, *, needs: SamplerNeeds, directory: Path, note: Callable[[str], None]
 ) -> Iterator[Serving]:
     """Opens a client of the config's servers, or of one that is started here."""
+    config, weights = sync.config, sync.weights
     limit = weights.model.config.max_positions
     # A run's own server needs no key that others know.
     key = known_key() if config.url else given_key() or secrets.token_hex(16)
-    work = Workload(
-        weights.policy.sampler,
-        # A sequence that is only scored needs one more: vLLM always draws a token.
-        max_model_len=min(needs.longest_sequence + 1, limit),
-        completions=needs.completions,
-        max_lora_rank=0 if needs.adapters is None else needs.adapters.specs.rank,
-        record_experts=needs.record_experts,
-    )
     with ExitStack() as stack:
-        urls = config.url or (
-            stack.enter_context(
-                servers.started_server(
-                    config,
-                    weights.model_dir,
-                    work=work,
-                    log=directory / "vllm.log",
-                    note=note,
-                    address=Address(api_key=key),
-                )
-            ).url,
-        )
+        urls = config.url
+        if not urls:
+            starting = servers.starting_server(
+                config,
+                weights.model_dir,
+                dtype=weights.policy.sampler,
+                log=directory / "vllm.log",
+                note=note,
+                completions=needs.completions,
+                # A sequence that is only scored needs one more: vLLM always draws a token.
+                max_model_len=min(needs.longest_sequence + 1, limit),
+                max_lora_rank=0 if needs.adapters is None else needs.adapters.specs.rank,
+                record_experts=needs.record_experts,
+                api_key=key,
+            )
+            urls = (stack.enter_context(starting).wait().url,)
         client = VllmSampler(
             urls,
             max_positions=limit,
@@ -154,17 +135,8 @@ def _open_client(
         )
         stack.callback(client.close)
         named = [VllmServer(url, timeout=config.timeout, api_key=key) for url in urls]
-        send = stack.enter_context(
-            open_send(
-                config,
-                weights,
-                servers=named,
-                adapters=needs.adapters,
-                learner=learner,
-                hosts=hosts,
-            )
-        )
-        publish = PublishToServers(send, named, client=client, note=note, learner=learner)
+        send = stack.enter_context(open_send(sync, named, adapters=needs.adapters))
+        publish = publish_to_servers(send, named, client=client, note=note, learner=sync.learner)
         yield Serving(client, publish, client.score)
 
 

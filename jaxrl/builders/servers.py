@@ -4,44 +4,17 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl.bridge.servers.kv_cache_size import free_memory, kv_cache_size
-from jaxrl.bridge.servers.launch import INSTALL, LocalServer, ServerOptions
+from jaxrl.bridge.servers.launch import INSTALL, LocalServer, ServerFailedError, ServerOptions
 from jaxrl.builders.api_key import server_key
 from jaxrl.config.sampler import SamplerConfig, ServerConfig
 from jaxrl.models import huggingface
 
 _NOTE_SECONDS = 10  # between two lines about a server that is starting
-
-
-class Workload(NamedTuple):
-    """The load of a server."""
-
-    dtype: np.dtype  # of weights, activations and KV cache
-    # Maximum length of a prompt with its completion; None for the model's own limit.
-    max_model_len: int | None = None
-    # Completions that are requested at the same time; the KV cache on a CPU is sized for them.
-    completions: int = 1
-    max_lora_rank: int = 0  # largest rank of the adapters that it can load; 0 for none
-    record_experts: bool = False  # completions name the experts of each token
-    memory: int | None = None  # bytes on a CPU that the server may take; None for all that is free
-
-
-class Address(NamedTuple):
-    """The way to a server."""
-
-    host: str = "127.0.0.1"  # anything but loopback can be reached by others, and needs a given key
-    port: int = 0  # 0 takes a free one
-    # The key that every request must carry; None for the user's own, see `server_key`.
-    api_key: str | None = None
-    # Directory of this host's agent, which fetches weights from a store, if there is one.
-    agent: Path | None = None
-
-
-_LOOPBACK = Address()
 
 
 class StartingServer(NamedTuple):
@@ -75,50 +48,36 @@ class StartingServer(NamedTuple):
 
 
 @contextmanager
-def started_server(
-    config: ServerConfig,
-    model_dir: Path,
-    *,
-    work: Workload,
-    log: Path,
-    note: Callable[[str], None],
-    address: Address = _LOOPBACK,
-) -> Iterator[LocalServer]:
-    """Starts a vLLM server, waits until it is ready, and stops it at the end of the block.
-
-    Arguments and errors are those of `starting_server`; also ServerFailedError if the block fails
-    because the server ended, with the end of its output.
-    """
-    with starting_server(
-        config, model_dir, work=work, log=log, note=note, address=address
-    ) as starting:
-        server = starting.wait()
-        try:
-            yield server
-        except Exception:
-            server.check()
-            raise
-
-
-@contextmanager
 def starting_server(
     config: ServerConfig,
     model_dir: Path,
     *,
-    work: Workload,
+    dtype: np.dtype,
     log: Path,
     note: Callable[[str], None],
-    address: Address = _LOOPBACK,
+    completions: int = 1,
+    memory: int | None = None,
+    **further: Any,
 ) -> Iterator[StartingServer]:
     """Starts a vLLM server, without waiting, and stops it at the end of the block.
 
-    Its output goes to `log`; `note` shows a line to the user.
+    Args:
+      config: the interpreter, the device, and vLLM's arguments.
+      model_dir: the model that it serves.
+      dtype: of weights, activations and KV cache.
+      log: file for its output.
+      note: shows a line to the user.
+      completions: number that is requested at the same time; the KV cache on a CPU is sized for it.
+      memory: bytes on a CPU that the server may take; None for all that is free.
+      further: more fields of `ServerOptions`. Without `api_key` it is the user's own, see
+        `server_key`.
 
     Raises:
       ValueError: for a host that others can reach without a key, a key that cannot be read or
         made, a KV cache that does not hold one completion, or a quantised model.
       FileNotFoundError: if the Python interpreter does not exist.
-      ServerFailedError: if the port is in use.
+      ServerFailedError: if the port is in use, or the block fails because the server ended; the
+        message then contains the end of its output.
     """
     python = Path(config.python)
     if not python.exists():
@@ -132,28 +91,29 @@ def starting_server(
         )
     options = ServerOptions(
         python=python.absolute(),
-        dtype=work.dtype.name,
-        max_model_len=work.max_model_len,
+        dtype=dtype.name,
         kv_cache_bytes=config.kv_cache_bytes,
         device=config.device,
-        host=address.host,
-        port=address.port,
-        api_key=address.api_key or server_key(address.host),
-        max_lora_rank=work.max_lora_rank,
-        record_experts=work.record_experts,
-        agent=address.agent,
         arguments=config.vllm_args,
+        **further,
     )
+    options = dataclasses.replace(options, api_key=options.api_key or server_key(options.host))
     nbytes, remark = kv_cache_size(
         options,
         key="sampler." * isinstance(config, SamplerConfig) + "kv_cache_bytes",
         model=model,
-        completions=work.completions,
-        free=free_memory() if work.memory is None else work.memory,
+        completions=completions,
+        free=free_memory() if memory is None else memory,
     )
     if remark is not None:
         note(remark)
     options = dataclasses.replace(options, kv_cache_bytes=nbytes)
-    what = f"{model_dir} in {work.dtype.name}"
+    what = f"{model_dir} in {dtype.name}"
     with LocalServer(model_dir, options, log=log) as server:
-        yield StartingServer(server, what, log, note)
+        try:
+            yield StartingServer(server, what, log, note)
+        except ServerFailedError:
+            raise
+        except Exception:
+            server.check()
+            raise

@@ -1,11 +1,13 @@
 """Loads the task of a run: its prompts and rewards."""
 
+import functools
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxrl.builders.prompts import load_held_out_prompts, load_training_prompts
+from jaxrl.builders.prompts import load_prompts
 from jaxrl.config.training import Config
 from jaxrl.data.prompts import Example, Prompts, Tokenizer
+from jaxrl.data.rows import read_rows
 from jaxrl.environments.rewards.scoring import Reward, load_rewards
 from jaxrl.environments.tools.schema import Tool, load_tools
 from jaxrl.models import huggingface
@@ -35,10 +37,11 @@ def load_task(config: Config, *, splits: Container[str]) -> TaskData:
     c, tools = config.reward, load_tools(config.environment.tools)
     tokenizer = huggingface.load_tokenizer(config.model.path)
     prompts, held_out = Prompts((), 0), None
+    load = functools.partial(load_prompts, config.data, tokenizer, tools=tools.values())
     if "train" in splits:
-        prompts = load_training_prompts(config.data, tokenizer, tools=tools.values())
-    if "test" in splits:
-        held_out = load_held_out_prompts(config.data, tokenizer, tools=tools.values())
+        prompts = load(rows=read_rows(config.data.path))
+    if "test" in splits and (path := config.data.eval_path) is not None:
+        held_out = load(rows=read_rows(path, split="test"), limit=config.data.eval_limit)
     if config.environment.name is None:
         _check_lengths(config, [*prompts.examples, *(held_out.examples if held_out else ())])
     rewards = load_rewards(c.path, c.function_weights, timeout=c.timeout)
@@ -60,8 +63,3 @@ def _check_lengths(config: Config, examples: Sequence[Example]) -> None:
             f"are more than the {positions} positions of {config.model.path}; lower "
             "sampling.max_tokens, or data.max_prompt_tokens, which skips long prompts"
         )
-
-
-def without_reward_model(task: TaskData) -> TaskData:
-    """Returns the task for a `reward.model` that teaches, and is no part of the reward."""
-    return task._replace(weights={k: v for k, v in task.weights.items() if k != MODEL})

@@ -7,7 +7,7 @@ Distillation", 2025; GKD, arXiv:2306.13649).
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import jax
 import numpy as np
@@ -56,11 +56,8 @@ def open_teacher(
     elif not config.reward.teacher_url:
         yield hosts.on_all(_load_teacher(config, tokenizer, layout=layout))
     elif hosts.leads:
-        client = _connect(config, tokenizer)
-        try:
+        with closing(_connect(config, tokenizer)) as client:
             yield functools.partial(_ask, client)
-        finally:
-            client.close()
     else:
         yield None
 

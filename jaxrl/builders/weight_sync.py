@@ -50,6 +50,37 @@ class Weights(NamedTuple):
     model_dir: Path  # the checkpoint with the model's config and tokenizer
 
 
+class Sync(NamedTuple):
+    """The learner's end of a weight sync."""
+
+    config: SamplerConfig  # names the store and the treatment of requests in flight
+    weights: Weights  # the first that are sent
+    learner: Learner  # the identity of the run
+    hosts: Hosts  # the learner's processes
+
+    def source(self, params: Any) -> ParamsSource:
+        """Returns the tensors that this process publishes: all, or through a store its share."""
+        return ParamsSource(
+            lora.merge(params),
+            self.weights.model.specs,
+            dtype=self.weights.policy.wire,
+            share=(0, 1) if self.config.store is None else (self.hosts.index, self.hosts.count),
+        )
+
+    def publisher(self, servers: Sequence[VllmServer]) -> SharedMemoryPublisher | StorePublisher:
+        """Connects to the servers and returns what publishes whole weights to them."""
+        shared: dict[str, Any] = {
+            "wire": self.weights.policy.wire,
+            "sampler": self.weights.policy.sampler,
+            "in_flight": self.config.in_flight,
+            "learner": self.learner,
+        }
+        if self.config.store is None:
+            return SharedMemoryPublisher(servers, **shared)
+        store = Store(self.config.store, known_key())
+        return StorePublisher(servers, store, hosts=self.hosts, **shared)
+
+
 def run_learner(directory: Path) -> Learner:
     """Returns the identity of a run's learner, the same name after the run is resumed. The
     environment variable JAXRL_TAKE_OVER names a learner that it replaces."""
@@ -64,37 +95,27 @@ can be reached have the parameters."""
 
 @contextmanager
 def open_send(
-    config: SamplerConfig,
-    weights: Weights,
-    *,
-    servers: Sequence[VllmServer],
-    adapters: Adapters | None,
-    learner: Learner,
-    hosts: Hosts,
+    sync: Sync, servers: Sequence[VllmServer], *, adapters: Adapters | None
 ) -> Iterator[Send]:
     """Opens the way from the learner to the servers: whole weights, or the adapters alone. At the
     end of the block other learners may connect. Other processes than 0 take part by `follower`."""
+    config, weights = sync.config, sync.weights
     wire = weights.policy.wire
     with ExitStack() as stack:
         for server in servers:
             stack.callback(server.disconnect)
         if adapters is None:
-            publisher = stack.enter_context(
-                _open_publisher(config, weights, servers=servers, learner=learner, hosts=hosts)
-            )
+            publisher = stack.enter_context(sync.publisher(servers))
 
             def send(params: Any, *, version: int) -> tuple[None, Timings]:
-                source = _source(config, weights, params, hosts=hosts)
-                return None, publisher.publish(source, version=version)
+                return None, publisher.publish(sync.source(params), version=version)
 
             yield send
             return
 
         def publish_base(servers: Sequence[VllmServer], source: WeightSource, version: int) -> None:
             # The base is published once in a run, so its publisher is not kept open.
-            with _open_publisher(
-                config, weights, servers=servers, learner=learner, hosts=hosts
-            ) as publisher:
+            with sync.publisher(servers) as publisher:
                 publisher.publish(source, version=version)
 
         owned = stack.enter_context(OwnedDirectory(MEMORY))
@@ -102,7 +123,7 @@ def open_send(
         if config.store is not None:
             upload = Upload(
                 Store(config.store, known_key()),
-                learner=learner,
+                learner=sync.learner,
                 group="adapters",
                 slots=adapters.keep + 1,  # the next one is loaded before the oldest goes
             )
@@ -119,37 +140,25 @@ def open_send(
         ).publish
 
 
-def follower(config: SamplerConfig, weights: Weights, *, learner: Learner, hosts: Hosts) -> Publish:
+def follower(sync: Sync) -> Publish:
     """Returns what the other processes than 0 do in a publish: they take part in gathering the
     tensors, and with a store each writes its share of them."""
-    if config.store is None:
+    share = None
+    if sync.config.store is not None:
+        store = Store(sync.config.store, known_key())
+        wire = sync.weights.policy.wire
+        share = StoreFollower(store, wire=wire, learner=sync.learner, hosts=sync.hosts)
 
-        def gather(params: Params, *, version: int) -> dict[str, float]:
-            del version
-            deque(_source(config, weights, params, hosts=hosts), maxlen=0)
-            return {}
-
-        return gather
-    wire = weights.policy.wire
-    store = Store(config.store, known_key())
-    share = StoreFollower(store, wire=wire, learner=learner, hosts=hosts)
-
-    def write(params: Params, *, version: int) -> dict[str, float]:
+    def follow(params: Params, *, version: int) -> dict[str, float]:
         del version
-        share.publish(_source(config, weights, params, hosts=hosts))
+        source = sync.source(params)
+        if share is None:
+            deque(source, maxlen=0)
+        else:
+            share.publish(source)
         return {}
 
-    return write
-
-
-def _source(config: SamplerConfig, weights: Weights, params: Any, *, hosts: Hosts) -> ParamsSource:
-    """Returns the tensors that this process publishes: all, or through a store its share."""
-    return ParamsSource(
-        lora.merge(params),
-        weights.model.specs,
-        dtype=weights.policy.wire,
-        share=(0, 1) if config.store is None else (hosts.index, hosts.count),
-    )
+    return follow
 
 
 def through_store(upload: Upload, root: Path, *, word: int) -> Delivery:
@@ -163,66 +172,37 @@ def through_store(upload: Upload, root: Path, *, word: int) -> Delivery:
     return Delivery(root, send)
 
 
-class PublishToServers:
-    """Publishes weights to servers, and tells the client which servers have them."""
+def publish_to_servers(
+    send: Send,
+    servers: Sequence[VllmServer],
+    *,
+    client: VllmSampler,
+    note: Callable[[str], None],
+    learner: Learner,
+) -> Publish:
+    """Returns what publishes weights to servers and tells the client which servers have them. A
+    server that failed gets them at a later publish."""
+    serving, noted = {server.url for server in servers}, set[str]()
 
-    def __init__(
-        self,
-        send: Send,
-        servers: Sequence[VllmServer],
-        *,
-        client: VllmSampler,
-        note: Callable[[str], None],
-        learner: Learner,
-    ) -> None:
-        self._session = learner.session
-        self._send, self._servers, self._client, self._note = send, servers, client, note
-        self._serving = {server.url for server in servers}
-        self._noted: set[str] = set()
-
-    def __call__(self, params: Any, *, version: int) -> dict[str, float]:
-        """Publishes weights; a server that failed gets them at a later publish."""
-        before = self._serving
-        adapter, timings = self._send(params, version=version)
-        self._serving = {server.url for server in self._servers if server.connected}
-        for server in self._servers:
-            if server.url in before - self._serving:
-                self._note(
+    def publish(params: Any, *, version: int) -> dict[str, float]:
+        nonlocal serving
+        before = serving
+        adapter, timings = send(params, version=version)
+        serving = {server.url for server in servers if server.connected}
+        for server in servers:
+            if server.url in before - serving:
+                note(
                     f"{server.url} failed; continuing with the other servers, retrying at the next "
                     f"publish: {server.last_error}"
                 )
-        for url in sorted(self._serving - before):
-            self._note(f"{url} is back and serves version {version}")
-        for line in [server.untried for server in self._servers]:
-            if line is not None and line not in self._noted:
-                self._note(line)
-                self._noted.add(line)
-        self._client.use_version(
-            version, urls=sorted(self._serving), adapter=adapter, session=self._session
-        )
+        for url in sorted(serving - before):
+            note(f"{url} is back and serves version {version}")
+        for line in [server.untried for server in servers]:
+            if line is not None and line not in noted:
+                note(line)
+                noted.add(line)
+        client.use_version(version, urls=sorted(serving), adapter=adapter, session=learner.session)
         seconds = {f"time/publish/{name}": s for name, s in timings._asdict().items()}
-        return seconds | {"sampler/servers": float(len(self._serving))}
+        return seconds | {"sampler/servers": float(len(serving))}
 
-
-def _open_publisher(
-    config: SamplerConfig,
-    weights: Weights,
-    *,
-    servers: Sequence[VllmServer],
-    learner: Learner,
-    hosts: Hosts,
-) -> SharedMemoryPublisher | StorePublisher:
-    wire, sampler, in_flight = weights.policy.wire, weights.policy.sampler, config.in_flight
-    if config.store is None:
-        return SharedMemoryPublisher(
-            servers, wire=wire, sampler=sampler, in_flight=in_flight, learner=learner
-        )
-    return StorePublisher(
-        servers,
-        Store(config.store, known_key()),
-        wire=wire,
-        sampler=sampler,
-        in_flight=in_flight,
-        learner=learner,
-        hosts=hosts,
-    )
+    return publish

@@ -11,11 +11,8 @@ AnyConfig = Config | SFTConfig | DPOConfig | RewardModelConfig
 
 
 def load_any(file: Path) -> AnyConfig:
-    """Reads the config.toml of a run, whose keys tell the command that trained.
-
-    Raises:
-      ConfigError: as `toml_file.load`.
-    """
+    """Reads the config.toml of a run, whose keys tell the command that trained; raises as
+    `toml_file.load`."""
     tree = read_tree(file)
     marks = {("data", "completion_key"): SFTConfig, ("loss", "center_rewards"): RewardModelConfig}
     marks |= {("data", "chosen_key"): DPOConfig}

@@ -115,18 +115,14 @@ class SamplerConfig(ServerConfig):
                 f"sampler.store = {self.store!r} is for running servers; set sampler.url to their "
                 "addresses (jaxrl serve), or leave it out"
             )
-        if self.name != "embedded" and self.exact:
-            yield "sampler.exact = true applies to sampler.name = 'embedded' only; leave it out"
-        if self.name != "embedded" and self.devices:
-            yield (
-                f"sampler.devices = {self.devices} applies to sampler.name = 'embedded' only; "
-                "leave it out"
-            )
-        if self.name != "embedded" and self.rules is not None:
-            yield (
-                f"sampler.rules = {self.rules!r} applies to sampler.name = 'embedded' only; leave "
-                "it out"
-            )
+        embedded = {
+            "sampler.exact = true": self.exact,
+            f"sampler.devices = {self.devices}": self.devices,
+            f"sampler.rules = {self.rules!r}": self.rules,
+        }
+        for key, given in embedded.items():
+            if given and self.name != "embedded":
+                yield f"{key} applies to sampler.name = 'embedded' only; leave it out"
         if self.devices and self.rules in ("fsdp_tensor", "all"):
             yield (
                 f"sampler.rules = {self.rules!r} cuts over several axes, and sampler.devices = "

@@ -68,11 +68,7 @@ def load(
 
 
 def validate(schema: type[C], tree: Mapping[str, Any]) -> C:
-    """Makes a config from nested dicts.
-
-    Raises:
-      ConfigError: as `load`.
-    """
+    """Makes a config from nested dicts; raises ConfigError as `load`."""
     try:
         return schema.model_validate(tree)
     except ValidationError as error:

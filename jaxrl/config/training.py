@@ -123,17 +123,8 @@ class Config(RunConfig):
         yield from _algorithm(self)
         yield from _sampling(self)
         yield from _weight_sync(self)
-        yield from _latent(self)
         yield from _exact(self)
         yield from _alarms(self)
-
-
-def _latent(c: Config) -> Iterator[str]:
-    if c.policy.latent == "sampler" and c.sampler.name != "embedded":
-        yield (
-            f"precision = {c.precision!r}: latent=sampler applies to sampler.name = 'embedded' "
-            "only; leave it out"
-        )
 
 
 def _exact(c: Config) -> Iterator[str]:
@@ -219,6 +210,11 @@ def _sampling(c: Config) -> Iterator[str]:
             "train.replay_routing needs a sampler that reports the experts of each token, which "
             "vLLM's CPU build cannot (its newer model runner needs Triton); set sampler.device = "
             "'cuda' or sampler.name = 'embedded', or leave train.replay_routing out"
+        )
+    if c.policy.latent == "sampler" and c.sampler.name != "embedded":
+        yield (
+            f"precision = {c.precision!r}: latent=sampler applies to sampler.name = 'embedded' "
+            "only; leave it out"
         )
     if c.probe.replay and c.sampler.name == "embedded":
         yield (

@@ -1,15 +1,14 @@
 """Actions of a run on its alarms: log, pause, roll back, stop."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from jaxrl.config.training import Config
+from jaxrl.models import spec
 from jaxrl.monitoring.alarms.causes import CAUSES, usual_learning_rates
 from jaxrl.monitoring.alarms.rules import Alarm, check_alarms
-from jaxrl.monitoring.tracking.tracking import NullTracker, Tracker, read_metrics
+from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.training import rollbacks
-from jaxrl.training.storage.checkpoint import Checkpoints
+from jaxrl.training.run import Run
 
 _MAX_ROLLBACKS = 2  # in a run: a problem that two changes do not solve needs a person
 _SEVERITY = ("log", "pause", "rollback", "stop")  # of several alarms the most severe acts
@@ -25,20 +24,10 @@ class Verdict(NamedTuple):
 class AlarmActions:
     """Checks the metrics of a run after each step and acts on alarms."""
 
-    def __init__(
-        self,
-        config: Config,
-        checkpoints: Checkpoints,
-        *,
-        tracker: Tracker | NullTracker,
-        check_changed: Callable[[Config], object],
-        parameters: int,
-    ) -> None:
-        """Reads the alarms that the run has raised so far. `check_changed` raises ValueError for a
-        config that the run's devices cannot compute. The model has `parameters` numbers."""
-        self._config, self._directory = config, Path(config.run_dir)
-        self._checkpoints, self._tracker = checkpoints, tracker
-        self._check_changed, self._parameters = check_changed, parameters
+    def __init__(self, run: Run) -> None:
+        """Reads the alarms that the run has raised so far."""
+        self._run, self._config, self._tracker = run, run.config, run.tracker
+        self._directory = Path(run.config.run_dir)
         entries = read_metrics(self._directory / "metrics.jsonl")
         events = (e["event"] for e in entries if "event" in e)
         self._raised = {e["alarm"]: e["at"] for e in events if e["action"] != "rollback"}
@@ -88,7 +77,7 @@ class AlarmActions:
         Raises:
           ValueError: if there is no checkpoint to go back to, or no change that can be made.
         """
-        config, checkpoints = self._config, self._checkpoints
+        config, checkpoints = self._config, self._run.checkpoints
         before = len(rollbacks.read(self._directory))
         if before >= _MAX_ROLLBACKS:
             raise ValueError(f"the run was rolled back {before} times already")
@@ -97,7 +86,7 @@ class AlarmActions:
         if to is None:
             raise ValueError(f"no checkpoint from before step {alarm.healthy + 1} is left")
         changes = rollbacks.remedy(config.alarms.actions[alarm.name], config)
-        self._check_changed(rollbacks.changed(config, changes))
+        self._run.learning.check_attention(rollbacks.changed(config, changes))
         decided = rollbacks.decide(self._directory, alarm, to=to, config=config, changes=changes)
         more = f"back to step {to} with {decided.in_words}"
         self._log(alarm, action="rollback", more=more)
@@ -129,12 +118,13 @@ class AlarmActions:
     def _learning_rates(self, key: str) -> str:
         """Names the usual range if the learning rate is the first key to try and lies outside."""
         of, adapters = self._config.optimizer, self._config.lora.rank > 0
-        low, high = usual_learning_rates(self._parameters, adapters=adapters)
+        parameters = spec.parameter_count(self._run.learning.model.specs)
+        low, high = usual_learning_rates(parameters, adapters=adapters)
         within = low <= of.learning_rate <= high
         if key != "optimizer.learning_rate" or of.name != "adamw" or within:
             return ""
         return (
             f". optimizer.learning_rate is {of.learning_rate:g}; usual for adamw and "
-            f"{self._parameters:.2g} parameters{' with adapters' * adapters} is {low:.1g} to "
+            f"{parameters:.2g} parameters{' with adapters' * adapters} is {low:.1g} to "
             f"{high:.1g}"
         )

@@ -5,8 +5,8 @@ call of a compiled function then finds its program in JAX's cache.
 """
 
 import dataclasses
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from jaxrl.losses.scores import Need
 from jaxrl.models import lora
 from jaxrl.monitoring.ratio.shape_noise import longer_rows
 from jaxrl.training.minibatches import with_coefficients
-from jaxrl.training.schedule import is_due
+from jaxrl.training.timing import is_due
 
 
 @contextmanager
@@ -34,32 +34,18 @@ def compile_ahead(
     Yields:
       A function that waits until the programs are compiled. It raises what the compiler raised.
     """
-    errors: list[BaseException] = []
-
-    def run(compile_programs: Callable[..., None]) -> None:
-        try:
-            compile_programs(config, learning, state, step=step)
-        except BaseException as error:  # raised again where the programs are needed
-            errors.append(error)
-
     # A GPU's compiler measures kernels on the device, which must have nothing else to do.
     measured = learning.layout.mesh.devices.flat[0].platform == "gpu"
     parts = () if measured or step == config.train.steps else (_compile_update, _compile_probe)
-    threads = [threading.Thread(target=run, args=(part,), name="compile-ahead") for part in parts]
+    # It waits at its end: Python must not end in the middle of the compiler.
+    with ThreadPoolExecutor(len(parts) or 1, thread_name_prefix="compile-ahead") as threads:
+        compiling = [threads.submit(part, config, learning, state, step=step) for part in parts]
 
-    def wait() -> None:
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        def wait() -> None:
+            for program in compiling:
+                program.result()
 
-    for thread in threads:
-        thread.start()
-    try:
         yield wait
-    finally:
-        for thread in threads:  # Python must not end in the middle of the compiler
-            thread.join()
 
 
 def _compile_update(config: Config, learning: Learning, state: State, *, step: int) -> None:

@@ -8,7 +8,7 @@ from jaxrl.core.batch import Rollout
 from jaxrl.environments.episodes.episode import environment_reward, episode_metrics, last_turn
 from jaxrl.environments.rewards import scoring
 from jaxrl.sampling.base import SamplingParams
-from jaxrl.training.rollouts.generate import RolloutSource
+from jaxrl.training.rollouts.generate import RolloutSource, generate
 
 
 class Evaluation(NamedTuple):
@@ -36,31 +36,25 @@ def evaluate(source: RolloutSource, params: SamplingParams, *, samples: int) -> 
     Raises:
       RuntimeError: if the reward or the environment fails on every completion.
     """
-    task, sampler = source.task, source.sampler
+    task, failures = source.task, list[str | None]()
     examples = task.held_out.examples if task.held_out is not None else ()
-    episodes: list[Rollout] = []
-    failure = None
-    if source.episode_runner is None:
-        completions = [np.zeros(0, np.int32)] * (len(examples) * samples)
-        for one in sampler.sample([e.tokens for e in examples], params, group_size=samples):
-            completions[one.prompt_index * samples + one.sample_index] = one.tokens
-    else:
-        numbered = dict(enumerate(examples))
-        episodes, failure = source.episode_runner.run(
-            numbered, sampler=sampler, params=params, group_size=samples
-        )
-        completions = [last_turn(episode) for episode in episodes]
-    decode = task.tokenizer.decode
-    texts = [decode(tokens, skip_special_tokens=True) for tokens in completions]
+    noting = source._replace(note=failures.append)
+    found = generate(noting, dict(enumerate(examples)), params=params, group_size=samples)
+    ordered = sorted(found, key=lambda one: (one.rollout.group, one.index))
+    rollouts = [one.rollout for one in ordered]
+    texts = [task.tokenizer.decode(last_turn(r), skip_special_tokens=True) for r in rollouts]
     if not task.rewards:
-        rewards = np.array([environment_reward(episode) for episode in episodes])
+        rewards = np.array([environment_reward(r) for r in rollouts])
     else:
-        reward, records = task.rewards[0], [e.record for e in examples for _ in range(samples)]
+        reward, records = task.rewards[0], [examples[r.group].record for r in rollouts]
         scored = scoring.score([reward], texts, records)
-        rewards, failure = scored.components[reward.name], failure or scored.first_failure
-    broken = [e.episode is not None and e.episode.failed for e in episodes]
-    rewards = np.where(broken, np.nan, rewards) if broken else rewards
+        rewards = scored.components[reward.name]
+        failures.append(scored.first_failure)
+    episodes = [r for r in rollouts if r.episode is not None]
+    broken = [r.episode is not None and r.episode.failed for r in rollouts]
+    rewards = np.where(broken, np.nan, rewards)
     if np.isnan(rewards).all():
+        failure = next(filter(None, failures), None)
         raise RuntimeError(f"every held-out completion failed to be scored; {failure}")
     accuracy, rewards = float(np.nanmean(rewards)), rewards.reshape(len(examples), samples)
     return Evaluation(accuracy, texts, rewards, episode_metrics(episodes), episodes)

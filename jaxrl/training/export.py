@@ -24,20 +24,12 @@ from sharding.transfer import fetch
 def export(config: Config, learning: Learning, *, params: Params, hosts: Hosts) -> Path:
     """Writes the model of a training run, with its served weights, and draws the curves; returns
     the model's directory."""
-    directory = Path(config.run_dir)
+    model = write_model(config, params, model=learning.model, specs=learning.specs, hosts=hosts)
 
     def draw() -> None:
+        directory = Path(config.run_dir)
         draw_run(read_metrics(directory / "metrics.jsonl"), directory / "curves.png")
 
-    model = write_model(
-        directory,
-        params,
-        model=learning.model,
-        specs=learning.specs,
-        dtype=model_dtype(config),
-        base=config.model.path,
-        hosts=hosts,
-    )
     hosts.on_leader(draw)
     return model
 
@@ -50,24 +42,18 @@ def model_dtype(config: Config | SupervisedConfig) -> DType:
 
 
 def write_model(
-    directory: Path,
-    params: Any,
-    *,
-    model: Model,
-    specs: Any,
-    dtype: DType,
-    base: str,
-    hosts: Hosts,
+    config: Config | SupervisedConfig, params: Any, *, model: Model, specs: Any, hosts: Hosts
 ) -> Path:
-    """Writes a run's model to `directory`/model as a Hugging Face checkpoint, with tensors in
-    `dtype`. All processes must call it.
+    """Writes a run's model to `model` in its directory as a Hugging Face checkpoint, with tensors
+    in `model_dtype`. All processes must call it.
 
-    Adapters, `params` of `lora.Adapted`, are merged into the model, and also written to
-    `directory`/adapter in their own dtype. `base` is the model that the run began with.
+    Adapters, `params` of `lora.Adapted`, are merged into the model, and also written to `adapter`
+    in their own dtype.
 
     Returns:
       The model's directory, on every process once it is complete.
     """
+    directory, base, dtype = Path(config.run_dir), config.model.path, model_dtype(config)
     tensors = ParamsSource(lora.merge(params), model.specs, dtype=dtype)
     adapters = fetch(params.adapters) if isinstance(params, lora.Adapted) else None
 

@@ -11,17 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.advantages import Advantages, estimate, explained_variance
-from jaxrl.builders.learner import Learning
 from jaxrl.core.batch import Minibatch, Rollout
-from jaxrl.core.hosts import Hosts
 from jaxrl.core.packing import pack_minibatch, unpack
 from jaxrl.learner.actor_critic import State
 from jaxrl.learner.policy import LearnerState
 from jaxrl.losses.scores import Need
 from jaxrl.models import lora
 from jaxrl.training.rollouts.collect import greedy_rewards
-from jaxrl.training.rollouts.generate import RolloutSource
 from jaxrl.training.rollouts.outcomes import LogProbs, add_teacher, shaped_outcomes
+from jaxrl.training.run import Run
 from jaxrl.training.timing import Numbers
 from sharding.transfer import fetch
 
@@ -48,19 +46,14 @@ def split_minibatches(count: int, *, updates: int) -> list[slice]:
 
 
 def compute_advantages(
-    learning: Learning,
-    source: RolloutSource,
-    *,
-    state: State,
-    rollouts: Sequence[Rollout],
-    parts: Sequence[slice],
-    hosts: Hosts,
+    run: Run, state: State, *, rollouts: Sequence[Rollout], parts: Sequence[slice]
 ) -> tuple[Targets, Numbers]:
     """Computes the advantages and, with a critic, its values and targets.
 
     `state` is that before any update of this step; `parts` are the rollouts of each minibatch.
     """
-    recipe, policy = learning.recipe, state.policy.params
+    learning, source, policy = run.learning, run.source, state.policy.params
+    recipe = learning.recipe
 
     def by_token(score: Callable[[Minibatch], jax.Array]) -> list[np.ndarray]:
         """For each rollout f32[C], 0 where the policy did not choose the token."""
@@ -84,7 +77,7 @@ def compute_advantages(
         rollouts,
         weights=source.task.weights,
         logprobs=logprobs,
-        greedy=lambda: hosts.on_leader(lambda: greedy_rewards(source, rollouts)),
+        greedy=lambda: run.hosts.on_leader(lambda: greedy_rewards(source, rollouts)),
     )
     values = returns = None
     if learning.critic is not None and recipe.critic is not None:
@@ -98,15 +91,11 @@ def compute_advantages(
 
 
 def prepare_minibatch(
-    learning: Learning,
-    policy: LearnerState,
-    *,
-    rollouts: Sequence[Rollout],
-    targets: Targets,
-    updates: int,
+    run: Run, policy: LearnerState, *, rollouts: Sequence[Rollout], targets: Targets
 ) -> Minibatch:
     """Packs a minibatch and adds the scores that the loss needs and that its update does not
     change. With one update per rollout batch, the anchor is the learner itself."""
+    learning = run.learning
     minibatch = pack_minibatch(
         rollouts,
         list(targets.advantages),
@@ -120,7 +109,7 @@ def prepare_minibatch(
         assert learning.reference is not None
         reference = lora.with_trainable(policy.params, learning.reference)
         scores["reference"] = score(reference, minibatch)
-    if Need.ANCHOR in needs and updates > 1:
+    if Need.ANCHOR in needs and run.config.train.updates_per_rollout > 1:
         scores["anchor"] = score(policy.params, minibatch)
     return dataclasses.replace(minibatch, **scores)
 

@@ -3,36 +3,23 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from jaxrl.advantages import Advantages
-from jaxrl.builders.learner import Learning
-from jaxrl.config.tables import ProbeConfig
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import unpack
 from jaxrl.models.spec import Params
-from jaxrl.monitoring.ratio.replay import Score, log_ratio_parts, replay_batch
+from jaxrl.monitoring.ratio.replay import log_ratio_parts, replay_batch
 from jaxrl.monitoring.ratio.shape_noise import shape_noise
 from jaxrl.monitoring.ratio.split import known_tokens, moments, split_log_ratio
-from jaxrl.monitoring.tracking.samples import NullSamples, Samples
-from jaxrl.training.schedule import is_due
-from jaxrl.training.timing import Numbers
+from jaxrl.training.run import Run
+from jaxrl.training.timing import Numbers, is_due
 from sharding.transfer import fetch
 
 
-class Probes(NamedTuple):
-    """The diagnostics of a run."""
-
-    config: ProbeConfig  # schedule and bounds of the alpha/beta split
-    learning: Learning  # the compiled learner, and the shape of its minibatches
-    replay: Score | None  # the server's log-probs of given tokens; None without a server
-    samples: Samples | NullSamples  # writes rollouts for people to read
-
-
 def run_probes(
-    probes: Probes,
+    run: Run,
     params: Params,
     *,
     rollouts: Sequence[Rollout],
@@ -42,23 +29,16 @@ def run_probes(
 ) -> Numbers:
     """Probes a minibatch of the step after `step` and logs some of its rollouts, where either is
     due; returns the metrics of the probe. `params` are those before any update of this step."""
-    numbers, by_token = _split_ratio(
-        probes, params, rollouts=rollouts, minibatch=minibatch, step=step
-    )
-    if probes.samples.due(step):
-        shape = probes.learning.shape
+    numbers, by_token = _split_ratio(run, params, rollouts=rollouts, minibatch=minibatch, step=step)
+    if run.samples.due(step):
+        shape = run.learning.shape
         probed = {name: unpack(x, rollouts, shape=shape) for name, x in by_token.items()}
-        probes.samples.write(step + 1, rollouts, advantages=advantages, probed=probed)
+        run.samples.write(step + 1, rollouts, advantages=advantages, probed=probed)
     return numbers
 
 
 def _split_ratio(
-    probes: Probes,
-    params: Params,
-    *,
-    rollouts: Sequence[Rollout],
-    minibatch: Minibatch,
-    step: int,
+    run: Run, params: Params, *, rollouts: Sequence[Rollout], minibatch: Minibatch, step: int
 ) -> tuple[Numbers, dict[str, np.ndarray]]:
     """Splits the log-ratio into policy change (alpha) and numerics (beta), and measures the shape
     noise once a run.
@@ -67,7 +47,7 @@ def _split_ratio(
       (metrics, {"betas": learner - shadow, "entropies": of the shadow}, f32[N, T] in nats);
       ({}, {}) where it is not due.
     """
-    c, batch, learner = probes.config, minibatch.batch, probes.learning.learner
+    c, batch, learner = run.config.probe, minibatch.batch, run.learning.learner
     if not is_due(c.every, step):
         return {}, {}
     # Without the scores of the loss, so that the program is the one that made them.
@@ -91,13 +71,13 @@ def _split_ratio(
         noise = shape_noise(
             functools.partial(learner.score, params),
             rollouts,
-            shape=probes.learning.shape,
+            shape=run.learning.shape,
             scores=arrays["learner"],
         )
         found |= moments("shape_noise", noise)
     # On all processes; one of them asks servers.
     ids, until = fetch((batch.tokens, batch.seen_until)) if c.replay else (None, None)
-    if ids is not None and probes.replay is not None:
-        replay = replay_batch(probes.replay, tokens=ids, segments=segments, seen_until=until)
+    if ids is not None and run.score is not None:
+        replay = replay_batch(run.score, tokens=ids, segments=segments, seen_until=until)
         found |= log_ratio_parts(replay=replay[mask], **{k: v[mask] for k, v in arrays.items()})
     return {f"probe/{name}": value for name, value in found.items()}, by_token

@@ -4,8 +4,8 @@
 they meet what outlives the program: the run directory, rollbacks, checkpoints and the tracker.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +15,8 @@ from jaxrl.builders.learner import Learning, open_learning
 from jaxrl.builders.prompts import sampling_params
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.reward_model import load_reward_model
-from jaxrl.builders.sampler import SamplerNeeds, Serving, open_sampler
-from jaxrl.builders.task import TaskData, load_task, without_reward_model
+from jaxrl.builders.sampler import SamplerNeeds, open_sampler
+from jaxrl.builders.task import MODEL, TaskData, load_task
 from jaxrl.builders.teacher import names_teacher, open_teacher
 from jaxrl.builders.weight_sync import Adapters, Publish, Weights
 from jaxrl.config.toml_file import flatten
@@ -24,26 +24,17 @@ from jaxrl.config.training import Config
 from jaxrl.core import precision
 from jaxrl.core.hosts import Hosts
 from jaxrl.learner.actor_critic import State
-from jaxrl.models.spec import Params
+from jaxrl.monitoring.ratio.replay import Score
 from jaxrl.monitoring.tracking.samples import NullSamples, Samples
 from jaxrl.monitoring.tracking.services import open_services
-from jaxrl.monitoring.tracking.tracking import (
-    NullTracker,
-    Tracker,
-    gap,
-    incomplete_logs,
-    open_tracker,
-)
+from jaxrl.monitoring.tracking.tracking import NullTracker, Tracker, gap, incomplete_logs
 from jaxrl.training import rollbacks
-from jaxrl.training.probes import Probes
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts.collect import RolloutSource, prompts_at
 from jaxrl.training.storage.checkpoint import Checkpoints
 from jaxrl.training.storage.resume import restore
-from jaxrl.training.storage.run_directory import check_config, compare_config, record_start
+from jaxrl.training.storage.run_directory import check_config, compare_config, open_run_tracker
 from sharding.partition import Layout
-
-Note = Callable[[str], None]  # shows a line to the user
 
 
 class Run(NamedTuple):
@@ -53,8 +44,9 @@ class Run(NamedTuple):
     hosts: Hosts  # the processes of the run
     source: RolloutSource  # prompts, and what samples and scores rollouts of them
     learning: Learning  # the compiled learner, and its critic if the recipe has one
-    probes: Probes  # diagnostics before the update
     publish: Publish  # sends weights to the sampler
+    score: Score | None  # the server's log-probs of given tokens; None without a server
+    samples: Samples | NullSamples  # writes rollouts for people to read
     checkpoints: Checkpoints  # in the run directory
     # Takes metrics and notes; a NullTracker on processes other than 0.
     tracker: Tracker | NullTracker
@@ -85,7 +77,8 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     params = sampling_params(config.sampling, config.model.path, task.tokenizer, seed=config.seed)
     reward_model = None
     if names_teacher(config.reward):
-        task = without_reward_model(task)
+        # A teacher is no part of the reward.
+        task = task._replace(weights={k: v for k, v in task.weights.items() if k != MODEL})
     elif config.reward.model is not None:
         reward_model = hosts.on_all(load_reward_model(config, task.tokenizer, layout=layout))
     hosts.on_leader(lambda: check_config(directory, config))
@@ -95,13 +88,15 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         keep_best=config.checkpoint.keep_best,
     )
     state, progress, unchecked = restore(checkpoints, state, policy=config.policy)
+    model_dir = Path(config.model.path)
     with (
         _open_tracker(config, progress, hosts=hosts, layout=layout) as tracker,
-        _open_serving(
-            config,
-            learning,
-            params=state.policy.params,
-            version=progress.step,
+        open_sampler(
+            config.sampler,
+            Weights(learning.model, state.policy.params, progress.step, config.policy, model_dir),
+            layout=layout,
+            needs=_sampler_needs(config, learning),
+            directory=directory,
             note=tracker.note,
             hosts=hosts,
         ) as serving,
@@ -118,54 +113,35 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             teacher=teacher,
             note=tracker.note,
         )
-        samples = _open_samples(source, step=progress.step) if hosts.leads else NullSamples()
         run = Run(
             config=config,
             hosts=hosts,
             source=source,
             learning=learning,
-            probes=Probes(config.probe, learning, serving.score, samples),
             publish=serving.publish,
+            score=serving.score,
+            samples=_open_samples(source, step=progress.step) if hosts.leads else NullSamples(),
             checkpoints=checkpoints,
             tracker=tracker,
         )
         attention = learning.check_attention(config)
         missing = gap(tracker.history, step=progress.step) if hosts.leads else None
-        notes = (*repaired, missing, *_notes(config, task, hosts=hosts))
-        notes = (*notes, change, unchecked, attention, learning.rows_note)
-        for line in filter(None, notes):
+        warnings = (*repaired, missing, *_notes(config, task, hosts=hosts), change, unchecked)
+        for line in filter(None, (*warnings, attention, learning.rows_note)):
             tracker.note(line)
         yield run, state, progress
 
 
-def _open_serving(
-    config: Config,
-    learning: Learning,
-    *,
-    params: Params,
-    version: int,
-    note: Note,
-    hosts: Hosts,
-) -> AbstractContextManager[Serving]:
-    """Opens the sampler, which serves `params` as `version`."""
+def _sampler_needs(config: Config, learning: Learning) -> SamplerNeeds:
     adapters = None
     if config.lora.publish == "adapters":
         adapters = Adapters(learning.specs, 2 + config.rollouts.max_staleness)
-    model_dir = Path(config.model.path)
-    return open_sampler(
-        config.sampler,
-        Weights(learning.model, params, version, policy=config.policy, model_dir=model_dir),
-        layout=learning.layout,
-        directory=Path(config.run_dir),
-        note=note,
-        hosts=hosts,
-        needs=SamplerNeeds(
-            config.longest_sequence,
-            config.sampling.max_batch,
-            adapters=adapters,
-            record_experts=config.train.replay_routing,
-            completions=config.concurrent_completions,
-        ),
+    return SamplerNeeds(
+        config.longest_sequence,
+        config.sampling.max_batch,
+        adapters=adapters,
+        record_experts=config.train.replay_routing,
+        completions=config.concurrent_completions,
     )
 
 
@@ -185,17 +161,13 @@ def _open_samples(source: RolloutSource, *, step: int) -> Samples:
 def _open_tracker(
     config: Config, progress: Progress, *, hosts: Hosts, layout: Layout
 ) -> AbstractContextManager[Tracker | NullTracker]:
-    """Opens the tracker of a run on process 0, and a NullTracker on the others."""
-    if not hosts.leads:
-        return nullcontext(NullTracker())
-    directory = Path(config.run_dir)
-    record_start(directory, step=progress.step, devices=list(layout.mesh.devices.flat))
-    return open_tracker(
-        directory,
-        start_step=progress.step,
-        total_steps=config.train.steps,
+    return open_run_tracker(
+        config,
+        step=progress.step,
+        hosts=hosts,
+        layout=layout,
         services=lambda note: open_services(
-            config.tracking, directory, resolved=flatten(config), note=note
+            config.tracking, Path(config.run_dir), resolved=flatten(config), note=note
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Wall-clock seconds of the parts of a step."""
+"""The steps at which periodic work is due, and the seconds that parts of a step take."""
 
 import time
 from collections.abc import Iterator
@@ -6,6 +6,11 @@ from contextlib import contextmanager
 
 Numbers = dict[str, float]
 """Metrics of a step by name."""
+
+
+def is_due(every: int, step: int) -> bool:
+    """Returns true at multiples of `every`, never for 0."""
+    return every > 0 and step % every == 0
 
 
 @contextmanager

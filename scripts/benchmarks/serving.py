@@ -19,7 +19,7 @@ from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.builders.servers import Workload, started_server
+from jaxrl.builders.servers import starting_server
 from jaxrl.config.sampler import ServerConfig
 from jaxrl.core.precision import DType
 from jaxrl.models import huggingface
@@ -37,14 +37,15 @@ def server(config: DecoderConfig, *, dtype: DType) -> Iterator[tuple[LocalServer
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         huggingface.save(directory / "model", params, config, dtype=dtype)
-        with started_server(
+        with starting_server(
             ServerConfig(vllm_args=("--skip-tokenizer-init",), kv_cache_bytes=512 << 20),
             directory / "model",
-            work=Workload(dtype, max_model_len=PROMPT + ANSWER),
+            dtype=dtype,
             log=directory / "log",
             note=lambda text: None,
-        ) as started:
-            yield started, params
+            max_model_len=PROMPT + ANSWER,
+        ) as starting:
+            yield starting.wait(), params
 
 
 @contextmanager

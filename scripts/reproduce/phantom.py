@@ -14,8 +14,7 @@ from experiments.runs import CONFIGS, config, markdown
 from reproduce import scoring
 from reproduce.grid import Entries, curve, early, found, spread, trained
 
-from jaxrl.bridge.servers.launch import LocalServer
-from jaxrl.builders.servers import Workload, started_server
+from jaxrl.builders.servers import StartingServer, starting_server
 from jaxrl.config.sampler import ServerConfig
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.precision import parse
@@ -107,18 +106,20 @@ def train_rows(directory: Path, *, sampler: str, rows: Sequence[str], seeds: Seq
             if sampler == "vllm":
                 dtype = parse(ROWS[row].get("precision", "phantom")).sampler
                 if dtype not in urls:
-                    urls[dtype] = servers.enter_context(_server(directory, dtype)).url
+                    starting = servers.enter_context(_server(directory, dtype))
+                    urls[dtype] = starting.wait().url
                 more = {"sampler.name": "vllm", "sampler.url": urls[dtype]}
             run_row(directory, row, run_dir=run_dir, seed=seed, more=more)
 
 
-def _server(directory: Path, dtype: np.dtype) -> AbstractContextManager[LocalServer]:
-    return started_server(
+def _server(directory: Path, dtype: np.dtype) -> AbstractContextManager[StartingServer]:
+    return starting_server(
         ServerConfig(kv_cache_bytes=64 << 20),
         directory / "model-0",
-        work=Workload(dtype, max_model_len=64),
+        dtype=dtype,
         log=directory / f"vllm-{dtype.name}.log",
         note=print,
+        max_model_len=64,
     )
 
 

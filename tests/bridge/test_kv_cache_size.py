@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.bridge.servers.kv_cache_size import free_memory, kv_cache_size, token_bytes
 from jaxrl.bridge.servers.launch import ServerOptions, _command
-from jaxrl.builders.servers import Workload, started_server
+from jaxrl.builders.servers import starting_server
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.models import hf_config, huggingface
 from tests import tiny
@@ -69,12 +69,13 @@ def test_errors_come_before_a_server_starts(tmp_path):
 
     def start(**keys):
         config = SamplerConfig(python=str(tmp_path / "python"), **keys)
-        with started_server(
+        with starting_server(
             config,
             tmp_path,
-            work=Workload(np.dtype(np.float32), max_model_len=128),
+            dtype=np.dtype(np.float32),
             log=tmp_path / "log",
             note=print,
+            max_model_len=128,
         ):
             pass
 

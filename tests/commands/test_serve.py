@@ -38,7 +38,7 @@ def test_replicas_need_a_port():
 def test_restarted_server_keeps_its_address_and_key(monkeypatch, capsys, tmp_path):
     monkeypatch.delenv("JAXRL_API_KEY", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    found: list[servers.Address] = []
+    found: list[tuple[int, str]] = []
 
     class Server:
         url = "http://127.0.0.1:8000"
@@ -51,16 +51,17 @@ def test_restarted_server_keeps_its_address_and_key(monkeypatch, capsys, tmp_pat
             raise KeyboardInterrupt if len(found) == 2 else ServerFailedError("killed")
 
     @contextmanager
-    def start(*_, address: servers.Address, **__):
-        found.append(address)
+    def start(*_, port: int, api_key: str, **__):
+        found.append((port, api_key))
         yield servers.StartingServer(Server(), "model", tmp_path / "log", lambda line: None)
 
     monkeypatch.setattr(command, "starting_server", start)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
     assert command.main(["model"]) == 0
     assert found[0] == found[1]
-    assert found[0].port > 0
-    assert len(found[0].api_key or "") >= 32
+    port, key = found[0]
+    assert port > 0
+    assert len(key) >= 32
     shown = capsys.readouterr()
     assert shown.out == "http://127.0.0.1:8000\n"
     assert "failed; restarting in 0 s: killed" in shown.err
@@ -88,11 +89,11 @@ def test_server_of_a_run_gets_a_secret_key(monkeypatch, tmp_path):
     """Other users of the machine can reach loopback as well."""
     keys: list[str | None] = []
 
-    def start(*_, address: servers.Address, **__):
-        keys.append(address.api_key)
+    def start(*_, api_key: str | None, **__):
+        keys.append(api_key)
         raise StartedError
 
-    monkeypatch.setattr(servers, "started_server", start)
+    monkeypatch.setattr(servers, "starting_server", start)
     asked = {
         "model.path": "m",
         "data.path": "d",

@@ -12,7 +12,7 @@ from jaxrl.bridge.servers.launch import LocalServer
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_trained
 from jaxrl.builders.sampler import SamplerNeeds, Serving, open_sampler
-from jaxrl.builders.servers import Address, Workload, started_server
+from jaxrl.builders.servers import starting_server
 from jaxrl.builders.weight_sync import Adapters, Weights
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
@@ -30,15 +30,16 @@ class Material(NamedTuple):
 
 @contextmanager
 def started(directory: Path, *, port: int = 0, rank: int = 0) -> Iterator[LocalServer]:
-    with started_server(
+    with starting_server(
         config(directory).sampler,
         directory / "model",
-        work=Workload(FP32.sampler, max_lora_rank=rank),
+        dtype=FP32.sampler,
         log=directory / f"vllm-{port}-{rank}.log",
         note=print,
-        address=Address(port=port),
-    ) as server:
-        yield server
+        max_lora_rank=rank,
+        port=port,
+    ) as starting:
+        yield starting.wait()
 
 
 def config(directory: Path, **changes: str) -> Config:

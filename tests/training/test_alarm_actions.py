@@ -15,6 +15,7 @@ from jaxrl.config import alarms, toml_file
 from jaxrl.config.alarms import Limits
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
+from jaxrl.models import spec
 from jaxrl.monitoring.alarms.history import History
 from jaxrl.monitoring.alarms.rules import replay_alarms
 from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
@@ -277,14 +278,10 @@ def watched(material, directory, **changes):
     tracker = SimpleNamespace(
         history=history, note=said.append, event=lambda step, event: noted.append(event)
     )
-    actions = AlarmActions(
-        config_,
-        cast(Any, None),
-        tracker=cast(Any, tracker),
-        check_changed=pytest.fail,
-        parameters=10**9,
-    )
-    return actions, said, noted
+    specs = {"weights": spec.ParamSpec((10**9,), ("embed",), "weights", None)}
+    learning = SimpleNamespace(model=SimpleNamespace(specs=specs), check_attention=pytest.fail)
+    run = SimpleNamespace(config=config_, checkpoints=None, tracker=tracker, learning=learning)
+    return AlarmActions(cast(Any, run)), said, noted
 
 
 def test_most_severe_action_wins_and_all_alarms_are_logged(material, tmp_path):

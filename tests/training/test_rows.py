@@ -8,8 +8,9 @@ import pytest
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.learner import build_learner, max_rows
 from jaxrl.builders.recipe import make_recipe
-from jaxrl.builders.rows import RowsChoice, choose_rows
-from jaxrl.core.packing import ANYWHERE, SHARED
+from jaxrl.builders.rows import choose_rows
+from jaxrl.config.training import Config
+from jaxrl.core.packing import ANYWHERE, SHARED, Alignment
 from jaxrl.models import kernels
 from jaxrl.models.decoder import decoder
 from tests import tiny
@@ -18,7 +19,7 @@ from tests.commands.plan.configs import make_config
 SMALL = {"data__max_prompt_tokens": "40", "train__microbatch_tokens": "120"}
 
 
-def chosen(directory, *, sizes=tiny.CONFIG, **changes) -> RowsChoice:
+def chosen(directory, *, sizes=tiny.CONFIG, **changes) -> tuple[Config, Alignment, str]:
     alone = {"mesh__fsdp": "1", "mesh__tensor": "1", "train__microbatch_tokens": "4096"}
     config = make_config(directory, **alone | changes)
     layout = make_layout(config.mesh, devices=jax.devices()[: 2 if config.mesh.context > 1 else 1])
@@ -81,8 +82,8 @@ def test_kernels_that_compute_what_is_not_seen_share_long_prompts_only(tmp_path,
 
 
 def test_linear_layers_keep_prompts_apart(tmp_path):
-    found = chosen(tmp_path, sizes=tiny.NEXT, data__max_prompt_tokens="64")
-    assert found.note.endswith("its own prompt: a linear layer's state is that of one sequence")
+    _, _, note = chosen(tmp_path, sizes=tiny.NEXT, data__max_prompt_tokens="64")
+    assert note.endswith("its own prompt: a linear layer's state is that of one sequence")
 
 
 def test_linear_layers_are_not_exact(tmp_path):

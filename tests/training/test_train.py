@@ -92,7 +92,8 @@ def compiled() -> Iterator[Counter[tuple[str, str]]]:
 
     def count(event: str, seconds: float, **about: str) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            found[about["fun_name"], threading.current_thread().name] += 1
+            thread, _, _ = threading.current_thread().name.partition("_")  # without its number
+            found[about["fun_name"], thread] += 1
 
     jax.monitoring.register_event_duration_secs_listener(count)
     yield found

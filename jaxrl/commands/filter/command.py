@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl.builders.layout import divide_cpu, make_layout
 from jaxrl.builders.model import load_model
-from jaxrl.builders.prompts import load_training_prompts, sampling_params
+from jaxrl.builders.prompts import load_prompts, sampling_params
 from jaxrl.builders.sampler import SamplerNeeds, open_sampler
 from jaxrl.builders.weight_sync import Weights
 from jaxrl.commands import options
@@ -24,6 +24,7 @@ from jaxrl.commands.filter import pass_rate
 from jaxrl.commands.paths import find_inputs
 from jaxrl.config.training import Config
 from jaxrl.data.prompts import Example, Tokenizer
+from jaxrl.data.rows import read_rows
 from jaxrl.environments.rewards.scoring import load_rewards
 from jaxrl.models import huggingface
 from jaxrl.monitoring.tracking.progress import ProgressDisplay
@@ -63,7 +64,7 @@ def _filter(config: Config, arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     out, samples, low, high = arguments.out, arguments.samples, arguments.low, arguments.high
     tokenizer = huggingface.load_tokenizer(config.model.path)
-    prompts = load_training_prompts(config.data, tokenizer)
+    prompts = load_prompts(config.data, tokenizer, rows=read_rows(config.data.path))
     examples = prompts.examples
     journal = pass_rate.Journal(
         out.with_name(out.name + ".measured"),

@@ -24,7 +24,7 @@ from jaxrl.bridge.servers.launch import free_port
 from jaxrl.bridge.store import objects
 from jaxrl.bridge.store.process import AgentProcess
 from jaxrl.builders.api_key import server_key
-from jaxrl.builders.servers import Address, StartingServer, Workload, starting_server
+from jaxrl.builders.servers import StartingServer, starting_server
 from jaxrl.commands import options
 from jaxrl.commands.serve.replicas import Replica, open_replicas
 from jaxrl.config.sampler import ServerConfig
@@ -90,15 +90,16 @@ def main(argv: Sequence[str]) -> int:
         return starting_server(
             config,
             model_dir,
-            work=Workload(
-                precision.parse(f"fp32,sampler={config.dtype}").sampler,
-                max_model_len=config.max_model_len,
-                max_lora_rank=config.max_lora_rank,
-                memory=memory,
-            ),
+            dtype=precision.parse(f"fp32,sampler={config.dtype}").sampler,
             log=log.with_stem(f"{log.stem}-{replica}") if replica else log,
             note=note,
-            address=Address(config.host, first + replica, key, agent and agent.directory),
+            memory=memory,
+            max_model_len=config.max_model_len,
+            max_lora_rank=config.max_lora_rank,
+            host=config.host,
+            port=first + replica,
+            api_key=key,
+            agent=agent and agent.directory,
         )
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C

@@ -98,11 +98,7 @@ def overlong_penalty(lengths: np.ndarray, *, longest: int, buffer: int) -> np.nd
 
 
 def kl_penalties(
-    *,
-    learner: LogProbs,
-    reference: LogProbs,
-    masks: Sequence[np.ndarray],
-    coefficient: float,
+    *, learner: LogProbs, reference: LogProbs, masks: Sequence[np.ndarray], coefficient: float
 ) -> list[np.ndarray]:
     """Computes, for each rollout, f64[C]: coefficient x the estimated divergence of the learner
     from the reference at each token that the policy chose, 0 at the others."""

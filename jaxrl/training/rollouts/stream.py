@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 
@@ -83,7 +83,8 @@ class Stream:
         served = c.sampler.name == "vllm"
         self._chunk = 1 if served else c.train.train_batch
         most = (c.rollouts.max_staleness + 1) * c.train.train_batch
-        self._complete = SimpleQueue[_Group | None]()  # None ends a thread
+        # Complete groups without rewards, and their prompts; None ends a thread.
+        self._complete = SimpleQueue[tuple[list[Generated], Example] | None]()
         self._threads = [
             threading.Thread(target=self._run, args=(work,), name=f"{name}-{i}", daemon=True)
             for i in range(min(workers, most) if served else 1)
@@ -182,7 +183,7 @@ class Stream:
 
     def _score_groups(self) -> None:
         while (group := self._complete.get()) is not None and not self._closed:
-            self._score(group)
+            self._score(*group)
 
     def _begin(self) -> list[int] | None:
         with self._changed:
@@ -209,26 +210,19 @@ class Stream:
                 with self._changed:
                     self._sampling.stop()
                     self._rewarding.start()
-                self._complete.put(_Group(groups.pop(number), examples[number]))
+                self._complete.put((groups.pop(number), examples[number]))
         if groups:  # the learner would wait for them for ever
             raise RuntimeError(f"the sampler ended without all completions of prompts {[*groups]}")
 
-    def _score(self, group: "_Group") -> None:
-        ordered = [one.rollout for one in sorted(group.completed, key=lambda one: one.index)]
+    def _score(self, group: list[Generated], example: Example) -> None:
+        ordered = [one.rollout for one in sorted(group, key=lambda one: one.index)]
         number = ordered[0].group
-        rollouts = score_rollouts(self._source, ordered, examples={number: group.example})
+        rollouts = score_rollouts(self._source, ordered, examples={number: example})
         rollouts = with_teacher(self._source, rollouts)
         with self._changed:
             self._rewarding.stop()
             self._buffer.finish(number, rollouts)
             self._changed.notify_all()
-
-
-class _Group(NamedTuple):
-    """A complete group without rewards."""
-
-    completed: list[Generated]
-    example: Example
 
 
 class _Clock:

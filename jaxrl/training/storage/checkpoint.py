@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxrl.core.files import check_regular
-from jaxrl.training.storage.digests import DamagedError, first_damaged, seal, unseal
+from jaxrl.training.storage.digests import DamagedError, first_damaged, named_leaves, seal, unseal
 
 _DELETED = "deleted"  # holds checkpoints that are being deleted
 
@@ -225,23 +225,16 @@ class Checkpoints:
         return Restored(restored["state"], host, restored.get("critic"), note)
 
     def wait(self) -> None:
-        """Waits until all saves are on disk.
-
-        Raises:
-          CheckpointError: as `save`.
-        """
+        """Waits until all saves are on disk; raises CheckpointError as `save`."""
         with self._saving():
             self._manager.wait_until_finished()
         if self._writable and jax.process_index() == 0:
             shutil.rmtree(self.directory / _DELETED, ignore_errors=True)
 
     def close(self) -> None:
-        """Waits for saves and ends the saving threads. Deletes what a process that was killed after
-        its last save had still to delete: there may be no further save that would.
-
-        Raises:
-          CheckpointError: as `save`.
-        """
+        """Waits for saves and ends the saving threads; raises CheckpointError as `save`. Deletes
+        what a process that was killed after its last save had still to delete: there may be no
+        further save that would."""
         try:
             self.wait()
             if self._writable and jax.process_index() == 0:
@@ -314,11 +307,7 @@ def _rank(metrics: Mapping[str, float]) -> float:
 
 def _signature(tree: Any) -> dict[str, str]:
     """Describes each leaf, {"params/layers/q": "float32[12, 64, 64]", ...}, in the tree's order."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): f"{x.dtype}{list(x.shape)}"
-        for path, x in leaves
-    }
+    return {name: f"{x.dtype}{list(x.shape)}" for name, x in named_leaves(tree).items()}
 
 
 def _check_same(wanted: dict[str, str], saved: dict[str, str], *, path: Path) -> None:

@@ -31,14 +31,18 @@ def tree_digests(tree: Any) -> dict[str, str]:
     Every process of a run must call it with its part of the same arrays. All get the same digests,
     unless replicas of an array differ.
     """
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    sums = [_local(x) if _is_small(x) else _on_devices(x) for _, x in leaves]
+    leaves = named_leaves(tree).items()
+    sums = {name: _local(x) if _is_small(x) else _on_devices(x) for name, x in leaves}
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): "".join(
-            f"{int(part):08x}" for part in np.asarray(pair)
-        )
-        for (path, _), pair in zip(leaves, sums, strict=True)
+        name: "".join(f"{int(part):08x}" for part in np.asarray(pair))
+        for name, pair in sums.items()
     }
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a tree, {"params/layers/q": ..., ...}, in its order."""
+    found = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in found}
 
 
 def _is_small(x: jax.Array) -> bool:

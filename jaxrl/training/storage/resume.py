@@ -1,7 +1,5 @@
 """Saves and restores the learner's state and the progress of a run."""
 
-from typing import NamedTuple
-
 from jaxrl.core import precision
 from jaxrl.core.precision import Precision
 from jaxrl.learner.actor_critic import State, with_new_loss_scale
@@ -10,16 +8,11 @@ from jaxrl.training.progress import Progress
 from jaxrl.training.storage.checkpoint import CheckpointError, Checkpoints
 
 
-class Resumed(NamedTuple):
-    """A run as its last checkpoint holds it; `note` is a line for the user, or None."""
-
-    state: State
-    progress: Progress
-    note: str | None = None
-
-
-def restore(checkpoints: Checkpoints, state: State, *, policy: Precision) -> Resumed:
-    """Reads the last checkpoint; without one, returns `state` and no progress."""
+def restore(
+    checkpoints: Checkpoints, state: State, *, policy: Precision
+) -> tuple[State, Progress, str | None]:
+    """Reads the last checkpoint; without one, returns `state` and no progress. The third value is a
+    line for the user, or None."""
     progress, note = Progress(), None
     if (step := checkpoints.latest_step()) is not None:
         found = checkpoints.restore(step, checkpoint_view(state.policy), critic=state.critic)
@@ -34,7 +27,7 @@ def restore(checkpoints: Checkpoints, state: State, *, policy: Precision) -> Res
             ) from error
         state = adapt_precision(state, progress, policy=policy)
     progress.precision = str(policy)
-    return Resumed(state, progress, note)
+    return state, progress, note
 
 
 def adapt_precision(state: State, progress: Progress, *, policy: Precision) -> State:

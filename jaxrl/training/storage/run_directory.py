@@ -6,7 +6,7 @@ import platform
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,14 @@ from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
 from jaxrl.core.files import check_regular, write_whole
 from jaxrl.core.hosts import Hosts
-from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
+from jaxrl.monitoring.tracking.tracking import (
+    NullTracker,
+    Tracker,
+    open_tracker,
+    read_metrics,
+    write_lines,
+)
+from sharding.partition import Layout
 
 C = TypeVar("C", bound=Config | SupervisedConfig)
 
@@ -175,6 +182,18 @@ def _read_config(path: Path, schema: type[C]) -> C:
         return toml_file.load(schema, file=path)
     except ValueError as error:
         raise ResumeError(f"{path} is not the config of a run: {error}. {advice}") from None
+
+
+def open_run_tracker(
+    config: Config | SupervisedConfig, *, step: int, hosts: Hosts, layout: Layout, **options: Any
+) -> AbstractContextManager[Tracker | NullTracker]:
+    """Opens the tracker of a run on process 0 and records its start, after `step` steps; opens a
+    NullTracker on the others. `options` are more of `open_tracker`."""
+    if not hosts.leads:
+        return nullcontext(NullTracker())
+    directory = Path(config.run_dir)
+    record_start(directory, step=step, devices=list(layout.mesh.devices.flat))
+    return open_tracker(directory, start_step=step, total_steps=config.train.steps, **options)
 
 
 def record_start(directory: Path, *, step: int, devices: Sequence[Any]) -> None:

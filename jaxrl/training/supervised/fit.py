@@ -7,7 +7,7 @@ All processes of a run call the same functions; process 0 alone reads the data.
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +27,21 @@ from jaxrl.learner.reward_model import Ranker
 from jaxrl.learner.update import applied_steps, checkpoint_view, from_checkpoint
 from jaxrl.models import lora
 from jaxrl.models.spec import Params
-from jaxrl.monitoring.tracking.tracking import (
-    NullTracker,
-    Tracker,
-    gap,
-    incomplete_logs,
-    open_tracker,
-)
-from jaxrl.training.export import model_dtype, write_model
+from jaxrl.monitoring.tracking.tracking import NullTracker, Tracker, gap, incomplete_logs
+from jaxrl.training.export import write_model
 from jaxrl.training.interrupt import Interrupt
-from jaxrl.training.schedule import is_due
 from jaxrl.training.storage.checkpoint import Checkpoints
-from jaxrl.training.storage.run_directory import check_config, compare_config, lock, record_start
+from jaxrl.training.storage.run_directory import (
+    check_config,
+    compare_config,
+    lock,
+    open_run_tracker,
+)
+from jaxrl.training.timing import Numbers, is_due
 from sharding.transfer import fetch
 
 _LOG_EVERY = 10  # steps between two readings of the loss, each of which waits for the device
 
-Numbers = dict[str, float]
 Update = Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]
 
 
@@ -110,35 +108,29 @@ def fit(config: SupervisedConfig, task: Task) -> Result:
             directory / "checkpoints", keep=kept.keep, keep_best=kept.keep_best
         )
         with closing(checkpoints):
-            notes = (*repaired, *filter(None, [change]), attention, *task.notes)
+            notes = (*repaired, change, attention, *task.notes)
             result, params = _train(config, task, checkpoints=checkpoints, notes=notes)
         if result.step == config.train.steps:
             result.model = write_model(
-                directory,
-                params,
-                model=setup.model,
-                specs=setup.specs,
-                dtype=model_dtype(config),
-                base=config.model.path,
-                hosts=hosts,
+                config, params, model=setup.model, specs=setup.specs, hosts=hosts
             )
         return result
 
 
 def _train(
-    config: SupervisedConfig, task: Task, *, checkpoints: Checkpoints, notes: Sequence[str]
+    config: SupervisedConfig, task: Task, *, checkpoints: Checkpoints, notes: Sequence[str | None]
 ) -> tuple[Result, Params]:
     (state, update), result, hosts = compile_step(config, task), Result(), task.setup.hosts
     if (step := checkpoints.latest_step()) is not None:
         found = checkpoints.restore(step, checkpoint_view(state))
         state, result = from_checkpoint(found.state, like=state), Result(step, **found.host)
-        notes = [*notes, *filter(None, [found.note])]
-    with (
-        Interrupt() as interrupt,
-        _open_tracker(config, task, step=result.step) as tracker,
-    ):
+        notes = (*notes, found.note)
+    opened = open_run_tracker(
+        config, step=result.step, hosts=hosts, layout=task.setup.layout, title=task.title
+    )
+    with Interrupt() as interrupt, opened as tracker:
         missing = gap(tracker.history, step=result.step, every=_LOG_EVERY) if hosts.leads else None
-        for note in (*notes, *filter(None, [missing])):
+        for note in filter(None, (*notes, missing)):
             tracker.note(note)
         log = _Log(task, tracker, result=result)
         if result.step == 0:
@@ -178,19 +170,6 @@ def next_batch(config: SupervisedConfig, task: Task, *, step: int) -> Minibatch:
         return [task.rows[int(i)] for i in indices]
 
     return task.pack(task.setup.hosts.on_leader(choose))
-
-
-def _open_tracker(
-    config: SupervisedConfig, task: Task, *, step: int
-) -> AbstractContextManager[Tracker | NullTracker]:
-    """Opens the tracker of a run on process 0, and a NullTracker on the others."""
-    if not task.setup.hosts.leads:
-        return nullcontext(NullTracker())
-    devices = list(task.setup.layout.mesh.devices.flat)
-    record_start(Path(config.run_dir), step=step, devices=devices)
-    return open_tracker(
-        config.run_dir, start_step=step, total_steps=config.train.steps, title=task.title
-    )
 
 
 def compile_step(config: SupervisedConfig, task: Task) -> tuple[LearnerState, Update]:

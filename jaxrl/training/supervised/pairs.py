@@ -8,12 +8,7 @@ import numpy as np
 
 from jaxrl.builders.prompts import rendering
 from jaxrl.builders.supervised import Setup, supervised_shape
-from jaxrl.config.preference import (
-    DPOConfig,
-    PairDataConfig,
-    RankedDataConfig,
-    RewardModelConfig,
-)
+from jaxrl.config.preference import DPOConfig, PairDataConfig, RankedDataConfig, RewardModelConfig
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.metrics import Metrics, merge, to_floats
