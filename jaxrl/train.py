@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 
+from jaxrl.builders.learner import Learning
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.hosts import Hosts
@@ -138,12 +139,18 @@ def learn(
     run: Run, state: State, *, rollouts: Sequence[Rollout], progress: Progress
 ) -> tuple[State, Numbers]:
     """Rewards -> advantages -> minibatches -> one optimizer step on each."""
-    seconds = Numbers()
+    updates, seconds = run.config.train.updates_per_rollout, Numbers()
     with clock(seconds, "time/score"):
-        parts = split_minibatches(len(rollouts), updates=run.config.train.updates_per_rollout)
+        parts = split_minibatches(len(rollouts), updates=updates)
         targets, numbers = compute_advantages(run, state, rollouts=rollouts, parts=parts)
         minibatches = [
-            prepare_minibatch(run, state.policy, rollouts=rollouts[part], targets=targets.of(part))
+            prepare_minibatch(
+                run.learning,
+                state.policy,
+                rollouts=rollouts[part],
+                targets=targets.of(part),
+                updates=updates,
+            )
             for part in parts
         ]
         numbers |= run_probes(
@@ -156,20 +163,31 @@ def learn(
         )
         jax.block_until_ready(minibatches)
     with clock(seconds, "time/update"):
-        state, learned = update(run, state, minibatches=minibatches, progress=progress)
+        pretraining = progress.step < run.config.critic.pretrain_steps
+        state, learned = update(
+            run.learning,
+            state,
+            minibatches=minibatches,
+            progress=progress,
+            pretraining=pretraining,
+        )
     return state, numbers | learned | seconds
 
 
 def update(
-    run: Run, state: State, *, minibatches: Sequence[Minibatch], progress: Progress
+    learning: Learning,
+    state: State,
+    *,
+    minibatches: Sequence[Minibatch],
+    progress: Progress,
+    pretraining: bool,
 ) -> tuple[State, Numbers]:
     """Takes one optimizer step on each minibatch: of the policy, and of the critic if there is one.
-    In the first `critic.pretrain_steps` steps of the run, only the critic learns.
+    While `pretraining`, only the critic learns.
 
     Returns:
       (the new state, metrics: means over all steps, and the learning rate of the first).
     """
-    learning, pretraining = run.learning, progress.step < run.config.critic.pretrain_steps
     learning_rate = float(learning.learning_rate(applied_steps(state.policy)))
     controllers = learning.recipe.controllers
     coefficients = {

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.advantages import Advantages, estimate, explained_variance
+from jaxrl.builders.learner import Learning
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import pack_minibatch, unpack
 from jaxrl.learner.actor_critic import State
@@ -91,11 +92,15 @@ def compute_advantages(
 
 
 def prepare_minibatch(
-    run: Run, policy: LearnerState, *, rollouts: Sequence[Rollout], targets: Targets
+    learning: Learning,
+    policy: LearnerState,
+    *,
+    rollouts: Sequence[Rollout],
+    targets: Targets,
+    updates: int,
 ) -> Minibatch:
     """Packs a minibatch and adds the scores that the loss needs and that its update does not
     change. With one update per rollout batch, the anchor is the learner itself."""
-    learning = run.learning
     minibatch = pack_minibatch(
         rollouts,
         list(targets.advantages),
@@ -109,7 +114,7 @@ def prepare_minibatch(
         assert learning.reference is not None
         reference = lora.with_trainable(policy.params, learning.reference)
         scores["reference"] = score(reference, minibatch)
-    if Need.ANCHOR in needs and run.config.train.updates_per_rollout > 1:
+    if Need.ANCHOR in needs and updates > 1:
         scores["anchor"] = score(policy.params, minibatch)
     return dataclasses.replace(minibatch, **scores)
 
