@@ -92,10 +92,8 @@ class EmbeddedSampler(Sampler):
         shardings = None if layout is None else layout.tree(model.specs)
         apart = layout is not None and devices.isdisjoint(layout.mesh.devices.flat)
         self._elsewhere = shardings if apart else None
-        self._serve = jit(
-            functools.partial(as_served, precision=precision),
-            out_shardings=None if apart else shardings,
-        )
+        self._precision = precision  # an argument, so that samplers share the compiled program
+        self._serve = jit(as_served, static_argnums=1, out_shardings=None if apart else shardings)
         self.load(params, version=version)
 
     @property
@@ -109,7 +107,7 @@ class EmbeddedSampler(Sampler):
         They are cast to `precision.wire`, then to `precision.sampler`, on their devices. The
         sampler keeps its own copy, so the learner may donate its arrays.
         """
-        served = self._serve(params)
+        served = self._serve(params, self._precision)
         if self._elsewhere is not None:
             served = place(served, self._elsewhere)
         self._weights = _Weights(served, version)
@@ -117,7 +115,7 @@ class EmbeddedSampler(Sampler):
     def transfer_hlo(self, params: Params) -> str:
         """Returns the HLO text of the compiled program that `load` runs: it casts the weights and
         moves them from the learner's layout to the sampler's."""
-        return self._serve.lower(params).compile().as_text() or ""
+        return self._serve.lower(params, self._precision).compile().as_text() or ""
 
     def close(self) -> None:
         """See `Sampler.close`."""
