@@ -14,11 +14,11 @@ from jaxrl.builders.layout import sampler_layout
 from jaxrl.builders.weight_sync import (
     Adapters,
     Publish,
+    PublishToServers,
     Sync,
     Weights,
     follower,
     open_send,
-    publish_to_servers,
     run_learner,
 )
 from jaxrl.config.sampler import SamplerConfig
@@ -136,7 +136,7 @@ def _open_client(
         stack.callback(client.close)
         named = [VllmServer(url, timeout=config.timeout, api_key=key) for url in urls]
         send = stack.enter_context(open_send(sync, named, adapters=needs.adapters))
-        publish = publish_to_servers(send, named, client=client, note=note, learner=sync.learner)
+        publish = PublishToServers(send, named, client=client, note=note, learner=sync.learner)
         yield Serving(client, publish, client.score)
 
 

@@ -172,37 +172,42 @@ def through_store(upload: Upload, root: Path, *, word: int) -> Delivery:
     return Delivery(root, send)
 
 
-def publish_to_servers(
-    send: Send,
-    servers: Sequence[VllmServer],
-    *,
-    client: VllmSampler,
-    note: Callable[[str], None],
-    learner: Learner,
-) -> Publish:
-    """Returns what publishes weights to servers and tells the client which servers have them. A
-    server that failed gets them at a later publish."""
-    serving, noted = {server.url for server in servers}, set[str]()
+class PublishToServers:
+    """Publishes weights to servers, and tells the client which servers have them."""
 
-    def publish(params: Any, *, version: int) -> dict[str, float]:
-        nonlocal serving
-        before = serving
-        adapter, timings = send(params, version=version)
-        serving = {server.url for server in servers if server.connected}
-        for server in servers:
-            if server.url in before - serving:
-                note(
+    def __init__(
+        self,
+        send: Send,
+        servers: Sequence[VllmServer],
+        *,
+        client: VllmSampler,
+        note: Callable[[str], None],
+        learner: Learner,
+    ) -> None:
+        self._session = learner.session
+        self._send, self._servers, self._client, self._note = send, servers, client, note
+        self._serving = {server.url for server in servers}
+        self._noted: set[str] = set()
+
+    def __call__(self, params: Any, *, version: int) -> dict[str, float]:
+        """Publishes weights; a server that failed gets them at a later publish."""
+        before = self._serving
+        adapter, timings = self._send(params, version=version)
+        self._serving = {server.url for server in self._servers if server.connected}
+        for server in self._servers:
+            if server.url in before - self._serving:
+                self._note(
                     f"{server.url} failed; continuing with the other servers, retrying at the next "
                     f"publish: {server.last_error}"
                 )
-        for url in sorted(serving - before):
-            note(f"{url} is back and serves version {version}")
-        for line in [server.untried for server in servers]:
-            if line is not None and line not in noted:
-                note(line)
-                noted.add(line)
-        client.use_version(version, urls=sorted(serving), adapter=adapter, session=learner.session)
+        for url in sorted(self._serving - before):
+            self._note(f"{url} is back and serves version {version}")
+        for line in [server.untried for server in self._servers]:
+            if line is not None and line not in self._noted:
+                self._note(line)
+                self._noted.add(line)
+        self._client.use_version(
+            version, urls=sorted(self._serving), adapter=adapter, session=self._session
+        )
         seconds = {f"time/publish/{name}": s for name, s in timings._asdict().items()}
-        return seconds | {"sampler/servers": float(len(serving))}
-
-    return publish
+        return seconds | {"sampler/servers": float(len(self._serving))}

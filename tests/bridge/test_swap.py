@@ -20,7 +20,7 @@ from jaxrl.bridge.base import (
 )
 from jaxrl.bridge.servers.control import ControlError, VllmServer
 from jaxrl.bridge.swap import swap_weights
-from jaxrl.builders.weight_sync import publish_to_servers
+from jaxrl.builders.weight_sync import PublishToServers
 from jaxrl.sampling.vllm.sampler import VllmSampler
 from tests.bridge.cases import LEARNER
 
@@ -175,7 +175,7 @@ def test_a_server_whose_version_was_never_tried_is_told_once(version, told):
         vllm.fails["/version"] = (200, json.dumps({"version": version}))
         server.connect(root="/x", wire="float32", sampler="float32", learner=LEARNER)
         client = VllmSampler([server.url], max_positions=8, vocab_size=8)
-        send = publish_to_servers(
+        send = PublishToServers(
             lambda params, *, version: (None, Timings()),
             [server],
             client=client,
