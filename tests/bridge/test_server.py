@@ -54,6 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
         patch.setenv(lease.SECONDS, str(LEASE))
+        patch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
         running = LocalServer(directory / "model", OPTIONS, log=directory / "log")
     with running:
         running.wait(lambda seconds: None)
