@@ -11,7 +11,6 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Self
 
 MEMORY = Path("/dev/shm")
 LOCK = "lock"
@@ -22,7 +21,7 @@ for each."""
 _PREFIX = "jaxrl-owned-"
 
 
-class OwnedDirectory:
+class OwnedDirectory(contextlib.AbstractContextManager["OwnedDirectory"]):
     """A new directory, readable by its user only, that ends with its `with` block or is removed
     after its owner was killed.
 
@@ -52,9 +51,6 @@ class OwnedDirectory:
             finally:
                 os.close(self.lock)
                 self.lock = -1
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

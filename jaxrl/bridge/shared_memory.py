@@ -4,11 +4,12 @@ import shutil
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxrl.bridge import manifest, payload
-from jaxrl.bridge.base import InFlight, Learner, WeightSource
+from jaxrl.bridge.base import WeightSource
 from jaxrl.bridge.manifest import Manifest
 from jaxrl.bridge.owned_directory import MEMORY, OwnedDirectory
 from jaxrl.bridge.safetensors_file import SafetensorsFile, plan_file
@@ -25,16 +26,9 @@ class SharedMemoryPublisher(WeightPublisher):
     """
 
     def __init__(
-        self,
-        servers: Sequence[VllmServer],
-        *,
-        wire: np.dtype,
-        sampler: np.dtype,
-        in_flight: InFlight = "keep",
-        learner: Learner | None = None,
-        memory: Path = MEMORY,
+        self, servers: Sequence[VllmServer], *, memory: Path = MEMORY, **connection: Any
     ) -> None:
-        """Connects the servers as `WeightPublisher` does."""
+        """Connects the servers as `WeightPublisher` does, with its keyword arguments."""
         self._owned = OwnedDirectory(memory)
         self._root = (self._owned.path / "slots").resolve()
         self._root.mkdir()
@@ -43,14 +37,7 @@ class SharedMemoryPublisher(WeightPublisher):
         # more than copying.
         self._slots = deque[tuple[Path, np.ndarray]]()
         try:
-            super().__init__(
-                servers,
-                str(self._root),
-                wire=wire,
-                sampler=sampler,
-                in_flight=in_flight,
-                learner=learner,
-            )
+            super().__init__(servers, str(self._root), **connection)
         except BaseException:
             self.close()
             raise

@@ -1,10 +1,11 @@
 """Weight swap: brings a written version into service on every server."""
 
 import abc
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from jaxrl.bridge.servers.control import VllmServer
 _FAILURES = PoisonedError, RefusedError, UnavailableError  # the worst first
 
 
-class WeightPublisher(abc.ABC):
+class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
     """Publishes whole weights to every server; a subclass writes them where servers find them."""
 
     def __init__(
@@ -33,7 +34,7 @@ class WeightPublisher(abc.ABC):
         *,
         wire: np.dtype,
         sampler: np.dtype,
-        in_flight: InFlight,
+        in_flight: InFlight = "keep",
         learner: Learner | None = None,
     ) -> None:
         """Connects the servers.
@@ -78,9 +79,6 @@ class WeightPublisher(abc.ABC):
             return timings._replace(fetch=fetched)
 
         return self._swap(update)._replace(write=written)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

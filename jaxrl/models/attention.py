@@ -184,7 +184,7 @@ def _backward(precision, whole, residuals, dout):
         scores = _scores(q, k, mask, block, precision=precision)
         probs = jnp.exp(scores - log_total[rows])
         dprobs = dot(dout[rows], v[keys], contract=(4, 3))
-        slopes = mask.scoring.slopes(scores, head_dim=q.shape[-1])
+        slopes = mask.scoring.slopes(scores)
         dscores = probs * (dprobs - mean[rows]) * slopes
         probs, dscores = probs.astype(precision.compute), dscores.astype(precision.compute)
         dqs.append(dot(dscores, k[keys], contract=(4, 2)))
@@ -231,8 +231,8 @@ def _scores(q, k, mask: Mask, block: Block, *, precision):
     """Computes scores of a block; the lowest finite number where a key is masked."""
     start, stop, first, end = block
     q, k = q[block.queries], k[block.keys]
-    scores = product(q, k, contract=(4, 3), batch=(0, 1), precision=precision)
-    scores = mask.scoring.scores(scores, head_dim=q.shape[-1])
+    products = product(q, k, contract=(4, 3), batch=(0, 1), precision=precision)
+    scores = mask.scoring.scores(products)
     distance = mask.first + jnp.arange(start, stop)[:, None] - jnp.arange(first, end)[None, :]
     near = distance >= 0
     if mask.scoring.window is not None:

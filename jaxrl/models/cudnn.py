@@ -79,7 +79,7 @@ def packed(
         kv_seqlen=lengths,
         q_offsets=starts,
         kv_offsets=starts,
-        scale=scoring.factor(q.shape[-1]),
+        scale=scoring.scale,
         mask_type=fused.MaskType.PADDING_CAUSAL,
         sliding_window_length=scoring.window,
     )
@@ -118,7 +118,7 @@ def masked(
         k,
         v,
         mask=seen,
-        scale=scoring.factor(q.shape[-1]),
+        scale=scoring.scale,
         is_causal=part is None,
         implementation="cudnn",
     )

@@ -311,8 +311,7 @@ def _splash(q, k, v, given: _Given, *, precision):
 
     segments, scoring, part, constant = given  # `constant` knows the window
     # The kernel does not scale: queries are rounded once more than in `attention`.
-    scale = scoring.factor(q.shape[-1])
-    scaled = (q.astype(precision.accumulate) * scale).astype(precision.compute)
+    scaled = (q.astype(precision.accumulate) * scoring.scale).astype(precision.compute)
     k, v = k.astype(precision.compute), v.astype(precision.compute)
     of_keys = segments if part is None else part.segments
     assert not isinstance(segments, Tree)

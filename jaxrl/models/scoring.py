@@ -13,24 +13,20 @@ class Scoring:
 
     Attributes:
       window: number of tokens that a token attends to, including itself; None for all.
-      scale: factor of the products of queries and keys; None is head_dim ** -0.5.
+      scale: factor of the products of queries and keys.
       cap: bound of the scores' magnitude, a soft cap (arXiv:2408.00118); None for none.
       sinks: [H], for each head a score of no key: it takes a share of the softmax and has no value
         (arXiv:2309.17453, 2508.10925); None for none.
     """
 
-    window: int | None = struct.field(pytree_node=False, default=None)
-    scale: float | None = struct.field(pytree_node=False, default=None)
+    window: int | None = struct.field(pytree_node=False)
+    scale: float = struct.field(pytree_node=False)
     cap: float | None = struct.field(pytree_node=False, default=None)
     sinks: jax.Array | None = None
 
-    def factor(self, head_dim: int) -> float:
-        """Returns the factor of the products."""
-        return head_dim**-0.5 if self.scale is None else self.scale
-
-    def scores(self, products: jax.Array, *, head_dim: int) -> jax.Array:
+    def scores(self, products: jax.Array) -> jax.Array:
         """Computes scores of products of any shape, in their dtype."""
-        return soft_cap(products * self.factor(head_dim), self.cap)
+        return soft_cap(products * self.scale, self.cap)
 
     def sink_scores(self, *, kv_heads: int, ndim: int, dtype: DType) -> jax.Array | None:
         """Returns the sinks as a column beside scores [B, K, H / K, ...] of so many dimensions:
@@ -39,10 +35,10 @@ class Scoring:
             return None
         return self.sinks.astype(dtype).reshape(1, kv_heads, -1, *(1,) * (ndim - 3))
 
-    def slopes(self, scores: jax.Array, *, head_dim: int) -> jax.Array | float:
+    def slopes(self, scores: jax.Array) -> jax.Array | float:
         """Returns the derivatives of scores by their products. They are finite where a score is
         masked, since its gradient is 0."""
-        return self.factor(head_dim) * soft_cap_slope(scores, self.cap)
+        return self.scale * soft_cap_slope(scores, self.cap)
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:

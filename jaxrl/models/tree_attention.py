@@ -179,7 +179,7 @@ def _backward(precision, residuals, dout):
             scores = _scores(own, keys, mask, (i, j), precision=precision)
             probs = jnp.exp(scores - log_sum)
             dprobs = dot(d_own, values, contract=(4, 3))
-            slopes = mask.scoring.slopes(scores, head_dim=q.shape[-1])
+            slopes = mask.scoring.slopes(scores)
             dscores = probs * (dprobs - mean_own) * slopes
             probs, dscores = probs.astype(precision.compute), dscores.astype(precision.compute)
             dq = dq + dot(dscores, keys, contract=(4, 2))
@@ -229,8 +229,8 @@ def _scores(q, k, mask: _Mask, block: tuple[jax.Array, jax.Array], *, precision)
     """Computes the scores of a block of queries with a block of keys; the lowest finite number
     where a key is masked."""
     i, j = block
-    scores = product(q, k, contract=(4, 3), batch=(0, 1), precision=precision)
-    scores = mask.scoring.scores(scores, head_dim=q.shape[-1])
+    products = product(q, k, contract=(4, 3), batch=(0, 1), precision=precision)
+    scores = mask.scoring.scores(products)
     at = jnp.arange(BLOCK)
     seen = visible(
         Tree(*(_block(x, j, axis=1) for x in mask.tree)),

@@ -34,10 +34,10 @@ def naive(q, k, v, segments, window, *, scale, cap, sinks):
 @pytest.mark.parametrize(
     ("window", "scale", "cap", "sunk"),
     [
-        (None, None, None, False),
-        (20, None, None, False),
+        (None, 0.5, None, False),
+        (20, 0.5, None, False),
         (20, 0.7, 1.5, False),
-        (20, None, None, True),
+        (20, 0.5, None, True),
     ],
 )
 def test_equals_the_naive_form(length, window, scale, cap, sunk):
@@ -80,7 +80,7 @@ def test_padding_is_finite_and_reaches_nothing():
     fp32 = precision.PRESETS["fp32"]
 
     def total(q, k, v):
-        out = attention(q, k, v, segments, scoring=Scoring(), precision=fp32)
+        out = attention(q, k, v, segments, scoring=Scoring(None, 0.5), precision=fp32)
         return jnp.sum(jnp.where(real, out, 0) ** 2), out
 
     (_, out), grads = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(q, k, v)

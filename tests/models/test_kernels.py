@@ -80,7 +80,8 @@ def test_no_empty_array_enters_a_shard_map():
     """jaxlib 0.11 crashes there while it compiles, even if tests run with an older one."""
     (q, k, v, _), segments = inputs(64, 8)
     attend = kernels.by_kernel("xla", layout=layout(context=8))
-    call = functools.partial(attend, segments=segments, scoring=Scoring(), precision=FP32)
+    scoring = Scoring(None, SCALE)
+    call = functools.partial(attend, segments=segments, scoring=scoring, precision=FP32)
     gradient = jax.grad(lambda *x: call(*x).sum(), argnums=(0, 1, 2))
     assert "tensor<0x" not in jax.jit(gradient).lower(q, k, v).as_text()
 

@@ -66,7 +66,7 @@ def naive(q, k, v, tree, *, scoring, precision):
     del precision
     index, groups = jnp.arange(LENGTH), q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) * scoring.factor(q.shape[-1])
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) * scoring.scale
     scores = scores if scoring.cap is None else scoring.cap * jnp.tanh(scores / scoring.cap)
     seen = visible(tree, index, tree.positions, index, window=scoring.window)
     scores = jnp.where(seen[:, None], scores, -jnp.inf)
@@ -77,8 +77,8 @@ def naive(q, k, v, tree, *, scoring, precision):
 
 
 SCORINGS = {
-    "plain": Scoring(),
-    "window": Scoring(20),
+    "plain": Scoring(None, 8**-0.5),
+    "window": Scoring(20, 8**-0.5),
     "cap": Scoring(20, 0.7, 1.5),
     "sinks": Scoring(20, 0.7, 1.5, jnp.array([0.5, -1.0, 2.0, 0.0])),
 }
@@ -127,4 +127,4 @@ def test_the_mask_that_cudnn_gets_is_the_same():
 def test_splash_attention_refuses_shared_prefixes():
     layout = Layout(make_mesh(devices=jax.devices()[:1]), PRESETS["all"])
     with pytest.raises(ValueError, match="splash compares one segment per token"):
-        results(kernels.by_kernel("splash", layout=layout, interpret=True), Scoring())
+        results(kernels.by_kernel("splash", layout=layout, interpret=True), SCORINGS["plain"])

@@ -72,16 +72,17 @@ class RequireKey:
         return 401, _WRONG_KEY
 
     def _has_key(self, scope: Message) -> bool:
-        given = _values(scope, b"authorization")
+        given = header_values(scope, b"authorization")
         return len(given) == 1 and secrets.compare_digest(given[0], self._expected)
 
 
 def _is_foreign(scope: Message) -> bool:
     """Tells whether a browser sent the request for a page of another server. Other clients send no
     Origin."""
-    own = [scheme + host for scheme in _SCHEMES for host in _values(scope, b"host")]
-    return any(origin not in own for origin in _values(scope, b"origin"))
+    own = [scheme + host for scheme in _SCHEMES for host in header_values(scope, b"host")]
+    return any(origin not in own for origin in header_values(scope, b"origin"))
 
 
-def _values(scope: Message, header: bytes) -> list[bytes]:
+def header_values(scope: Message, header: bytes) -> list[bytes]:
+    """Returns the values of a request's header, whose name is given in lower case."""
     return [value for name, value in scope["headers"] if name.lower() == header]

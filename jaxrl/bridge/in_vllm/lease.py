@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxrl.bridge.base import REFUSED, UNFINISHED, Learner, marker
 from jaxrl.bridge.in_vllm import relay
-from jaxrl.bridge.in_vllm.auth import App, Message, Receive, Send, respond
+from jaxrl.bridge.in_vllm.auth import App, Message, Receive, Send, header_values, respond
 from jaxrl.bridge.in_vllm.ownership import TAKE_OVER
 
 SECONDS = "JAXRL_LEASE"
@@ -170,5 +170,5 @@ class Lease:
 
 
 def _sender(scope: Message) -> str | None:
-    values = [value for name, value in scope["headers"] if name.lower() == HEADER.lower().encode()]
+    values = header_values(scope, HEADER.lower().encode())
     return values[0].decode("latin-1") if len(values) == 1 else None

@@ -115,9 +115,7 @@ class VllmServer:
           UnavailableError: the server or its agent does not answer.
         """
         with self._tracked():
-            if not self.connected:
-                self._check_alive()
-                self._connect()
+            self._reconnect()
             found = self._call("POST", relay.PATH, request | {"learner": self._learner})
         return PurePath(found["directory"]) if found["directory"] else None
 
@@ -130,9 +128,7 @@ class VllmServer:
           UnavailableError: the server does not answer.
         """
         with self._tracked():
-            if not self.connected:
-                self._check_alive()
-                self._connect()
+            self._reconnect()
             marks = [time.perf_counter()]
             # The KV cache belongs to the old weights; for requests in flight it is recomputed.
             self._call("POST", f"/pause?mode={in_flight}&clear_cache=true")
@@ -244,14 +240,17 @@ class VllmServer:
         with contextlib.suppress(ControlError):
             self.version = str((self._call("GET", "/version") or {}).get("version", ""))
 
-    def _check_alive(self) -> None:
-        """Raises ControlError unless the server is in good health, or ill in a way that the next
-        publish repairs."""
+    def _reconnect(self) -> None:
+        """Connects a server whose last operation failed; raises ControlError unless it is in good
+        health, or ill in a way that the next publish repairs."""
+        if self.connected:
+            return
         try:
             self._call("GET", "/health", timeout=_PROBE_TIMEOUT)
         except _ServerFaultError as error:
             if UNFINISHED not in str(error):
                 raise
+        self._connect()
 
     def _label(self, version: str) -> str:
         """Returns the name of a version at the server, which no other learner gives to its own."""

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from jaxrl.bridge.in_vllm.auth import KEY, RequireKey
 from jaxrl.bridge.in_vllm.lease import Lease
@@ -75,7 +75,7 @@ class ServerFailedError(RuntimeError):
     """The server ended or was not ready in time; the message quotes the end of its log."""
 
 
-class LocalServer:
+class LocalServer(contextlib.AbstractContextManager["LocalServer"]):
     """A vLLM server that ends with the `with` block, or with this process however it ends.
 
     Attributes:
@@ -172,9 +172,6 @@ class LocalServer:
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
         self._owned.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()

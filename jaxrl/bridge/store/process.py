@@ -1,12 +1,12 @@
 """Runs the agent of this host."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
 
 from jaxrl.bridge.in_vllm.auth import KEY
 from jaxrl.bridge.owned_directory import MEMORY, OwnedDirectory
@@ -15,7 +15,7 @@ from jaxrl.bridge.store import agent
 _PAUSE = 0.5  # seconds before a restart
 
 
-class AgentProcess:
+class AgentProcess(contextlib.AbstractContextManager["AgentProcess"]):
     """The agent, which ends with the `with` block or with this process, however it ends. If it ends
     earlier, it is started again, and its successor has what it had.
 
@@ -45,9 +45,6 @@ class AgentProcess:
             self._process.kill()
             self._watcher.join(_PAUSE)
         self._owned.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -7,14 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.bridge import manifest
-from jaxrl.bridge.base import (
-    InFlight,
-    Learner,
-    Timings,
-    UnavailableError,
-    WeightSource,
-    new_learner,
-)
+from jaxrl.bridge.base import Learner, Timings, UnavailableError, WeightSource, new_learner
 from jaxrl.bridge.manifest import Manifest
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.store.objects import Objects, Store
@@ -53,13 +46,12 @@ class StorePublisher(WeightPublisher):
         store: Store,
         *,
         wire: np.dtype,
-        sampler: np.dtype,
-        in_flight: InFlight = "keep",
         learner: Learner | None = None,
         hosts: Hosts | None = None,
+        **connection: Any,
     ) -> None:
-        """Connects the servers as `WeightPublisher` does. `hosts` are the learner's processes, one
-        by default.
+        """Connects the servers as `WeightPublisher` does, with its keyword arguments. `hosts` are
+        the learner's processes, one by default.
 
         Raises:
           StoreError: if the packages for the store are not installed.
@@ -68,9 +60,7 @@ class StorePublisher(WeightPublisher):
         self._upload = Upload(store, learner=learner, group=_GROUP)
         self._word = wire.itemsize
         self._share = ShareWriter(self._upload.objects, hosts=self._hosts, word=self._word)
-        super().__init__(
-            servers, "", wire=wire, sampler=sampler, in_flight=in_flight, learner=learner
-        )
+        super().__init__(servers, "", wire=wire, learner=learner, **connection)
         self._upload.remove_earlier()
 
     def close(self) -> None:

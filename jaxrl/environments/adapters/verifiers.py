@@ -39,19 +39,16 @@ class Host:
                 "message is above"
             )
 
-    def begin(self, task: int) -> str:
-        """Begins an episode and returns its name."""
+    def begin(self) -> str:
+        """Begins an episode without a task and returns its name."""
         name = f"episode-{next(self._numbers)}"
         self._episodes[name] = queue.SimpleQueue()
-        self._tell(name, task=task)
         return name
 
-    def answer(self, name: str, turn: Message) -> None:
-        """Passes a turn of the policy to the episode's environment."""
-        self._tell(name, turn=turn)
-
-    def wait(self, name: str) -> dict[str, Any]:
-        """Returns the next request or the end of an episode; raises RuntimeError if it failed."""
+    def ask(self, name: str, **content: Any) -> dict[str, Any]:
+        """Gives an episode its `task`, or a `turn` of the policy; returns the environment's next
+        request or the end, and raises RuntimeError if the episode failed."""
+        self._tell(name, **content)
         told = self._episodes[name].get()
         if "error" in told:
             raise RuntimeError(f"verifiers: {told['error']}")

@@ -36,8 +36,8 @@ class VerifiersEpisode:
         index = example.row.get("task")
         if not isinstance(index, int):
             raise ValueError(f"the column task is {index!r}; expected the index of a task")
-        self._name = self._host.begin(index)
-        told = self._host.wait(self._name)
+        self._name = self._host.begin()
+        told = self._host.ask(self._name, task=index)
         if "messages" not in told:
             raise RuntimeError(f"verifiers: task {index} ended before the policy's first turn")
         self._seen = [_plain(m) for m in told["messages"]]
@@ -50,8 +50,7 @@ class VerifiersEpisode:
         Raises:
           ValueError: if the next request does not continue the conversation.
         """
-        self._host.answer(self._name, self._turn(completion))
-        told = self._host.wait(self._name)
+        told = self._host.ask(self._name, turn=self._turn(completion))
         if "reward" in told:
             return Step((), told["reward"], True, told["metrics"])
         messages, before = [_plain(m) for m in told["messages"]], len(self._seen)

@@ -81,9 +81,13 @@ def uses_processes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def call_each(
-    function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, timeout: float
+    function: Callable[..., Any],
+    arguments: Sequence[tuple[Any, ...]],
+    *,
+    timeout: float,
+    convert: Callable[[Any], Any] = lambda found: found,
 ) -> list[Any]:
-    """Calls a function once for each tuple of arguments.
+    """Calls a function once for each tuple of arguments, and `convert` with each result.
 
     Calls run one after the other in one thread; marked by `uses_processes`, as many at once as
     there are processors; asynchronous, up to 64 at once. Python cannot end a thread: a call that
@@ -91,19 +95,24 @@ def call_each(
 
     Returns:
       For each call its result, or the exception that it raised, SystemExit included; TimeoutError
-      if it took more than `timeout` seconds.
+      if it took more than `timeout` seconds. The conversion counts, too: an iterator may be
+      endless.
     """
     if inspect.iscoroutinefunction(function):
-        return _call_async(function, arguments, timeout=timeout)
+        return _call_async(function, arguments, timeout=timeout, convert=convert)
+
+    def now(*given: Any) -> Any:
+        return convert(function(*given))
+
     if not hasattr(function, _USES_PROCESSES):
         outcomes = list[Any]()
         while len(outcomes) < len(arguments):
             rest = arguments[len(outcomes) :]
-            outcomes += _call_in_turn(function, rest, timeout=timeout)
+            outcomes += _call_in_turn(now, rest, timeout=timeout)
         return outcomes
 
     def call(given: tuple[Any, ...]) -> Any:
-        return _call_in_turn(function, [given], timeout=timeout)[0]
+        return _call_in_turn(now, [given], timeout=timeout)[0]
 
     threads = ThreadPoolExecutor(_PROCESSORS)
     try:
@@ -158,13 +167,17 @@ def _call_in_turn(
 
 
 def _call_async(
-    function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, timeout: float
+    function: Callable[..., Any],
+    arguments: Sequence[tuple[Any, ...]],
+    *,
+    timeout: float,
+    convert: Callable[[Any], Any],
 ) -> list[Any]:
     free = asyncio.Semaphore(_ASYNC_CALLS)
 
     async def outcome(call: tuple[Any, ...]) -> Any:
         try:
-            return await function(*call)
+            return convert(await function(*call))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # SystemExit would end the loop, and all other calls

@@ -130,29 +130,12 @@ def _apply(
     own = [copy.deepcopy(dict(example)) for example in examples]
     if not is_batched(term.function):
         pairs = list(zip(completions, own, strict=True))
-        return call_each(_then(term.function, float), pairs, timeout=term.timeout)
+        return call_each(term.function, pairs, timeout=term.timeout, convert=float)
     count = len(completions)
-    function = _then(term.function, functools.partial(_each, count=count))
-    (returned,) = call_each(function, [(list(completions), own)], timeout=term.timeout)
+    convert = functools.partial(_each, count=count)
+    whole = [(list(completions), own)]
+    (returned,) = call_each(term.function, whole, timeout=term.timeout, convert=convert)
     return [returned] * count if isinstance(returned, BaseException) else returned
-
-
-def _then(function: RewardFn, convert: Callable[[Any], Any]) -> RewardFn:
-    """Returns the function with its result converted, which counts against its time limit, too: an
-    iterator may be endless."""
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def later(*arguments: Any) -> Any:
-            return convert(await function(*arguments))
-
-        return later
-
-    @functools.wraps(function)
-    def now(*arguments: Any) -> Any:
-        return convert(function(*arguments))
-
-    return now
 
 
 def _each(returned: Any, *, count: int) -> list[float | BaseException]:

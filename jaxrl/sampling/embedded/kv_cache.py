@@ -289,7 +289,7 @@ def attend_cache(
     q = q.reshape(batch, kv_heads, groups * length, dim)
     contract = (3, 2 if cache.for_cpu else 3)
     scores = product(q, keys, contract=contract, batch=(0, 1), precision=precision)
-    scores = scoring.scores(scores, head_dim=dim)
+    scores = scoring.scores(scores)
     seen = jnp.broadcast_to(seen[:, None, None], (batch, 1, groups, *seen.shape[1:]))
     seen = seen.reshape(batch, 1, groups * length, -1)
     scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
