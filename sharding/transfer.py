@@ -17,6 +17,16 @@ def place(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(_place, tree, shardings)
 
 
+def placed(shapes: Any, shardings: Any) -> Any:
+    """Combines a tree of shapes, or of arrays, with a tree of shardings: what a program is compiled
+    for."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
+
+
 def fetch(tree: Any) -> Any:
     """Fetches whole arrays to host memory. With several processes all must call it."""
     if jax.process_count() > 1:

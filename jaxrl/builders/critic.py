@@ -3,7 +3,7 @@
 import jax
 import optax
 
-from jaxrl.builders.model import load_model
+from jaxrl.builders.model import load_model, numerics
 from jaxrl.builders.optimizer import make_optimizer, state_shardings
 from jaxrl.config.training import Config
 from jaxrl.core.precision import jit
@@ -72,9 +72,7 @@ def _own_network(
         scorer,
         recipe.critic,
         optimizer=_optimizer(config, scorer.specs, learning_rate=config.critic.learning_rate),
-        precision=config.policy,
-        rows_per_microbatch=config.microbatch_rows,
-        param_shardings=layout.constraints(scorer.specs),
+        **numerics(config, layout, scorer.specs),
     )
     return side_by_side(learner, critic), params, scorer.specs
 
@@ -92,9 +90,7 @@ def _shared_trunk(
             _optimizer(config, model.specs, learning_rate=config.optimizer.learning_rate),
             _optimizer(config, specs, learning_rate=config.critic.learning_rate),
         ),
-        precision=config.policy,
-        rows_per_microbatch=config.microbatch_rows,
-        param_shardings=layout.constraints({**model.specs, **specs}),
+        **numerics(config, layout, {**model.specs, **specs}),
     )
     # Zeros: its spec says so.
     head = spec.init(specs, jax.random.key(0), dtype=config.policy.params)

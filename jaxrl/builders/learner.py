@@ -4,10 +4,12 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from optax import Schedule
+
 from jaxrl.builders.critic import open_critic
-from jaxrl.builders.model import attention_note, load_trained, trained_specs
-from jaxrl.builders.optimizer import Optimizer, make_optimizer, state_shardings
-from jaxrl.builders.rows import choose_rows
+from jaxrl.builders.model import attention_note, load_trained, numerics, trained_specs
+from jaxrl.builders.optimizer import make_optimizer, state_shardings
+from jaxrl.builders.rows import choose_rows, minibatch_shape
 from jaxrl.config.training import Config
 from jaxrl.core import casts
 from jaxrl.core.packing import Alignment, MinibatchShape, most_rows
@@ -42,7 +44,7 @@ class Learning(NamedTuple):
     def check_attention(self, config: Config) -> str:
         """Describes the attention kernel that a config gets on these devices; raises as
         `attention_note`."""
-        return attention_note(config, self.model, layout=self.layout, length=config.row_length)
+        return attention_note(config, self.model, layout=self.layout)
 
 
 def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Learning, State]:
@@ -55,16 +57,9 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
     config, align, rows_note = choose_rows(
         config, model.config, objective=recipe.objective, layout=layout
     )
-    attention_note(config, model, layout=layout, length=config.row_length)  # before compiling
-    optimizer = make_optimizer(
-        config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
-    )
-    pure = build_learner(
-        config, model, objective=recipe.objective, optimizer=optimizer, layout=layout
-    )
-    shardings = state_shardings(
-        config.optimizer, pure.init, params, layout=layout, specs=lora.declared(specs)
-    )
+    attention_note(config, model, layout=layout)  # before compiling
+    pure, learning_rate = build_learner(config, model, objective=recipe.objective, layout=layout)
+    shardings = state_shardings(config.optimizer, pure.init, params, layout=layout, specs=specs)
     reference = None
     if Need.REFERENCE in recipe.objective.needs or config.reward.kl:
         trained = lora.trainable(params)
@@ -80,13 +75,12 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
     learning = Learning(
         recipe=recipe,
         layout=layout,
-        shape=MinibatchShape(
-            row_length=config.row_length,
-            rows_per_microbatch=config.microbatch_rows,
+        shape=minibatch_shape(
+            config,
+            layout,
             max_rows=max_rows(config, align),
             packed=config.train.packing,
             align=align,
-            sharding=layout.batch(("batch", "length")),
         ),
         rows_note=rows_note,
         model=model,
@@ -97,7 +91,7 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
             shadow_scores=compiled(pure.shadow_scores),
             step=compiled(pure.step, donate_argnums=0, out_shardings=(shardings, None)),
         ),
-        learning_rate=optimizer.learning_rate,
+        learning_rate=learning_rate,
         critic=critic,
         reference=reference,
     )
@@ -113,9 +107,9 @@ def max_rows(config: Config, align: Alignment) -> int:
 
 
 def build_learner(
-    config: Config, model: Model, *, objective: Objective, optimizer: Optimizer, layout: Layout
-) -> Learner:
-    """Builds the learner of a training run, not compiled.
+    config: Config, model: Model, *, objective: Objective, layout: Layout
+) -> tuple[Learner, Schedule]:
+    """Builds the learner of a training run, not compiled, and its learning rate.
 
     Raises:
       ValueError: for routing replay of a dense model, exact sampling of linear layers, or a form of
@@ -133,12 +127,14 @@ def build_learner(
             "a dense model without routing; leave it out"
         )
     specs = trained_specs(config.lora, model.specs)
-    return make_learner(
+    optimizer, learning_rate = make_optimizer(
+        config.optimizer, total_steps=config.optimizer_steps, specs=specs
+    )
+    learner = make_learner(
         model._replace(temperature=config.sampling.temperature),
         objective,
-        optimizer=optimizer.transformation,
-        precision=config.policy,
-        rows_per_microbatch=config.microbatch_rows,
-        param_shardings=layout.constraints(specs),
+        optimizer=optimizer,
         as_published=lora.merge if config.lora.publish == "merged" else lambda params: params,
+        **numerics(config, layout, specs),
     )
+    return learner, learning_rate

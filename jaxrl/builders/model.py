@@ -12,7 +12,7 @@ from jaxrl.core.precision import DType
 from jaxrl.models import huggingface, kernels, lora, peft, spec
 from jaxrl.models.decoder import Model, decoder
 from jaxrl.models.families import DecoderConfig
-from jaxrl.models.kernels import Wanted
+from jaxrl.models.kernels import Kernel, Wanted
 from jaxrl.models.spec import Params, Specs
 from sharding.partition import Layout
 from sharding.transfer import place
@@ -33,18 +33,23 @@ def make_decoder(
     )
 
 
-def attention_note(
-    config: Config | SupervisedConfig, model: Model, *, layout: Layout, length: int
-) -> str:
-    """Chooses the attention kernel for rows of `length` tokens, tries it on a device, and describes
-    it for the log; raises as `kernels.choose` and `kernels.verify`."""
-    kernel = kernels.choose(
+def choose_kernel(
+    config: Config | SupervisedConfig, sizes: DecoderConfig, *, layout: Layout
+) -> Kernel:
+    """Chooses the attention kernel for the rows of a run; raises as `kernels.choose`."""
+    return kernels.choose(
         config.train.attention,
         layout=layout,
-        config=model.config,
+        config=sizes,
         precision=config.policy,
-        length=length,
+        length=config.row_length,
     )
+
+
+def attention_note(config: Config | SupervisedConfig, model: Model, *, layout: Layout) -> str:
+    """Chooses the attention kernel, tries it on a device, and describes it for the log; raises as
+    `kernels.choose` and `kernels.verify`."""
+    kernel = choose_kernel(config, model.config, layout=layout)
     kernels.verify(kernel, layout=layout, config=model.config, precision=config.policy)
     first = layout.mesh.devices.flat[0]
     return f"attention by {kernel} on {layout.mesh.size} x {first.device_kind}"
@@ -93,6 +98,16 @@ def trained_specs(config: AdaptersConfig, specs: Specs) -> Any:
         return specs
     adapters = lora.adapter_specs(specs, rank=config.rank, targets=config.targets)
     return lora.Adapted(adapters, specs, config.alpha)
+
+
+def numerics(config: Config | SupervisedConfig, layout: Layout, specs: Any) -> dict[str, Any]:
+    """Returns arguments of every learner: the dtype policy, the rows of a microbatch and the
+    shardings of parameters with `specs`."""
+    return {
+        "precision": config.policy,
+        "rows_per_microbatch": config.microbatch_rows,
+        "param_shardings": layout.constraints(specs),
+    }
 
 
 def load_trained(

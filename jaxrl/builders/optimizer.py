@@ -9,7 +9,7 @@ import optax
 
 from jaxrl.config.tables import OptimizerConfig
 from jaxrl.learner import optimizers
-from jaxrl.models.spec import Specs
+from jaxrl.models import lora
 from sharding.partition import Layout
 
 _HOST = "pinned_host"  # jax's name for host memory that devices can copy from
@@ -22,8 +22,9 @@ class Optimizer(NamedTuple):
     learning_rate: optax.Schedule
 
 
-def make_optimizer(config: OptimizerConfig, *, total_steps: int, specs: Specs) -> Optimizer:
-    """Makes the optimizer of a run of `total_steps` optimizer steps."""
+def make_optimizer(config: OptimizerConfig, *, total_steps: int, specs: Any) -> Optimizer:
+    """Makes the optimizer of a run of `total_steps` optimizer steps, whose parameters have `specs`:
+    the model's, or `lora.Adapted`."""
     schedule = optimizers.make_schedule(
         config.schedule,
         learning_rate=config.learning_rate,
@@ -37,7 +38,7 @@ def make_optimizer(config: OptimizerConfig, *, total_steps: int, specs: Specs) -
         eps=config.eps,
         weight_decay=config.weight_decay,
         clip_norm=config.clip_norm,
-        specs=specs,
+        specs=lora.trainable(specs),
     )
     return Optimizer(transformation, schedule)
 
@@ -48,16 +49,17 @@ def state_shardings(
     params: Any,
     *,
     layout: Layout,
-    specs: Specs,
+    specs: Any,
 ) -> Any:
     """Returns the shardings of the state that `init(params)` makes, as the same tree. `params` are
-    arrays or their shapes. `optimizer.offload` places the moments in host memory.
+    arrays or their shapes, `specs` as in `make_optimizer`. `optimizer.offload` places the moments
+    in host memory.
 
     Raises:
       ValueError: for `offload` on devices without access to host memory.
     """
     state = jax.eval_shape(init, params)
-    shardings = layout.state(state, specs)
+    shardings = layout.state(state, lora.declared(specs))
     if not config.offload:
         return shardings
     devices = list(layout.mesh.devices.flat)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+from jaxrl.config.doctor import DoctorDataConfig
 from jaxrl.config.sampler import SamplingConfig
 from jaxrl.config.tables import DataConfig, PromptConfig
 from jaxrl.data import prompts
@@ -18,7 +19,7 @@ def rendering(config: PromptConfig) -> Rendering:
 
 
 def load_prompts(
-    config: DataConfig,
+    config: DataConfig | DoctorDataConfig,
     tokenizer: Tokenizer,
     *,
     rows: Iterator[Row],
@@ -31,7 +32,7 @@ def load_prompts(
         rows,
         tokenizer,
         prompt_key=config.prompt_key,
-        answer_key=config.answer_key,
+        answer_key=config.answer_key if isinstance(config, DataConfig) else None,
         rendering=rendering(config)._replace(tools=tuple(tool.schema for tool in tools)),
         max_tokens=config.max_prompt_tokens,
         limit=limit,

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxrl.builders.model import Output, load_model
+from jaxrl.builders.model import Output, load_model, numerics
+from jaxrl.builders.rows import minibatch_shape
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Rollout
 from jaxrl.core.packing import MinibatchShape, pack_minibatch, plan_rows
@@ -27,24 +28,10 @@ def load_reward_model(config: Config, tokenizer: Tokenizer, *, layout: Layout) -
     """Loads the reward model of a run, whose policy has the tokenizer. It runs on the learner's
     devices in `precision.compute`; rows and microbatches are the learner's. Raises as `load_judge`.
     """
-    policy = config.policy
     model, params = load_judge(config, tokenizer, layout=layout, output="scores")
-    scores = make_scores(
-        model,
-        precision=policy,
-        rows_per_microbatch=config.microbatch_rows,
-        param_shardings=layout.constraints(model.specs),
-    )
-    return functools.partial(
-        score_rollouts,
-        params=params,
-        scores=jit(scores),
-        shape=MinibatchShape(
-            row_length=config.row_length,
-            rows_per_microbatch=config.microbatch_rows,
-            sharding=layout.batch(("batch", "length")),
-        ),
-    )
+    scores = jit(make_scores(model, **numerics(config, layout, model.specs)))
+    shape = minibatch_shape(config, layout)
+    return functools.partial(score_rollouts, params=params, scores=scores, shape=shape)
 
 
 def score_rollouts(

@@ -1,7 +1,11 @@
 """Chooses the rows of a run's batch: how long they are, and whether sequences share prefixes."""
 
+from typing import Any
+
+from jaxrl.builders.model import choose_kernel
+from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
-from jaxrl.core.packing import SHARED, Alignment
+from jaxrl.core.packing import SHARED, Alignment, MinibatchShape
 from jaxrl.losses import Objective
 from jaxrl.losses.scores import Need
 from jaxrl.models import kernels
@@ -25,13 +29,7 @@ def choose_rows(
       (the config with `train.row_length`, which is kept if given, how sequences lie in a row, the
       choice and its reason for the log).
     """
-    kernel = kernels.choose(
-        config.train.attention,
-        layout=layout,
-        config=sizes,
-        precision=config.policy,
-        length=config.row_length,
-    )
+    kernel = choose_kernel(config, sizes, layout=layout)
     skips = kernel == "xla" and layout.mesh.devices.flat[0].platform == "cpu"
     length = _whole_groups(config) if skips else _part_of_group(config)
     longer = length > config.longest_sequence
@@ -46,6 +44,18 @@ def choose_rows(
         config = config.model_copy(update={"train": train})
     note = f"completions of a group share their prompt, in rows of {config.row_length} tokens"
     return config, SHARED, note
+
+
+def minibatch_shape(
+    config: Config | SupervisedConfig, layout: Layout, **options: Any
+) -> MinibatchShape:
+    """Returns the shape of minibatches in a run's rows; `options` are more of its fields."""
+    return MinibatchShape(
+        row_length=config.row_length,
+        rows_per_microbatch=config.microbatch_rows,
+        sharding=layout.batch(("batch", "length")),
+        **options,
+    )
 
 
 def _unshared(

@@ -15,7 +15,9 @@ import numpy as np
 from jaxrl.bridge.in_vllm import auth
 from jaxrl.bridge.servers.control import ControlError, VllmServer
 from jaxrl.builders.api_key import known_key
+from jaxrl.builders.model import numerics
 from jaxrl.builders.reward_model import load_judge
+from jaxrl.builders.rows import minibatch_shape
 from jaxrl.config.reward import RewardConfig
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Minibatch, Rollout
@@ -64,22 +66,12 @@ def open_teacher(
 
 def _load_teacher(config: Config, tokenizer: Tokenizer, *, layout: Layout) -> Teacher:
     """Loads a teacher in `precision.compute`; rows and microbatches are the learner's."""
-    policy = config.policy
     model, params = load_judge(config, tokenizer, layout=layout, output="tokens")
-    score = make_score(
-        model._replace(temperature=config.sampling.temperature),
-        precision=policy,
-        rows_per_microbatch=config.microbatch_rows,
-        param_shardings=layout.constraints(model.specs),
-    )
+    model = model._replace(temperature=config.sampling.temperature)
+    score = make_score(model, **numerics(config, layout, model.specs))
     # Sized for the worst case, one sequence per row, so that it compiles once.
-    shape = MinibatchShape(
-        row_length=config.row_length,
-        rows_per_microbatch=config.microbatch_rows,
-        max_rows=config.minibatch_completions,
-        sharding=layout.batch(("batch", "length")),
-    )
-    compiled = functools.partial(jit(score, sums=policy.sums), params)
+    shape = minibatch_shape(config, layout, max_rows=config.minibatch_completions)
+    compiled = functools.partial(jit(score, sums=config.policy.sums), params)
     return functools.partial(score_completions, score=compiled, shape=shape)
 
 

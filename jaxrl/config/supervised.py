@@ -59,9 +59,14 @@ class SupervisedConfig(RunConfig):
     checkpoint: CheckpointConfig = CheckpointConfig(every=200)
 
     @property
+    def row_length(self) -> int:
+        """Tokens in a row of the learner's batch."""
+        return self.train.row_length
+
+    @property
     def microbatch_rows(self) -> int:
         """Rows of one forward and backward pass, over all data-parallel shards."""
-        per_shard = self.train.microbatch_tokens // self.train.row_length
+        per_shard = self.train.microbatch_tokens // self.row_length
         return per_shard * self.mesh.batch_shards
 
     def _contradictions(self) -> Iterator[str]:

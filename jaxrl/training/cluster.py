@@ -34,8 +34,11 @@ def joined(config: HostsConfig) -> Iterator[None]:
         _check_alone(processes, process)
         yield
         return
-    if config.coordinator != "auto":
-        _check_address(address)
+    if config.coordinator != "auto" and not is_address(address):
+        raise ValueError(
+            f"hosts.coordinator (or JAX_COORDINATOR_ADDRESS) = {address!r}: expected HOST:PORT of "
+            "process 0, such as host0:9911, or hosts.coordinator = 'auto'"
+        )
     who = "this process" if process is None else f"process {process} of {processes}"
     try:
         with _waiting(who, address, at_most=JOIN):
@@ -63,14 +66,6 @@ def joined(config: HostsConfig) -> Iterator[None]:
         report(error)
         os._exit(1)
     jax.distributed.shutdown()
-
-
-def _check_address(text: str) -> None:
-    if not is_address(text):
-        raise ValueError(
-            f"hosts.coordinator (or JAX_COORDINATOR_ADDRESS) = {text!r}: expected HOST:PORT of "
-            "process 0, such as host0:9911, or hosts.coordinator = 'auto'"
-        )
 
 
 def _check_alone(processes: int | None, process: int | None) -> None:

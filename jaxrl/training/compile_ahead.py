@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrl.builders.learner import Learning
@@ -23,6 +22,7 @@ from jaxrl.models import lora
 from jaxrl.monitoring.ratio.shape_noise import longer_rows
 from jaxrl.training.minibatches import with_coefficients
 from jaxrl.training.timing import is_due
+from sharding.transfer import placed
 
 
 @contextmanager
@@ -90,11 +90,7 @@ def _compile(program: Any, *args: Any) -> Any:
     """Compiles a program for these arguments; returns its results' shapes, with shardings. It
     costs nothing if the program exists."""
     lowered = program.lower(*args)
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        lowered.out_info,
-        lowered.compile().output_shardings,
-    )
+    return placed(lowered.out_info, lowered.compile().output_shardings)
 
 
 def _example(config: Config, learning: Learning, shape: MinibatchShape) -> Minibatch:
@@ -110,6 +106,6 @@ def _example(config: Config, learning: Learning, shape: MinibatchShape) -> Minib
 def _with_arrays(minibatch: Minibatch, *names: str) -> Minibatch:
     """Adds arrays of the batch that are shaped and placed like its advantages."""
     like = minibatch.batch.advantages
-    added = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=like.sharding)
+    added = placed(like, like.sharding)
     batch = dataclasses.replace(minibatch.batch, **dict.fromkeys(names, added))
     return dataclasses.replace(minibatch, batch=batch)

@@ -30,7 +30,7 @@ def run_probes(
     """Probes a minibatch of the step after `step` and logs some of its rollouts, where either is
     due; returns the metrics of the probe. `params` are those before any update of this step."""
     numbers, by_token = _split_ratio(run, params, rollouts=rollouts, minibatch=minibatch, step=step)
-    if run.samples.due(step):
+    if run.samples is not None and is_due(run.config.samples.every, step):
         shape = run.learning.shape
         probed = {name: unpack(x, rollouts, shape=shape) for name, x in by_token.items()}
         run.samples.write(step + 1, rollouts, advantages=advantages, probed=probed)

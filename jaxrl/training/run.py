@@ -25,7 +25,7 @@ from jaxrl.core import precision
 from jaxrl.core.hosts import Hosts
 from jaxrl.learner.actor_critic import State
 from jaxrl.monitoring.ratio.replay import Score
-from jaxrl.monitoring.tracking.samples import NullSamples, Samples
+from jaxrl.monitoring.tracking.samples import Samples
 from jaxrl.monitoring.tracking.services import open_services
 from jaxrl.monitoring.tracking.tracking import NullTracker, Tracker, gap, incomplete_logs
 from jaxrl.training import rollbacks
@@ -46,7 +46,7 @@ class Run(NamedTuple):
     learning: Learning  # the compiled learner, and its critic if the recipe has one
     publish: Publish  # sends weights to the sampler
     score: Score | None  # the server's log-probs of given tokens; None without a server
-    samples: Samples | NullSamples  # writes rollouts for people to read
+    samples: Samples | None  # writes rollouts for people to read; None on processes other than 0
     checkpoints: Checkpoints  # in the run directory
     # Takes metrics and notes; a NullTracker on processes other than 0.
     tracker: Tracker | NullTracker
@@ -120,7 +120,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             learning=learning,
             publish=serving.publish,
             score=serving.score,
-            samples=_open_samples(source, step=progress.step) if hosts.leads else NullSamples(),
+            samples=_open_samples(source, step=progress.step) if hosts.leads else None,
             checkpoints=checkpoints,
             tracker=tracker,
         )
@@ -150,7 +150,6 @@ def _open_samples(source: RolloutSource, *, step: int) -> Samples:
     config, task = source.config, source.task
     return Samples(
         Path(config.run_dir, "samples.jsonl"),
-        config.samples,
         tokenizer=task.tokenizer,
         answer=lambda number: prompts_at(source, [number])[number].record.get("answer"),
         parts=list(task.weights),

@@ -259,7 +259,7 @@ def test_unavailable_replay_is_refused():
     with pytest.raises(
         ValueError, match=r"replay_routing = true, but m \(qwen3\) is a dense model"
     ):
-        build_learner(config(), tiny.model(), objective=unused, optimizer=unused, layout=unused)
+        build_learner(config(), tiny.model(), objective=unused, layout=unused)
     with pytest.raises(ValueError, match="this one is dense"):
         EmbeddedSampler(tiny.model(), tiny.params(), precision=F32, record_experts=True)
 

@@ -94,4 +94,4 @@ def test_linear_layers_are_not_exact(tmp_path):
     with pytest.raises(
         ValueError, match=r"sampler.exact = true is not .*\(qwen3_next\): its linear"
     ):
-        build_learner(config, decoder(tiny.NEXT), objective=unused, optimizer=unused, layout=unused)
+        build_learner(config, decoder(tiny.NEXT), objective=unused, layout=unused)

@@ -15,7 +15,7 @@ from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.builders.api_key import known_key
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
-from jaxrl.builders.prompts import rendering, sampling_params
+from jaxrl.builders.prompts import load_prompts, sampling_params
 from jaxrl.builders.sampler import SamplerNeeds, open_sampler
 from jaxrl.builders.weight_sync import Weights
 from jaxrl.commands.doctor.text import Finding
@@ -25,7 +25,6 @@ from jaxrl.core import casts, precision
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.core.precision import Precision, check_products, jit
-from jaxrl.data import prompts as data
 from jaxrl.data.rows import read_rows
 from jaxrl.environments.episodes.single_turn import as_rollout
 from jaxrl.learner.policy import Learner, make_learner
@@ -112,15 +111,8 @@ def _load_inputs(config: DoctorConfig) -> _Inputs:
         rng = np.random.default_rng(config.seed)
         prompts = [rng.choice(others, 1).astype(np.int32) for _ in range(config.prompts)]
     else:
-        found = data.load_prompts(
-            read_rows(config.data.path),
-            tokenizer,
-            prompt_key=config.data.prompt_key,
-            answer_key=None,
-            rendering=rendering(config.data),
-            max_tokens=config.data.max_prompt_tokens,
-            limit=config.prompts,
-        )
+        rows = read_rows(config.data.path)
+        found = load_prompts(config.data, tokenizer, rows=rows, limit=config.prompts)
         prompts = [example.tokens for example in found.examples]
     return _Inputs(config, model, params, layout, prompts, sampling)
 

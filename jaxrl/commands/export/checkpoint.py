@@ -11,7 +11,8 @@ from jaxrl.builders.model import trained_specs
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.preference import RewardModelConfig
-from jaxrl.config.runs import AnyConfig
+from jaxrl.config.supervised import SupervisedConfig
+from jaxrl.config.training import Config
 from jaxrl.core import precision
 from jaxrl.learner.update import LearnerState, checkpoint_view, make_update
 from jaxrl.models import huggingface, lora, peft
@@ -19,10 +20,11 @@ from jaxrl.models.decoder import decoder
 from jaxrl.models.spec import Params
 from jaxrl.training.export import model_dtype
 from jaxrl.training.storage.checkpoint import CheckpointError, Checkpoints
+from sharding.transfer import placed
 
 
 def export_checkpoint(
-    config: AnyConfig,
+    config: Config | SupervisedConfig,
     *,
     run_dir: Path,
     directory: Path,
@@ -67,7 +69,9 @@ def export_checkpoint(
     return chosen
 
 
-def _trained(config: AnyConfig, *, specs: Any, run_dir: Path, step: str) -> tuple[int, Params]:
+def _trained(
+    config: Config | SupervisedConfig, *, specs: Any, run_dir: Path, step: str
+) -> tuple[int, Params]:
     """Returns the checkpoint's step and its trained parameters."""
     checkpoints = Checkpoints.reading(run_dir / "checkpoints")
     chosen = _resolve_step(checkpoints, step)
@@ -90,19 +94,15 @@ def _resolve_step(checkpoints: Checkpoints, step: str) -> int:
     return int(step)
 
 
-def _like(config: AnyConfig, *, specs: Any) -> LearnerState:
+def _like(config: Config | SupervisedConfig, *, specs: Any) -> LearnerState:
     """Builds the abstract state that a checkpoint is restored into, on one device."""
     layout = make_layout(MeshConfig())
     optimizer = make_optimizer(
         config.optimizer,
         total_steps=config.train.steps,  # any; the state does not depend on it
-        specs=lora.trainable(specs),
+        specs=specs,
     ).transformation
     update = make_update(optimizer=optimizer, precision=config.policy, rows_per_microbatch=1)
     params = lora.abstract(specs, trained=config.policy.params, kept=config.policy.wire)
     state = jax.eval_shape(update.init, params)
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        state,
-        layout.state(state, lora.declared(specs)),
-    )
+    return placed(state, layout.state(state, lora.declared(specs)))

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl.commands import options
-from jaxrl.config.runs import load_any
+from jaxrl.config.preference import DPOConfig, RewardModelConfig
+from jaxrl.config.supervised import SFTConfig, SupervisedConfig
+from jaxrl.config.toml_file import read_tree, validate
+from jaxrl.config.training import Config
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     arguments = parser().parse_args(argv)
-    config = load_any(arguments.run_dir / "config.toml")
+    config = _load(arguments.run_dir / "config.toml")
 
     from jaxrl.commands.export.checkpoint import export_checkpoint  # takes seconds, so after --help
 
@@ -45,3 +48,15 @@ def main(argv: Sequence[str]) -> int:
     )
     print(f"step {step}: {arguments.directory}")
     return 0
+
+
+def _load(file: Path) -> Config | SupervisedConfig:
+    """Reads the config.toml of a run, whose keys tell the command that trained; raises as
+    `toml_file.load`."""
+    tree = read_tree(file)
+    marks = {("data", "completion_key"): SFTConfig, ("loss", "center_rewards"): RewardModelConfig}
+    marks |= {("data", "chosen_key"): DPOConfig}
+    for (table, key), schema in marks.items():
+        if isinstance(tree.get(table), dict) and key in tree[table]:
+            return validate(schema, tree)
+    return validate(Config, tree)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl.builders.layout import sampler_layout
 from jaxrl.commands.plan.chips import GIB
 from jaxrl.commands.plan.resident import KVCache, on_one
-from jaxrl.commands.plan.step import Step, placed
+from jaxrl.commands.plan.step import Step
 from jaxrl.core.precision import sampler_precision
 from jaxrl.models import spec
 from jaxrl.models.families import DecoderConfig
@@ -31,6 +31,7 @@ from jaxrl.sampling.embedded.stopping import empty_tail
 from sharding.collectives import collectives
 from sharding.memory_traffic import MemoryTraffic, memory_traffic
 from sharding.partition import Layout
+from sharding.transfer import placed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ def plan_decoding(step: Step, cache: KVCache) -> Decoding:
       jax.errors.JaxRuntimeError: if the compiler fails for a reason other than memory.
     """
     layout = sampler_layout(step.config.sampler, step.layout)
-    policy = sampler_precision(step.policy)
+    policy = sampler_precision(step.config.policy)
     weights = read_weights(step.model.config, step.model.specs, rows=cache.rows)
     weights /= layout.mesh.shape["tensor"] * layout.mesh.shape["expert"]
     found = Decoding(
@@ -90,7 +91,7 @@ def read_weights(config: DecoderConfig, specs: Specs, *, rows: int) -> float:
 
 
 def _compiled(step: Step, cache: KVCache, *, layout: Layout, found: Decoding) -> Decoding:
-    config, policy = step.config, sampler_precision(step.policy)
+    config, policy = step.config, sampler_precision(step.config.policy)
     model = step.model._replace(local=layout.local)
     params = placed(spec.abstract(model.specs, dtype=policy.compute), layout.tree(model.specs))
     asked = SamplingParams(

@@ -119,7 +119,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
 
 def _memory(step: Step, *, peak: float, host: float, temporary: float | None = None) -> Memory:
     """Divides the peak by kind from shapes; without a program all but the state is temporary."""
-    state, policy = step.state, step.policy
+    state, policy = step.state, step.config.policy
     params = on_one(state.params)
     optimizer = max(0.0, on_one(state.opt_state) - host)  # host arrays are padded
     gradients = on_one(lora.trainable(state.params), dtype=policy.grads)

@@ -8,7 +8,7 @@ import jax
 
 from jaxrl.builders.layout import sampler_layout
 from jaxrl.builders.optimizer import make_optimizer
-from jaxrl.commands.plan.step import Step, placed
+from jaxrl.commands.plan.step import Step
 from jaxrl.core.casts import cast
 from jaxrl.core.precision import DType
 from jaxrl.losses import Need
@@ -18,6 +18,7 @@ from jaxrl.models.spec import Specs
 from jaxrl.sampling.embedded.batch_decoding import KEPT, cache_sizes, max_rows, shrunk_rows
 from jaxrl.sampling.embedded.buckets import count_bucket
 from sharding.partition import Layout
+from sharding.transfer import placed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ def resident_memory(step: Step) -> ResidentMemory:
     Raises:
       FileNotFoundError, ValueError: for an unusable reward model or critic.
     """
-    config, policy, layout = step.config, step.policy, step.layout
+    config, policy, layout = step.config, step.config.policy, step.layout
     embedded = config.sampler.name == "embedded"
     shared = embedded and not config.sampler.devices
     base = step.model.specs
@@ -123,7 +124,7 @@ def _weights(specs: Specs, layout: Layout, *, dtype: DType) -> float:
 
 
 def _critic(step: Step) -> float:
-    config, policy = step.config, step.policy
+    config, policy = step.config, step.config.policy
     if config.critic.trunk == "shared":
         return 0.0  # a single extra row
     path = config.critic.path or config.model.path
@@ -142,6 +143,7 @@ def _cache(step: Step, layout: Layout) -> KVCache:
     """Sizes the cache of `sampling.embedded`, sharded like activations: rows over the batch axes,
     heads of keys and values over theirs, tokens and states over none."""
     config, sizes, shards = step.config, step.model.config, layout.count("batch")
+    policy = config.policy
     most = max_rows(config.sampling.max_batch, shards=shards)
     rows, one_batch = most, False
     if config.data.eval_path is None:
@@ -155,9 +157,9 @@ def _cache(step: Step, layout: Layout) -> KVCache:
     before, slots = [width, first, *larger][-2:]
     heads = sizes.num_kv_heads // layout.count("kv_heads")
     numbers = heads * (sizes.head_dim + sizes.value_dim)
-    if step.policy.latent != "expanded" and (latent := sizes.latent) is not None:
+    if policy.latent != "expanded" and (latent := sizes.latent) is not None:
         numbers = latent.kv_rank + latent.rope_dim  # which all heads share
-    layer = numbers * step.policy.sampler.itemsize  # bytes per token
+    layer = numbers * policy.sampler.itemsize  # bytes per token
     token = sizes.attention_layers * layer
     if config.train.replay_routing and sizes.experts is not None:
         numbers = sizes.routed_layers * sizes.experts.per_token
@@ -167,7 +169,7 @@ def _cache(step: Step, layout: Layout) -> KVCache:
     if (linear := sizes.linear) is not None:
         states = linear.value_heads * linear.key_dim * linear.value_dim
         inputs = (linear.width - 1) * linear.channels
-        row = states * step.policy.accumulate.itemsize + inputs * step.policy.sampler.itemsize
+        row = states * policy.accumulate.itemsize + inputs * policy.sampler.itemsize
         row *= sizes.num_layers - sizes.attention_layers
 
     def held_bytes(*parts: tuple[int, int]) -> float:

@@ -7,22 +7,22 @@ import jax.numpy as jnp
 
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.learner import build_learner, max_rows
-from jaxrl.builders.model import make_decoder, trained_specs
-from jaxrl.builders.optimizer import make_optimizer, state_shardings
+from jaxrl.builders.model import choose_kernel, make_decoder, trained_specs
+from jaxrl.builders.optimizer import state_shardings
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.rows import choose_rows
 from jaxrl.commands.plan.topology import Topology
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Minibatch, TokenBatch
 from jaxrl.core.packing import Alignment
-from jaxrl.core.precision import Precision
 from jaxrl.learner.policy import Learner, LearnerState
 from jaxrl.losses import Need, Recipe
-from jaxrl.models import huggingface, kernels, lora
+from jaxrl.models import huggingface, lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.kernels import Kernel
 from sharding.partition import Layout
+from sharding.transfer import placed
 
 
 class Step(NamedTuple):
@@ -33,7 +33,6 @@ class Step(NamedTuple):
     model: Model  # without weights
     specs: Any  # of the learner's parameters: the model's, or lora.Adapted
     layout: Layout
-    policy: Precision
     kernel: Kernel  # the attention implementation
     learner: Learner  # not compiled
     state: LearnerState  # shapes with shardings
@@ -52,47 +51,24 @@ def make_step(config: Config, topology: Topology) -> Step:
     )
     sizes, recipe = huggingface.load_config(config.model.path), make_recipe(config)
     config, align, _ = choose_rows(config, sizes, objective=recipe.objective, layout=layout)
-    kernel = kernels.choose(
-        config.train.attention,
-        layout=layout,
-        config=sizes,
-        precision=policy,
-        length=config.row_length,
-    )
+    kernel = choose_kernel(config, sizes, layout=layout)
     model = make_decoder(sizes, layout=layout, remat=config.train.remat, attention=kernel)
     specs = trained_specs(config.lora, model.specs)
-    optimizer = make_optimizer(
-        config.optimizer, total_steps=config.optimizer_steps, specs=lora.trainable(specs)
-    )
-    learner = build_learner(
-        config, model, objective=recipe.objective, optimizer=optimizer, layout=layout
-    )
+    learner, _ = build_learner(config, model, objective=recipe.objective, layout=layout)
     params = lora.abstract(specs, trained=policy.params, kept=policy.wire)
     shapes = jax.eval_shape(learner.init, params)
-    shardings = state_shardings(
-        config.optimizer, learner.init, params, layout=layout, specs=lora.declared(specs)
-    )
+    shardings = state_shardings(config.optimizer, learner.init, params, layout=layout, specs=specs)
     return Step(
         config=config,
         recipe=recipe,
         model=model,
         specs=specs,
         layout=layout,
-        policy=policy,
         kernel=kernel,
         learner=learner,
         state=placed(shapes, shardings),
         state_shardings=shardings,
         minibatch=_minibatch(config, sizes, layout=layout, recipe=recipe, align=align),
-    )
-
-
-def placed(shapes: Any, shardings: Any) -> Any:
-    """Combines a tree of shapes with a tree of shardings."""
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        shapes,
-        shardings,
     )
 
 

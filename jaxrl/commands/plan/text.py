@@ -165,7 +165,7 @@ def _time(topology: Topology, program: Program, found: Roofline) -> Iterator[str
         if found.products.operands == "f32":
             others = f"; bf16 operands: {topology.chip.units['bf16'] / 1e12:,.0f}"
         yield (
-            f"  products = {program.step.policy.products}: {found.products}, "
+            f"  products = {program.step.config.policy.products}: {found.products}, "
             f"{found.products.rate / 1e12:,.0f} TFLOP/s{others}"
         )
     experts = program.step.model.config.experts
@@ -225,7 +225,7 @@ def _traffic(program: Program) -> Iterator[str]:
 
 
 def _publishing(program: Program, *, link_rate: float) -> Iterator[str]:
-    size = parameter_count(program.step.model.specs) * program.step.policy.wire.itemsize
+    size = parameter_count(program.step.model.specs) * program.step.config.policy.wire.itemsize
     yield "\nPublishing"
     yield f"  {size_text(size)}, {time_text(size / link_rate)} at {link_rate / 1e9:g} GB/s"
 
@@ -274,5 +274,5 @@ def _savings(config: Config, program: Program) -> Iterator[tuple[float, str]]:
         text = "optimizer.offload = true: moments in host memory between steps"
         yield memory.optimizer, text
     for role, size in (("moments", memory.optimizer), ("grads", memory.gradients)):
-        if getattr(program.step.policy, role).itemsize > 2:
+        if getattr(program.step.config.policy, role).itemsize > 2:
             yield size, f"precision = '{config.precision},{role}=bf16': half the {role}"

@@ -90,9 +90,7 @@ def _series(
     entries: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]
 ) -> dict[str, Points]:
     """Maps each drawn metric to its curve; phase times leave out the steps that compiled."""
-    history = History()
-    for entry in entries:
-        history.add(entry)
+    history = History(entries)
     columns = {name: history.series(name) for name in sorted(drawn(history.names))}
     times = {name: column for name, column in columns.items() if name.startswith("time/")}
     compiled = {start["step"] + 1 for start in starts} or {1}

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Self
 
 from jaxrl.bridge.servers.launch import LocalServer, ServerFailedError
 from jaxrl.builders.servers import StartingServer
@@ -13,7 +12,7 @@ _MISSES = 12  # failed checks in a row that mean it hangs; a weight update takes
 _LONGEST = 64.0  # seconds between two starts
 
 
-class Replica:
+class Replica(AbstractContextManager["Replica"]):
     """A server that is restarted: at once if it was healthy, otherwise after waits that double.
 
     Failures after `wait` are reported and not raised, so that one server cannot stop the
@@ -67,9 +66,6 @@ class Replica:
             wait = min(2.0**self._failures, _LONGEST) if self._failures else 0.0
             self._failures, self._due = self._failures + 1, self._clock() + wait
             self._note(f"{self.url} failed; restarting in {wait:.0f} s: {error}")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()

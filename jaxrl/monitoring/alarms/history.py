@@ -2,7 +2,7 @@
 
 import bisect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +23,12 @@ class History:
       since: step after which the run has used its present precision.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, entries: Iterable[Mapping[str, Any]] = ()) -> None:
         self.step = self.since = 0
         self._series: dict[str, Series] = {}
         self._highest: dict[str, float] = {}
+        for entry in entries:
+            self.add(entry)
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Adds an entry of `tracking.read_metrics`; skips values that are not finite numbers."""

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from jaxrl.advantages import Advantages
-from jaxrl.config.tables import SamplesConfig
 from jaxrl.core.batch import Rollout
 from jaxrl.data.prompts import Tokenizer
 from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
@@ -27,7 +26,6 @@ class Samples:
     def __init__(
         self,
         path: Path,
-        config: SamplesConfig,
         *,
         tokenizer: Tokenizer,
         answer: Callable[[int], Any],
@@ -37,13 +35,8 @@ class Samples:
         """Opens the file of a run that has trained for `start_step` steps. `answer` takes the
         number of a prompt and returns its reference answer, None without one; `parts` names the
         parts of the reward."""
-        self._path, self._config, self._tokenizer = path, config, tokenizer
-        self._answer, self._parts = answer, parts
+        self._path, self._tokenizer, self._answer, self._parts = path, tokenizer, answer, parts
         write_lines(path, [e for e in read_metrics(path) if e["step"] <= start_step])
-
-    def due(self, step: int) -> bool:
-        """Returns True for a step that logs samples."""
-        return self._config.every > 0 and step % self._config.every == 0
 
     def write(
         self,
@@ -79,17 +72,6 @@ class Samples:
             lines.append(json.dumps(entry) + "\n")
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(lines)
-
-
-class NullSamples:
-    """Logs no samples."""
-
-    def due(self, step: int) -> bool:
-        """Returns False."""
-        return False
-
-    def write(self, *args: Any, **kwargs: Any) -> None:
-        """See `Samples.write`."""
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:

@@ -99,9 +99,7 @@ def open_tracker(
         closing(TensorBoardCurves(directory / "tensorboard", start_step=start_step)) as curves,
         ProgressDisplay(title, start_step=start_step, total_steps=total_steps) as progress,
     ):
-        history = History()
-        for entry in read_metrics(directory / "metrics.jsonl"):
-            history.add(entry)
+        history = History(read_metrics(directory / "metrics.jsonl"))
         if logged > start_step:
             progress.note(
                 f"starting after step {start_step}: the metrics of steps {start_step + 1} to "

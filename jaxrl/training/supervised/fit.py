@@ -25,7 +25,6 @@ from jaxrl.data import prompts
 from jaxrl.learner.policy import Learner, LearnerState
 from jaxrl.learner.reward_model import Ranker
 from jaxrl.learner.update import applied_steps, checkpoint_view, from_checkpoint
-from jaxrl.models import lora
 from jaxrl.models.spec import Params
 from jaxrl.monitoring.tracking.tracking import NullTracker, Tracker, gap, incomplete_logs
 from jaxrl.training.export import write_model
@@ -98,9 +97,7 @@ def fit(config: SupervisedConfig, task: Task) -> Result:
     """
     directory, setup, hosts = Path(config.run_dir), task.setup, task.setup.hosts
     with lock(directory, hosts), hosts.reporting():
-        attention = attention_note(
-            config, setup.model, layout=setup.layout, length=config.train.row_length
-        )
+        attention = attention_note(config, setup.model, layout=setup.layout)
         change = hosts.on_leader(lambda: check_config(directory, config))
         repaired = hosts.on_leader(lambda: incomplete_logs(directory))
         kept = config.checkpoint
@@ -176,11 +173,7 @@ def compile_step(config: SupervisedConfig, task: Task) -> tuple[LearnerState, Up
     """Returns the state before the first step and the jitted step, which donates its state."""
     setup, learner = task.setup, task.learner
     shardings = state_shardings(
-        config.optimizer,
-        learner.init,
-        setup.params,
-        layout=setup.layout,
-        specs=lora.declared(setup.specs),
+        config.optimizer, learner.init, setup.params, layout=setup.layout, specs=setup.specs
     )
     state = jit(learner.init, out_shardings=shardings)(setup.params)
     return state, jit(learner.step, donate_argnums=0, out_shardings=(shardings, None))

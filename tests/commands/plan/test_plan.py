@@ -16,7 +16,6 @@ from jaxrl.commands.plan.program import compile_step
 from jaxrl.commands.plan.roofline import forward_flops, roofline
 from jaxrl.commands.plan.step import make_step
 from jaxrl.commands.plan.topology import Topology, open_topology
-from jaxrl.core.precision import parse
 from jaxrl.models import hf_config, spec
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import parameter_count
@@ -113,7 +112,8 @@ def test_decode_step_reads_the_experts_that_its_tokens_choose():
 )
 def test_plan_reports_the_cost_of_the_policys_products(planned, policy, chip, said):
     config, topology, program = planned
-    other = dataclasses.replace(program, step=program.step._replace(policy=parse(policy)))
+    changed = program.step.config.model_copy(update={"precision": policy})
+    other = dataclasses.replace(program, step=program.step._replace(config=changed))
     there = Topology(name=chip, chip=CHIPS[chip], devices=topology.devices)
     assert f"products = {said}" in plan.plan_text(config, there, other, link_rate=1e9)
 
