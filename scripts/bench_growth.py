@@ -48,7 +48,7 @@ class Panel(NamedTuple):
 
 def step(config: DecoderConfig, work: Groups, *, shared: bool = False) -> Run:
     """Compiles a learner's step."""
-    return learning.group_step(
+    return learning.learner_step(
         dataclasses.replace(config, max_positions=2 * TOKENS),
         precision=PRESETS["fp32"],
         remat="matmuls",

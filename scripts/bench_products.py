@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import torch
 from benchmarks import learning
-from benchmarks.learning import LENGTH, SEQUENCES
-from benchmarks.shapes import ANSWER
+from benchmarks.learning import LENGTH, SEQUENCES, SINGLE
+from benchmarks.shapes import ANSWER, SHAPES
 from benchmarks.timing import Run, alternate, processor
 from jax import lax
 
@@ -80,7 +80,13 @@ def main() -> None:
     )
     parser.add_argument("--repetitions", type=int, default=3)
     args = parser.parse_args()
-    built = learning.learner_step("S", precision=parse("fp32"), rows=ROWS, remat="matmuls")
+    built = learning.learner_step(
+        SHAPES["S"],
+        precision=parse("fp32"),
+        remat="matmuls",
+        work=SINGLE,
+        microbatch=ROWS * LENGTH,
+    )
     scored = position_chunks(LENGTH) * ANSWER // LENGTH  # chunks of tokens that have log-probs
     found: Counter[Product] = Counter()
     for product, times in products(built.jaxpr, loops=(SEQUENCES // ROWS, scored)):
