@@ -3,7 +3,6 @@
 python scripts/bench_products.py    # a minute; needs torch, and nothing else may run
 """
 
-import argparse
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from benchmarks import learning
 from benchmarks.learning import LENGTH, SEQUENCES, SINGLE
 from benchmarks.shapes import ANSWER, SHAPES
 from benchmarks.timing import Run, alternate, processor
+from experiments.runs import plain_parser
 from jax import lax
 
 from jaxrl.core.precision import parse
@@ -75,9 +75,7 @@ def products(jaxpr, *, loops: Sequence[int], times: int = 1) -> Iterator[tuple[P
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("--repetitions", type=int, default=3)
     args = parser.parse_args()
     built = learning.learner_step(

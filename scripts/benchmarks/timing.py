@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from experiments.runs import plain_parser
 
 from jaxrl.core.precision import parse
 
@@ -23,9 +24,7 @@ Run = Callable[[int], object]  # does the work with a seed and waits for it
 
 def options(doc: str | None, *, repetitions: int) -> argparse.ArgumentParser:
     """Makes a parser with the options of every benchmark that writes lines of JSON."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(doc)
     parser.add_argument("--repetitions", type=int, default=repetitions)
     parser.add_argument("--out", type=Path, help="also append the lines to this file")
     return parser
