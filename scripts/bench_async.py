@@ -3,7 +3,6 @@
     ./scripts/quickstart.sh && ./scripts/install_vllm.sh
     python scripts/bench_async.py runs/async [--staleness 0 1 3 5 10] [--seeds 0 1] [--steps 30]
     python scripts/bench_async.py runs/async --balanced    equal work for both sides
-    python scripts/bench_async.py --quick    two short runs; checks that overlap raises utilisation
 
 Learner and server are pinned to one core each. Finished runs are not repeated.
 """
@@ -11,7 +10,6 @@ Learner and server are pinned to one core each. Finished runs are not repeated.
 import argparse
 import json
 import os
-import tempfile
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
@@ -47,22 +45,7 @@ def main() -> None:
     made.add_argument(
         "--balanced", action="store_true", help="the learner does not pack completions"
     )
-    made.add_argument("--quick", action="store_true", help="two short runs and a check")
     options = made.parse_args()
-    if options.quick:
-        with tempfile.TemporaryDirectory() as directory:
-            options.directory, options.seeds, options.steps = Path(directory), [0], 8
-            options.staleness, options.corrections = [0, 1], ["token TIS"]
-            in_turn, overlapping = run(options)
-        busier = overlapping - in_turn
-        assert busier > 0.1, f"both sides are busy {busier:+.0%} more of the time at staleness 1"
-        return
-    run(options)
-
-
-def run(options: argparse.Namespace) -> list[float]:
-    """Measures all runs and prints a table; returns the shares of the time that both sides were
-    busy together."""
     options.directory.mkdir(parents=True, exist_ok=True)
     os.sched_setaffinity(0, {SERVER_CORE})  # inherited by the server
     with starting_server(
@@ -75,26 +58,20 @@ def run(options: argparse.Namespace) -> list[float]:
     ) as starting:
         url = starting.wait().url
         os.sched_setaffinity(0, {LEARNER_CORE})  # before JAX starts its threads
-        found = [
+        rows = [
             measure(options, url, staleness=staleness, correction=correction, seed=seed)
             # Compared runs follow each other, so that disturbances affect them alike.
             for seed in options.seeds
             for correction in options.corrections
             for staleness in options.staleness
         ]
-    rows, together = zip(*found, strict=True)
     print(markdown(rows), end="")
-    return list(together)
 
 
 def measure(
     options: argparse.Namespace, url: str, *, staleness: int, correction: str, seed: int
-) -> tuple[dict[str, str], float]:
-    """Measures a run, training it first if the directory does not have it.
-
-    Returns:
-      (line of the table; share of the time that both sides were busy, 0 if they take turns).
-    """
+) -> dict[str, str]:
+    """Returns a run's line of the table; trains it first if the directory does not have it."""
     name = f"{correction.replace(' ', '-')}-{staleness}-{seed}"
     keys = {
         "seed": seed,
@@ -121,7 +98,7 @@ def measure(
     rewards = [e["reward"] for e in steps]
     gain = fmean(rewards[-5:]) - fmean(rewards[:5])
     accuracy = list(accuracies(entries).values())[-1]
-    row = {
+    return {
         "max_staleness": str(staleness),
         "correction": correction,
         "seed": str(seed),
@@ -135,7 +112,6 @@ def measure(
         "per minute": f"{60 * gain / seconds:.3f}",
         "held-out accuracy": f"{accuracy:.1%}",
     }
-    return row, learner + server - 1
 
 
 if __name__ == "__main__":

@@ -76,8 +76,6 @@ def through_memory(name: str, **given: Any) -> dict[str, Any]:
     for part, values in seconds.items():
         middle = statistics.median(values)
         row[part] = {"median": middle, "best": min(values), "worst": max(values)}
-    row["write over copy, best of each"] = min(seconds["copy"]) / min(seconds["write"])
-    row["server over reload, rounds"] = [a / b for a, b in zip(served, reload, strict=True)]
     row["server over reload, best of each"] = min(served) / min(reload)
     row["load over reload, rounds"] = [a / b for a, b in zip(load, reload, strict=True)]
     row["load over reload"] = statistics.median(load) / statistics.median(reload)

@@ -7,7 +7,6 @@ alternately. The model is that of shape S, the learner computes in f32; its mini
 tokens, or two groups of completions of 64 tokens.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from benchmarks import learning, sampling
 from benchmarks.learning import Groups
 from benchmarks.shapes import ANSWER, SHAPES
 from benchmarks.timing import Run, alternate, summary, write
+from experiments.runs import plain_parser
 
 from jaxrl.core.precision import PRESETS
 from jaxrl.models.families import DecoderConfig
@@ -48,7 +48,7 @@ class Panel(NamedTuple):
 
 def step(config: DecoderConfig, work: Groups, *, shared: bool = False) -> Run:
     """Compiles a learner's step."""
-    return learning.group_step(
+    return learning.learner_step(
         dataclasses.replace(config, max_positions=2 * TOKENS),
         precision=PRESETS["fp32"],
         remat="matmuls",
@@ -114,9 +114,7 @@ def draw(axis, panel: Panel, seconds: Mapping[tuple[str, int], list[float]]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("out", type=Path, help="file of the results, JSON lines")
     parser.add_argument("--picture", type=Path, required=True)
     parser.add_argument("--repetitions", type=int, default=3)

@@ -3,7 +3,6 @@
 python scripts/bench_products.py    # a minute; needs torch, and nothing else may run
 """
 
-import argparse
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +13,10 @@ import jax
 import numpy as np
 import torch
 from benchmarks import learning
-from benchmarks.learning import LENGTH, SEQUENCES
-from benchmarks.shapes import ANSWER
+from benchmarks.learning import LENGTH, SEQUENCES, SINGLE
+from benchmarks.shapes import ANSWER, SHAPES
 from benchmarks.timing import Run, alternate, processor
+from experiments.runs import plain_parser
 from jax import lax
 
 from jaxrl.core.precision import parse
@@ -75,12 +75,16 @@ def products(jaxpr, *, loops: Sequence[int], times: int = 1) -> Iterator[tuple[P
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("--repetitions", type=int, default=3)
     args = parser.parse_args()
-    built = learning.learner_step("S", precision=parse("fp32"), rows=ROWS, remat="matmuls")
+    built = learning.learner_step(
+        SHAPES["S"],
+        precision=parse("fp32"),
+        remat="matmuls",
+        work=SINGLE,
+        microbatch=ROWS * LENGTH,
+    )
     scored = position_chunks(LENGTH) * ANSWER // LENGTH  # chunks of tokens that have log-probs
     found: Counter[Product] = Counter()
     for product, times in products(built.jaxpr, loops=(SEQUENCES // ROWS, scored)):

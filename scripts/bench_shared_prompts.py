@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--microbatch", type=int, default=4096, help="tokens, at most")
     args = parser.parse_args()
     build = partial(
-        learning.group_step,
+        learning.learner_step,
         SHAPES[args.shape],
         precision=PRESETS[args.precision],
         remat=args.remat,

@@ -8,7 +8,6 @@ Anything else is printed, with the damage, and the status is 1: another result, 
 no file, a traceback. A resume that hangs ends the program with a stack trace.
 """
 
-import argparse
 import contextlib
 import faulthandler
 import io
@@ -21,6 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 import small_run
+from experiments.runs import plain_parser
 
 from jaxrl.commands.compile_cache import use_compile_cache
 from jaxrl.config import toml_file
@@ -36,9 +36,7 @@ _REFUSALS = (ValueError, OSError, RuntimeError)  # that the command line prints 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--number", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)

@@ -7,7 +7,6 @@ number of kills is reached. Every file that does not hold times must be the same
 parameters and optimizer state, the exported model, metrics, samples. Exits with status 1 otherwise.
 """
 
-import argparse
 import random
 import shutil
 import signal
@@ -18,12 +17,11 @@ from collections import Counter
 from pathlib import Path
 
 import small_run
+from experiments.runs import plain_parser
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--steps", type=int, default=40)
@@ -37,17 +35,11 @@ def main() -> int:
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     longest = time.monotonic() - begun
     chance, killed, finished, status = random.Random(options.seed), Counter[str](), 0, 0
-    while killed.total() < options.kills:
+    while (left := options.kills - killed.total()) > 0:
         run_dir = options.directory / f"killed_{finished}"
         shutil.rmtree(run_dir, ignore_errors=True)
         command = small_run.command(material, run_dir, steps=options.steps)
-        killed += disturb(
-            command,
-            run_dir,
-            chance=chance,
-            longest=longest,
-            kills=options.kills - killed.total(),
-        )
+        killed += disturb(command, run_dir, chance=chance, longest=longest, kills=left)
         finished += 1
         different = small_run.differences(run_dir, undisturbed)
         if small_run.kept(run_dir) != small_run.kept(undisturbed):

@@ -3,13 +3,10 @@
     python scripts/make_speed_doc.py runs/speed --plain DIR --peers .venv-peers
 
 Takes 45 minutes, with nothing else on the machine. Results in the directory are not measured
-again; remove their files to repeat them. --only measures some: iteration, learner-S, learner-M,
-shared-prompts, sampler, lognormal, window, turns. --plain names a directory with hand-written
-programs, torch_step.py and jax_decode.py, and --peers that of scripts/install_peers.sh; without
-them those lines are left out. vLLM must be installed (scripts/install_vllm.sh).
+again; remove their files to repeat them. Without --plain and --peers their lines are left out. vLLM
+must be installed (scripts/install_vllm.sh).
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -18,9 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from experiments.runs import markdown, plain_parser, write_table
+
 SCRIPTS = Path(__file__).parent
 DOCUMENT = SCRIPTS.parent / "docs" / "speed.md"
-BEGIN, END = "<!-- table: {} -->\n", "<!-- end of table -->\n"
 
 
 class Benchmark(NamedTuple):
@@ -88,28 +86,18 @@ BENCHMARKS = (
         "bench_turns.py --repetitions 2",
     ),
 )
-HEADER = (
-    "work",
-    "tokens/s, median (range)",
-    "share of peak",
-    "compared with",
-    "its tokens/s",
-    "speed relative to it, by round",
-)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--plain", type=Path, help="directory of hand-written programs")
+    parser.add_argument("--plain", type=Path, help="directory of torch_step.py and jax_decode.py")
     parser.add_argument("--peers", type=Path, help="directory of scripts/install_peers.sh")
     names = [benchmark.name for benchmark in BENCHMARKS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
     args = parser.parse_args()
     args.directory.mkdir(parents=True, exist_ok=True)
-    lines: list[list[str]] = []
+    lines: list[dict[str, str]] = []
     machine, version, dates = "", "", set[str]()
     for benchmark in BENCHMARKS:
         file = args.directory / f"{benchmark.name}.jsonl"
@@ -121,10 +109,9 @@ def main() -> None:
             lines += rows(benchmark, result)
             machine, version = result["processor"], result["jax"]
             dates.add(result["date"])
-    header = [HEADER, ["---"] * len(HEADER), *lines]
     table = f"{machine}; jax {version}; {' to '.join(sorted({min(dates), max(dates)}))}:\n\n"
-    table += "".join(f"| {' | '.join(cells)} |\n" for cells in header)
-    DOCUMENT.write_text(updated(DOCUMENT.read_text(), table, kind=machine.split(", ")[-1]))
+    table += markdown(lines)
+    write_table(DOCUMENT, machine.split(", ")[-1], table)
     print(table)
 
 
@@ -141,32 +128,26 @@ def measure(benchmark: Benchmark, file: Path, *, given: dict[str, Any]) -> None:
     draft.rename(file)
 
 
-def rows(benchmark: Benchmark, result: dict[str, Any]) -> list[list[str]]:
+def rows(benchmark: Benchmark, result: dict[str, Any]) -> list[dict[str, str]]:
     """Formats a result: a line for each run beside it."""
+    ours = {
+        "work": benchmark.work.format(**result),
+        "tokens/s, median (range)": rate(result["tokens/s"]),
+        "share of peak": f"{result['share']:.0%}" if "share" in result else "",
+    }
     found = []
-    share = f"{result['share']:.0%}" if "share" in result else ""
-    ours = [benchmark.work.format(**result), rate(result["tokens/s"]), share]
     for name, other in result["beside"].items():
         ratios = ", ".join(f"{ratio:.2f}" for ratio in other["speed"]["rounds"])
-        found.append([*ours, name, rate(other["tokens/s"]), ratios])
-        ours = ["", "", ""]
-    return found or [[*ours, "", "", ""]]
+        line = {"compared with": name, "its tokens/s": rate(other["tokens/s"])}
+        found.append(ours | line | {"speed relative to it, by round": ratios})
+        ours = dict.fromkeys(ours, "")
+    alone = dict.fromkeys(("compared with", "its tokens/s", "speed relative to it, by round"), "")
+    return found or [ours | alone]
 
 
 def rate(summary: dict[str, float]) -> str:
     """Formats the median and the range of a rate."""
     return f"{summary['median']:,.0f} ({summary['worst']:,.0f} to {summary['best']:,.0f})"
-
-
-def updated(text: str, table: str, *, kind: str) -> str:
-    """Replaces the table of a kind of processor, or adds one behind the last."""
-    begin = BEGIN.format(kind)
-    if begin not in text:
-        head, end, tail = text.rpartition(END)
-        return f"{head}{end}\n{begin}{table}{END}{tail}"
-    head, rest = text.split(begin)
-    _, _, tail = rest.partition(END)
-    return head + begin + table + END + tail
 
 
 if __name__ == "__main__":

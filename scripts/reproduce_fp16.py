@@ -6,19 +6,17 @@
 Rerun the same command to resume. The offline part needs vLLM (scripts/install_vllm.sh).
 """
 
-import argparse
 import tempfile
 from pathlib import Path
 
+from experiments.runs import plain_parser
 from reproduce import grid, offline, phantom, pictures, sanity
 
 PARTS = ["offline", "sanity"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("directory", nargs="?", type=Path, default=Path("runs/fp16"))
     parser.add_argument("--quick", action="store_true", help="one rollout and its check")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)

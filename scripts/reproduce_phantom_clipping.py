@@ -7,18 +7,16 @@
 Rerun the same command to resume. vLLM needs scripts/install_vllm.sh.
 """
 
-import argparse
 import tempfile
 from pathlib import Path
 
+from experiments.runs import plain_parser
 from reproduce import grid, phantom, pictures
 from reproduce.phantom import SAMPLERS
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("directory", nargs="?", type=Path, default=Path("runs/phantom"))
     parser.add_argument("--quick", action="store_true", help="three short runs and their checks")
     parser.add_argument("--samplers", nargs="*", choices=SAMPLERS, default=[*SAMPLERS])

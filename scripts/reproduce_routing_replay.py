@@ -6,7 +6,6 @@ experts, scored with and without the sampler's experts.
 Takes ten minutes and prints the table of docs/scale.md, Mixtures of experts.
 """
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import jax
 import make_arithmetic
 import numpy as np
-from experiments.runs import CONFIGS, config, markdown
+from experiments.runs import CONFIGS, config, markdown, plain_parser
 from reproduce import scoring
 from reproduce.phantom import DEEP, write_material
 
@@ -38,9 +37,7 @@ FOUND = ("beta_std", "beta_p99", "alpha_std", "k3_kl", "ess", "clipped", "phanto
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory
     print(markdown(list(rows(directory))))

@@ -5,7 +5,6 @@ import datetime
 import json
 import os
 import platform
-import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from experiments.runs import plain_parser
 
 from jaxrl.core.precision import parse
 
@@ -24,9 +24,7 @@ Run = Callable[[int], object]  # does the work with a seed and waits for it
 
 def options(doc: str | None, *, repetitions: int) -> argparse.ArgumentParser:
     """Makes a parser with the options of every benchmark that writes lines of JSON."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(doc)
     parser.add_argument("--repetitions", type=int, default=repetitions)
     parser.add_argument("--out", type=Path, help="also append the lines to this file")
     return parser
@@ -77,30 +75,19 @@ def compared(
     seconds: Mapping[str, Sequence[float]], *, tokens: int, ours: str = "jaxrl"
 ) -> dict[str, Any]:
     """Summarises the tokens/s of one run beside those of the others, by what they took for
-    `tokens`."""
+    `tokens`, and how its speed compares with theirs by round."""
     rates = {name: [tokens / s for s in values] for name, values in seconds.items()}
-    beside = {
-        name: {"tokens/s": summary(values), "speed": versus(rates[ours], values)}
-        for name, values in rates.items()
-        if name != ours
-    }
-    return {"tokens/s": summary(rates[ours]), "beside": beside}
-
-
-def versus(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    """Summarises the ratios of two rates that were measured alternately."""
-    rounds = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return {
-        "best of each": max(ours) / max(theirs),
-        "median of rounds": statistics.median(rounds),
-        "rounds": rounds,
-    }
+    own, beside = rates.pop(ours), {}
+    for name, values in rates.items():
+        rounds = [a / b for a, b in zip(own, values, strict=True)]
+        speed = {"median of rounds": statistics.median(rounds), "rounds": rounds}
+        beside[name] = {"tokens/s": summary(values), "speed": speed}
+    return {"tokens/s": summary(own), "beside": beside}
 
 
 def write(row: dict[str, Any], out: Path | None) -> None:
     """Prints a result and the machine as a line of JSON, and appends it to `out`."""
     row |= {
-        "process peak MiB, so far": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
         "devices": jax.device_count(),
         "device": jax.devices()[0].device_kind,
         "processor": processor(),

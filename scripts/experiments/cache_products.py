@@ -6,7 +6,6 @@ The cache of shape S in f32: 256 rows of 192 slots in 6 layers, cut over two CPU
 core, as the embedded sampler does. Each line: ms for all layers, and GB/s of cache read.
 """
 
-import argparse
 import timeit
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from runs import plain_parser
 
 LAYERS, ROWS, KV_HEADS, QUERIES, SLOTS, SIZE = 6, 256, 4, 2, 192, 32
 SCORES, SUM = "bkgd,bkds->bkgs", "bkgs,bksd->bkgd"  # keys are stored transposed
@@ -29,9 +29,7 @@ SIZES = {"b": ROWS, "k": KV_HEADS, "g": QUERIES, "d": SIZE, "s": SLOTS}
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    plain_parser(__doc__).parse_args()
     jax.config.update("jax_num_cpu_devices", 2)
     mesh = jax.make_mesh((2,), ("rows",))
     read = LAYERS * ROWS * KV_HEADS * SLOTS * SIZE * 4 / 1e9  # GB of keys, or of values

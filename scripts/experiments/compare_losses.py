@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 import matplotlib.figure
-from runs import CONFIGS, accuracies, markdown, parser, quickstart, trained
+from runs import CONFIGS, accuracies, markdown, parser, quickstart, spread, trained
 
 from jaxrl.losses import recipes
 
@@ -52,13 +52,9 @@ def table(curves: Curves) -> str:
     for recipe, runs in curves.items():
         values = [list(run.values()) for run in runs]
         end, area = ([100 * of(v) for v in values] for of in (lambda v: v[-1], fmean))
-        row = {"recipe": f"`{recipe}`", "at the end, %": _spread(end)}
-        rows.append(row | {"over the run, %": _spread(area)})
+        row = {"recipe": f"`{recipe}`", "at the end, %": spread(end, "{:.0f}")}
+        rows.append(row | {"over the run, %": spread(area, "{:.0f}")})
     return markdown(rows)
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{fmean(values):.0f} ({min(values):.0f} to {max(values):.0f})"
 
 
 def draw(curves: Curves, path: Path, *, beside: str = "grpo") -> None:

@@ -7,10 +7,10 @@ Each row takes up to a minute.
 
 import argparse
 
+from runs import CONFIGS, config
+
 from jaxrl.commands.plan.chips import CHIPS, GIB
 from jaxrl.commands.plan.topology import open_topology
-from jaxrl.config import toml_file
-from jaxrl.config.training import Config
 
 # Model, topology, rows, and the mesh's axis over all chips. A row has 4,096 slots.
 ROWS = (
@@ -38,14 +38,12 @@ def main() -> None:
         from jaxrl.commands.plan.step import make_step
 
         keys = {
-            "model.path": f"configs/models/{model}",
-            "mesh.fsdp": "1",
-            f"mesh.{axis}": str(len(topology.devices)),
-            "sampling.max_batch": str(rows),
+            "model.path": CONFIGS / "models" / model,
+            "mesh.fsdp": 1,
+            f"mesh.{axis}": len(topology.devices),
+            "sampling.max_batch": rows,
         }
-        overrides = list(keys.items())
-        config = toml_file.load(Config, file="configs/qwen3_8b.toml", overrides=overrides)
-        step = make_step(config, topology)
+        step = make_step(config(CONFIGS / "qwen3_8b.toml", keys), topology)
         cache = resident_memory(step).cache
         assert cache is not None
         found = plan_decoding(step, cache)

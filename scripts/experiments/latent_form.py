@@ -7,12 +7,12 @@ The absorbed form multiplies the queries by the keys' matrix instead, so that a 
 the narrow projection only (arXiv:2405.04434, section 2.1). They differ in what they round.
 """
 
-import argparse
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from runs import plain_parser
 
 from jaxrl.core.precision import Precision, jit, parse, sampler_precision
 from jaxrl.models.decoder import Model, decoder
@@ -62,8 +62,7 @@ def logprobs(model: Model, params, tokens: np.ndarray, precision: Precision) -> 
 
 
 def main() -> None:
-    formatter = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()
+    plain_parser(__doc__).parse_args()
     params = init(decoder(CONFIG).specs, jax.random.key(0), dtype=jnp.dtype(jnp.float32))
     tokens = np.random.default_rng(0).integers(2, CONFIG.vocab_size, (16, 128)).astype(np.int32)
     for name in ("fp32", "bf16_master", "fp16_master"):

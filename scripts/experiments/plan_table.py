@@ -12,16 +12,14 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runs import markdown
+from runs import CONFIGS, config, markdown, write_table
 
 from jaxrl.commands.plan.chips import CHIPS, GIB, products
 from jaxrl.commands.plan.topology import open_topology
-from jaxrl.config import toml_file
-from jaxrl.config.training import Config
 from jaxrl.core.precision import parse
 
 
@@ -38,16 +36,17 @@ class Row(NamedTuple):
         """Name of the row in the results."""
         return f"{self.model} {self.topology} {self.precision}"
 
-    def keys(self) -> Iterator[tuple[str, str]]:
-        """Yields the changed keys: two microbatches of one row on every shard."""
-        for axis, size in ({"fsdp": 1} | dict(self.mesh)).items():
-            yield f"mesh.{axis}", str(size)
-        yield "model.path", f"configs/models/{self.model}"
-        yield "precision", self.precision
+    def keys(self) -> Mapping[str, object]:
+        """Returns the changed keys: two microbatches of one row on every shard."""
         shards = math.prod(size for axis, size in self.mesh.items() if axis != "tensor")
         group = min(8, 2 * shards)
-        yield "train.group_size", str(group)
-        yield "train.train_batch", str(2 * shards // group)
+        mesh = {f"mesh.{axis}": size for axis, size in ({"fsdp": 1} | dict(self.mesh)).items()}
+        return mesh | {
+            "model.path": CONFIGS / "models" / self.model,
+            "precision": self.precision,
+            "train.group_size": group,
+            "train.train_batch": 2 * shards // group,
+        }
 
 
 _SCALED = "qwen3_8b"
@@ -95,15 +94,15 @@ ROWS = {row.name: row for row in (*MODELS, *SIZES)}
 
 def measure(row: Row) -> dict[str, object]:
     """Compiles one row and returns its results."""
-    config = toml_file.load(Config, file="configs/qwen3_8b.toml", overrides=list(row.keys()))
+    changed = config(CONFIGS / "qwen3_8b.toml", row.keys())
     topology = open_topology(row.topology)
 
     from jaxrl.commands.plan.program import compile_step  # after JAX has its platform
     from jaxrl.commands.plan.roofline import roofline
     from jaxrl.commands.plan.text import fits, peak, plan_text
 
-    program = compile_step(config, topology)
-    print(plan_text(config, topology, program, link_rate=50e9), flush=True)
+    program = compile_step(changed, topology)
+    print(plan_text(changed, topology, program, link_rate=50e9), flush=True)
     found = roofline(program, topology.chip, remat="layer")
     return row._asdict() | {
         "name": row.name,
@@ -136,10 +135,7 @@ def main() -> None:
     lines = args.results.read_text().splitlines() if args.results.exists() else []
     done = {row["name"]: row for row in map(json.loads, lines)}
     if args.write:
-        before, _, rest = args.write.read_text().partition("<!-- tables -->\n")
-        _, _, after = rest.partition("<!-- end -->\n")
-        marked = f"<!-- tables -->\n{tables(done)}<!-- end -->\n"
-        args.write.write_text(before + marked + after)
+        write_table(args.write, "compiled plans", tables(done))
         return
     for name, row in ROWS.items():
         if args.only in name and name not in done:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrl.commands.compile_cache import use_compile_cache
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
@@ -16,11 +18,16 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 Entries = list[dict[str, Any]]  # lines of metrics.jsonl
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Makes a parser with --base, for programs that start from the quickstart's model."""
-    made = argparse.ArgumentParser(
+def plain_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Makes a parser whose help shows `doc` as it is."""
+    return argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Makes a parser with --base, for programs that start from the quickstart's model."""
+    made = plain_parser(doc)
     made.add_argument("--base", type=Path, default=Path("runs/quickstart"))
     return made
 
@@ -78,3 +85,25 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> str:
     lines = [list(row.values()) for row in rows]
     head = list(next(iter(rows), {}))
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, ["---"] * len(head), *lines))
+
+
+def write_table(document: Path, name: str, table: str) -> None:
+    """Replaces the table between the marks of a name, or adds one behind the last table."""
+    text, begin, end = document.read_text(), f"<!-- table: {name} -->\n", "<!-- end of table -->\n"
+    if begin in text:
+        head, _, rest = text.partition(begin)
+        tail = rest.partition(end)[2]
+    else:
+        before, _, tail = text.rpartition(end)
+        head = f"{before}{end}\n"
+    document.write_text(head + begin + table + end + tail)
+
+
+def spread(values: Sequence[float] | np.ndarray, form: str = "{:.3f}") -> str:
+    """Formats the mean with the range in brackets, or a single value."""
+    numbers = np.asarray(values, float)
+    if np.isnan(numbers).any():
+        return "-"
+    low, high = (form.format(x) for x in (numbers.min(), numbers.max()))
+    mean = form.format(numbers.mean())
+    return mean if low == high else f"{mean} ({low} to {high})"

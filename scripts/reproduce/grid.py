@@ -1,7 +1,7 @@
 """Grids of training runs, each trained once, and statistics over their metrics."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,15 @@ def set_up(directory: Path) -> None:
     use_compile_cache()
 
 
-def trained(file: Path, changes: Mapping[str, object]) -> Entries:
-    """Returns the training steps of a run; see `runs.trained`."""
-    return rollouts(runs.trained(file, changes))
-
-
-def found(run_dirs: Iterable[Path]) -> list[Entries]:
-    """Reads the training steps of the finished runs."""
-    return [rollouts(read_metrics(d / "metrics.jsonl")) for d in run_dirs if runs.finished(d)]
+def found(directory: Path, patterns: Mapping[Any, str]) -> dict[Any, list[Entries]]:
+    """Reads the training steps of the finished runs of each row or cell, sorted by seed; its
+    pattern matches the names of their directories."""
+    there = {}
+    for key, pattern in patterns.items():
+        run_dirs = [d for d in sorted(directory.glob(pattern)) if runs.finished(d)]
+        if run_dirs:
+            there[key] = [rollouts(read_metrics(d / "metrics.jsonl")) for d in run_dirs]
+    return there
 
 
 def curve(runs: Sequence[Entries], name: str) -> np.ndarray:
@@ -45,16 +46,6 @@ def early(runs: Sequence[Entries], name: str) -> np.ndarray:
 def smooth(values: np.ndarray) -> np.ndarray:
     """Averages over SMOOTHED rollouts: f64[runs, N] -> f64[runs, N - SMOOTHED + 1]."""
     return np.lib.stride_tricks.sliding_window_view(values, SMOOTHED, axis=1).mean(axis=-1)
-
-
-def spread(values: Sequence[float] | np.ndarray, form: str = "{:.3f}") -> str:
-    """Formats the mean with the range in brackets, or a single value."""
-    numbers = np.asarray(values, float)
-    if np.isnan(numbers).any():
-        return "-"
-    low, high = (form.format(x) for x in (numbers.min(), numbers.max()))
-    mean = form.format(numbers.mean())
-    return mean if low == high else f"{mean} ({low} to {high})"
 
 
 def minutes(results: Mapping[Any, Sequence[Entries]]) -> float:

@@ -66,27 +66,19 @@ def _answers(scores: np.ndarray) -> np.ndarray:
     return scores[~np.isnan(scores)].reshape(len(scores), TOKENS)
 
 
-def difference(scores: Scores, *, learner: str, served: str) -> np.ndarray:
-    """Computes learner - sampler: f64[sequences, TOKENS]."""
-    return scores[f"learner {learner}"] - scores[f"vllm {served}"]
-
-
-def sequence_std(delta: np.ndarray) -> list[float]:
-    """Computes the std over sequences of the log-ratio of the first LENGTHS tokens."""
-    return [float(delta[:, :length].sum(axis=1).std()) for length in LENGTHS]
-
-
 def table(scores: Scores) -> str:
     """Formats a line for each learner and server, and the ratio of bf16's to fp16's numbers."""
     header = ["learner", "vLLM", "token std", "p99", "mean of abs(p - q)", "beyond eps .2"]
     header += [f"sequence std, {length} tokens" for length in LENGTHS]
     numbers = {}
     for learner, served in (*((d, d) for d in SERVED), *(("f32", d) for d in SERVED)):
-        delta = difference(scores, learner=learner, served=served)
-        p, q = np.exp(scores[f"learner {learner}"]), np.exp(scores[f"vllm {served}"])
+        trained, sampled = scores[f"learner {learner}"], scores[f"vllm {served}"]
+        delta = trained - sampled
         outside = (delta > np.log(1.2)) | (delta < np.log(0.8))
-        p99, gap = np.quantile(np.abs(delta), 0.99), np.abs(p - q).mean()
-        numbers[learner, served] = [delta.std(), p99, gap, outside.mean(), *sequence_std(delta)]
+        p99 = np.quantile(np.abs(delta), 0.99)
+        gap = np.abs(np.exp(trained) - np.exp(sampled)).mean()
+        by_length = [delta[:, :length].sum(axis=1).std() for length in LENGTHS]
+        numbers[learner, served] = [delta.std(), p99, gap, outside.mean(), *by_length]
     lines = [[*pair, *(f"{x:.2g}" for x in row)] for pair, row in numbers.items()]
     times = [
         f"{a / b:.1f}" if b else "-"

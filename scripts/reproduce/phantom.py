@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import make_arithmetic
 import numpy as np
-from experiments.runs import CONFIGS, config, markdown
+from experiments.runs import CONFIGS, config, finished, markdown, rollouts, spread, trained
 from reproduce import scoring
-from reproduce.grid import Entries, curve, early, found, spread, trained
+from reproduce.grid import Entries, curve, early, found
 
 from jaxrl.builders.servers import StartingServer, starting_server
 from jaxrl.config.sampler import ServerConfig
@@ -89,7 +89,7 @@ def run_row(material: Path, row: str, *, run_dir: Path, seed: int, more: Mapping
         "model.path": material / f"model-{seed}",
         "data.path": material / "prompts.jsonl",
     }
-    return trained(CONFIG, {**keys, **more, **ROWS[row]})
+    return rollouts(trained(CONFIG, {**keys, **more, **ROWS[row]}))
 
 
 def train_rows(directory: Path, *, sampler: str, rows: Sequence[str], seeds: Sequence[int]) -> None:
@@ -100,7 +100,7 @@ def train_rows(directory: Path, *, sampler: str, rows: Sequence[str], seeds: Seq
     with ExitStack() as servers:
         for row, seed in ((row, seed) for row in there for seed in seeds):
             run_dir = row_dir(directory / sampler, row, seed=seed)
-            if found([run_dir]):
+            if finished(run_dir):
                 continue
             more = COARSE if sampler == "fp8" else {}
             if sampler == "vllm":
@@ -125,12 +125,7 @@ def _server(directory: Path, dtype: np.dtype) -> AbstractContextManager[Starting
 
 def found_rows(directory: Path, *, sampler: str) -> dict[str, list[Entries]]:
     """Reads the finished runs of every row, sorted by seed."""
-    there = {}
-    for row in ROWS:
-        run_dirs = (directory / sampler).glob(row_dir(Path(), row, seed="*").name)
-        if runs := found(sorted(run_dirs)):
-            there[row] = runs
-    return there
+    return found(directory / sampler, {row: row_dir(Path(), row, seed="*").name for row in ROWS})
 
 
 def steps_to_near(entries: Entries) -> float:
@@ -155,20 +150,17 @@ def table(results: Mapping[str, Sequence[Entries]]) -> str:
     for row, runs in results.items():
         lengths = -curve(runs, "reward").mean(axis=0)
         shown = [i for i in (0, 4, 9, 14, 19) if i < len(lengths) - 1]
+        course = ", ".join(f"{lengths[i]:.1f}" for i in (*shown, -1))
+        last = curve(runs, "reward")[:, -5:].mean(axis=1)
         reached = sorted(steps_to_near(run) for run in runs)
+        near = ", ".join("never" if np.isinf(r) else f"{r:.0f}" for r in reached)
         clips = [sum(early([run], clip)[0] for clip in ("clip/low", "clip/high")) for run in runs]
         rows.append(
             {
                 "row": row,
-                "length at rollout 1, 5, 10, 15, 20, last": ", ".join(
-                    f"{lengths[i]:.1f}" for i in (*shown, -1)
-                ),
-                "reward of the last 5": spread(
-                    curve(runs, "reward")[:, -5:].mean(axis=1), "{:.1f}"
-                ),
-                "rollouts to within 10 %": ", ".join(
-                    "never" if np.isinf(r) else f"{r:.0f}" for r in reached
-                ),
+                "length at rollout 1, 5, 10, 15, 20, last": course,
+                "reward of the last 5": spread(last, "{:.1f}"),
+                "rollouts to within 10 %": near,
                 "clipped, 1-10": spread(clips),
                 "before an update, 1-10": spread([probed(row, r, "probe/clipped") for r in runs]),
                 "phantom, 1-10": spread([probed(row, r, "probe/phantom") for r in runs]),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import make_arithmetic
 import numpy as np
-from experiments.runs import CONFIGS, config, markdown
+from experiments.runs import CONFIGS, config, markdown, spread, trained
 from reproduce import scoring
-from reproduce.grid import Entries, curve, found, smooth, spread, trained
+from reproduce.grid import Entries, curve, found, smooth
 from reproduce.phantom import SHORT, SMALL
 
 from jaxrl import cli
@@ -88,12 +88,7 @@ def run_cell(directory: Path, cell: Cell, *, seed: int) -> None:
 
 def found_cells(directory: Path) -> dict[Cell, list[Entries]]:
     """Reads the finished runs, sorted by seed."""
-    there = {}
-    for cell in cells():
-        run_dirs = sorted(directory.glob(f"runs/{'-'.join(cell)}-[0-9]*"))
-        if runs := found(run_dirs):
-            there[cell] = runs
-    return there
+    return found(directory / "runs", {cell: f"{'-'.join(cell)}-[0-9]*" for cell in cells()})
 
 
 def collapse(accuracy: np.ndarray) -> int | None:

@@ -12,11 +12,6 @@ PROMPTS, GROUP, PROMPT, ANSWER = 8, 8, 64, 192  # an iteration's prompts, and le
 LEARNING_RATE = 1e-6
 
 
-def reward(text: str) -> float:
-    """Rewards half of all texts, whatever they say."""
-    return float(zlib.crc32(text.encode()) % 2)
-
-
 class Pace:
     """Stops a trainer when an iteration's last completion is rewarded, and waits for the parent.
 
@@ -31,7 +26,12 @@ class Pace:
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
-    def __call__(self, completions: int) -> None:
+    def reward(self, completions: list[str], **_: object) -> list[float]:
+        """Counts and rewards completions: half of all texts, whatever they say."""
+        self.count(len(completions))
+        return [float(zlib.crc32(text.encode()) % 2) for text in completions]
+
+    def count(self, completions: int) -> None:
         """Counts rewarded completions. Ends the program when the parent has closed its input."""
         with self._lock:
             self._rewarded += completions

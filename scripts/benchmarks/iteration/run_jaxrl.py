@@ -4,7 +4,7 @@ import functools
 import sys
 import tempfile
 
-from pace import ANSWER, GROUP, LEARNING_RATE, PROMPT, PROMPTS, Pace, reward
+from pace import ANSWER, GROUP, LEARNING_RATE, PROMPT, PROMPTS, Pace
 
 from jaxrl.cli import main as jaxrl
 
@@ -14,8 +14,7 @@ _pace = functools.cache(Pace)  # in the module that jaxrl loads, not in this pro
 def paced(completion: str, example: dict) -> float:
     """The reward of the run."""
     del example
-    _pace()(1)
-    return reward(completion)
+    return _pace().reward([completion])[0]
 
 
 def main() -> None:

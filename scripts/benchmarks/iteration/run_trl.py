@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from datasets import Dataset
-from pace import ANSWER, GROUP, LEARNING_RATE, PROMPTS, Pace, reward
+from pace import ANSWER, GROUP, LEARNING_RATE, PROMPTS, Pace
 from trl import GRPOConfig, GRPOTrainer
 
 
@@ -17,10 +17,6 @@ def main() -> None:
     model, prompts, rows = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     examples = [json.loads(line) for line in prompts.read_text().splitlines()]
     pace = Pace()
-
-    def paced(completions: list[str], **_: object) -> list[float]:
-        pace(len(completions))
-        return [reward(text) for text in completions]
 
     class Learner(GRPOTrainer):
         """Learns from the same completions again and again."""
@@ -31,7 +27,7 @@ def main() -> None:
             if self.kept is None:
                 self.kept = super()._generate_and_score_completions(inputs)
             else:
-                pace(PROMPTS * GROUP)
+                pace.count(PROMPTS * GROUP)
             return self.kept
 
     trainer = Learner if sys.argv[4:] == ["step"] else GRPOTrainer
@@ -52,7 +48,7 @@ def main() -> None:
             max_steps=10**6,
         )
         data = Dataset.from_list(examples)
-        trainer(model, reward_funcs=paced, args=config, train_dataset=data).train()
+        trainer(model, reward_funcs=pace.reward, args=config, train_dataset=data).train()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
-from pace import ANSWER, GROUP, LEARNING_RATE, PROMPT, PROMPTS, Pace, reward
+from pace import ANSWER, GROUP, LEARNING_RATE, PROMPT, PROMPTS, Pace
 from transformers import AutoTokenizer
 from tunix.models.qwen3 import model as qwen3
 from tunix.models.qwen3 import params
@@ -19,12 +19,6 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 def main() -> None:
     model, prompts, rows = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    pace = Pace()
-
-    def paced(completions: list[str], **_: object) -> list[float]:
-        pace(len(completions))
-        return [reward(text) for text in completions]
-
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     actor = params.create_model_from_safe_tensors(str(model), read_config(model), mesh)
     roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT)
@@ -50,7 +44,7 @@ def main() -> None:
         ),
     )
     config = GRPOConfig(num_generations=GROUP, num_iterations=1, beta=0.0)
-    learner = GRPOLearner(cluster, algo_config=config, reward_fns=paced)
+    learner = GRPOLearner(cluster, algo_config=config, reward_fns=Pace().reward)
     texts = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
     batches = np.array(texts).reshape(-1, PROMPTS)
     with mesh:
