@@ -34,9 +34,7 @@ learner = jaxrl.make_learner(
 )
 step, state = jaxrl.jit(learner.step, donate_argnums=0), learner.init(policy.params)
 options = ServerOptions(
-    python=Path(".venv-vllm/bin/python").absolute(),
-    dtype=precision.sampler.name,
-    max_model_len=64,
+    python=Path(".venv-vllm/bin/python").absolute(), dtype=precision.sampler.name, max_model_len=64
 )
 
 

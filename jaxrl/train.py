@@ -165,11 +165,7 @@ def learn(
     with clock(seconds, "time/update"):
         pretraining = progress.step < run.config.critic.pretrain_steps
         state, learned = update(
-            run.learning,
-            state,
-            minibatches=minibatches,
-            progress=progress,
-            pretraining=pretraining,
+            run.learning, state, minibatches=minibatches, progress=progress, pretraining=pretraining
         )
     return state, numbers | learned | seconds
 

@@ -27,11 +27,7 @@ CORRECTIONS = {
     "token TIS": {"loss.name": "grpo_token_tis"},
 }
 # One completion per padded row, so that the learner works as long as the server.
-BALANCED = {
-    "train.packing": "false",
-    "train.row_length": "144",
-    "train.microbatch_tokens": "4608",
-}
+BALANCED = {"train.packing": "false", "train.row_length": "144", "train.microbatch_tokens": "4608"}
 SKIPPED = 3  # first steps, which compile
 
 

@@ -79,11 +79,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     args = parser.parse_args()
     built = learning.learner_step(
-        SHAPES["S"],
-        precision=parse("fp32"),
-        remat="matmuls",
-        work=SINGLE,
-        microbatch=ROWS * LENGTH,
+        SHAPES["S"], precision=parse("fp32"), remat="matmuls", work=SINGLE, microbatch=ROWS * LENGTH
     )
     scored = position_chunks(LENGTH) * ANSWER // LENGTH  # chunks of tokens that have log-probs
     found: Counter[Product] = Counter()

@@ -230,11 +230,7 @@ def test_cheap_commands_do_what_they_say(text: str, place, capsys):
 
 def test_every_piece_of_toml_is_a_config(place):
     for snippet in snippets("toml"):
-        tree = {
-            "model": {"path": "m"},
-            "data": {"path": "d"},
-            "reward": {"path": ["exact_match"]},
-        }
+        tree = {"model": {"path": "m"}, "data": {"path": "d"}, "reward": {"path": ["exact_match"]}}
         for key, value in tomllib.loads(snippet.text).items():
             tree[key] = tree.get(key, {}) | value if isinstance(value, dict) else value
         config = toml_file.validate(Config, tree)

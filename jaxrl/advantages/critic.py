@@ -8,12 +8,7 @@ from jaxrl.advantages.outcomes import Outcomes
 
 
 def gae(
-    rewards: np.ndarray,
-    values: np.ndarray,
-    action_mask: np.ndarray,
-    *,
-    gamma: float,
-    lam: float,
+    rewards: np.ndarray, values: np.ndarray, action_mask: np.ndarray, *, gamma: float, lam: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Generalized advantage estimation (arXiv:1506.02438) over one completion.
 

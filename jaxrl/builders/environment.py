@@ -9,11 +9,7 @@ from jaxrl.core import plugins
 from jaxrl.data.prompts import Tokenizer
 from jaxrl.environments.episodes import builtin
 from jaxrl.environments.episodes.base import Environment, EpisodeLimits
-from jaxrl.environments.episodes.runner import (
-    ContinuousScheduler,
-    EpisodeRunner,
-    LockstepScheduler,
-)
+from jaxrl.environments.episodes.runner import ContinuousScheduler, EpisodeRunner, LockstepScheduler
 from jaxrl.environments.tools.schema import Tool
 
 

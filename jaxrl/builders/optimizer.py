@@ -44,12 +44,7 @@ def make_optimizer(config: OptimizerConfig, *, total_steps: int, specs: Any) -> 
 
 
 def state_shardings(
-    config: OptimizerConfig,
-    init: Callable[[Any], Any],
-    params: Any,
-    *,
-    layout: Layout,
-    specs: Any,
+    config: OptimizerConfig, init: Callable[[Any], Any], params: Any, *, layout: Layout, specs: Any
 ) -> Any:
     """Returns the shardings of the state that `init(params)` makes, as the same tree. `params` are
     arrays or their shapes, `specs` as in `make_optimizer`. `optimizer.offload` places the moments

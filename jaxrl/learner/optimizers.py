@@ -57,12 +57,7 @@ def make_optimizer(
     matrices = jax.tree.map(_is_matrix, dict(specs), is_leaf=is_spec)
     if name == "adamw":
         chain = optax.adamw(
-            schedule,
-            b1=betas[0],
-            b2=betas[1],
-            eps=eps,
-            weight_decay=weight_decay,
-            mask=matrices,
+            schedule, b1=betas[0], b2=betas[1], eps=eps, weight_decay=weight_decay, mask=matrices
         )
     elif name == "muon":
         muon = optax.contrib.muon(

@@ -111,11 +111,7 @@ class Objective(Formula):
         return dataclasses.replace(scores, whole=jax.lax.stop_gradient(found)), metrics
 
     def total(
-        self,
-        scores: Scores,
-        batch: TokenBatch,
-        *,
-        denominators: Sequence[jax.Array] | None = None,
+        self, scores: Scores, batch: TokenBatch, *, denominators: Sequence[jax.Array] | None = None
     ) -> tuple[jax.Array, Metrics]:
         """Returns f32[], the weighted sum over this microbatch, and metrics. Divided by the first
         denominator and added up over the microbatches it is the loss.

@@ -9,14 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.models import hf_config, spec
-from jaxrl.models.checkpoint_files import (
-    INDEX,
-    SINGLE,
-    Tensor,
-    named,
-    open_weights,
-    read_object,
-)
+from jaxrl.models.checkpoint_files import INDEX, SINGLE, Tensor, named, open_weights, read_object
 from jaxrl.models.families import FAMILIES, DecoderConfig
 from jaxrl.models.fp8 import join_scaled, read_block
 from jaxrl.models.joint_experts import split_experts

@@ -114,13 +114,7 @@ def masked(
             seen = seen & near[None, None]
     q, k, v = (x.astype(precision.compute) for x in (q, k, v))
     out = jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        mask=seen,
-        scale=scoring.scale,
-        is_causal=part is None,
-        implementation="cudnn",
+        q, k, v, mask=seen, scale=scoring.scale, is_causal=part is None, implementation="cudnn"
     )
     return out.astype(precision.activations)
 

@@ -26,11 +26,7 @@ class Routing(NamedTuple):
 
 
 def mixture(
-    x: jax.Array,
-    layer: Layer,
-    *,
-    context: LayerContext,
-    recorded: jax.Array | None = None,
+    x: jax.Array, layer: Layer, *, context: LayerContext, recorded: jax.Array | None = None
 ) -> tuple[jax.Array, Routing]:
     """Computes a mixture of experts.
 

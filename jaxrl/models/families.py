@@ -230,10 +230,7 @@ FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", windows="all", defaults={"sliding_window": 4096}),
     "qwen2": Family(
-        "Qwen2ForCausalLM",
-        {"qkv_bias": True},
-        windows="switch",
-        defaults={"sliding_window": 4096},
+        "Qwen2ForCausalLM", {"qkv_bias": True}, windows="switch", defaults={"sliding_window": 4096}
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",

@@ -32,12 +32,7 @@ _BLOCKS = (512, 256, 128)  # tokens per block of it; the first that divides a ro
 
 
 def choose(
-    wanted: Wanted,
-    *,
-    layout: Layout,
-    config: DecoderConfig,
-    precision: Precision,
-    length: int,
+    wanted: Wanted, *, layout: Layout, config: DecoderConfig, precision: Precision, length: int
 ) -> Kernel:
     """Chooses the kernel for rows of `length` tokens on the layout's devices.
 
@@ -333,8 +328,4 @@ def _cudnn(q, k, v, given: _Given, *, precision, packed):
     return cudnn.masked(q, k, v, segments, part=part, **settings)
 
 
-_LOCAL: dict[Kernel, Callable[..., jax.Array]] = {
-    "xla": _xla,
-    "splash": _splash,
-    "cudnn": _cudnn,
-}
+_LOCAL: dict[Kernel, Callable[..., jax.Array]] = {"xla": _xla, "splash": _splash, "cudnn": _cudnn}

@@ -32,10 +32,7 @@ def identity(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def undivided(
-    function: Callable[..., jax.Array],
-    *,
-    inputs: Sequence[Sequence[str]],
-    output: Sequence[str],
+    function: Callable[..., jax.Array], *, inputs: Sequence[Sequence[str]], output: Sequence[str]
 ) -> Callable[..., jax.Array]:
     """Returns the function unchanged: `Local` on a single device."""
     del inputs, output

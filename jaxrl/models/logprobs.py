@@ -173,11 +173,7 @@ def _plan(
 
 
 def _token_scores(
-    hidden: jax.Array,
-    head: Head,
-    tokens: jax.Array,
-    mask: jax.Array,
-    plan: _Plan,
+    hidden: jax.Array, head: Head, tokens: jax.Array, mask: jax.Array, plan: _Plan
 ) -> tuple[jax.Array, jax.Array]:
     chex.assert_rank([hidden, head.weights], [3, 2])
     chex.assert_equal_shape([tokens, mask])

@@ -30,12 +30,7 @@ _WIDEST = 2048
 
 
 def product(
-    x: jax.Array,
-    y: jax.Array,
-    *,
-    contract: tuple[int, int],
-    batch: Axes = (),
-    precision: Precision,
+    x: jax.Array, y: jax.Array, *, contract: tuple[int, int], batch: Axes = (), precision: Precision
 ) -> jax.Array:
     """Multiplies two arrays, as `lax.dot_general` does.
 

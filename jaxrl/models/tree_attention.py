@@ -81,12 +81,7 @@ def pad(x: jax.Array, unit: int, *, axis: int) -> jax.Array:
 
 
 def visible(
-    tree: Tree,
-    keys: jax.Array,
-    positions: jax.Array,
-    queries: jax.Array,
-    *,
-    window: int | None,
+    tree: Tree, keys: jax.Array, positions: jax.Array, queries: jax.Array, *, window: int | None
 ) -> jax.Array:
     """Tells which keys [S] queries [T] see, by their indices in the row: bool[B, T, S].
 

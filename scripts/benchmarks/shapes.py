@@ -26,11 +26,6 @@ _SMALL = DecoderConfig(
 SHAPES = {
     "S": _SMALL,
     "M": dataclasses.replace(
-        _SMALL,
-        vocab_size=8192,
-        hidden_size=512,
-        num_layers=12,
-        head_dim=64,
-        intermediate_size=1536,
+        _SMALL, vocab_size=8192, hidden_size=512, num_layers=12, head_dim=64, intermediate_size=1536
     ),
 }

@@ -64,11 +64,7 @@ def matmul_peak(dtype: str) -> float:
 
 def summary(values: Sequence[float]) -> dict[str, float]:
     """Returns the best, median and worst of a rate."""
-    return {
-        "best": max(values),
-        "median": statistics.median(values),
-        "worst": min(values),
-    }
+    return {"best": max(values), "median": statistics.median(values), "worst": min(values)}
 
 
 def compared(

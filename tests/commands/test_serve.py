@@ -103,10 +103,7 @@ def test_server_of_a_run_gets_a_secret_key(monkeypatch, tmp_path):
     config = toml_file.load(Config, overrides=list(asked.items()))
 
     def begin() -> None:
-        with (
-            pytest.raises(StartedError),
-            opened(config, tmp_path),
-        ):
+        with pytest.raises(StartedError), opened(config, tmp_path):
             pass
 
     monkeypatch.delenv("JAXRL_API_KEY", raising=False)
@@ -148,9 +145,6 @@ def test_a_run_finds_the_key_of_a_running_server(monkeypatch, tmp_path):
         "sampler.url": "http://127.0.0.1:8000",
     }
     config = toml_file.load(Config, overrides=list(asked.items()))
-    with (
-        pytest.raises(StartedError),
-        opened(config, tmp_path),
-    ):
+    with pytest.raises(StartedError), opened(config, tmp_path):
         pass
     assert used == [{"Authorization": f"Bearer {made}"}] * 2

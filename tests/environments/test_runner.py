@@ -18,11 +18,7 @@ from jaxrl.data.prompts import Example
 from jaxrl.environments.episodes import open_file_limit, runner
 from jaxrl.environments.episodes.base import EpisodeLimits, Step
 from jaxrl.environments.episodes.episode import last_turn
-from jaxrl.environments.episodes.runner import (
-    ContinuousScheduler,
-    EpisodeRunner,
-    LockstepScheduler,
-)
+from jaxrl.environments.episodes.runner import ContinuousScheduler, EpisodeRunner, LockstepScheduler
 from jaxrl.environments.episodes.single_turn import as_rollout
 from jaxrl.environments.isolation import calls
 from jaxrl.sampling.base import Completion, SamplingParams, Turn

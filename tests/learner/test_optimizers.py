@@ -20,13 +20,7 @@ SPECS = {
 def test_weight_decay_is_the_learning_rate_times_the_matrices_whatever_the_momentum(name):
     schedule = make_schedule("linear", learning_rate=0.1, warmup_steps=0, total_steps=50)
     optimizer = make_optimizer(
-        name,
-        schedule,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=0.05,
-        clip_norm=None,
-        specs=SPECS,
+        name, schedule, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.05, clip_norm=None, specs=SPECS
     )
     params = {key: jnp.ones(spec.shape) for key, spec in SPECS.items()}
 

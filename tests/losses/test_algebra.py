@@ -117,10 +117,7 @@ def test_losses_are_added_and_scaled_like_numbers():
         (lambda a: a / a, r"a loss by reinforce\(\): losses are added"),
         (lambda a: over_sampler * a, r"by over_sampler: .*truncated\(ratio, high=2\.0\) \* loss"),
         (lambda a: ONES * over_sampler, "multiply ones by over_sampler: make weights"),
-        (
-            lambda a: 2 * ONES,
-            r"ones by 2: scale the loss: write weights \* \(0\.1 \* loss\)",
-        ),
+        (lambda a: 2 * ONES, r"ones by 2: scale the loss: write weights \* \(0\.1 \* loss\)"),
         (lambda a: a / "2", "multiply a loss by '2': write a number, or Weights without quotes"),
         (
             lambda a: a * jnp.ones(3),

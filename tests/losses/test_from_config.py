@@ -83,11 +83,7 @@ def test_what_a_users_function_may_return(user_file):
         ("gropo", {}, "no function 'gropo'; did you mean grpo"),
         ("zzz", {}, "it has .*grpo.*vespo"),
         ("grpo", {"clip_hihg": 0.2}, "loss.clip_hihg.*did you mean clip_high"),
-        (
-            "grpo",
-            {"zzz": 0.2},
-            "loss.zzz.*clip_low, clip_high, dual_clip, cap, ratio, corr",
-        ),
+        ("grpo", {"zzz": 0.2}, "loss.zzz.*clip_low, clip_high, dual_clip, cap, ratio, corr"),
         ("dr_grpo", {}, "loss.max_length is missing"),
         ("dr_grpo", {"max_length": 8.5}, "loss.max_length = 8.5: expected int"),
         ("grpo", {"kl": "much"}, "loss.kl = 'much': expected float"),

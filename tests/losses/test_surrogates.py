@@ -27,10 +27,7 @@ BOUNDED = geometric_clipped(over_sampler, low=math.log(1.1), high=math.log(1.1) 
 
 def applied(term, advantage, *, action_mask=True):
     scores, batch = one_sequence(
-        advantages=[advantage] * 5,
-        logprobs=np.log(RATIOS),
-        sampler=0.0,
-        action_mask=action_mask,
+        advantages=[advantage] * 5, logprobs=np.log(RATIOS), sampler=0.0, action_mask=action_mask
     )
     value, metrics = jax.jit(term.apply)(scores, batch)
     return value[0], to_floats(metrics)

@@ -34,12 +34,7 @@ YARN = {
     "beta_fast": 4.0,
     "original_max_position_embeddings": 32,
 }
-EXPERTS = {
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "head_dim": 16,
-}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 6}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
@@ -145,10 +140,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.MinistralConfig,
         {"sliding_window": 6, "layer_types": KINDS, "head_dim": 12},
     ),
-    "ministral3": (
-        transformers.Ministral3Config,
-        {"head_dim": 12, "rope_parameters": MINISTRAL3},
-    ),
+    "ministral3": (transformers.Ministral3Config, {"head_dim": 12, "rope_parameters": MINISTRAL3}),
     "phi3": (transformers.Phi3Config, {"sliding_window": 6}),
     "gpt_oss": (transformers.GptOssConfig, GPT_OSS),
 }

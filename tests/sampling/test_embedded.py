@@ -190,8 +190,7 @@ def test_weights_are_rounded_to_the_wire_dtype():
 
 
 @pytest.mark.parametrize(
-    ("rules", "axes"),
-    [("data", {"data": 8}), ("fsdp_tensor", {"data": 2, "fsdp": 2, "tensor": 2})],
+    ("rules", "axes"), [("data", {"data": 8}), ("fsdp_tensor", {"data": 2, "fsdp": 2, "tensor": 2})]
 )
 def test_a_mesh_gives_the_completions_of_one_device(greedy, rules, axes):
     layout = Layout(make_mesh(**axes), RULES[rules])

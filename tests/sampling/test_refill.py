@@ -106,8 +106,7 @@ def test_rows_that_have_ended_do_not_idle(decoded):
 
 
 @pytest.mark.parametrize(
-    ("rules", "axes"),
-    [("data", {"data": 8}), ("fsdp_tensor", {"data": 2, "fsdp": 2, "tensor": 2})],
+    ("rules", "axes"), [("data", {"data": 8}), ("fsdp_tensor", {"data": 2, "fsdp": 2, "tensor": 2})]
 )
 def test_a_mesh_gives_the_completions_of_one_device(rules, axes, decoded):
     turns = _turns()

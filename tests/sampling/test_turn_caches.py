@@ -86,9 +86,7 @@ def _assert_equal(found, expected, *, atol=1e-5):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [tiny.CONFIG, tiny.MOE, tiny.GEMMA, tiny.GPT_OSS],
-    ids=lambda c: c.model_type,
+    "config", [tiny.CONFIG, tiny.MOE, tiny.GEMMA, tiny.GPT_OSS], ids=lambda c: c.model_type
 )
 def test_only_what_is_new_is_computed(config, computed):
     experts, turns = config.experts is not None, 3 if config is tiny.CONFIG else 2
@@ -127,8 +125,7 @@ def test_turns_that_wait_for_rows_begin_with_what_is_kept(computed):
 
 
 @pytest.mark.parametrize(
-    ("rules", "axes"),
-    [("data", {"data": 8}), ("fsdp_tensor", {"data": 2, "fsdp": 2, "tensor": 2})],
+    ("rules", "axes"), [("data", {"data": 8}), ("fsdp_tensor", {"data": 2, "fsdp": 2, "tensor": 2})]
 )
 def test_a_mesh_gives_the_completions_of_one_device(rules, axes, computed):
     expected = _played(_sampler(), caches=False)

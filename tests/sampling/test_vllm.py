@@ -343,12 +343,7 @@ def test_closing_does_not_wait_for_requests_in_flight(server, sampler):
 
 def test_turns_with_one_context_are_one_request_with_the_groups_seed(server, sampler):
     one, two = np.array([2, 3], np.int32), np.array([2, 4], np.int32)
-    turns = [
-        Turn(one, 1, 0, 5),
-        Turn(one, 1, 1, 5),
-        Turn(two, 1, 2, 5),
-        Turn(two, 1, 3, 4),
-    ]
+    turns = [Turn(one, 1, 0, 5), Turn(one, 1, 1, 5), Turn(two, 1, 2, 5), Turn(two, 1, 3, 4)]
     found = {c.sample_index: len(c.tokens) for c in sampler.sample_turns(turns, PARAMS)}
     assert found == {0: 5, 1: 5, 2: 5, 3: 4}
     asked = sorted(
@@ -357,11 +352,7 @@ def test_turns_with_one_context_are_one_request_with_the_groups_seed(server, sam
         for s in [body["sampling_params"]]
     )
     base = asked[0][3]
-    assert asked == [
-        ([2, 3], 2, 5, base),
-        ([2, 4], 1, 4, base + 3),
-        ([2, 4], 1, 5, base + 2),
-    ]
+    assert asked == [([2, 3], 2, 5, base), ([2, 4], 1, 4, base + 3), ([2, 4], 1, 5, base + 2)]
     server.bodies.clear()
     ask(sampler, [9], [2, 3], group_size=2)
     (seed,) = (b["sampling_params"]["seed"] for b in server.bodies if b["token_ids"] == [2, 3])

@@ -179,10 +179,7 @@ def test_a_turn_is_sampled_given_the_whole_episode(serving):
     examples = {7 + i: Example(prompt, {}, {}) for i, prompt in enumerate(PROMPTS)}
     serving.publish(tiny.params(3, config=SERVED), version=3)
     found = EpisodeRunner(Speaks, limits, ContinuousScheduler).run(
-        examples,
-        sampler=serving.sampler,
-        params=params,
-        group_size=4,
+        examples, sampler=serving.sampler, params=params, group_size=4
     )
     assert found.first_failure is None
     assert {r.episode.end for r in found.rollouts} == {"done"}

@@ -174,11 +174,7 @@ def test_pairs_from_parquet_with_margins(model, tokenizer, material, tmp_path):
             {},
             "the messages before the completion in 'chosen' differ from 'prompt'",
         ),
-        (
-            {"chosen": "a", "rejected": "b"},
-            {"data.prompt_key": "none"},
-            "'chosen' has no messages",
-        ),
+        ({"chosen": "a", "rejected": "b"}, {"data.prompt_key": "none"}, "'chosen' has no messages"),
         (
             {"prompt": "c", "chosen": "a", "rejected": "b", "m": "much"},
             {"data.margin_key": "m"},
@@ -217,12 +213,7 @@ def test_reward_model_learns_to_rank(reward_model, model, material, tokenizer, t
     one = config(model, material, **{"train.packing": "false"})
     batch = packed_pairs(held_out.pairs[:8], one).batch
     scores = np.asarray(
-        sequence_scores(
-            decoder(decoder_config),
-            params,
-            batch,
-            precision=PRESETS["fp32"],
-        )
+        sequence_scores(decoder(decoder_config), params, batch, precision=PRESETS["fp32"])
     )
     there = batch.segments.max(axis=1) == 2
     assert (scores[there, 1] > scores[there, 2]).all()

@@ -25,8 +25,7 @@ def parser() -> argparse.ArgumentParser:
         "--adapter", action="store_true", help="write only the LoRA adapters, in PEFT's format"
     )
     made.add_argument(
-        "--dtype",
-        help="f32, bf16 or f16 (default: as the run itself writes its model at the end)",
+        "--dtype", help="f32, bf16 or f16 (default: as the run itself writes its model at the end)"
     )
     return made
 

@@ -95,9 +95,7 @@ def _compiled(step: Step, cache: KVCache, *, layout: Layout, found: Decoding) ->
     model = step.model._replace(local=layout.local)
     params = placed(spec.abstract(model.specs, dtype=policy.compute), layout.tree(model.specs))
     asked = SamplingParams(
-        max_tokens=config.sampling.max_tokens,
-        temperature=config.sampling.temperature,
-        stop=((0,),),
+        max_tokens=config.sampling.max_tokens, temperature=config.sampling.temperature, stop=((0,),)
     )
     settings = draw_settings(asked)
     record = config.train.replay_routing and model.config.experts is not None

@@ -7,13 +7,7 @@ import math
 
 from jaxrl.builders.model import trained_specs
 from jaxrl.commands.plan.chips import GIB
-from jaxrl.commands.plan.units import (
-    count_of,
-    parameter_text,
-    percent_text,
-    size_text,
-    time_text,
-)
+from jaxrl.commands.plan.units import count_of, parameter_text, percent_text, size_text, time_text
 from jaxrl.config.training import Config
 from jaxrl.core.precision import Precision
 from jaxrl.models import huggingface, lora

@@ -44,10 +44,7 @@ def make_step(config: Config, topology: Topology) -> Step:
     """Builds the step of `jaxrl train`; raises as it does for an unusable model or mesh."""
     policy = config.policy
     layout = make_layout(
-        config.mesh,
-        policy=policy,
-        devices=topology.devices,
-        reserved=config.sampler.devices,
+        config.mesh, policy=policy, devices=topology.devices, reserved=config.sampler.devices
     )
     sizes, recipe = huggingface.load_config(config.model.path), make_recipe(config)
     config, align, _ = choose_rows(config, sizes, objective=recipe.objective, layout=layout)

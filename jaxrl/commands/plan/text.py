@@ -6,13 +6,7 @@ from jaxrl.builders.recipe import make_recipe
 from jaxrl.commands.plan.program import Program
 from jaxrl.commands.plan.roofline import Roofline, roofline
 from jaxrl.commands.plan.topology import Topology
-from jaxrl.commands.plan.units import (
-    count_of,
-    parameter_text,
-    percent_text,
-    size_text,
-    time_text,
-)
+from jaxrl.commands.plan.units import count_of, parameter_text, percent_text, size_text, time_text
 from jaxrl.config.training import Config
 from jaxrl.models import lora
 from jaxrl.models.spec import parameter_count

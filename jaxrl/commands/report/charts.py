@@ -125,10 +125,7 @@ _GROUPS: Mapping[str, Sequence[Chart]] = {
     ),
     "Lengths": (
         Chart(
-            "Completion length, distribution",
-            "tokens",
-            _quantiles("completion_length"),
-            kind="fan",
+            "Completion length, distribution", "tokens", _quantiles("completion_length"), kind="fan"
         ),
         Chart(
             "Truncated completions",

@@ -57,11 +57,7 @@ def grpo(
 
 
 def dr_grpo(
-    *,
-    max_length: int,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    ratio: Ratio = over_sampler,
+    *, max_length: int, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over_sampler
 ) -> Recipe:
     """Dr. GRPO (arXiv:2503.20783): GRPO without its two biases, the division by the group's
     standard deviation and the one by the length.

@@ -115,9 +115,7 @@ def vespo(
         negative=(3.0, 2.0)), 'weight/') * likelihood(), token_mean), group_relative)
     """
     weights = gamma_shaped(
-        product(ratio),
-        positive=(k_positive, lam_positive),
-        negative=(k_negative, lam_negative),
+        product(ratio), positive=(k_positive, lam_positive), negative=(k_negative, lam_negative)
     )
     return Recipe(objective(_weighted(weights), token_mean), group_relative)
 
@@ -187,11 +185,7 @@ def dppo(
 
 
 def prime(
-    *,
-    low: float = 0.2,
-    high: float = 0.2,
-    drift: float = 1e-3,
-    ratio: Ratio = over_sampler,
+    *, low: float = 0.2, high: float = 0.2, drift: float = 1e-3, ratio: Ratio = over_sampler
 ) -> Recipe:
     """The default of prime-rl, "DPPO+KL" (the framework: arXiv:2512.16144): DPPO's trust region,
     and a penalty on the distance from the sampler. INTELLECT-3 itself was trained with masked

@@ -22,11 +22,7 @@ Score = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
 
 
 def replay_batch(
-    score: Score,
-    *,
-    tokens: np.ndarray,
-    segments: np.ndarray,
-    seen_until: np.ndarray | None = None,
+    score: Score, *, tokens: np.ndarray, segments: np.ndarray, seen_until: np.ndarray | None = None
 ) -> np.ndarray:
     """Scores all sequences of a rectangular batch.
 

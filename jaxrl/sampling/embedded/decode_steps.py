@@ -70,6 +70,14 @@ class Segment:
     logprobs: jax.Array  # f32[N, B]
     count: jax.Array  # i32[]
 
+    def append(self, token: jax.Array, logprob: jax.Array) -> "Segment":
+        """Returns the segment with one more token, i32[B], and its log-prob, f32[B]."""
+        return Segment(
+            self.tokens.at[self.count].set(token),
+            self.logprobs.at[self.count].set(logprob),
+            self.count + 1,
+        )
+
 
 @jit_forward
 def row_experts(experts: jax.Array, row: jax.Array) -> jax.Array:
@@ -154,11 +162,7 @@ def decode_segment(
         token, logprob, tail, stopped = draw_next(
             logits, state.key, state.length, state.tail, settings=settings
         )
-        out = Segment(
-            out.tokens.at[out.count].set(token),
-            out.logprobs.at[out.count].set(logprob),
-            out.count + 1,
-        )
+        out = out.append(token, logprob)
         state = dataclasses.replace(
             state,
             cache=cache,

@@ -124,11 +124,7 @@ def _decode(
             logits.astype(precision.logits), keys, length, tail, settings=settings
         )
         tokens = tokens.at[jnp.arange(rows), filled].set(token, mode="drop")
-        out = Segment(
-            out.tokens.at[out.count].set(token),
-            out.logprobs.at[out.count].set(logprob),
-            out.count + 1,
-        )
+        out = out.append(token, logprob)
         counts = running(length, stopped)
         return tokens, out, tail, length + counts, stopped | (ends & counts)
 

@@ -191,12 +191,7 @@ def extend(
 
 
 def _advance(
-    params: Params,
-    cache: Cache,
-    tokens: jax.Array,
-    positions: jax.Array,
-    *,
-    context: LayerContext,
+    params: Params, cache: Cache, tokens: jax.Array, positions: jax.Array, *, context: LayerContext
 ) -> tuple[Cache, jax.Array]:
     """Runs i32[B, T] tokens at i32[B, T] positions through the layers; T is 1 if some are linear.
     Positions from the cache's slots on are not kept.

@@ -73,10 +73,7 @@ class Checkpoints:
                 # under its name.
                 todelete_subdir=_DELETED,
                 preservation_policy=managers.AnyPreservationPolicy(
-                    [
-                        managers.LatestN(n=keep),
-                        managers.BestN(get_metric_fn=_rank, n=keep_best),
-                    ]
+                    [managers.LatestN(n=keep), managers.BestN(get_metric_fn=_rank, n=keep_best)]
                 ),
             ),
         )

@@ -41,10 +41,7 @@ def run_with(compiler, command):
 
 @pytest.mark.parametrize(
     ("compiler", "topology"),
-    [
-        pytest.param(TPU, "v5e:2x2", marks=needs(TPU)),
-        pytest.param(GPU, "h100:4", marks=needs(GPU)),
-    ],
+    [pytest.param(TPU, "v5e:2x2", marks=needs(TPU)), pytest.param(GPU, "h100:4", marks=needs(GPU))],
 )
 def test_compiled_products_have_the_operands_that_the_policy_names(tmp_path, compiler, topology):
     write_model(tmp_path)

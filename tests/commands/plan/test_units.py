@@ -2,13 +2,7 @@
 
 import pytest
 
-from jaxrl.commands.plan.units import (
-    count_of,
-    parameter_text,
-    percent_text,
-    size_text,
-    time_text,
-)
+from jaxrl.commands.plan.units import count_of, parameter_text, percent_text, size_text, time_text
 
 
 @pytest.mark.parametrize(

@@ -43,10 +43,7 @@ def test_kl_estimator_compiles_once_for_all_lengths(monkeypatch):
     for length in (1, 2, 700, 1000):
         d = np.full(length, 0.5, np.float32)
         (found,) = outcomes.kl_penalties(
-            learner=[d],
-            reference=[0 * d],
-            masks=[d > 0],
-            coefficient=1.0,
+            learner=[d], reference=[0 * d], masks=[d > 0], coefficient=1.0
         )
         np.testing.assert_array_equal(found, d)
     assert len(sizes) == 1

@@ -67,10 +67,7 @@ class Gated:
 
 
 def hand_made(
-    *,
-    reward: Any = lambda text, example: float(text[-1]),
-    order: str = "begun",
-    **tables: Any,
+    *, reward: Any = lambda text, example: float(text[-1]), order: str = "begun", **tables: Any
 ) -> Any:
     """A run with 40 prompts, prompt i being the token i; batches of 2 prompts x 2 rollouts."""
     config = toml_file.validate(
