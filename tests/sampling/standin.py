@@ -1,5 +1,6 @@
 """A stand-in for a vLLM server."""
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable
@@ -49,7 +50,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
-        self.wfile.write(text.encode())
+        with contextlib.suppress(ConnectionError):  # a client that was closed hangs up
+            self.wfile.write(text.encode())
 
     def log_message(self, *_: Any) -> None:
         pass
