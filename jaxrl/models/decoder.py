@@ -14,7 +14,7 @@ from jaxrl.models.attention import KEPT, Attend, attention
 from jaxrl.models.block import block
 from jaxrl.models.components import Group
 from jaxrl.models.cudnn import keeping
-from jaxrl.models.experts import imbalance
+from jaxrl.models.experts import Routing, imbalance
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.layers import (
     Constrain,
@@ -161,9 +161,7 @@ def decoder(
 
             table, mix = tables[group.kind.rope], recurrence_of if group.linear else attention_of
             x, _, routing = block(x, layer, mix, table=table, context=context, recorded=replay)
-            if not routed or routing is None:
-                return x, None
-            return x, (imbalance(routing, segments), routing.experts)
+            return x, _observed(routing, segments) if routed and routing is not None else None
 
         if remat != "none":
             layer_of = jax.checkpoint(
@@ -224,3 +222,7 @@ def _replayed(recorded: jax.Array | None, group: Group, config: DecoderConfig) -
         return None
     first = group.first - config.num_layers + config.routed_layers
     return recorded[first : first + group.count * group.step : group.step]
+
+
+def _observed(routing: Routing, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return imbalance(routing, segments), routing.experts
