@@ -184,7 +184,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit it ignored
     name, address, count, index = sys.argv[1:-1]
     numbers = {} if address == "auto" else {"processes": int(count), "process": int(index)}
-    cluster.HEARTBEAT = 5
+    cluster.HEARTBEAT = 15  # shorter than a run's, longer than a loaded machine holds a thread up
     with joined(HostsConfig(coordinator=address, **numbers)):
         cases = (whole, stored, failing, interrupted, apart, damaged, devices)
         {f.__name__: f for f in cases}[name](Hosts())
