@@ -7,7 +7,7 @@ same command to resume an interrupted run.
 import argparse
 from collections.abc import Sequence
 
-from jaxrl.commands import options, training
+from jaxrl.commands import options, outcome
 from jaxrl.commands.paths import find_inputs
 from jaxrl.config.preference import DPOConfig
 
@@ -23,4 +23,4 @@ def main(argv: Sequence[str]) -> int:
 
     from jaxrl.training.supervised.dpo import train_dpo  # takes seconds, so after --help
 
-    return training.run(config, train_dpo, training.held_out_accuracy)
+    return outcome.run(config, train_dpo, outcome.held_out_accuracy)

@@ -7,7 +7,7 @@ gets the higher score. The result is a Hugging Face model with one label, for
 import argparse
 from collections.abc import Sequence
 
-from jaxrl.commands import options, training
+from jaxrl.commands import options, outcome
 from jaxrl.commands.paths import find_inputs
 from jaxrl.config.preference import RewardModelConfig
 
@@ -24,4 +24,4 @@ def main(argv: Sequence[str]) -> int:
     # Takes seconds, so after --help.
     from jaxrl.training.supervised.reward_model import train_reward_model
 
-    return training.run(config, train_reward_model, training.held_out_accuracy)
+    return outcome.run(config, train_reward_model, outcome.held_out_accuracy)

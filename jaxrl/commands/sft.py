@@ -6,7 +6,7 @@ Rerun the same command to resume an interrupted run.
 import argparse
 from collections.abc import Sequence
 
-from jaxrl.commands import options, training
+from jaxrl.commands import options, outcome
 from jaxrl.commands.paths import find_inputs
 from jaxrl.config.supervised import SFTConfig
 
@@ -22,4 +22,4 @@ def main(argv: Sequence[str]) -> int:
 
     from jaxrl.training.supervised.sft import finetune  # takes seconds, so after --help
 
-    return training.run(config, finetune, training.last_loss)
+    return outcome.run(config, finetune, outcome.last_loss)

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jaxrl.commands import options, training
+from jaxrl.commands import options, outcome
 from jaxrl.commands.paths import find_inputs
 from jaxrl.config.training import Config
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.train import train
 
     divide_cpu(config)
-    return training.run(config, train, functools.partial(_conclude, run_dir=config.run_dir))
+    return outcome.run(config, train, functools.partial(_conclude, run_dir=config.run_dir))
 
 
 def _conclude(result: "Result", *, run_dir: str) -> tuple[str, int]:
@@ -42,7 +42,7 @@ def _conclude(result: "Result", *, run_dir: str) -> tuple[str, int]:
     lines = [f"model: {result.model}"]
     before, after = result.initial_accuracy, result.final_accuracy
     if before is not None and after is not None:
-        lines.append(f"held-out accuracy: {training.change(before, after)}")
+        lines.append(f"held-out accuracy: {outcome.change(before, after)}")
         if result.best is not None and result.best[1] > after:
             step, accuracy = result.best
             best = f"best {accuracy:.1%} at step {step}".replace("%", " %")
