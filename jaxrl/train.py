@@ -66,11 +66,12 @@ def train(config: Config) -> Result:
         message says what to do.
     """
     with Interrupt() as interrupt, lock(Path(config.run_dir), Hosts()):
-        while (result := _train(config, interrupt)).verdict is not None:
+        while True:
+            result = _train(config, interrupt)
+            rollback = result.verdict is not None and result.verdict.action == "rollback"
             # After a signal nothing new begins: the next start carries the rollback out.
-            if result.verdict.action != "rollback" or result.signum is not None:
-                break
-        return result
+            if not rollback or result.signum is not None:
+                return result
 
 
 def _train(config: Config, interrupt: Interrupt) -> Result:

@@ -36,9 +36,9 @@ install_others() {
     done
 }
 
-finish() {
-    if [ -n "$1" ] && ! wait "$1"; then
-        echo "$2 failed; its error is above" >&2
+finish_others() {
+    if [ -n "$others" ] && ! wait "$others"; then
+        echo "the installation failed; its error is above" >&2
         exit 1
     fi
 }
@@ -52,17 +52,15 @@ fi
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/lint-imports" --no-logo --no-cache
-"$bin/pyright" --pythonpath "$bin/python" &  # one core for half a minute
-types=$!
+"$bin/pyrefly" check --python-interpreter-path "$bin/python"
 
 # Almost a third of the time tests wait for servers and processes, so two cores have work for three workers.
 tests=("$bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder)
 if [ $# = 0 ] && [ -n "$others" ] && kill -0 "$others" 2>/dev/null; then
     "${tests[@]}" -m "not whole"
-    finish "$others" "the installation"
+    finish_others
     "${tests[@]}" -m whole
 else
-    finish "$others" "the installation"
+    finish_others
     "${tests[@]}" ${fast:+-m "not whole"} "$@"
 fi
-finish "$types" pyright

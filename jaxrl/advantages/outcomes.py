@@ -105,7 +105,7 @@ def within_group(estimator: E) -> E:
       >>> is_marked(above_mean, within_group)
       True
     """
-    estimator.within_group = True  # pyright: ignore[reportFunctionMemberAccess]
+    setattr(estimator, within_group.__name__, True)
     return estimator
 
 
@@ -120,7 +120,7 @@ def by_component(estimator: E) -> E:
       >>> is_marked(only_the_first, by_component)
       True
     """
-    estimator.by_component = True  # pyright: ignore[reportFunctionMemberAccess]
+    setattr(estimator, by_component.__name__, True)
     return estimator
 
 
@@ -162,13 +162,14 @@ def estimate(estimator: AdvantageEstimator, outcomes: Outcomes) -> Advantages:
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     name = getattr(estimator, "__name__", repr(estimator))
-    given = {1: (outcomes,), 2: (outcomes.rewards, outcomes.groups)}.get(len(required))
+    ways: dict[int, tuple[Any, ...]] = {1: (outcomes,), 2: (outcomes.rewards, outcomes.groups)}
+    given = ways.get(len(required))
     if given is None:
         raise ValueError(
             f"the advantage estimator {name} needs {len(required)} arguments; write "
             "one that takes (rewards, groups), or (outcomes)"
         )
-    found = estimator(*given)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    found = estimator(*given)
     if len(found) != len(outcomes.rewards):
         raise ValueError(
             f"the advantage estimator {name} returned {len(found)} advantages for "

@@ -181,7 +181,7 @@ def _entry(item: Any) -> Entry:
         )
     if not is_count(item["offset"]):
         raise ManifestError(f"{name}: the offset must be an integer of at least 0")
-    return Entry(**{**item, "shape": tuple(shape)})
+    return Entry(**item)._replace(shape=tuple(shape))
 
 
 def is_file_name(value: Any) -> bool:

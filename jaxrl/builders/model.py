@@ -79,9 +79,7 @@ def load_model(
     elif config.scored:
         raise ValueError(f"{path} is a reward model; a causal language model is required")
     model = make_decoder(config, layout=layout, remat=remat, attention=attention)
-    shardings: dict[str, Any] = traverse_util.flatten_dict(  # pyright: ignore[reportAssignmentType]
-        layout.tree(model.specs), sep="/"
-    )
+    shardings: dict[str, Any] = traverse_util.flatten_dict(layout.tree(model.specs), sep="/")
     _, params = huggingface.load(
         path, dtype=dtype, put=lambda name, array: place(array, shardings[name]), scored=scored
     )

@@ -44,7 +44,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Builds sampling parameters. Completions end at the end-of-sequence tokens of the model and
     of the tokenizer, and at the texts of `sampling.stop`."""
-    ends = sorted({*huggingface.load_end_ids(model_path), tokenizer.eos_token_id} - {None})
+    found = {*huggingface.load_end_ids(model_path), tokenizer.eos_token_id}
+    ends = sorted(end for end in found if end is not None)
     texts = [tokenizer.encode(text, add_special_tokens=False) for text in config.stop]
     return SamplingParams(
         max_tokens=config.max_tokens,

@@ -29,6 +29,6 @@ def main(argv: Sequence[str]) -> int:
     for command in commands.choices.values():
         for action in command._actions:
             if action.dest.endswith("path") or not (action.option_strings or action.choices):
-                action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
+                action.complete = shtab.FILE  # pyrefly: ignore[missing-attribute] for shtab
     print(shtab.complete(whole, shell))
     return 0

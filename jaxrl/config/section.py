@@ -120,7 +120,7 @@ class OpenSection(Section):
     """A table with further keys: keyword arguments of a function, whose signature checks them."""
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, Plain] = Field(init=False)
+    __pydantic_extra__: dict[str, Plain] = Field(init=False)  # pyrefly: ignore[bad-override]
 
     @property
     def parameters(self) -> dict[str, Any]:

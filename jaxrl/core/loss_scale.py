@@ -88,8 +88,8 @@ def parse_loss_scale(text: str) -> LossScaleSpec:
             initial, interval, *rest = [*numbers, *("65536", "400")[len(numbers) :]]
             spec = dynamic_loss_scale(float(initial), int(interval))
             if rest:
-                named = zip(("growth", "backoff", "floor"), map(float, rest), strict=True)
-                spec = dataclasses.replace(spec, **dict(named))
+                growth, backoff, floor = map(float, rest)
+                spec = dataclasses.replace(spec, growth=growth, backoff=backoff, floor=floor)
         else:
             raise ValueError
         return spec

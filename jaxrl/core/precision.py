@@ -192,19 +192,20 @@ ROLES = tuple(f.name for f in dataclasses.fields(Precision) if f.name not in _SE
 
 _F32: dict[str, Any] = dict.fromkeys(ROLES, "f32")
 _FP32 = Precision(**_F32)
+_changed = functools.partial(dataclasses.replace, _FP32)  # takes the names of dtypes, too
 _BF16 = dict.fromkeys(("compute", "activations", "wire", "sampler"), "bf16")
 _F16 = dict.fromkeys(_BF16, "f16")
 
 PRESETS: dict[str, Precision] = {
     "fp32": _FP32,
     # Everything but reductions and moments in bf16: the smallest memory, the largest mismatch.
-    "bf16": dataclasses.replace(_FP32, **_BF16, params="bf16", grads="bf16"),
+    "bf16": _changed(**_BF16, params="bf16", grads="bf16"),
     # f32 master weights, bf16 everywhere that the sampler computes in bf16: a matched policy.
-    "bf16_master": dataclasses.replace(_FP32, **_BF16),
+    "bf16_master": _changed(**_BF16),
     # f32 master weights, f16 on both sides with dynamic loss scaling (arXiv:2510.26788).
-    "fp16_master": dataclasses.replace(_FP32, **_F16, loss_scale=dynamic_loss_scale()),
+    "fp16_master": _changed(**_F16, loss_scale=dynamic_loss_scale()),
     # f32 trainer and bf16 sampler: the mismatch that causes phantom clipping, for experiments.
-    "phantom": dataclasses.replace(_FP32, wire="bf16", sampler="bf16"),
+    "phantom": _changed(wire="bf16", sampler="bf16"),
 }
 
 

@@ -121,7 +121,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 def _read_hub(path: str, *, split: str, subset: str | None) -> Iterator[Row]:
     try:
-        import datasets  # pyright: ignore[reportMissingImports]
+        import datasets
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
             f"data {path!r} is not a file; reading it from the Hugging Face hub needs the package "

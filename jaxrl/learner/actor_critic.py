@@ -159,19 +159,17 @@ def shared_trunk(
 def _apart(optimizers: Optimizers) -> optax.GradientTransformation:
     """Applies each optimizer to its own parameters; the state is the pair of theirs."""
 
-    def init(params: Params) -> tuple[Any, Any]:
+    def init(params: Any) -> Any:
         policy, head = _split(params)
         return optimizers.policy.init(policy), optimizers.head.init(head)
 
-    def update(updates: Params, state: tuple[Any, Any], params: Params) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         (grads, head_grads), (policy, head) = _split(updates), _split(params)
-        found: Any
-        more: Any
-        found, own = optimizers.policy.update(grads, state[0], policy)
-        more, head_own = optimizers.head.update(head_grads, state[1], head)
-        return found | more, (own, head_own)
+        found: Any = optimizers.policy.update(grads, state[0], policy)
+        more: Any = optimizers.head.update(head_grads, state[1], head)
+        return found[0] | more[0], (found[1], more[1])
 
-    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+    return optax.GradientTransformation(init, update)
 
 
 def _split(params: Params) -> tuple[Params, Params]:

@@ -86,7 +86,7 @@ def load_tokenizer(directory: str | Path) -> Any:
     from transformers import AutoTokenizer  # seconds to import; only text needs it
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory))
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
         vocabulary = tokenizer.get_vocab()
         # A character that no text has, and every token: some settings fail only in use.
         tokenizer.encode("a \ue000", add_special_tokens=False)
@@ -335,7 +335,7 @@ def _tensors(
     params: Params, flat: Mapping[str, ParamSpec], *, dtype: DType
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (Hugging Face name, host tensor) in the order of the specs."""
-    given: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")  # pyright: ignore
+    given: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
     if unknown := sorted(set(given) ^ set(flat)):
         raise ValueError(f"parameters do not fit the config: {', '.join(unknown)}")
     for path, one in flat.items():

@@ -86,7 +86,8 @@ def from_nnx(
 
     vocab_size = jax.eval_shape(head, params).shape[0]
     specs = jax.tree.map_with_path(_declare, params)
-    return Model(NnxConfig(vocab_size, max_positions), specs, run, head), params  # pyright: ignore
+    config: Any = NnxConfig(vocab_size, max_positions)
+    return Model(config, specs, run, head), params
 
 
 def _declare(path: tuple[Any, ...], parameter: jax.Array) -> ParamSpec:

@@ -152,7 +152,8 @@ def _read_table(c: ConfigJson, table: RopeJson, *, key: str, family: Family) -> 
 
 def _read_share(c: ConfigJson, table: RopeJson | None, family: Family) -> float:
     """Returns the share of rotated dimensions; 1 if the family rotates all."""
-    inside, outside = table and table.partial_rotary_factor, c.partial_rotary_factor
+    inside = table.partial_rotary_factor if table else None
+    outside = c.partial_rotary_factor
     if None not in (inside, outside) and inside != outside:
         raise ValueError(
             f"partial_rotary_factor={outside} and {inside} in rope_parameters contradict each other"
@@ -189,7 +190,7 @@ def write_ropes(config: DecoderConfig, family: Family) -> dict[str, Any]:
     scaling, theta = _write_scaling(rope), {"rope_theta": rope.theta}
     if family.partial is not None:
         theta |= {"partial_rotary_factor": rope.share}
-    content = {
+    content: dict[str, Any] = {
         # transformers 5 and 4 use different keys; each ignores the other's.
         "rope_parameters": theta | scaling,
         **theta,

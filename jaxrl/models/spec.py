@@ -83,8 +83,8 @@ def is_spec(x: Any) -> bool:
 
 def flatten(specs: Specs) -> dict[str, ParamSpec]:
     """Flattens specs to {"layers/q": spec, ...}, the paths used in error messages."""
-    flat = traverse_util.flatten_dict(dict(specs), sep="/", is_leaf=lambda _, x: is_spec(x))
-    return {str(path): spec for path, spec in flat.items()}  # pyright: ignore
+    flat: dict[str, Any] = traverse_util.flatten_dict(dict(specs), sep="/")
+    return flat
 
 
 def parameter_count(specs: Specs) -> int:

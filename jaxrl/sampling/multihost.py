@@ -43,3 +43,6 @@ class NullSampler(Sampler):
     def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
         """Raises RuntimeError: only process 0 samples."""
         raise RuntimeError("only process 0 samples; call the sampler within Hosts.on_leader")
+
+    def close(self) -> None:
+        """Does nothing: this process samples nothing."""

@@ -4,7 +4,7 @@ loss needs."""
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +109,7 @@ def prepare_minibatch(
         returns=targets.returns,
     )
     needs, score = learning.recipe.objective.needs, learning.learner.score
-    scores: dict[str, jax.Array] = {}
+    scores: dict[str, Any] = {}
     if Need.REFERENCE in needs:
         assert learning.reference is not None
         reference = lora.with_trainable(policy.params, learning.reference)

@@ -44,7 +44,7 @@ def measured(directory: Path, keys: Mapping[str, object]) -> Scores:
                 served = sampled.score([np.concatenate([r.prompt, r.completion]) for r in rollouts])
                 tails = [scores[-TOKENS:] for scores in served]
                 found[f"vllm {dtype}"] = np.array(tails, np.float64)
-    np.savez(file, **found)  # pyright: ignore[reportArgumentType]
+    np.savez(file, **found)
     return found
 
 

@@ -153,6 +153,6 @@ def test_estimators_are_called_by_what_they_take():
     np.testing.assert_array_equal(estimate(lambda rewards, groups: groups, case), case.groups)
     np.testing.assert_array_equal(estimate(lambda given: given.lengths, case), [1, 3, 2, 2, 5])
     with pytest.raises(ValueError, match="needs 3 arguments"):
-        estimate(lambda a, b, c: a, case)  # pyright: ignore[reportArgumentType]
+        estimate(lambda a, b, c: a, case)
     with pytest.raises(ValueError, match="returned 2 advantages for 5"):
         estimate(lambda rewards, groups: rewards[:2], case)

@@ -29,7 +29,7 @@ def shared(coefficient: jax.Array | float, *, head_optimizer=SGD) -> ActorCritic
     return shared_trunk(
         tiny.model(),
         RECIPE,
-        coefficient=coefficient,  # pyright: ignore[reportArgumentType] — one program for all
+        coefficient=coefficient,  # one program for all
         optimizers=Optimizers(SGD, head_optimizer),
         **SHAPES,
     )

@@ -88,4 +88,4 @@ def test_it_learns_what_was_received(critic):
     names = to_floats(metrics).keys()
     assert {"value/loss", "value/clipped", "value/grad_norm"} <= names
     assert all(name.startswith("value/") for name in names)
-    assert critic.step._cache_size() == 1  # pyright: ignore
+    assert critic.step._cache_size() == 1

@@ -136,7 +136,7 @@ def test_step_compiles_once_for_every_number_of_rows():
     state = one.init(tiny.params())
     for count in (1, 3, 8):
         one.step(state, minibatch(count, rows_per_microbatch=2))
-    assert one.step._cache_size() == 1  # pyright: ignore
+    assert one.step._cache_size() == 1
 
 
 def test_a_step_traces_its_loss_once():

@@ -87,7 +87,7 @@ def run(layout: Layout, config: DecoderConfig, *, offload: bool = False):
     moments = jax.device_get(state.opt_state)
     state, _ = step(state, batch)
     assert jax.tree.map(lambda x: x.sharding, state) == shardings
-    assert step._cache_size() == 1  # pyright: ignore
+    assert step._cache_size() == 1
     return jax.device_get((scores, moments, to_floats(metrics), state.params))
 
 

@@ -105,7 +105,7 @@ def test_what_is_not_computed_is_named():
     with pytest.raises(ValueError, match=r"among=top_entropy\(0\.5\) is computed over the whole"):
         objective(reinforce(), token_mean, among=top_entropy(0.5))
     with pytest.raises(TypeError, match=r"among=reinforce\(\) is not Weights"):
-        objective(reinforce(), token_mean, among=reinforce())  # pyright: ignore[reportArgumentType]
+        objective(reinforce(), token_mean, among=reinforce())
     ones, zeros = (
         whole_batch(Weights(frozenset(), lambda s, b, x=x: (x * b.advantages, {}))) for x in (1, 0)
     )

@@ -6,8 +6,6 @@ model. So no forward pass sees a half-loaded model, paused or not, and a refused
 nothing.
 """
 
-# pyright: reportMissingImports=false
-
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -80,7 +80,7 @@ class Lease:
     def _refusal(self, path: str, sender: str | None) -> str:
         if path == _CONNECT:  # the engine decides
             return ""
-        if self._owner not in (None, sender):
+        if self._owner is not None and self._owner != sender:
             name = urllib.parse.unquote(self._owner.partition(" ")[2])
             return f"the server takes weights from learner {name!r}; see {TAKE_OVER} in the docs"
         if path in _STEPS and self._expired:

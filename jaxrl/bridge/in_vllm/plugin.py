@@ -1,7 +1,5 @@
 """Entry point that vLLM loads in each of its processes."""
 
-# pyright: reportMissingImports=false
-
 import contextlib
 
 BACKEND = "jaxrl"

@@ -141,10 +141,9 @@ def _rebuild(
 class _Handler(socketserver.StreamRequestHandler):
     """Answers one request."""
 
-    server: "_Server"
-
     def handle(self) -> None:
         """Reads a line and writes a line."""
+        assert isinstance(self.server, _Server)
         answer = self.server.agent.answer(json.loads(self.rfile.readline()))
         self.wfile.write(json.dumps(answer).encode() + b"\n")
 

@@ -101,7 +101,7 @@ def parse(data: bytes) -> StoredVersion:
 
 
 def _file(raw: Any) -> StoredFile:
-    file = StoredFile(**{**raw, "chunks": tuple(Chunk(*chunk) for chunk in raw["chunks"])})
+    file = StoredFile(**raw)._replace(chunks=tuple(Chunk(*chunk) for chunk in raw["chunks"]))
     if not manifest.is_file_name(file.name) or not manifest.is_count(file.nbytes):
         raise ManifestError(f"{str(file.name)[:200]!r} is not the name and size of a file")
     if len(file.chunks) != -(-file.nbytes // CHUNK_BYTES):

@@ -128,7 +128,7 @@ def majority(answers: Sequence[Sequence[Hashable]], rewards: np.ndarray) -> floa
         most = max(votes.values(), default=0)
         winners = [answer for answer, count in votes.items() if count == most]
         right = [float(values[list(given).index(answer)] > 0.5) for answer in winners]
-        shares.append(np.mean(right) if right else 0.0)
+        shares.append(float(np.mean(right)) if right else 0.0)
     return float(np.mean(shares))
 
 

@@ -169,7 +169,6 @@ def _shardings(state: DecodeState, layout: Layout) -> DecodeState:
         return NamedSharding(layout.mesh, PartitionSpec(*axes))
 
     cache = jax.tree_util.tree_map_with_path(of_cache, state.cache)
-    others = jax.tree.map(
-        lambda _: layout.batch(("batch",)), dataclasses.replace(state, cache=None)
-    )
+    without: dict[str, Any] = {"cache": None}
+    others = jax.tree.map(lambda _: layout.batch(("batch",)), dataclasses.replace(state, **without))
     return dataclasses.replace(others, cache=cache)

@@ -93,14 +93,14 @@ def memory_fraction() -> float:
     return 0.75
 
 
-def _describe_to_cudnn(capability: tuple[int, int]) -> None:
+def _describe_to_cudnn(own: tuple[int, int]) -> None:
     """Gives jax's checks of cuDNN's attention the compute capability of the described GPU; they
     would ask for that of this machine."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
-    def reaches(least: str) -> bool:
-        major, minor = least.split(".")
-        return capability >= (int(major), int(minor))
+    def reaches(capability: str) -> bool:
+        major, minor = capability.split(".")
+        return own >= (int(major), int(minor))
 
     fused.check_compute_capability = reaches
 

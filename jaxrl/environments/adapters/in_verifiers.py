@@ -65,13 +65,13 @@ class Turns:
     async def _complete(self, body: dict[str, Any]) -> tuple[str, str, bytes]:
         episode = body["model"]
         if episode in self._waiting:
-            message = f"{episode} asks for two turns at once, which no sequence of tokens can hold"
-            tell(episode, error=message)
-            return "400 Bad Request", "application/json", json.dumps({"error": message}).encode()
+            refusal = f"{episode} asks for two turns at once, which no sequence of tokens can hold"
+            tell(episode, error=refusal)
+            return "400 Bad Request", "application/json", json.dumps({"error": refusal}).encode()
         future = asyncio.get_running_loop().create_future()
         self._waiting[episode] = future
         tell(episode, messages=body["messages"], tools=body.get("tools") or [])
-        message = {"role": "assistant", **await future}
+        message: dict[str, Any] = {"role": "assistant", **await future}
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         shared = {"id": "jaxrl", "created": 0, "model": episode}

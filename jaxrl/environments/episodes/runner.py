@@ -102,7 +102,7 @@ class TurnScheduler(abc.ABC):
 
     def _take(self) -> list["_Request"]:
         """Empties the queue, ordered by index because the order of arrival is random."""
-        taken = sorted(self._waiting, key=lambda request: request.index)
+        taken = sorted(self._waiting, key=lambda request: request.indices)
         self._waiting.clear()
         return taken
 
@@ -110,7 +110,7 @@ class TurnScheduler(abc.ABC):
         self._pool.submit(self._sample, requests, asyncio.get_running_loop())
 
     def _sample(self, requests: Sequence["_Request"], loop: asyncio.AbstractEventLoop) -> None:
-        pending = {request.index: request.completion for request in requests}
+        pending = {request.indices: request.completion for request in requests}
         seed = turn_seed(self._params.seed, requests[0].number)
         params = dataclasses.replace(self._params, seed=seed)
         try:
@@ -158,7 +158,7 @@ class _Request(NamedTuple):
     completion: "asyncio.Future[Completion]"
 
     @property
-    def index(self) -> tuple[int, int]:
+    def indices(self) -> tuple[int, int]:
         return self.turn.prompt_index, self.turn.sample_index
 
 

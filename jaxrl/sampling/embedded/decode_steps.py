@@ -7,6 +7,7 @@ or the batch fewer rows.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -256,7 +257,8 @@ def put_rows(
         return lax.fori_loop(0, len(x), layer, x)
 
     cache = jax.tree.map(put_part, state.cache, new.cache)
-    others = dataclasses.replace(state, cache=None), dataclasses.replace(new, cache=None)
+    without: dict[str, Any] = {"cache": None}
+    others = dataclasses.replace(state, **without), dataclasses.replace(new, **without)
     state = dataclasses.replace(jax.tree.map(put, *others), cache=cache)
     tokens, logprobs = (
         put(jnp.zeros(len(state.token), x.dtype), x[0])[None]
@@ -316,7 +318,7 @@ def _by_part(function: Callable[..., jax.Array], cache: Cache, *others: Cache) -
     """Applies `function(part, *parts of the others, axis=...)` to the parts of caches that have
     slots; the axis is theirs, from the end."""
 
-    def apply(name: str, axis: int) -> jax.Array | None:
+    def apply(name: str, axis: int) -> Any:
         parts = [getattr(one, name) for one in (cache, *others)]
         return None if parts[0] is None else function(*parts, axis=axis)
 

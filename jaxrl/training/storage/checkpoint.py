@@ -188,10 +188,7 @@ class Checkpoints:
         if step not in self._manager.all_steps():
             raise CheckpointError(f"there is no checkpoint {path}; steps there: {self._steps()}")
         wanted = {"state": like} | ({} if critic is None else {"critic": critic})
-        arrays = {
-            item: ocp.args.StandardRestore(tree)  # pyright: ignore[reportArgumentType]
-            for item, tree in wanted.items()
-        }
+        arrays = {item: ocp.args.StandardRestore(tree) for item, tree in wanted.items()}
         try:
             for item, tree in wanted.items():
                 metadata = self._manager.item_metadata(step)[item]

@@ -319,7 +319,7 @@ def test_missing_compiler_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'jax\[tpu\]'"):
         open_topology("v5e:2x2")
-    assert jax.config.jax_enable_compilation_cache  # pyright: ignore
+    assert jax.config.jax_enable_compilation_cache
 
 
 def test_command(tmp_path, capsys):

@@ -96,8 +96,8 @@ for _name in (*COMPARISONS, *ARITHMETIC):
 
 def make_proxy(cls: ProxyClass, reference: int) -> Any:
     """Makes a proxy without calling the constructor of the other side."""
-    builtin = next(b for b in cls.__mro__ if b.__module__ == "builtins")
-    proxy: Any = builtin.__new__(cls)  # pyright: ignore[reportCallIssue]
+    builtin: Any = next(b for b in cls.__mro__ if b.__module__ == "builtins")
+    proxy = builtin.__new__(cls)
     proxy.__dict__["_jaxrl_reference"] = reference
     return proxy
 
