@@ -54,13 +54,16 @@ fi
 "$bin/lint-imports" --no-logo --no-cache
 "$bin/pyrefly" check --python-interpreter-path "$bin/python"
 
-# Almost a third of the time tests wait for servers and processes, so two cores have work for three workers.
-tests=("$bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder)
-if [ $# = 0 ] && [ -n "$others" ] && kill -0 "$others" 2>/dev/null; then
-    "${tests[@]}" -m "not whole"
+# Half the time of the tests marked `whole` is waiting for servers and processes, so two cores have work for three
+# workers. The others compute.
+tests=("$bin/python" -m pytest --dist loadfile --no-loadscope-reorder)
+if [ -n "$fast" ]; then
+    "${tests[@]}" -n 2 -m "not whole" "$@"
+elif [ $# != 0 ]; then
     finish_others
-    "${tests[@]}" -m whole
+    "${tests[@]}" -n 3 "$@"
 else
+    "${tests[@]}" -n 2 -m "not whole"
     finish_others
-    "${tests[@]}" ${fast:+-m "not whole"} "$@"
+    "${tests[@]}" -n 3 -m whole
 fi

@@ -1,5 +1,6 @@
 """Declarations of parameters: shape, axes, initial value and Hugging Face name."""
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -101,10 +102,18 @@ def init(specs: Specs, key: jax.Array, *, dtype: DType) -> Params:
         spec, own = flat[path], dtype_of(path, dtype)
         if spec.scale is None:
             return jnp.ones(spec.shape, own)
-        return (spec.scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(own)
+        return _normal(key, spec.scale, shape=spec.shape, dtype=own)
 
     values = {path: one(path, key) for path, key in zip(flat, keys, strict=True)}
     return traverse_util.unflatten_dict(values, sep="/")
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(key: jax.Array, scale: float, *, shape: tuple[int, ...], dtype: DType) -> jax.Array:
+    # One program a shape. Without the barrier XLA folds `scale` into the factors of `normal`, and
+    # the last bit is another one than that of the steps one by one.
+    drawn = jax.lax.optimization_barrier(jax.random.normal(key, shape, jnp.float32))
+    return (scale * drawn).astype(dtype)
 
 
 def abstract(specs: Specs, *, dtype: DType) -> Params:

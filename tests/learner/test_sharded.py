@@ -72,7 +72,9 @@ def run(layout: Layout, config: DecoderConfig, *, offload: bool = False):
         rows_per_microbatch=ROWS,
         param_shardings=layout.tree(model.specs),
     )
-    params = jax.device_put(tiny.params(config=config), layout.tree(model.specs))
+    # From the host: each array that is divided where it lies is a program of its own.
+    params = jax.device_get(tiny.params(config=config))
+    params = jax.device_put(params, layout.tree(model.specs))
     settings = OptimizerConfig(offload=offload)
     shardings = state_shardings(settings, learner.init, params, layout=layout, specs=model.specs)
     state = jax.jit(learner.init, out_shardings=shardings)(params)

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
@@ -16,7 +15,6 @@ from tests import tiny
 
 def completions(monkeypatch, *, on_cpu, config, precision):
     monkeypatch.setattr(DecodeRequest, "on_cpu", on_cpu)
-    jax.clear_caches()
     params = tiny.params(config=config)
     sampler = EmbeddedSampler(
         decoder(config), params, precision=parse(precision), max_batch=16, record_experts=True

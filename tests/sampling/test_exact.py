@@ -139,6 +139,7 @@ def differences(model, params, policy, rollouts, *, row_length=112, rows=4):
     return np.concatenate([s - r.logprobs for s, r in zip(scored, rollouts, strict=True)])
 
 
+@functools.cache
 def a_model(family, **settings):
     config = {"model_type": family, **SETTINGS, **(FAMILIES | INEXACT)[family], **settings}
     model = decoder(from_hf_config(config), remat="matmuls")
@@ -151,6 +152,12 @@ def a_model(family, **settings):
         if group.linear:  # states that remember a hundred tokens
             layers["decay"] = layers["decay"] - 5
     return model, params
+
+
+@functools.cache
+def rollouts_of(family, policy):
+    """The rollouts of a family's model, which several tests read."""
+    return sampled(*a_model(family), policy)
 
 
 BOUNDS = {"fp32": 2e-6, "bf16_master": 4e-3, "fp16_master": 1.8e-3}
@@ -175,14 +182,14 @@ PAIRS = [(f, name) for f in FAMILIES for name in BOUNDS if f not in LATER or nam
 def test_with_fixed_sums_every_token_is_equal(family, name):
     model, params = a_model(family)
     policy = dataclasses.replace(parse(name), sums="fixed")
-    rollouts = sampled(model, params, policy)
+    rollouts = rollouts_of(family, policy)
     assert not differences(model, params, policy, rollouts).any()
 
 
 def test_with_fixed_sums_neither_batch_nor_microbatch_nor_packing_matters():
     model, params = a_model("qwen3")
     policy = parse("bf16_master,sums=fixed")
-    whole = sampled(model, params, policy)
+    whole = rollouts_of("qwen3", policy)
     for max_batch in (1, 3):
         few = sampled(model, params, policy, max_batch=max_batch, prompts=3)
         for one, other in zip(few, whole[: len(few)], strict=True):
@@ -213,7 +220,7 @@ def test_with_fixed_sums_every_token_is_equal_where_only_the_window_is_read(name
 def test_with_fixed_sums_neither_order_nor_company_matters_where_turns_wait(family, name):
     model, params = a_model(family)
     policy = dataclasses.replace(parse(name), sums="fixed")
-    whole = sampled(model, params, policy)
+    whole = rollouts_of(family, policy)
     rng = np.random.default_rng(0)
     limits = [72, *rng.integers(1, 73, len(whole) - 1)]
     turns = [
@@ -235,7 +242,7 @@ def test_with_fixed_sums_the_training_step_sees_a_ratio_of_one(name):
     model, params = a_model("qwen3")
     policy = dataclasses.replace(parse(name), sums="fixed")
     learner = a_learner(model, policy)
-    _, minibatch = packed(policy, sampled(model, params, policy), row_length=300)
+    _, minibatch = packed(policy, rollouts_of("qwen3", policy), row_length=300)
     _, metrics = jit(learner.step, sums="fixed")(learner.init(params), minibatch)
     found = to_floats(metrics)
     assert found["mismatch/token_mult_error"] == 1
@@ -247,7 +254,7 @@ def test_with_fixed_sums_there_is_no_shape_noise():
     noise = {}
     for sums in ("fixed", "any"):
         policy = parse(f"fp32,sums={sums}")
-        rollouts = sampled(model, params, policy)
+        rollouts = rollouts_of("qwen3", policy)
         shape, minibatch = packed(policy, rollouts, row_length=256)
         score = functools.partial(jit(a_learner(model, policy).score, sums=sums), params)
         scores = np.asarray(score(minibatch))
@@ -270,6 +277,7 @@ def test_with_fixed_sums_a_large_vocabulary_is_added_as_one():
 )
 def test_without_fixed_sums_the_difference_is_small(family, name):
     model, params = a_model(family)
-    found = differences(model, params, parse(name), sampled(model, params, parse(name)))
+    policy = parse(name)
+    found = differences(model, params, policy, rollouts_of(family, policy))
     # Chunks and single tokens round in other places.
     assert found.std() <= BOUNDS[name] * (1 if family == "qwen3" else 4)
