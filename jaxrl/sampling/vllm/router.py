@@ -24,7 +24,7 @@ import httpx2
 from jaxrl.sampling.base import ClosedError
 
 _PATH = "/inference/v1/generate"
-_ATTEMPTS = 4  # the first and three retries, after 0.5, 1 and 2 seconds
+_ATTEMPTS, _FIRST_WAIT = 4, 0.5  # three retries, after 0.5, 1 and 2 seconds
 # vLLM 0.33 answers so, with status 503, during a weight sync that drains or aborts requests; 0.32
 # queues new requests.
 _PAUSED, _PAUSE_WAIT = "Generation is paused", 0.05
@@ -106,7 +106,7 @@ class Router:
                 continue
             failures, failed = failures + 1, url
             final = 400 <= status < 500 or failures == _ATTEMPTS
-            if final or self._closed.wait(0.5 * 2 ** (failures - 1)):
+            if final or self._closed.wait(_FIRST_WAIT * 2 ** (failures - 1)):
                 raise SamplerError(f"{url} did not answer {about}: {status or ''} {text}")
 
     def use(self, urls: Sequence[str]) -> None:
