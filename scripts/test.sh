@@ -54,8 +54,7 @@ fi
 "$bin/lint-imports" --no-logo --no-cache
 "$bin/pyrefly" check --python-interpreter-path "$bin/python"
 
-# Almost half the time of the tests marked `whole` is waiting for servers and processes: two cores have work for three
-# workers. The others compute.
+# Tests marked `whole` wait for servers and processes, so two cores have work for three workers. The others compute.
 tests=("$bin/python" -m pytest --dist loadfile --no-loadscope-reorder)
 if [ -n "$fast" ]; then
     "${tests[@]}" -n 2 -m "not whole" "$@"
