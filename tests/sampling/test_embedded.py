@@ -234,8 +234,7 @@ def test_moving_a_sharded_batch_needs_no_whole_copy_on_one_device():
         values=part((*heads, slots, 8), jnp.uint16, None, "fsdp"),
     )
     each = part((batch,), jnp.int32, "fsdp")
-    state = decode_steps.DecodeState(
-        cache=cache,
+    rows = decode_steps.RowStates(
         token=each,
         context=each,
         key=part((batch,), jax.random.key(0).dtype, "fsdp"),
@@ -244,7 +243,8 @@ def test_moving_a_sharded_batch_needs_no_whole_copy_on_one_device():
         limit=each,
         stopped=part((batch,), jnp.bool_, "fsdp"),
     )
-    found = decode_steps.take_rows.lower(state, each, state.stopped, slots=2 * slots).compile()
+    state = decode_steps.DecodeState(cache, rows)
+    found = decode_steps.take_rows.lower(state, each, rows.stopped, slots=2 * slots).compile()
     moved = 2 * 2 * math.prod(heads) * 8 * 2 * slots  # bytes of the new cache
     assert found.memory_analysis().temp_size_in_bytes < moved / 4
     grown = decode_steps.grow_cache.lower(state, slots=2 * slots).compile()

@@ -65,7 +65,7 @@ def decoded(monkeypatch):
 
     def decode_segment(weights, state, **settings):
         state, out = segment(weights, state, **settings)
-        counts["row_steps"] += int(out.count) * len(state.token)
+        counts["row_steps"] += int(out.count) * len(state.rows.token)
         return state, out
 
     def put_rows(*arguments):

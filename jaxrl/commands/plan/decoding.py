@@ -147,9 +147,8 @@ def _state(
         held, logits = prefill.__wrapped__(
             params, tokens, lengths, model=model, for_cpu=False, **options
         )
-        return draw_first.__wrapped__(held, logits, lengths, plan=plan, key=key, settings=settings)[
-            0
-        ]
+        states, _ = draw_first.__wrapped__(logits, lengths, plan=plan, key=key, settings=settings)
+        return DecodeState(held, states)
 
     tokens = jax.ShapeDtypeStruct((cache.rows, cache.slots), jnp.int32)
     lengths = jax.ShapeDtypeStruct((cache.rows,), jnp.int32)
@@ -169,6 +168,4 @@ def _shardings(state: DecodeState, layout: Layout) -> DecodeState:
         return NamedSharding(layout.mesh, PartitionSpec(*axes))
 
     cache = jax.tree_util.tree_map_with_path(of_cache, state.cache)
-    without: dict[str, Any] = {"cache": None}
-    others = jax.tree.map(lambda _: layout.batch(("batch",)), dataclasses.replace(state, **without))
-    return dataclasses.replace(others, cache=cache)
+    return DecodeState(cache, jax.tree.map(lambda _: layout.batch(("batch",)), state.rows))

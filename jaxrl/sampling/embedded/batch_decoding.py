@@ -168,7 +168,7 @@ class _Batch:
     def _take_finished(self) -> list[Completion]:
         """Appends new tokens to the completions of the rows and takes those that have ended."""
         state = self._state
-        out, length, stopped = fetch((self._out, state.length, state.stopped))
+        out, length, stopped = fetch((self._out, state.rows.length, state.rows.stopped))
         finished = []
         for row, one in enumerate(self._partial):
             if one is None:

@@ -36,14 +36,13 @@ class RowPlan:
 
 
 @struct.dataclass
-class DecodeState:
-    """A batch of completions in progress.
+class RowStates:
+    """Completions in progress, one to each of B rows.
 
     Rows that have ended stay in the batch until others take their places, and what is drawn for
     them is ignored.
     """
 
-    cache: Cache
     token: jax.Array  # i32[B], the last one drawn; not in the cache yet
     context: jax.Array  # i32[B], tokens before the completion
     key: jax.Array  # key[B]
@@ -61,6 +60,14 @@ class DecodeState:
     def running(self) -> jax.Array:
         """Rows that have not ended, bool[B]."""
         return ~self.stopped & (self.length < self.limit)
+
+
+@struct.dataclass
+class DecodeState:
+    """A batch of completions in progress."""
+
+    cache: Cache
+    rows: RowStates
 
 
 @struct.dataclass
@@ -86,20 +93,13 @@ def row_experts(experts: jax.Array, row: jax.Array) -> jax.Array:
     return experts[:, row].transpose(1, 0, 2)
 
 
-@functools.partial(jit_forward, sums="fixed", donate_argnames=("cache",))
+@functools.partial(jit_forward, sums="fixed")
 def draw_first(
-    cache: Cache,
-    logits: jax.Array,
-    lengths: jax.Array,
-    *,
-    plan: RowPlan,
-    key: jax.Array,
-    settings: DrawSettings,
-) -> tuple[DecodeState, Segment]:
-    """Draws the first tokens of a batch.
+    logits: jax.Array, lengths: jax.Array, *, plan: RowPlan, key: jax.Array, settings: DrawSettings
+) -> tuple[RowStates, Segment]:
+    """Draws the first tokens of a batch of B rows.
 
     Args:
-      cache: of its B rows.
       logits: [N, V] after each of N prompts.
       lengths: i32[N] tokens of each prompt.
       plan: the rows of the batch.
@@ -111,8 +111,7 @@ def draw_first(
     token, logprob, tail, stopped = draw_next(
         logits[prompt], key, jnp.zeros_like(prompt), plan.tail, settings=settings
     )
-    state = DecodeState(
-        cache=cache,
+    states = RowStates(
         token=token,
         context=lengths[prompt],
         key=key,
@@ -121,7 +120,7 @@ def draw_first(
         limit=limit,
         stopped=stopped,
     )
-    return state, Segment(token[None], logprob[None], jnp.int32(1))
+    return states, Segment(token[None], logprob[None], jnp.int32(1))
 
 
 @jit_by_policy(static_argnames=("model", "precision"), donate_argnames=("state",))
@@ -142,37 +141,37 @@ def decode_segment(
     Returns:
       The new state, and the tokens with N = SEGMENT.
     """
-    shape = (SEGMENT, state.token.shape[0])
+    shape = (SEGMENT, len(state.rows.token))
     out = Segment(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.int32(0))
 
     def more(carry: tuple[DecodeState, Segment]) -> jax.Array:
         state, out = carry
-        full = jnp.any(state.running & (state.positions >= state.cache.slots))
-        return ~full & (out.count < SEGMENT) & (jnp.sum(state.running) > floor)
+        rows = state.rows
+        full = jnp.any(rows.running & (rows.positions >= state.cache.slots))
+        return ~full & (out.count < SEGMENT) & (jnp.sum(rows.running) > floor)
 
     def step(carry: tuple[DecodeState, Segment]) -> tuple[DecodeState, Segment]:
         state, out = carry
+        rows = state.rows
         cache, logits = decode_step(
             params,
             state.cache,
-            state.token,
-            positions=state.positions,
+            rows.token,
+            positions=rows.positions,
             model=model,
             precision=precision,
         )
         token, logprob, tail, stopped = draw_next(
-            logits, state.key, state.length, state.tail, settings=settings
+            logits, rows.key, rows.length, rows.tail, settings=settings
         )
-        out = out.append(token, logprob)
-        state = dataclasses.replace(
-            state,
-            cache=cache,
+        rows = dataclasses.replace(
+            rows,
             token=token,
             tail=tail,
-            length=state.length + state.running,
-            stopped=state.stopped | (stopped & state.running),
+            length=rows.length + rows.running,
+            stopped=rows.stopped | (stopped & rows.running),
         )
-        return state, out
+        return DecodeState(cache, rows), out.append(token, logprob)
 
     return lax.while_loop(more, step, (state, out))
 
@@ -212,17 +211,9 @@ def grow_cache(state: DecodeState, *, slots: int) -> DecodeState:
 def take_rows(state: DecodeState, source: jax.Array, used: jax.Array, *, slots: int) -> DecodeState:
     """Moves the rows `source`, i32[B], to a batch with this many slots; bool[B] `used` is False for
     rows that only pad the batch."""
-    return dataclasses.replace(
-        state,
-        cache=_take_cache_rows(state.cache, source, slots=slots),
-        token=state.token[source],
-        context=state.context[source],
-        key=state.key[source],
-        tail=state.tail[source],
-        length=state.length[source],
-        limit=jnp.where(used, state.limit[source], 0),
-        stopped=state.stopped[source],
-    )
+    rows = jax.tree.map(lambda x: x[source], state.rows)
+    rows = dataclasses.replace(rows, limit=jnp.where(used, rows.limit, 0))
+    return DecodeState(_take_cache_rows(state.cache, source, slots=slots), rows)
 
 
 @functools.partial(jit_forward, donate_argnames=("state",))
@@ -256,12 +247,11 @@ def put_rows(
 
         return lax.fori_loop(0, len(x), layer, x)
 
-    cache = jax.tree.map(put_part, state.cache, new.cache)
-    without: dict[str, Any] = {"cache": None}
-    others = dataclasses.replace(state, **without), dataclasses.replace(new, **without)
-    state = dataclasses.replace(jax.tree.map(put, *others), cache=cache)
+    state = DecodeState(
+        jax.tree.map(put_part, state.cache, new.cache), jax.tree.map(put, state.rows, new.rows)
+    )
     tokens, logprobs = (
-        put(jnp.zeros(len(state.token), x.dtype), x[0])[None]
+        put(jnp.zeros(len(state.rows.token), x.dtype), x[0])[None]
         for x in (first.tokens, first.logprobs)
     )
     return state, Segment(tokens, logprobs, first.count)

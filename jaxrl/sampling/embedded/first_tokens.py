@@ -53,7 +53,8 @@ def start_batch(
     index[: len(turns)] = [(turn.prompt_index, turn.sample_index) for turn in turns]
     plan = RowPlan(source, index, limit, empty_tail(rows, settings.stops))
     plan, key = jax.tree.map(request.put, plan), request.key
-    return draw_first(cache, logits, lengths, plan=plan, key=key, settings=settings)
+    states, first = draw_first(logits, lengths, plan=plan, key=key, settings=settings)
+    return DecodeState(cache, states), first
 
 
 def _prefill(
