@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl.commands import compile_cache
 from tests import arithmetic
+from tests.processes import XLA_FLAGS
 
 # Runs a command in a process of its own; the last line counts programs: all, and those loaded.
 COUNTED = """
@@ -43,7 +44,7 @@ def programs(command: list[str], **environment: str) -> tuple[int, int]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(own)}
     ended = subprocess.run(
         [sys.executable, "-c", COUNTED, *command],
-        env=inherited | environment,
+        env=inherited | {"XLA_FLAGS": XLA_FLAGS} | environment,
         capture_output=True,
         text=True,
     )

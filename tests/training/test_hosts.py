@@ -23,7 +23,7 @@ from tests.processes import JAXRL, XLA_FLAGS
 pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machine
 
 DEVICES = 4  # of all processes together
-STEPS = 4
+STEPS = 6
 
 
 def free_port() -> int:
@@ -216,23 +216,15 @@ def of_processes(command: str, keys: dict[str, str], *, count: int) -> list[list
     return made
 
 
-def finish(material: Path, run_dir: Path, *, count: int) -> None:
-    with started(commands(material, run_dir, count=count), run_dir.parent) as processes:
-        codes = [process.wait() for process in processes]
-        assert codes == [0] * count, (run_dir.parent / "0.log").read_text()
+def finish(material: Path, run_dir: Path) -> None:
+    with started(commands(material, run_dir, count=1), run_dir.parent) as (process,):
+        assert process.wait() == 0, (run_dir.parent / "0.log").read_text()
     assert "model:" in (run_dir.parent / "0.log").read_text()
 
 
-@pytest.fixture(scope="module")
-def one(material, tmp_path_factory):
-    """The run of a single process."""
-    run_dir = tmp_path_factory.mktemp("one") / "run"
-    finish(material, run_dir, count=1)
-    return run_dir
-
-
-def test_two_processes_resumed_as_four_equal_one(material, one, tmp_path):
-    run_dir = tmp_path / "run"
+def test_run_of_two_then_four_processes_then_one_equals_that_of_one(material, tmp_path):
+    run_dir, slow = tmp_path / "run", material / "slow"
+    slow.touch()  # else a run may be done before it is stopped
     with started(commands(material, run_dir, count=2), tmp_path) as processes:
         while not read_metrics(run_dir / "metrics.jsonl"):
             assert processes[0].poll() is None, (tmp_path / "0.log").read_text()
@@ -245,28 +237,25 @@ def test_two_processes_resumed_as_four_equal_one(material, one, tmp_path):
     assert "ended by" not in (tmp_path / "1.log").read_text()
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [str(stopped)]
 
-    finish(material, run_dir, count=4)
-    assert_equal_runs(run_dir, one, model=material / "model")
-
-
-def test_killed_process_ends_the_run_which_resumes(material, one, tmp_path):
-    run_dir, slow = tmp_path / "run", material / "slow"
-    slow.touch()  # else they may be done before
     every_step = ["--checkpoint.every", "1"]
-    both = [[*command, *every_step] for command in commands(material, run_dir, count=2)]
-    with started(both, tmp_path) as processes:
-        while not list(run_dir.glob("checkpoints/[0-9]")):
+    four = [[*command, *every_step] for command in commands(material, run_dir, count=4)]
+    with started(four, tmp_path) as processes:
+        while not (run_dir / "checkpoints" / str(stopped + 1)).exists():
             assert processes[0].poll() is None, (tmp_path / "0.log").read_text()
             time.sleep(0.01)
-        processes[1].kill()
+        processes[3].kill()
         since = time.monotonic()
-        assert processes[0].wait() != 0
+        for process in processes[:3]:
+            assert process.wait() != 0
         assert time.monotonic() - since < 60
     assert len(read_metrics(run_dir / "metrics.jsonl")) < STEPS
     said = (tmp_path / "0.log").read_text()  # jax's words, or ours if a collective failed first
-    assert "another task died" in said or "jaxrl: process 0 of 2 failed" in said
+    assert "another task died" in said or "jaxrl: process 0 of 4 failed" in said
+
     slow.unlink()
-    finish(material, run_dir, count=1)  # what several processes saved, one reads
+    finish(material, run_dir)  # what several processes saved, one reads
+    one = tmp_path / "one"
+    finish(material, one)
     assert_equal_runs(run_dir, one, model=material / "model")
 
 
