@@ -77,7 +77,7 @@ ELSEWHERE = {
     ),
     "jaxrl serve MODEL_DIR --host ADDRESS": ("test_launch.py::test_every_server_has_a_key"),
     "jaxrl train FILE --hosts.coordinator HOST0:9911 --hosts.processes 4 --hosts.process I": (
-        "test_hosts.py::test_two_processes_resumed_as_four_equal_one"
+        "test_hosts.py::test_run_of_two_then_four_processes_then_one_equals_that_of_one"
     ),
     "jaxrl train FILE --hosts.coordinator auto": "needs a cluster; the page says it was not tried",
     "scripts/reproduce_phantom_clipping.py --quick": QUICK,
