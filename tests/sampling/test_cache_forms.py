@@ -34,10 +34,11 @@ def completions(monkeypatch, *, on_cpu, config, precision):
 @pytest.mark.parametrize(
     ("config", "precision"),
     [
+        (tiny.MOE, "fp32"),
         (tiny.MOE, "bf16"),
         (dataclasses.replace(tiny.DEEPSEEK, max_positions=256), "fp32,latent=sampler"),
     ],
-    ids=["bf16", "narrow f32"],
+    ids=["f32", "bf16", "narrow"],
 )
 def test_both_forms_of_the_cache_give_the_same_completions(monkeypatch, config, precision):
     settings = {"config": config, "precision": precision}
