@@ -169,6 +169,7 @@ def test_a_context_that_does_not_continue_the_turn_before_is_computed_whole(chan
 
 
 def test_a_sampler_keeps_rows_of_two_batches_and_only_while_episodes_run():
+    gc.freeze()  # collects what this test makes, and nothing of the tests before
     sampler, caches = _sampler(max_batch=4), [TurnCache() for _ in range(12)]
     context = np.arange(2, 12, dtype=np.int32)
     # Short completions: three batches, one after another.
@@ -183,6 +184,7 @@ def test_a_sampler_keeps_rows_of_two_batches_and_only_while_episodes_run():
 
 
 def test_each_cache_is_freed_once_its_rows_are_taken():
+    gc.freeze()  # as above
     sampler, caches = _sampler(max_batch=4), [TurnCache() for _ in range(8)]
     rng = np.random.default_rng(0)
     contexts = [rng.integers(2, 64, 20).astype(np.int32) for _ in caches]
