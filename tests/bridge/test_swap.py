@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,3 +201,14 @@ def test_connecting_tolerates_a_failed_server_but_not_a_wrong_one():
         vllm.fails["*"] = (500, f"{REFUSED} the server computes in float16")
         with pytest.raises(RefusedError, match="float16"):
             server.connect(root="/x", wire="float32", sampler="float32", learner=LEARNER)
+
+
+def test_an_unreachable_server_is_unavailable(tmp_path: Path) -> None:
+    absent = VllmServer("http://127.0.0.1:9", timeout=1.0)
+    # It may start later.
+    absent.connect(root=str(tmp_path), wire="float32", sampler="float32", learner=LEARNER)
+    assert not absent.connected
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9/"):
+        absent.update("slot-0", version=1, in_flight="keep")
+    with pytest.raises(ValueError, match="not the http"):
+        VllmServer("127.0.0.1:8000")
