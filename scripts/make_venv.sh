@@ -37,17 +37,25 @@ if ! same "$venv/.locked" "$locked"; then
         fi
     done
     # The locks are complete, so nothing has to be resolved. Byte code is left to the first import:
-    # compiling all of it here takes as long as the rest.
-    "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-compile --no-deps \
-        "${locks[@]}"
+    # compiling all of it here takes as long as the rest. Older releases of pip, as Python 3.11
+    # brings one, compute half as long again.
+    pip_install=("$venv/bin/python" -m pip install -q --disable-pip-version-check --no-compile)
+    "${pip_install[@]}" 'pip>=26'
+    "${pip_install[@]}" --no-deps "${locks[@]}"
     [ -z "$torch" ] || scripts/install_torch.sh "$venv"
     echo "$locked" >"$venv/.locked"
 fi
 
 project=$(sum <pyproject.toml)
 if ! same "$venv/.project" "$project"; then
-    # Built with the locked setuptools, so that nothing is fetched.
-    "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps \
+    # Built with the locked setuptools, so that nothing is fetched, and for one environment at a
+    # time, because setuptools writes into the checkout.
+    alone='import fcntl, subprocess, sys
+with open("pyproject.toml") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    sys.exit(subprocess.call(sys.argv[1:]))'
+    python=$venv/bin/python
+    "$python" -c "$alone" "$python" -m pip install -qq --disable-pip-version-check --no-deps \
         --no-build-isolation --editable .
     echo "$project" >"$venv/.project"
 fi

@@ -18,18 +18,16 @@ if ! command -v git >/dev/null; then
     exit 1
 fi
 unset PYTHONDONTWRITEBYTECODE  # without byte code every start takes many seconds more
-scripts/make_venv.sh .venv-test requirements-dev.txt requirements-torch.txt
-bin=.venv-test/bin
 
 # Installs what only the tests marked `whole` need: vLLM, and XLA's compilers for TPUs and GPUs. These are apart from
 # the rest: where jax finds one, it looks for the devices.
 install_others() {
     scripts/install_vllm.sh
     for kind in tpu gpu; do
-        locked=$("$bin/python" -V && cat "requirements-$kind.txt")
+        locked=$(.venv-vllm/bin/python -V && cat "requirements-$kind.txt")
         if [ "$(cat ".venv-$kind/.locked" 2>/dev/null)" != "$locked" ]; then
             rm -rf ".venv-$kind"
-            "$bin/python" -m pip install -q --disable-pip-version-check --no-compile --no-deps \
+            .venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-compile --no-deps \
                 --target ".venv-$kind" -r "requirements-$kind.txt"
             echo "$locked" >".venv-$kind/.locked"
         fi
@@ -49,6 +47,8 @@ if [ -z "$fast" ] && [ "$(uname)" = Linux ]; then
     install_others &
     others=$!
 fi
+scripts/make_venv.sh .venv-test requirements-dev.txt requirements-torch.txt
+bin=.venv-test/bin
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/lint-imports" --no-logo --no-cache
