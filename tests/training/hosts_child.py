@@ -175,6 +175,10 @@ def damaged(hosts: Hosts) -> None:
         checkpoints.restore(3, state)
 
 
+def alone(hosts: Hosts) -> None:
+    raise AssertionError("the other process joins another address")
+
+
 def devices(hosts: Hosts) -> None:
     visible = CUDA_VISIBLE_DEVICES.value
     print(f"{hosts.index} of {hosts.count} has the GPUs: {visible}", flush=True)
@@ -185,6 +189,8 @@ if __name__ == "__main__":
     name, address, count, index = sys.argv[1:-1]
     numbers = {} if address == "auto" else {"processes": int(count), "process": int(index)}
     cluster.HEARTBEAT = 15  # shorter than a run's, longer than a loaded machine holds a thread up
+    if name == "alone":
+        cluster.JOIN = 1
     with joined(HostsConfig(coordinator=address, **numbers)):
-        cases = (whole, stored, failing, interrupted, apart, damaged, devices)
+        cases = (whole, stored, failing, interrupted, apart, damaged, alone, devices)
         {f.__name__: f for f in cases}[name](Hosts())

@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from safetensors.numpy import load_file
 from jaxrl.cli import main
 from jaxrl.monitoring.tracking.tracking import read_metrics
 from tests import tiny
-from tests.processes import JAXRL, XLA_FLAGS
+from tests.processes import XLA_FLAGS, ModuleProcess
 
 pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machine
 
@@ -34,16 +32,20 @@ def free_port() -> int:
 
 @contextmanager
 def started(
-    commands: Sequence[Sequence[str]], logs: Path
-) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes, each with its part of the devices and its log."""
+    commands: Sequence[Sequence[str]], logs: Path, variables: Sequence[dict[str, str]] = ()
+) -> Iterator[list[ModuleProcess]]:
+    """Processes of a module and its arguments, each with its part of the devices, its log and
+    its environment variables."""
     flags = f"--xla_force_host_platform_device_count={DEVICES // len(commands)}"
     environment = os.environ | {"XLA_FLAGS": f"{XLA_FLAGS} {flags}"}
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[ModuleProcess] = []
     try:
-        for i, command in enumerate(commands):
-            with (logs / f"{i}.log").open("wb") as log:
-                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        for i, (module, *arguments) in enumerate(commands):
+            (logs / f"{i}.log").write_text("")
+            own = environment | (variables[i] if variables else {})
+            processes.append(
+                ModuleProcess(module, arguments, output=logs / f"{i}.log", environment=own)
+            )
         yield processes
     finally:
         for process in processes:
@@ -54,17 +56,11 @@ def started(
 def children(
     name: str, directory: Path, *, count: int, address: str | None = None
 ) -> list[list[str]]:
-    child = [
-        sys.executable,
-        "-m",
-        "tests.training.hosts_child",
-        name,
-        address or f"127.0.0.1:{free_port()}",
-    ]
+    child = ["tests.training.hosts_child", name, address or f"127.0.0.1:{free_port()}"]
     return [[*child, str(count), str(i), str(directory)] for i in range(count)]
 
 
-def wait_for(text: str, log: Path, process: subprocess.Popen[bytes]) -> None:
+def wait_for(text: str, log: Path, process: ModuleProcess) -> None:
     while text not in log.read_text():
         assert process.poll() is None, log.read_text()
         time.sleep(0.05)
@@ -82,19 +78,10 @@ def test_four_processes_share_and_all_end_when_one_hangs(tmp_path):
     assert "another task died" in (tmp_path / "0.log").read_text()
 
 
-ALONE = """
-from jaxrl.training import cluster
-from jaxrl.config.tables import HostsConfig
-cluster.JOIN = 1
-with cluster.joined(HostsConfig(coordinator="{address}", processes=2, process={process})):
-    pass
-"""
-
-
 def test_join_timeout_is_reported(tmp_path):
     address = [f"127.0.0.1:{free_port()}" for _ in range(2)]  # of two runs
-    code = [ALONE.format(address=address[i], process=i) for i in range(2)]
-    with started([[sys.executable, "-c", text] for text in code], tmp_path) as processes:
+    alone = [children("alone", tmp_path, count=2, address=address[i])[i] for i in range(2)]
+    with started(alone, tmp_path) as processes:
         assert [process.wait() for process in processes] == [1, 1]
     for i in range(2):
         lines = (tmp_path / f"{i}.log").read_text().splitlines()
@@ -146,12 +133,11 @@ def test_damaged_checkpoint_is_an_error_on_all(tmp_path):
 @pytest.mark.parametrize(("nodes", "gpus"), [(2, ["all", "all"]), (1, ["0", "1"])])
 def test_only_task_of_a_slurm_node_has_all_devices(tmp_path, nodes, gpus):
     step = {"JOB_ID": 12, "STEP_NODELIST": "localhost", "NTASKS": 2, "STEP_NUM_NODES": nodes}
-    port, commands = free_port(), children("devices", tmp_path, count=2, address="auto")
-    for i, command in enumerate(commands):
-        task = step | {"PROCID": i, "LOCALID": i % (2 // nodes)}
-        variables = [f"SLURM_{name}={value}" for name, value in task.items()]
-        command[:0] = ["env", f"JAX_COORDINATOR_PORT={port}", *variables]
-    with started(commands, tmp_path) as processes:
+    tasks = [step | {"PROCID": i, "LOCALID": i % (2 // nodes)} for i in range(2)]
+    variables = [{f"SLURM_{name}": str(value) for name, value in task.items()} for task in tasks]
+    port = {"JAX_COORDINATOR_PORT": str(free_port())}
+    commands = children("devices", tmp_path, count=2, address="auto")
+    with started(commands, tmp_path, [port | own for own in variables]) as processes:
         assert [process.wait() for process in processes] == [0, 0]
     for i in range(2):
         assert f"{i} of 2 has the GPUs: {gpus[i]}" in (tmp_path / f"{i}.log").read_text()
@@ -211,7 +197,7 @@ def of_processes(command: str, keys: dict[str, str], *, count: int) -> list[list
         if count > 1:
             every |= {"hosts.coordinator": address}
             every |= {"hosts.processes": str(count), "hosts.process": str(i)}
-        made.append([*JAXRL, command])
+        made.append(["jaxrl", command])
         made[-1] += [part for key, value in every.items() for part in (f"--{key}", value)]
     return made
 

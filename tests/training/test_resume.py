@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from jaxrl.learner.optimizers import make_schedule
 from jaxrl.models import huggingface
 from jaxrl.training.storage.checkpoint import Checkpoints
 from tests import tiny
-from tests.processes import JAXRL, XLA_FLAGS
+from tests.processes import XLA_FLAGS, ModuleProcess
 
 pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machine
 
@@ -63,7 +62,7 @@ def material(tmp_path_factory):
 
 
 @contextmanager
-def started(material: Path, run_dir: Path) -> Iterator[subprocess.Popen]:
+def started(material: Path, run_dir: Path) -> Iterator[ModuleProcess]:
     """`jaxrl train` with everything that a checkpoint must hold: moments, a loss scale that moves,
     a critic's head on the policy's trunk, several updates per rollout, a position in the data,
     answers that were left over, the best accuracy."""
@@ -94,11 +93,11 @@ def started(material: Path, run_dir: Path) -> Iterator[subprocess.Popen]:
         "run_dir": run_dir,
     }
     environment = os.environ | {"XLA_FLAGS": XLA_FLAGS}  # one device
-    command = [*JAXRL, "train"]
+    arguments = ["train"]
     for key, value in keys.items():
-        command += [f"--{key}", str(value)]
-    with (run_dir.parent / f"{run_dir.name}.log").open("a") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        arguments += [f"--{key}", str(value)]
+    log = run_dir.parent / f"{run_dir.name}.log"
+    process = ModuleProcess("jaxrl", arguments, output=log, environment=environment)
     try:
         yield process
     finally:
@@ -122,7 +121,7 @@ def rows(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def wait_for_step(process: subprocess.Popen, run_dir: Path, *, step: int) -> None:
+def wait_for_step(process: ModuleProcess, run_dir: Path, *, step: int) -> None:
     while process.poll() is None and max((r["step"] for r in rows(run_dir)), default=-1) < step:
         time.sleep(0.01)
     assert process.poll() is None, log_of(run_dir)

@@ -2,8 +2,8 @@
 
 import itertools
 import json
+import os
 import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -29,7 +29,7 @@ from jaxrl.training.rollouts.collect import prompts_at
 from jaxrl.training.rollouts.generate import RolloutSource
 from jaxrl.training.rollouts.stream import Stream
 from tests import tiny
-from tests.processes import JAXRL
+from tests.processes import ModuleProcess
 from tests.training.rollouts.source import make_source
 
 SERVED: Any = {"sampler": {"name": "vllm"}}
@@ -358,12 +358,12 @@ def entries_of(run_dir: Path) -> list[dict[str, Any]]:
 def test_killed_and_stopped_run_resumes(material, tmp_path):
     """A whole run in four parts: counts add up, and nothing is trained on twice."""
     config = settings(material, tmp_path / "run")
-    file, end = tmp_path / "run.toml", material / "end"
+    file, log, end = tmp_path / "run.toml", tmp_path / "log", material / "end"
     file.write_text(toml_file.dumps(config))
     for answer in (3, 11):  # while the first groups are drawn, and with others waiting
         end.write_text(f"{answer} {signal.SIGKILL}")
-        killed = subprocess.run([*JAXRL, "train", str(file)], capture_output=True, text=True)
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        killed = ModuleProcess("jaxrl", ["train", str(file)], output=log, environment=os.environ)
+        assert killed.wait() == -signal.SIGKILL, log.read_text()
     # The last group but one is started by version 3 at the earliest: the run has come that far.
     end.write_text(f"13 {signal.SIGTERM}")
     first = train.train(config)
