@@ -3,7 +3,9 @@
 import functools
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from jaxrl.commands.compile_cache import processor
 from tests.processes import with_eight_devices
@@ -36,6 +38,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import jax
 import pytest
 from hypothesis import settings
+from jax._src import compiler
 from jax._src.interpreters import mlir
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -107,6 +110,22 @@ WHOLE = {
     "test_vllm_server.py",
     "test_vllm_store.py",
 }
+
+
+@pytest.fixture(scope="module")
+def optimized() -> Iterator[None]:
+    """Compiles with LLVM's optimisations, for runs whose steps take longer than their programs."""
+    make_options = compiler.get_compile_options
+
+    def with_level(*args: Any, env_options_overrides: Any = None, **kwargs: Any) -> Any:
+        given = {"xla_backend_optimization_level": 1} | (env_options_overrides or {})
+        return make_options(*args, env_options_overrides=given, **kwargs)
+
+    jax.clear_caches()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", with_level)
+        yield
+    jax.clear_caches()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

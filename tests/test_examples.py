@@ -10,6 +10,7 @@ import pytest
 from tests import arithmetic
 from tests.bridge.engines import VLLM_PYTHON
 
+pytestmark = pytest.mark.usefixtures("optimized")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 

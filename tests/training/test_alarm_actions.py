@@ -23,6 +23,8 @@ from jaxrl.training import rollbacks
 from jaxrl.training.alarm_actions import AlarmActions
 from tests import tiny
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 # What is wanted is a digit in front; what also pays, and more, is a row of a's.
 REWARDS = """
 def digit(completion, example):
