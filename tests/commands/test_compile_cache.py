@@ -74,7 +74,8 @@ def test_second_start_of_train_compiles_nothing(material, tmp_path):
 
     every, loaded = start("first")
     assert loaded < every
-    assert start("second") == (every, every)
+    every, loaded = start("second")  # two threads may ask for one program, and then both count it
+    assert loaded == every > 0
 
 
 def test_cache_is_turned_off_by_the_variable_of_jax(material, tmp_path):
