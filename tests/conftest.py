@@ -22,13 +22,13 @@ os.environ["XDG_CONFIG_HOME"] = str(Path(__file__).parent.parent / ".cache" / "c
 # one each: with one, a tiny model generates ten times faster.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-# A server without a process for its worker starts in two thirds of the time: each process imports
-# vLLM anew. The server of test_server.py is as users have it.
+# A server without a process for its worker starts in three quarters of the time: each process
+# imports vLLM anew. The server of test_server.py is as users have it.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 # Programs without the lines of the source that each operation comes from are built faster.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
-# Four fifths of the time is compilation. Compiled programs are kept in the checkout: for resumed
-# runs, the other worker, commands that tests start, and the next run of the tests.
+# Without a cache, half of the time is compilation. Compiled programs are kept in the checkout: for
+# resumed runs, the other worker, commands that tests start, and the next run of the tests.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     cache = Path(__file__).parent.parent / ".cache" / "compiled" / processor()
     cache.mkdir(parents=True, exist_ok=True)
