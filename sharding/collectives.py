@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable
 
-from sharding import hlo
+from jaxrl.sharding import hlo
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from sharding import hlo
+from jaxrl.sharding import hlo
 
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _VIEWS = ("bitcast", "bitcast-convert", "reshape", "get-tuple-element")  # inside a fusion

@@ -9,7 +9,7 @@ import jax
 from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharding.rules import MeshAxes, Rules
+from jaxrl.sharding.rules import MeshAxes, Rules
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,8 @@ from jaxrl.models import spec
 from jaxrl.models.decoder import Model
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import Params, Specs
-from sharding.partition import Layout
-from sharding.transfer import place
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.transfer import place
 
 _COEFFICIENT = 0.1  # as in TRL; OpenAI has 0.5, for a loss twice as large as ours
 

@@ -22,7 +22,7 @@ from jaxrl.models.decoder import Model
 from jaxrl.models.latent import check_form
 from jaxrl.models.linear_attention import NOT_FIXED
 from jaxrl.models.spec import Params
-from sharding.partition import Layout
+from jaxrl.sharding.partition import Layout
 
 
 class Learning(NamedTuple):

@@ -14,8 +14,8 @@ from jaxrl.models.decoder import Model, decoder
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.kernels import Kernel, Wanted
 from jaxrl.models.spec import Params, Specs
-from sharding.partition import Layout
-from sharding.transfer import place
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.transfer import place
 
 Output = Literal["tokens", "scores"]
 

@@ -10,7 +10,7 @@ import optax
 from jaxrl.config.tables import OptimizerConfig
 from jaxrl.learner import optimizers
 from jaxrl.models import lora
-from sharding.partition import Layout
+from jaxrl.sharding.partition import Layout
 
 _HOST = "pinned_host"  # jax's name for host memory that devices can copy from
 

@@ -17,8 +17,8 @@ from jaxrl.learner.reward_model import Scores, make_scores
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
-from sharding.partition import Layout
-from sharding.transfer import fetch
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.transfer import fetch
 
 RewardModel = Callable[[Sequence[Rollout]], np.ndarray]
 """Rollouts -> the reward of each, f64[N]."""

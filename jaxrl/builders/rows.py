@@ -13,7 +13,7 @@ from jaxrl.models.attention import sequence_alignment
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.kernels import Kernel
 from jaxrl.models.linear_attention import NOT_SHARED
-from sharding.partition import Layout
+from jaxrl.sharding.partition import Layout
 
 _BLOCK = 128  # rows are multiples of it where that is possible: kernels work in blocks of it
 _LEAST_SAVED = 1.75  # times fewer tokens; with less, shared rows are slower on CPU (docs/scale.md)

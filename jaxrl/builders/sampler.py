@@ -31,8 +31,8 @@ from jaxrl.sampling.embedded.one_at_a_time import OneAtATime
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 from jaxrl.sampling.multihost import MultihostSampler, NullSampler
 from jaxrl.sampling.vllm.sampler import VllmSampler
-from sharding.collectives import collectives
-from sharding.partition import Layout
+from jaxrl.sharding.collectives import collectives
+from jaxrl.sharding.partition import Layout
 
 
 class SamplerNeeds(NamedTuple):

@@ -11,7 +11,7 @@ from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.packing import MinibatchShape
 from jaxrl.models.decoder import Model
-from sharding.partition import Layout
+from jaxrl.sharding.partition import Layout
 
 
 class Setup(NamedTuple):

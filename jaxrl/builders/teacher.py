@@ -28,8 +28,8 @@ from jaxrl.data.prompts import Tokenizer
 from jaxrl.learner.policy import make_score
 from jaxrl.models import huggingface
 from jaxrl.sampling.vllm.scoring import VllmScorer
-from sharding.partition import Layout
-from sharding.transfer import fetch
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.transfer import fetch
 
 Teacher = Callable[[Sequence[Rollout]], Sequence[np.ndarray]]
 """Rollouts -> f32[C] for each, log-probs of its completion; NaN where there is none."""

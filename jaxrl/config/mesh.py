@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pydantic import PositiveInt
 
 from jaxrl.config.section import Section, Texts
-from sharding.mesh import AXES
-from sharding.rules import PRESETS, Rules, change
+from jaxrl.sharding.mesh import AXES
+from jaxrl.sharding.rules import PRESETS, Rules, change
 
 
 class MeshConfig(Section):

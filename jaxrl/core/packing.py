@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrl.core.batch import Minibatch, Rollout, TokenBatch
 from jaxrl.core.prefixes import Span, cut, group_by_prompt, in_order, seen_until, shared_prefix
-from sharding.transfer import place
+from jaxrl.sharding.transfer import place
 
 
 class Alignment(NamedTuple):

@@ -20,8 +20,8 @@ from jaxrl.models import cudnn
 from jaxrl.models.attention import KEPT, Attend, Part, Tree, attention
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.scoring import Scoring
-from sharding.mesh import make_mesh
-from sharding.partition import Layout
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
 
 Kernel = Literal["xla", "splash", "cudnn"]
 Wanted = Kernel | Literal["auto"]

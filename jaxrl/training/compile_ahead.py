@@ -20,9 +20,9 @@ from jaxrl.learner.actor_critic import State
 from jaxrl.losses.scores import Need
 from jaxrl.models import lora
 from jaxrl.monitoring.ratio.shape_noise import longer_rows
+from jaxrl.sharding.transfer import placed
 from jaxrl.training.minibatches import with_coefficients
 from jaxrl.training.timing import is_due
-from sharding.transfer import placed
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.monitoring.tracking.plots import draw_run
 from jaxrl.monitoring.tracking.tracking import read_metrics
-from sharding.transfer import fetch
+from jaxrl.sharding.transfer import fetch
 
 
 def export(config: Config, learning: Learning, *, params: Params, hosts: Hosts) -> Path:

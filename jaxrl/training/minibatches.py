@@ -18,11 +18,11 @@ from jaxrl.learner.actor_critic import State
 from jaxrl.learner.policy import LearnerState
 from jaxrl.losses.scores import Need
 from jaxrl.models import lora
+from jaxrl.sharding.transfer import fetch
 from jaxrl.training.rollouts.collect import greedy_rewards
 from jaxrl.training.rollouts.outcomes import LogProbs, add_teacher, shaped_outcomes
 from jaxrl.training.run import Run
 from jaxrl.training.timing import Numbers
-from sharding.transfer import fetch
 
 
 class Targets(NamedTuple):

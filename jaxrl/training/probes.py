@@ -13,9 +13,9 @@ from jaxrl.models.spec import Params
 from jaxrl.monitoring.ratio.replay import log_ratio_parts, replay_batch
 from jaxrl.monitoring.ratio.shape_noise import shape_noise
 from jaxrl.monitoring.ratio.split import known_tokens, moments, split_log_ratio
+from jaxrl.sharding.transfer import fetch
 from jaxrl.training.run import Run
 from jaxrl.training.timing import Numbers, is_due
-from sharding.transfer import fetch
 
 
 def run_probes(

@@ -28,13 +28,13 @@ from jaxrl.monitoring.ratio.replay import Score
 from jaxrl.monitoring.tracking.samples import Samples
 from jaxrl.monitoring.tracking.services import open_services
 from jaxrl.monitoring.tracking.tracking import NullTracker, Tracker, gap, incomplete_logs
+from jaxrl.sharding.partition import Layout
 from jaxrl.training import rollbacks
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts.collect import RolloutSource, prompts_at
 from jaxrl.training.storage.checkpoint import Checkpoints
 from jaxrl.training.storage.resume import restore
 from jaxrl.training.storage.run_directory import check_config, compare_config, open_run_tracker
-from sharding.partition import Layout
 
 
 class Run(NamedTuple):

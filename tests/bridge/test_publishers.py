@@ -18,7 +18,7 @@ from jaxrl.bridge.source import ParamsSource
 from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
-from sharding.mesh import make_mesh
+from jaxrl.sharding.mesh import make_mesh
 from tests.bridge.cases import (
     EXPERTS,
     FAMILIES,

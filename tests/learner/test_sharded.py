@@ -21,9 +21,9 @@ from jaxrl.losses import grpo, with_terms
 from jaxrl.models import kernels
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
-from sharding.mesh import make_mesh
-from sharding.partition import Layout
-from sharding.rules import PRESETS
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.rules import PRESETS
 from tests import tiny
 
 LENGTH = 16

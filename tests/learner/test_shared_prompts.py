@@ -18,9 +18,9 @@ from jaxrl.learner.policy import VALUE_HEAD, Learner, make_learner
 from jaxrl.losses import clipped, gspo, objective, ppo, shadowed, token_mean, with_terms
 from jaxrl.models import kernels, lora, spec
 from jaxrl.models.decoder import decoder
-from sharding.mesh import make_mesh
-from sharding.partition import Layout
-from sharding.rules import PRESETS
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.rules import PRESETS
 from tests import tiny
 
 # The learner takes its steps in f32: a gradient is rounded to it once.

@@ -14,9 +14,9 @@ from jaxrl.core.precision import parse
 from jaxrl.models import kernels
 from jaxrl.models.attention import Tree, attention
 from jaxrl.models.scoring import Scoring
-from sharding.mesh import make_mesh
-from sharding.partition import Layout
-from sharding.rules import PRESETS
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.rules import PRESETS
 from tests import tiny
 
 FP32 = PRECISIONS["fp32"]

@@ -10,7 +10,7 @@ from jax.test_util import check_grads
 
 from jaxrl.core import precision
 from jaxrl.models.logprobs import Chunk, Head, token_logprobs, token_logprobs_and_entropy
-from sharding.mesh import make_mesh
+from jaxrl.sharding.mesh import make_mesh
 
 F64 = precision.parse("fp32,compute=f64,activations=f64,logits=f64")
 FP32 = precision.parse("fp32")

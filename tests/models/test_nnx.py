@@ -12,9 +12,9 @@ from jaxrl.core.precision import PRESETS
 from jaxrl.losses import on_policy
 from jaxrl.losses.recipes import dapo
 from jaxrl.models.nnx import NnxConfig, from_nnx
-from sharding.mesh import make_mesh
-from sharding.partition import Layout
-from sharding.rules import PRESETS as RULES
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.rules import PRESETS as RULES
 from tests import tiny
 
 F32 = PRESETS["fp32"]

@@ -14,9 +14,9 @@ from jaxrl.models import cudnn, kernels
 from jaxrl.models.attention import attention
 from jaxrl.models.scoring import Scoring
 from jaxrl.models.tree_attention import Tree, visible
-from sharding.mesh import make_mesh
-from sharding.partition import Layout
-from sharding.rules import PRESETS
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.rules import PRESETS
 from tests.core.test_prefixes import behind
 
 F64 = precision.parse("fp32,compute=f64,activations=f64,logits=f64")

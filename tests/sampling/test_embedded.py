@@ -20,10 +20,10 @@ from jaxrl.sampling.embedded import decode_steps
 from jaxrl.sampling.embedded.kv_cache import Cache
 from jaxrl.sampling.embedded.one_at_a_time import OneAtATime
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-from sharding.collectives import collectives
-from sharding.mesh import make_mesh
-from sharding.partition import Layout
-from sharding.rules import PRESETS as RULES
+from jaxrl.sharding.collectives import collectives
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.rules import PRESETS as RULES
 from tests import tiny
 
 MODEL, PARAMS, F32 = tiny.model(), tiny.params(), PRESETS["fp32"]

@@ -12,9 +12,9 @@ from jaxrl.models.decoder import decoder
 from jaxrl.sampling.base import SamplingParams, Turn, TurnCache
 from jaxrl.sampling.embedded.kv_cache import prefill
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-from sharding.mesh import make_mesh
-from sharding.partition import Layout
-from sharding.rules import PRESETS as RULES
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.rules import PRESETS as RULES
 from tests import tiny
 from tests.models.test_latent import DIRECT, adapted
 

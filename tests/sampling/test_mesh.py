@@ -8,9 +8,9 @@ from jaxrl.core.precision import PRESETS
 from jaxrl.models.decoder import decoder
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-from sharding.mesh import make_mesh
-from sharding.partition import Layout
-from sharding.rules import PRESETS as RULES
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.rules import PRESETS as RULES
 from tests import tiny
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, seed=0)

@@ -9,9 +9,9 @@ from jaxrl.models.decoder import decoder
 from jaxrl.sampling.base import SamplingParams, Turn
 from jaxrl.sampling.embedded import batch_decoding
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-from sharding.mesh import make_mesh
-from sharding.partition import Layout
-from sharding.rules import PRESETS as RULES
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.rules import PRESETS as RULES
 from tests import tiny
 
 F32 = PRESETS["fp32"]

@@ -16,9 +16,9 @@ from jaxrl.models.decoder import decoder
 from jaxrl.sampling.base import SamplingParams, Turn, TurnCache
 from jaxrl.sampling.embedded import first_tokens
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-from sharding.mesh import make_mesh
-from sharding.partition import Layout
-from sharding.rules import PRESETS as RULES
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.rules import PRESETS as RULES
 from tests import tiny
 
 PARAMS = SamplingParams(max_tokens=1, temperature=0.8, stop=((1,), (5, 6)), seed=3)

@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from sharding.mesh import AXES, make_mesh
+from jaxrl.sharding.mesh import AXES, make_mesh
 
 
 @pytest.mark.parametrize(

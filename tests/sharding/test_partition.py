@@ -7,9 +7,9 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from sharding.mesh import make_mesh
-from sharding.partition import Layout
-from sharding.rules import PRESETS, change, make_rules
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.rules import PRESETS, change, make_rules
 
 MESHES = [
     {"data": 8},

@@ -26,16 +26,16 @@ from jaxrl.core.hosts import Hosts
 from jaxrl.core.precision import PRESETS
 from jaxrl.models.decoder import decoder
 from jaxrl.models.spec import Params
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.rules import PRESETS as RULES
+from jaxrl.sharding.transfer import fetch, place
 from jaxrl.training import cluster
 from jaxrl.training.cluster import joined
 from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.storage import digests
 from jaxrl.training.storage.checkpoint import CheckpointError, Checkpoints
 from jaxrl.training.storage.run_directory import lock
-from sharding.mesh import make_mesh
-from sharding.partition import Layout
-from sharding.rules import PRESETS as RULES
-from sharding.transfer import fetch, place
 from tests import tiny
 from tests.bridge.store.hosts import host
 

@@ -18,10 +18,10 @@ from flax import struct
 
 from jaxrl.core.loss_scale import LossScale, LossScaleSpec, init_loss_scale
 from jaxrl.models.spec import ParamSpec, abstract
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.rules import PRESETS
 from jaxrl.training.storage.checkpoint import CheckpointError, Checkpoints
-from sharding.mesh import make_mesh
-from sharding.partition import Layout
-from sharding.rules import PRESETS
 
 SPECS = {
     "embed": ParamSpec((64, 16), ("vocab", "embed"), "embed", 1.0),

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.rules import PRESETS
 from jaxrl.training.storage import digests
 from jaxrl.training.storage.checkpoint import CheckpointError, Checkpoints
-from sharding.mesh import make_mesh
-from sharding.partition import Layout
-from sharding.rules import PRESETS
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "uint8", "bool")
 

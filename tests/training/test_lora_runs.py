@@ -18,9 +18,9 @@ from jaxrl.losses.objectives import objective
 from jaxrl.losses.surrogates import reinforce
 from jaxrl.models import lora, spec
 from jaxrl.models.decoder import decoder
-from sharding.mesh import make_mesh
-from sharding.partition import Layout
-from sharding.rules import PRESETS
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.rules import PRESETS
 from tests import tiny
 
 FP32 = PRECISIONS["fp32"]

@@ -38,7 +38,7 @@ from jaxrl.monitoring.ratio.agreement import LogprobPairs, agreement_metrics
 from jaxrl.monitoring.ratio.shape_noise import shape_noise
 from jaxrl.monitoring.ratio.split import known_tokens, moments
 from jaxrl.sampling.base import SamplingParams
-from sharding.partition import Layout
+from jaxrl.sharding.partition import Layout
 
 
 class _Inputs(NamedTuple):

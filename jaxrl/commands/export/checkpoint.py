@@ -18,9 +18,9 @@ from jaxrl.learner.update import LearnerState, checkpoint_view, make_update
 from jaxrl.models import huggingface, lora, peft
 from jaxrl.models.decoder import decoder
 from jaxrl.models.spec import Params
+from jaxrl.sharding.transfer import placed
 from jaxrl.training.export import model_dtype
 from jaxrl.training.storage.checkpoint import CheckpointError, Checkpoints
-from sharding.transfer import placed
 
 
 def export_checkpoint(

@@ -28,10 +28,10 @@ from jaxrl.sampling.embedded.decode_steps import (
 from jaxrl.sampling.embedded.draw_token import DrawSettings, draw_settings
 from jaxrl.sampling.embedded.kv_cache import prefill
 from jaxrl.sampling.embedded.stopping import empty_tail
-from sharding.collectives import collectives
-from sharding.memory_traffic import MemoryTraffic, memory_traffic
-from sharding.partition import Layout
-from sharding.transfer import placed
+from jaxrl.sharding.collectives import collectives
+from jaxrl.sharding.memory_traffic import MemoryTraffic, memory_traffic
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.transfer import placed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

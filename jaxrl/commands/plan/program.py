@@ -13,7 +13,7 @@ from jaxrl.commands.plan.topology import Topology
 from jaxrl.config.training import Config
 from jaxrl.core.precision import jit
 from jaxrl.models import logprobs, lora
-from sharding.collectives import Traffic, collectives
+from jaxrl.sharding.collectives import Traffic, collectives
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

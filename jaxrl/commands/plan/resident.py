@@ -17,8 +17,8 @@ from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import Specs
 from jaxrl.sampling.embedded.batch_decoding import KEPT, cache_sizes, max_rows, shrunk_rows
 from jaxrl.sampling.embedded.buckets import count_bucket
-from sharding.partition import Layout
-from sharding.transfer import placed
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.transfer import placed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from jaxrl.models import huggingface, lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.kernels import Kernel
-from sharding.partition import Layout
-from sharding.transfer import placed
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.transfer import placed
 
 
 class Step(NamedTuple):

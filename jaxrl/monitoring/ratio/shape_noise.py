@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
-from sharding.transfer import fetch
+from jaxrl.sharding.transfer import fetch
 
 
 def longer_rows(shape: MinibatchShape) -> MinibatchShape:

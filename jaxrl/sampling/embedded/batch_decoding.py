@@ -20,7 +20,7 @@ from jaxrl.sampling.embedded.draw_token import draw_settings
 from jaxrl.sampling.embedded.first_tokens import start_batch
 from jaxrl.sampling.embedded.request import DecodeRequest, PartialCompletion
 from jaxrl.sampling.embedded.turn_caches import EndedRows, Queued, by_array, take_prefix
-from sharding.transfer import fetch
+from jaxrl.sharding.transfer import fetch
 
 # A batch shrinks by this factor once so few of its rows are running, but never below this number of
 # rows: a step with fewer takes hardly less time.

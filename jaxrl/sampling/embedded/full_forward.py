@@ -23,7 +23,7 @@ from jaxrl.sampling.embedded.decode_steps import Segment, completion_keys, draw_
 from jaxrl.sampling.embedded.draw_token import DrawSettings, draw_settings
 from jaxrl.sampling.embedded.request import DecodeRequest, PartialCompletion
 from jaxrl.sampling.embedded.stopping import empty_tail
-from sharding.transfer import fetch
+from jaxrl.sharding.transfer import fetch
 
 
 def decode_batch_without_cache(

@@ -11,8 +11,8 @@ from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.sampling.base import Completion, SamplingParams, Turn
 from jaxrl.sampling.embedded.decode_steps import Segment
-from sharding.partition import Layout
-from sharding.transfer import place
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.transfer import place
 
 
 class DecodeRequest(NamedTuple):

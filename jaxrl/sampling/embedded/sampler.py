@@ -17,8 +17,8 @@ from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn, check
 from jaxrl.sampling.embedded.batch_decoding import decode_turns
 from jaxrl.sampling.embedded.full_forward import decode_batch_without_cache
 from jaxrl.sampling.embedded.request import DecodeRequest
-from sharding.partition import Layout
-from sharding.transfer import place
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.transfer import place
 
 
 class _Weights(NamedTuple):

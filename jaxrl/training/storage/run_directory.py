@@ -23,7 +23,7 @@ from jaxrl.monitoring.tracking.tracking import (
     read_metrics,
     write_lines,
 )
-from sharding.partition import Layout
+from jaxrl.sharding.partition import Layout
 
 C = TypeVar("C", bound=Config | SupervisedConfig)
 

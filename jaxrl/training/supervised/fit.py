@@ -27,6 +27,7 @@ from jaxrl.learner.reward_model import Ranker
 from jaxrl.learner.update import applied_steps, checkpoint_view, from_checkpoint
 from jaxrl.models.spec import Params
 from jaxrl.monitoring.tracking.tracking import NullTracker, Tracker, gap, incomplete_logs
+from jaxrl.sharding.transfer import fetch
 from jaxrl.training.export import write_model
 from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.storage.checkpoint import Checkpoints
@@ -37,7 +38,6 @@ from jaxrl.training.storage.run_directory import (
     open_run_tracker,
 )
 from jaxrl.training.timing import Numbers, is_due
-from sharding.transfer import fetch
 
 _LOG_EVERY = 10  # steps between two readings of the loss, each of which waits for the device
 

@@ -19,7 +19,7 @@ from jaxrl.commands.plan.topology import Topology, open_topology
 from jaxrl.models import hf_config, spec
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import parameter_count
-from sharding.memory_traffic import MemoryTraffic
+from jaxrl.sharding.memory_traffic import MemoryTraffic
 from tests import tiny
 from tests.commands.plan.configs import make_config
 
