@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from jaxrl.core.metrics import to_floats
     from jaxrl.core.precision import Precision, jit
     from jaxrl.environments.episodes.single_turn import rollouts
+    from jaxrl.huggingface.pretrained import load
     from jaxrl.learner.minibatch import minibatch
     from jaxrl.learner.policy import make_learner
     from jaxrl.losses import grpo
     from jaxrl.models.nnx import from_nnx
-    from jaxrl.models.pretrained import load
     from jaxrl.sampling.base import SamplingParams
     from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 
@@ -47,7 +47,7 @@ _HOMES = {
     "from_nnx": "jaxrl.models.nnx",
     "grpo": "jaxrl.losses",
     "jit": "jaxrl.core.precision",
-    "load": "jaxrl.models.pretrained",
+    "load": "jaxrl.huggingface.pretrained",
     "make_learner": "jaxrl.learner.policy",
     "minibatch": "jaxrl.learner.minibatch",
     "rollouts": "jaxrl.environments.episodes.single_turn",

@@ -19,7 +19,7 @@ from jaxrl.core.hosts import Hosts
 from jaxrl.core.metrics import Metrics, merge, to_floats
 from jaxrl.learner.actor_critic import State
 from jaxrl.learner.update import applied_steps
-from jaxrl.monitoring.tracking.profile import Profile, explain_no_trace
+from jaxrl.tracking.profile import Profile, explain_no_trace
 from jaxrl.training.alarm_actions import AlarmActions, Verdict
 from jaxrl.training.compile_ahead import compile_ahead
 from jaxrl.training.evaluate import evaluate_greedily
@@ -33,11 +33,11 @@ from jaxrl.training.minibatches import (
 )
 from jaxrl.training.probes import run_probes
 from jaxrl.training.progress import Progress
+from jaxrl.training.resume import save
 from jaxrl.training.rollouts.collect import step_metrics
 from jaxrl.training.rollouts.stream import open_collector
 from jaxrl.training.run import Run, open_run
-from jaxrl.training.storage.resume import save
-from jaxrl.training.storage.run_directory import lock
+from jaxrl.training.run_directory import lock
 from jaxrl.training.timing import Numbers, clock, is_due
 
 

@@ -16,7 +16,7 @@ from statistics import mean, median
 
 from experiments.runs import CONFIGS, parser, quickstart, rollouts
 
-from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.tracking.tracker import read_metrics
 
 SKIPPED = 3  # first steps, which compile
 ARMS = {

@@ -20,7 +20,7 @@ from reproduce.phantom import DEEP, write_material
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.casts import cast
 from jaxrl.core.precision import parse
-from jaxrl.monitoring.ratio.split import known_tokens, split_log_ratio
+from jaxrl.diagnostics.ratio.split import known_tokens, split_log_ratio
 from jaxrl.training.run import open_run
 
 POLICIES = ("phantom", "bf16_master", "fp16_master", "fp32")

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.tracking.tracker import read_metrics
 
 _REWARD = """
 def digits(completion, example):

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from jaxrl import huggingface
 from jaxrl.core.batch import Rollout
 from jaxrl.core.precision import PRESETS
-from jaxrl.models import huggingface, spec
+from jaxrl.models import spec
 from jaxrl.models.components import ClampedGate, Experts, Latent, Linear
 from jaxrl.models.decoder import Model, decoder
 from jaxrl.models.families import DecoderConfig

@@ -18,7 +18,7 @@ from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.bridge.swap import swap_weights
 from jaxrl.core.precision import DType
-from jaxrl.models import peft
+from jaxrl.huggingface import peft
 from jaxrl.models.lora import Adapted
 
 PublishBase = Callable[[Sequence[VllmServer], WeightSource, int], None]

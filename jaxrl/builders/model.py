@@ -5,14 +5,17 @@ from typing import Any, Literal
 import jax
 from flax import traverse_util
 
+from jaxrl import huggingface
 from jaxrl.config.adapters import AdaptersConfig
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
 from jaxrl.core.precision import DType
-from jaxrl.models import huggingface, kernels, lora, peft, spec
+from jaxrl.huggingface import peft
+from jaxrl.models import lora, spec
+from jaxrl.models.attention import kernels
+from jaxrl.models.attention.kernels import Kernel, Wanted
 from jaxrl.models.decoder import Model, decoder
 from jaxrl.models.families import DecoderConfig
-from jaxrl.models.kernels import Kernel, Wanted
 from jaxrl.models.spec import Params, Specs
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.transfer import place

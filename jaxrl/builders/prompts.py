@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+from jaxrl import huggingface
 from jaxrl.config.doctor import DoctorDataConfig
 from jaxrl.config.sampler import SamplingConfig
 from jaxrl.config.tables import DataConfig, PromptConfig
@@ -9,7 +10,6 @@ from jaxrl.data import prompts
 from jaxrl.data.prompts import Prompts, Rendering, Tokenizer
 from jaxrl.data.rows import Row
 from jaxrl.environments.tools.schema import Tool
-from jaxrl.models import huggingface
 from jaxrl.sampling.base import SamplingParams
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxrl import huggingface
 from jaxrl.builders.model import Output, load_model, numerics
 from jaxrl.builders.rows import minibatch_shape
 from jaxrl.config.training import Config
@@ -14,7 +15,6 @@ from jaxrl.core.packing import MinibatchShape, pack_minibatch, plan_rows
 from jaxrl.core.precision import jit
 from jaxrl.data.prompts import Tokenizer
 from jaxrl.learner.reward_model import Scores, make_scores
-from jaxrl.models import huggingface
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
 from jaxrl.sharding.partition import Layout

@@ -8,10 +8,10 @@ from jaxrl.config.training import Config
 from jaxrl.core.packing import SHARED, Alignment, MinibatchShape
 from jaxrl.losses import Objective
 from jaxrl.losses.scores import Need
-from jaxrl.models import kernels
-from jaxrl.models.attention import sequence_alignment
+from jaxrl.models.attention import kernels
+from jaxrl.models.attention.blocks import sequence_alignment
+from jaxrl.models.attention.kernels import Kernel
 from jaxrl.models.families import DecoderConfig
-from jaxrl.models.kernels import Kernel
 from jaxrl.models.linear_attention import NOT_SHARED
 from jaxrl.sharding.partition import Layout
 

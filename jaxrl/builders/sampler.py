@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxrl.bridge.in_vllm import auth
+from jaxrl.bridge.servers.api_key import given_key, known_key
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.builders import servers
-from jaxrl.builders.api_key import given_key, known_key
 from jaxrl.builders.layout import sampler_layout
 from jaxrl.builders.weight_sync import (
     Adapters,
@@ -23,9 +23,9 @@ from jaxrl.builders.weight_sync import (
 )
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.core.hosts import Hosts
+from jaxrl.diagnostics.ratio.replay import Score
 from jaxrl.models import lora
 from jaxrl.models.spec import Params
-from jaxrl.monitoring.ratio.replay import Score
 from jaxrl.sampling.base import Sampler
 from jaxrl.sampling.embedded.one_at_a_time import OneAtATime
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler

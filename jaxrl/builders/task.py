@@ -4,13 +4,13 @@ import functools
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
+from jaxrl import huggingface
 from jaxrl.builders.prompts import load_prompts
 from jaxrl.config.training import Config
 from jaxrl.data.prompts import Example, Prompts, Tokenizer
 from jaxrl.data.rows import read_rows
-from jaxrl.environments.rewards.scoring import Reward, load_rewards
+from jaxrl.environments.rewards.score import Reward, load_rewards
 from jaxrl.environments.tools.schema import Tool, load_tools
-from jaxrl.models import huggingface
 
 MODEL, ENVIRONMENT = "model", "environment"  # the parts of a reward that are not functions
 

@@ -12,9 +12,10 @@ from contextlib import closing, contextmanager
 import jax
 import numpy as np
 
+from jaxrl import huggingface
 from jaxrl.bridge.in_vllm import auth
+from jaxrl.bridge.servers.api_key import known_key
 from jaxrl.bridge.servers.control import ControlError, VllmServer
-from jaxrl.builders.api_key import known_key
 from jaxrl.builders.model import numerics
 from jaxrl.builders.reward_model import load_judge
 from jaxrl.builders.rows import minibatch_shape
@@ -26,8 +27,7 @@ from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
 from jaxrl.core.precision import jit
 from jaxrl.data.prompts import Tokenizer
 from jaxrl.learner.policy import make_score
-from jaxrl.models import huggingface
-from jaxrl.sampling.vllm.scoring import VllmScorer
+from jaxrl.sampling.vllm.logprobs import VllmScorer
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.transfer import fetch
 

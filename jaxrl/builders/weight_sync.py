@@ -14,13 +14,13 @@ from jaxrl.bridge.adapters import AdapterPublisher, Delivery, in_place
 from jaxrl.bridge.base import Learner, Timings, WeightSource, new_learner
 from jaxrl.bridge.in_vllm.ownership import TAKE_OVER
 from jaxrl.bridge.owned_directory import MEMORY, OwnedDirectory
+from jaxrl.bridge.servers.api_key import known_key
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.bridge.store.objects import Store
 from jaxrl.bridge.store.publisher import StoreFollower, StorePublisher, bring
 from jaxrl.bridge.store.upload import Upload
-from jaxrl.builders.api_key import known_key
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.precision import Precision

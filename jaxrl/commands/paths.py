@@ -11,7 +11,7 @@ from jaxrl.bridge.store.objects import directory_of
 from jaxrl.config import toml_file
 from jaxrl.config.section import Section, is_http_address
 from jaxrl.data.rows import READERS
-from jaxrl.models import hub
+from jaxrl.huggingface import hub
 
 C = TypeVar("C", bound=Section)
 

@@ -21,13 +21,8 @@ from rich.text import Text
 
 from jaxrl.commands import options
 from jaxrl.commands.report import collect
-from jaxrl.monitoring.tracking.progress import (
-    DISPLAYED,
-    RECENT_STEPS,
-    format_duration,
-    seconds_left,
-)
-from jaxrl.monitoring.tracking.tracking import parse_entry
+from jaxrl.tracking.display import DISPLAYED, RECENT_STEPS, format_duration, seconds_left
+from jaxrl.tracking.tracker import parse_entry
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40  # steps in a line of blocks

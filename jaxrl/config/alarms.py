@@ -1,49 +1,16 @@
 """The `[alarms]` table of a config, and the limits that its rules compare with."""
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
 from jaxrl.config.section import Section
 from jaxrl.config.tables import PolicyText, parse_policy
 from jaxrl.core.precision import Precision
+from jaxrl.diagnostics.alarms.limits import LIMITS, Limits
 
 Action = Literal[
     "off", "log", "pause", "stop", "rollback_kl", "rollback_learning_rate", "rollback_precision"
 ]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The thresholds of the alarm rules: healthy runs raise no alarm with them, as
-    `scripts/experiments/false_alarms.py` shows."""
-
-    warmup: int = 20  # the first steps, which later ones are compared with
-    window: int = 20  # steps to compare with, and silence after an alarm
-    kl_factor: float = 5.0  # times the window's median
-    kl_floor: float = 0.1  # nats per token; a smaller KL never raises an alarm
-    gradient_factor: float = 5.0  # times the window's median
-    gradient_floor: float = 0.1  # a smaller gradient norm never raises an alarm
-    distinct_factor: float = 0.3  # times the share of the first steps
-    identical_rise: float = 0.9  # fraction of the way from the first steps' share to 1
-    repetition_rise: float = 0.5  # as identical_rise
-    truncated_share: float = 0.5  # of completions
-    length_factor: float = 0.1  # times the length of the first steps
-    entropy_factor: float = 0.1  # times the entropy of the first steps
-    held_out_drop: float = 0.1  # below the best accuracy
-    mismatch_nats: float = 0.5  # spread of the log-ratios of whole completions
-    phantom_share: float = 0.05  # of tokens
-    # Consecutive skipped updates. A dynamic loss scale that starts too high skips a few and
-    # settles: ten take it from 65536 to 64.
-    not_finite_steps: int = 10
-
-    @property
-    def short(self) -> int:
-        """Steps to average over where single steps are noisy."""
-        return max(1, self.window // 4)
-
-
-LIMITS = Limits()
 
 
 class AlarmsConfig(Section):

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxrl.config.alarms import Limits
+from jaxrl.diagnostics.alarms.limits import Limits
 
 _TRUNCATION = "training samples from the whole distribution; only `jaxrl generate` truncates it"
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pydantic import PositiveInt
 
 from jaxrl.config.adapters import AdaptersConfig
+from jaxrl.config.hosts import HostsConfig
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.section import Attention, Remat, Section
 from jaxrl.config.tables import (
     CheckpointConfig,
-    HostsConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,

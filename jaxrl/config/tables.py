@@ -17,7 +17,7 @@ from pydantic import (
     field_validator,
 )
 
-from jaxrl.config.section import Attention, ClipRange, OpenSection, Remat, Section, Seed
+from jaxrl.config.section import Attention, OpenSection, Remat, Section, Seed
 from jaxrl.core import precision
 from jaxrl.core.precision import Precision
 from jaxrl.learner.optimizers import OptimizerName, ScheduleName
@@ -263,91 +263,11 @@ class BaseConfig(Section):
         return parse_policy(self.precision)
 
 
-class ProbeConfig(Section):
-    """The split of the log-ratio into alpha, the policy's change, and beta, rounding; see
-    docs/precision.md. Its metrics are `probe/...`."""
-
-    every: NonNegativeInt = 10
-    """Probe the first mini-batch every this many steps, which costs two forward passes; 0 never
-    probes."""
-
-    replay: bool = False
-    """Have the vLLM server score the same tokens, which splits beta into dtype and engine; needs
-    sampler.name = 'vllm' and a temperature of 1."""
-
-    clip_range: ClipRange = (0.2, 0.2)
-    """[low, high]: tokens count as clipped below a ratio of 1 - low and above 1 + high."""
-
-
 class RunConfig(BaseConfig):
     """Keys of every command that trains."""
 
     run_dir: str = "runs/latest"
     """Directory of checkpoints, metrics and plots; a run found there is resumed."""
-
-
-class CriticConfig(Section):
-    """The critic of recipes that use one (`ppo`). It is trained on the policy's mini-batches with
-    the optimizer of [optimizer]."""
-
-    trunk: Literal["own", "shared"] = "own"
-    """`own`: a separate network. `shared`: a value head on the policy's network, which the critic's
-    loss then trains as well; it halves memory and compute, but one network serves two losses."""
-
-    path: str | None = None
-    """Checkpoint that a separate critic starts from: a reward model, or a language model whose head
-    is replaced by one that outputs 0. model.path if absent."""
-
-    learning_rate: PositiveFloat = 1e-5
-    """Peak learning rate of the critic, or of the value head with a shared trunk; the schedule is
-    the policy's."""
-
-    pretrain_steps: NonNegativeInt = 0
-    """Steps at the start of the run that train only the critic (VC-PPO), or only the value head
-    with a shared trunk."""
-
-    def _contradictions(self) -> Iterator[str]:
-        if self.trunk == "shared" and self.path is not None:
-            yield (
-                f"critic.path = {self.path!r} and critic.trunk = 'shared', whose trunk is the "
-                "policy's and whose head starts at 0; leave critic.path out"
-            )
-
-
-def is_address(text: str) -> bool:
-    """Tells if a text has the form HOST:PORT."""
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isdigit()
-
-
-class HostsConfig(Section):
-    """Several processes that train one model on all of their devices."""
-
-    coordinator: str | None = None
-    """HOST:PORT of process 0, or `auto` where jax detects the cluster (Slurm, Open MPI, Kubernetes,
-    Cloud TPU). Default: the environment variable JAX_COORDINATOR_ADDRESS, else a single process."""
-
-    processes: PositiveInt | None = None
-    """Number of processes. Default: the environment variable JAX_NUM_PROCESSES, else what jax
-    detects."""
-
-    process: NonNegativeInt | None = None
-    """Index of this process, from 0. Default: the environment variable JAX_PROCESS_ID, else what
-    jax detects."""
-
-    @field_validator("coordinator")
-    @classmethod
-    def _is_address(cls, value: str | None) -> str | None:
-        if value not in (None, "auto") and not is_address(value):
-            raise ValueError("expected HOST:PORT of process 0, such as host0:9911, or 'auto'")
-        return value
-
-    def _contradictions(self) -> Iterator[str]:
-        if self.process is not None and self.process >= (self.processes or self.process + 1):
-            yield (
-                f"hosts.process = {self.process} and hosts.processes = {self.processes}: processes "
-                f"are numbered from 0 to {(self.processes or 1) - 1}"
-            )
 
 
 class SamplesConfig(Section):

@@ -11,20 +11,20 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from jaxrl.config.adapters import LoraConfig
 from jaxrl.config.alarms import AlarmsConfig
+from jaxrl.config.critic import CriticConfig
 from jaxrl.config.environment import EnvironmentConfig
+from jaxrl.config.hosts import HostsConfig
 from jaxrl.config.mesh import MeshConfig
+from jaxrl.config.probe import ProbeConfig
 from jaxrl.config.reward import RewardConfig
 from jaxrl.config.sampler import RolloutsConfig, SamplerConfig, SamplingConfig
 from jaxrl.config.tables import (
     CheckpointConfig,
-    CriticConfig,
     DataConfig,
     EvalConfig,
-    HostsConfig,
     LossConfig,
     ModelConfig,
     OptimizerConfig,
-    ProbeConfig,
     RunConfig,
     SamplesConfig,
     TrackingConfig,

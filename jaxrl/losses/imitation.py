@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxrl.core.batch import TokenBatch, observed
 from jaxrl.core.metrics import Metrics, masked_mean
-from jaxrl.losses.algebra import token_loss
+from jaxrl.losses.algebra import TokenLoss, token_loss
 from jaxrl.losses.formulas import with_formula
 from jaxrl.losses.objectives import Aggregation, Objective, objective
 from jaxrl.losses.scores import Need, Scores, require
@@ -92,3 +92,13 @@ def _mean_nll(
         lambda batch: jnp.sum(marks(batch), dtype=jnp.float32),
     )
     return objective(token_loss(apply, *needs), aggregation)
+
+
+def cross_entropy() -> TokenLoss:
+    """-log p of each completion token, nats."""
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        del batch
+        return -scores.logprobs, {}
+
+    return token_loss(apply)

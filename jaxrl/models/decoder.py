@@ -10,10 +10,11 @@ import jax.numpy as jnp
 
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.precision import Precision
-from jaxrl.models.attention import KEPT, Attend, attention
+from jaxrl.models.attention.blocks import KEPT, Attend, attention
+from jaxrl.models.attention.cudnn import keeping
+from jaxrl.models.attention.tree import Tree
 from jaxrl.models.block import block
 from jaxrl.models.components import Group
-from jaxrl.models.cudnn import keeping
 from jaxrl.models.experts import Routing, imbalance
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.layers import (
@@ -33,7 +34,6 @@ from jaxrl.models.lora import attach, frozen, trainable
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.products import OUTPUT
 from jaxrl.models.spec import Params, Specs
-from jaxrl.models.tree_attention import Tree
 
 
 class Hidden(Protocol):

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl.core.precision import Precision
+from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.components import Group
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.products import matmul
 from jaxrl.models.rope import Rope, RopeTable, rope_table
-from jaxrl.models.scoring import Scoring
 
 Layer = Mapping[str, jax.Array]  # one layer's parameters, without the "layers" dimension
 # (activation, logical name of each dimension) -> the activation, its sharding constrained.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxrl.models.attention.tree import KEPT
 from jaxrl.models.components import Linear
 from jaxrl.models.delta_rule import (
     Gates,
@@ -16,7 +17,6 @@ from jaxrl.models.delta_rule import (
     delta_step,
 )
 from jaxrl.models.layers import Layer, LayerContext, project, rms_norm
-from jaxrl.models.tree_attention import KEPT
 
 # Reasons, in messages.
 NOT_SHARED = "a linear layer's state is that of one sequence"

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl.core.precision import DType, Precision
+from jaxrl.models.attention.scores import soft_cap, soft_cap_slope
 from jaxrl.models.products import product, transposed_product
-from jaxrl.models.scoring import soft_cap, soft_cap_slope
 
 
 class Chunk(NamedTuple):

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from jaxrl.diagnostics.alarms.causes import CAUSES, usual_learning_rates
+from jaxrl.diagnostics.alarms.rules import Alarm, check_alarms
 from jaxrl.models import spec
-from jaxrl.monitoring.alarms.causes import CAUSES, usual_learning_rates
-from jaxrl.monitoring.alarms.rules import Alarm, check_alarms
-from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.tracking.tracker import read_metrics
 from jaxrl.training import rollbacks
 from jaxrl.training.run import Run
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import jax
 
-from jaxrl.config.tables import HostsConfig, is_address
+from jaxrl.config.hosts import HostsConfig, is_address
 from jaxrl.core.hosts import ReportedError, report
 
 JOIN = 300  # seconds that a process waits for the others at the start

@@ -7,18 +7,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl import huggingface
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.builders.learner import Learning
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.precision import DType
-from jaxrl.models import huggingface, lora, peft
+from jaxrl.huggingface import peft
+from jaxrl.models import lora
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
-from jaxrl.monitoring.tracking.plots import draw_run
-from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.sharding.transfer import fetch
+from jaxrl.tracking.plots import draw_run
+from jaxrl.tracking.tracker import read_metrics
 
 
 def export(config: Config, learning: Learning, *, params: Params, hosts: Hosts) -> Path:

@@ -9,10 +9,10 @@ import numpy as np
 from jaxrl.advantages import Advantages
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import unpack
+from jaxrl.diagnostics.ratio.replay import log_ratio_parts, replay_batch
+from jaxrl.diagnostics.ratio.shape_noise import shape_noise
+from jaxrl.diagnostics.ratio.split import known_tokens, moments, split_log_ratio
 from jaxrl.models.spec import Params
-from jaxrl.monitoring.ratio.replay import log_ratio_parts, replay_batch
-from jaxrl.monitoring.ratio.shape_noise import shape_noise
-from jaxrl.monitoring.ratio.split import known_tokens, moments, split_log_ratio
 from jaxrl.sharding.transfer import fetch
 from jaxrl.training.run import Run
 from jaxrl.training.timing import Numbers, is_due

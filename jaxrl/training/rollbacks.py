@@ -20,10 +20,10 @@ from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core import plugins
 from jaxrl.core.files import read_whole, write_whole
+from jaxrl.diagnostics.alarms.rules import Alarm
 from jaxrl.losses import recipes
-from jaxrl.monitoring.alarms.rules import Alarm
-from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
-from jaxrl.training.storage.run_directory import ResumeError
+from jaxrl.tracking.tracker import read_metrics, write_lines
+from jaxrl.training.run_directory import ResumeError
 
 _FIRST_KL = 0.001  # for a loss without a KL term: enough for long runs (docs/losses.md)
 

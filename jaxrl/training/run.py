@@ -23,18 +23,18 @@ from jaxrl.config.toml_file import flatten
 from jaxrl.config.training import Config
 from jaxrl.core import precision
 from jaxrl.core.hosts import Hosts
+from jaxrl.diagnostics.ratio.replay import Score
 from jaxrl.learner.actor_critic import State
-from jaxrl.monitoring.ratio.replay import Score
-from jaxrl.monitoring.tracking.samples import Samples
-from jaxrl.monitoring.tracking.services import open_services
-from jaxrl.monitoring.tracking.tracking import NullTracker, Tracker, gap, incomplete_logs
+from jaxrl.learner.checkpoints import Checkpoints
 from jaxrl.sharding.partition import Layout
+from jaxrl.tracking.samples import Samples
+from jaxrl.tracking.services import open_services
+from jaxrl.tracking.tracker import NullTracker, Tracker, gap, incomplete_logs
 from jaxrl.training import rollbacks
 from jaxrl.training.progress import Progress
+from jaxrl.training.resume import restore
 from jaxrl.training.rollouts.collect import RolloutSource, prompts_at
-from jaxrl.training.storage.checkpoint import Checkpoints
-from jaxrl.training.storage.resume import restore
-from jaxrl.training.storage.run_directory import check_config, compare_config, open_run_tracker
+from jaxrl.training.run_directory import check_config, compare_config, open_run_tracker
 
 
 class Run(NamedTuple):

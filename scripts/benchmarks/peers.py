@@ -17,7 +17,8 @@ from benchmarks.timing import Run
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl.models import huggingface, spec
+from jaxrl import huggingface
+from jaxrl.models import spec
 from jaxrl.models.parameters import param_specs
 
 PROGRAMS = Path(__file__).parent / "iteration"

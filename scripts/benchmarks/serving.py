@@ -14,6 +14,7 @@ from benchmarks.sampling import GROUP, asked, random_prompts
 from benchmarks.shapes import ANSWER, PROMPT
 from benchmarks.timing import Run
 
+from jaxrl import huggingface
 from jaxrl.bridge.in_vllm import auth
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer
@@ -22,7 +23,6 @@ from jaxrl.bridge.source import ParamsSource
 from jaxrl.builders.servers import starting_server
 from jaxrl.config.sampler import ServerConfig
 from jaxrl.core.precision import DType
-from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.spec import Params, init

@@ -18,11 +18,11 @@ import optax
 from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
 from jaxrl.core.precision import Precision, jit, parse
 from jaxrl.environments.episodes.single_turn import as_rollout
+from jaxrl.huggingface.config.convert import from_hf_config
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import grpo
-from jaxrl.models.attention import sequence_alignment
+from jaxrl.models.attention.blocks import sequence_alignment
 from jaxrl.models.decoder import Model, decoder
-from jaxrl.models.hf_config import from_hf_config
 from jaxrl.models.spec import Params, init
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler

@@ -15,8 +15,8 @@ import numpy as np
 from runs import plain_parser
 
 from jaxrl.core.precision import Precision, jit, parse, sampler_precision
+from jaxrl.huggingface.config.convert import from_hf_config
 from jaxrl.models.decoder import Model, decoder
-from jaxrl.models.hf_config import from_hf_config
 from jaxrl.models.logprobs import token_logprobs
 from jaxrl.models.spec import init
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxrl.commands.compile_cache import use_compile_cache
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.tracking.tracker import read_metrics
 from jaxrl.train import train
 
 CONFIGS = Path(__file__).parents[2] / "configs"

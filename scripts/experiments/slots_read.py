@@ -8,8 +8,8 @@ import argparse
 
 import numpy as np
 
+from jaxrl.core.buckets import count_bucket, length_bucket
 from jaxrl.sampling.embedded import batch_decoding as loop
-from jaxrl.sampling.embedded.buckets import count_bucket, length_bucket
 from jaxrl.sampling.embedded.decode_steps import SEGMENT
 
 PROMPT, LONGEST, MAX_BATCH, PAGE = 256, 3072, 64, 128

@@ -27,7 +27,7 @@ from runs import CONFIGS, Entries, accuracies, parser, quickstart, rollouts
 
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import free_port
-from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.tracking.tracker import read_metrics
 
 COMMAND = [sys.executable, "-m", "jaxrl.cli"]
 

@@ -10,7 +10,7 @@ from experiments import runs
 from experiments.runs import Entries, rollouts
 
 from jaxrl.commands.compile_cache import use_compile_cache
-from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.tracking.tracker import read_metrics
 
 SMOOTHED = 5  # rollouts
 

@@ -9,7 +9,8 @@ import pytest
 
 from jaxrl.bridge.adapters import AdapterPublisher, in_place
 from jaxrl.bridge.base import RefusedError, UnavailableError
-from jaxrl.models import lora, peft, spec
+from jaxrl.huggingface import peft
+from jaxrl.models import lora, spec
 from jaxrl.models.decoder import decoder
 from tests.bridge.cases import QWEN3, Recorder, params
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxrl import huggingface
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import Learner, PoisonedError, RefusedError
 from jaxrl.bridge.manifest import Manifest
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
 from tests.bridge.cases import (

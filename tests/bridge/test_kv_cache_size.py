@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxrl import huggingface
 from jaxrl.bridge.servers.kv_cache_size import free_memory, kv_cache_size, token_bytes
 from jaxrl.bridge.servers.launch import ServerOptions, _command
 from jaxrl.builders.servers import starting_server
 from jaxrl.config.sampler import SamplerConfig
-from jaxrl.models import hf_config, huggingface
+from jaxrl.huggingface.config import convert
 from tests import tiny
 from tests.documented import ROOT
 
@@ -63,7 +64,7 @@ def test_a_size_that_holds_no_completion_is_an_error_that_names_the_key():
 
 def test_errors_come_before_a_server_starts(tmp_path):
     (tmp_path / "config.json").write_text(
-        json.dumps(hf_config.to_hf_config(tiny.CONFIG, dtype="float32"))
+        json.dumps(convert.to_hf_config(tiny.CONFIG, dtype="float32"))
     )
     (tmp_path / "python").touch()
 
@@ -82,7 +83,7 @@ def test_errors_come_before_a_server_starts(tmp_path):
     with pytest.raises(ValueError, match=r"sampler\.kv_cache_bytes = 1000 holds 0 tokens"):
         start(kv_cache_bytes=1000)
     packed = {"quantization_config": {"quant_method": "mxfp4"}}
-    content = hf_config.to_hf_config(tiny.GPT_OSS, dtype="bfloat16") | packed
+    content = convert.to_hf_config(tiny.GPT_OSS, dtype="bfloat16") | packed
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"is quantised .*write a copy in bf16"):
         start()

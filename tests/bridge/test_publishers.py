@@ -10,12 +10,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
+from jaxrl import huggingface
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import PoisonedError, RefusedError, UnavailableError
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
 from jaxrl.sharding.mesh import make_mesh

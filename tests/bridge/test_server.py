@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxrl import huggingface
 from jaxrl.bridge.base import RefusedError, new_learner
 from jaxrl.bridge.in_vllm import auth, lease
 from jaxrl.bridge.owned_directory import BELONGINGS, MEMORY
@@ -23,7 +24,6 @@ from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer, ServerFailedError, ServerOptions
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from tests.bridge.asking import KEY, Output, ask
 from tests.bridge.cases import QWEN3, ListSource, params

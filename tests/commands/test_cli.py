@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tensorstore
 
+from jaxrl import huggingface
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.optimizer import make_optimizer
@@ -26,11 +27,10 @@ from jaxrl.config.training import Config
 from jaxrl.core import plugins, precision
 from jaxrl.environments.rewards import builtin
 from jaxrl.learner import policy
+from jaxrl.learner.checkpoints import Checkpoints
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.objectives import objective
 from jaxrl.losses.surrogates import reinforce
-from jaxrl.models import huggingface
-from jaxrl.training.storage.checkpoint import Checkpoints
 from tests import arithmetic
 from tests.processes import JAXRL
 

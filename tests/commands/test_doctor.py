@@ -9,7 +9,7 @@ from jaxrl.cli import main
 from jaxrl.commands.doctor.text import Finding, recommend, table
 from jaxrl.config import toml_file
 from jaxrl.config.doctor import DoctorConfig
-from jaxrl.monitoring.ratio.agreement import LogprobPairs
+from jaxrl.diagnostics.ratio.agreement import LogprobPairs
 from tests import tiny
 
 EMPTY = LogprobPairs(np.zeros(1), np.zeros(1), np.zeros(1, int))

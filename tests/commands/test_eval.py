@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.cli import main
-from jaxrl.commands.eval.scores import half_interval, majority, pass_at_k
+from jaxrl.diagnostics.accuracy import half_interval, majority, pass_at_k
 from tests import arithmetic
 
 REWARDS = np.random.default_rng(0).integers(0, 2, (7, 6)).astype(float)

@@ -21,11 +21,11 @@ import tomli_w
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from jaxrl import huggingface
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.cli import main
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.models import huggingface
 from tests import tiny
 
 COUNT = int(os.environ.get("JAXRL_MUTATIONS", "60"))

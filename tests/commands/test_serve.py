@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from jaxrl.bridge.in_vllm import auth
+from jaxrl.bridge.servers import api_key
 from jaxrl.bridge.servers.launch import ServerFailedError
-from jaxrl.builders import api_key, sampler, servers
+from jaxrl.builders import sampler, servers
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.weight_sync import Weights
 from jaxrl.commands.serve import command

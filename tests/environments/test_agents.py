@@ -12,7 +12,7 @@ from jaxrl.config import toml_file
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
 from jaxrl.core.batch import to_json
-from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.tracking.tracker import read_metrics
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts.collect import collect
 from jaxrl.training.run import open_run

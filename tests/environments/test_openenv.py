@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.data.prompts import Example
-from jaxrl.environments.adapters.openenv import Server, Session
+from jaxrl.environments.connectors.openenv import Server, Session
 from jaxrl.environments.episodes import builtin
 from jaxrl.environments.episodes.base import EpisodeLimits
 from jaxrl.environments.episodes.runner import EpisodeRunner, LockstepScheduler

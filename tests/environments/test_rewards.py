@@ -17,7 +17,7 @@ from jaxrl.environments.rewards.builtin import (
     math_verify,
     numeric_match,
 )
-from jaxrl.environments.rewards.scoring import load_rewards, score
+from jaxrl.environments.rewards.score import load_rewards, score
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_reward_of_an_installed_module_is_loaded():
 
 SLOW = """
 import asyncio, threading
-from jaxrl.environments.rewards.scoring import batched
+from jaxrl.environments.rewards.score import batched
 
 def hangs(completion, example):
     if completion == "hang":
@@ -261,7 +261,7 @@ def test_a_comparison_that_never_ends_is_wrong_and_blocks_nothing(monkeypatch):
 
 HOSTILE = """
 import itertools, threading
-from jaxrl.environments.rewards.scoring import batched
+from jaxrl.environments.rewards.score import batched
 
 @batched
 def endless(completions, examples):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.data.prompts import Example
-from jaxrl.environments.adapters.verifiers import Host
+from jaxrl.environments.connectors.verifiers import Host
 from jaxrl.environments.episodes.chat import Chat
 from jaxrl.environments.episodes.runner import EpisodeRunner, LockstepScheduler
 from jaxrl.environments.episodes.verifiers import VerifiersEpisode

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from jaxrl import train
+from jaxrl import huggingface, train
 from jaxrl.builders.reward_model import score_rollouts
 from jaxrl.config.toml_file import ConfigError, load
 from jaxrl.config.training import Config
 from jaxrl.core.packing import MinibatchShape
 from jaxrl.core.precision import PRESETS
-from jaxrl.environments.rewards import scoring
+from jaxrl.environments.rewards import score
 from jaxrl.learner.reward_model import make_scores
-from jaxrl.models import huggingface, spec
+from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
 from jaxrl.models.scorer import token_scores
-from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.tracking.tracker import read_metrics
 from tests import tiny
 
 FP32 = PRESETS["fp32"]
@@ -66,8 +66,8 @@ def test_a_score_that_is_not_finite_is_a_failure(reward_model):
     broken = params() | {"score": jnp.full((1, CONFIG.hidden_size), jnp.inf)}
     values = reward_model(tiny.rollouts(3), params=broken)
     assert np.isnan(values).all()
-    scored = scoring.with_component(
-        scoring.score([], ["a", "b", "c"], [{}] * 3), "model", values=values, weight=1.0
+    scored = score.with_component(
+        score.score([], ["a", "b", "c"], [{}] * 3), "model", values=values, weight=1.0
     )
     assert np.isnan(scored.total).all()
     assert scored.failures == {"model": 3}
@@ -75,9 +75,9 @@ def test_a_score_that_is_not_finite_is_a_failure(reward_model):
 
 
 def test_parts_are_weighted_and_added():
-    half = scoring.Reward("half", lambda completion, example: 0.5, 2.0)
-    scored = scoring.score([half], ["a", "b"], [{}] * 2)
-    both = scoring.with_component(scored, "model", values=np.array([3.0, -1.0]), weight=0.5)
+    half = score.Reward("half", lambda completion, example: 0.5, 2.0)
+    scored = score.score([half], ["a", "b"], [{}] * 2)
+    both = score.with_component(scored, "model", values=np.array([3.0, -1.0]), weight=0.5)
     np.testing.assert_array_equal(both.total, [2.5, 0.5])
     np.testing.assert_array_equal(both.components["half"], [0.5, 0.5])
     np.testing.assert_array_equal(both.components["model"], [3.0, -1.0])

@@ -18,7 +18,7 @@ from jaxrl.core.precision import PRESETS as PRECISIONS
 from jaxrl.learner.optimizers import make_optimizer, make_schedule
 from jaxrl.learner.policy import LearnerState, make_learner
 from jaxrl.losses import grpo, with_terms
-from jaxrl.models import kernels
+from jaxrl.models.attention import kernels
 from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
 from jaxrl.sharding.mesh import make_mesh

@@ -16,7 +16,8 @@ from jaxrl.learner.actor_critic import Optimizers, State, shared_trunk
 from jaxrl.learner.critic import make_critic
 from jaxrl.learner.policy import VALUE_HEAD, Learner, make_learner
 from jaxrl.losses import clipped, gspo, objective, ppo, shadowed, token_mean, with_terms
-from jaxrl.models import kernels, lora, spec
+from jaxrl.models import lora, spec
+from jaxrl.models.attention import kernels
 from jaxrl.models.decoder import decoder
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxrl.core import precision
-from jaxrl.models.attention import attention
-from jaxrl.models.scoring import Scoring
+from jaxrl.models.attention.blocks import attention
+from jaxrl.models.attention.scores import Scoring
 
 F64 = precision.parse("fp32,compute=f64,activations=f64,logits=f64")
 

@@ -11,10 +11,10 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from jaxrl.core.packing import most_sequences
 from jaxrl.core.precision import parse
-from jaxrl.models import cudnn, kernels
-from jaxrl.models.attention import attention
+from jaxrl.models.attention import cudnn, kernels
+from jaxrl.models.attention.blocks import attention
+from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.decoder import decoder
-from jaxrl.models.scoring import Scoring
 from jaxrl.models.spec import init
 from tests import tiny
 from tests.models.test_kernels import assert_equal, inputs, layout, results

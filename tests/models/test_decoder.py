@@ -11,9 +11,9 @@ from jax.test_util import check_grads
 
 from jaxrl.core import casts, precision
 from jaxrl.core.precision import PRESETS
+from jaxrl.huggingface.config.convert import from_hf_config
 from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
-from jaxrl.models.hf_config import from_hf_config
 from tests.models.references import DELTA, EXPERTS, GPT_OSS, SIZES
 
 FP32 = PRESETS["fp32"]

@@ -11,9 +11,9 @@ import pytest
 
 from jaxrl.core.precision import PRESETS as PRECISIONS
 from jaxrl.core.precision import parse
-from jaxrl.models import kernels
-from jaxrl.models.attention import Tree, attention
-from jaxrl.models.scoring import Scoring
+from jaxrl.models.attention import kernels
+from jaxrl.models.attention.blocks import Tree, attention
+from jaxrl.models.attention.scores import Scoring
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.rules import PRESETS

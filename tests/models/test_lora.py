@@ -11,7 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.core.precision import PRESETS
-from jaxrl.models import lora, peft, spec
+from jaxrl.huggingface import peft
+from jaxrl.models import lora, spec
 from jaxrl.models.decoder import decoder
 from jaxrl.models.scorer import token_scores
 from tests import tiny

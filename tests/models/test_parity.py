@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from jaxrl import huggingface
 from jaxrl.core.precision import PRESETS
-from jaxrl.models import huggingface
+from jaxrl.models.attention.scores import soft_cap
 from jaxrl.models.decoder import decoder
-from jaxrl.models.scoring import soft_cap
 from tests.models.references import FAMILIES, SIZES, checkpoint
 
 LENGTHS = ((19, 9), (23,), (1, 7, 12))  # sequences of each row; what is left is padding

@@ -7,7 +7,7 @@ import pytest
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from jaxrl.models.hf_config import from_hf_config, to_hf_config
+from jaxrl.huggingface.config.convert import from_hf_config, to_hf_config
 from jaxrl.models.rope import attention_factor, rope_frequencies
 from tests.models.references import LLAMA3, SIZES
 

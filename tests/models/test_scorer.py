@@ -10,9 +10,9 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
+from jaxrl import huggingface
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.precision import PRESETS
-from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.scorer import sequence_scores, token_scores
 from tests.models.references import SIZES, assert_same_model, checkpoint, classifier

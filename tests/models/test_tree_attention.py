@@ -10,10 +10,10 @@ import pytest
 
 from jaxrl.core import precision
 from jaxrl.core.packing import SHARED, pack
-from jaxrl.models import cudnn, kernels
-from jaxrl.models.attention import attention
-from jaxrl.models.scoring import Scoring
-from jaxrl.models.tree_attention import Tree, visible
+from jaxrl.models.attention import cudnn, kernels
+from jaxrl.models.attention.blocks import attention
+from jaxrl.models.attention.scores import Scoring
+from jaxrl.models.attention.tree import Tree, visible
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.rules import PRESETS

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import jax
 
-from jaxrl.models import lora, peft, spec
+from jaxrl.huggingface import peft
+from jaxrl.models import lora, spec
 from jaxrl.models.decoder import decoder
 from tests.sampling.serving import FP32, SERVED
 

@@ -11,14 +11,14 @@ import pytest
 from jaxrl.core.metrics import to_floats
 from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
 from jaxrl.core.precision import jit, parse
+from jaxrl.diagnostics.ratio.shape_noise import shape_noise
 from jaxrl.environments.episodes.single_turn import as_rollout
+from jaxrl.huggingface.config.convert import from_hf_config
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import grpo
-from jaxrl.models.attention import sequence_alignment
+from jaxrl.models.attention.blocks import sequence_alignment
 from jaxrl.models.decoder import decoder
-from jaxrl.models.hf_config import from_hf_config
 from jaxrl.models.spec import init
-from jaxrl.monitoring.ratio.shape_noise import shape_noise
 from jaxrl.sampling.base import SamplingParams, Turn
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 

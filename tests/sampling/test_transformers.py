@@ -5,8 +5,8 @@ import pytest
 import torch
 import transformers
 
+from jaxrl import huggingface
 from jaxrl.core.precision import PRESETS
-from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl import train
+from jaxrl import huggingface, train
 from jaxrl.bridge.base import RefusedError
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer
@@ -25,11 +25,10 @@ from jaxrl.data.prompts import Example
 from jaxrl.environments.episodes.base import EpisodeLimits, Step
 from jaxrl.environments.episodes.runner import ContinuousScheduler, EpisodeRunner
 from jaxrl.learner.policy import make_score
-from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
-from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+from jaxrl.tracking.tracker import read_metrics
 from tests import tiny
 from tests.sampling.adapter_file import save_adapter
 from tests.sampling.serving import FP32, SERVED, Material, config, opened, signal_all, started

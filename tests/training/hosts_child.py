@@ -21,9 +21,11 @@ from jaxrl.bridge.base import UnavailableError, new_learner
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.bridge.store.objects import Store
 from jaxrl.bridge.store.publisher import StoreFollower, StorePublisher
-from jaxrl.config.tables import HostsConfig
+from jaxrl.config.hosts import HostsConfig
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.precision import PRESETS
+from jaxrl.learner import digests
+from jaxrl.learner.checkpoints import CheckpointError, Checkpoints
 from jaxrl.models.decoder import decoder
 from jaxrl.models.spec import Params
 from jaxrl.sharding.mesh import make_mesh
@@ -33,9 +35,7 @@ from jaxrl.sharding.transfer import fetch, place
 from jaxrl.training import cluster
 from jaxrl.training.cluster import joined
 from jaxrl.training.interrupt import Interrupt
-from jaxrl.training.storage import digests
-from jaxrl.training.storage.checkpoint import CheckpointError, Checkpoints
-from jaxrl.training.storage.run_directory import lock
+from jaxrl.training.run_directory import lock
 from tests import tiny
 from tests.bridge.store.hosts import host
 

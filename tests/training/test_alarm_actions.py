@@ -12,13 +12,13 @@ from jaxrl import train
 from jaxrl.builders import learner as builder
 from jaxrl.cli import main
 from jaxrl.config import alarms, toml_file
-from jaxrl.config.alarms import Limits
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
+from jaxrl.diagnostics.alarms.history import History
+from jaxrl.diagnostics.alarms.limits import Limits
+from jaxrl.diagnostics.alarms.rules import replay_alarms
 from jaxrl.models import spec
-from jaxrl.monitoring.alarms.history import History
-from jaxrl.monitoring.alarms.rules import replay_alarms
-from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
+from jaxrl.tracking.tracker import read_metrics, write_lines
 from jaxrl.training import rollbacks
 from jaxrl.training.alarm_actions import AlarmActions
 from tests import tiny

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.config.tables import HostsConfig
+from jaxrl.config.hosts import HostsConfig
 from jaxrl.training.cluster import joined
 
 

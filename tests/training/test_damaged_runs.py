@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxrl.monitoring.tracking.tracking import read_metrics
-from jaxrl.training.storage.run_directory import ResumeError
+from jaxrl.tracking.tracker import read_metrics
+from jaxrl.training.run_directory import ResumeError
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

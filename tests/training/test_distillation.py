@@ -13,21 +13,20 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl import train
+from jaxrl import huggingface, train
 from jaxrl.builders.teacher import open_teacher, score_completions
-from jaxrl.config.alarms import LIMITS
 from jaxrl.config.toml_file import ConfigError, load
 from jaxrl.config.training import Config
 from jaxrl.core.batch import from_json, given_rollout, to_json
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.packing import MinibatchShape
 from jaxrl.core.precision import PRESETS
+from jaxrl.diagnostics.alarms.history import History
+from jaxrl.diagnostics.alarms.limits import LIMITS
+from jaxrl.diagnostics.alarms.rules import zero_variance
 from jaxrl.learner.policy import make_score
-from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
-from jaxrl.monitoring.alarms.history import History
-from jaxrl.monitoring.alarms.rules import zero_variance
-from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.tracking.tracker import read_metrics
 from tests import tiny
 
 FP32 = PRESETS["fp32"]

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl.cli import main
-from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.tracking.tracker import read_metrics
 from tests import tiny
 from tests.processes import XLA_FLAGS, ModuleProcess
 

@@ -9,6 +9,7 @@ import optax
 import pytest
 from orbax.checkpoint import StandardCheckpointer
 
+from jaxrl import huggingface
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.reward_model import load_judge
@@ -22,10 +23,9 @@ from jaxrl.core.metrics import to_floats
 from jaxrl.core.precision import PRESETS
 from jaxrl.data.rows import Row
 from jaxrl.learner.reward_model import make_ranker
-from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from jaxrl.models.scorer import sequence_scores
-from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.tracking.tracker import read_metrics
 from jaxrl.training.supervised import pairs
 from jaxrl.training.supervised.dpo import load_loss
 from jaxrl.training.supervised.pairs import load_pairs, pack_pairs, tokenize

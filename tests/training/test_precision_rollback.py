@@ -15,17 +15,17 @@ import pytest
 from jaxrl import train
 from jaxrl.commands.report.collect import collect
 from jaxrl.config import alarms, toml_file
-from jaxrl.config.alarms import Limits
 from jaxrl.config.training import Config
 from jaxrl.core import precision
 from jaxrl.core.loss_scale import init_loss_scale
+from jaxrl.diagnostics.alarms.limits import Limits
 from jaxrl.learner.actor_critic import State
 from jaxrl.learner.update import LearnerState
-from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+from jaxrl.tracking.tracker import read_metrics
 from jaxrl.training.progress import Progress
+from jaxrl.training.resume import adapt_precision
 from jaxrl.training.run import Run, open_run
-from jaxrl.training.storage.resume import adapt_precision
 from tests import tiny
 
 NEW = "fp32,loss_scale=dynamic:4:1"  # doubles after every finite step

@@ -15,13 +15,13 @@ import orbax.checkpoint as ocp
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from jaxrl import huggingface
 from jaxrl.commands.export.checkpoint import export_checkpoint
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core.precision import PRESETS
+from jaxrl.learner.checkpoints import Checkpoints
 from jaxrl.learner.optimizers import make_schedule
-from jaxrl.models import huggingface
-from jaxrl.training.storage.checkpoint import Checkpoints
 from tests import tiny
 from tests.processes import XLA_FLAGS, ModuleProcess
 

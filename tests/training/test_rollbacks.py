@@ -9,10 +9,10 @@ import pytest
 
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.monitoring.alarms.rules import Alarm
-from jaxrl.monitoring.tracking.tracking import read_metrics, write_lines
+from jaxrl.diagnostics.alarms.rules import Alarm
+from jaxrl.tracking.tracker import read_metrics, write_lines
 from jaxrl.training import rollbacks
-from jaxrl.training.storage.run_directory import ResumeError, check_config
+from jaxrl.training.run_directory import ResumeError, check_config
 
 
 def config(run_dir: Path, **changes: str) -> Config:

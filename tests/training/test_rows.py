@@ -11,7 +11,7 @@ from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.rows import choose_rows
 from jaxrl.config.training import Config
 from jaxrl.core.packing import ANYWHERE, SHARED, Alignment
-from jaxrl.models import kernels
+from jaxrl.models.attention import kernels
 from jaxrl.models.decoder import decoder
 from tests import tiny
 from tests.commands.plan.configs import make_config

@@ -5,9 +5,9 @@ from importlib import metadata
 import jax
 import pytest
 
-from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.tracking.tracker import read_metrics
 from jaxrl.training import rollbacks
-from jaxrl.training.storage.run_directory import check_config, record_start
+from jaxrl.training.run_directory import check_config, record_start
 from tests.training.test_rollbacks import config, decide, write_steps
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl import huggingface
 from jaxrl.config.supervised import SFTConfig
 from jaxrl.config.toml_file import ConfigError, load
 from jaxrl.core.batch import Minibatch
@@ -17,10 +18,9 @@ from jaxrl.learner.optimizers import make_optimizer, make_schedule
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.objectives import objective
-from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
-from jaxrl.monitoring.tracking.tracking import read_metrics
-from jaxrl.training.storage.run_directory import ResumeError, lock
+from jaxrl.tracking.tracker import read_metrics
+from jaxrl.training.run_directory import ResumeError, lock
 from jaxrl.training.supervised import fit, sft
 from tests import arithmetic
 

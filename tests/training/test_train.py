@@ -15,17 +15,17 @@ import pytest
 from flax import traverse_util
 from safetensors.numpy import load_file
 
-from jaxrl import train
+from jaxrl import huggingface, train
 from jaxrl.cli import main
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.precision import parse
-from jaxrl.models import huggingface, spec
-from jaxrl.monitoring.tracking import samples
-from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.models import spec
+from jaxrl.tracking import samples
+from jaxrl.tracking.tracker import read_metrics
 from jaxrl.training.run import open_run
-from jaxrl.training.storage.run_directory import ResumeError, check_config, lock
+from jaxrl.training.run_directory import ResumeError, check_config, lock
 from tests import tiny
 from tests.documented import undocumented
 
@@ -210,8 +210,8 @@ def test_exported_model_has_the_same_logits_in_transformers(finished):
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits[0].numpy()
 
+    from jaxrl import huggingface
     from jaxrl.core.precision import PRESETS
-    from jaxrl.models import huggingface
     from jaxrl.models.decoder import decoder
 
     found, params = huggingface.load(result.model, dtype=None)

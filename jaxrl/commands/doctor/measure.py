@@ -11,8 +11,9 @@ import jax
 import numpy as np
 import optax
 
+from jaxrl import huggingface
+from jaxrl.bridge.servers.api_key import known_key
 from jaxrl.bridge.servers.control import VllmServer
-from jaxrl.builders.api_key import known_key
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import load_prompts, sampling_params
@@ -26,17 +27,16 @@ from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.core.precision import Precision, check_products, jit
 from jaxrl.data.rows import read_rows
+from jaxrl.diagnostics.ratio import replay
+from jaxrl.diagnostics.ratio.agreement import LogprobPairs, agreement_metrics
+from jaxrl.diagnostics.ratio.shape_noise import shape_noise
+from jaxrl.diagnostics.ratio.split import known_tokens, moments
 from jaxrl.environments.episodes.single_turn import as_rollout
 from jaxrl.learner.policy import Learner, make_learner
 from jaxrl.losses.recipes import grpo
-from jaxrl.models import huggingface
-from jaxrl.models.attention import sequence_alignment
+from jaxrl.models.attention.blocks import sequence_alignment
 from jaxrl.models.decoder import Model
 from jaxrl.models.spec import Params
-from jaxrl.monitoring.ratio import replay
-from jaxrl.monitoring.ratio.agreement import LogprobPairs, agreement_metrics
-from jaxrl.monitoring.ratio.shape_noise import shape_noise
-from jaxrl.monitoring.ratio.split import known_tokens, moments
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sharding.partition import Layout
 

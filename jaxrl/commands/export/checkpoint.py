@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxrl import huggingface
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import trained_specs
 from jaxrl.builders.optimizer import make_optimizer
@@ -14,13 +15,14 @@ from jaxrl.config.preference import RewardModelConfig
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
 from jaxrl.core import precision
+from jaxrl.huggingface import peft
+from jaxrl.learner.checkpoints import CheckpointError, Checkpoints
 from jaxrl.learner.update import LearnerState, checkpoint_view, make_update
-from jaxrl.models import huggingface, lora, peft
+from jaxrl.models import lora
 from jaxrl.models.decoder import decoder
 from jaxrl.models.spec import Params
 from jaxrl.sharding.transfer import placed
 from jaxrl.training.export import model_dtype
-from jaxrl.training.storage.checkpoint import CheckpointError, Checkpoints
 
 
 def export_checkpoint(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxrl import huggingface
 from jaxrl.builders.layout import divide_cpu, make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import load_prompts, sampling_params
@@ -25,9 +26,8 @@ from jaxrl.commands.paths import find_inputs
 from jaxrl.config.training import Config
 from jaxrl.data.prompts import Example, Tokenizer
 from jaxrl.data.rows import read_rows
-from jaxrl.environments.rewards.scoring import load_rewards
-from jaxrl.models import huggingface
-from jaxrl.monitoring.tracking.progress import ProgressDisplay
+from jaxrl.environments.rewards.score import load_rewards
+from jaxrl.tracking.display import ProgressDisplay
 
 
 def parser() -> argparse.ArgumentParser:

@@ -25,7 +25,7 @@ from jaxrl.commands.plan.chips import GIB
 from jaxrl.commands.plan.estimate import estimate
 from jaxrl.commands.plan.topology import open_topology
 from jaxrl.config.training import Config
-from jaxrl.models import hub
+from jaxrl.huggingface import hub
 
 DOES_NOT_FIT = 5  # exit status; 1 to 4 are those of every command, see jaxrl.cli
 

@@ -5,12 +5,13 @@ Memory covers weights, gradients and optimizer state; activations need a compile
 
 import math
 
+from jaxrl import huggingface
 from jaxrl.builders.model import trained_specs
 from jaxrl.commands.plan.chips import GIB
 from jaxrl.commands.plan.units import count_of, parameter_text, percent_text, size_text, time_text
 from jaxrl.config.training import Config
 from jaxrl.core.precision import Precision
-from jaxrl.models import huggingface, lora
+from jaxrl.models import lora
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import parameter_count
 

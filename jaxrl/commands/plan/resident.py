@@ -6,17 +6,18 @@ from typing import Any
 
 import jax
 
+from jaxrl import huggingface
 from jaxrl.builders.layout import sampler_layout
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.commands.plan.step import Step
+from jaxrl.core.buckets import count_bucket
 from jaxrl.core.casts import cast
 from jaxrl.core.precision import DType
 from jaxrl.losses import Need
-from jaxrl.models import huggingface, lora, spec
+from jaxrl.models import lora, spec
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import Specs
 from jaxrl.sampling.embedded.batch_decoding import KEPT, cache_sizes, max_rows, shrunk_rows
-from jaxrl.sampling.embedded.buckets import count_bucket
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.transfer import placed
 

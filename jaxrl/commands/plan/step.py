@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl import huggingface
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.learner import build_learner, max_rows
 from jaxrl.builders.model import choose_kernel, make_decoder, trained_specs
@@ -17,10 +18,10 @@ from jaxrl.core.batch import Minibatch, TokenBatch
 from jaxrl.core.packing import Alignment
 from jaxrl.learner.policy import Learner, LearnerState
 from jaxrl.losses import Need, Recipe
-from jaxrl.models import huggingface, lora
+from jaxrl.models import lora
+from jaxrl.models.attention.kernels import Kernel
 from jaxrl.models.decoder import Model
 from jaxrl.models.families import DecoderConfig
-from jaxrl.models.kernels import Kernel
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.transfer import placed
 

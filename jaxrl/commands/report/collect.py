@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.commands.report.charts import drawn
-from jaxrl.config.alarms import LIMITS
-from jaxrl.monitoring.alarms.causes import CAUSES, Cause
-from jaxrl.monitoring.alarms.history import History, Series
-from jaxrl.monitoring.alarms.rules import replay_alarms
-from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.diagnostics.alarms.causes import CAUSES, Cause
+from jaxrl.diagnostics.alarms.history import History, Series
+from jaxrl.diagnostics.alarms.limits import LIMITS
+from jaxrl.diagnostics.alarms.rules import replay_alarms
+from jaxrl.tracking.tracker import read_metrics
 
 _MOST_SAMPLED_STEPS = 40
 _MOST_POINTS = 2000  # of a curve, so that the page of a 10,000-step run stays small

@@ -19,17 +19,17 @@ from typing import Annotated, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from jaxrl.bridge.servers.api_key import server_key
 from jaxrl.bridge.servers.kv_cache_size import free_memory
 from jaxrl.bridge.servers.launch import free_port
 from jaxrl.bridge.store import objects
 from jaxrl.bridge.store.process import AgentProcess
-from jaxrl.builders.api_key import server_key
 from jaxrl.builders.servers import StartingServer, starting_server
 from jaxrl.commands import options
 from jaxrl.commands.serve.replicas import Replica, open_replicas
 from jaxrl.config.sampler import ServerConfig
 from jaxrl.core import precision
-from jaxrl.models import hub
+from jaxrl.huggingface import hub
 
 
 class ServeConfig(ServerConfig):

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from jaxrl.core import plugins
 from jaxrl.data.prompts import Tokenizer
-from jaxrl.environments.adapters.openenv import Server, Session
-from jaxrl.environments.adapters.verifiers import Host
+from jaxrl.environments.connectors.openenv import Server, Session
+from jaxrl.environments.connectors.verifiers import Host
 from jaxrl.environments.episodes import text_game as text_games
 from jaxrl.environments.episodes.agent import Agent
 from jaxrl.environments.episodes.base import Environment

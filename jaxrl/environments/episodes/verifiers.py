@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.prompts import Example, apply_template
-from jaxrl.environments.adapters.verifiers import Host, Message
+from jaxrl.environments.connectors.verifiers import Host, Message
 from jaxrl.environments.episodes.base import Step
 from jaxrl.environments.episodes.chat import Chat
 from jaxrl.environments.tools.schema import parse_tool_calls

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxrl.models.attention import TILE
+from jaxrl.core.buckets import count_bucket, length_bucket
+from jaxrl.models.attention.blocks import TILE
 from jaxrl.sampling.base import ClosedError, Completion, Turn
-from jaxrl.sampling.embedded.buckets import count_bucket, length_bucket
 from jaxrl.sampling.embedded.decode_steps import (
     SEGMENT,
     decode_segment,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from jaxrl.core.buckets import count_bucket, length_bucket
 from jaxrl.sampling.base import Turn
-from jaxrl.sampling.embedded.buckets import count_bucket, length_bucket
 from jaxrl.sampling.embedded.decode_steps import (
     DecodeState,
     RowPlan,

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxrl.core.buckets import count_bucket, length_bucket
 from jaxrl.core.precision import Precision, jit_by_policy
 from jaxrl.models.decoder import Model
 from jaxrl.models.products import product
 from jaxrl.models.spec import Params
 from jaxrl.sampling.base import ClosedError, Completion, Turn
 from jaxrl.sampling.embedded.batch_decoding import max_rows
-from jaxrl.sampling.embedded.buckets import count_bucket, length_bucket
 from jaxrl.sampling.embedded.decode_steps import Segment, completion_keys, draw_next
 from jaxrl.sampling.embedded.draw_token import DrawSettings, draw_settings
 from jaxrl.sampling.embedded.request import DecodeRequest, PartialCompletion

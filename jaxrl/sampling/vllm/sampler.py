@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn, check_turns
+from jaxrl.sampling.vllm.logprobs import VllmScorer, valid_logprob
 from jaxrl.sampling.vllm.router import SamplerError, UnpublishedWeightsError
-from jaxrl.sampling.vllm.scoring import VllmScorer, valid_logprob
 
 
 class _Served(NamedTuple):

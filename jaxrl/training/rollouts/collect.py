@@ -11,7 +11,7 @@ import numpy as np
 from jaxrl.core.batch import Rollout
 from jaxrl.data import prompts
 from jaxrl.data.prompts import Example
-from jaxrl.monitoring.completion_metrics import completion_metrics
+from jaxrl.diagnostics.completions import completion_metrics
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts import dynamic_sampling

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.advantages import Advantages, Outcomes
+from jaxrl.advantages.penalties import overlong_penalty
 from jaxrl.advantages.teacher import log_ratios, with_log_ratios
 from jaxrl.builders.task import ENVIRONMENT
 from jaxrl.config.reward import RewardConfig
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Rollout
+from jaxrl.core.buckets import count_bucket
 from jaxrl.losses.regularizers import k1
-from jaxrl.sampling.embedded.buckets import count_bucket
 from jaxrl.training.timing import Numbers
 
 LogProbs = Sequence[np.ndarray]
@@ -89,12 +90,6 @@ def add_teacher(
     chosen = max(1, sum(int(mask.sum()) for mask in masks))
     numbers = {"kl/teacher": -sum(float(one.sum()) for one in ratios) / chosen}
     return with_log_ratios(advantages, ratios, weight=config.model_weight), numbers
-
-
-def overlong_penalty(lengths: np.ndarray, *, longest: int, buffer: int) -> np.ndarray:
-    """Computes DAPO's length penalty (arXiv:2503.14476): 0 up to longest - buffer tokens, then
-    linear down to -1 at `longest`; f64[N]."""
-    return np.minimum((longest - buffer - np.asarray(lengths)) / buffer, 0.0)
 
 
 def kl_penalties(

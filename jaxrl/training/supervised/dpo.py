@@ -8,6 +8,7 @@ import dataclasses
 
 import jax
 
+from jaxrl import huggingface
 from jaxrl.builders.supervised import set_up
 from jaxrl.config.preference import DPOConfig, PairLossConfig
 from jaxrl.core import casts, plugins
@@ -19,7 +20,7 @@ from jaxrl.losses import from_config, preference
 from jaxrl.losses.objectives import objective
 from jaxrl.losses.preference import PairLoss
 from jaxrl.losses.scores import Scores
-from jaxrl.models import huggingface, lora
+from jaxrl.models import lora
 from jaxrl.models.spec import Params
 from jaxrl.training.supervised.fit import Result, check_resumable
 from jaxrl.training.supervised.pairs import fit_pairs, load_pairs

@@ -22,21 +22,16 @@ from jaxrl.core.hosts import Hosts
 from jaxrl.core.metrics import Metrics, to_floats
 from jaxrl.core.precision import jit
 from jaxrl.data import prompts
+from jaxrl.learner.checkpoints import Checkpoints
 from jaxrl.learner.policy import Learner, LearnerState
 from jaxrl.learner.reward_model import Ranker
 from jaxrl.learner.update import applied_steps, checkpoint_view, from_checkpoint
 from jaxrl.models.spec import Params
-from jaxrl.monitoring.tracking.tracking import NullTracker, Tracker, gap, incomplete_logs
 from jaxrl.sharding.transfer import fetch
+from jaxrl.tracking.tracker import NullTracker, Tracker, gap, incomplete_logs
 from jaxrl.training.export import write_model
 from jaxrl.training.interrupt import Interrupt
-from jaxrl.training.storage.checkpoint import Checkpoints
-from jaxrl.training.storage.run_directory import (
-    check_config,
-    compare_config,
-    lock,
-    open_run_tracker,
-)
+from jaxrl.training.run_directory import check_config, compare_config, lock, open_run_tracker
 from jaxrl.training.timing import Numbers, is_due
 
 _LOG_EVERY = 10  # steps between two readings of the loss, each of which waits for the device

@@ -1,5 +1,6 @@
 """Trains a reward model on pairs of completions (Bradley-Terry)."""
 
+from jaxrl import huggingface
 from jaxrl.builders.supervised import set_up
 from jaxrl.config.preference import RewardModelConfig
 from jaxrl.core.batch import Minibatch
@@ -7,7 +8,6 @@ from jaxrl.core.metrics import Metrics
 from jaxrl.core.precision import jit
 from jaxrl.learner.reward_model import make_ranker, make_scores
 from jaxrl.losses.preference import ranked
-from jaxrl.models import huggingface
 from jaxrl.models.spec import Params
 from jaxrl.training.supervised.fit import Result, check_resumable
 from jaxrl.training.supervised.pairs import fit_pairs, load_pairs

@@ -6,24 +6,20 @@ The learner is that of reinforcement learning; the objective is -logprob, withou
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import jax
-
+from jaxrl import huggingface
 from jaxrl.builders.prompts import rendering
 from jaxrl.builders.supervised import set_up, supervised_shape
 from jaxrl.config.supervised import SFTConfig, SFTDataConfig
-from jaxrl.core.batch import Minibatch, Rollout, TokenBatch, given_rollout
+from jaxrl.core.batch import Minibatch, Rollout, given_rollout
 from jaxrl.core.hosts import Hosts
-from jaxrl.core.metrics import Metrics
 from jaxrl.core.packing import pack_minibatch
 from jaxrl.data import prompts
 from jaxrl.data.prompts import RawPrompt, Tokenizer
 from jaxrl.data.rows import Row, read_rows, read_text
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
-from jaxrl.losses.algebra import TokenLoss, token_loss
+from jaxrl.losses.imitation import cross_entropy
 from jaxrl.losses.objectives import objective
-from jaxrl.losses.scores import Scores
-from jaxrl.models import huggingface
 from jaxrl.training.supervised.fit import Result, Task, check_resumable, fit, too_long_note
 
 
@@ -33,16 +29,6 @@ class Texts(NamedTuple):
     # The texts to learn; `completion` ends with the end-of-sequence token.
     sequences: Sequence[Rollout]
     too_long: int  # number of texts that were dropped
-
-
-def cross_entropy() -> TokenLoss:
-    """-log p of each completion token, nats."""
-
-    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        del batch
-        return -scores.logprobs, {}
-
-    return token_loss(apply)
 
 
 def finetune(config: SFTConfig) -> Result:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxrl import huggingface
 from jaxrl.bridge.base import RefusedError, new_learner
 from jaxrl.bridge.in_vllm import relay
 from jaxrl.bridge.servers.control import VllmServer
@@ -17,7 +18,6 @@ from jaxrl.bridge.source import ParamsSource
 from jaxrl.bridge.store.objects import Store
 from jaxrl.bridge.store.process import AgentProcess
 from jaxrl.bridge.store.publisher import StorePublisher
-from jaxrl.models import huggingface
 from jaxrl.models.decoder import decoder
 from tests.bridge.asking import KEY, ask
 from tests.bridge.cases import QWEN3, params

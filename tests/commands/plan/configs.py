@@ -4,13 +4,13 @@ import json
 
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.models import hf_config
+from jaxrl.huggingface.config import convert
 from tests import tiny
 
 
 def make_config(directory, **changes) -> Config:
     """Builds the config of a run whose tiny model is only a config.json."""
-    content = hf_config.to_hf_config(tiny.CONFIG, dtype="float32")
+    content = convert.to_hf_config(tiny.CONFIG, dtype="float32")
     (directory / "config.json").write_text(json.dumps(content))
     keys = {
         "model.path": str(directory),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.models import hf_config
+from jaxrl.huggingface.config import convert
 from tests import tiny
 from tests.processes import JAXRL
 
@@ -26,7 +26,7 @@ def needs(compiler):
 
 
 def write_model(directory, **sizes):
-    content = hf_config.to_hf_config(dataclasses.replace(tiny.CONFIG, **sizes), dtype="float32")
+    content = convert.to_hf_config(dataclasses.replace(tiny.CONFIG, **sizes), dtype="float32")
     (directory / "config.json").write_text(json.dumps(content))
 
 

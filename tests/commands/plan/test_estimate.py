@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl import cli
+from jaxrl import cli, huggingface
 from jaxrl.commands.plan.estimate import bytes_per_trained, estimate, utilisation
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core.precision import parse
-from jaxrl.models import huggingface
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import parameter_count
 

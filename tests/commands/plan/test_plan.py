@@ -16,7 +16,8 @@ from jaxrl.commands.plan.program import compile_step
 from jaxrl.commands.plan.roofline import forward_flops, roofline
 from jaxrl.commands.plan.step import make_step
 from jaxrl.commands.plan.topology import Topology, open_topology
-from jaxrl.models import hf_config, spec
+from jaxrl.huggingface.config import convert
+from jaxrl.models import spec
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import parameter_count
 from jaxrl.sharding.memory_traffic import MemoryTraffic
@@ -292,7 +293,7 @@ def test_program_size_is_independent_of_the_layers(planned, tmp_path, monkeypatc
         pass
 
     for layers in (2, 48):
-        content = hf_config.to_hf_config(tiny.CONFIG, dtype="float32") | {
+        content = convert.to_hf_config(tiny.CONFIG, dtype="float32") | {
             "num_hidden_layers": layers,
             "layer_types": None,
         }

@@ -11,7 +11,8 @@ import pytest
 from jaxrl.commands.plan.resident import KVCache, ResidentMemory, on_one, resident_memory
 from jaxrl.commands.plan.step import make_step
 from jaxrl.commands.plan.topology import open_topology
-from jaxrl.models import hf_config, spec
+from jaxrl.huggingface.config import convert
+from jaxrl.models import spec
 from jaxrl.models.decoder import decoder
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded import batch_decoding
@@ -75,7 +76,7 @@ def test_replicated_weights(tmp_path):
 def test_the_cache_of_latent_attention(form, tmp_path):
     directory, latent = tmp_path / "model", tiny.DEEPSEEK.latent
     directory.mkdir()
-    content = hf_config.to_hf_config(tiny.DEEPSEEK, dtype="float32")
+    content = convert.to_hf_config(tiny.DEEPSEEK, dtype="float32")
     (directory / "config.json").write_text(json.dumps(content))
     changes = {"model__path": str(directory), "precision": f"bf16_master,latent={form}"}
     cache = counted(tmp_path, **COMPLETIONS, **changes).cache
@@ -110,7 +111,7 @@ def test_models_beside_the_policy(tmp_path):
     reward_model.mkdir()
     sizes = dataclasses.replace(tiny.CONFIG, num_layers=4, scored=True)
     (reward_model / "config.json").write_text(
-        json.dumps(hf_config.to_hf_config(sizes, dtype="float32"))
+        json.dumps(convert.to_hf_config(sizes, dtype="float32"))
     )
 
     def count(config) -> float:

@@ -3,7 +3,7 @@ import json
 import numpy as np
 
 from jaxrl.commands.report.collect import collect, extremes
-from jaxrl.monitoring.alarms.history import Series
+from jaxrl.diagnostics.alarms.history import Series
 
 TIMES = ("sample", "reward", "score", "update", "publish")
 

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from jaxrl.cli import main
 from jaxrl.commands.watch import blocks, view
-from jaxrl.monitoring.tracking.tracking import write_lines
+from jaxrl.tracking.tracker import write_lines
 
 
 def steps(count, *, seconds=3.0, since=1000.0):

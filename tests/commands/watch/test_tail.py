@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from jaxrl.commands import watch
 from jaxrl.commands.watch import Tail
-from jaxrl.monitoring.tracking.tracking import JsonLines, read_metrics, write_lines
+from jaxrl.tracking.tracker import JsonLines, read_metrics, write_lines
 
 
 def test_lines_are_parsed_once(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from typing import Any
 from jaxrl.builders.task import TaskData
 from jaxrl.config.training import Config
 from jaxrl.data.prompts import Example, Prompts
-from jaxrl.environments.rewards.scoring import Reward
+from jaxrl.environments.rewards.score import Reward
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.training.rollouts.generate import RolloutSource
 

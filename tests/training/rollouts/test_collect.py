@@ -9,7 +9,7 @@ import pytest
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.data.prompts import Example
-from jaxrl.environments.rewards.scoring import batched
+from jaxrl.environments.rewards.score import batched
 from jaxrl.sampling.base import Completion
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts.collect import RolloutBatch, collect

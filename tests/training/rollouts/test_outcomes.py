@@ -10,7 +10,7 @@ from jaxrl.advantages import lambda_returns
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.losses.regularizers import k1
-from jaxrl.monitoring.tracking.tracking import read_metrics
+from jaxrl.tracking.tracker import read_metrics
 from jaxrl.training.rollouts import outcomes
 from tests import tiny
 from tests.training.test_train import config as small_config

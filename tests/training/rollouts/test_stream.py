@@ -20,8 +20,8 @@ from jaxrl.config import toml_file
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
 from jaxrl.data.prompts import Example
-from jaxrl.monitoring.tracking.tracking import read_metrics
 from jaxrl.sampling.base import ClosedError, Completion
+from jaxrl.tracking.tracker import read_metrics
 from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts import stream as stream_module

@@ -1,0 +1,80 @@
+"""Disagreement of two programs about the log-probs of the same tokens at the same weights.
+
+The policy did not move, so the whole log-ratio is beta and every clipped token is a phantom.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl.diagnostics.ratio.split import ActionTokens, split_log_ratio
+
+_FEWEST_SEQUENCES = 8  # for a standard deviation over sequences
+
+
+class LogprobPairs(NamedTuple):
+    """Two log-probs of N tokens, in the order of their sequences."""
+
+    learner: np.ndarray  # f64[N]
+    sampler: np.ndarray  # f64[N]
+    sequences: np.ndarray  # i64[N], index of the token's sequence, from 0
+
+
+def agreement_metrics(pairs: LogprobPairs, *, low: float, high: float) -> dict[str, float]:
+    """Computes all metrics of the disagreement.
+
+    A token is clipped on one side only, by the sign of its advantage. The sign is not known here,
+    so each token counts twice, once with either sign. PPO clips ratios below 1 - low and above
+    1 + high. There must be at least one token.
+
+    Returns:
+      The metrics of `split_log_ratio`, with the whole log-ratio as beta; "phantom_low" and
+      "phantom_high", shares of tokens below and above the clip (their mean is "phantom");
+      "token_mult_error", E[exp |beta|]; "sequence_std_L" for L = 1, 2, 4, ... tokens, standard
+      deviation of the sum of the first L betas over sequences of at least L tokens, if there are
+      at least 8.
+    """
+    count = len(pairs.learner)
+    twice = ActionTokens(
+        learner=np.tile(pairs.learner, 2),
+        shadow=np.tile(pairs.sampler, 2),
+        sampler=np.tile(pairs.sampler, 2),
+        advantages=np.repeat([1.0, -1.0], count),
+        sequences=np.concatenate([pairs.sequences, pairs.sequences + pairs.sequences.max() + 1]),
+    )
+    beta = pairs.learner - pairs.sampler
+    metrics = split_log_ratio(twice, low=low, high=high)
+    # Meaningless here: alpha is 0, the advantages are made up and every clip is a phantom.
+    dropped = ("alpha", "alpha_std", "alpha_p99", "beta_advantage", "phantom_share")
+    kept = {k: v for k, v in metrics.items() if k not in dropped and not k.startswith("clipped")}
+    return {
+        **kept,
+        "phantom_low": 2 * metrics["clipped_low"],
+        "phantom_high": 2 * metrics["clipped_high"],
+        "token_mult_error": float(np.exp(np.abs(beta)).mean()),
+        **{
+            f"sequence_std_{length}": float(sums.std())
+            for length, sums in prefix_sums(beta, pairs.sequences)
+            if len(sums) >= _FEWEST_SEQUENCES
+        },
+    }
+
+
+def prefix_sums(values: np.ndarray, sequences: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Sums the beginnings of sequences.
+
+    Args:
+      values: f64[N], in the order of the sequences.
+      sequences: i64[N], index of the value's sequence.
+
+    Returns:
+      (L, sums over the first L values of every sequence with at least L) for L = 1, 2, 4, ... up to
+      the longest sequence.
+    """
+    ends = np.flatnonzero(np.diff(sequences)) + 1
+    sums = [np.cumsum(part) for part in np.split(values, ends)]
+    longest = max(map(len, sums))
+    return [
+        (length, np.array([s[length - 1] for s in sums if len(s) >= length]))
+        for length in (2**i for i in range(longest.bit_length()))
+    ]

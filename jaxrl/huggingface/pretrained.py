@@ -1,0 +1,49 @@
+"""Loading of a checkpoint directory: the model, its parameters and its tokenizer."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxrl import huggingface
+from jaxrl.core.precision import PRESETS, Precision
+from jaxrl.huggingface import hub
+from jaxrl.models.decoder import Model, decoder
+from jaxrl.models.spec import Params
+
+
+class Pretrained(NamedTuple):
+    """A language model on one device.
+
+    Attributes:
+      model: pure functions from tokens to hidden states and logits.
+      params: its parameters, in `precision.params`.
+      tokenizer: a `transformers.PreTrainedTokenizerBase`.
+      stop: token sequences that end a completion, for `SamplingParams`.
+    """
+
+    model: Model
+    params: Params
+    tokenizer: Any
+    stop: tuple[tuple[int, ...], ...]
+
+
+def load(directory: str | Path, *, precision: Precision = PRESETS["fp32"]) -> Pretrained:
+    """Loads a language model from a Hugging Face checkpoint directory, or from the hub.
+
+    Args:
+      directory: holds config.json, model.safetensors (or shards) and the tokenizer's files; or a
+        name on the hub, see `hub.local_directory`.
+      precision: the dtype policy; parameters are cast to `precision.params`.
+
+    Raises:
+      FileNotFoundError: if a file is missing.
+      ValueError: if the directory does not exist, its files do not fit together, or it holds a
+        reward model; the message names the file or tensor.
+    """
+    directory = hub.local_directory(str(directory))
+    tokenizer = huggingface.load_tokenizer(directory)
+    config, params = huggingface.load(directory, dtype=precision.params)
+    if config.scored:
+        raise ValueError(f"{directory} is a reward model; a causal language model is required")
+    ends = {*huggingface.load_end_ids(directory), tokenizer.eos_token_id} - {None}
+    stop = tuple((int(end),) for end in sorted(ends))
+    return Pretrained(decoder(config), params, tokenizer, stop)

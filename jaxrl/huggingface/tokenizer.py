@@ -1,0 +1,118 @@
+"""Tokenizers of Hugging Face checkpoint directories, and the tokens that end a completion."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from jaxrl.huggingface.config.file import load_config
+from jaxrl.huggingface.config.keys import token_ids
+from jaxrl.huggingface.files import check_file, named, read_object, shown
+
+
+def load_tokenizer(directory: str | Path) -> Any:
+    """Loads the tokenizer of a checkpoint directory, a `transformers.PreTrainedTokenizerBase`.
+
+    Raises:
+      ValueError: as `load_config`, and for a tokenizer that transformers cannot load or that has
+        tokens outside of the model's vocabulary; the message names the file or directory.
+    """
+    directory = Path(directory)
+    config = load_config(directory)  # transformers reads it, too, with worse errors
+    for path in (directory / name for name in _TOKENIZER_FILES):
+        if path.exists():
+            check_file(path)
+            if path.name in _OBJECTS:
+                read_object(path)
+    from transformers import AutoTokenizer  # seconds to import; only text needs it
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
+        vocabulary = tokenizer.get_vocab()
+        # A character that no text has, and every token: some settings fail only in use.
+        tokenizer.encode("a \ue000", add_special_tokens=False)
+        tokenizer.decode(list(vocabulary.values()))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # whatever its many readers raise; a panic is no Exception
+        raise ValueError(
+            f"{_unreadable(directory)}: transformers cannot load the tokenizer: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        ) from error
+    template = tokenizer.chat_template or ""
+    try:
+        "".join(template.values() if isinstance(template, dict) else [template]).encode()
+    except (TypeError, UnicodeEncodeError):
+        raise ValueError(
+            f"{directory}: chat_template={shown(template)} is not a text; see tokenizer_config.json"
+        ) from None
+    if len(vocabulary) == len(tokenizer.get_added_vocab()):
+        raise ValueError(f"{directory} has no tokenizer: no file holds a vocabulary")
+    last, size = max(vocabulary, key=vocabulary.__getitem__), config.vocab_size
+    if vocabulary[last] >= size:
+        raise ValueError(
+            f"{directory}: the tokenizer's token {shown(last)} has the id {vocabulary[last]}, but "
+            f"vocab_size={size} in config.json; remove the token or resize the embeddings"
+        )
+    return tokenizer
+
+
+def _unreadable(directory: Path) -> str:
+    """Names the file that keeps transformers from loading a tokenizer, as far as it is known."""
+    from tokenizers import Tokenizer
+    from transformers import AutoConfig
+
+    readers = {"config.json": AutoConfig.from_pretrained, "tokenizer.json": Tokenizer.from_file}
+    present = [name for name in ("config.json", *_TOKENIZER_FILES) if (directory / name).exists()]
+    for name, read in readers.items():
+        try:
+            if name in present:
+                read(str(directory / name))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            return str(directory / name)
+    others = [name for name in present if name not in ("config.json", "generation_config.json")]
+    return f"{directory} ({', '.join(others) or 'no tokenizer.json'})"
+
+
+def load_end_ids(directory: str | Path) -> tuple[int, ...]:
+    """Reads the token ids that end a completion, from config.json and generation_config.json. Chat
+    models often list theirs only in the latter.
+
+    Raises:
+      ValueError: if they are not ids of the vocabulary, or as `load_config`.
+    """
+    config = load_config(directory)
+    path = Path(directory) / "generation_config.json"
+    if not path.exists():
+        return config.eos_ids
+    raw = read_object(path)
+    with named(path):
+        more = token_ids(raw.get("eos_token_id"), vocab_size=config.vocab_size)
+    return tuple(dict.fromkeys((*config.eos_ids, *more)))
+
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+_OBJECTS = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"}
+
+
+def copy_tokenizer(source_dir: str | Path, directory: str | Path) -> None:
+    """Copies tokenizer and generation files from one checkpoint to another, if they exist."""
+    for name in _TOKENIZER_FILES:
+        source = Path(source_dir) / name
+        target = Path(directory) / name
+        if source.is_file() and not (target.exists() and target.samefile(source)):
+            shutil.copyfile(source, target)

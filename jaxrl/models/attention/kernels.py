@@ -1,0 +1,331 @@
+"""Attention on a mesh, with the kernels available on its devices.
+
+`xla` is `attention.attention`, which runs everywhere. `splash` is the TPU's flash attention from
+jax.experimental.pallas. `cudnn` is NVIDIA's, see `cudnn`.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl.core.precision import Precision, jit
+from jaxrl.models.attention import cudnn
+from jaxrl.models.attention.blocks import KEPT, Attend, Part, Tree, attention
+from jaxrl.models.attention.scores import Scoring
+from jaxrl.models.families import DecoderConfig
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
+
+Kernel = Literal["xla", "splash", "cudnn"]
+Wanted = Kernel | Literal["auto"]
+
+_AGREEMENT = 0.05  # norm of the difference of two kernels in 16 bits, relative
+_LANES = 128  # of a TPU's vector unit; splash attention needs multiples of it
+_BLOCKS = (512, 256, 128)  # tokens per block of it; the first that divides a row is used
+
+
+def choose(
+    wanted: Wanted, *, layout: Layout, config: DecoderConfig, precision: Precision, length: int
+) -> Kernel:
+    """Chooses the kernel for rows of `length` tokens on the layout's devices.
+
+    Raises:
+      ValueError: if the kernel asked for does not support this; the message gives the reason.
+    """
+    if wanted == "xla":
+        return "xla"
+    device = layout.mesh.devices.flat[0]
+    own = length // layout.count("length")
+    reasons: dict[Kernel, str | None] = {
+        "splash": _no_splash(device, config, precision, own),
+        "cudnn": _no_cudnn(device, config, precision),
+    }
+    if config.score_cap is not None:
+        reasons = dict.fromkeys(reasons, "does not support soft caps of scores")
+    if config.sinks:
+        reasons = dict.fromkeys(reasons, "does not support attention sinks")
+    if config.latent is not None:
+        reasons = dict.fromkeys(reasons, "does not support values of another size than keys")
+    if precision.sums == "fixed":
+        reasons = dict.fromkeys(reasons, "adds in an order of its own, but the policy fixes sums")
+    if wanted == "auto":
+        there: list[Kernel] = [name for name, reason in reasons.items() if reason is None]
+        return (*there, "xla")[0]
+    if (reason := reasons[wanted]) is not None:
+        raise ValueError(f"train.attention = {wanted!r} {reason}; use 'auto' or 'xla'")
+    return wanted
+
+
+def _no_splash(device: Any, config: DecoderConfig, precision: Precision, own: int) -> str | None:
+    if device.platform != "tpu":
+        return f"is for TPUs, but the devices are of the platform {device.platform!r}"
+    if config.head_dim % _LANES or own % _LANES:
+        return (
+            f"needs multiples of {_LANES}, but the model's head_dim is {config.head_dim} and a "
+            f"device has {own} tokens of a row"
+        )
+    if precision.compute == jnp.float16:
+        return "does not support f16, which the TPU's vector unit lacks"
+    if precision.compute == jnp.float32:
+        return "computes products of f32 in one pass of bf16"
+    return None
+
+
+def _no_cudnn(device: Any, config: DecoderConfig, precision: Precision) -> str | None:
+    if device.platform not in ("gpu", "cuda"):
+        return f"is for NVIDIA GPUs, but the devices are of the platform {device.platform!r}"
+    if precision.compute.itemsize != 2:
+        return f"computes in bf16 or f16, but precision.compute is {precision.compute.name}"
+    limit = cudnn.head_dim_limit(device.compute_capability)
+    if config.head_dim % 8 or config.head_dim > limit:
+        return (
+            f"needs a head_dim that is a multiple of 8 and at most {limit} on this GPU, not "
+            f"{config.head_dim}"
+        )
+    return None
+
+
+def attend(wanted: Wanted, *, layout: Layout, config: DecoderConfig) -> Attend:
+    """Builds attention for a decoder on the layout's mesh; the kernel is chosen at each call. The
+    result raises as `choose` and `by_kernel`."""
+
+    def chosen(q, k, v, segments, *, scoring, precision):
+        kernel = choose(
+            wanted, layout=layout, config=config, precision=precision, length=q.shape[1]
+        )
+        if isinstance(segments, Tree) and unshared(kernel) is not None:
+            kernel = "xla"  # rows were packed for the learner's dtypes; the sampler's are others
+        on_mesh = by_kernel(kernel, layout=layout)
+        return on_mesh(q, k, v, segments, scoring=scoring, precision=precision)
+
+    return chosen
+
+
+def unshared(kernel: Kernel) -> str | None:
+    """Says why a kernel cannot compute rows whose sequences share prefixes; None if it can."""
+    if kernel == "splash":
+        return "splash compares one segment per token, and a shared token has several"
+    return None
+
+
+def verify(kernel: Kernel, *, layout: Layout, config: DecoderConfig, precision: Precision) -> None:
+    """Compares a kernel with `attention` on one device of this process: output and gradients over
+    a row of three sequences and padding, and over one whose second sequence shares a prefix.
+
+    Raises:
+      RuntimeError: if they differ by more than rounding explains.
+    """
+    if kernel == "xla":
+        return
+    device = next(d for d in layout.mesh.devices.flat if d.process_index == jax.process_index())
+    alone = Layout(make_mesh(devices=[device]), layout.rules)
+    of_kernel, windows = by_kernel(kernel, layout=alone), {kind.window for kind in config.kinds}
+    norm, worst = jnp.linalg.norm, 0.0
+    kinds_of_rows = _rows()[: 1 if unshared(kernel) else 2]
+    for rows, window in itertools.product(kinds_of_rows, windows):
+        found, expected = (
+            _example(attend, config, rows, device=device, window=window, precision=precision)
+            for attend in (of_kernel, attention)
+        )
+        differences = (float(norm(a - b) / norm(b)) for a, b in zip(found, expected, strict=True))
+        worst = max(worst, *differences)
+    if not worst < _AGREEMENT:
+        raise RuntimeError(
+            f"attention by {kernel} differs from XLA's by {worst:.2g} on this device, "
+            f"{device.device_kind}; set train.attention = 'xla' and report it, with the versions "
+            "of jax and of the driver"
+        )
+
+
+def _rows() -> tuple[jax.Array, Tree]:
+    """Makes up a row: its segments, and its tree if the second sequence of the same tokens shared
+    the first 100 of the first one."""
+    lengths = [200, 150, 100, 62]
+    places = np.concatenate([np.arange(200), np.arange(100, 250), np.arange(100), np.zeros(62)])
+    until = np.repeat([350, 200, 350, 450, 0], [100, 100, *lengths[1:]])
+    until[450:] = np.arange(451, 513)
+    arrays = (np.repeat([1, 2, 3, 0], lengths), until, places)
+    segments, *tree = (jnp.asarray(x[None], jnp.int32) for x in arrays)
+    return segments, Tree(*tree)
+
+
+def _example(
+    attend: Attend,
+    config: DecoderConfig,
+    rows: jax.Array | Tree,
+    *,
+    device: Any,
+    window: int | None,
+    precision: Precision,
+) -> tuple[jax.Array, ...]:
+    """Runs attention over real tokens of a made-up row; returns output and gradients in f32."""
+    rng, groups = np.random.default_rng(0), config.num_heads // config.num_kv_heads
+    inputs = [
+        rng.normal(size=(1, 512, heads, config.head_dim)).astype(precision.activations)
+        for heads in (groups, 1, 1)
+    ]
+
+    def run(q, k, v):
+        scoring = Scoring(window, config.score_scale, config.score_cap)
+        out = attend(q, k, v, rows, scoring=scoring, precision=precision)
+        real = (_rows()[0] > 0)[:, :, None, None]
+        return jnp.where(real, out, 0).astype(jnp.float32)
+
+    def both(q, k, v):
+        out, backward = jax.vjp(run, q, k, v)
+        return out, *(x.astype(jnp.float32) for x in backward(jnp.sin(out)))
+
+    return jit(both)(*jax.device_put(inputs, device))
+
+
+def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Attend:
+    """Builds attention with a kernel, without checking that the devices support it.
+
+    Rows and heads are sharded as the rules say. Where the rules cut "length", every device keeps
+    its part of the queries and gathers the keys and values of the whole rows. In rows that share
+    prefixes, each device skips the blocks that its own rows do not see.
+
+    Args:
+      kernel: the kernel to run.
+      layout: the mesh and its rules.
+      interpret: run splash attention's program without a TPU, slowly.
+
+    The result raises ValueError if rows, tokens or heads do not divide over their devices, or for
+    rows that share prefixes, if the kernel cannot compute them (`unshared`).
+    """
+
+    def on_mesh(q, k, v, segments, *, scoring, precision):
+        shared = isinstance(segments, Tree)
+        if shared and (reason := unshared(kernel)) is not None:
+            raise ValueError(f"rows share prefixes, but {reason}; pack them without")
+        whole = kernel == "xla" and layout.count("length") == 1
+        if whole and (not shared or k.shape[2] % layout.count("kv_heads")):
+            # XLA shards it over rows and heads itself
+            return attention(q, k, v, segments, scoring=scoring, precision=precision)
+        local = functools.partial(_LOCAL[kernel], precision=precision)
+        if kernel == "cudnn":
+            local = functools.partial(local, packed=_is_packed(layout.mesh.devices.flat[0]))
+
+        constant = None
+        if kernel == "splash":
+            constant = _splash_kernel(q, layout, window=scoring.window, interpret=interpret)
+        return _on_mesh(local, layout, q, k, v, _Given(segments, scoring, None, constant))
+
+    return on_mesh
+
+
+class _Given(NamedTuple):
+    """Arguments of a kernel besides queries, keys and values."""
+
+    segments: jax.Array | Tree  # see `attention`
+    scoring: Scoring
+    part: Part | None
+    constant: Any  # splash attention's compiled mask
+
+
+def _on_mesh(local, layout, q, k, v, given: _Given):
+    """Runs `local(q, k, v, given)` on each device's own part."""
+    tokens = ("batch", "length")
+    q = layout.constrain(q, (*tokens, "q_heads", "head_dim"))
+    k, v = (layout.constrain(x, (*tokens, "kv_heads", "head_dim")) for x in (k, v))
+    if layout.mesh.size == 1:
+        return local(q, k, v, given)
+    queries, keys, rows = (
+        layout.batch(axes).spec for axes in ((*tokens, "q_heads"), (*tokens, "kv_heads"), tokens)
+    )
+    over = layout.axes("length")
+
+    def one(q, k, v, given):
+        if over:
+            gather = functools.partial(jax.lax.all_gather, axis_name=over, axis=1, tiled=True)
+            first = jax.lax.axis_index(over) * q.shape[1]
+            rows = jax.tree.map(gather, given.segments)
+            given = given._replace(part=Part(first.astype(jnp.int32), rows))
+            k, v = gather(k), gather(v)
+        return local(q, k, v, given)
+
+    whole: Any = PartitionSpec()
+    scoring = jax.tree.map(lambda _: whole, given.scoring)
+    if given.scoring.sinks is not None:
+        scoring = dataclasses.replace(scoring, sinks=layout.batch(("q_heads",)).spec)
+    split = whole
+    if given.constant is not None:
+        split = given.constant.manual_sharding_spec(
+            NamedSharding(layout.mesh, PartitionSpec(None, over or None))
+        )
+    return jax.shard_map(
+        one,
+        mesh=layout.mesh,
+        in_specs=(queries, keys, keys, _Given(rows, scoring, whole, split)),
+        out_specs=queries,
+        check_vma=False,
+    )(q, k, v, given)
+
+
+def _xla(q, k, v, given: _Given, *, precision):
+    segments, scoring, part, _ = given
+    return attention(q, k, v, segments, scoring=scoring, precision=precision, part=part)
+
+
+def _splash_kernel(q: jax.Array, layout: Layout, *, window: int | None, interpret: bool) -> Any:
+    """Builds splash attention for queries [B, T, H, hd]; each device skips its masked blocks."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # slow to import
+
+    length, shards = q.shape[1], layout.count("length")
+    block = next(size for size in _BLOCKS if length // shards % size == 0)
+    if window is None:
+        mask = splash.CausalMask((length, length), shard_count=shards)
+    else:
+        mask = splash.LocalMask((length, length), (window - 1, 0), 0, shard_count=shards)
+    return splash.make_splash_mha(
+        splash.MultiHeadMask([mask] * (q.shape[2] // layout.count("q_heads"))),
+        block_sizes=splash.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_q_dq=block,
+            block_kv_dq=block,
+        ),
+        head_shards=1,
+        q_seq_shards=shards,
+        residual_checkpoint_name=KEPT,
+        interpret=interpret,
+    )
+
+
+def _splash(q, k, v, given: _Given, *, precision):
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    segments, scoring, part, constant = given  # `constant` knows the window
+    # The kernel does not scale: queries are rounded once more than in `attention`.
+    scaled = (q.astype(precision.accumulate) * scoring.scale).astype(precision.compute)
+    k, v = k.astype(precision.compute), v.astype(precision.compute)
+    of_keys = segments if part is None else part.segments
+    assert not isinstance(segments, Tree)
+    assert not isinstance(of_keys, Tree)
+    ids = splash.SegmentIds(q=segments, kv=of_keys)
+    out = jax.vmap(constant)(*(x.transpose(0, 2, 1, 3) for x in (scaled, k, v)), ids)
+    return out.transpose(0, 2, 1, 3).astype(precision.activations)
+
+
+def _is_packed(device: Any) -> bool:
+    return cudnn.is_hopper(device.compute_capability)
+
+
+def _cudnn(q, k, v, given: _Given, *, precision, packed):
+    segments, scoring, part, _ = given
+    settings: Any = {"scoring": scoring, "precision": precision}
+    if packed and part is None and not isinstance(segments, Tree):
+        return cudnn.packed(q, k, v, segments, **settings)
+    return cudnn.masked(q, k, v, segments, part=part, **settings)
+
+
+_LOCAL: dict[Kernel, Callable[..., jax.Array]] = {"xla": _xla, "splash": _splash, "cudnn": _cudnn}

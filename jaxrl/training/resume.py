@@ -1,0 +1,55 @@
+"""Saves and restores the learner's state and the progress of a run."""
+
+from jaxrl.core import precision
+from jaxrl.core.precision import Precision
+from jaxrl.learner.actor_critic import State, with_new_loss_scale
+from jaxrl.learner.checkpoints import CheckpointError, Checkpoints
+from jaxrl.learner.update import checkpoint_view, from_checkpoint
+from jaxrl.training.progress import Progress
+
+
+def restore(
+    checkpoints: Checkpoints, state: State, *, policy: Precision
+) -> tuple[State, Progress, str | None]:
+    """Reads the last checkpoint; without one, returns `state` and no progress. The third value is a
+    line for the user, or None."""
+    progress, note = Progress(), None
+    if (step := checkpoints.latest_step()) is not None:
+        found = checkpoints.restore(step, checkpoint_view(state.policy), critic=state.critic)
+        state = State(from_checkpoint(found.state, like=state.policy), found.critic)
+        note = found.note
+        try:
+            progress = Progress.from_json(found.host)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"checkpoint {checkpoints.directory}/{step}: its host/metadata does not hold the "
+                f"position of a run: {error!r}"
+            ) from error
+        state = adapt_precision(state, progress, policy=policy)
+    progress.precision = str(policy)
+    return state, progress, note
+
+
+def adapt_precision(state: State, progress: Progress, *, policy: Precision) -> State:
+    """Adapts a restored run to a precision other than its checkpoint's: the loss scale starts
+    anew, and pending rollouts are dropped if the sampler's dtypes changed."""
+    if progress.precision is None or progress.precision == str(policy):
+        return state
+    before = precision.parse(progress.precision)
+    if (before.wire, before.sampler) != (policy.wire, policy.sampler):
+        progress.drop_pending()
+    return with_new_loss_scale(state, policy)
+
+
+def save(
+    checkpoints: Checkpoints, state: State, *, progress: Progress, metric: float | None = None
+) -> None:
+    """Saves a checkpoint unless this step has one."""
+    if progress.step > (checkpoints.latest_step() or 0):
+        checkpoints.save(
+            progress.step,
+            checkpoint_view(state.policy),
+            host=progress.to_json(),
+            critic=state.critic,
+            metric=metric,
+        )

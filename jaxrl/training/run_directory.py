@@ -1,0 +1,213 @@
+"""The run directory: locked by one program at a time, it holds one run and its config."""
+
+import fcntl
+import os
+import platform
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxrl.config import toml_file
+from jaxrl.config.supervised import SupervisedConfig
+from jaxrl.config.training import Config
+from jaxrl.core.files import check_regular, write_whole
+from jaxrl.core.hosts import Hosts
+from jaxrl.sharding.partition import Layout
+from jaxrl.tracking.tracker import NullTracker, Tracker, open_tracker, read_metrics, write_lines
+
+C = TypeVar("C", bound=Config | SupervisedConfig)
+
+# Keys that may change when a run resumes: they do not change what a step computes.
+_FREE = (
+    "run_dir",
+    "checkpoint.",
+    "eval.",
+    "data.eval_",
+    "alarms.",
+    "hosts.",
+    "probe.",
+    "reward.timeout",
+    "samples.",
+    "sampler.kv_cache_bytes",
+    "sampler.max_requests",
+    "sampler.python",
+    "sampler.store",
+    "sampler.timeout",
+    "sampler.url",
+    "sampler.vllm_args",
+    "tracking.",
+    "train.profile_steps",
+)
+# These change only the order in which numbers are added.
+_ORDER = ("mesh.", "train.attention", "train.microbatch_tokens", "train.remat")
+_TOKEN = "seen_by_all_"  # begins the name of a file that is there for a moment
+_PATIENCE = 5.0  # seconds: a network file system may show a new file late
+_PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
+
+
+class ResumeError(ValueError):
+    """The run directory cannot be resumed with this config."""
+
+
+@contextmanager
+def lock(directory: Path, hosts: Hosts) -> Iterator[None]:
+    """Creates the run directory and locks it against other programs for the block; an empty
+    directory is removed at the end. All processes of the run must enter it.
+
+    Raises:
+      ResumeError: if another program trains in it.
+      ValueError: on every process, if they do not share the directory: a checkpoint of which each
+        process sees only its own part would never be complete.
+    """
+    with ExitStack() as stack:
+
+        def acquire() -> None:
+            stack.callback(os.close, _open_locked(directory))
+            for left in directory.glob(f"{_TOKEN}*"):  # of a killed program
+                left.unlink(missing_ok=True)
+
+        hosts.on_leader(acquire)
+        try:
+            _check_shared(directory, hosts)
+            yield
+        finally:
+            if hosts.leads:
+                with suppress(OSError):  # it is not empty
+                    directory.rmdir()
+
+
+def _open_locked(directory: Path) -> int:
+    """Creates the directory; returns its file descriptor, locked until it is closed."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError as error:
+        raise ResumeError(f"run_dir = '{directory}' cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ResumeError(
+            f"another program trains in {directory}; wait until it ends, or choose another run_dir"
+        ) from error
+    except OSError:
+        pass  # a file system without locks
+    return descriptor
+
+
+def _check_shared(directory: Path, hosts: Hosts) -> None:
+    if hosts.count == 1:
+        return
+    # A fresh name: a file system may cache that a file does not exist.
+    token = directory / hosts.share(f"{_TOKEN}{secrets.token_hex(8)}")
+    hosts.on_leader(token.touch)
+    blind = hosts.largest(0 if _appears(token) else hosts.index)  # process 0 has made it
+    hosts.on_leader(token.unlink)
+    if blind:
+        raise ValueError(
+            f"run_dir = {str(directory)!r} is not the same directory on all hosts: process {blind} "
+            "does not see files of process 0 there; use shared storage"
+        )
+
+
+def _appears(path: Path) -> bool:
+    until = time.monotonic() + _PATIENCE
+    while not path.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def check_config(directory: Path, config: Config | SupervisedConfig) -> str | None:
+    """Checks a config against that of the run in the directory, and writes it there.
+
+    Returns and raises as `compare_config`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    note = compare_config(directory, config)
+    write_whole(directory / "config.toml", toml_file.dumps(config))
+    return note
+
+
+def compare_config(directory: Path, config: Config | SupervisedConfig) -> str | None:
+    """Checks a config against that of the run in the directory.
+
+    Returns:
+      A line about keys that changed and change results by rounding only; None without such keys.
+
+    Raises:
+      ResumeError: if the directory holds a run with another config, whose keys the message names,
+        or checkpoints whose config cannot be read.
+    """
+    saved = directory / "checkpoints"
+    if not saved.exists() or not any(saved.iterdir()):
+        return None  # there is nothing to resume
+    there = toml_file.flatten(_read_config(directory / "config.toml", type(config)))
+    here = toml_file.flatten(config)
+    free = _FREE if config.optimizer.schedule != "constant" else (*_FREE, "train.steps")
+    changed = {
+        key: f"{key} = {there.get(key)!r} there and {here.get(key)!r} here"
+        for key in sorted(there.keys() | here.keys())
+        if there.get(key) != here.get(key) and not key.startswith(free)
+    }
+    if others := [text for key, text in changed.items() if not key.startswith(_ORDER)]:
+        raise ResumeError(
+            f"{directory} holds a run with another config: {'; '.join(others)}. Choose another "
+            "run_dir, or delete this one to start over"
+        )
+    if changed:
+        return f"{'; '.join(changed.values())}: resuming; results stay the same up to rounding"
+    return None
+
+
+def _read_config(path: Path, schema: type[C]) -> C:
+    advice = (
+        "It tells which config the checkpoints belong to: put it back, or choose another run_dir"
+    )
+    if not os.path.lexists(path):
+        raise ResumeError(f"{path} is missing. {advice}")
+    try:
+        check_regular(path)
+        return toml_file.load(schema, file=path)
+    except ValueError as error:
+        raise ResumeError(f"{path} is not the config of a run: {error}. {advice}") from None
+
+
+def open_run_tracker(
+    config: Config | SupervisedConfig, *, step: int, hosts: Hosts, layout: Layout, **options: Any
+) -> AbstractContextManager[Tracker | NullTracker]:
+    """Opens the tracker of a run on process 0 and records its start, after `step` steps; opens a
+    NullTracker on the others. `options` are more of `open_tracker`."""
+    if not hosts.leads:
+        return nullcontext(NullTracker())
+    directory = Path(config.run_dir)
+    record_start(directory, step=step, devices=list(layout.mesh.devices.flat))
+    return open_tracker(directory, start_step=step, total_steps=config.train.steps, **options)
+
+
+def record_start(directory: Path, *, step: int, devices: Sequence[Any]) -> None:
+    """Appends the time, devices and versions of this start, or resumption after `step` steps, to
+    starts.jsonl; raises as `read_metrics`."""
+    path = directory / "starts.jsonl"
+    entry = {
+        "time": round(time.time(), 3),
+        "step": step,
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "processors": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+    }
+    write_lines(path, [*read_metrics(path), entry])  # an appended line would join an incomplete one
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # jaxrl itself, where it is not installed
+        return "source tree"

@@ -1,0 +1,54 @@
+"""Agreement metrics, worked out by hand."""
+
+import numpy as np
+import pytest
+
+from jaxrl.diagnostics.ratio.agreement import LogprobPairs, agreement_metrics, prefix_sums
+from jaxrl.diagnostics.ratio.pictures import draw_agreement
+
+
+def pairs(beta, *, sequences=None) -> LogprobPairs:
+    beta = np.array(beta, float)
+    sampler = np.linspace(-3, -1, len(beta))
+    where = np.zeros(len(beta), int) if sequences is None else np.array(sequences)
+    return LogprobPairs(learner=sampler + beta, sampler=sampler, sequences=where)
+
+
+def test_every_clipped_token_is_a_phantom_of_either_sign():
+    # ln 1.2 = .1823 and ln .8 = -.2231
+    found = agreement_metrics(pairs([0.183, 0.19, 0.18, -0.22, -0.224, 0, 0, 0]), low=0.2, high=0.2)
+    assert found["phantom_high"] == pytest.approx(2 / 8)
+    assert found["phantom_low"] == pytest.approx(1 / 8)
+    assert found["phantom"] == pytest.approx(3 / 16)
+
+
+def test_moments_count_each_token_once():
+    found = agreement_metrics(pairs([0.3, -0.1]), low=0.2, high=0.2)
+    assert found["beta"] == pytest.approx(0.1)
+    assert found["beta_std"] == pytest.approx(0.2)
+    assert found["token_mult_error"] == pytest.approx((np.exp(0.3) + np.exp(0.1)) / 2)
+    assert found["beta_decile_0"] == pytest.approx(0.3)  # the rarer token comes first
+    assert not [name for name in found if name.startswith(("alpha", "clipped"))]
+
+
+def test_prefix_sums_skip_shorter_sequences():
+    found = prefix_sums(np.array([1, 2, 3, 10, 20, 5.0]), np.array([4, 4, 4, 6, 6, 9]))
+    assert [(length, sums.tolist()) for length, sums in found] == [(1, [1, 10, 5]), (2, [3, 30])]
+
+
+def test_the_spread_of_sequences_needs_eight_of_them():
+    beta = [0.1, -0.1] * 7 + [0.3, 0.1]
+    found = agreement_metrics(pairs(beta, sequences=np.repeat(np.arange(8), 2)), low=0.2, high=0.2)
+    assert found["sequence_std_1"] == pytest.approx(np.std([0.1] * 7 + [0.3]))
+    assert found["sequence_std_2"] == pytest.approx(np.std([0.0] * 7 + [0.4]))
+    few = agreement_metrics(
+        pairs(beta[:14], sequences=np.repeat(np.arange(7), 2)), low=0.2, high=0.2
+    )
+    assert "sequence_std_1" not in few
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_any_number_of_policies_is_drawn(count, tmp_path):
+    both = {f"{i}": pairs([0.1 * i] * 12, sequences=np.repeat([0, 1], 6)) for i in range(count)}
+    draw_agreement(both, tmp_path / "a" / "b.png", title="t", low=0.2, high=0.2)
+    assert (tmp_path / "a/b.png").read_bytes()[:4] == b"\x89PNG"

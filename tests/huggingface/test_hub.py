@@ -1,0 +1,112 @@
+"""Models by name, from a stand-in of the Hugging Face hub on this machine."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from jaxrl.huggingface import hub
+from tests import tiny
+
+COMMITS = {"main": "1" * 40, "v1": "2" * 40}
+CODE = "import sys; from jaxrl.huggingface.hub import local_directory as f; print(f(sys.argv[1]))"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("hub") / "model"
+    tiny.write_checkpoint(directory)
+    (directory / "pytorch_model.bin").write_bytes(b"not wanted")
+    return directory
+
+
+@pytest.fixture
+def server(model):
+    """Serves `lab/tiny` as the hub does: its commits, and its files at each of them."""
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.do_GET()
+
+        def do_GET(self):
+            path = self.path.partition("?")[0].strip("/")
+            commit = COMMITS.get(path.rpartition("/")[2])
+            if path.startswith("api/models/lab/tiny/revision/") and commit:
+                files = [{"rfilename": file.name} for file in model.iterdir()]
+                return self.answer(json.dumps({"id": "lab/tiny", "sha": commit, "siblings": files}))
+            if path.startswith("api/models/lab/tiny/tree/"):
+                files = [
+                    {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": f.name}
+                    for f in model.iterdir()
+                ]
+                return self.answer(json.dumps(files))
+            for commit in COMMITS.values():
+                file = model / path.removeprefix(f"lab/tiny/resolve/{commit}/")
+                if path.startswith(f"lab/tiny/resolve/{commit}/") and file.is_file():
+                    return self.answer(file.read_bytes(), commit=commit, etag=f'"{file.name}"')
+            missing = "RevisionNotFound" if "lab/tiny" in path else "RepoNotFound"
+            return self.answer(b"", status=404, error=missing)
+
+        def answer(self, body, *, status=200, commit=None, etag=None, error=None):
+            body = body.encode() if isinstance(body, str) else body
+            self.send_response(status)
+            headers = {"X-Repo-Commit": commit, "ETag": etag, "X-Error-Code": error}
+            for name, value in headers.items():
+                if value is not None:
+                    self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{serving.server_port}"
+        serving.shutdown()
+
+
+def ask(name, *, url, home):
+    environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    environment |= {"HF_HUB_OFFLINE": "0"}
+    environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_ETAG_TIMEOUT": "2"}
+    command = [sys.executable, "-c", CODE, name]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_model_is_downloaded_and_then_found_without_the_hub(server, model, tmp_path):
+    for name, commit in (("lab/tiny", COMMITS["main"]), ("lab/tiny@v1", COMMITS["v1"])):
+        found = ask(name, url=server, home=tmp_path)
+        assert found.returncode == 0, found.stderr
+        directory = found.stdout.strip()
+        assert directory.endswith(commit)  # says which revision a run is from
+        assert {*os.listdir(directory)} == {*os.listdir(model)} - {"pytorch_model.bin"}
+        for file in os.listdir(directory):
+            assert Path(directory, file).read_bytes() == (model / file).read_bytes()
+    again = ask("lab/tiny", url="http://127.0.0.1:9", home=tmp_path)
+    assert again.stdout.strip().endswith(COMMITS["main"])
+
+
+@pytest.mark.parametrize("name", ["lab/other", "lab/tiny@v9"])
+def test_what_the_hub_does_not_have_is_an_error_that_names_it(name, server, tmp_path):
+    found = ask(name, url=server, home=tmp_path)
+    assert found.returncode == 1
+    assert f"ValueError: {name!r} is not a directory, and loading it from" in found.stderr
+
+
+@pytest.mark.parametrize("path", ["m", "runs/sft/model", "/models/m", "./m", "a b/c"])
+def test_paths_are_no_names(path):
+    assert hub.local_directory(path) == path
+
+
+def test_a_directory_comes_before_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lab" / "tiny").mkdir(parents=True)
+    assert hub.local_directory("lab/tiny") == "lab/tiny"
