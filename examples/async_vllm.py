@@ -12,13 +12,16 @@ from pathlib import Path
 import optax
 
 import jaxrl
-from jaxrl.bridge.in_vllm import auth
-from jaxrl.bridge.servers.control import VllmServer
-from jaxrl.bridge.servers.launch import LocalServer, ServerOptions
-from jaxrl.bridge.shared_memory import SharedMemoryPublisher
-from jaxrl.bridge.source import ParamsSource
+from jaxrl.bridge import (
+    LocalServer,
+    ParamsSource,
+    ServerOptions,
+    SharedMemoryPublisher,
+    VllmServer,
+    headers,
+)
 from jaxrl.losses import grpo
-from jaxrl.sampling.vllm.sampler import VllmSampler
+from jaxrl.sampling import VllmSampler
 
 STEPS = 8
 directory = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/quickstart")
@@ -49,7 +52,7 @@ with LocalServer(directory / "sft/model", options, log=directory / "vllm.log") a
         [server.url],
         max_positions=sizes.max_positions,
         vocab_size=sizes.vocab_size,
-        headers=auth.headers(server.api_key),
+        headers=headers(server.api_key),
     )
 
     def sample(i: int) -> list:

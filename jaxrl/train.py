@@ -14,11 +14,8 @@ import jax
 
 from jaxrl.builders.learner import Learning
 from jaxrl.config.training import Config
-from jaxrl.core.batch import Minibatch, Rollout
-from jaxrl.core.hosts import Hosts
-from jaxrl.core.metrics import Metrics, merge, to_floats
-from jaxrl.learner.actor_critic import State
-from jaxrl.learner.update import applied_steps
+from jaxrl.core import Hosts, Metrics, Minibatch, Rollout, merge, to_floats
+from jaxrl.learner import State, applied_steps
 from jaxrl.tracking.profile import Profile, explain_no_trace
 from jaxrl.training.alarm_actions import AlarmActions, Verdict
 from jaxrl.training.compile_ahead import compile_ahead

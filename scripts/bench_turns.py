@@ -17,7 +17,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.timing import alternate, compared, options, write
 
 from jaxrl.core.precision import parse
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.models.spec import init
 from jaxrl.sampling.base import SamplingParams, Turn, TurnCache
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler

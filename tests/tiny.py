@@ -14,8 +14,8 @@ from jaxrl.core.batch import Rollout
 from jaxrl.core.precision import PRESETS
 from jaxrl.models import spec
 from jaxrl.models.components import ClampedGate, Experts, Latent, Linear
-from jaxrl.models.decoder import Model, decoder
 from jaxrl.models.families import DecoderConfig
+from jaxrl.models.model import Model, decoder
 from jaxrl.models.rope import Rope, YarnScaling
 from jaxrl.models.spec import Params
 

@@ -90,7 +90,9 @@ class AdapterPublisher:
         start = time.perf_counter()
         name = f"jaxrl-{self._run}-{version}"
         draft, directory = self._root / f".{name}", self._root / name
-        peft.save(draft, params.adapters, specs=self._specs, base=self._base, dtype=self._wire)
+        peft.save_adapter(
+            draft, params.adapters, specs=self._specs, base=self._base, dtype=self._wire
+        )
         draft.rename(directory)
         place = self._send(directory, version)
         written = time.perf_counter() - start

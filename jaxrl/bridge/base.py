@@ -39,7 +39,7 @@ class WeightSource(Protocol):
         ...
 
 
-class Learner(NamedTuple):
+class LearnerIdentity(NamedTuple):
     """Identity of a learner. A server takes weights from one learner at a time."""
 
     name: str  # of a run; a resumed run has the same, and may connect again
@@ -47,10 +47,10 @@ class Learner(NamedTuple):
     replaces: str = ""  # name of a learner that it takes servers over from
 
 
-def new_learner(name: str | None = None, *, replaces: str = "") -> Learner:
+def new_learner(name: str | None = None, *, replaces: str = "") -> LearnerIdentity:
     """Returns the identity of this process in a run, by default in a run of its own."""
     own = f"process {os.getpid()} on {socket.gethostname()}"
-    return Learner(own if name is None else name, secrets.token_hex(8), replaces)
+    return LearnerIdentity(own if name is None else name, secrets.token_hex(8), replaces)
 
 
 class Timings(NamedTuple):

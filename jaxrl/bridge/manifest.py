@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl.bridge.base import Learner, TensorSpec
+from jaxrl.bridge.base import LearnerIdentity, TensorSpec
 
 FILE = "manifest.json"
 FORMAT = 3
@@ -47,7 +47,7 @@ class Manifest(NamedTuple):
     """Contents of a payload, as tensors, with the learner's policy version, 0 or more."""
 
     version: int
-    learner: Learner
+    learner: LearnerIdentity
     entries: tuple[Entry, ...]
 
 
@@ -94,19 +94,20 @@ def parse(text: str) -> Manifest:
     return Manifest(raw["version"], learner, entries)
 
 
-def parse_learner(raw: Any) -> Learner:
-    """Reads what `Learner._asdict` returned; raises ManifestError for anything else."""
+def parse_learner(raw: Any) -> LearnerIdentity:
+    """Reads what `LearnerIdentity._asdict` returned; raises ManifestError for anything else."""
     if (
         not isinstance(raw, dict)
-        or raw.keys() != set(Learner._fields)
+        or raw.keys() != set(LearnerIdentity._fields)
         or not all(
             _is_name(value) or (key, value) == ("replaces", "") for key, value in raw.items()
         )
     ):
         raise ManifestError(
-            f"a learner has the keys {', '.join(Learner._fields)}, each a short text: {_shown(raw)}"
+            f"a learner has the keys {', '.join(LearnerIdentity._fields)}, each a short text: "
+            f"{_shown(raw)}"
         )
-    return Learner(**raw)
+    return LearnerIdentity(**raw)
 
 
 def read(directory: Path) -> Manifest:

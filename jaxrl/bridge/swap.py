@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl.bridge.base import (
     InFlight,
-    Learner,
+    LearnerIdentity,
     PoisonedError,
     RefusedError,
     Timings,
@@ -35,7 +35,7 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
         wire: np.dtype,
         sampler: np.dtype,
         in_flight: InFlight = "keep",
-        learner: Learner | None = None,
+        learner: LearnerIdentity | None = None,
     ) -> None:
         """Connects the servers.
 

@@ -3,21 +3,25 @@
 import jax
 import optax
 
+from jaxrl import models
 from jaxrl.builders.model import load_model, numerics
 from jaxrl.builders.optimizer import make_optimizer, state_shardings
 from jaxrl.config.training import Config
-from jaxrl.core.precision import jit
-from jaxrl.learner.actor_critic import ActorCritic, Optimizers, State, shared_trunk, side_by_side
-from jaxrl.learner.critic import make_critic
-from jaxrl.learner.policy import VALUE_HEAD, Learner
-from jaxrl.learner.update import LearnerState
+from jaxrl.core import jit
+from jaxrl.learner import (
+    VALUE_HEAD,
+    ActorCritic,
+    Learner,
+    LearnerState,
+    Optimizers,
+    State,
+    make_critic,
+    shared_trunk,
+    side_by_side,
+)
 from jaxrl.losses import Recipe
-from jaxrl.models import spec
-from jaxrl.models.decoder import Model
-from jaxrl.models.parameters import param_specs
-from jaxrl.models.spec import Params, Specs
-from jaxrl.sharding.partition import Layout
-from jaxrl.sharding.transfer import place
+from jaxrl.models import Model, Params, Specs, param_specs
+from jaxrl.sharding import Layout, place
 
 _COEFFICIENT = 0.1  # as in TRL; OpenAI has 0.5, for a loss twice as large as ours
 
@@ -93,7 +97,7 @@ def _shared_trunk(
         **numerics(config, layout, {**model.specs, **specs}),
     )
     # Zeros: its spec says so.
-    head = spec.init(specs, jax.random.key(0), dtype=config.policy.params)
+    head = models.init(specs, jax.random.key(0), dtype=config.policy.params)
     return pure, place(head, layout.tree(specs)), specs
 
 

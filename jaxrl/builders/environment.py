@@ -5,12 +5,18 @@ from collections.abc import Callable, Mapping
 
 from jaxrl.config.environment import EnvironmentConfig
 from jaxrl.config.training import Config
-from jaxrl.core import plugins
-from jaxrl.data.prompts import Tokenizer
-from jaxrl.environments.episodes import builtin
-from jaxrl.environments.episodes.base import Environment, EpisodeLimits
-from jaxrl.environments.episodes.runner import ContinuousScheduler, EpisodeRunner, LockstepScheduler
-from jaxrl.environments.tools.schema import Tool
+from jaxrl.core import check_parameters, declared_parameters, load_function, naming_keys
+from jaxrl.data import Tokenizer
+from jaxrl.environments import (
+    ContinuousScheduler,
+    Environment,
+    EnvironmentContext,
+    EpisodeLimits,
+    EpisodeRunner,
+    LockstepScheduler,
+    Tool,
+    builtin,
+)
 
 
 def make_episode_runner(
@@ -29,8 +35,8 @@ def make_episode_runner(
     function = load_environment(c)
     if function is None or c.name is None:
         return None
-    context = builtin.EnvironmentContext(tokenizer, tools)
-    made = plugins.naming_keys(
+    context = EnvironmentContext(tokenizer, tools)
+    made = naming_keys(
         lambda given: function(context, **given), c.parameters, key="environment", name=c.name
     )
     if (close := getattr(made, "close", None)) is not None:
@@ -57,12 +63,12 @@ def load_environment(c: EnvironmentConfig) -> Callable[..., Environment] | None:
     """
     if c.name is None:
         return None
-    function = plugins.load_function(c.name, builtin=builtin, key="environment.name")
-    first = next(iter(plugins.declared_parameters(function, key="environment")), None)
+    function = load_function(c.name, builtin=builtin, key="environment.name")
+    first = next(iter(declared_parameters(function, key="environment")), None)
     if first is None:
         raise ValueError(
             f"environment.name = {c.name!r} takes no argument; its first one must be an "
             "EnvironmentContext"
         )
-    plugins.check_parameters(function, {first: None, **c.parameters}, key="environment")
+    check_parameters(function, {first: None, **c.parameters}, key="environment")
     return function

@@ -10,10 +10,8 @@ import jax
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.config.training import Config
-from jaxrl.core.precision import Precision, check_products
-from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.partition import Layout
-from jaxrl.sharding.rules import PRESETS
+from jaxrl.core import Precision, check_products
+from jaxrl.sharding import PRESETS, Layout, make_mesh
 
 
 def divide_cpu(config: Config) -> None:

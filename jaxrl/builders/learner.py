@@ -11,18 +11,11 @@ from jaxrl.builders.model import attention_note, load_trained, numerics, trained
 from jaxrl.builders.optimizer import make_optimizer, state_shardings
 from jaxrl.builders.rows import choose_rows, minibatch_shape
 from jaxrl.config.training import Config
-from jaxrl.core import casts
-from jaxrl.core.packing import Alignment, MinibatchShape, most_rows
-from jaxrl.core.precision import jit
-from jaxrl.learner.actor_critic import ActorCritic, State
-from jaxrl.learner.policy import Learner, make_learner
+from jaxrl.core import Alignment, MinibatchShape, cast, jit, most_rows
+from jaxrl.learner import ActorCritic, Learner, State, make_learner
 from jaxrl.losses import Need, Objective, Recipe
-from jaxrl.models import lora
-from jaxrl.models.decoder import Model
-from jaxrl.models.latent import check_form
-from jaxrl.models.linear_attention import NOT_FIXED
-from jaxrl.models.spec import Params
-from jaxrl.sharding.partition import Layout
+from jaxrl.models import NOT_FIXED, Model, Params, check_form, lora
+from jaxrl.sharding import Layout
 
 
 class Learning(NamedTuple):
@@ -63,7 +56,7 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
     reference = None
     if Need.REFERENCE in recipe.objective.needs or config.reward.kl:
         trained = lora.trainable(params)
-        reference = jit(casts.cast, static_argnums=1)(trained, config.policy.compute)
+        reference = jit(cast, static_argnums=1)(trained, config.policy.compute)
     init = jit(pure.init, donate_argnums=0, out_shardings=shardings)
     compiled = functools.partial(jit, sums=config.policy.sums)
     state, critic = State(init(params)), None

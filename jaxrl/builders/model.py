@@ -5,20 +5,13 @@ from typing import Any, Literal
 import jax
 from flax import traverse_util
 
-from jaxrl import huggingface
+from jaxrl import huggingface, models
 from jaxrl.config.adapters import AdaptersConfig
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
-from jaxrl.core.precision import DType
-from jaxrl.huggingface import peft
-from jaxrl.models import lora, spec
-from jaxrl.models.attention import kernels
-from jaxrl.models.attention.kernels import Kernel, Wanted
-from jaxrl.models.decoder import Model, decoder
-from jaxrl.models.families import DecoderConfig
-from jaxrl.models.spec import Params, Specs
-from jaxrl.sharding.partition import Layout
-from jaxrl.sharding.transfer import place
+from jaxrl.core import DType
+from jaxrl.models import DecoderConfig, Kernel, Model, Params, Specs, Wanted, decoder, lora
+from jaxrl.sharding import Layout, place
 
 Output = Literal["tokens", "scores"]
 
@@ -32,15 +25,15 @@ def make_decoder(
         remat=remat,
         constrain=layout.constrain,
         local=layout.local,
-        attend=kernels.attend(attention, layout=layout, config=config),
+        attend=models.attend_by(attention, layout=layout, config=config),
     )
 
 
 def choose_kernel(
     config: Config | SupervisedConfig, sizes: DecoderConfig, *, layout: Layout
 ) -> Kernel:
-    """Chooses the attention kernel for the rows of a run; raises as `kernels.choose`."""
-    return kernels.choose(
+    """Chooses the attention kernel for the rows of a run; raises as `models.choose_kernel`."""
+    return models.choose_kernel(
         config.train.attention,
         layout=layout,
         config=sizes,
@@ -51,9 +44,9 @@ def choose_kernel(
 
 def attention_note(config: Config | SupervisedConfig, model: Model, *, layout: Layout) -> str:
     """Chooses the attention kernel, tries it on a device, and describes it for the log; raises as
-    `kernels.choose` and `kernels.verify`."""
+    `models.choose_kernel` and `models.verify_kernel`."""
     kernel = choose_kernel(config, model.config, layout=layout)
-    kernels.verify(kernel, layout=layout, config=model.config, precision=config.policy)
+    models.verify_kernel(kernel, layout=layout, config=model.config, precision=config.policy)
     first = layout.mesh.devices.flat[0]
     return f"attention by {kernel} on {layout.mesh.size} x {first.device_kind}"
 
@@ -120,7 +113,7 @@ def load_trained(
     scorer are, and the frozen parameters are in `precision.wire`.
 
     Raises:
-      FileNotFoundError, ValueError: as `load_model`, `trained_specs` and `peft.load`.
+      FileNotFoundError, ValueError: as `load_model`, `trained_specs`, `load_adapter`.
     """
     c, policy = config.lora, config.policy
     dtype = policy.wire if c.rank else policy.params
@@ -136,9 +129,9 @@ def load_trained(
     if not isinstance(specs, lora.Adapted):
         return model, params, specs
     if c.path is not None:
-        adapters = peft.load(c.path, specs, dtype=policy.params)
+        adapters = huggingface.load_adapter(c.path, specs, dtype=policy.params)
     else:
-        adapters = spec.init(specs.adapters, jax.random.key(config.seed), dtype=policy.params)
+        adapters = models.init(specs.adapters, jax.random.key(config.seed), dtype=policy.params)
         adapters = lora.with_head(adapters, params)
     adapters = place(adapters, layout.tree(specs.adapters))
     return model, lora.Adapted(adapters, params, specs.alpha), specs

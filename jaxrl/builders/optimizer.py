@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from jaxrl import learner
 from jaxrl.config.tables import OptimizerConfig
-from jaxrl.learner import optimizers
 from jaxrl.models import lora
-from jaxrl.sharding.partition import Layout
+from jaxrl.sharding import Layout
 
 _HOST = "pinned_host"  # jax's name for host memory that devices can copy from
 
@@ -25,13 +25,13 @@ class Optimizer(NamedTuple):
 def make_optimizer(config: OptimizerConfig, *, total_steps: int, specs: Any) -> Optimizer:
     """Makes the optimizer of a run of `total_steps` optimizer steps, whose parameters have `specs`:
     the model's, or `lora.Adapted`."""
-    schedule = optimizers.make_schedule(
+    schedule = learner.make_schedule(
         config.schedule,
         learning_rate=config.learning_rate,
         warmup_steps=config.warmup_steps,
         total_steps=total_steps,
     )
-    transformation = optimizers.make_optimizer(
+    transformation = learner.make_optimizer(
         config.name,
         schedule,
         betas=config.betas,

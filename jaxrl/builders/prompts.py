@@ -2,15 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 
-from jaxrl import huggingface
+from jaxrl import data, huggingface
 from jaxrl.config.doctor import DoctorDataConfig
 from jaxrl.config.sampler import SamplingConfig
 from jaxrl.config.tables import DataConfig, PromptConfig
-from jaxrl.data import prompts
-from jaxrl.data.prompts import Prompts, Rendering, Tokenizer
-from jaxrl.data.rows import Row
-from jaxrl.environments.tools.schema import Tool
-from jaxrl.sampling.base import SamplingParams
+from jaxrl.data import Prompts, Rendering, Row, Tokenizer
+from jaxrl.environments import Tool
+from jaxrl.sampling import SamplingParams
 
 
 def rendering(config: PromptConfig) -> Rendering:
@@ -27,8 +25,8 @@ def load_prompts(
     limit: int | None = None,
 ) -> Prompts:
     """Loads the prompts of rows of `data.path` or `data.eval_path`, with the tools; raises as
-    `prompts.load_prompts`."""
-    return prompts.load_prompts(
+    `data.load_prompts`."""
+    return data.load_prompts(
         rows,
         tokenizer,
         prompt_key=config.prompt_key,

@@ -10,15 +10,11 @@ from jaxrl import huggingface
 from jaxrl.builders.model import Output, load_model, numerics
 from jaxrl.builders.rows import minibatch_shape
 from jaxrl.config.training import Config
-from jaxrl.core.batch import Rollout
-from jaxrl.core.packing import MinibatchShape, pack_minibatch, plan_rows
-from jaxrl.core.precision import jit
-from jaxrl.data.prompts import Tokenizer
-from jaxrl.learner.reward_model import Scores, make_scores
-from jaxrl.models.decoder import Model
-from jaxrl.models.spec import Params
-from jaxrl.sharding.partition import Layout
-from jaxrl.sharding.transfer import fetch
+from jaxrl.core import MinibatchShape, Rollout, jit, pack_minibatch, plan_rows
+from jaxrl.data import Tokenizer
+from jaxrl.learner import ScoreRows, make_scores
+from jaxrl.models import Model, Params
+from jaxrl.sharding import Layout, fetch
 
 RewardModel = Callable[[Sequence[Rollout]], np.ndarray]
 """Rollouts -> the reward of each, f64[N]."""
@@ -35,7 +31,7 @@ def load_reward_model(config: Config, tokenizer: Tokenizer, *, layout: Layout) -
 
 
 def score_rollouts(
-    rollouts: Sequence[Rollout], *, params: Params, scores: Scores, shape: MinibatchShape
+    rollouts: Sequence[Rollout], *, params: Params, scores: ScoreRows, shape: MinibatchShape
 ) -> np.ndarray:
     """Returns the compiled `scores` of each rollout, f64[N]; NaN where they are not finite."""
     # Sized for the worst case, one sequence per row, so that it compiles once.

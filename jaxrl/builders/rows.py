@@ -5,15 +5,10 @@ from typing import Any
 from jaxrl.builders.model import choose_kernel
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
-from jaxrl.core.packing import SHARED, Alignment, MinibatchShape
-from jaxrl.losses import Objective
-from jaxrl.losses.scores import Need
-from jaxrl.models.attention import kernels
-from jaxrl.models.attention.blocks import sequence_alignment
-from jaxrl.models.attention.kernels import Kernel
-from jaxrl.models.families import DecoderConfig
-from jaxrl.models.linear_attention import NOT_SHARED
-from jaxrl.sharding.partition import Layout
+from jaxrl.core import SHARED, Alignment, MinibatchShape
+from jaxrl.losses import Need, Objective
+from jaxrl.models import NOT_SHARED, DecoderConfig, Kernel, sequence_alignment, unshared_reason
+from jaxrl.sharding import Layout
 
 _BLOCK = 128  # rows are multiples of it where that is possible: kernels work in blocks of it
 _LEAST_SAVED = 1.75  # times fewer tokens; with less, shared rows are slower on CPU (docs/scale.md)
@@ -69,7 +64,7 @@ def _unshared(
         return "the loss balances experts over whole sequences, and a shared prompt is in one"
     if sizes.linear is not None:
         return NOT_SHARED
-    if (reason := kernels.unshared(kernel)) is not None:
+    if (reason := unshared_reason(kernel)) is not None:
         return f"attention by {reason}"
     if not (longer or config.train.row_length):
         return (

@@ -6,9 +6,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxrl.bridge.in_vllm import auth
-from jaxrl.bridge.servers.api_key import given_key, known_key
-from jaxrl.bridge.servers.control import VllmServer
+from jaxrl.bridge import VllmServer, given_key, headers, known_key
 from jaxrl.builders import servers
 from jaxrl.builders.layout import sampler_layout
 from jaxrl.builders.weight_sync import (
@@ -16,23 +14,24 @@ from jaxrl.builders.weight_sync import (
     Publish,
     PublishToServers,
     Sync,
-    Weights,
+    WeightRoute,
     follower,
     open_send,
     run_learner,
 )
 from jaxrl.config.sampler import SamplerConfig
-from jaxrl.core.hosts import Hosts
-from jaxrl.diagnostics.ratio.replay import Score
-from jaxrl.models import lora
-from jaxrl.models.spec import Params
-from jaxrl.sampling.base import Sampler
-from jaxrl.sampling.embedded.one_at_a_time import OneAtATime
-from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-from jaxrl.sampling.multihost import MultihostSampler, NullSampler
-from jaxrl.sampling.vllm.sampler import VllmSampler
-from jaxrl.sharding.collectives import collectives
-from jaxrl.sharding.partition import Layout
+from jaxrl.core import Hosts
+from jaxrl.diagnostics import Score
+from jaxrl.models import Params, lora
+from jaxrl.sampling import (
+    EmbeddedSampler,
+    MultihostSampler,
+    NullSampler,
+    OneAtATime,
+    Sampler,
+    VllmSampler,
+)
+from jaxrl.sharding import Layout, collectives
 
 
 class SamplerNeeds(NamedTuple):
@@ -57,7 +56,7 @@ class Serving(NamedTuple):
 @contextmanager
 def open_sampler(
     config: SamplerConfig,
-    weights: Weights,
+    weights: WeightRoute,
     *,
     layout: Layout,
     needs: SamplerNeeds,
@@ -130,7 +129,7 @@ def _open_client(
             vocab_size=weights.model.config.vocab_size,
             max_requests=config.max_requests,
             timeout=config.timeout,
-            headers=auth.headers(key),
+            headers=headers(key),
             routed_layers=weights.model.config.routed_layers if needs.record_experts else 0,
         )
         stack.callback(client.close)
@@ -141,7 +140,7 @@ def _open_client(
 
 
 def _embedded(
-    config: SamplerConfig, weights: Weights, *, layout: Layout, needs: SamplerNeeds
+    config: SamplerConfig, weights: WeightRoute, *, layout: Layout, needs: SamplerNeeds
 ) -> Serving:
     """Builds the sampler on the learner's devices, or on its own."""
     own, several = sampler_layout(config, layout), layout.mesh.size > 1

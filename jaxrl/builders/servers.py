@@ -9,9 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl import huggingface
-from jaxrl.bridge.servers.api_key import server_key
-from jaxrl.bridge.servers.kv_cache_size import free_memory, kv_cache_size
-from jaxrl.bridge.servers.launch import INSTALL, LocalServer, ServerFailedError, ServerOptions
+from jaxrl.bridge import (
+    INSTALL,
+    LocalServer,
+    ServerFailedError,
+    ServerOptions,
+    free_memory,
+    kv_cache_size,
+    server_key,
+)
 from jaxrl.config.sampler import SamplerConfig, ServerConfig
 
 _NOTE_SECONDS = 10  # between two lines about a server that is starting

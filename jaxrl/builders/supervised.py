@@ -8,10 +8,9 @@ from jaxrl.builders.optimizer import Optimizer, make_optimizer
 from jaxrl.builders.rows import minibatch_shape
 from jaxrl.config.preference import RewardModelConfig
 from jaxrl.config.supervised import SupervisedConfig
-from jaxrl.core.hosts import Hosts
-from jaxrl.core.packing import MinibatchShape
-from jaxrl.models.decoder import Model
-from jaxrl.sharding.partition import Layout
+from jaxrl.core import Hosts, MinibatchShape
+from jaxrl.models import Model
+from jaxrl.sharding import Layout
 
 
 class Setup(NamedTuple):

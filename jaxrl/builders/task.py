@@ -7,10 +7,8 @@ from typing import NamedTuple
 from jaxrl import huggingface
 from jaxrl.builders.prompts import load_prompts
 from jaxrl.config.training import Config
-from jaxrl.data.prompts import Example, Prompts, Tokenizer
-from jaxrl.data.rows import read_rows
-from jaxrl.environments.rewards.score import Reward, load_rewards
-from jaxrl.environments.tools.schema import Tool, load_tools
+from jaxrl.data import Example, Prompts, Tokenizer, read_rows
+from jaxrl.environments import Reward, Tool, load_rewards, load_tools
 
 MODEL, ENVIRONMENT = "model", "environment"  # the parts of a reward that are not functions
 

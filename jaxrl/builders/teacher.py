@@ -13,23 +13,17 @@ import jax
 import numpy as np
 
 from jaxrl import huggingface
-from jaxrl.bridge.in_vllm import auth
-from jaxrl.bridge.servers.api_key import known_key
-from jaxrl.bridge.servers.control import ControlError, VllmServer
+from jaxrl.bridge import ControlError, VllmServer, headers, known_key
 from jaxrl.builders.model import numerics
 from jaxrl.builders.reward_model import load_judge
 from jaxrl.builders.rows import minibatch_shape
 from jaxrl.config.reward import RewardConfig
 from jaxrl.config.training import Config
-from jaxrl.core.batch import Minibatch, Rollout
-from jaxrl.core.hosts import Hosts
-from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
-from jaxrl.core.precision import jit
-from jaxrl.data.prompts import Tokenizer
-from jaxrl.learner.policy import make_score
-from jaxrl.sampling.vllm.logprobs import VllmScorer
-from jaxrl.sharding.partition import Layout
-from jaxrl.sharding.transfer import fetch
+from jaxrl.core import Hosts, Minibatch, MinibatchShape, Rollout, jit, pack_minibatch, unpack
+from jaxrl.data import Tokenizer
+from jaxrl.learner import make_score
+from jaxrl.sampling import VllmScorer
+from jaxrl.sharding import Layout, fetch
 
 Teacher = Callable[[Sequence[Rollout]], Sequence[np.ndarray]]
 """Rollouts -> f32[C] for each, log-probs of its completion; NaN where there is none."""
@@ -123,7 +117,7 @@ def _connect(config: Config, tokenizer: Tokenizer) -> VllmScorer:
         vocab_size=huggingface.load_config(config.model.path).vocab_size,
         max_requests=c.max_requests,
         timeout=c.timeout,
-        headers=auth.headers(key),
+        headers=headers(key),
     )
 
 

@@ -10,24 +10,31 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.bridge.adapters import AdapterPublisher, Delivery, in_place
-from jaxrl.bridge.base import Learner, Timings, WeightSource, new_learner
-from jaxrl.bridge.in_vllm.ownership import TAKE_OVER
-from jaxrl.bridge.owned_directory import MEMORY, OwnedDirectory
-from jaxrl.bridge.servers.api_key import known_key
-from jaxrl.bridge.servers.control import VllmServer
-from jaxrl.bridge.shared_memory import SharedMemoryPublisher
-from jaxrl.bridge.source import ParamsSource
-from jaxrl.bridge.store.objects import Store
-from jaxrl.bridge.store.publisher import StoreFollower, StorePublisher, bring
-from jaxrl.bridge.store.upload import Upload
+from jaxrl.bridge import (
+    MEMORY,
+    TAKE_OVER,
+    AdapterPublisher,
+    Delivery,
+    LearnerIdentity,
+    OwnedDirectory,
+    ParamsSource,
+    SharedMemoryPublisher,
+    Store,
+    StoreFollower,
+    StorePublisher,
+    Timings,
+    Upload,
+    VllmServer,
+    WeightSource,
+    bring,
+    in_place,
+    known_key,
+    new_learner,
+)
 from jaxrl.config.sampler import SamplerConfig
-from jaxrl.core.hosts import Hosts
-from jaxrl.core.precision import Precision
-from jaxrl.models import lora
-from jaxrl.models.decoder import Model
-from jaxrl.models.spec import Params
-from jaxrl.sampling.vllm.sampler import VllmSampler
+from jaxrl.core import Hosts, Precision
+from jaxrl.models import Model, Params, lora
+from jaxrl.sampling import VllmSampler
 
 Publish = Callable[..., dict[str, float]]
 """(params, version=...) -> metrics, such as seconds, once everything is sampled from `params`."""
@@ -40,7 +47,7 @@ class Adapters(NamedTuple):
     keep: int  # number of versions that requests may still name
 
 
-class Weights(NamedTuple):
+class WeightRoute(NamedTuple):
     """The weights that a sampler starts with."""
 
     model: Model  # the decoder that they belong to
@@ -54,8 +61,8 @@ class Sync(NamedTuple):
     """The learner's end of a weight sync."""
 
     config: SamplerConfig  # names the store and the treatment of requests in flight
-    weights: Weights  # the first that are sent
-    learner: Learner  # the identity of the run
+    weights: WeightRoute  # the first that are sent
+    learner: LearnerIdentity  # the identity of the run
     hosts: Hosts  # the learner's processes
 
     def source(self, params: Any) -> ParamsSource:
@@ -81,7 +88,7 @@ class Sync(NamedTuple):
         return StorePublisher(servers, store, hosts=self.hosts, **shared)
 
 
-def run_learner(directory: Path) -> Learner:
+def run_learner(directory: Path) -> LearnerIdentity:
     """Returns the identity of a run's learner, the same name after the run is resumed. The
     environment variable JAXRL_TAKE_OVER names a learner that it replaces."""
     name = f"{directory.resolve()} on {socket.gethostname()}"
@@ -182,7 +189,7 @@ class PublishToServers:
         *,
         client: VllmSampler,
         note: Callable[[str], None],
-        learner: Learner,
+        learner: LearnerIdentity,
     ) -> None:
         self._session = learner.session
         self._send, self._servers, self._client, self._note = send, servers, client, note

@@ -12,8 +12,7 @@ from jaxrl.commands import options
 from jaxrl.config import toml_file
 from jaxrl.config.supervised import SFTConfig
 from jaxrl.config.training import Config
-from jaxrl.environments.rewards.score import load_rewards
-from jaxrl.environments.tools.schema import load_tools
+from jaxrl.environments import load_rewards, load_tools
 
 
 def parser(schema: type[Config | SFTConfig] = Config) -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field, NonNegativeInt
 
-from jaxrl import huggingface
+from jaxrl import data, huggingface
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import rendering, sampling_params
@@ -21,9 +21,8 @@ from jaxrl.commands.paths import find_inputs
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplingConfig
 from jaxrl.config.tables import BaseConfig, ModelConfig, PromptConfig
-from jaxrl.data import prompts as data
-from jaxrl.data.rows import check_characters
-from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+from jaxrl.data import check_characters
+from jaxrl.sampling import EmbeddedSampler
 
 
 class GenerateSamplingConfig(SamplingConfig):

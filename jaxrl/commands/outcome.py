@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 from jaxrl.commands import full_disk
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
-from jaxrl.core.hosts import Hosts
+from jaxrl.core import Hosts
 from jaxrl.training import cluster
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from jaxrl.bridge.store.objects import directory_of
+from jaxrl.bridge import directory_of
 from jaxrl.config import toml_file
 from jaxrl.config.section import Section, is_http_address
-from jaxrl.data.rows import READERS
+from jaxrl.data import READERS
 from jaxrl.huggingface import hub
 
 C = TypeVar("C", bound=Section)

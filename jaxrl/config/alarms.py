@@ -5,8 +5,8 @@ from typing import Literal
 
 from jaxrl.config.section import Section
 from jaxrl.config.tables import PolicyText, parse_policy
-from jaxrl.core.precision import Precision
-from jaxrl.diagnostics.alarms.limits import LIMITS, Limits
+from jaxrl.core import Precision
+from jaxrl.diagnostics import LIMITS, Limits
 
 Action = Literal[
     "off", "log", "pause", "stop", "rollback_kl", "rollback_learning_rate", "rollback_precision"

@@ -8,7 +8,7 @@ from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.config.section import ClipRange, Remat, Section, Seed, Texts
 from jaxrl.config.tables import ModelConfig, PromptConfig, parse_policy
-from jaxrl.core.precision import Precision
+from jaxrl.core import Precision
 
 
 class DoctorDataConfig(PromptConfig):

@@ -13,7 +13,7 @@ class EnvironmentConfig(OpenSection):
     the environment."""
 
     name: str | None = None
-    """An environment in jaxrl.environments.episodes.builtin (`agent` lets the policy call tools,
+    """An environment in jaxrl.environments.builtin (`agent` lets the policy call tools,
     `text_game` plays a text game), `file.py:Class` or `package.module:Class`. Without one, every
     rollout is a single turn."""
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pydantic import PositiveInt
 
 from jaxrl.config.section import Section, Texts
-from jaxrl.sharding.mesh import AXES
-from jaxrl.sharding.rules import PRESETS, Rules, change
+from jaxrl.sharding import AXES, PRESETS, Rules, change
 
 
 class MeshConfig(Section):

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxrl.diagnostics.alarms.limits import Limits
+from jaxrl.diagnostics import Limits
 
 _TRUNCATION = "training samples from the whole distribution; only `jaxrl generate` truncates it"
 

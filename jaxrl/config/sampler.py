@@ -5,8 +5,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from jaxrl.bridge.servers.arguments import check_arguments
-from jaxrl.bridge.store.objects import check_url
+from jaxrl.bridge import check_arguments, check_url
 from jaxrl.config.section import Seconds, Section, Texts, is_http_address
 
 Order = Literal["begun", "finished"]

@@ -18,12 +18,11 @@ from pydantic import (
 )
 
 from jaxrl.config.section import Attention, OpenSection, Remat, Section, Seed
-from jaxrl.core import precision
-from jaxrl.core.precision import Precision
-from jaxrl.learner.optimizers import OptimizerName, ScheduleName
+from jaxrl.core import Precision
+from jaxrl.learner import OptimizerName, ScheduleName
 
 # Reading a config parses its policies; every later use takes them from here.
-parse_policy = functools.cache(precision.parse)
+parse_policy = functools.cache(Precision.parse)
 
 
 def _checked(text: str) -> str:

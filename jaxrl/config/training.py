@@ -30,8 +30,7 @@ from jaxrl.config.tables import (
     TrackingConfig,
     TrainConfig,
 )
-from jaxrl.core import precision
-from jaxrl.core.precision import Precision, disagreement
+from jaxrl.core import Precision, disagreement, short_name
 
 
 class Config(RunConfig):
@@ -276,7 +275,7 @@ def _alarms(c: Config) -> Iterator[str]:
     elif rule and c.sampler.url and new.sampler != old.sampler:
         yield (
             f"alarms.{rule} = 'rollback_precision' would change the sampler from "
-            f"{precision.short_name(old.sampler)} to {precision.short_name(new.sampler)}, but the "
+            f"{short_name(old.sampler)} to {short_name(new.sampler)}, but the "
             "servers of sampler.url keep the dtype that they were started with; let the alarm "
             "pause, or let the run start its server (without sampler.url)"
         )

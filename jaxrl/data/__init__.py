@@ -1,0 +1,5 @@
+"""Rows on disk or on the hub become prompts, texts and pairs, in a reproducible order."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,5 @@
+"""The task: episodes, rewards, tools and the sandbox."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -35,7 +35,7 @@ _PLAIN = {
 }
 
 
-def save(
+def save_adapter(
     directory: str | Path, adapters: Params, *, specs: Adapted, base: str, dtype: DType
 ) -> None:
     """Writes adapters that `peft.PeftModel.from_pretrained` and vLLM can load.
@@ -76,7 +76,7 @@ def _whole_modules(specs: Adapted) -> list[str]:
     return [name.split(".")[-2] for name in names]
 
 
-def load(directory: str | Path, specs: Adapted, *, dtype: DType) -> Params:
+def load_adapter(directory: str | Path, specs: Adapted, *, dtype: DType) -> Params:
     """Reads adapters that match these specs.
 
     Raises:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jaxrl import huggingface
 from jaxrl.core.precision import PRESETS, Precision
 from jaxrl.huggingface import hub
-from jaxrl.models.decoder import Model, decoder
+from jaxrl.models.model import Model, decoder
 from jaxrl.models.spec import Params
 
 

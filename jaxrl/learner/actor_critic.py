@@ -22,7 +22,7 @@ from jaxrl.learner.critic import CriticLearner, critic_values, named, value_tota
 from jaxrl.learner.policy import VALUE_HEAD, Learner, make_learner
 from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update
 from jaxrl.losses import Recipe
-from jaxrl.models.decoder import Model
+from jaxrl.models.model import Model
 from jaxrl.models.spec import Params
 
 

@@ -17,7 +17,7 @@ from jaxrl.core.precision import Precision
 from jaxrl.learner.update import LearnerState, make_forward, make_update
 from jaxrl.losses.scores import Scores
 from jaxrl.losses.value import Critic
-from jaxrl.models.decoder import Model
+from jaxrl.models.model import Model
 from jaxrl.models.scorer import token_values
 from jaxrl.models.spec import Params
 

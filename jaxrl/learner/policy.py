@@ -23,8 +23,8 @@ from jaxrl.losses.mismatch import mismatch
 from jaxrl.losses.objectives import Objective
 from jaxrl.losses.scores import Need, Scores, require
 from jaxrl.models import lora
-from jaxrl.models.decoder import Model
 from jaxrl.models.logprobs import token_logprobs, token_logprobs_and_entropy
+from jaxrl.models.model import Model
 from jaxrl.models.scorer import token_values
 from jaxrl.models.spec import Params
 

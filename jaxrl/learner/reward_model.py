@@ -12,17 +12,17 @@ from jaxrl.core.metrics import Metrics
 from jaxrl.core.precision import Precision
 from jaxrl.learner.update import LearnerState, make_forward, make_update
 from jaxrl.losses.preference import pair_count, ranked
-from jaxrl.models.decoder import Model
+from jaxrl.models.model import Model
 from jaxrl.models.scorer import sequence_scores
 from jaxrl.models.spec import Params
 
 # (parameters, minibatch of N rows) -> f32[N, T + 1]: the score of each row's sequences 1, 2, ...
-Scores = Callable[[Params, Minibatch], jax.Array]
+ScoreRows = Callable[[Params, Minibatch], jax.Array]
 
 
 def make_scores(
     model: Model, *, precision: Precision, rows_per_microbatch: int, param_shardings: Any = None
-) -> Scores:
+) -> ScoreRows:
     """Builds the function that scores batches with a scorer, to be compiled by the caller; the
     arguments are those of `make_update`."""
     return make_forward(

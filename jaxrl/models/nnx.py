@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl.models.decoder import Model
+from jaxrl.models.model import Model
 from jaxrl.models.spec import Params, ParamSpec
 
 

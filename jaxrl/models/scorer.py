@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.precision import Precision
-from jaxrl.models.decoder import Model
+from jaxrl.models.model import Model
 from jaxrl.models.spec import Params
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl.advantages import Advantages
-from jaxrl.core.batch import Rollout
-from jaxrl.data.prompts import Tokenizer
+from jaxrl.core import Rollout
+from jaxrl.data import Tokenizer
 from jaxrl.tracking.tracker import read_metrics, write_lines
 
 _DIGITS = 5

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxrl.config.tables import TrackingConfig
-from jaxrl.core.files import read_whole, write_whole
+from jaxrl.core import read_whole, write_whole
 
 Ending = Literal["finished", "stopped", "failed"]  # "stopped": by a signal or an alarm
 Note = Callable[[str], None]

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from jaxrl.core.files import read_whole, write_whole
-from jaxrl.diagnostics.alarms.history import History
+from jaxrl.core import read_whole, write_whole
+from jaxrl.diagnostics import History
 from jaxrl.tracking.display import ProgressDisplay
 from jaxrl.tracking.services import Ending, Note, Service
 

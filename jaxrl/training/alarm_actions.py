@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from jaxrl.diagnostics.alarms.causes import CAUSES, usual_learning_rates
-from jaxrl.diagnostics.alarms.rules import Alarm, check_alarms
-from jaxrl.models import spec
+from jaxrl import models
+from jaxrl.diagnostics import CAUSES, Alarm, check_alarms, usual_learning_rates
 from jaxrl.tracking.tracker import read_metrics
 from jaxrl.training import rollbacks
 from jaxrl.training.run import Run
@@ -118,7 +117,7 @@ class AlarmActions:
     def _learning_rates(self, key: str) -> str:
         """Names the usual range if the learning rate is the first key to try and lies outside."""
         of, adapters = self._config.optimizer, self._config.lora.rank > 0
-        parameters = spec.parameter_count(self._run.learning.model.specs)
+        parameters = models.parameter_count(self._run.learning.model.specs)
         low, high = usual_learning_rates(parameters, adapters=adapters)
         within = low <= of.learning_rate <= high
         if key != "optimizer.learning_rate" or of.name != "adamw" or within:

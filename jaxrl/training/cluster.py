@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import jax
 
 from jaxrl.config.hosts import HostsConfig, is_address
-from jaxrl.core.hosts import ReportedError, report
+from jaxrl.core import ReportedError, report
 
 JOIN = 300  # seconds that a process waits for the others at the start
 HEARTBEAT = 30  # seconds without a sign of life: longer than any pause of a healthy process

@@ -14,13 +14,12 @@ import numpy as np
 
 from jaxrl.builders.learner import Learning
 from jaxrl.config.training import Config
-from jaxrl.core.batch import Minibatch, given_rollout
-from jaxrl.core.packing import MinibatchShape, pack_minibatch
-from jaxrl.diagnostics.ratio.shape_noise import longer_rows
-from jaxrl.learner.actor_critic import State
-from jaxrl.losses.scores import Need
+from jaxrl.core import Minibatch, MinibatchShape, given_rollout, pack_minibatch
+from jaxrl.diagnostics import longer_rows
+from jaxrl.learner import State
+from jaxrl.losses import Need
 from jaxrl.models import lora
-from jaxrl.sharding.transfer import placed
+from jaxrl.sharding import placed
 from jaxrl.training.minibatches import with_coefficients
 from jaxrl.training.timing import is_due
 

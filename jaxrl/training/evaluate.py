@@ -4,10 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.core.batch import Rollout
-from jaxrl.environments.episodes.episode import environment_reward, episode_metrics, last_turn
-from jaxrl.environments.rewards import score
-from jaxrl.sampling.base import SamplingParams
+from jaxrl.core import Rollout
+from jaxrl.environments import environment_reward, episode_metrics, last_turn, score
+from jaxrl.sampling import SamplingParams
 from jaxrl.training.rollouts.generate import RolloutSource, generate
 
 
@@ -47,7 +46,7 @@ def evaluate(source: RolloutSource, params: SamplingParams, *, samples: int) -> 
         rewards = np.array([environment_reward(r) for r in rollouts])
     else:
         reward, records = task.rewards[0], [examples[r.group].record for r in rollouts]
-        scored = score.score([reward], texts, records)
+        scored = score([reward], texts, records)
         rewards = scored.components[reward.name]
         failures.append(scored.first_failure)
     episodes = [r for r in rollouts if r.episode is not None]

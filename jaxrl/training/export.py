@@ -8,17 +8,14 @@ import jax
 import numpy as np
 
 from jaxrl import huggingface
-from jaxrl.bridge.source import ParamsSource
+from jaxrl.bridge import ParamsSource
 from jaxrl.builders.learner import Learning
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
-from jaxrl.core.hosts import Hosts
-from jaxrl.core.precision import DType
-from jaxrl.huggingface import peft
-from jaxrl.models import lora
-from jaxrl.models.decoder import Model
-from jaxrl.models.spec import Params
-from jaxrl.sharding.transfer import fetch
+from jaxrl.core import DType, Hosts
+from jaxrl.huggingface import save_adapter
+from jaxrl.models import Model, Params, lora
+from jaxrl.sharding import fetch
 from jaxrl.tracking.plots import draw_run
 from jaxrl.tracking.tracker import read_metrics
 
@@ -65,7 +62,7 @@ def write_model(
         )
         if adapters is not None:
             own = jax.tree.leaves(adapters)[0].dtype
-            peft.save(directory / "adapter", adapters, specs=specs, base=base, dtype=own)
+            save_adapter(directory / "adapter", adapters, specs=specs, base=base, dtype=own)
 
     hosts.consume_on_leader(tensors, write)
     return hosts.share(directory / "model")  # returns only once it is written

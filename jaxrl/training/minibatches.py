@@ -12,13 +12,11 @@ import numpy as np
 
 from jaxrl.advantages import Advantages, estimate, explained_variance
 from jaxrl.builders.learner import Learning
-from jaxrl.core.batch import Minibatch, Rollout
-from jaxrl.core.packing import pack_minibatch, unpack
-from jaxrl.learner.actor_critic import State
-from jaxrl.learner.policy import LearnerState
-from jaxrl.losses.scores import Need
+from jaxrl.core import Minibatch, Rollout, pack_minibatch, unpack
+from jaxrl.learner import LearnerState, State
+from jaxrl.losses import Need
 from jaxrl.models import lora
-from jaxrl.sharding.transfer import fetch
+from jaxrl.sharding import fetch
 from jaxrl.training.rollouts.collect import greedy_rewards
 from jaxrl.training.rollouts.outcomes import LogProbs, add_teacher, shaped_outcomes
 from jaxrl.training.run import Run

@@ -7,13 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl.advantages import Advantages
-from jaxrl.core.batch import Minibatch, Rollout
-from jaxrl.core.packing import unpack
-from jaxrl.diagnostics.ratio.replay import log_ratio_parts, replay_batch
-from jaxrl.diagnostics.ratio.shape_noise import shape_noise
-from jaxrl.diagnostics.ratio.split import known_tokens, moments, split_log_ratio
-from jaxrl.models.spec import Params
-from jaxrl.sharding.transfer import fetch
+from jaxrl.core import Minibatch, Rollout, unpack
+from jaxrl.diagnostics import (
+    known_tokens,
+    log_ratio_parts,
+    moments,
+    replay_batch,
+    shape_noise,
+    split_log_ratio,
+)
+from jaxrl.models import Params
+from jaxrl.sharding import fetch
 from jaxrl.training.run import Run
 from jaxrl.training.timing import Numbers, is_due
 

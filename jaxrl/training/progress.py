@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.core.batch import Rollout, from_json, to_json
+from jaxrl.core import Rollout, from_json, to_json
 
 
 @dataclasses.dataclass

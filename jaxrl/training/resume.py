@@ -1,10 +1,14 @@
 """Saves and restores the learner's state and the progress of a run."""
 
-from jaxrl.core import precision
-from jaxrl.core.precision import Precision
-from jaxrl.learner.actor_critic import State, with_new_loss_scale
-from jaxrl.learner.checkpoints import CheckpointError, Checkpoints
-from jaxrl.learner.update import checkpoint_view, from_checkpoint
+from jaxrl.core import Precision
+from jaxrl.learner import (
+    CheckpointError,
+    Checkpoints,
+    State,
+    checkpoint_view,
+    from_checkpoint,
+    with_new_loss_scale,
+)
 from jaxrl.training.progress import Progress
 
 
@@ -35,7 +39,7 @@ def adapt_precision(state: State, progress: Progress, *, policy: Precision) -> S
     anew, and pending rollouts are dropped if the sampler's dtypes changed."""
     if progress.precision is None or progress.precision == str(policy):
         return state
-    before = precision.parse(progress.precision)
+    before = Precision.parse(progress.precision)
     if (before.wire, before.sampler) != (policy.wire, policy.sampler):
         progress.drop_pending()
     return with_new_loss_scale(state, policy)

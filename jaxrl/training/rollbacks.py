@@ -18,9 +18,8 @@ from pydantic import Field, TypeAdapter
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.core import plugins
-from jaxrl.core.files import read_whole, write_whole
-from jaxrl.diagnostics.alarms.rules import Alarm
+from jaxrl.core import load_function, read_whole, write_whole
+from jaxrl.diagnostics import Alarm
 from jaxrl.losses import recipes
 from jaxrl.tracking.tracker import read_metrics, write_lines
 from jaxrl.training.run_directory import ResumeError
@@ -219,7 +218,7 @@ def _kl(config: Config) -> float:
     """Returns the KL coefficient of the loss: the config's, or the default of the recipe."""
     if "kl" in config.loss.parameters:
         return float(config.loss.parameters["kl"])
-    recipe = plugins.load_function(config.loss.name, builtin=recipes, key="loss.name")
+    recipe = load_function(config.loss.name, builtin=recipes, key="loss.name")
     declared = inspect.signature(recipe).parameters.get("kl")
     return float(declared.default) if declared and declared.default != declared.empty else 0.0
 

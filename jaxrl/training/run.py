@@ -18,15 +18,13 @@ from jaxrl.builders.reward_model import load_reward_model
 from jaxrl.builders.sampler import SamplerNeeds, open_sampler
 from jaxrl.builders.task import MODEL, TaskData, load_task
 from jaxrl.builders.teacher import names_teacher, open_teacher
-from jaxrl.builders.weight_sync import Adapters, Publish, Weights
+from jaxrl.builders.weight_sync import Adapters, Publish, WeightRoute
 from jaxrl.config.toml_file import flatten
 from jaxrl.config.training import Config
-from jaxrl.core import precision
-from jaxrl.core.hosts import Hosts
-from jaxrl.diagnostics.ratio.replay import Score
-from jaxrl.learner.actor_critic import State
-from jaxrl.learner.checkpoints import Checkpoints
-from jaxrl.sharding.partition import Layout
+from jaxrl.core import Hosts, disagreement
+from jaxrl.diagnostics import Score
+from jaxrl.learner import Checkpoints, State
+from jaxrl.sharding import Layout
 from jaxrl.tracking.samples import Samples
 from jaxrl.tracking.services import open_services
 from jaxrl.tracking.tracker import NullTracker, Tracker, gap, incomplete_logs
@@ -93,7 +91,9 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         _open_tracker(config, progress, hosts=hosts, layout=layout) as tracker,
         open_sampler(
             config.sampler,
-            Weights(learning.model, state.policy.params, progress.step, config.policy, model_dir),
+            WeightRoute(
+                learning.model, state.policy.params, progress.step, config.policy, model_dir
+            ),
             layout=layout,
             needs=_sampler_needs(config, learning),
             directory=directory,
@@ -175,7 +175,7 @@ def _notes(config: Config, task: TaskData, *, hosts: Hosts) -> Iterator[str]:
     """Yields warnings about a run, shown before its first step."""
     for made in rollbacks.read(Path(config.run_dir)) if hosts.leads else ():
         yield f"rolled back after step {made.at} to {made.to}, with {made.in_words}"
-    if (advice := precision.disagreement(config.policy)) is not None:
+    if (advice := disagreement(config.policy)) is not None:
         yield f"learner and sampler compute different policies: {advice}"
     if names_teacher(config.reward):
         yield (

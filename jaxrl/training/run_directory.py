@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 from jaxrl.config import toml_file
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
-from jaxrl.core.files import check_regular, write_whole
-from jaxrl.core.hosts import Hosts
-from jaxrl.sharding.partition import Layout
+from jaxrl.core import Hosts, check_regular, write_whole
+from jaxrl.sharding import Layout
 from jaxrl.tracking.tracker import NullTracker, Tracker, open_tracker, read_metrics, write_lines
 
 C = TypeVar("C", bound=Config | SupervisedConfig)

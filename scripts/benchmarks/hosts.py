@@ -22,7 +22,7 @@ from jaxrl.bridge.store.objects import Store
 from jaxrl.bridge.store.process import AgentProcess
 from jaxrl.bridge.store.publisher import StorePublisher
 from jaxrl.core.precision import DType
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.models.spec import init
 
 _KEY = "a key"

@@ -15,8 +15,8 @@ from jaxrl.core.packing import SHARED, MinibatchShape, pack_minibatch
 from jaxrl.core.precision import Precision, jit
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import grpo
-from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
+from jaxrl.models.model import decoder
 from jaxrl.models.spec import init
 
 SEQUENCES, LENGTH = 64, PROMPT + ANSWER

@@ -21,7 +21,7 @@ from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.core.casts import cast
 from jaxrl.core.precision import DType
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.models.spec import init
 
 _HALF_BILLION = dataclasses.replace(  # the sizes of Qwen2.5-0.5B

@@ -10,8 +10,8 @@ from benchmarks.timing import Run
 
 from jaxrl.commands.plan.roofline import active_weights
 from jaxrl.core.precision import parse
-from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
+from jaxrl.models.model import decoder
 from jaxrl.models.spec import init
 from jaxrl.sampling.base import SamplingParams, Turn
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler

@@ -23,8 +23,8 @@ from jaxrl.bridge.source import ParamsSource
 from jaxrl.builders.servers import starting_server
 from jaxrl.config.sampler import ServerConfig
 from jaxrl.core.precision import DType
-from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
+from jaxrl.models.model import decoder
 from jaxrl.models.spec import Params, init
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.vllm.sampler import VllmSampler

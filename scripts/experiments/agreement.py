@@ -22,7 +22,7 @@ from jaxrl.huggingface.config.convert import from_hf_config
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import grpo
 from jaxrl.models.attention.blocks import sequence_alignment
-from jaxrl.models.decoder import Model, decoder
+from jaxrl.models.model import Model, decoder
 from jaxrl.models.spec import Params, init
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler

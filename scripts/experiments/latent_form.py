@@ -16,8 +16,8 @@ from runs import plain_parser
 
 from jaxrl.core.precision import Precision, jit, parse, sampler_precision
 from jaxrl.huggingface.config.convert import from_hf_config
-from jaxrl.models.decoder import Model, decoder
 from jaxrl.models.logprobs import token_logprobs
+from jaxrl.models.model import Model, decoder
 from jaxrl.models.spec import init
 
 CONFIG = from_hf_config(

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.bridge import manifest, payload
-from jaxrl.bridge.base import InFlight, Learner, TensorSpec, Timings, WeightSource
+from jaxrl.bridge.base import InFlight, LearnerIdentity, TensorSpec, Timings, WeightSource
 from jaxrl.bridge.manifest import Manifest
 from jaxrl.bridge.payload import MappedTensor
 from jaxrl.bridge.safetensors_file import plan_file
 from jaxrl.models import spec
 from jaxrl.models.components import ClampedGate, Experts, Linear
-from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
+from jaxrl.models.model import decoder
 from jaxrl.models.rope import Rope, YarnScaling
 from jaxrl.models.spec import Params, ParamSpec
 
@@ -39,7 +39,7 @@ QWEN3 = DecoderConfig(
     eos_ids=(1,),
     pad_id=0,
 )
-LEARNER = Learner("a run on a host", "0123456789abcdef")
+LEARNER = LearnerIdentity("a run on a host", "0123456789abcdef")
 FAMILIES = {
     "qwen3_tied": QWEN3,
     "qwen3": dataclasses.replace(QWEN3, tied=False),
@@ -172,7 +172,7 @@ class Recorder:
         self.version = -1
         self.failure: Exception | None = None
 
-    def connect(self, *, root: str, wire: str, sampler: str, learner: Learner) -> None:
+    def connect(self, *, root: str, wire: str, sampler: str, learner: LearnerIdentity) -> None:
         self.root = Path(root)
         self.learner = learner
         self.dtypes = (wire, sampler)

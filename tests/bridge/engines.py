@@ -16,7 +16,7 @@ from jaxrl.bridge.base import (
     POISONED,
     REFUSED,
     InFlight,
-    Learner,
+    LearnerIdentity,
     PoisonedError,
     RefusedError,
     Timings,
@@ -56,7 +56,9 @@ class ChildEngine:
     def generate(self, prompts: list[list[int]]) -> list:
         return self.call("generate", prompts=prompts)
 
-    def connect(self, *, root: str, wire: str, sampler: str, learner: Learner = LEARNER) -> None:
+    def connect(
+        self, *, root: str, wire: str, sampler: str, learner: LearnerIdentity = LEARNER
+    ) -> None:
         self.call("connect", root=root, wire=wire, sampler=sampler, learner=learner._asdict())
         self.learner = learner
 

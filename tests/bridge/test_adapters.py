@@ -11,7 +11,7 @@ from jaxrl.bridge.adapters import AdapterPublisher, in_place
 from jaxrl.bridge.base import RefusedError, UnavailableError
 from jaxrl.huggingface import peft
 from jaxrl.models import lora, spec
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from tests.bridge.cases import QWEN3, Recorder, params
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -44,7 +44,7 @@ class Server(Recorder):
         if self.refuses:
             raise RefusedError("rank 2 is too large")
         assert self.label != "default"
-        peft.load(directory, SPECS, dtype=BF16)
+        peft.load_adapter(directory, SPECS, dtype=BF16)
         self.adapters[name] = directory
 
     def unload_adapter(self, name: str) -> None:
@@ -76,7 +76,7 @@ def test_each_version_is_an_adapter_and_the_last_two_are_kept(publisher, servers
     for server in servers:
         assert server.label == "0"  # the base was published once
         assert list(server.adapters) == names[1:]
-        kept = peft.load(server.adapters[names[2]], SPECS, dtype=BF16)
+        kept = peft.load_adapter(server.adapters[names[2]], SPECS, dtype=BF16)
         jax.tree.map(np.testing.assert_array_equal, kept, adapted(2).adapters)
     assert {path.name for path in tmp_path.iterdir()} == {*names[1:]}
 

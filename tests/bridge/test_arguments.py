@@ -5,8 +5,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxrl.bridge.servers import arguments as checked
 from jaxrl.bridge.servers.arguments import check_arguments

@@ -15,12 +15,12 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl import huggingface
 from jaxrl.bridge import manifest, payload
-from jaxrl.bridge.base import Learner, PoisonedError, RefusedError
+from jaxrl.bridge.base import LearnerIdentity, PoisonedError, RefusedError
 from jaxrl.bridge.manifest import Manifest
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
+from jaxrl.models.model import decoder
 from tests.bridge.cases import (
     CORRECTED,
     EXPERTS,
@@ -188,7 +188,7 @@ def fifo(directory: Path) -> None:
     os.mkfifo(directory / manifest.FILE)
 
 
-OTHER = Learner("another run", "fedcba9876543210")
+OTHER = LearnerIdentity("another run", "fedcba9876543210")
 NORM, LAST = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
 CORRUPT = {
     "missing": (edit(lambda m: m._replace(entries=m.entries[1:])), "embed_tokens.weight: missing"),

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from jaxrl.bridge.base import POISONED, REFUSED, UNFINISHED, Learner
+from jaxrl.bridge.base import POISONED, REFUSED, UNFINISHED, LearnerIdentity
 from jaxrl.bridge.in_vllm import lease
 from jaxrl.bridge.in_vllm.lease import Lease
 from tests.bridge.cases import LEARNER
 
-OTHER = Learner("another run", "fedcba9876543210")
+OTHER = LearnerIdentity("another run", "fedcba9876543210")
 LEASE = 0.05
 INIT, START, UPDATE, FINISH = (
     "/init_weight_transfer_engine",
@@ -43,7 +43,7 @@ class Server:
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": text.encode()})
 
-    async def call(self, path: str, learner: Learner | None = LEARNER) -> tuple[int, str]:
+    async def call(self, path: str, learner: LearnerIdentity | None = LEARNER) -> tuple[int, str]:
         headers = {} if learner is None else lease.header(learner)
         scope = {
             "type": "http",

@@ -4,16 +4,15 @@ import itertools
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from jaxrl.bridge.base import Learner, new_learner
+from jaxrl.bridge.base import LearnerIdentity, new_learner
 from jaxrl.bridge.in_vllm.ownership import ForeignError, Ownership
 
 A, B = new_learner("runs/a on host"), new_learner("runs/b on host")
 
 
-def connect(ownership: Ownership, learner: Learner) -> None:
+def connect(ownership: Ownership, learner: LearnerIdentity) -> None:
     ownership.check(learner)
     ownership.take(learner)
 

@@ -16,8 +16,8 @@ from jaxrl.bridge.base import PoisonedError, RefusedError, UnavailableError
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
+from jaxrl.models.model import decoder
 from jaxrl.sharding.mesh import make_mesh
 from tests.bridge.cases import (
     EXPERTS,

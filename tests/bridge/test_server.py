@@ -24,7 +24,7 @@ from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer, ServerFailedError, ServerOptions
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from tests.bridge.asking import KEY, Output, ask
 from tests.bridge.cases import QWEN3, ListSource, params
 from tests.bridge.engines import LINUX, VLLM_PYTHON

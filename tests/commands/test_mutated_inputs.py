@@ -18,8 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tomli_w
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from jaxrl import huggingface
 from jaxrl.builders.optimizer import make_optimizer

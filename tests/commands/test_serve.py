@@ -10,7 +10,7 @@ from jaxrl.bridge.servers import api_key
 from jaxrl.bridge.servers.launch import ServerFailedError
 from jaxrl.builders import sampler, servers
 from jaxrl.builders.layout import make_layout
-from jaxrl.builders.weight_sync import Weights
+from jaxrl.builders.weight_sync import WeightRoute
 from jaxrl.commands.serve import command
 from jaxrl.config import toml_file
 from jaxrl.config.toml_file import ConfigError
@@ -23,7 +23,7 @@ def opened(config, directory):
     """The sampler of a run, without weights."""
     return sampler.open_sampler(
         config.sampler,
-        Weights(tiny.model(), {}, 0, PRESETS["fp32"], Path("m")),
+        WeightRoute(tiny.model(), {}, 0, PRESETS["fp32"], Path("m")),
         layout=make_layout(config.mesh),
         needs=sampler.SamplerNeeds(config.longest_sequence, max_batch=1),
         directory=directory,

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.config.toml_file import ConfigError, dumps, keys, load, validate

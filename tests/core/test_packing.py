@@ -3,8 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxrl.core.batch import Rollout, action_sequences, action_tokens, segment_sum, sequence_weights
 from jaxrl.core.packing import MinibatchShape, assign_rows, pack, pack_minibatch, plan_rows, unpack

@@ -4,8 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxrl.core.packing import SHARED, MinibatchShape, most_rows, pack_minibatch, plan_rows, unpack
 from tests.core.test_packing import rollout

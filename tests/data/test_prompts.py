@@ -5,8 +5,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from jaxrl.data.prompts import Rendering, load_prompts, next_indices
 from jaxrl.data.rows import read_rows

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from jaxrl.core.batch import Rollout
 from jaxrl.diagnostics.completions import completion_metrics, distinct, identical

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxrl.data.prompts import Example
+from jaxrl.environments import builtin
 from jaxrl.environments.connectors.openenv import Server, Session
-from jaxrl.environments.episodes import builtin
 from jaxrl.environments.episodes.base import EpisodeLimits
 from jaxrl.environments.episodes.runner import EpisodeRunner, LockstepScheduler
 from jaxrl.sampling.base import Completion, SamplingParams

@@ -7,8 +7,7 @@ import sys
 from collections import Counter, OrderedDict, deque
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from jaxrl.environments.isolation.inside.encoding import decode, encode
 from jaxrl.environments.isolation.inside.testing import split_names

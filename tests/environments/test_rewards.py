@@ -4,8 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from jaxrl.environments.isolation import calls, sandbox
 from jaxrl.environments.rewards import mathematics

@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Regex, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
+from tokenizers import Regex, Tokenizer as Backend, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl.data.prompts import Example, Rendering, load_prompts
 from jaxrl.data.rows import Row
-from jaxrl.environments.episodes import builtin
+from jaxrl.environments import builtin
 from jaxrl.environments.episodes.chat import Chat
 from jaxrl.environments.tools.builtin import calculator, python
 from jaxrl.environments.tools.schema import load_tools, make_tool, parse_tool_calls, run_tool_call

@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import HealthCheck, event, given, note, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, event, given, note, settings, strategies as st
 
 from jaxrl import huggingface
 from jaxrl.core.precision import PRESETS
 from jaxrl.models.attention.scores import soft_cap
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from tests.models.references import YARN, checkpoint
 
 COUNT = os.environ.get("JAXRL_MUTATIONS")

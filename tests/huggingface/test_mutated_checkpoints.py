@@ -13,8 +13,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from hypothesis import HealthCheck, event, given, note, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, event, given, note, settings, strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxrl import cli, huggingface
@@ -87,7 +86,7 @@ def sources(tmp_path_factory):
     params = tiny.params(config=QWEN2)
     huggingface.save(root / "qwen2", params, QWEN2, dtype=FP32, max_shard_bytes=20_000)
     adapters = spec.init(ADAPTED.adapters, jax.random.key(0), dtype=FP32)
-    peft.save(root / "adapters", adapters, specs=ADAPTED, base="base", dtype=FP32)
+    peft.save_adapter(root / "adapters", adapters, specs=ADAPTED, base="base", dtype=FP32)
     return {path.name: path for path in sorted(root.iterdir())}
 
 
@@ -143,6 +142,8 @@ def test_mutated_adapters_are_read_or_refused_by_name(
     source = sources["adapters"]
     file = data.draw(st.sampled_from(sorted(source.iterdir())))
     directory = mutated(source, data.draw(mutations(file)), tmp_path / "mutated")
-    train = SimpleNamespace(main=lambda _: bool(peft.load(directory, ADAPTED, dtype=FP32)) - 1)
+    train = SimpleNamespace(
+        main=lambda _: bool(peft.load_adapter(directory, ADAPTED, dtype=FP32)) - 1
+    )
     monkeypatch.setattr(cli, "load", lambda name: train)
     check(command("train"), directory, command="train")

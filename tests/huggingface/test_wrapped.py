@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from jaxrl import huggingface
 from jaxrl.core.precision import PRESETS
 from jaxrl.huggingface.files import SINGLE
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from tests.models.references import DELTA, EXPERTS, SIZES, assert_same_model
 
 F32 = np.dtype(np.float32)

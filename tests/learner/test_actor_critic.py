@@ -14,7 +14,7 @@ from jaxrl.learner.actor_critic import ActorCritic, Optimizers, State, shared_tr
 from jaxrl.learner.critic import make_critic
 from jaxrl.learner.policy import VALUE_HEAD, make_learner
 from jaxrl.losses import grpo, ppo
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from tests import tiny
 from tests.learner.test_critic import MODEL, ROLLOUTS, ROW, TARGETS, params
 

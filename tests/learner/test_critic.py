@@ -15,7 +15,7 @@ from jaxrl.core.precision import PRESETS
 from jaxrl.learner.critic import CriticLearner, make_critic
 from jaxrl.losses import ppo
 from jaxrl.models import spec
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from tests import tiny
 
 FP32 = PRESETS["fp32"]

@@ -31,7 +31,7 @@ from jaxrl.losses import (
     with_terms,
     within,
 )
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from tests import tiny
 
 FP32 = PRESETS["fp32"]

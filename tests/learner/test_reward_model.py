@@ -19,7 +19,7 @@ from jaxrl.core.precision import PRESETS
 from jaxrl.environments.rewards import score
 from jaxrl.learner.reward_model import make_scores
 from jaxrl.models import spec
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.models.scorer import token_scores
 from jaxrl.tracking.tracker import read_metrics
 from tests import tiny

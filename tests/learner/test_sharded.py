@@ -19,8 +19,8 @@ from jaxrl.learner.optimizers import make_optimizer, make_schedule
 from jaxrl.learner.policy import LearnerState, make_learner
 from jaxrl.losses import grpo, with_terms
 from jaxrl.models.attention import kernels
-from jaxrl.models.decoder import decoder
 from jaxrl.models.families import DecoderConfig
+from jaxrl.models.model import decoder
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.rules import PRESETS
@@ -53,7 +53,7 @@ def run(layout: Layout, config: DecoderConfig, *, offload: bool = False):
     terms = {} if config.experts is None else {"balance": 0.1}
     if config is tiny.MOE:  # what these add does not depend on the family
         terms |= {"top_entropy": 0.5, "positive_nll": 0.1, "observation_nll": 0.1}
-    attend = kernels.attend("auto", layout=layout, config=config)
+    attend = kernels.attend_by("auto", layout=layout, config=config)
     model = decoder(config, constrain=layout.constrain, local=layout.local, attend=attend)
     schedule = make_schedule("constant", learning_rate=1e-2, warmup_steps=0, total_steps=2)
     learner = make_learner(

@@ -18,7 +18,7 @@ from jaxrl.learner.policy import VALUE_HEAD, Learner, make_learner
 from jaxrl.losses import clipped, gspo, objective, ppo, shadowed, token_mean, with_terms
 from jaxrl.models import lora, spec
 from jaxrl.models.attention import kernels
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.rules import PRESETS
@@ -117,7 +117,7 @@ def learner(config=tiny.CONFIG, recipe=None, *, layout: Layout | None = None, **
     if layout is None:
         model = decoder(config, remat="matmuls")
     else:
-        attend = kernels.attend("auto", layout=layout, config=config)
+        attend = kernels.attend_by("auto", layout=layout, config=config)
         model = decoder(config, constrain=layout.constrain, local=layout.local, attend=attend)
         kwargs["param_shardings"] = layout.tree(model.specs)
     recipe = recipe or with_terms(gspo(), entropy=0.1, kl=0.1)

@@ -14,7 +14,7 @@ from jaxrl.core.precision import parse
 from jaxrl.models.attention import cudnn, kernels
 from jaxrl.models.attention.blocks import attention
 from jaxrl.models.attention.scores import Scoring
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.models.spec import init
 from tests import tiny
 from tests.models.test_kernels import assert_equal, inputs, layout, results

@@ -13,7 +13,7 @@ from jaxrl.core import casts, precision
 from jaxrl.core.precision import PRESETS
 from jaxrl.huggingface.config.convert import from_hf_config
 from jaxrl.models import spec
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from tests.models.references import DELTA, EXPERTS, GPT_OSS, SIZES
 
 FP32 = PRESETS["fp32"]

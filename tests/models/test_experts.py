@@ -15,9 +15,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from jaxrl.core import precision
 from jaxrl.core.precision import PRESETS
 from jaxrl.models import spec
-from jaxrl.models.decoder import decoder
 from jaxrl.models.experts import imbalance, mixture, route
 from jaxrl.models.layers import LayerContext
+from jaxrl.models.model import decoder
 from tests import tiny
 
 FP32 = PRESETS["fp32"]

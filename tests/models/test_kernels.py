@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.core.precision import PRESETS as PRECISIONS
-from jaxrl.core.precision import parse
+from jaxrl.core.precision import PRESETS as PRECISIONS, parse
 from jaxrl.models.attention import kernels
 from jaxrl.models.attention.blocks import Tree, attention
 from jaxrl.models.attention.scores import Scoring
@@ -100,9 +99,9 @@ def test_splash_attention_with_one_window_for_all_layers(sizes):
 
 def test_a_decoder_gets_what_the_devices_have():
     here = {"layout": layout(), "config": tiny.CONFIG}
-    assert_equal(results(kernels.attend("auto", **here), 64, 8), expected(64, 8))
+    assert_equal(results(kernels.attend_by("auto", **here), 64, 8), expected(64, 8))
     with pytest.raises(ValueError, match=r"'cudnn' is for NVIDIA GPUs, .* 'cpu'; use 'auto' or"):
-        results(kernels.attend("cudnn", **here), 64, 8)
+        results(kernels.attend_by("cudnn", **here), 64, 8)
 
 
 def test_heads_that_do_not_divide_are_an_error_with_numbers():
@@ -128,7 +127,11 @@ def kernels_there(device, monkeypatch, *, precision="bf16_master", length=1024, 
     monkeypatch.setattr(Layout, "count", lambda self, axis: 1)
     config = dataclasses.replace(tiny.CONFIG, **{"head_dim": 128} | sizes)
     return functools.partial(
-        kernels.choose, layout=there, config=config, precision=parse(precision), length=length
+        kernels.choose_kernel,
+        layout=there,
+        config=config,
+        precision=parse(precision),
+        length=length,
     )
 
 
@@ -171,7 +174,7 @@ def test_the_kernel_follows_the_devices(device, settings, expected, monkeypatch)
 def test_a_kernel_that_is_wrong_on_its_device_is_refused(to, monkeypatch):
     settings = {"layout": layout(), "config": tiny.CONFIG, "precision": parse("bf16_master")}
     monkeypatch.setattr(kernels, "by_kernel", lambda *_, **__: attention)
-    kernels.verify("cudnn", **settings)
+    kernels.verify_kernel("cudnn", **settings)
 
     def blind(q, k, v, segments, **kwargs):
         if not isinstance(segments, Tree):
@@ -182,4 +185,4 @@ def test_a_kernel_that_is_wrong_on_its_device_is_refused(to, monkeypatch):
 
     monkeypatch.setattr(kernels, "by_kernel", lambda *_, **__: blind)
     with pytest.raises(RuntimeError, match=r"attention by cudnn differs from XLA's by .*'xla'"):
-        kernels.verify("cudnn", **settings)
+        kernels.verify_kernel("cudnn", **settings)

@@ -10,8 +10,8 @@ import pytest
 
 from jaxrl.core.precision import parse
 from jaxrl.models import lora, spec
-from jaxrl.models.decoder import decoder
 from jaxrl.models.latent import check_form
+from jaxrl.models.model import decoder
 from tests import tiny
 
 FORMS = parse("fp32"), parse("fp32,latent=absorbed")

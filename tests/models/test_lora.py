@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from jaxrl.core.precision import PRESETS
 from jaxrl.huggingface import peft
 from jaxrl.models import lora, spec
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.models.scorer import token_scores
 from tests import tiny
 
@@ -96,8 +96,8 @@ def test_adapters_of_other_families_merge_and_come_back_from_their_files(config,
     )
     assert float(jnp.abs(merged - before).max()) > 0.1
     np.testing.assert_allclose(attached, merged, rtol=1e-4, atol=1e-4)
-    peft.save(tmp_path, adapters, specs=specs, base="base", dtype=FP32.params)
-    again = peft.load(tmp_path, specs, dtype=FP32.params)
+    peft.save_adapter(tmp_path, adapters, specs=specs, base="base", dtype=FP32.params)
+    again = peft.load_adapter(tmp_path, specs, dtype=FP32.params)
     jax.tree.map(np.testing.assert_array_equal, again, adapters)
 
 
@@ -112,20 +112,20 @@ def test_targets_choose_modules():
 
 def test_adapter_files_have_pefts_names_and_come_back_bit_for_bit(tmp_path):
     some = adapted(seed=2)
-    peft.save(tmp_path, some.adapters, specs=SPECS, base="base", dtype=FP32.params)
+    peft.save_adapter(tmp_path, some.adapters, specs=SPECS, base="base", dtype=FP32.params)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     prefix = "base_model.model.model.layers.1.mlp.down_proj"
     assert tensors[f"{prefix}.lora_A.weight"].shape == (3, tiny.CONFIG.intermediate_size)
     assert tensors[f"{prefix}.lora_B.weight"].shape == (tiny.CONFIG.hidden_size, 3)
     written = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (written["r"], written["lora_alpha"]) == (3, 6)
-    again = peft.load(tmp_path, SPECS, dtype=FP32.params)
+    again = peft.load_adapter(tmp_path, SPECS, dtype=FP32.params)
     jax.tree.map(np.testing.assert_array_equal, again, some.adapters)
 
     def refused(message, *, rank=3, targets=("*_proj",), alpha=6.0):
         specs = lora.adapter_specs(MODEL.specs, rank=rank, targets=targets)
         with pytest.raises(ValueError, match=message):
-            peft.load(tmp_path, lora.Adapted(specs, MODEL.specs, alpha), dtype=FP32.params)
+            peft.load_adapter(tmp_path, lora.Adapted(specs, MODEL.specs, alpha), dtype=FP32.params)
 
     refused("lora_alpha is 6 but lora.alpha is 5.0; set lora.alpha", alpha=5.0)
     refused("r is 3 but lora.rank is 4", rank=4)
@@ -136,14 +136,14 @@ def test_adapter_files_have_pefts_names_and_come_back_bit_for_bit(tmp_path):
 
 def test_damaged_adapters_are_named(tmp_path):
     some = adapted(seed=2)
-    peft.save(tmp_path, some.adapters, specs=SPECS, base="base", dtype=FP32.params)
+    peft.save_adapter(tmp_path, some.adapters, specs=SPECS, base="base", dtype=FP32.params)
     config, file = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
     content, tensors = file.read_bytes(), load_file(file)
     name = next(iter(tensors))
 
     def refused(message):
         with pytest.raises(ValueError, match=message):
-            peft.load(tmp_path, SPECS, dtype=FP32.params)
+            peft.load_adapter(tmp_path, SPECS, dtype=FP32.params)
 
     for damaged in (content[:-4], content[:100], b""):
         file.write_bytes(damaged)
@@ -170,7 +170,7 @@ def test_the_library_peft_computes_the_same_and_writes_what_is_read(tmp_path):
     tiny.write_checkpoint(tmp_path / "base")
     some = adapted(seed=3)
     base = str(tmp_path / "base")
-    peft.save(tmp_path / "ours", some.adapters, specs=SPECS, base=base, dtype=FP32.params)
+    peft.save_adapter(tmp_path / "ours", some.adapters, specs=SPECS, base=base, dtype=FP32.params)
     theirs = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), str(tmp_path / "ours")
     )
@@ -179,7 +179,7 @@ def test_the_library_peft_computes_the_same_and_writes_what_is_read(tmp_path):
     ours = forward(some) @ MODEL.unembedding(some).T
     np.testing.assert_allclose(ours, logits, rtol=1e-4, atol=1e-4)
     theirs.save_pretrained(str(tmp_path / "theirs"))
-    again = peft.load(tmp_path / "theirs", SPECS, dtype=FP32.params)
+    again = peft.load_adapter(tmp_path / "theirs", SPECS, dtype=FP32.params)
     jax.tree.map(np.testing.assert_array_equal, again, some.adapters)
 
 
@@ -195,7 +195,7 @@ def test_the_head_of_a_reward_model_is_a_saved_module_of_peft(tmp_path):
     head = jax.random.normal(jax.random.key(6), (1, tiny.CONFIG.hidden_size))
     frozen = some.frozen | {"score": jnp.zeros_like(head)}
     some = lora.Adapted(some.adapters | {"score": head}, frozen, alpha=6.0)
-    peft.save(tmp_path / "ours", some.adapters, specs=SCORED, base=base, dtype=FP32.params)
+    peft.save_adapter(tmp_path / "ours", some.adapters, specs=SCORED, base=base, dtype=FP32.params)
     model = AutoModelForSequenceClassification.from_pretrained(
         base, num_labels=1, dtype=torch.float32
     )
@@ -206,7 +206,7 @@ def test_the_head_of_a_reward_model_is_a_saved_module_of_peft(tmp_path):
         ours = token_scores(forward(params), SCORER.unembedding(params), precision=FP32)[:, -1:]
         np.testing.assert_allclose(ours, scores, rtol=1e-4, atol=1e-4)
     theirs.save_pretrained(str(tmp_path / "theirs"))
-    again = peft.load(tmp_path / "theirs", SCORED, dtype=FP32.params)
+    again = peft.load_adapter(tmp_path / "theirs", SCORED, dtype=FP32.params)
     jax.tree.map(np.testing.assert_array_equal, again, some.adapters)
     with pytest.raises(ValueError, match=r"modules_to_save is \['score'\].* expected None"):
-        peft.load(tmp_path / "ours", SPECS, dtype=FP32.params)
+        peft.load_adapter(tmp_path / "ours", SPECS, dtype=FP32.params)

@@ -11,7 +11,7 @@ import torch
 from jaxrl import huggingface
 from jaxrl.core.precision import PRESETS
 from jaxrl.models.attention.scores import soft_cap
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from tests.models.references import FAMILIES, SIZES, checkpoint
 
 LENGTHS = ((19, 9), (23,), (1, 7, 12))  # sequences of each row; what is left is padding

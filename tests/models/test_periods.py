@@ -8,14 +8,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from jaxrl.huggingface.config.convert import from_hf_config
 from jaxrl.models.components import Experts
-from jaxrl.models.decoder import _replayed
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.layers import in_order, scan_layers
+from jaxrl.models.model import _replayed
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.periods import divide
 from jaxrl.models.rope import Rope

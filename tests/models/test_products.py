@@ -18,7 +18,7 @@ from jaxrl.core.precision import PRESETS, jit, sampler_precision
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import grpo
 from jaxrl.models import spec
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.models.products import grouped_product, matmul, product, transposed_product
 from jaxrl.sampling.embedded.kv_cache import decode_step, prefill
 from tests import tiny

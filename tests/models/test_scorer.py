@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from jaxrl import huggingface
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.precision import PRESETS
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.models.scorer import sequence_scores, token_scores
 from tests.models.references import SIZES, assert_same_model, checkpoint, classifier
 

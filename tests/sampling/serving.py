@@ -13,7 +13,7 @@ from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_trained
 from jaxrl.builders.sampler import SamplerNeeds, Serving, open_sampler
 from jaxrl.builders.servers import starting_server
-from jaxrl.builders.weight_sync import Adapters, Weights
+from jaxrl.builders.weight_sync import Adapters, WeightRoute
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core import precision
@@ -73,7 +73,7 @@ def opened(
     model, params, specs = load_trained(made, layout=layout)
     with open_sampler(
         made.sampler,
-        Weights(model, params, 0, FP32, material.directory / "model"),
+        WeightRoute(model, params, 0, FP32, material.directory / "model"),
         layout=layout,
         directory=material.directory,
         note=note,

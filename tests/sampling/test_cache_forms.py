@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.core.precision import parse
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.sampling.base import SamplingParams, Turn, TurnCache
 from jaxrl.sampling.embedded.request import DecodeRequest
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.draw_token import categorical, draw_settings, draw_tokens

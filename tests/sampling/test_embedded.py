@@ -13,17 +13,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.core.casts import as_served, cast
 from jaxrl.core.precision import PRESETS, parse, sampler_precision
-from jaxrl.models.decoder import decoder
 from jaxrl.models.logprobs import token_logprobs
+from jaxrl.models.model import decoder
 from jaxrl.sampling.base import SamplingParams, Turn
 from jaxrl.sampling.embedded import decode_steps
 from jaxrl.sampling.embedded.kv_cache import Cache
 from jaxrl.sampling.embedded.one_at_a_time import OneAtATime
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
-from jaxrl.sharding.collectives import collectives
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.rules import PRESETS as RULES
+from jaxrl.sharding.traffic import collectives
 from tests import tiny
 
 MODEL, PARAMS, F32 = tiny.model(), tiny.params(), PRESETS["fp32"]

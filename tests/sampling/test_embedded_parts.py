@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from jaxrl.core.buckets import count_bucket, length_bucket
 from jaxrl.core.precision import PRESETS, jit
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.sampling.embedded.kv_cache import Cache, decode_step, extend, prefill
 from jaxrl.sampling.embedded.stopping import empty_tail, ends_in_stop, push, stop_table
 from tests import tiny

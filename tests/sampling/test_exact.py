@@ -17,7 +17,7 @@ from jaxrl.huggingface.config.convert import from_hf_config
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import grpo
 from jaxrl.models.attention.blocks import sequence_alignment
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.models.spec import init
 from jaxrl.sampling.base import SamplingParams, Turn
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler

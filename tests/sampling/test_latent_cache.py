@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl.core.precision import parse, sampler_precision
 from jaxrl.models import lora
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.sampling.base import SamplingParams, Turn, TurnCache
 from jaxrl.sampling.embedded.kv_cache import prefill
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler

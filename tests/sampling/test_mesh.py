@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxrl.core.precision import PRESETS
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 from jaxrl.sharding.mesh import make_mesh

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxrl.core.precision import PRESETS
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.sampling.base import SamplingParams, Turn
 from jaxrl.sampling.embedded import batch_decoding
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler

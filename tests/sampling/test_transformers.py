@@ -7,7 +7,7 @@ import transformers
 
 from jaxrl import huggingface
 from jaxrl.core.precision import PRESETS
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 

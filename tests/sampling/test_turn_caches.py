@@ -12,7 +12,7 @@ from jaxrl.core.precision import PRESETS, parse
 from jaxrl.data.prompts import Example
 from jaxrl.environments.episodes.base import EpisodeLimits, Step
 from jaxrl.environments.episodes.runner import EpisodeRunner, LockstepScheduler
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.sampling.base import SamplingParams, Turn, TurnCache
 from jaxrl.sampling.embedded import first_tokens
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler

@@ -25,7 +25,7 @@ from jaxrl.data.prompts import Example
 from jaxrl.environments.episodes.base import EpisodeLimits, Step
 from jaxrl.environments.episodes.runner import ContinuousScheduler, EpisodeRunner
 from jaxrl.learner.policy import make_score
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 from jaxrl.tracking.tracker import read_metrics

@@ -26,7 +26,7 @@ from jaxrl.core.hosts import Hosts
 from jaxrl.core.precision import PRESETS
 from jaxrl.learner import digests
 from jaxrl.learner.checkpoints import CheckpointError, Checkpoints
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.models.spec import Params
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout

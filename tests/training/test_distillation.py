@@ -25,7 +25,7 @@ from jaxrl.diagnostics.alarms.history import History
 from jaxrl.diagnostics.alarms.limits import LIMITS
 from jaxrl.diagnostics.alarms.rules import zero_variance
 from jaxrl.learner.policy import make_score
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.tracking.tracker import read_metrics
 from tests import tiny
 

@@ -17,7 +17,7 @@ from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.objectives import objective
 from jaxrl.losses.surrogates import reinforce
 from jaxrl.models import lora, spec
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.rules import PRESETS

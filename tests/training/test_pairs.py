@@ -23,7 +23,7 @@ from jaxrl.core.metrics import to_floats
 from jaxrl.core.precision import PRESETS
 from jaxrl.data.rows import Row
 from jaxrl.learner.reward_model import make_ranker
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.models.scorer import sequence_scores
 from jaxrl.tracking.tracker import read_metrics
 from jaxrl.training.supervised import pairs

@@ -22,8 +22,8 @@ from jaxrl.environments.episodes.base import EpisodeLimits, Step
 from jaxrl.environments.episodes.episode import EpisodeBuilder
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import objective, over_sampler, token_mean, unclipped
-from jaxrl.models.decoder import decoder
 from jaxrl.models.logprobs import token_logprobs
+from jaxrl.models.model import decoder
 from jaxrl.sampling.base import Completion, SamplingParams
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 from jaxrl.training.progress import Progress

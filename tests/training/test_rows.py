@@ -12,7 +12,7 @@ from jaxrl.builders.rows import choose_rows
 from jaxrl.config.training import Config
 from jaxrl.core.packing import ANYWHERE, SHARED, Alignment
 from jaxrl.models.attention import kernels
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from tests import tiny
 from tests.commands.plan.configs import make_config
 

@@ -18,7 +18,7 @@ from jaxrl.learner.optimizers import make_optimizer, make_schedule
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.objectives import objective
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.tracking.tracker import read_metrics
 from jaxrl.training.run_directory import ResumeError, lock
 from jaxrl.training.supervised import fit, sft

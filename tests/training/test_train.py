@@ -212,7 +212,7 @@ def test_exported_model_has_the_same_logits_in_transformers(finished):
 
     from jaxrl import huggingface
     from jaxrl.core.precision import PRESETS
-    from jaxrl.models.decoder import decoder
+    from jaxrl.models.model import decoder
 
     found, params = huggingface.load(result.model, dtype=None)
     model = decoder(found)

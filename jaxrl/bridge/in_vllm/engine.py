@@ -47,7 +47,7 @@ class InitInfo(WeightTransferInitInfo):
     root: str  # directory of all payloads; "" for the one of this host's agent
     wire: str  # dtype of all tensors, such as "bfloat16"
     sampler: str  # dtype that the learner expects this server to compute in
-    learner: dict[str, str]  # fields of `Learner`
+    learner: dict[str, str]  # fields of `LearnerIdentity`
 
 
 @dataclass

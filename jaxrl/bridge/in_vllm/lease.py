@@ -12,7 +12,7 @@ import os
 import urllib.parse
 from typing import Any
 
-from jaxrl.bridge.base import REFUSED, UNFINISHED, Learner, marker
+from jaxrl.bridge.base import REFUSED, UNFINISHED, LearnerIdentity, marker
 from jaxrl.bridge.in_vllm import relay
 from jaxrl.bridge.in_vllm.auth import App, Message, Receive, Send, header_values, respond
 from jaxrl.bridge.in_vllm.ownership import TAKE_OVER
@@ -33,7 +33,7 @@ _KEPT = 1 << 16  # bytes of a response to look at
 _log = logging.getLogger("vllm.jaxrl")
 
 
-def header(learner: Learner) -> dict[str, str]:
+def header(learner: LearnerIdentity) -> dict[str, str]:
     """Returns the header of a learner's requests."""
     return {HEADER: f"{learner.session} {urllib.parse.quote(learner.name)}"}
 

@@ -1,6 +1,6 @@
 """The learner whose weights a server takes; runs inside vLLM."""
 
-from jaxrl.bridge.base import Learner
+from jaxrl.bridge.base import LearnerIdentity
 
 TAKE_OVER = "JAXRL_TAKE_OVER"
 """Environment variable of a learner: the name of the one that it replaces."""
@@ -20,10 +20,10 @@ class Ownership:
 
     def __init__(self) -> None:
         """Begins without a learner."""
-        self._learner: Learner | None = None
+        self._learner: LearnerIdentity | None = None
         self._replaced: set[str] = set()
 
-    def check(self, learner: Learner) -> None:
+    def check(self, learner: LearnerIdentity) -> None:
         """Raises ForeignError if a learner may not connect."""
         held = self._learner
         if held is None or held == learner:
@@ -36,13 +36,13 @@ class Ownership:
                 f"by starting this one with {TAKE_OVER}={held.name!r}"
             )
 
-    def take(self, learner: Learner) -> None:
+    def take(self, learner: LearnerIdentity) -> None:
         """Connects a learner that `check` admits."""
         if self._learner is not None and self._learner != learner:
             self._replaced.add(self._learner.session)
         self._learner = learner
 
-    def require(self, learner: Learner) -> None:
+    def require(self, learner: LearnerIdentity) -> None:
         """Raises ForeignError unless the learner is the one that connected last."""
         if learner != self._learner:
             held = "nobody" if self._learner is None else repr(self._learner.name)

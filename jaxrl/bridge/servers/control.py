@@ -16,7 +16,7 @@ from jaxrl.bridge.base import (
     REFUSED,
     UNFINISHED,
     InFlight,
-    Learner,
+    LearnerIdentity,
     PoisonedError,
     RefusedError,
     Timings,
@@ -74,7 +74,7 @@ class VllmServer:
         self._learner: dict[str, str] = {}
         self._admitted = False  # by the server, which then holds no other learner
 
-    def connect(self, *, root: str, wire: str, sampler: str, learner: Learner) -> None:
+    def connect(self, *, root: str, wire: str, sampler: str, learner: LearnerIdentity) -> None:
         """Announces a learner, the directory of its payloads and the dtypes. A server that does not
         answer is connected at the next update.
 

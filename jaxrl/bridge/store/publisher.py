@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.bridge import manifest
-from jaxrl.bridge.base import Learner, Timings, UnavailableError, WeightSource, new_learner
+from jaxrl.bridge.base import LearnerIdentity, Timings, UnavailableError, WeightSource, new_learner
 from jaxrl.bridge.manifest import Manifest
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.store.objects import Objects, Store
@@ -46,7 +46,7 @@ class StorePublisher(WeightPublisher):
         store: Store,
         *,
         wire: np.dtype,
-        learner: Learner | None = None,
+        learner: LearnerIdentity | None = None,
         hosts: Hosts | None = None,
         **connection: Any,
     ) -> None:
@@ -92,7 +92,9 @@ class StorePublisher(WeightPublisher):
 class StoreFollower:
     """Publishes the share of another process than 0."""
 
-    def __init__(self, store: Store, *, wire: np.dtype, learner: Learner, hosts: Hosts) -> None:
+    def __init__(
+        self, store: Store, *, wire: np.dtype, learner: LearnerIdentity, hosts: Hosts
+    ) -> None:
         """Takes the identity of process 0's learner; errors are those of `StorePublisher`."""
         objects = Objects(make_place(store, learner=learner, group=_GROUP))
         self._hosts = hosts

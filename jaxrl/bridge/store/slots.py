@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.bridge import manifest, payload
-from jaxrl.bridge.base import Learner
+from jaxrl.bridge.base import LearnerIdentity
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.store import version
 from jaxrl.bridge.store.chunks import split
@@ -35,7 +35,7 @@ class Slot(NamedTuple):
     time: int  # of its completion
 
 
-def slots_directory(root: Path, learner: Learner, *, group: str) -> Path:
+def slots_directory(root: Path, learner: LearnerIdentity, *, group: str) -> Path:
     """Returns the directory of a learner's slots for one kind of files."""
     text = f"{learner.name}\n{learner.session}\n{group}"
     return root / hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.bridge.base import Learner
+from jaxrl.bridge.base import LearnerIdentity
 from jaxrl.bridge.store import chunks, delta, version
 from jaxrl.bridge.store.objects import Objects, Store
 from jaxrl.bridge.store.version import Chunk, StoredFile, StoredVersion
@@ -18,13 +18,13 @@ _THREADS = 16  # most of the time a thread waits for the store
 _NOTHING = np.zeros(0, np.uint8)
 
 
-def run_place(store: Store, learner: Learner) -> Store:
+def run_place(store: Store, learner: LearnerIdentity) -> Store:
     """Returns the place of what all processes of a learner's run write, now and earlier."""
     run = hashlib.blake2b(learner.name.encode(), digest_size=8).hexdigest()
     return store.below(f"jaxrl-{run}")
 
 
-def make_place(store: Store, *, learner: Learner, group: str) -> Store:
+def make_place(store: Store, *, learner: LearnerIdentity, group: str) -> Store:
     """Returns the place of a learner's session and group; makes its directory in a store that is
     one."""
     place = run_place(store, learner).below(f"{learner.session}-{group}")
@@ -99,7 +99,9 @@ class Upload:
     Objects are deleted once neither of the last two versions names them.
     """
 
-    def __init__(self, store: Store, *, learner: Learner, group: str, slots: int = 2) -> None:
+    def __init__(
+        self, store: Store, *, learner: LearnerIdentity, group: str, slots: int = 2
+    ) -> None:
         """Begins without a version, in a place of this learner's process and group.
 
         Each host keeps the last versions in `slots` slots; one of them is being filled at times.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jaxrl.bridge import manifest
-from jaxrl.bridge.base import Learner
+from jaxrl.bridge.base import LearnerIdentity
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.store.chunks import CHUNK_BYTES, digest
 
@@ -56,7 +56,7 @@ class StoredVersion(NamedTuple):
     """Contents of a manifest."""
 
     version: int
-    learner: Learner
+    learner: LearnerIdentity
     word: int  # bytes of a number, which differences are cut by
     files: tuple[StoredFile, ...]
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
     from jaxrl.commands.doctor.measure import examine  # takes seconds, so after --help
     from jaxrl.commands.doctor.text import recommend, table
-    from jaxrl.diagnostics.ratio.pictures import draw_agreement
+    from jaxrl.diagnostics import draw_agreement
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that servers stop
     findings = examine(config, note=functools.partial(print, file=sys.stderr, flush=True))

@@ -12,33 +12,42 @@ import numpy as np
 import optax
 
 from jaxrl import huggingface
-from jaxrl.bridge.servers.api_key import known_key
-from jaxrl.bridge.servers.control import VllmServer
+from jaxrl.bridge import VllmServer, known_key
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import load_prompts, sampling_params
 from jaxrl.builders.sampler import SamplerNeeds, open_sampler
-from jaxrl.builders.weight_sync import Weights
+from jaxrl.builders.weight_sync import WeightRoute
 from jaxrl.commands.doctor.text import Finding
 from jaxrl.config.doctor import DoctorConfig
 from jaxrl.config.sampler import SamplingConfig
-from jaxrl.core import casts, precision
-from jaxrl.core.batch import Minibatch, Rollout
-from jaxrl.core.packing import MinibatchShape, pack_minibatch
-from jaxrl.core.precision import Precision, check_products, jit
-from jaxrl.data.rows import read_rows
-from jaxrl.diagnostics.ratio import replay
-from jaxrl.diagnostics.ratio.agreement import LogprobPairs, agreement_metrics
-from jaxrl.diagnostics.ratio.shape_noise import shape_noise
-from jaxrl.diagnostics.ratio.split import known_tokens, moments
-from jaxrl.environments.episodes.single_turn import as_rollout
-from jaxrl.learner.policy import Learner, make_learner
-from jaxrl.losses.recipes import grpo
-from jaxrl.models.attention.blocks import sequence_alignment
-from jaxrl.models.decoder import Model
-from jaxrl.models.spec import Params
-from jaxrl.sampling.base import SamplingParams
-from jaxrl.sharding.partition import Layout
+from jaxrl.core import (
+    Minibatch,
+    MinibatchShape,
+    Precision,
+    Rollout,
+    cast,
+    check_products,
+    jit,
+    pack_minibatch,
+    short_name,
+)
+from jaxrl.data import read_rows
+from jaxrl.diagnostics import (
+    LogprobPairs,
+    agreement_metrics,
+    known_tokens,
+    log_ratio_parts,
+    moments,
+    replay_batch,
+    shape_noise,
+)
+from jaxrl.environments import as_rollout
+from jaxrl.learner import Learner, make_learner
+from jaxrl.losses import grpo
+from jaxrl.models import Model, Params, sequence_alignment
+from jaxrl.sampling import SamplingParams
+from jaxrl.sharding import Layout
 
 
 class _Inputs(NamedTuple):
@@ -86,7 +95,7 @@ def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Findin
     for names in groups.values():
         first = policies[names[0]]
         engine = "vLLM" if config.sampler.name == "vllm" else "embedded"
-        sampler = f"{engine} {precision.short_name(first.sampler)}"
+        sampler = f"{engine} {short_name(first.sampler)}"
         note(f"{sampler}: sampling {len(inputs.prompts)} x {config.completions} completions")
         samples = _sample(inputs, first, note=note)
         for name in names:
@@ -123,7 +132,7 @@ def _sample(inputs: _Inputs, policy: Precision, *, note: Callable[[str], None]) 
     out.mkdir(parents=True, exist_ok=True)
     with open_sampler(
         config.sampler,
-        Weights(inputs.model, inputs.params, 0, policy, Path(config.model.path)),
+        WeightRoute(inputs.model, inputs.params, 0, policy, Path(config.model.path)),
         layout=layout,
         directory=out,
         note=note,
@@ -153,7 +162,7 @@ def _sample(inputs: _Inputs, policy: Precision, *, note: Callable[[str], None]) 
         replayed = None
         if serving.score is not None:
             tokens, segments = jax.device_get((minibatch.batch.tokens, minibatch.batch.segments))
-            replayed = replay.replay_batch(serving.score, tokens=tokens, segments=segments)
+            replayed = replay_batch(serving.score, tokens=tokens, segments=segments)
     return _Samples(rollouts, shape, minibatch, replayed)
 
 
@@ -162,7 +171,7 @@ def _measure(
 ) -> Finding:
     config, batch = inputs.config, samples.minibatch.batch
     low, high = config.clip_range
-    params = casts.cast(inputs.params, policy.params)
+    params = cast(inputs.params, policy.params)
     learner = make_learner(
         inputs.model,
         grpo().objective,
@@ -182,7 +191,7 @@ def _measure(
     mask, segments, signs = jax.device_get((batch.action_mask, batch.segments, batch.advantages))
     tokens = known_tokens(**arrays, advantages=signs, mask=mask, segments=segments)
     again = arrays["sampler"] if samples.replay is None else samples.replay
-    three = replay.log_ratio_parts(replay=again[mask], **{k: v[mask] for k, v in arrays.items()})
+    three = log_ratio_parts(replay=again[mask], **{k: v[mask] for k, v in arrays.items()})
     # At equal weights the third part measures decoding. It needs a server.
     decoding = {k.replace("policy", "decoding"): three.pop(k) for k in [*three] if "policy" in k}
     if samples.replay is not None:

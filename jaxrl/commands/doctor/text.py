@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxrl.diagnostics.ratio.agreement import LogprobPairs
+from jaxrl.diagnostics import LogprobPairs
 
 _TOKEN_ERROR, _PHANTOM = 1.01, 1e-3
 

@@ -22,7 +22,7 @@ from jaxrl.commands.eval import scores
 from jaxrl.commands.paths import find_inputs
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.config.training import Config
-from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+from jaxrl.sampling import EmbeddedSampler
 from jaxrl.training.evaluate import Evaluation, evaluate, evaluate_greedily
 from jaxrl.training.rollouts.generate import RolloutSource
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.data.prompts import Example
-from jaxrl.diagnostics.accuracy import half_interval, majority, pass_at_k
-from jaxrl.environments.rewards.builtin import final_number
+from jaxrl.data import Example
+from jaxrl.diagnostics import half_interval, majority, pass_at_k
+from jaxrl.environments import final_number
 from jaxrl.training.evaluate import Evaluation
 
 

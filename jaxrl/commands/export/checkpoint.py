@@ -14,14 +14,11 @@ from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.preference import RewardModelConfig
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
-from jaxrl.core import precision
-from jaxrl.huggingface import peft
-from jaxrl.learner.checkpoints import CheckpointError, Checkpoints
-from jaxrl.learner.update import LearnerState, checkpoint_view, make_update
-from jaxrl.models import lora
-from jaxrl.models.decoder import decoder
-from jaxrl.models.spec import Params
-from jaxrl.sharding.transfer import placed
+from jaxrl.core import Precision
+from jaxrl.huggingface import save_adapter
+from jaxrl.learner import CheckpointError, Checkpoints, LearnerState, checkpoint_view, make_update
+from jaxrl.models import Params, decoder, lora
+from jaxrl.sharding import placed
 from jaxrl.training.export import model_dtype
 
 
@@ -51,7 +48,7 @@ def export_checkpoint(
     base, policy = config.model.path, config.policy
     written = policy.params if only_adapters else model_dtype(config)
     if dtype is not None:
-        written = precision.parse(f"fp32,wire={dtype}").wire
+        written = Precision.parse(f"fp32,wire={dtype}").wire
     found = huggingface.load_config(base)
     if isinstance(config, RewardModelConfig):
         found = found.as_scorer()
@@ -62,7 +59,7 @@ def export_checkpoint(
         raise ValueError(f"{run_dir} has no adapters (lora.rank = 0); leave out --adapter")
     chosen, params = _trained(config, specs=specs, run_dir=run_dir, step=step)
     if only_adapters:
-        peft.save(directory, params, specs=specs, base=base, dtype=written)
+        save_adapter(directory, params, specs=specs, base=base, dtype=written)
         return chosen
     if adapted:
         _, frozen = huggingface.load(base, dtype=policy.wire, scored=model.config.scored)

@@ -19,14 +19,13 @@ from jaxrl.builders.layout import divide_cpu, make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import load_prompts, sampling_params
 from jaxrl.builders.sampler import SamplerNeeds, open_sampler
-from jaxrl.builders.weight_sync import Weights
+from jaxrl.builders.weight_sync import WeightRoute
 from jaxrl.commands import options
 from jaxrl.commands.filter import pass_rate
 from jaxrl.commands.paths import find_inputs
 from jaxrl.config.training import Config
-from jaxrl.data.prompts import Example, Tokenizer
-from jaxrl.data.rows import read_rows
-from jaxrl.environments.rewards.score import load_rewards
+from jaxrl.data import Example, Tokenizer, read_rows
+from jaxrl.environments import load_rewards
 from jaxrl.tracking.display import ProgressDisplay
 
 
@@ -119,7 +118,7 @@ def _measure(
         ProgressDisplay("filter", start_step=done, total_steps=len(examples)) as progress,
         open_sampler(
             config.sampler,
-            Weights(model, params, 0, policy, Path(config.model.path)),
+            WeightRoute(model, params, 0, policy, Path(config.model.path)),
             layout=layout,
             directory=arguments.out.parent,
             note=progress.note,

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.config.training import Config
-from jaxrl.core.files import write_whole
-from jaxrl.data.prompts import Example, Tokenizer
-from jaxrl.environments.rewards import score
-from jaxrl.environments.rewards.score import Reward
-from jaxrl.sampling.base import Sampler, SamplingParams
+from jaxrl.core import write_whole
+from jaxrl.data import Example, Tokenizer
+from jaxrl.environments import Reward, score
+from jaxrl.sampling import Sampler, SamplingParams
 
 COLUMN = "pass_rate"
 
@@ -137,7 +136,7 @@ def measure(
         records = [these[c.prompt_index].record for c in completions]
         owner = np.array([c.prompt_index for c in completions])
         truncated = np.array([c.finish_reason == "length" for c in completions])
-        scored = score.score([reward], texts, records)
+        scored = score([reward], texts, records)
         values = scored.components[reward.name]
         if start == done and np.isnan(values).all():
             raise RuntimeError(f"the reward failed on every completion; {scored.first_failure}")

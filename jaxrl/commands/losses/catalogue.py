@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxrl.advantages import estimators
 from jaxrl.config.toml_file import one_line
-from jaxrl.losses import aggregation, from_config, presets, ratios, recipes
-from jaxrl.losses.recipe import Terms
+from jaxrl.losses import Terms, aggregation, from_config, presets, ratios, recipes
 
 
 class Parameter(NamedTuple):

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxrl.core.precision import Precision, short_name
+from jaxrl.core import Precision, short_name
 
 GIB = 2**30
 

@@ -10,10 +10,8 @@ from jaxrl.builders.model import trained_specs
 from jaxrl.commands.plan.chips import GIB
 from jaxrl.commands.plan.units import count_of, parameter_text, percent_text, size_text, time_text
 from jaxrl.config.training import Config
-from jaxrl.core.precision import Precision
-from jaxrl.models import lora
-from jaxrl.models.parameters import param_specs
-from jaxrl.models.spec import parameter_count
+from jaxrl.core import Precision
+from jaxrl.models import lora, param_specs, parameter_count
 
 # Share of bf16 words that changed -> share of the bytes that a store gets; docs/bridge.md.
 _DIFFERENCES = {0.2: 0.086, 0.006: 0.0076}

@@ -11,9 +11,9 @@ from jaxrl.commands.plan.resident import ResidentMemory, on_one, resident_memory
 from jaxrl.commands.plan.step import Step, make_step
 from jaxrl.commands.plan.topology import Topology
 from jaxrl.config.training import Config
-from jaxrl.core.precision import jit
-from jaxrl.models import logprobs, lora
-from jaxrl.sharding.collectives import Traffic, collectives
+from jaxrl.core import jit
+from jaxrl.models import lora, position_chunks
+from jaxrl.sharding import Traffic, collectives
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
     seconds = time.perf_counter() - start
     hlo = compiled.as_text() or ""
     # The numbers of microbatches and of chunks with scored tokens are known only at run time.
-    trips = (microbatches, logprobs.position_chunks(config.row_length))
+    trips = (microbatches, position_chunks(config.row_length))
     found: Any = compiled.memory_analysis()
     peak = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     peak += found.temp_size_in_bytes + found.generated_code_size_in_bytes

@@ -6,20 +6,15 @@ from typing import Any
 
 import jax
 
-from jaxrl import huggingface
+from jaxrl import huggingface, models
 from jaxrl.builders.layout import sampler_layout
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.commands.plan.step import Step
-from jaxrl.core.buckets import count_bucket
-from jaxrl.core.casts import cast
-from jaxrl.core.precision import DType
+from jaxrl.core import DType, cast, count_bucket
 from jaxrl.losses import Need
-from jaxrl.models import lora, spec
-from jaxrl.models.parameters import param_specs
-from jaxrl.models.spec import Specs
+from jaxrl.models import Specs, lora, param_specs
 from jaxrl.sampling.embedded.batch_decoding import KEPT, cache_sizes, max_rows, shrunk_rows
-from jaxrl.sharding.partition import Layout
-from jaxrl.sharding.transfer import placed
+from jaxrl.sharding import Layout, placed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,7 +116,7 @@ def on_one(tree: Any, *, dtype: DType | None = None) -> float:
 
 
 def _weights(specs: Specs, layout: Layout, *, dtype: DType) -> float:
-    return on_one(placed(spec.abstract(specs, dtype=dtype), layout.tree(specs)))
+    return on_one(placed(models.abstract(specs, dtype=dtype), layout.tree(specs)))
 
 
 def _critic(step: Step) -> float:
@@ -130,7 +125,7 @@ def _critic(step: Step) -> float:
         return 0.0  # a single extra row
     path = config.critic.path or config.model.path
     specs = param_specs(huggingface.load_config(path).as_scorer())
-    params = spec.abstract(specs, dtype=policy.params)
+    params = models.abstract(specs, dtype=policy.params)
     optimizer = make_optimizer(config.optimizer, total_steps=config.optimizer_steps, specs=specs)
     held = {"params": params}
     if not config.optimizer.offload:

@@ -3,11 +3,10 @@
 import dataclasses
 import math
 
+from jaxrl import models
 from jaxrl.commands.plan.chips import Chip, Products, products
 from jaxrl.commands.plan.program import Program
-from jaxrl.models import lora, spec
-from jaxrl.models.families import DecoderConfig
-from jaxrl.models.spec import Specs, parameter_count
+from jaxrl.models import DecoderConfig, Specs, lora, parameter_count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,7 @@ def forward_flops(config: DecoderConfig, specs: Specs, *, rows: int, length: int
 def active_weights(config: DecoderConfig, specs: Specs) -> float:
     """Counts the weights that a token is multiplied with: its own experts, no embedding."""
     total = 0.0
-    for path, one in spec.flatten(specs).items():
+    for path, one in models.flatten(specs).items():
         is_vector = len(one.shape) < 2 + one.counted  # a norm or a bias
         if is_vector or (path == "embed" and not config.tied):
             continue

@@ -14,16 +14,11 @@ from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.rows import choose_rows
 from jaxrl.commands.plan.topology import Topology
 from jaxrl.config.training import Config
-from jaxrl.core.batch import Minibatch, TokenBatch
-from jaxrl.core.packing import Alignment
-from jaxrl.learner.policy import Learner, LearnerState
+from jaxrl.core import Alignment, Minibatch, TokenBatch
+from jaxrl.learner import Learner, LearnerState
 from jaxrl.losses import Need, Recipe
-from jaxrl.models import lora
-from jaxrl.models.attention.kernels import Kernel
-from jaxrl.models.decoder import Model
-from jaxrl.models.families import DecoderConfig
-from jaxrl.sharding.partition import Layout
-from jaxrl.sharding.transfer import placed
+from jaxrl.models import DecoderConfig, Kernel, Model, lora
+from jaxrl.sharding import Layout, placed
 
 
 class Step(NamedTuple):

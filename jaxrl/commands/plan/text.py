@@ -8,8 +8,7 @@ from jaxrl.commands.plan.roofline import Roofline, roofline
 from jaxrl.commands.plan.topology import Topology
 from jaxrl.commands.plan.units import count_of, parameter_text, percent_text, size_text, time_text
 from jaxrl.config.training import Config
-from jaxrl.models import lora
-from jaxrl.models.spec import parameter_count
+from jaxrl.models import lora, parameter_count
 
 
 def plan_text(config: Config, topology: Topology, program: Program, *, link_rate: float) -> str:

@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.commands.report.charts import drawn
-from jaxrl.diagnostics.alarms.causes import CAUSES, Cause
-from jaxrl.diagnostics.alarms.history import History, Series
-from jaxrl.diagnostics.alarms.limits import LIMITS
-from jaxrl.diagnostics.alarms.rules import replay_alarms
+from jaxrl.diagnostics import CAUSES, LIMITS, Cause, History, Series, replay_alarms
 from jaxrl.tracking.tracker import read_metrics
 
 _MOST_SAMPLED_STEPS = 40

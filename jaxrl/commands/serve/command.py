@@ -19,16 +19,12 @@ from typing import Annotated, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from jaxrl.bridge.servers.api_key import server_key
-from jaxrl.bridge.servers.kv_cache_size import free_memory
-from jaxrl.bridge.servers.launch import free_port
-from jaxrl.bridge.store import objects
-from jaxrl.bridge.store.process import AgentProcess
+from jaxrl.bridge import AgentProcess, available, free_memory, free_port, server_key
 from jaxrl.builders.servers import StartingServer, starting_server
 from jaxrl.commands import options
 from jaxrl.commands.serve.replicas import Replica, open_replicas
 from jaxrl.config.sampler import ServerConfig
-from jaxrl.core import precision
+from jaxrl.core import Precision
 from jaxrl.huggingface import hub
 
 
@@ -90,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         return starting_server(
             config,
             model_dir,
-            dtype=precision.parse(f"fp32,sampler={config.dtype}").sampler,
+            dtype=Precision.parse(f"fp32,sampler={config.dtype}").sampler,
             log=log.with_stem(f"{log.stem}-{replica}") if replica else log,
             note=note,
             memory=memory,
@@ -106,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         with ExitStack() as stack:
             agent = None
-            if objects.available():
+            if available():
                 agent = stack.enter_context(AgentProcess(key=key, note=note))
             begun = (
                 Replica(functools.partial(start, i, agent), note=note)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 
-from jaxrl.bridge.servers.launch import LocalServer, ServerFailedError
+from jaxrl.bridge import LocalServer, ServerFailedError
 from jaxrl.builders.servers import StartingServer
 
 _EVERY = 15.0  # seconds between two health checks

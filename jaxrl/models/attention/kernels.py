@@ -31,7 +31,7 @@ _LANES = 128  # of a TPU's vector unit; splash attention needs multiples of it
 _BLOCKS = (512, 256, 128)  # tokens per block of it; the first that divides a row is used
 
 
-def choose(
+def choose_kernel(
     wanted: Wanted, *, layout: Layout, config: DecoderConfig, precision: Precision, length: int
 ) -> Kernel:
     """Chooses the kernel for rows of `length` tokens on the layout's devices.
@@ -92,15 +92,15 @@ def _no_cudnn(device: Any, config: DecoderConfig, precision: Precision) -> str |
     return None
 
 
-def attend(wanted: Wanted, *, layout: Layout, config: DecoderConfig) -> Attend:
+def attend_by(wanted: Wanted, *, layout: Layout, config: DecoderConfig) -> Attend:
     """Builds attention for a decoder on the layout's mesh; the kernel is chosen at each call. The
-    result raises as `choose` and `by_kernel`."""
+    result raises as `choose_kernel` and `by_kernel`."""
 
     def chosen(q, k, v, segments, *, scoring, precision):
-        kernel = choose(
+        kernel = choose_kernel(
             wanted, layout=layout, config=config, precision=precision, length=q.shape[1]
         )
-        if isinstance(segments, Tree) and unshared(kernel) is not None:
+        if isinstance(segments, Tree) and unshared_reason(kernel) is not None:
             kernel = "xla"  # rows were packed for the learner's dtypes; the sampler's are others
         on_mesh = by_kernel(kernel, layout=layout)
         return on_mesh(q, k, v, segments, scoring=scoring, precision=precision)
@@ -108,14 +108,16 @@ def attend(wanted: Wanted, *, layout: Layout, config: DecoderConfig) -> Attend:
     return chosen
 
 
-def unshared(kernel: Kernel) -> str | None:
+def unshared_reason(kernel: Kernel) -> str | None:
     """Says why a kernel cannot compute rows whose sequences share prefixes; None if it can."""
     if kernel == "splash":
         return "splash compares one segment per token, and a shared token has several"
     return None
 
 
-def verify(kernel: Kernel, *, layout: Layout, config: DecoderConfig, precision: Precision) -> None:
+def verify_kernel(
+    kernel: Kernel, *, layout: Layout, config: DecoderConfig, precision: Precision
+) -> None:
     """Compares a kernel with `attention` on one device of this process: output and gradients over
     a row of three sequences and padding, and over one whose second sequence shares a prefix.
 
@@ -128,7 +130,7 @@ def verify(kernel: Kernel, *, layout: Layout, config: DecoderConfig, precision: 
     alone = Layout(make_mesh(devices=[device]), layout.rules)
     of_kernel, windows = by_kernel(kernel, layout=alone), {kind.window for kind in config.kinds}
     norm, worst = jnp.linalg.norm, 0.0
-    kinds_of_rows = _rows()[: 1 if unshared(kernel) else 2]
+    kinds_of_rows = _rows()[: 1 if unshared_reason(kernel) else 2]
     for rows, window in itertools.product(kinds_of_rows, windows):
         found, expected = (
             _example(attend, config, rows, device=device, window=window, precision=precision)
@@ -198,12 +200,12 @@ def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Att
       interpret: run splash attention's program without a TPU, slowly.
 
     The result raises ValueError if rows, tokens or heads do not divide over their devices, or for
-    rows that share prefixes, if the kernel cannot compute them (`unshared`).
+    rows that share prefixes, if the kernel cannot compute them (`unshared_reason`).
     """
 
     def on_mesh(q, k, v, segments, *, scoring, precision):
         shared = isinstance(segments, Tree)
-        if shared and (reason := unshared(kernel)) is not None:
+        if shared and (reason := unshared_reason(kernel)) is not None:
             raise ValueError(f"rows share prefixes, but {reason}; pack them without")
         whole = kernel == "xla" and layout.count("length") == 1
         if whole and (not shared or k.shape[2] % layout.count("kv_heads")):

@@ -16,7 +16,7 @@ from flax import struct
 from jax import lax
 
 from jaxrl.core.precision import Precision, jit_by_policy, jit_forward
-from jaxrl.models.decoder import Model
+from jaxrl.models.model import Model
 from jaxrl.models.spec import Params
 from jaxrl.sampling.embedded.draw_token import DrawSettings, draw_tokens
 from jaxrl.sampling.embedded.kv_cache import Cache, decode_step

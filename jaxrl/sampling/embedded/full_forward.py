@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxrl.core.buckets import count_bucket, length_bucket
 from jaxrl.core.precision import Precision, jit_by_policy
-from jaxrl.models.decoder import Model
+from jaxrl.models.model import Model
 from jaxrl.models.products import product
 from jaxrl.models.spec import Params
 from jaxrl.sampling.base import ClosedError, Completion, Turn

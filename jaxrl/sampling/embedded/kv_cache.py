@@ -18,11 +18,11 @@ from jaxrl.core.precision import Precision, jit_by_policy
 from jaxrl.models.attention.blocks import ADDED, TILE, attention, pad_values, softmax_product
 from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.block import block
-from jaxrl.models.decoder import Model
 from jaxrl.models.experts import Routing
 from jaxrl.models.layers import LayerContext, embed, in_order, scan_layers
 from jaxrl.models.linear_attention import LinearState, last_inputs, recur_rows, recur_token
 from jaxrl.models.logprobs import rounded_logits
+from jaxrl.models.model import Model
 from jaxrl.models.products import product
 from jaxrl.models.spec import Params
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxrl.core.precision import Precision
-from jaxrl.models.decoder import Model
+from jaxrl.models.model import Model
 from jaxrl.models.spec import Params
 from jaxrl.sampling.base import Completion, SamplingParams, Turn
 from jaxrl.sampling.embedded.decode_steps import Segment

@@ -9,9 +9,9 @@ import jax
 
 from jaxrl.core.casts import as_served
 from jaxrl.core.precision import Precision, check_products, jit, sampler_precision
-from jaxrl.models.decoder import Model
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.latent import check_form
+from jaxrl.models.model import Model
 from jaxrl.models.spec import Params
 from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn, check_turns
 from jaxrl.sampling.embedded.batch_decoding import decode_turns

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from jaxrl.config.sampler import Order
-from jaxrl.core.batch import Rollout, by_group
+from jaxrl.core import Rollout, by_group
 from jaxrl.training.rollouts import dynamic_sampling
 
 

@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.core.batch import Rollout
-from jaxrl.data import prompts
-from jaxrl.data.prompts import Example
-from jaxrl.diagnostics.completions import completion_metrics
-from jaxrl.sampling.base import SamplingParams
+from jaxrl.core import Rollout
+from jaxrl.data import Example, next_indices
+from jaxrl.diagnostics import completion_metrics
+from jaxrl.sampling import SamplingParams
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts import dynamic_sampling
 from jaxrl.training.rollouts.buffer import check_versions
@@ -98,7 +97,7 @@ def prompts_at(source: RolloutSource, numbers: Iterable[int]) -> dict[int, Examp
     examples, seed = source.task.prompts.examples, source.config.seed
 
     def index(number: int) -> int:
-        return prompts.next_indices(len(examples), position=number, count=1, seed=seed)[0]
+        return next_indices(len(examples), position=number, count=1, seed=seed)[0]
 
     return {number: examples[index(number)] for number in numbers}
 

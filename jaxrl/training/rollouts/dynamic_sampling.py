@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl.core.batch import Rollout, by_group
+from jaxrl.core import Rollout, by_group
 
 
 def informative(rollouts: Sequence[Rollout]) -> list[Rollout]:

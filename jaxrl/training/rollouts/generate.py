@@ -10,11 +10,10 @@ from jaxrl.builders.reward_model import RewardModel
 from jaxrl.builders.task import TaskData
 from jaxrl.builders.teacher import Teacher
 from jaxrl.config.training import Config
-from jaxrl.core.batch import Rollout
-from jaxrl.data.prompts import Example
-from jaxrl.environments.episodes.runner import EpisodeRunner
-from jaxrl.environments.episodes.single_turn import as_rollout
-from jaxrl.sampling.base import Sampler, SamplingParams
+from jaxrl.core import Rollout
+from jaxrl.data import Example
+from jaxrl.environments import EpisodeRunner, as_rollout
+from jaxrl.sampling import Sampler, SamplingParams
 
 
 class RolloutSource(NamedTuple):

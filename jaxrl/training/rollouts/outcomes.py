@@ -8,15 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.advantages import Advantages, Outcomes
-from jaxrl.advantages.penalties import overlong_penalty
-from jaxrl.advantages.teacher import log_ratios, with_log_ratios
+from jaxrl.advantages import Advantages, Outcomes, log_ratios, overlong_penalty, with_log_ratios
 from jaxrl.builders.task import ENVIRONMENT
 from jaxrl.config.reward import RewardConfig
 from jaxrl.config.training import Config
-from jaxrl.core.batch import Rollout
-from jaxrl.core.buckets import count_bucket
-from jaxrl.losses.regularizers import k1
+from jaxrl.core import Rollout, count_bucket
+from jaxrl.losses import k1
 from jaxrl.training.timing import Numbers
 
 LogProbs = Sequence[np.ndarray]

@@ -6,10 +6,16 @@ import numpy as np
 
 from jaxrl.advantages import zero_std_groups
 from jaxrl.builders.task import ENVIRONMENT, MODEL
-from jaxrl.core.batch import Rollout
-from jaxrl.data.prompts import Example
-from jaxrl.environments.episodes.episode import environment_reward, episode_metrics, last_turn
-from jaxrl.environments.rewards import score
+from jaxrl.core import Rollout
+from jaxrl.data import Example
+from jaxrl.environments import (
+    environment_reward,
+    episode_metrics,
+    is_batched,
+    last_turn,
+    score,
+    with_component,
+)
 from jaxrl.training.rollouts.generate import RolloutSource
 from jaxrl.training.timing import Numbers
 
@@ -18,7 +24,7 @@ def scores_by_group(source: RolloutSource) -> bool:
     """Tells if scoring a group by itself gives the same rewards: not where a function is asked for
     all completions at once, nor with a reward model, which runs on the devices."""
     functions = (reward.function for reward in source.task.rewards)
-    return source.reward_model is None and not any(map(score.is_batched, functions))
+    return source.reward_model is None and not any(map(is_batched, functions))
 
 
 def score_rollouts(
@@ -34,14 +40,14 @@ def score_rollouts(
     decode = task.tokenizer.decode
     texts = [decode(last_turn(rollouts[i]), skip_special_tokens=True) for i in known]
     records = [examples[rollouts[i].group].record for i in known]
-    scored = score.score(task.rewards, texts, records)
+    scored = score(task.rewards, texts, records)
     further: dict[str, np.ndarray] = {}
     if source.reward_model is not None:
         further[MODEL] = source.reward_model(rollouts)[known]
     if ENVIRONMENT in weights:
         further[ENVIRONMENT] = np.array([environment_reward(rollouts[i]) for i in known])
     for name, values in further.items():
-        scored = score.with_component(scored, name, values=values, weight=weights[name])
+        scored = with_component(scored, name, values=values, weight=weights[name])
     if scored.first_failure is not None:
         source.note(scored.first_failure)
     total = np.full(len(rollouts), np.nan)

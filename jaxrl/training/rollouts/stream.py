@@ -16,9 +16,8 @@ from typing import Self
 
 import numpy as np
 
-from jaxrl.core.batch import Rollout
-from jaxrl.core.hosts import Hosts
-from jaxrl.data.prompts import Example
+from jaxrl.core import Hosts, Rollout
+from jaxrl.data import Example
 from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts import dynamic_sampling

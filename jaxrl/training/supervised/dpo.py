@@ -11,17 +11,11 @@ import jax
 from jaxrl import huggingface
 from jaxrl.builders.supervised import set_up
 from jaxrl.config.preference import DPOConfig, PairLossConfig
-from jaxrl.core import casts, plugins
-from jaxrl.core.batch import Minibatch
-from jaxrl.core.metrics import Metrics
-from jaxrl.core.precision import jit
-from jaxrl.learner.policy import make_learner
-from jaxrl.losses import from_config, preference
-from jaxrl.losses.objectives import objective
+from jaxrl.core import Metrics, Minibatch, cast, check_parameters, jit, load_function, naming_keys
+from jaxrl.learner import make_learner
+from jaxrl.losses import Scores, from_config, objective, preference
 from jaxrl.losses.preference import PairLoss
-from jaxrl.losses.scores import Scores
-from jaxrl.models import lora
-from jaxrl.models.spec import Params
+from jaxrl.models import Params, lora
 from jaxrl.training.supervised.fit import Result, check_resumable
 from jaxrl.training.supervised.pairs import fit_pairs, load_pairs
 
@@ -40,7 +34,7 @@ def train_dpo(config: DPOConfig) -> Result:
     data = load_pairs(config.data, tokenizer, max_tokens=config.train.row_length)
     setup = set_up(config)
     initial = lora.trainable(setup.params)
-    reference: Params = jit(casts.cast, static_argnums=1)(initial, config.policy.compute)
+    reference: Params = jit(cast, static_argnums=1)(initial, config.policy.compute)
     learner = make_learner(
         setup.model, goal, optimizer=setup.optimizer.transformation, **setup.numerics
     )
@@ -73,9 +67,9 @@ def load_loss(config: PairLossConfig) -> PairLoss:
       ValueError: for a name that cannot be loaded, or a parameter that the loss does not take or
         refuses; the message names the key.
     """
-    make = plugins.load_function(config.name, builtin=preference, key="loss.name")
-    plugins.check_parameters(make, config.parameters, key="loss")
-    loss = plugins.naming_keys(
+    make = load_function(config.name, builtin=preference, key="loss.name")
+    check_parameters(make, config.parameters, key="loss")
+    loss = naming_keys(
         lambda given: make(**from_config.arguments(make, given)),
         config.parameters,
         key="loss",

@@ -17,17 +17,19 @@ from jaxrl.builders.model import attention_note
 from jaxrl.builders.optimizer import state_shardings
 from jaxrl.builders.supervised import Setup
 from jaxrl.config.supervised import SupervisedConfig
-from jaxrl.core.batch import Minibatch
-from jaxrl.core.hosts import Hosts
-from jaxrl.core.metrics import Metrics, to_floats
-from jaxrl.core.precision import jit
-from jaxrl.data import prompts
-from jaxrl.learner.checkpoints import Checkpoints
-from jaxrl.learner.policy import Learner, LearnerState
-from jaxrl.learner.reward_model import Ranker
-from jaxrl.learner.update import applied_steps, checkpoint_view, from_checkpoint
-from jaxrl.models.spec import Params
-from jaxrl.sharding.transfer import fetch
+from jaxrl.core import Hosts, Metrics, Minibatch, jit, to_floats
+from jaxrl.data import next_indices
+from jaxrl.learner import (
+    Checkpoints,
+    Learner,
+    LearnerState,
+    Ranker,
+    applied_steps,
+    checkpoint_view,
+    from_checkpoint,
+)
+from jaxrl.models import Params
+from jaxrl.sharding import fetch
 from jaxrl.tracking.tracker import NullTracker, Tracker, gap, incomplete_logs
 from jaxrl.training.export import write_model
 from jaxrl.training.interrupt import Interrupt
@@ -156,9 +158,7 @@ def next_batch(config: SupervisedConfig, task: Task, *, step: int) -> Minibatch:
 
     def choose() -> list[Any]:
         count = config.train.batch_size
-        indices = prompts.next_indices(
-            len(task.rows), position=step * count, count=count, seed=config.seed
-        )
+        indices = next_indices(len(task.rows), position=step * count, count=count, seed=config.seed)
         return [task.rows[int(i)] for i in indices]
 
     return task.pack(task.setup.hosts.on_leader(choose))

@@ -9,14 +9,9 @@ import numpy as np
 from jaxrl.builders.prompts import rendering
 from jaxrl.builders.supervised import Setup, supervised_shape
 from jaxrl.config.preference import DPOConfig, PairDataConfig, RankedDataConfig, RewardModelConfig
-from jaxrl.core.batch import Minibatch
-from jaxrl.core.hosts import Hosts
-from jaxrl.core.metrics import Metrics, merge, to_floats
-from jaxrl.core.packing import MinibatchShape, pack_minibatch
-from jaxrl.data.pairs import Pair, PairColumns, Pairs, read_pairs
-from jaxrl.data.prompts import Tokenizer
-from jaxrl.data.rows import Row, read_rows
-from jaxrl.models.spec import Params
+from jaxrl.core import Hosts, Metrics, Minibatch, MinibatchShape, merge, pack_minibatch, to_floats
+from jaxrl.data import Pair, PairColumns, Pairs, Row, Tokenizer, read_pairs, read_rows
+from jaxrl.models import Params
 from jaxrl.training.supervised.fit import Result, Task, fit, too_long_note
 
 

@@ -3,12 +3,10 @@
 from jaxrl import huggingface
 from jaxrl.builders.supervised import set_up
 from jaxrl.config.preference import RewardModelConfig
-from jaxrl.core.batch import Minibatch
-from jaxrl.core.metrics import Metrics
-from jaxrl.core.precision import jit
-from jaxrl.learner.reward_model import make_ranker, make_scores
+from jaxrl.core import Metrics, Minibatch, jit
+from jaxrl.learner import make_ranker, make_scores
 from jaxrl.losses.preference import ranked
-from jaxrl.models.spec import Params
+from jaxrl.models import Params
 from jaxrl.training.supervised.fit import Result, check_resumable
 from jaxrl.training.supervised.pairs import fit_pairs, load_pairs
 

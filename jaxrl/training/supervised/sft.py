@@ -10,16 +10,20 @@ from jaxrl import huggingface
 from jaxrl.builders.prompts import rendering
 from jaxrl.builders.supervised import set_up, supervised_shape
 from jaxrl.config.supervised import SFTConfig, SFTDataConfig
-from jaxrl.core.batch import Minibatch, Rollout, given_rollout
-from jaxrl.core.hosts import Hosts
-from jaxrl.core.packing import pack_minibatch
-from jaxrl.data import prompts
-from jaxrl.data.prompts import RawPrompt, Tokenizer
-from jaxrl.data.rows import Row, read_rows, read_text
-from jaxrl.learner.policy import make_learner
-from jaxrl.losses.aggregation import token_mean
-from jaxrl.losses.imitation import cross_entropy
-from jaxrl.losses.objectives import objective
+from jaxrl.core import Hosts, Minibatch, Rollout, given_rollout, pack_minibatch
+from jaxrl.data import (
+    RawPrompt,
+    Row,
+    Tokenizer,
+    end_token,
+    make_renderer,
+    most_characters,
+    read_prompt,
+    read_rows,
+    read_text,
+)
+from jaxrl.learner import make_learner
+from jaxrl.losses import cross_entropy, objective, token_mean
 from jaxrl.training.supervised.fit import Result, Task, check_resumable, fit, too_long_note
 
 
@@ -74,10 +78,10 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
       ValueError: for a row that lacks a key, a tokenizer without an end-of-sequence token, or if
         every text is too long; the message names file, line and key.
     """
-    end = prompts.end_token(tokenizer)
-    render = prompts.make_renderer(tokenizer, rendering(config))
+    end = end_token(tokenizer)
+    render = make_renderer(tokenizer, rendering(config))
 
-    longest = prompts.most_characters(tokenizer, max_tokens)
+    longest = most_characters(tokenizer, max_tokens)
 
     def read(row: Row) -> list[tuple[str, str]]:
         where, record = row
@@ -85,8 +89,8 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
             return [("", read_text(record, config.text_key, where=where))]
         before = None
         if config.prompt_key is not None:
-            before = prompts.read_prompt(record, config.prompt_key, where=where)
-        given = prompts.read_prompt(record, config.completion_key, where=where)
+            before = read_prompt(record, config.prompt_key, where=where)
+        given = read_prompt(record, config.completion_key, where=where)
         turns = _turns(before, given, where=f"{where}: {config.completion_key!r}")
         return [(render(prompt, where), completion) for prompt, completion in turns]
 

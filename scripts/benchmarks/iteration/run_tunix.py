@@ -10,8 +10,7 @@ import numpy as np
 import optax
 from pace import ANSWER, GROUP, LEARNING_RATE, PROMPT, PROMPTS, Pace
 from transformers import AutoTokenizer
-from tunix.models.qwen3 import model as qwen3
-from tunix.models.qwen3 import params
+from tunix.models.qwen3 import model as qwen3, params
 from tunix.rl import rl_cluster
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig

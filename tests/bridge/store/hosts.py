@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxrl.bridge.base import Learner, UnavailableError
+from jaxrl.bridge.base import LearnerIdentity, UnavailableError
 from jaxrl.bridge.in_vllm import relay
 from jaxrl.bridge.store.agent import Agent
 from tests.bridge.cases import Recorder
@@ -23,7 +23,7 @@ class HostedRecorder(Recorder, abc.ABC):
         self.url = f"http://a-host:{port}"
         self.whole = 0  # times that the agent lacked a base
 
-    def connect(self, *, root: str, wire: str, sampler: str, learner: Learner) -> None:
+    def connect(self, *, root: str, wire: str, sampler: str, learner: LearnerIdentity) -> None:
         assert root == ""
         super().connect(root=str(self.payloads), wire=wire, sampler=sampler, learner=learner)
 

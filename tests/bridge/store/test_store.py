@@ -5,11 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from jaxrl.bridge import manifest
-from jaxrl.bridge.base import Learner, UnavailableError, new_learner
+from jaxrl.bridge.base import LearnerIdentity, UnavailableError, new_learner
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.store import agent, delta, version
 from jaxrl.bridge.store.objects import Store
@@ -210,7 +209,7 @@ def test_a_host_refuses_what_it_should_not_take(tmp_path: Path) -> None:
         with pytest.raises(UnavailableError, match="version 2 is older than 3"):
             server.fetch(request)
         request = learner._write(ListSource(weights(1)), version=4)
-        server.learner = Learner("another run", "f" * 16)
+        server.learner = LearnerIdentity("another run", "f" * 16)
         with pytest.raises(UnavailableError, match="another learner"):
             server.fetch(request)
         server.learner = LEARNER

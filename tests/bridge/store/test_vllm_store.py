@@ -18,7 +18,7 @@ from jaxrl.bridge.source import ParamsSource
 from jaxrl.bridge.store.objects import Store
 from jaxrl.bridge.store.process import AgentProcess
 from jaxrl.bridge.store.publisher import StorePublisher
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from tests.bridge.asking import KEY, ask
 from tests.bridge.cases import QWEN3, params
 from tests.bridge.engines import LINUX, VLLM_PYTHON

@@ -20,7 +20,7 @@ from jaxrl.huggingface.config import convert
 from jaxrl.models import spec
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.spec import parameter_count
-from jaxrl.sharding.memory_traffic import MemoryTraffic
+from jaxrl.sharding.memory import MemoryTraffic
 from tests import tiny
 from tests.commands.plan.configs import make_config
 

@@ -13,7 +13,7 @@ from jaxrl.commands.plan.step import make_step
 from jaxrl.commands.plan.topology import open_topology
 from jaxrl.huggingface.config import convert
 from jaxrl.models import spec
-from jaxrl.models.decoder import decoder
+from jaxrl.models.model import decoder
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded import batch_decoding
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler

@@ -13,8 +13,10 @@ from jaxrl.losses.regularizers import k1
 from jaxrl.tracking.tracker import read_metrics
 from jaxrl.training.rollouts import outcomes
 from tests import tiny
-from tests.training.test_train import config as small_config
-from tests.training.test_train import material  # noqa: F401 — the fixture
+from tests.training.test_train import (
+    config as small_config,
+    material,  # noqa: F401 — the fixture
+)
 
 
 def test_overlong_penalty_is_at_most_one():

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.sharding.collectives import Traffic, collectives
 from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.traffic import Traffic, collectives
 
 
 def never(depth: int) -> int:

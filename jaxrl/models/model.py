@@ -133,7 +133,7 @@ def decoder(
         everything but attention. "layer": everything; only each layer's input is kept.
       constrain: constrains the sharding of activations.
       local: runs experts on the devices that hold them.
-      attend: attention, see `kernels.attend`.
+      attend: attention, see `kernels.attend_by`.
 
     Raises:
       ValueError: for an unknown `remat`.

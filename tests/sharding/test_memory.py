@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxrl.sharding.memory_traffic import MemoryTraffic, memory_traffic
+from jaxrl.sharding.memory import MemoryTraffic, memory_traffic
 
 
 def never(depth: int) -> int:

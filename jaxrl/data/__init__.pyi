@@ -1,0 +1,27 @@
+from .pairs import (
+    Pair as Pair,
+    PairColumns as PairColumns,
+    Pairs as Pairs,
+    read_pairs as read_pairs,
+)
+from .prompts import (
+    Example as Example,
+    Prompts as Prompts,
+    RawPrompt as RawPrompt,
+    Rendering as Rendering,
+    Tokenizer as Tokenizer,
+    end_token as end_token,
+    load_prompts as load_prompts,
+    make_renderer as make_renderer,
+    most_characters as most_characters,
+    next_indices as next_indices,
+    read_prompt as read_prompt,
+)
+from .rows import (
+    READERS as READERS,
+    Row as Row,
+    check_characters as check_characters,
+    read_column as read_column,
+    read_rows as read_rows,
+    read_text as read_text,
+)

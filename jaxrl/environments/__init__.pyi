@@ -1,0 +1,54 @@
+from . import builtin as builtin
+from .builtin import EnvironmentContext as EnvironmentContext
+from .episodes.base import (
+    Environment as Environment,
+    EpisodeError as EpisodeError,
+    EpisodeLimits as EpisodeLimits,
+    Step as Step,
+)
+from .episodes.episode import (
+    environment_reward as environment_reward,
+    episode_metrics as episode_metrics,
+    last_turn as last_turn,
+)
+from .episodes.runner import (
+    ContinuousScheduler as ContinuousScheduler,
+    EpisodeResults as EpisodeResults,
+    EpisodeRunner as EpisodeRunner,
+    LockstepScheduler as LockstepScheduler,
+)
+from .episodes.single_turn import as_rollout as as_rollout, rollouts as rollouts
+from .isolation.sandbox import (
+    ProgramResult as ProgramResult,
+    SandboxError as SandboxError,
+    SandboxLimits as SandboxLimits,
+    run_python as run_python,
+    run_tests as run_tests,
+)
+from .rewards.builtin import (
+    boxed_format as boxed_format,
+    brevity as brevity,
+    exact_match as exact_match,
+    final_number as final_number,
+    hash_format as hash_format,
+    math_verify as math_verify,
+    numeric_match as numeric_match,
+    python_tests as python_tests,
+)
+from .rewards.score import (
+    Reward as Reward,
+    batched as batched,
+    is_batched as is_batched,
+    load_rewards as load_rewards,
+    score as score,
+    with_component as with_component,
+)
+from .tools.schema import (
+    Tool as Tool,
+    ToolCall as ToolCall,
+    ToolError as ToolError,
+    ToolResult as ToolResult,
+    load_tools as load_tools,
+    make_tool as make_tool,
+    parse_tool_calls as parse_tool_calls,
+)

@@ -1,0 +1,32 @@
+from . import lora as lora
+from .attention.blocks import sequence_alignment as sequence_alignment
+from .attention.kernels import (
+    Kernel as Kernel,
+    Wanted as Wanted,
+    attend_by as attend_by,
+    choose_kernel as choose_kernel,
+    unshared_reason as unshared_reason,
+    verify_kernel as verify_kernel,
+)
+from .families import FAMILIES as FAMILIES, DecoderConfig as DecoderConfig
+from .latent import check_form as check_form
+from .linear_attention import NOT_FIXED as NOT_FIXED, NOT_SHARED as NOT_SHARED
+from .logprobs import (
+    Chunk as Chunk,
+    position_chunks as position_chunks,
+    token_logprobs as token_logprobs,
+    token_logprobs_and_entropy as token_logprobs_and_entropy,
+)
+from .model import Model as Model, decoder as decoder
+from .nnx import NnxConfig as NnxConfig, from_nnx as from_nnx
+from .parameters import param_specs as param_specs
+from .scorer import sequence_scores as sequence_scores, token_values as token_values
+from .spec import (
+    Params as Params,
+    ParamSpec as ParamSpec,
+    Specs as Specs,
+    abstract as abstract,
+    flatten as flatten,
+    init as init,
+    parameter_count as parameter_count,
+)

@@ -1,0 +1,18 @@
+from .base import (
+    ClosedError as ClosedError,
+    Completion as Completion,
+    Sampler as Sampler,
+    SamplingParams as SamplingParams,
+    Turn as Turn,
+    TurnCache as TurnCache,
+)
+from .embedded.one_at_a_time import OneAtATime as OneAtATime
+from .embedded.program import DecodeProgram as DecodeProgram, decode_program as decode_program
+from .embedded.sampler import EmbeddedSampler as EmbeddedSampler
+from .multihost import MultihostSampler as MultihostSampler, NullSampler as NullSampler
+from .vllm.logprobs import VllmScorer as VllmScorer
+from .vllm.router import (
+    SamplerError as SamplerError,
+    UnpublishedWeightsError as UnpublishedWeightsError,
+)
+from .vllm.sampler import VllmSampler as VllmSampler

@@ -1,0 +1,106 @@
+"""The compiled decode step of the embedded sampler, from shapes alone: for planning."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl.core.precision import Precision
+from jaxrl.models.model import Model
+from jaxrl.sampling.base import SamplingParams
+from jaxrl.sampling.embedded.decode_steps import (
+    SEGMENT,
+    DecodeState,
+    RowPlan,
+    decode_segment,
+    draw_first,
+)
+from jaxrl.sampling.embedded.draw_token import DrawSettings, draw_settings
+from jaxrl.sampling.embedded.kv_cache import prefill
+from jaxrl.sampling.embedded.stopping import empty_tail
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.transfer import placed
+
+
+class DecodeProgram(NamedTuple):
+    """A program that decodes up to `tokens` tokens of every row."""
+
+    lowered: jax.stages.Lowered
+    tokens: int  # most tokens per row
+
+
+def decode_program(
+    model: Model,
+    params: Any,
+    *,
+    rows: int,
+    slots: int,
+    sampling: SamplingParams,
+    precision: Precision,
+    layout: Layout,
+    record_experts: bool = False,
+) -> DecodeProgram:
+    """Lowers the decode step of a batch, without allocating anything.
+
+    Args:
+      model: the sampler's model.
+      params: shapes with shardings, in the sampler's dtypes.
+      rows: completions decoded together, over all devices.
+      slots: capacity of a row in tokens.
+      sampling: how tokens are drawn.
+      precision: the sampler's, see `sampler_precision`.
+      layout: of the sampler's devices.
+      record_experts: true to return the experts of each token.
+    """
+    settings = draw_settings(sampling)
+    state = _state(
+        params,
+        settings,
+        (rows, slots),
+        model=model,
+        precision=precision,
+        record_experts=record_experts,
+    )
+    state = placed(state, _shardings(state, layout))
+    floor = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.replicated)
+    lowered = decode_segment.lower(
+        params, state, floor=floor, settings=settings, model=model, precision=precision
+    )
+    return DecodeProgram(lowered, SEGMENT)
+
+
+def _state(
+    params: Any, settings: DrawSettings, shape: tuple[int, int], *, model: Model, **options: Any
+) -> DecodeState:
+    """Returns the shapes of a batch with its cache."""
+
+    def begin(params, tokens, lengths, key):
+        rows = jnp.zeros_like(lengths)
+        tail = jnp.asarray(empty_tail(shape[0], settings.stops))
+        plan = RowPlan(rows, jnp.stack([rows, rows], axis=1), rows, tail)
+        held, logits = prefill.__wrapped__(
+            params, tokens, lengths, model=model, for_cpu=False, **options
+        )
+        states, _ = draw_first.__wrapped__(logits, lengths, plan=plan, key=key, settings=settings)
+        return DecodeState(held, states)
+
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+    lengths = jax.ShapeDtypeStruct(shape[:1], jnp.int32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(begin, params, tokens, lengths, key)
+
+
+def _shardings(state: DecodeState, layout: Layout) -> DecodeState:
+    """Shards a batch as the sampler's programs leave it: rows over the batch axes, and the cache's
+    heads over theirs."""
+    rows, heads = (layout.batch((axis,)).spec for axis in ("batch", "kv_heads"))
+
+    def of_cache(path: Any, x: Any) -> NamedSharding:
+        # The narrow keys of latent attention are one head.
+        parted = path[0].name in ("keys", "values") and x.shape[2] > 1
+        axes = (None, *rows, *heads) if parted else (None, *rows)
+        return NamedSharding(layout.mesh, PartitionSpec(*axes))
+
+    cache = jax.tree_util.tree_map_with_path(of_cache, state.cache)
+    return DecodeState(cache, jax.tree.map(lambda _: layout.batch(("batch",)), state.rows))

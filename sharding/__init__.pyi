@@ -1,0 +1,6 @@
+from .memory import MemoryTraffic as MemoryTraffic, memory_traffic as memory_traffic
+from .mesh import AXES as AXES, make_mesh as make_mesh
+from .partition import Layout as Layout
+from .rules import PRESETS as PRESETS, Rules as Rules, change as change, make_rules as make_rules
+from .traffic import Traffic as Traffic, collectives as collectives
+from .transfer import fetch as fetch, place as place, placed as placed
