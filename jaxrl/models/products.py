@@ -22,6 +22,10 @@ OUTPUT = "product"
 Axes = tuple[int, ...]
 Form = Literal["nn", "nt", "tn"]  # x @ y, x @ y.T, x.T @ y
 
+# Terms that are added in one product where `sums` is fixed. XLA's CPU kernels cut longer sums into
+# pieces by the number of rows and the size of the processor's caches.
+ADDED = 512
+
 # Numbers in the largest matrix that XLA on CPU multiplies few rows by in the order of many rows.
 _SMALL = 32768
 
@@ -44,6 +48,19 @@ def product(
     Returns:
       The batch axes, the other axes of `x`, the other axes of `y`; in `accumulate`.
     """
+    terms = x.shape[contract[0]]
+    if precision.sums == "fixed" and terms > ADDED:
+        parts = [
+            product(
+                lax.slice_in_dim(x, i, min(i + ADDED, terms), axis=contract[0]),
+                lax.slice_in_dim(y, i, min(i + ADDED, terms), axis=contract[1]),
+                contract=contract,
+                batch=batch,
+                precision=precision,
+            )
+            for i in range(0, terms, ADDED)
+        ]
+        return functools.reduce(jnp.add, parts)
     free = [axis for axis in range(x.ndim) if axis != contract[0] and axis not in batch]
     rows = math.prod(x.shape[axis] for axis in free)
     length, unit = x.shape[free[-1]], _row_unit(rows, precision)

@@ -223,3 +223,17 @@ def test_a_product_with_one_row_adds_as_one_with_many():
     x, y = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 96), (64, 96)))
     function = jit(partial(product, contract=(1, 1), precision=PRESETS["fp32"]))
     np.testing.assert_array_equal(function(x[:1], y), function(x, y)[:1])
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_long_fixed_sum_is_the_same_in_few_rows_and_many(width):
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=s).astype(np.float32) for s in ((128, 1100), (1100, width)))
+    fixed = precision.parse("fp32,sums=fixed")
+    function = jit(partial(product, contract=(1, 0), precision=fixed), sums="fixed")
+    masked = x.copy()
+    masked[:, :512] = 0
+    for rows in (1, 4, 32):
+        np.testing.assert_array_equal(function(x[:rows], y)[:1], function(x, y)[:1])
+        short = function(x[:rows, 512:], y[512:])[:1]
+        np.testing.assert_array_equal(short, function(masked, y)[:1])

@@ -12,13 +12,12 @@ from jaxrl.core.packing import ANYWHERE, Alignment
 from jaxrl.core.precision import Precision
 from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.attention.tree import KEPT, Tree, flat, pad, sink_gradient, tree_attention
-from jaxrl.models.products import named, product, transposed_product
+from jaxrl.models.products import ADDED, named, product, transposed_product
 
 # Keys are padded to a multiple of this number. XLA's products then add in the same order whatever
 # the number of keys, and masked keys add exactly 0: a token's result does not depend on the length
 # of its row. Sequences of a packed row begin at multiples of it where the policy fixes sums.
 TILE = 64
-ADDED = 512  # keys that products on CPU add at a time
 
 # Queries go in blocks, each against the keys up to its own end: that skips almost half of the
 # scores, and only one block's scores exist at a time. The program grows with the number of blocks.

@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxrl.core.half_bits import from_bits, to_bits
 from jaxrl.core.precision import Precision, jit_by_policy
-from jaxrl.models.attention.blocks import ADDED, TILE, attention, pad_values, softmax_product
+from jaxrl.models.attention.blocks import TILE, attention, pad_values, softmax_product
 from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.block import block
 from jaxrl.models.experts import Routing
@@ -23,7 +23,7 @@ from jaxrl.models.layers import LayerContext, embed, in_order, scan_layers
 from jaxrl.models.linear_attention import LinearState, last_inputs, recur_rows, recur_token
 from jaxrl.models.logprobs import rounded_logits
 from jaxrl.models.model import Model
-from jaxrl.models.products import product
+from jaxrl.models.products import ADDED, product
 from jaxrl.models.spec import Params
 
 CHUNK = 64  # tokens of a row that `extend` runs together
