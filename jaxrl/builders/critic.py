@@ -50,7 +50,7 @@ def open_critic(
     step, pretrain = (
         jit(
             function,
-            sums=config.policy.sums,
+            sums=config.precision.sums,
             donate_argnums=0,
             out_shardings=(State(shardings, own), None),
         )
@@ -67,7 +67,7 @@ def _own_network(
     scorer, params = load_model(
         config.critic.path or config.model.path,
         layout=layout,
-        dtype=config.policy.params,
+        dtype=config.precision.params,
         remat=config.train.remat,
         attention=config.train.attention,
         output="scores",
@@ -97,7 +97,7 @@ def _shared_trunk(
         **numerics(config, layout, {**model.specs, **specs}),
     )
     # Zeros: its spec says so.
-    head = models.init(specs, jax.random.key(0), dtype=config.policy.params)
+    head = models.init(specs, jax.random.key(0), dtype=config.precision.params)
     return pure, place(head, layout.tree(specs)), specs
 
 

@@ -26,7 +26,7 @@ def divide_cpu(config: Config) -> None:
 def make_layout(
     mesh: MeshConfig,
     *,
-    policy: Precision | None = None,
+    precision: Precision | None = None,
     devices: Sequence[Any] | None = None,
     reserved: int = 0,
 ) -> Layout:
@@ -36,8 +36,8 @@ def make_layout(
 
     Raises:
       ValueError: if the product of the sizes is not the number of devices, a rule does not fit, or
-        the devices cannot compute products as `policy` says; also if no device is left, or devices
-        of several processes are reserved.
+        the devices cannot compute products as `precision` says; also if no device is left, or
+        devices of several processes are reserved.
     """
     alone = devices is None and math.prod(mesh.sizes.values()) == 1 and jax.process_count() == 1
     found = jax.devices() if devices is None else devices
@@ -52,8 +52,8 @@ def make_layout(
             "it, or set JAX_NUM_CPU_DEVICES for more devices of a CPU"
         )
     devices = found[:1] if alone else found[: len(found) - reserved]
-    if policy is not None:
-        check_products(policy, devices[0].platform, devices=len(devices))
+    if precision is not None:
+        check_products(precision, devices[0].platform, devices=len(devices))
     try:
         made = make_mesh(**mesh.sizes, devices=devices)
     except ValueError as error:

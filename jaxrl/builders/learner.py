@@ -56,9 +56,9 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
     reference = None
     if Need.REFERENCE in recipe.objective.needs or config.reward.kl:
         trained = lora.trainable(params)
-        reference = jit(cast, static_argnums=1)(trained, config.policy.compute)
+        reference = jit(cast, static_argnums=1)(trained, config.precision.compute)
     init = jit(pure.init, donate_argnums=0, out_shardings=shardings)
-    compiled = functools.partial(jit, sums=config.policy.sums)
+    compiled = functools.partial(jit, sums=config.precision.sums)
     state, critic = State(init(params)), None
     if recipe.critic is not None:
         critic, critics_state = open_critic(
@@ -105,15 +105,15 @@ def build_learner(
     """Builds the learner of a training run, not compiled, and its learning rate.
 
     Raises:
-      ValueError: for routing replay of a dense model, exact sampling of linear layers, or a form of
+      ValueError: for routing replay of a dense model, fixed sums of linear layers, or a form of
         latent attention that the model lacks.
     """
-    if config.policy.sums == "fixed" and model.config.linear is not None:
+    if config.precision.sums == "fixed" and model.config.linear is not None:
         raise ValueError(
-            f"sampler.exact = true is not supported for {config.model.path} "
-            f"({model.config.model_type}): {NOT_FIXED}; leave it out"
+            f"precision = {config.precision.text!r}: sums=fixed is not supported for "
+            f"{config.model.path} ({model.config.model_type}): {NOT_FIXED}; leave it out"
         )
-    check_form(config.policy, model.config)
+    check_form(config.precision, model.config)
     if config.train.replay_routing and model.config.experts is None:
         raise ValueError(
             f"train.replay_routing = true, but {config.model.path} ({model.config.model_type}) is "

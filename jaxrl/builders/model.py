@@ -37,7 +37,7 @@ def choose_kernel(
         config.train.attention,
         layout=layout,
         config=sizes,
-        precision=config.policy,
+        precision=config.precision,
         length=config.row_length,
     )
 
@@ -46,7 +46,7 @@ def attention_note(config: Config | SupervisedConfig, model: Model, *, layout: L
     """Chooses the attention kernel, tries it on a device, and describes it for the log; raises as
     `models.choose_kernel` and `models.verify_kernel`."""
     kernel = choose_kernel(config, model.config, layout=layout)
-    models.verify_kernel(kernel, layout=layout, config=model.config, precision=config.policy)
+    models.verify_kernel(kernel, layout=layout, config=model.config, precision=config.precision)
     first = layout.mesh.devices.flat[0]
     return f"attention by {kernel} on {layout.mesh.size} x {first.device_kind}"
 
@@ -98,7 +98,7 @@ def numerics(config: Config | SupervisedConfig, layout: Layout, specs: Any) -> d
     """Returns arguments of every learner: the dtype policy, the rows of a microbatch and the
     shardings of parameters with `specs`."""
     return {
-        "precision": config.policy,
+        "precision": config.precision,
         "rows_per_microbatch": config.microbatch_rows,
         "param_shardings": layout.constraints(specs),
     }
@@ -115,8 +115,8 @@ def load_trained(
     Raises:
       FileNotFoundError, ValueError: as `load_model`, `trained_specs`, `load_adapter`.
     """
-    c, policy = config.lora, config.policy
-    dtype = policy.wire if c.rank else policy.params
+    c, precision = config.lora, config.precision
+    dtype = precision.wire if c.rank else precision.params
     model, params = load_model(
         config.model.path,
         layout=layout,
@@ -129,9 +129,9 @@ def load_trained(
     if not isinstance(specs, lora.Adapted):
         return model, params, specs
     if c.path is not None:
-        adapters = huggingface.load_adapter(c.path, specs, dtype=policy.params)
+        adapters = huggingface.load_adapter(c.path, specs, dtype=precision.params)
     else:
-        adapters = models.init(specs.adapters, jax.random.key(config.seed), dtype=policy.params)
+        adapters = models.init(specs.adapters, jax.random.key(config.seed), dtype=precision.params)
         adapters = lora.with_head(adapters, params)
     adapters = place(adapters, layout.tree(specs.adapters))
     return model, lora.Adapted(adapters, params, specs.alpha), specs

@@ -55,7 +55,7 @@ def load_judge(
     """
     path = config.reward.model
     assert path is not None
-    model, params = load_model(path, layout=layout, dtype=config.policy.compute, output=output)
+    model, params = load_model(path, layout=layout, dtype=config.precision.compute, output=output)
     ours, theirs = tokenizer.get_vocab(), huggingface.load_tokenizer(path).get_vocab()
     differing = sorted(t for t in {**ours, **theirs} if ours.get(t) != theirs.get(t))
     if differing:

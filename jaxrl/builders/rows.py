@@ -33,7 +33,7 @@ def choose_rows(
         reason = f"a shared one saves too little, {saved:.2f} times fewer tokens"
     if reason is not None:
         note = f"every completion computes its own prompt: {reason}"
-        return config, sequence_alignment(config.policy), note
+        return config, sequence_alignment(config.precision), note
     if config.train.row_length is None:
         train = config.train.model_copy(update={"row_length": length})
         config = config.model_copy(update={"train": train})
@@ -58,8 +58,8 @@ def _unshared(
 ) -> str | None:
     if not config.train.packing:
         return "train.packing = false"
-    if config.policy.sums == "fixed":
-        return "sampler.exact = true, and a shared prompt has another order of sums"
+    if config.precision.sums == "fixed":
+        return "sums=fixed in precision, and a shared prompt has another order of sums"
     if Need.IMBALANCE in objective.needs:
         return "the loss balances experts over whole sequences, and a shared prompt is in one"
     if sizes.linear is not None:

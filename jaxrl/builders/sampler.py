@@ -72,7 +72,7 @@ def open_sampler(
     Raises:
       ValueError, FileNotFoundError: as `starting_server`.
       ServerFailedError: if a server does not start.
-      RefusedError: if a server computes in another dtype than the policy says.
+      RefusedError: if a server computes in another dtype than `precision` says.
     """
     hosts = hosts or Hosts()
     if config.name == "embedded":
@@ -112,7 +112,7 @@ def _open_client(
             starting = servers.starting_server(
                 config,
                 weights.model_dir,
-                dtype=weights.policy.sampler,
+                dtype=weights.precision.sampler,
                 log=directory / "vllm.log",
                 note=note,
                 completions=needs.completions,
@@ -149,7 +149,7 @@ def _embedded(
     sampler = EmbeddedSampler(
         weights.model._replace(local=own.local) if placed else weights.model,
         merged,
-        precision=weights.policy,
+        precision=weights.precision,
         version=weights.version,
         max_batch=needs.max_batch,
         layout=own if placed else None,

@@ -27,7 +27,7 @@ class Setup(NamedTuple):
 
 def set_up(config: SupervisedConfig) -> Setup:
     """Loads the model of a run, which is a scorer for a reward model; raises as `load_trained`."""
-    layout = make_layout(config.mesh, policy=config.policy)
+    layout = make_layout(config.mesh, precision=config.precision)
     output = "scores" if isinstance(config, RewardModelConfig) else "tokens"
     model, params, specs = load_trained(config, layout=layout, output=output)
     optimizer = make_optimizer(config.optimizer, total_steps=config.train.steps, specs=specs)

@@ -65,7 +65,7 @@ def _load_teacher(config: Config, tokenizer: Tokenizer, *, layout: Layout) -> Te
     score = make_score(model, **numerics(config, layout, model.specs))
     # Sized for the worst case, one sequence per row, so that it compiles once.
     shape = minibatch_shape(config, layout, max_rows=config.minibatch_completions)
-    compiled = functools.partial(jit(score, sums=config.policy.sums), params)
+    compiled = functools.partial(jit(score, sums=config.precision.sums), params)
     return functools.partial(score_completions, score=compiled, shape=shape)
 
 

@@ -53,7 +53,7 @@ class WeightRoute(NamedTuple):
     model: Model  # the decoder that they belong to
     params: Any  # the learner's parameters: the model's, or lora.Adapted
     version: int  # their policy version
-    policy: Precision  # the dtypes that they are sent and used in
+    precision: Precision  # the dtypes that they are sent and used in
     model_dir: Path  # the checkpoint with the model's config and tokenizer
 
 
@@ -70,15 +70,15 @@ class Sync(NamedTuple):
         return ParamsSource(
             lora.merge(params),
             self.weights.model.specs,
-            dtype=self.weights.policy.wire,
+            dtype=self.weights.precision.wire,
             share=(0, 1) if self.config.store is None else (self.hosts.index, self.hosts.count),
         )
 
     def publisher(self, servers: Sequence[VllmServer]) -> SharedMemoryPublisher | StorePublisher:
         """Connects to the servers and returns what publishes whole weights to them."""
         shared: dict[str, Any] = {
-            "wire": self.weights.policy.wire,
-            "sampler": self.weights.policy.sampler,
+            "wire": self.weights.precision.wire,
+            "sampler": self.weights.precision.sampler,
             "in_flight": self.config.in_flight,
             "learner": self.learner,
         }
@@ -107,7 +107,7 @@ def open_send(
     """Opens the way from the learner to the servers: whole weights, or the adapters alone. At the
     end of the block other learners may connect. Other processes than 0 take part by `follower`."""
     config, weights = sync.config, sync.weights
-    wire = weights.policy.wire
+    wire = weights.precision.wire
     with ExitStack() as stack:
         for server in servers:
             stack.callback(server.disconnect)
@@ -153,7 +153,7 @@ def follower(sync: Sync) -> Publish:
     share = None
     if sync.config.store is not None:
         store = Store(sync.config.store, known_key())
-        wire = sync.weights.policy.wire
+        wire = sync.weights.precision.wire
         share = StoreFollower(store, wire=wire, learner=sync.learner, hosts=sync.hosts)
 
     def follow(params: Params, *, version: int) -> dict[str, float]:

@@ -62,14 +62,14 @@ def main(argv: Sequence[str]) -> int:
     config, arguments = options.parse(parser(), GenerateConfig, argv)
     texts = arguments.prompts or _lines()
     config = find_inputs(config)
-    policy = config.policy
+    precision = config.precision
     tokenizer = huggingface.load_tokenizer(config.model.path)
     positions = huggingface.load_config(config.model.path).max_positions
     prompts = _tokenise(texts, tokenizer, config, positions=positions)
-    layout = make_layout(MeshConfig(), policy=policy)
-    model, params = load_model(config.model.path, layout=layout, dtype=policy.params)
-    sampler = EmbeddedSampler(model, params, precision=policy, max_batch=config.sampling.max_batch)
+    layout = make_layout(MeshConfig(), precision=precision)
+    model, params = load_model(config.model.path, layout=layout, dtype=precision.params)
     c = config.sampling
+    sampler = EmbeddedSampler(model, params, precision=precision, max_batch=c.max_batch)
     room = positions - max(map(len, prompts), default=0)
     sampling = dataclasses.replace(
         sampling_params(c, config.model.path, tokenizer, seed=config.seed),

@@ -12,6 +12,7 @@ from jaxrl.commands import key_help
 from jaxrl.commands.paths import check_paths
 from jaxrl.config import toml_file
 from jaxrl.config.section import Section
+from jaxrl.core import Precision
 
 C = TypeVar("C", bound=Section)
 
@@ -128,6 +129,8 @@ def _shown(value: Any) -> str:
         return "none"
     if isinstance(value, tuple):
         return ",".join(map(_shown, value)) or "empty"
+    if isinstance(value, Precision):
+        return value.text
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -142,4 +145,4 @@ def _type_name(annotation: Any) -> str:
         return ",".join("..." if a is Ellipsis else _type_name(a) for a in arguments)
     if origin is not None:
         return "|".join(_type_name(a) for a in arguments if a is not type(None))
-    return annotation.__name__.upper()
+    return "STR" if annotation is Precision else annotation.__name__.upper()

@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from jaxrl.config.section import Section
-from jaxrl.config.tables import PolicyText, parse_policy
-from jaxrl.core import Precision
+from jaxrl.config.section import DtypePolicy, Section
 from jaxrl.diagnostics import LIMITS, Limits
 
 Action = Literal[
@@ -70,14 +68,9 @@ class AlarmsConfig(Section):
     """In each of the last 10 steps an update was skipped because its gradient was not finite. This
     rule also judges the first steps."""
 
-    precision: PolicyText | None = None
+    precision: DtypePolicy | None = None
     """Dtype policy that rollback_precision changes to; master weights and moments must keep the
     run's dtypes."""
-
-    @property
-    def policy(self) -> Precision | None:
-        """The dtype policy that `precision` names; None without one."""
-        return None if self.precision is None else parse_policy(self.precision)
 
     @property
     def limits(self) -> Limits:

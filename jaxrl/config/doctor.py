@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.config.section import ClipRange, Remat, Section, Seed, Texts
-from jaxrl.config.tables import ModelConfig, PromptConfig, parse_policy
+from jaxrl.config.tables import ModelConfig, PromptConfig
 from jaxrl.core import Precision
 
 
@@ -52,7 +52,7 @@ class DoctorConfig(Section):
     )
     """Dtype policies to compare: presets, each followed by its changes, if any, as in
     fp32,bf16_master,logits=bf16. A running server keeps its own dtype, so only the learner's side
-    of a policy counts with one."""
+    of a dtype policy counts with one."""
 
     prompts: PositiveInt = 16
     """Number of prompts: the first of the data."""
@@ -80,21 +80,21 @@ class DoctorConfig(Section):
 
     @field_validator("precisions")
     @classmethod
-    def _policies(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """Joins what commas separated within a policy: a part with an = belongs to the policy
-        before it."""
+    def _joined(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Joins what commas separated within a text: a part with an = belongs to the one before
+        it."""
         found: list[str] = []
         for part in value:
             changes = "=" in part.partition(",")[0] and found
             found[-1:] = [f"{found[-1]},{part}"] if changes else [*found[-1:], part]
-        for policy in found:
-            parse_policy(policy)
+        for text in found:
+            Precision.parse(text)
         return tuple(dict.fromkeys(found))
 
     @property
-    def policies(self) -> dict[str, Precision]:
+    def by_text(self) -> dict[str, Precision]:
         """The dtype policies to compare, by their texts."""
-        return {text: parse_policy(text) for text in self.precisions}
+        return {text: Precision.parse(text) for text in self.precisions}
 
     @property
     def longest_sequence(self) -> int:

@@ -69,11 +69,6 @@ class SamplerConfig(ServerConfig):
     learner's rules if absent, and `data` on devices of its own. `data` keeps whole weights on each
     device, so that decoding needs no communication."""
 
-    exact: bool = False
-    """Make the embedded sampler's log-probs equal the learner's, bit for bit: sums are taken in an
-    order that does not depend on the batch, and packed sequences begin at multiples of 64 tokens.
-    Needs a policy that computes alike on both sides; slower on CPU, see docs/precision.md."""
-
     url: Texts = ()
     """Addresses of running servers (`jaxrl serve`), such as http://127.0.0.1:8000. If empty, the
     run starts a server and stops it at the end."""
@@ -115,7 +110,6 @@ class SamplerConfig(ServerConfig):
                 "addresses (jaxrl serve), or leave it out"
             )
         embedded = {
-            "sampler.exact = true": self.exact,
             f"sampler.devices = {self.devices}": self.devices,
             f"sampler.rules = {self.rules!r}": self.rules,
         }

@@ -1,6 +1,7 @@
 """The base class of every config table, and the types that its keys share."""
 
 import math
+import operator
 import typing
 import urllib.parse
 from collections.abc import Iterator
@@ -11,12 +12,15 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeInt,
+    PlainSerializer,
     PlainValidator,
     PositiveFloat,
     ValidationInfo,
     field_validator,
     model_validator,
 )
+
+from jaxrl.core import Precision
 
 # TOML arrays arrive as lists, which strict mode would refuse for a tuple.
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
@@ -56,6 +60,11 @@ def _check_storable(value: Any) -> None:
 
 # A key that a table passes on to a function, whose signature says more.
 Plain = Annotated[float | int | bool | str, PlainValidator(_plain)]
+
+# A dtype policy, which a config file holds and shows as its text.
+DtypePolicy = Annotated[
+    Precision, PlainValidator(Precision.of), PlainSerializer(operator.attrgetter("text"))
+]
 
 Remat = Literal["none", "matmuls", "attention", "layer"]
 Attention = Literal["auto", "xla", "splash", "cudnn"]

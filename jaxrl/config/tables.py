@@ -3,12 +3,10 @@
 `--help` prints the docstrings below.
 """
 
-import functools
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import (
-    AfterValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -17,20 +15,9 @@ from pydantic import (
     field_validator,
 )
 
-from jaxrl.config.section import Attention, OpenSection, Remat, Section, Seed
+from jaxrl.config.section import Attention, DtypePolicy, OpenSection, Remat, Section, Seed
 from jaxrl.core import Precision
 from jaxrl.learner import OptimizerName, ScheduleName
-
-# Reading a config parses its policies; every later use takes them from here.
-parse_policy = functools.cache(Precision.parse)
-
-
-def _checked(text: str) -> str:
-    parse_policy(text)
-    return text
-
-
-PolicyText = Annotated[str, AfterValidator(_checked)]
 
 
 class ModelConfig(Section):
@@ -249,17 +236,12 @@ class EvalConfig(Section):
 class BaseConfig(Section):
     """Keys of every command that loads a model."""
 
-    precision: PolicyText = "bf16_master"
+    precision: DtypePolicy = Precision.parse("bf16_master")
     """Dtype policy: a preset (fp32, bf16, bf16_master, fp16_master, phantom), a preset with changes
     (`bf16_master,wire=f32`), or every role by name."""
 
     seed: Seed = 0
     """Random seed; a run is a function of the config, the data and this number."""
-
-    @property
-    def policy(self) -> Precision:
-        """The dtype policy that `precision` names."""
-        return parse_policy(self.precision)
 
 
 class RunConfig(BaseConfig):

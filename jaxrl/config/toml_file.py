@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from jaxrl.config.replaced import replacement
 from jaxrl.config.section import OpenSection, Section
+from jaxrl.core import Precision
 
 C = TypeVar("C", bound=Section)
 
@@ -105,11 +106,11 @@ def parse_value(schema: type[Section], name: str, text: str) -> Any:
 
 
 def flatten(config: Section) -> dict[str, Any]:
-    """Returns {"train.steps": 100, ...}, in the order of declaration."""
+    """Returns {"train.steps": 100, ...}, in the order of declaration, values as in a file."""
     return {
         f"{name}.{key}" if key else name: value
-        for name, table in config
-        for key, value in (table if isinstance(table, Section) else [("", table)])
+        for name, table in config.model_dump().items()
+        for key, value in (table.items() if isinstance(table, dict) else [("", table)])
     }
 
 
@@ -151,15 +152,15 @@ def _set(tree: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """Returns the plain types in an annotation: `int | None` gives {int, NoneType}; a tuple also
-    gives the types of its members."""
+    """Returns the types that a file holds for an annotation: `int | None` gives {int, NoneType}; a
+    tuple also gives the types of its members, and a dtype policy is a text."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return {type(value) for value in arguments}
     if origin is typing.Annotated:
         return _kinds(arguments[0])
     if origin is None:
-        return {annotation}
+        return {str if annotation is Precision else annotation}
     inner = set().union(*(_kinds(a) for a in arguments if a is not Ellipsis))
     return inner | ({tuple} if origin is tuple else set())
 

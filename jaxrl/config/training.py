@@ -3,7 +3,6 @@
 `jaxrl.config.toml_file` reads one from TOML and the command line.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -30,7 +29,7 @@ from jaxrl.config.tables import (
     TrackingConfig,
     TrainConfig,
 )
-from jaxrl.core import Precision, disagreement, short_name
+from jaxrl.core import disagreement, short_name
 
 
 class Config(RunConfig):
@@ -56,12 +55,6 @@ class Config(RunConfig):
     alarms: AlarmsConfig = AlarmsConfig()
     samples: SamplesConfig = SamplesConfig()
     tracking: TrackingConfig = TrackingConfig()
-
-    @property
-    def policy(self) -> Precision:
-        """The dtype policy that `precision` and `sampler.exact` name."""
-        policy = super().policy
-        return dataclasses.replace(policy, sums="fixed") if self.sampler.exact else policy
 
     @property
     def longest_sequence(self) -> int:
@@ -122,24 +115,26 @@ class Config(RunConfig):
         yield from _algorithm(self)
         yield from _sampling(self)
         yield from _weight_sync(self)
-        yield from _exact(self)
+        yield from _fixed_sums(self)
         yield from _alarms(self)
 
 
-def _exact(c: Config) -> Iterator[str]:
-    if not c.sampler.exact:
+def _fixed_sums(c: Config) -> Iterator[str]:
+    if c.precision.sums != "fixed":
         return
-    if (difference := disagreement(c.policy)) is not None:
-        yield f"sampler.exact = true, but {difference}"
+    key = f"precision = {c.precision.text!r}: sums=fixed"
+    if c.sampler.name != "embedded":
+        yield f"{key} applies to sampler.name = 'embedded' only; leave it out"
+    if (difference := disagreement(c.precision)) is not None:
+        yield f"{key}, but {difference}"
     if c.lora.rank:
         yield (
-            f"sampler.exact = true and lora.rank = {c.lora.rank}: the sampler computes with merged "
-            "weights, the learner with the adapters beside them; leave one of them out"
+            f"{key} and lora.rank = {c.lora.rank}: the sampler computes with merged weights, the "
+            "learner with the adapters beside them; leave one of them out"
         )
     if any(size > 1 for name, size in c.mesh.sizes.items() if name != "data"):
         yield (
-            "sampler.exact = true, but [mesh] divides the sums of one sequence over devices; use "
-            "mesh.data alone"
+            f"{key}, but [mesh] divides the sums of one sequence over devices; use mesh.data alone"
         )
 
 
@@ -210,10 +205,10 @@ def _sampling(c: Config) -> Iterator[str]:
             "vLLM's CPU build cannot (its newer model runner needs Triton); set sampler.device = "
             "'cuda' or sampler.name = 'embedded', or leave train.replay_routing out"
         )
-    if c.policy.latent == "sampler" and c.sampler.name != "embedded":
+    if c.precision.latent == "sampler" and c.sampler.name != "embedded":
         yield (
-            f"precision = {c.precision!r}: latent=sampler applies to sampler.name = 'embedded' "
-            "only; leave it out"
+            f"precision = {c.precision.text!r}: latent=sampler applies to sampler.name = "
+            "'embedded' only; leave it out"
         )
     if c.probe.replay and c.sampler.name == "embedded":
         yield (
@@ -234,14 +229,14 @@ def _sampling(c: Config) -> Iterator[str]:
 
 
 def _weight_sync(c: Config) -> Iterator[str]:
-    for key, policy in (("precision", c.policy), ("alarms.precision", c.alarms.policy)):
+    for key, found in (("precision", c.precision), ("alarms.precision", c.alarms.precision)):
         if (
-            policy is not None
-            and policy.wire.itemsize == 1
+            found is not None
+            and found.wire.itemsize == 1
             and (c.sampler.name != "embedded" or c.lora.rank)
         ):
             yield (
-                f"{key} = {str(policy)!r}: weights in 8 bits need sampler.name = 'embedded' and "
+                f"{key} = {found.text!r}: weights in 8 bits need sampler.name = 'embedded' and "
                 "lora.rank = 0; give wire another dtype"
             )
     if c.lora.publish == "adapters" and c.sampler.name != "vllm":
@@ -263,13 +258,13 @@ def _alarms(c: Config) -> Iterator[str]:
             "checkpoint.every = 0 leaves no checkpoint for an alarm to roll back to; set "
             "checkpoint.every, or let the alarm pause"
         )
-    new, old, rule = c.alarms.policy, c.policy, c.alarms.changes_precision
+    new, old, rule = c.alarms.precision, c.precision, c.alarms.changes_precision
     if new is None:
         return
     if (new.params, new.moments) != (old.params, old.moments):
         yield (
-            f"alarms.precision = {c.alarms.precision!r} has other dtypes of master weights or "
-            f"moments than precision = {c.precision!r}, so the checkpoints would not fit; change "
+            f"alarms.precision = {new.text!r} has other dtypes of master weights or "
+            f"moments than precision = {old.text!r}, so the checkpoints would not fit; change "
             "other roles"
         )
     elif rule and c.sampler.url and new.sampler != old.sampler:

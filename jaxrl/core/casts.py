@@ -11,7 +11,7 @@ Tree = TypeVar("Tree")
 
 
 def dtype_of(path: str, dtype: DType) -> DType:
-    """Returns the dtype of a parameter where the policy has `dtype`.
+    """Returns the dtype of a parameter where the others have `dtype`.
 
     It is f32 if the path ends in "_f32": a router's correction bias decides between scores that
     are closer to each other than the 16-bit numbers near it.
@@ -35,8 +35,9 @@ def cast(tree: Tree, dtype: DType) -> Tree:
     return jax.tree.map_with_path(one, tree)
 
 
-def as_served(params: Tree, precision: Precision) -> Tree:
+def as_served(params: Tree, precision: Precision | str) -> Tree:
     """Rounds parameters as a publish does: to `wire`, then to the `sampler`'s dtype."""
+    precision = Precision.of(precision)
     # The barrier keeps XLA from leaving out a rounding that the second cast seems to undo.
     wire = jax.lax.optimization_barrier(cast(params, precision.wire))
     return cast(wire, precision.sampler)

@@ -9,6 +9,8 @@ reads from and prints to one line, which is what a config file and a run directo
     dtype('float32')
     >>> dataclasses.replace(parse("fp32"), logits=jnp.bfloat16) == parse("fp32,logits=bf16")
     True
+
+Functions on the faces of jaxrl take the text itself, too: `precision="bf16_master"`.
 """
 
 import dataclasses
@@ -86,6 +88,8 @@ class Precision:
       latent: form of attention, see `models.latent`. "expanded", "absorbed" (the sampler's cache is
         narrow), or "sampler": "absorbed" in the sampler alone.
       loss_scale: the scale of the loss before the backward pass.
+      text: the line that it was read from, as a config shows it, or `str` of it. Equal ones may
+        have different texts.
 
     Raises:
       ValueError: for a role that cannot have its dtype; the message names the role, the value and
@@ -104,6 +108,7 @@ class Precision:
     sums: str = "any"
     latent: str = "expanded"
     loss_scale: LossScaleSpec = dataclasses.field(default_factory=LossScaleSpec)
+    text: str = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for role in ROLES:
@@ -122,10 +127,7 @@ class Precision:
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={value!r} is not {kind}; use one of {', '.join(known)}")
         if self.latent != "expanded" and self.sums == "fixed":
-            raise ValueError(
-                f"latent={self.latent} and sums=fixed, which sampler.exact = true sets; leave one "
-                "of them out"
-            )
+            raise ValueError(f"latent={self.latent} and sums=fixed; leave one of them out")
         f32 = np.dtype(np.float32)
         if self.products != "exact" and f32 not in (self.compute, self.sampler):
             raise ValueError(
@@ -135,11 +137,29 @@ class Precision:
             )
         if isinstance(self.loss_scale, str):
             object.__setattr__(self, "loss_scale", parse_loss_scale(self.loss_scale))
+        object.__setattr__(self, "text", str(self))
 
     @classmethod
     def parse(cls, text: str) -> "Precision":
-        """Reads a policy from one line; see `parse`."""
+        """Reads a dtype policy from one line; see `parse`."""
         return parse(text)
+
+    @classmethod
+    def of(cls, given: "Precision | str") -> "Precision":
+        """Returns a dtype policy that is given as an object or as its text.
+
+        Example:
+          >>> Precision.of("fp32") == Precision.of(parse("fp32")) == parse("fp32")
+          True
+
+        Raises:
+          ValueError: as `parse`; also for a value of another type.
+        """
+        if isinstance(given, str):
+            return parse(given)
+        if not isinstance(given, cls):
+            raise ValueError(f"{given!r} is not a dtype policy; give its text, such as 'fp32'")
+        return given
 
     @property
     def exported(self) -> DType:
@@ -188,7 +208,7 @@ def short_name(dtype: DType) -> str:
 
 
 _SETTINGS = ("products", "sums", "latent", "loss_scale")
-ROLES = tuple(f.name for f in dataclasses.fields(Precision) if f.name not in _SETTINGS)
+ROLES = tuple(f.name for f in dataclasses.fields(Precision) if f.init and f.name not in _SETTINGS)
 
 _F32: dict[str, Any] = dict.fromkeys(ROLES, "f32")
 _FP32 = Precision(**_F32)
@@ -200,7 +220,7 @@ PRESETS: dict[str, Precision] = {
     "fp32": _FP32,
     # Everything but reductions and moments in bf16: the smallest memory, the largest mismatch.
     "bf16": _changed(**_BF16, params="bf16", grads="bf16"),
-    # f32 master weights, bf16 everywhere that the sampler computes in bf16: a matched policy.
+    # f32 master weights, bf16 everywhere that the sampler computes in bf16: a matched pair.
     "bf16_master": _changed(**_BF16),
     # f32 master weights, f16 on both sides with dynamic loss scaling (arXiv:2510.26788).
     "fp16_master": _changed(**_F16, loss_scale=dynamic_loss_scale()),
@@ -210,13 +230,13 @@ PRESETS: dict[str, Precision] = {
 
 
 def parse(text: str) -> Precision:
-    """Reads a preset's name, a preset with changes, or a full policy.
+    """Reads a preset's name, a preset with changes, or a full list of roles.
 
     Example:
-      >>> policy = parse("fp16_master,logits=bf16,loss_scale=dynamic:1024")
-      >>> policy.compute, policy.logits, str(policy.loss_scale)
+      >>> precision = parse("fp16_master,logits=bf16,loss_scale=dynamic:1024")
+      >>> precision.compute, precision.logits, str(precision.loss_scale)
       (dtype('float16'), dtype(bfloat16), 'dynamic:1024:400')
-      >>> parse(str(policy)) == policy
+      >>> parse(str(precision)) == precision
       True
 
     Args:
@@ -225,7 +245,7 @@ def parse(text: str) -> Precision:
 
     Raises:
       ValueError: for an unknown preset, role or dtype, a role given twice, or a role that is
-        missing from a full policy; the message lists what exists.
+        missing from a full list; the message lists what exists.
     """
     first, *rest = (part.strip() for part in text.split(","))
     assignments = rest if "=" not in first else [first, *rest]
@@ -245,28 +265,29 @@ def parse(text: str) -> Precision:
             known = ", ".join((*ROLES, *_SETTINGS))
             raise ValueError(f"precision={text!r}: there is no role {role!r}; roles are {known}")
         changes[role] = value
-    if first in PRESETS:
-        return dataclasses.replace(PRESETS[first], **changes)
     missing = [role for role in ROLES if role not in changes]
-    if missing:
+    if first not in PRESETS and missing:
         raise ValueError(
-            f"precision={text!r}: a policy without a preset must name every role; "
+            f"precision={text!r}: without a preset every role must be named; "
             f"missing: {', '.join(missing)}"
         )
-    return Precision(**changes)
+    found = dataclasses.replace(PRESETS.get(first, _FP32), **changes)
+    object.__setattr__(found, "text", text)
+    return found
 
 
-def check_products(precision: Precision, platform: str, *, devices: int = 1) -> None:
-    """Checks that devices can compute products as the policy says.
+def check_products(precision: Precision | str, platform: str, *, devices: int = 1) -> None:
+    """Checks that devices can compute products as a dtype policy says.
 
     Args:
-      precision: the policy.
+      precision: the dtype policy.
       platform: as JAX names it, such as "cpu", "cuda" or "tpu".
       devices: the number of those that share a program.
 
     Raises:
       ValueError: if they cannot; the message names the role and what they can do.
     """
+    precision = Precision.of(precision)
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
     if platform not in PRODUCTS[precision.products][1]:
         able = ", ".join(name for name, (_, there) in PRODUCTS.items() if platform in there)
@@ -295,7 +316,7 @@ def jit(
 
     Args:
       function: to compile; a program cannot be part of another one.
-      sums: as in the policy that the function computes with.
+      sums: as in the dtype policy that the function computes with.
       platform: of the devices to compile for; by default that of `jax.devices()`.
       options: those of `jax.jit`.
     """
@@ -319,7 +340,7 @@ def _compiler_options(sums: str) -> dict[str, Any]:
     return options
 
 
-def jit_by_policy(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+def jit_by_precision(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Decorates a function of `precision`, a static argument, to be compiled with every cast. The
     result has `jax.jit`'s method `lower`."""
 
@@ -339,8 +360,8 @@ def jit_by_policy(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-def sampler_precision(precision: Precision) -> Precision:
-    """Returns the policy of a forward pass that computes as the sampler does: operands and
+def sampler_precision(precision: Precision | str) -> Precision:
+    """Returns the dtype policy of a forward pass that computes as the sampler does: operands and
     activations in `sampler`, log-probs in `logits`.
 
     Example:
@@ -348,6 +369,7 @@ def sampler_precision(precision: Precision) -> Precision:
       >>> phantom.compute, sampler_precision(phantom).compute
       (dtype('float32'), dtype(bfloat16))
     """
+    precision = Precision.of(precision)
     return dataclasses.replace(
         precision,
         params=precision.exported,
@@ -359,17 +381,18 @@ def sampler_precision(precision: Precision) -> Precision:
     )
 
 
-def disagreement(precision: Precision) -> str | None:
+def disagreement(precision: Precision | str) -> str | None:
     """Describes the difference of the learner's forward pass from the sampler's, and the remedy;
     None if both compute with the same weights in the same dtypes.
 
     Example:
-      >>> disagreement(parse("bf16_master")) is None
+      >>> disagreement("bf16_master") is None
       True
-      >>> print(disagreement(parse("bf16_master,activations=f32")))
+      >>> print(disagreement("bf16_master,activations=f32"))
       activations = f32 and sampler = bf16, so that ratios measure arithmetic (phantom clipping).
       Use precision = 'bf16' or 'bf16_master', or the ratio shadowed
     """
+    precision = Precision.of(precision)
     differing, reasons = _differing(precision), []
     if precision.latent == "sampler":
         reasons = [

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl import huggingface
-from jaxrl.core.precision import PRESETS, Precision
+from jaxrl.core.precision import Precision
 from jaxrl.huggingface import hub
 from jaxrl.models.model import Model, decoder
 from jaxrl.models.spec import Params
@@ -26,13 +26,13 @@ class Pretrained(NamedTuple):
     stop: tuple[tuple[int, ...], ...]
 
 
-def load(directory: str | Path, *, precision: Precision = PRESETS["fp32"]) -> Pretrained:
+def load(directory: str | Path, *, precision: Precision | str = "fp32") -> Pretrained:
     """Loads a language model from a Hugging Face checkpoint directory, or from the hub.
 
     Args:
       directory: holds config.json, model.safetensors (or shards) and the tokenizer's files; or a
         name on the hub, see `hub.local_directory`.
-      precision: the dtype policy; parameters are cast to `precision.params`.
+      precision: the dtype policy, or its text; parameters are cast to `precision.params`.
 
     Raises:
       FileNotFoundError: if a file is missing.
@@ -41,7 +41,7 @@ def load(directory: str | Path, *, precision: Precision = PRESETS["fp32"]) -> Pr
     """
     directory = hub.local_directory(str(directory))
     tokenizer = huggingface.load_tokenizer(directory)
-    config, params = huggingface.load(directory, dtype=precision.params)
+    config, params = huggingface.load(directory, dtype=Precision.of(precision).params)
     if config.scored:
         raise ValueError(f"{directory} is a reward model; a causal language model is required")
     ends = {*huggingface.load_end_ids(directory), tokenizer.eos_token_id} - {None}

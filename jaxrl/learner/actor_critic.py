@@ -39,13 +39,14 @@ class State(NamedTuple):
         return self.critic
 
 
-def with_new_loss_scale(state: State, precision: Precision) -> State:
+def with_new_loss_scale(state: State, precision: Precision | str) -> State:
     """Resets the loss scale to the initial one of `precision`, for a run resumed under a new dtype
     policy. Skipped steps are still counted from the start of the run."""
+    spec = Precision.of(precision).loss_scale
 
     def begun(learner: LearnerState) -> LearnerState:
         old = learner.loss_scale
-        new = dataclasses.replace(init_loss_scale(precision.loss_scale), skipped=old.skipped)
+        new = dataclasses.replace(init_loss_scale(spec), skipped=old.skipped)
         scale = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), new, old)
         return dataclasses.replace(learner, loss_scale=scale)
 
@@ -100,7 +101,7 @@ def shared_trunk(
     *,
     coefficient: float,
     optimizers: Optimizers,
-    precision: Precision,
+    precision: Precision | str,
     rows_per_microbatch: int,
     param_shardings: Any = None,
 ) -> ActorCritic:
@@ -118,6 +119,7 @@ def shared_trunk(
     critic = recipe.critic
     if critic is None:
         raise ValueError("shared_trunk needs a recipe with a critic, such as ppo")
+    precision = Precision.of(precision)
     scorer = model._replace(unembedding=lambda params: params[VALUE_HEAD])
     shapes: dict[str, Any] = {"precision": precision, "rows_per_microbatch": rows_per_microbatch}
     joint = make_learner(

@@ -43,12 +43,13 @@ def make_critic(
     recipe: Critic,
     *,
     optimizer: optax.GradientTransformation,
-    precision: Precision,
+    precision: Precision | str,
     rows_per_microbatch: int,
     param_shardings: Any = None,
 ) -> CriticLearner:
     """Builds a critic from a scorer (`config.scored` is true) and the critic's loss; the other
     arguments are those of `make_update`."""
+    precision = Precision.of(precision)
     common: Any = {
         "precision": precision,
         "rows_per_microbatch": rows_per_microbatch,

@@ -61,7 +61,7 @@ def make_learner(
     objective: Objective,
     *,
     optimizer: optax.GradientTransformation,
-    precision: Precision,
+    precision: Precision | str,
     rows_per_microbatch: int,
     param_shardings: Any = None,
     as_published: Callable[[Any], Any] = lora.merge,
@@ -73,7 +73,7 @@ def make_learner(
       objective: the loss; only the scores it needs are computed. If it needs values, the parameters
         must hold `VALUE_HEAD` besides the model's.
       optimizer: any optax transformation; it sees unscaled f32 gradients and f32 parameters.
-      precision: the dtype policy.
+      precision: the dtype policy, or its text, such as "bf16_master".
       rows_per_microbatch: rows computed at once; divides the rows of every minibatch.
       param_shardings: tree of shardings that parameters, their compute copies and gradients keep;
         None on a single device.
@@ -86,6 +86,7 @@ def make_learner(
         raise ValueError(
             "the loss balances experts but the model has none; set the coefficient `balance` to 0"
         )
+    precision = Precision.of(precision)
     constrain = constrainer(param_shardings)
     constrain_merged = constrainer(lora.frozen(param_shardings))
     common: Any = {
@@ -156,9 +157,14 @@ def _total(
 
 
 def make_score(
-    model: Model, *, precision: Precision, rows_per_microbatch: int, param_shardings: Any = None
+    model: Model,
+    *,
+    precision: Precision | str,
+    rows_per_microbatch: int,
+    param_shardings: Any = None,
 ) -> Callable[[Params, Minibatch], jax.Array]:
     """Builds `Learner.score` for any model; the arguments are those of `make_learner`."""
+    precision = Precision.of(precision)
     return make_forward(
         functools.partial(_logprobs, model, precision=precision),
         precision=precision,

@@ -21,10 +21,15 @@ ScoreRows = Callable[[Params, Minibatch], jax.Array]
 
 
 def make_scores(
-    model: Model, *, precision: Precision, rows_per_microbatch: int, param_shardings: Any = None
+    model: Model,
+    *,
+    precision: Precision | str,
+    rows_per_microbatch: int,
+    param_shardings: Any = None,
 ) -> ScoreRows:
     """Builds the function that scores batches with a scorer, to be compiled by the caller; the
     arguments are those of `make_update`."""
+    precision = Precision.of(precision)
     return make_forward(
         functools.partial(sequence_scores, model, precision=precision),
         precision=precision,
@@ -45,12 +50,13 @@ def make_ranker(
     *,
     center_rewards: float,
     optimizer: optax.GradientTransformation,
-    precision: Precision,
+    precision: Precision | str,
     rows_per_microbatch: int,
     param_shardings: Any = None,
 ) -> Ranker:
     """Builds the learner of a scorer; `center_rewards` is that of `preference.bradley_terry`, the
     other arguments are those of `make_update`."""
+    precision = Precision.of(precision)
     update = make_update(
         optimizer=optimizer,
         precision=precision,

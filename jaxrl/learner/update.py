@@ -73,7 +73,7 @@ Total = Callable[[Params, Minibatch], tuple[jax.Array, Metrics]]
 def make_update(
     *,
     optimizer: optax.GradientTransformation,
-    precision: Precision,
+    precision: Precision | str,
     rows_per_microbatch: int,
     param_shardings: Any = None,
 ) -> Update:
@@ -81,11 +81,12 @@ def make_update(
 
     Args:
       optimizer: any optax transformation; it sees unscaled f32 gradients and f32 parameters.
-      precision: the dtype policy.
+      precision: the dtype policy, or its text.
       rows_per_microbatch: rows computed at once; divides the rows of a minibatch.
       param_shardings: tree of shardings that parameters, their compute copies and gradients keep;
         None on a single device.
     """
+    precision = Precision.of(precision)
     constrain = constrainer(param_shardings)
     constrain_trained = constrainer(lora.trainable(param_shardings))
 

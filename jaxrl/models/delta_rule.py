@@ -101,7 +101,7 @@ def delta_rule(
 
 
 def _wide(precision: Precision) -> Precision:
-    """Returns the policy with operands of products in `accumulate`."""
+    """Returns the dtype policy with operands of products in `accumulate`."""
     return dataclasses.replace(precision, compute=precision.accumulate)
 
 

@@ -20,12 +20,13 @@ from jaxrl.models.rope import RopeTable, apply_rope
 _EPS = 1e-6  # of the norms of the narrow projections, whatever that of the others is
 
 
-def check_form(precision: Precision, config: object) -> None:
-    """Checks that a model has the attention whose form the policy names.
+def check_form(precision: Precision | str, config: object) -> None:
+    """Checks that a model has the attention whose form the dtype policy names.
 
     Raises:
       ValueError: if it has none; the message names the setting and the family.
     """
+    precision = Precision.of(precision)
     if precision.latent != "expanded" and getattr(config, "latent", None) is None:
         family = getattr(config, "model_type", type(config).__name__)
         raise ValueError(

@@ -59,7 +59,7 @@ def token_logprobs(
     tokens: jax.Array,
     mask: jax.Array,
     *,
-    precision: Precision,
+    precision: Precision | str,
     chunk: Chunk = DEFAULT_CHUNK,
 ) -> jax.Array:
     """Computes the log-probability of each token given the tokens before it.
@@ -91,7 +91,7 @@ def token_logprobs_and_entropy(
     tokens: jax.Array,
     mask: jax.Array,
     *,
-    precision: Precision,
+    precision: Precision | str,
     chunk: Chunk = DEFAULT_CHUNK,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes `token_logprobs` and the entropy of the same distributions.
@@ -161,8 +161,9 @@ class _Slots(NamedTuple):
 
 
 def _plan(
-    length: int, head: Head, *, precision: Precision, chunk: Chunk, entropy: bool = False
+    length: int, head: Head, *, precision: Precision | str, chunk: Chunk, entropy: bool = False
 ) -> _Plan:
+    precision = Precision.of(precision)
     positions, vocab_size = _positions(length, chunk), len(head.weights)
     if positions < 1 or chunk.vocab < 1:
         raise ValueError(f"chunk={chunk} must have positive sizes")

@@ -85,14 +85,16 @@ class Model(NamedTuple):
     local: Local = undivided
     temperature: float = 1.0
 
-    def hidden_of(self, params: Params, batch: TokenBatch, *, precision: Precision) -> jax.Array:
+    def hidden_of(
+        self, params: Params, batch: TokenBatch, *, precision: Precision | str
+    ) -> jax.Array:
         """Computes `hidden` of the tokens of a batch."""
         return self.hidden(
             params,
             batch.tokens,
             batch.positions,
             batch.segments,
-            precision=precision,
+            precision=Precision.of(precision),
             seen_until=batch.seen_until,
         )
 

@@ -34,11 +34,11 @@ def from_nnx(
 ) -> tuple[Model, Params]:
     """Makes a model of an NNX module: its `nnx.Param` are the parameters, its own code computes.
 
-    The learner trains it with any loss and policy. `EmbeddedSampler` samples from it with a forward
-    pass over the whole row for each token. jaxrl casts parameters and the result; what the module
-    casts itself, it still does. For a mesh, every parameter is cut along its largest dimension, the
-    axis "embed" of the rules. Prompts shared by completions, LoRA by name and export to Hugging
-    Face's format need jaxrl's own decoder.
+    The learner trains it with any loss and precision. `EmbeddedSampler` samples from it with a
+    forward pass over the whole row for each token. jaxrl casts parameters and the result; what the
+    module casts itself, it still does. For a mesh, every parameter is cut along its largest
+    dimension, the axis "embed" of the rules. Prompts shared by completions, LoRA by name and export
+    to Hugging Face's format need jaxrl's own decoder.
 
     Args:
       module: holds its parameters. Its other state, such as dropout's counters, stays as it is.

@@ -120,7 +120,7 @@ def grouped_product(
       The products in `accumulate`; rows beyond the groups are undefined.
 
     Raises:
-      ValueError: if the policy's products are not exact: XLA would ignore the algorithm.
+      ValueError: if `precision.products` is not exact: XLA would ignore the algorithm.
     """
     if precision.algorithm is not lax.Precision.HIGHEST:
         raise ValueError(
@@ -230,7 +230,7 @@ _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 def matmul(x: jax.Array, weight: jax.Array, *, precision: Precision) -> jax.Array:
     """Computes `x @ weight.T`: [..., in] and [out, in] -> [..., out], in `activations`. The
-    gradient's products follow the policy, too."""
+    gradient's products have this precision, too."""
     x = x.astype(precision.activations)
     flat = x.reshape(-1, x.shape[-1])
     y = _matmul(flat, weight.astype(precision.compute), precision)
@@ -268,7 +268,7 @@ def batched_matmul(
     x: jax.Array, y: jax.Array, *, form: Form = "nn", precision: Precision
 ) -> jax.Array:
     """Multiplies stacks of matrices whose leading dimensions are equal; the result is in
-    `accumulate`. The gradient's products follow the policy, too."""
+    `accumulate`. The gradient's products have this precision, too."""
     x, y = x.astype(precision.accumulate), y.astype(precision.accumulate)
     return _batched(x, y, form, precision)
 

@@ -31,16 +31,16 @@ def token_scores(hidden: jax.Array, head: jax.Array, *, precision: Precision) ->
 
 
 def token_values(
-    hidden: jax.Array, head: jax.Array, batch: TokenBatch, *, precision: Precision
+    hidden: jax.Array, head: jax.Array, batch: TokenBatch, *, precision: Precision | str
 ) -> jax.Array:
     """Computes the value before each action token: `token_scores` at the previous token, f32[B, T];
     0 at all other tokens. A sequence never begins with an action, but with a prompt."""
-    scores = token_scores(hidden, head, precision=precision)
+    scores = token_scores(hidden, head, precision=Precision.of(precision))
     return jnp.where(batch.action_mask, jnp.roll(scores, 1, axis=1), 0)
 
 
 def sequence_scores(
-    model: Model, weights: Params, batch: TokenBatch, *, precision: Precision
+    model: Model, weights: Params, batch: TokenBatch, *, precision: Precision | str
 ) -> jax.Array:
     """Computes the score of each sequence of a batch.
 
@@ -54,6 +54,7 @@ def sequence_scores(
       f32[B, T + 1]: entry s of a row is the score of its sequence s; 0 if it has no sequence s.
     """
     tokens, segments = batch.tokens, batch.segments
+    precision = Precision.of(precision)
     hidden = model.hidden_of(weights, batch, precision=precision)
     scores = token_scores(hidden, model.unembedding(weights), precision=precision)
     pad_id = model.config.pad_id

@@ -37,7 +37,7 @@ def model_dtype(config: Config | SupervisedConfig) -> DType:
     """Returns the dtype of a run's finished model: as served, where samplers or frozen parameters
     have such weights; else as trained."""
     lossless = isinstance(config, SupervisedConfig) and not config.lora.rank
-    return config.policy.params if lossless else config.policy.exported
+    return config.precision.params if lossless else config.precision.exported
 
 
 def write_model(

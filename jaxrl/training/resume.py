@@ -13,7 +13,7 @@ from jaxrl.training.progress import Progress
 
 
 def restore(
-    checkpoints: Checkpoints, state: State, *, policy: Precision
+    checkpoints: Checkpoints, state: State, *, precision: Precision
 ) -> tuple[State, Progress, str | None]:
     """Reads the last checkpoint; without one, returns `state` and no progress. The third value is a
     line for the user, or None."""
@@ -29,20 +29,20 @@ def restore(
                 f"checkpoint {checkpoints.directory}/{step}: its host/metadata does not hold the "
                 f"position of a run: {error!r}"
             ) from error
-        state = adapt_precision(state, progress, policy=policy)
-    progress.precision = str(policy)
+        state = adapt_precision(state, progress, precision=precision)
+    progress.precision = str(precision)
     return state, progress, note
 
 
-def adapt_precision(state: State, progress: Progress, *, policy: Precision) -> State:
+def adapt_precision(state: State, progress: Progress, *, precision: Precision) -> State:
     """Adapts a restored run to a precision other than its checkpoint's: the loss scale starts
     anew, and pending rollouts are dropped if the sampler's dtypes changed."""
-    if progress.precision is None or progress.precision == str(policy):
+    if progress.precision is None or progress.precision == str(precision):
         return state
     before = Precision.parse(progress.precision)
-    if (before.wire, before.sampler) != (policy.wire, policy.sampler):
+    if (before.wire, before.sampler) != (precision.wire, precision.sampler):
         progress.drop_pending()
-    return with_new_loss_scale(state, policy)
+    return with_new_loss_scale(state, precision)
 
 
 def save(

@@ -63,9 +63,9 @@ def remedy(action: str, config: Config) -> dict[str, Any]:
     """
     if action == "rollback_precision":
         assert config.alarms.precision is not None, "the config sees to it"
-        if config.alarms.policy == config.policy:
-            raise ValueError(f"precision = {config.precision!r} is alarms.precision already")
-        changes: dict[str, Any] = {"precision": config.alarms.precision}
+        if config.alarms.precision == config.precision:
+            raise ValueError(f"precision = {config.precision.text!r} is alarms.precision already")
+        changes: dict[str, Any] = {"precision": config.alarms.precision.text}
     elif action == "rollback_learning_rate":
         changes = {"optimizer.learning_rate": config.optimizer.learning_rate / 2}
     elif config.reward.kl:

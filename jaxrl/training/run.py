@@ -66,7 +66,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     config = hosts.on_leader(lambda: rollbacks.settle(directory, config))
     change = hosts.on_leader(lambda: compare_config(directory, config))  # before the model is read
     recipe, apart = make_recipe(config), config.sampler.devices
-    layout = make_layout(config.mesh, policy=config.policy, reserved=apart)
+    layout = make_layout(config.mesh, precision=config.precision, reserved=apart)
     task = load_task(config, splits=("train", "test") if hosts.leads else ())
     learning, state = open_learning(config, recipe, layout=layout)
     episode_runner = environment.make_episode_runner(
@@ -85,14 +85,14 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         keep=config.checkpoints_kept,
         keep_best=config.checkpoint.keep_best,
     )
-    state, progress, unchecked = restore(checkpoints, state, policy=config.policy)
+    state, progress, unchecked = restore(checkpoints, state, precision=config.precision)
     model_dir = Path(config.model.path)
     with (
         _open_tracker(config, progress, hosts=hosts, layout=layout) as tracker,
         open_sampler(
             config.sampler,
             WeightRoute(
-                learning.model, state.policy.params, progress.step, config.policy, model_dir
+                learning.model, state.policy.params, progress.step, config.precision, model_dir
             ),
             layout=layout,
             needs=_sampler_needs(config, learning),
@@ -175,8 +175,8 @@ def _notes(config: Config, task: TaskData, *, hosts: Hosts) -> Iterator[str]:
     """Yields warnings about a run, shown before its first step."""
     for made in rollbacks.read(Path(config.run_dir)) if hosts.leads else ():
         yield f"rolled back after step {made.at} to {made.to}, with {made.in_words}"
-    if (advice := disagreement(config.policy)) is not None:
-        yield f"learner and sampler compute different policies: {advice}"
+    if (advice := disagreement(config.precision)) is not None:
+        yield f"learner and sampler compute differently: {advice}"
     if names_teacher(config.reward):
         yield (
             f"reward.model = {config.reward.model!r} is a language model: it teaches each token "

@@ -209,7 +209,7 @@ def test_precision_errors_name_the_key():
 
 def test_the_policy_follows_the_text():
     config = with_keys()
-    assert config.policy == parse("bf16_master")
+    assert config.precision == parse("bf16_master")
     assert config.model_copy(update={"precision": "fp32,wire=bf16"}).policy.wire == jnp.bfloat16
 
 

@@ -85,7 +85,7 @@ def kill_at(monkeypatch: Any, step: int, *, policy: str) -> None:
 
 def check_restored(run: Run, state: LearnerState) -> None:
     """The state is the checkpoint's of step 2, for a policy that has just begun."""
-    policy = run.config.policy
+    policy = run.config.precision
     there = run.checkpoints.restore(2, state).state
     assert float(there.loss_scale.scale) == 1.0
     for ours, saved in zip(

@@ -1,7 +1,7 @@
 """Measures how numerical error alone changes the importance ratio. It samples
 completions and scores the same tokens with the learner of each dtype policy. It prints a table,
-recommends a policy, and writes OUT/doctor.png and OUT/doctor.json. Completions come from the
-embedded sampler in each policy's sampler dtype, from vLLM servers that it starts (--sampler vllm),
+recommends one, and writes OUT/doctor.png and OUT/doctor.json. Completions come from the
+embedded sampler in each one's sampler dtype, from vLLM servers that it starts (--sampler vllm),
 or from a running server. Do not use a server of a training run: MODEL replaces its weights.
 
   jaxrl doctor runs/quickstart/grpo/model --data.path runs/quickstart/held_out.jsonl
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     findings = examine(config, note=functools.partial(print, file=sys.stderr, flush=True))
     advice, out, (low, high) = recommend(findings), Path(config.out), config.clip_range
     draw_agreement(
-        {f"{f.policy} / {f.sampler}": f.pairs for f in findings},
+        {f"{f.precision} / {f.sampler}": f.pairs for f in findings},
         out / "doctor.png",
         title=f"learner against sampler with equal weights: {config.model.path}",
         low=low,
@@ -57,7 +57,9 @@ def main(argv: Sequence[str]) -> int:
     content = {
         "config": config.model_dump(),
         "machine": {"platform": platform.platform(), **versions},
-        "policies": [{"policy": f.policy, "sampler": f.sampler, **f.numbers} for f in findings],
+        "precisions": [
+            {"precision": f.precision, "sampler": f.sampler, **f.numbers} for f in findings
+        ],
         "advice": advice,
     }
     (out / "doctor.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -69,31 +69,31 @@ class _Samples(NamedTuple):
 
 
 def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Finding]:
-    """Measures every policy of the config; policies with equal samplers share their completions.
+    """Measures every precision of the config; those with equal samplers share their completions.
 
     Raises:
       ValueError: for an unusable model or data.
       ServerFailedError, RefusedError: see `open_sampler`.
     """
     inputs = _load_inputs(config)
-    policies = config.policies
+    precisions = config.by_text
     if config.sampler.url:
         served = np.dtype(VllmServer(config.sampler.url[0], api_key=known_key()).dtype())
-        policies = {
-            name: dataclasses.replace(policy, wire=served, sampler=served)
-            for name, policy in policies.items()
+        precisions = {
+            name: dataclasses.replace(precision, wire=served, sampler=served)
+            for name, precision in precisions.items()
         }
     groups: dict[Any, list[str]] = {}
-    for name, policy in policies.items():
+    for name, precision in precisions.items():
         devices = inputs.layout.mesh.devices.flat
-        check_products(policy, devices[0].platform, devices=len(devices))
-        logits = policy.logits if config.sampler.name == "embedded" else None
-        groups.setdefault(
-            (policy.wire, policy.sampler, logits, policy.products, policy.sums, policy.latent), []
-        ).append(name)
+        check_products(precision, devices[0].platform, devices=len(devices))
+        logits = precision.logits if config.sampler.name == "embedded" else None
+        settings = (precision.products, precision.sums, precision.latent)
+        key = (precision.wire, precision.sampler, logits, *settings)
+        groups.setdefault(key, []).append(name)
     findings = {}
     for names in groups.values():
-        first = policies[names[0]]
+        first = precisions[names[0]]
         engine = "vLLM" if config.sampler.name == "vllm" else "embedded"
         sampler = f"{engine} {short_name(first.sampler)}"
         note(f"{sampler}: sampling {len(inputs.prompts)} x {config.completions} completions")
@@ -101,9 +101,9 @@ def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Findin
         for name in names:
             note(f"{name}: scoring" + (" and timing steps" if config.timed_steps else ""))
             findings[name] = _measure(
-                inputs, name, policy=policies[name], samples=samples, sampler=sampler
+                inputs, name, precision=precisions[name], samples=samples, sampler=sampler
             )
-    return [findings[name] for name in policies]
+    return [findings[name] for name in precisions]
 
 
 def _load_inputs(config: DoctorConfig) -> _Inputs:
@@ -126,13 +126,13 @@ def _load_inputs(config: DoctorConfig) -> _Inputs:
     return _Inputs(config, model, params, layout, prompts, sampling)
 
 
-def _sample(inputs: _Inputs, policy: Precision, *, note: Callable[[str], None]) -> _Samples:
+def _sample(inputs: _Inputs, precision: Precision, *, note: Callable[[str], None]) -> _Samples:
     config, layout = inputs.config, inputs.layout
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     with open_sampler(
         config.sampler,
-        WeightRoute(inputs.model, inputs.params, 0, policy, Path(config.model.path)),
+        WeightRoute(inputs.model, inputs.params, 0, precision, Path(config.model.path)),
         layout=layout,
         directory=out,
         note=note,
@@ -155,7 +155,7 @@ def _sample(inputs: _Inputs, policy: Precision, *, note: Callable[[str], None]) 
         shape = MinibatchShape(
             row_length=longest,
             rows_per_microbatch=per_microbatch,
-            align=sequence_alignment(policy),
+            align=sequence_alignment(precision),
             sharding=layout.batch(("batch", "length")),
         )
         minibatch = pack_minibatch(rollouts, signs[: len(rollouts)], shape=shape)
@@ -167,24 +167,24 @@ def _sample(inputs: _Inputs, policy: Precision, *, note: Callable[[str], None]) 
 
 
 def _measure(
-    inputs: _Inputs, name: str, *, policy: Precision, samples: _Samples, sampler: str
+    inputs: _Inputs, name: str, *, precision: Precision, samples: _Samples, sampler: str
 ) -> Finding:
     config, batch = inputs.config, samples.minibatch.batch
     low, high = config.clip_range
-    params = cast(inputs.params, policy.params)
+    params = cast(inputs.params, precision.params)
     learner = make_learner(
         inputs.model,
         grpo().objective,
         optimizer=optax.adamw(1e-6),
-        precision=policy,
+        precision=precision,
         rows_per_microbatch=samples.shape.rows_per_microbatch,
         param_shardings=inputs.layout.constraints(inputs.model.specs),
     )
-    score = functools.partial(jit(learner.score, sums=policy.sums), params)
+    score = functools.partial(jit(learner.score, sums=precision.sums), params)
     arrays: dict[str, np.ndarray] = jax.device_get(
         {
             "learner": score(samples.minibatch),
-            "shadow": jit(learner.shadow, sums=policy.sums)(params, samples.minibatch),
+            "shadow": jit(learner.shadow, sums=precision.sums)(params, samples.minibatch),
             "sampler": batch.sampler_logprobs,
         }
     )

@@ -9,9 +9,9 @@ _TOKEN_ERROR, _PHANTOM = 1.01, 1e-3
 
 
 class Finding(NamedTuple):
-    """Measurements of one policy."""
+    """Measurements of one dtype policy."""
 
-    policy: str  # its name in the config
+    precision: str  # its text in the config
     sampler: str  # engine and dtype of the sampler, e.g. "vLLM bf16"
     # `agreement_metrics`; moments of `shape_noise`; `log_ratio_parts`, whose "policy" is called
     # "decoding" here and needs a server; "seconds_per_step" if steps were timed; "tokens" and
@@ -26,17 +26,17 @@ class Finding(NamedTuple):
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Formats one line for each policy, in columns."""
+    """Formats one line for each precision, in columns."""
     lengths = sorted({length for f in findings for length in f.spreads()})[-3:]
     timed = all("seconds_per_step" in f.numbers for f in findings)
     asked = any("decoding_std" in f.numbers for f in findings)
-    head = ["policy", "sampler", "beta mean", "std", "p99", "phantom", "x per token"]
+    head = ["precision", "sampler", "beta mean", "std", "p99", "phantom", "x per token"]
     head += ["dtype std", "engine std", *(["decoding std"] if asked else []), "shape std"]
     head += [f"std of {length}" for length in lengths] + (["step"] if timed else [])
     lines = [head]
     for f in findings:
         n = f.numbers
-        line = [f.policy, f.sampler, f"{n['beta']:+.1e}", f"{n['beta_std']:.1e}"]
+        line = [f.precision, f.sampler, f"{n['beta']:+.1e}", f"{n['beta_std']:.1e}"]
         line += [f"{n['beta_p99']:.1e}", f"{100 * n['phantom']:.2f} %"]
         line += [f"{n['token_mult_error']:.5f}", f"{n['dtype_std']:.1e}", f"{n['engine_std']:.1e}"]
         line += [f"{n['decoding_std']:.1e}"] if asked else []
@@ -54,11 +54,11 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def recommend(findings: Sequence[Finding]) -> str:
-    """Recommends a policy and gives the reason.
+    """Recommends a precision and gives the reason.
 
-    A policy is good if the average error factor of its tokens is at most 1.01 and at most one token
-    in a thousand would be clipped by numerical error alone. Of the good policies within 10 % of the
-    fastest step, the one with the smallest beta wins.
+    A precision is good if the average error factor of its tokens is at most 1.01 and at most one
+    token in a thousand would be clipped by numerical error alone. Of the good ones within 10 % of
+    the fastest step, the one with the smallest beta wins.
     """
     good = [
         f
@@ -68,15 +68,15 @@ def recommend(findings: Sequence[Finding]) -> str:
     if not good:
         best = min(findings, key=lambda f: f.numbers["beta_std"])
         return (
-            f"No policy is good (token error at most {_TOKEN_ERROR}, phantom at most "
-            f"{100 * _PHANTOM:g} %). {best.policy} has the smallest beta: {_reason(best)}. Measure "
-            "other policies, or set loss.ratio = 'shadowed' or 'on_policy'."
+            f"No precision is good (token error at most {_TOKEN_ERROR}, phantom at most "
+            f"{100 * _PHANTOM:g} %). {best.precision} has the smallest beta: {_reason(best)}. "
+            "Measure others, or set loss.ratio = 'shadowed' or 'on_policy'."
         )
     fastest = min(f.numbers.get("seconds_per_step", 0.0) for f in good)
     quick = [f for f in good if f.numbers.get("seconds_per_step", 0.0) <= 1.1 * fastest]
     best = min(quick, key=lambda f: f.numbers["beta_std"])
-    others = [f.policy for f in good if f is not best]
-    text = f"Use precision = {best.policy!r}: {_reason(best)}."
+    others = [f.precision for f in good if f is not best]
+    text = f"Use precision = {best.precision!r}: {_reason(best)}."
     if others and fastest:
         text += (
             f" {', '.join(others)} would also work; of those within 10 % of the fastest step this "

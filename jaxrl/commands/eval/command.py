@@ -82,12 +82,12 @@ def _sources(config: Config, paths: Sequence[str]) -> list[RolloutSource]:
     configs = [here.model_copy(update={"data": one}) for one in data]
     tasks = [load_task(one, splits=("test",)) for one in configs]  # errors come first
     divide_cpu(config)
-    layout = make_layout(config.mesh, policy=config.policy, reserved=config.sampler.devices)
-    model, weights = load_model(config.model.path, layout=layout, dtype=config.policy.params)
+    layout = make_layout(config.mesh, precision=config.precision, reserved=config.sampler.devices)
+    model, weights = load_model(config.model.path, layout=layout, dtype=config.precision.params)
     sampler = EmbeddedSampler(
         model,
         weights,
-        precision=config.policy,
+        precision=config.precision,
         max_batch=config.sampling.max_batch,
         layout=layout if layout.mesh.size > 1 else None,
     )

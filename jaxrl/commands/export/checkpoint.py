@@ -45,8 +45,8 @@ def export_checkpoint(
       CheckpointError: if there is no such checkpoint, or it is unreadable.
       ValueError: for any other `step`, an unknown dtype, or `only_adapters` without any.
     """
-    base, policy = config.model.path, config.policy
-    written = policy.params if only_adapters else model_dtype(config)
+    base, precision = config.model.path, config.precision
+    written = precision.params if only_adapters else model_dtype(config)
     if dtype is not None:
         written = Precision.parse(f"fp32,wire={dtype}").wire
     found = huggingface.load_config(base)
@@ -62,7 +62,7 @@ def export_checkpoint(
         save_adapter(directory, params, specs=specs, base=base, dtype=written)
         return chosen
     if adapted:
-        _, frozen = huggingface.load(base, dtype=policy.wire, scored=model.config.scored)
+        _, frozen = huggingface.load(base, dtype=precision.wire, scored=model.config.scored)
         params = lora.merge(lora.Adapted(params, frozen, specs.alpha))
     huggingface.save(directory, params, model.config, dtype=written, source_dir=base)
     return chosen
@@ -101,7 +101,7 @@ def _like(config: Config | SupervisedConfig, *, specs: Any) -> LearnerState:
         total_steps=config.train.steps,  # any; the state does not depend on it
         specs=specs,
     ).transformation
-    update = make_update(optimizer=optimizer, precision=config.policy, rows_per_microbatch=1)
-    params = lora.abstract(specs, trained=config.policy.params, kept=config.policy.wire)
+    update = make_update(optimizer=optimizer, precision=config.precision, rows_per_microbatch=1)
+    params = lora.abstract(specs, trained=config.precision.params, kept=config.precision.wire)
     state = jax.eval_shape(update.init, params)
     return placed(state, layout.state(state, lora.declared(specs)))

@@ -107,18 +107,18 @@ def _measure(
     done = len(journal.measured)
     if done == len(examples):
         return
-    policy = config.policy
+    precision = config.precision
     divide_cpu(config)
-    layout = make_layout(config.mesh, policy=config.policy, reserved=config.sampler.devices)
+    layout = make_layout(config.mesh, precision=config.precision, reserved=config.sampler.devices)
     reward, *_ = load_rewards(
         config.reward.path, config.reward.function_weights, timeout=config.reward.timeout
     )
-    model, params = load_model(config.model.path, layout=layout, dtype=policy.params)
+    model, params = load_model(config.model.path, layout=layout, dtype=precision.params)
     with (
         ProgressDisplay("filter", start_step=done, total_steps=len(examples)) as progress,
         open_sampler(
             config.sampler,
-            WeightRoute(model, params, 0, policy, Path(config.model.path)),
+            WeightRoute(model, params, 0, precision, Path(config.model.path)),
             layout=layout,
             directory=arguments.out.parent,
             note=progress.note,

@@ -82,7 +82,7 @@ def fingerprint(config: Config, examples: Sequence[Example], *, samples: int) ->
         "data.path": [dict(example.record) for example in examples],
         "reward.path": config.reward.path[0],
         **{f"sampling.{name}": value for name, value in sampling.items()},
-        "precision": config.precision,
+        "precision": config.precision.text,
         "sampler.name": config.sampler.name,
         "seed": config.seed,
         "--samples": samples,

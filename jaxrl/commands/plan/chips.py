@@ -1,4 +1,4 @@
-"""Chips by their vendors' data sheets, and the rate of a policy's products on them."""
+"""Chips by their vendors' data sheets, and the rate of a dtype policy's products on them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -71,7 +71,7 @@ CHIPS: Mapping[str, Chip] = {**TPUS, **GPUS}
 
 
 class Products(NamedTuple):
-    """The way that a chip computes the products of a policy."""
+    """The way that a chip computes the products of a dtype policy."""
 
     operands: str  # of the program, such as "f32"
     units: str  # operands that the units multiply, such as "bf16"
@@ -91,11 +91,11 @@ class Products(NamedTuple):
 _EXACT_PASSES = {"bf16": 1, "f16": 3, "f32": 6}
 
 
-def products(policy: Precision, chip: Chip) -> Products | None:
+def products(precision: Precision, chip: Chip) -> Products | None:
     """Returns how a chip computes the learner's products; None if its data sheet does not tell."""
-    operands = short_name(policy.compute)
-    if operands == "f32" and policy.products != "exact":
-        units, _, number = policy.products.partition("x")  # such as bf16x3
+    operands = short_name(precision.compute)
+    if operands == "f32" and precision.products != "exact":
+        units, _, number = precision.products.partition("x")  # such as bf16x3
         passes = int(number or 1)
     elif operands in chip.units:
         units, passes = operands, 1

@@ -44,13 +44,13 @@ def plan_decoding(step: Step, cache: KVCache) -> Decoding:
       jax.errors.JaxRuntimeError: if the compiler fails for a reason other than memory.
     """
     layout = sampler_layout(step.config.sampler, step.layout)
-    policy = sampler_precision(step.config.policy)
+    precision = sampler_precision(step.config.precision)
     weights = read_weights(step.model.config, step.model.specs, rows=cache.rows)
     weights /= layout.mesh.shape["tensor"] * layout.mesh.shape["expert"]
     found = Decoding(
         rows=cache.rows,
         slots=cache.slots,
-        weights=weights * policy.compute.itemsize,
+        weights=weights * precision.compute.itemsize,
         cache=cache.size,
     )
     if layout.mesh.devices.flat[0].platform == "cpu":
@@ -73,9 +73,9 @@ def read_weights(config: DecoderConfig, specs: Specs, *, rows: int) -> float:
 
 
 def _compiled(step: Step, cache: KVCache, *, layout: Layout, found: Decoding) -> Decoding:
-    config, policy = step.config, sampler_precision(step.config.policy)
+    config, precision = step.config, sampler_precision(step.config.precision)
     model = step.model._replace(local=layout.local)
-    params = placed(models.abstract(model.specs, dtype=policy.compute), layout.tree(model.specs))
+    params = placed(models.abstract(model.specs, dtype=precision.compute), layout.tree(model.specs))
     asked = SamplingParams(
         max_tokens=config.sampling.max_tokens, temperature=config.sampling.temperature, stop=((0,),)
     )
@@ -85,7 +85,7 @@ def _compiled(step: Step, cache: KVCache, *, layout: Layout, found: Decoding) ->
         rows=cache.rows,
         slots=cache.slots,
         sampling=asked,
-        precision=policy,
+        precision=precision,
         layout=layout,
         record_experts=config.train.replay_routing and model.config.experts is not None,
     )

@@ -17,10 +17,11 @@ from jaxrl.models import lora, param_specs, parameter_count
 _DIFFERENCES = {0.2: 0.086, 0.006: 0.0076}
 
 
-def bytes_per_trained(policy: Precision) -> int:
+def bytes_per_trained(precision: Precision) -> int:
     """Sums the bytes of a trained parameter: master weight, compute copy, gradient, moments."""
-    copy = 0 if policy.compute == policy.params else policy.compute.itemsize
-    return policy.params.itemsize + copy + policy.grads.itemsize + 2 * policy.moments.itemsize
+    copy = 0 if precision.compute == precision.params else precision.compute.itemsize
+    once = precision.params.itemsize + precision.grads.itemsize
+    return once + copy + 2 * precision.moments.itemsize
 
 
 # Models of each kind, trained and frozen, that an algorithm holds: actor, critic, reference and
@@ -56,13 +57,13 @@ def estimate(
     Raises:
       FileNotFoundError, ValueError: for an unusable model or adapters.
     """
-    policy = config.policy
+    precision = config.precision
     specs = param_specs(huggingface.load_config(config.model.path))
     count = parameter_count(specs)
-    trained, frozen = bytes_per_trained(policy), policy.compute.itemsize
-    sync = count * policy.wire.itemsize / link_rate
+    trained, frozen = bytes_per_trained(precision), precision.compute.itemsize
+    sync = count * precision.wire.itemsize / link_rate
     lines = [
-        f"{config.model.path}: {parameter_text(count)} parameters, {config.precision}: {trained} "
+        f"{config.model.path}: {parameter_text(count)} parameters, {precision.text}: {trained} "
         f"bytes per trained parameter, {frozen} per frozen one",
         "",
         "Weights, gradients and optimizer (activations: jaxrl plan --topology)",
@@ -75,14 +76,14 @@ def estimate(
     if isinstance(tuned, lora.Adapted):
         # The reference is the frozen weights with the initial adapters.
         few = parameter_count(tuned.adapters) * (trained + frozen)
-        sizes = {f"GRPO adapters of rank {config.lora.rank}": count * policy.wire.itemsize + few}
+        sizes = {f"GRPO adapters of rank {config.lora.rank}": count * precision.wire.itemsize + few}
     for name, size in sizes.items():
         chips = count_of(math.ceil(size / chip_memory), "chip")
         of = f"{chip_memory / GIB:g} GiB"
         lines.append(f"  {name}{size_text(size):>14}, at least {chips} of {of}")
     lines += [
         "",
-        f"Publishing {size_text(count * policy.wire.itemsize)} at {link_rate / 1e9:g} GB/s: "
+        f"Publishing {size_text(count * precision.wire.itemsize)} at {link_rate / 1e9:g} GB/s: "
         f"{time_text(sync)}",
         f"  through sampler.store (up, then down to all hosts at once): {time_text(2 * sync)}",
     ]

@@ -75,7 +75,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
     start = time.perf_counter()
     function = jit(
         step.learner.step,
-        sums=config.policy.sums,
+        sums=config.precision.sums,
         platform=step.layout.mesh.devices.flat[0].platform,
         donate_argnums=0,
         out_shardings=(step.state_shardings, None),
@@ -119,12 +119,12 @@ def compile_step(config: Config, topology: Topology) -> Program:
 
 def _memory(step: Step, *, peak: float, host: float, temporary: float | None = None) -> Memory:
     """Divides the peak by kind from shapes; without a program all but the state is temporary."""
-    state, policy = step.state, step.config.policy
+    state, precision = step.state, step.config.precision
     params = on_one(state.params)
     optimizer = max(0.0, on_one(state.opt_state) - host)  # host arrays are padded
-    gradients = on_one(lora.trainable(state.params), dtype=policy.grads)
-    copied = [x for x in jax.tree.leaves(state.params) if x.dtype != policy.compute]
-    copies = on_one(copied, dtype=policy.compute)
+    gradients = on_one(lora.trainable(state.params), dtype=precision.grads)
+    copied = [x for x in jax.tree.leaves(state.params) if x.dtype != precision.compute]
+    copies = on_one(copied, dtype=precision.compute)
     temporary = peak - params - optimizer if temporary is None else temporary
     return Memory(
         params=params,

@@ -73,24 +73,24 @@ def resident_memory(step: Step) -> ResidentMemory:
     Raises:
       FileNotFoundError, ValueError: for an unusable reward model or critic.
     """
-    config, policy, layout = step.config, step.config.policy, step.layout
+    config, precision, layout = step.config, step.config.precision, step.layout
     embedded = config.sampler.name == "embedded"
     shared = embedded and not config.sampler.devices
     base = step.model.specs
     own = sampler_layout(config.sampler, layout) if shared else layout
-    served = _weights(base, own, dtype=policy.sampler) if embedded else 0.0
+    served = _weights(base, own, dtype=precision.sampler) if embedded else 0.0
     # Equal dtypes need one cast only, and equal layouts no transfer.
     sent = layout.mesh.size > 1 and own != layout
-    copied = embedded and (policy.wire != policy.sampler or sent)
+    copied = embedded and (precision.wire != precision.sampler or sent)
     merged = isinstance(step.specs, lora.Adapted) and config.lora.publish == "merged"
-    wire = _weights(base, layout, dtype=policy.wire) if copied or merged else 0.0
+    wire = _weights(base, layout, dtype=precision.wire) if copied or merged else 0.0
     reference = 0.0
     if Need.REFERENCE in step.recipe.objective.needs or config.reward.kl:
-        reference = on_one(lora.trainable(step.state.params), dtype=policy.compute)
+        reference = on_one(lora.trainable(step.state.params), dtype=precision.compute)
     reward_model = 0.0
     if config.reward.model is not None and not config.reward.teacher_url:
         specs = param_specs(huggingface.load_config(config.reward.model))
-        reward_model = _weights(specs, layout, dtype=policy.compute)
+        reward_model = _weights(specs, layout, dtype=precision.compute)
     moments = 0.0 if config.optimizer.offload else on_one(step.state.opt_state)
     overlapped = config.rollouts.max_staleness > 0
     return ResidentMemory(
@@ -120,17 +120,17 @@ def _weights(specs: Specs, layout: Layout, *, dtype: DType) -> float:
 
 
 def _critic(step: Step) -> float:
-    config, policy = step.config, step.config.policy
+    config, precision = step.config, step.config.precision
     if config.critic.trunk == "shared":
         return 0.0  # a single extra row
     path = config.critic.path or config.model.path
     specs = param_specs(huggingface.load_config(path).as_scorer())
-    params = models.abstract(specs, dtype=policy.params)
+    params = models.abstract(specs, dtype=precision.params)
     optimizer = make_optimizer(config.optimizer, total_steps=config.optimizer_steps, specs=specs)
     held = {"params": params}
     if not config.optimizer.offload:
         held["moments"] = jax.eval_shape(
-            lambda p: cast(optimizer.transformation.init(p), policy.moments), params
+            lambda p: cast(optimizer.transformation.init(p), precision.moments), params
         )
     return on_one(placed(held, step.layout.state(held, specs)))
 
@@ -139,7 +139,7 @@ def _cache(step: Step, layout: Layout) -> KVCache:
     """Sizes the cache of `sampling.embedded`, sharded like activations: rows over the batch axes,
     heads of keys and values over theirs, tokens and states over none."""
     config, sizes, shards = step.config, step.model.config, layout.count("batch")
-    policy = config.policy
+    precision = config.precision
     most = max_rows(config.sampling.max_batch, shards=shards)
     rows, one_batch = most, False
     if config.data.eval_path is None:
@@ -153,9 +153,9 @@ def _cache(step: Step, layout: Layout) -> KVCache:
     before, slots = [width, first, *larger][-2:]
     heads = sizes.num_kv_heads // layout.count("kv_heads")
     numbers = heads * (sizes.head_dim + sizes.value_dim)
-    if policy.latent != "expanded" and (latent := sizes.latent) is not None:
+    if precision.latent != "expanded" and (latent := sizes.latent) is not None:
         numbers = latent.kv_rank + latent.rope_dim  # which all heads share
-    layer = numbers * policy.sampler.itemsize  # bytes per token
+    layer = numbers * precision.sampler.itemsize  # bytes per token
     token = sizes.attention_layers * layer
     if config.train.replay_routing and sizes.experts is not None:
         numbers = sizes.routed_layers * sizes.experts.per_token
@@ -165,7 +165,7 @@ def _cache(step: Step, layout: Layout) -> KVCache:
     if (linear := sizes.linear) is not None:
         states = linear.value_heads * linear.key_dim * linear.value_dim
         inputs = (linear.width - 1) * linear.channels
-        row = states * policy.accumulate.itemsize + inputs * policy.sampler.itemsize
+        row = states * precision.accumulate.itemsize + inputs * precision.sampler.itemsize
         row *= sizes.num_layers - sizes.attention_layers
 
     def held_bytes(*parts: tuple[int, int]) -> float:

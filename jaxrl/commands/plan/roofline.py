@@ -82,12 +82,12 @@ def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
     run = forward * (3 + recomputed) - frozen
     run += masked * (3 + recomputed - (frozen > 0))
     compute = memory = links = None
-    found = products(program.step.config.policy, chip)
+    found = products(program.step.config.precision, chip)
     if found is not None:
         compute = run / devices / found.rate
     if chip.memory_rate is not None:
         # Every pass writes and reads gathered weights; state is read and written once.
-        gathered = parameter_count(specs) * program.step.config.policy.compute.itemsize
+        gathered = parameter_count(specs) * program.step.config.precision.compute.itemsize
         gathered /= (
             program.step.layout.mesh.shape["tensor"] * program.step.layout.mesh.shape["expert"]
         )

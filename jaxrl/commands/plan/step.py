@@ -38,9 +38,9 @@ class Step(NamedTuple):
 
 def make_step(config: Config, topology: Topology) -> Step:
     """Builds the step of `jaxrl train`; raises as it does for an unusable model or mesh."""
-    policy = config.policy
+    precision = config.precision
     layout = make_layout(
-        config.mesh, policy=policy, devices=topology.devices, reserved=config.sampler.devices
+        config.mesh, precision=precision, devices=topology.devices, reserved=config.sampler.devices
     )
     sizes, recipe = huggingface.load_config(config.model.path), make_recipe(config)
     config, align, _ = choose_rows(config, sizes, objective=recipe.objective, layout=layout)
@@ -48,7 +48,7 @@ def make_step(config: Config, topology: Topology) -> Step:
     model = make_decoder(sizes, layout=layout, remat=config.train.remat, attention=kernel)
     specs = trained_specs(config.lora, model.specs)
     learner, _ = build_learner(config, model, objective=recipe.objective, layout=layout)
-    params = lora.abstract(specs, trained=policy.params, kept=policy.wire)
+    params = lora.abstract(specs, trained=precision.params, kept=precision.wire)
     shapes = jax.eval_shape(learner.init, params)
     shardings = state_shardings(config.optimizer, learner.init, params, layout=layout, specs=specs)
     return Step(

@@ -57,7 +57,7 @@ def verdict(program: Program, topology: Topology) -> str:
 
 def _header(config: Config, topology: Topology, program: Program) -> Iterator[str]:
     count = parameter_count(program.step.model.specs)
-    yield f"{config.model.path}: {parameter_text(count)} parameters, {config.precision}"
+    yield f"{config.model.path}: {parameter_text(count)} parameters, {config.precision.text}"
     if isinstance(program.step.specs, lora.Adapted):
         trained = parameter_count(program.step.specs.adapters)
         yield f"adapters of rank {config.lora.rank}: {parameter_text(trained)} trained parameters"
@@ -158,7 +158,7 @@ def _time(topology: Topology, program: Program, found: Roofline) -> Iterator[str
         if found.products.operands == "f32":
             others = f"; bf16 operands: {topology.chip.units['bf16'] / 1e12:,.0f}"
         yield (
-            f"  products = {program.step.config.policy.products}: {found.products}, "
+            f"  products = {program.step.config.precision.products}: {found.products}, "
             f"{found.products.rate / 1e12:,.0f} TFLOP/s{others}"
         )
     experts = program.step.model.config.experts
@@ -218,7 +218,7 @@ def _traffic(program: Program) -> Iterator[str]:
 
 
 def _publishing(program: Program, *, link_rate: float) -> Iterator[str]:
-    size = parameter_count(program.step.model.specs) * program.step.config.policy.wire.itemsize
+    size = parameter_count(program.step.model.specs) * program.step.config.precision.wire.itemsize
     yield "\nPublishing"
     yield f"  {size_text(size)}, {time_text(size / link_rate)} at {link_rate / 1e9:g} GB/s"
 
@@ -267,5 +267,5 @@ def _savings(config: Config, program: Program) -> Iterator[tuple[float, str]]:
         text = "optimizer.offload = true: moments in host memory between steps"
         yield memory.optimizer, text
     for role, size in (("moments", memory.optimizer), ("grads", memory.gradients)):
-        if getattr(program.step.config.policy, role).itemsize > 2:
-            yield size, f"precision = '{config.precision},{role}=bf16': half the {role}"
+        if getattr(program.step.config.precision, role).itemsize > 2:
+            yield size, f"precision = '{config.precision.text},{role}=bf16': half the {role}"

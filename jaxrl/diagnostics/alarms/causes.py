@@ -75,8 +75,8 @@ CAUSES: Mapping[str, Cause] = {
         "learner and sampler diverge",
         "16-bit arithmetic on longer or less likely completions, stale samples, or weights that "
         "did not reach the sampler; if probe/shape_noise_std is near probe/beta_std, the shapes of "
-        "arrays alone, which sampler.exact removes",
-        ("precision", "rollouts.max_staleness", "loss.correction", "sampler.exact"),
+        "arrays alone, which sums=fixed in precision removes",
+        ("precision", "rollouts.max_staleness", "loss.correction"),
     ),
     "phantom": Cause(
         "phantom clipping",

@@ -1,7 +1,7 @@
 """Difference that the shapes of arrays alone make in the learner's log-probs.
 
 XLA chooses the order of additions by shape, so the log-probs of a sequence depend on the length of
-its row and on what it is packed with, unless the policy fixes sums. Beta below this noise cannot be
+its row and on what it is packed with, unless sums are fixed. Beta below this noise cannot be
 had by a change of dtypes.
 """
 

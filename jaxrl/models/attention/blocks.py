@@ -16,7 +16,7 @@ from jaxrl.models.products import ADDED, named, product, transposed_product
 
 # Keys are padded to a multiple of this number. XLA's products then add in the same order whatever
 # the number of keys, and masked keys add exactly 0: a token's result does not depend on the length
-# of its row. Sequences of a packed row begin at multiples of it where the policy fixes sums.
+# of its row. Sequences of a packed row begin at multiples of it where sums are fixed.
 TILE = 64
 
 # Queries go in blocks, each against the keys up to its own end: that skips almost half of the
@@ -111,15 +111,16 @@ def attention(
     return out[..., :width].transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
 
 
-def sequence_alignment(precision: Precision) -> Alignment:
+def sequence_alignment(precision: Precision | str) -> Alignment:
     """Returns where packed sequences may begin. With fixed sums they see their own keys at the same
     places of XLA's products as in a row of their own."""
-    return Alignment(start=TILE, block=ADDED) if precision.sums == "fixed" else ANYWHERE
+    fixed = Precision.of(precision).sums == "fixed"
+    return Alignment(start=TILE, block=ADDED) if fixed else ANYWHERE
 
 
 def pad_values(v: jax.Array, precision: Precision) -> jax.Array:
-    """Appends zeros to values [..., hd] up to a multiple of TILE, if the policy fixes the order of
-    sums: on CPU, XLA has another order for narrower matrices in a small batch."""
+    """Appends zeros to values [..., hd] up to a multiple of TILE, if the order of sums is
+    fixed: on CPU, XLA has another order for narrower matrices in a small batch."""
     return pad(v, TILE, axis=v.ndim - 1) if precision.sums == "fixed" else v
 
 

@@ -32,7 +32,12 @@ _BLOCKS = (512, 256, 128)  # tokens per block of it; the first that divides a ro
 
 
 def choose_kernel(
-    wanted: Wanted, *, layout: Layout, config: DecoderConfig, precision: Precision, length: int
+    wanted: Wanted,
+    *,
+    layout: Layout,
+    config: DecoderConfig,
+    precision: Precision | str,
+    length: int,
 ) -> Kernel:
     """Chooses the kernel for rows of `length` tokens on the layout's devices.
 
@@ -41,6 +46,7 @@ def choose_kernel(
     """
     if wanted == "xla":
         return "xla"
+    precision = Precision.of(precision)
     device = layout.mesh.devices.flat[0]
     own = length // layout.count("length")
     reasons: dict[Kernel, str | None] = {
@@ -54,7 +60,7 @@ def choose_kernel(
     if config.latent is not None:
         reasons = dict.fromkeys(reasons, "does not support values of another size than keys")
     if precision.sums == "fixed":
-        reasons = dict.fromkeys(reasons, "adds in an order of its own, but the policy fixes sums")
+        reasons = dict.fromkeys(reasons, "adds in an order of its own, but sums=fixed fixes it")
     if wanted == "auto":
         there: list[Kernel] = [name for name, reason in reasons.items() if reason is None]
         return (*there, "xla")[0]
@@ -116,7 +122,7 @@ def unshared_reason(kernel: Kernel) -> str | None:
 
 
 def verify_kernel(
-    kernel: Kernel, *, layout: Layout, config: DecoderConfig, precision: Precision
+    kernel: Kernel, *, layout: Layout, config: DecoderConfig, precision: Precision | str
 ) -> None:
     """Compares a kernel with `attention` on one device of this process: output and gradients over
     a row of three sequences and padding, and over one whose second sequence shares a prefix.
@@ -126,6 +132,7 @@ def verify_kernel(
     """
     if kernel == "xla":
         return
+    precision = Precision.of(precision)
     device = next(d for d in layout.mesh.devices.flat if d.process_index == jax.process_index())
     alone = Layout(make_mesh(devices=[device]), layout.rules)
     of_kernel, windows = by_kernel(kernel, layout=alone), {kind.window for kind in config.kinds}

@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from jaxrl.core.precision import Precision, jit_by_policy, jit_forward
+from jaxrl.core.precision import Precision, jit_by_precision, jit_forward
 from jaxrl.models.model import Model
 from jaxrl.models.spec import Params
 from jaxrl.sampling.embedded.draw_token import DrawSettings, draw_tokens
@@ -123,7 +123,7 @@ def draw_first(
     return states, Segment(token[None], logprob[None], jnp.int32(1))
 
 
-@jit_by_policy(static_argnames=("model", "precision"), donate_argnames=("state",))
+@jit_by_precision(static_argnames=("model", "precision"), donate_argnames=("state",))
 def decode_segment(
     params: Params,
     state: DecodeState,

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxrl.core.buckets import count_bucket, length_bucket
-from jaxrl.core.precision import Precision, jit_by_policy
+from jaxrl.core.precision import Precision, jit_by_precision
 from jaxrl.models.model import Model
 from jaxrl.models.products import product
 from jaxrl.models.spec import Params
@@ -85,7 +85,7 @@ def _rows(turns: Sequence[Turn], *, size: int, width: int, tail: np.ndarray) -> 
     return _Rows(tokens, lengths, index, limit, tail)
 
 
-@jit_by_policy(static_argnames=("model", "precision"))
+@jit_by_precision(static_argnames=("model", "precision"))
 def _decode(
     params: Params,
     batch: _Rows,

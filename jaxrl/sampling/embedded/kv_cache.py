@@ -14,7 +14,7 @@ from flax import struct
 from jax import lax
 
 from jaxrl.core.half_bits import from_bits, to_bits
-from jaxrl.core.precision import Precision, jit_by_policy
+from jaxrl.core.precision import Precision, jit_by_precision
 from jaxrl.models.attention.blocks import TILE, attention, pad_values, softmax_product
 from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.block import block
@@ -60,7 +60,7 @@ class Cache:
         return self.keys.shape[-1 if self.for_cpu else -2]
 
 
-@jit_by_policy(static_argnames=("model", "precision", "record_experts", "for_cpu"))
+@jit_by_precision(static_argnames=("model", "precision", "record_experts", "for_cpu"))
 def prefill(
     params: Params,
     tokens: jax.Array,
@@ -139,7 +139,7 @@ def decode_step(
     return cache, _logits(params, x, model=model, context=context)
 
 
-@jit_by_policy(static_argnames=("model", "precision"), donate_argnames=("cache",))
+@jit_by_precision(static_argnames=("model", "precision"), donate_argnames=("cache",))
 def extend(
     params: Params,
     cache: Cache,

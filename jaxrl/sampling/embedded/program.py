@@ -37,7 +37,7 @@ def decode_program(
     rows: int,
     slots: int,
     sampling: SamplingParams,
-    precision: Precision,
+    precision: Precision | str,
     layout: Layout,
     record_experts: bool = False,
 ) -> DecodeProgram:
@@ -53,6 +53,7 @@ def decode_program(
       layout: of the sampler's devices.
       record_experts: true to return the experts of each token.
     """
+    precision = Precision.of(precision)
     settings = draw_settings(sampling)
     state = _state(
         params,

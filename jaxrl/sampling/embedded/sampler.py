@@ -47,7 +47,7 @@ class EmbeddedSampler(Sampler):
         model: Model,
         params: Params,
         *,
-        precision: Precision,
+        precision: Precision | str,
         version: int = 0,
         max_batch: int = 64,
         layout: Layout | None = None,
@@ -58,7 +58,8 @@ class EmbeddedSampler(Sampler):
         Args:
           model: the decoder.
           params: the learner's weights, in any dtype.
-          precision: the run's policy; the sampler uses `sampler_precision` of it.
+          precision: the run's dtype policy, or its text; the sampler uses `sampler_precision` of
+            it.
           version: the policy version of `params`.
           max_batch: the most completions decoded at once. More use the machine better; each needs
             KV cache for its tokens, 2 * layers * kv heads * head_dim numbers per token; with
@@ -69,13 +70,14 @@ class EmbeddedSampler(Sampler):
 
         Raises:
           ValueError: if `max_batch` is below 1, if experts are to be recorded of a dense model, if
-            the devices of `params` cannot compute products as the policy says, or if it names a
+            the devices of `params` cannot compute products as `precision` says, or if it names a
             form of latent attention for a model without any.
         """
         if record_experts and model.config.experts is None:
             raise ValueError("record_experts=True needs a model with experts; this one is dense")
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch}: it must be at least 1")
+        precision = Precision.of(precision)
         devices = jax.tree.leaves(params)[0].devices()
         check_form(precision, model.config)
         check_products(precision, next(iter(devices)).platform, devices=len(devices))

@@ -34,7 +34,7 @@ def train_dpo(config: DPOConfig) -> Result:
     data = load_pairs(config.data, tokenizer, max_tokens=config.train.row_length)
     setup = set_up(config)
     initial = lora.trainable(setup.params)
-    reference: Params = jit(cast, static_argnums=1)(initial, config.policy.compute)
+    reference: Params = jit(cast, static_argnums=1)(initial, config.precision.compute)
     learner = make_learner(
         setup.model, goal, optimizer=setup.optimizer.transformation, **setup.numerics
     )

@@ -124,7 +124,7 @@ def test_one_of_a_thing_is_singular(planned):
     layout = make_layout(
         config.mesh.model_copy(update={"fsdp": 1, "tensor": 1}),
         devices=topology.devices[:1],
-        policy=config.policy,
+        precision=config.precision,
     )
     alone = dataclasses.replace(
         program, rows=1, microbatches=1, step=program.step._replace(layout=layout)

@@ -49,7 +49,7 @@ def test_weights_and_cache_match_a_real_sampler(tmp_path, monkeypatch):
     sampler = EmbeddedSampler(
         model._replace(local=step.layout.local),
         jax.device_put(tiny.params(), step.layout.tree(model.specs)),
-        precision=step.config.policy,
+        precision=step.config.precision,
         max_batch=config.sampling.max_batch,
         layout=step.layout,
     )
