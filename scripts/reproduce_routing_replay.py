@@ -84,10 +84,10 @@ def _forgotten(rollout: Rollout) -> Rollout:
 
 
 def _moved(run: Any, weights: Any, given: Minibatch) -> float:
-    batch, policy = given.batch, parse(run.config.precision)
+    batch = given.batch
     inputs = (weights, batch.tokens, batch.positions, batch.segments)
     own = jax.jit(run.learning.model.hidden_routed, static_argnames="precision")(
-        *inputs, precision=policy
+        *inputs, precision=run.config.precision
     )
     recorded = np.asarray(batch.experts)
     other = np.any(np.sort(own.experts, axis=-1) != np.sort(recorded, axis=-1), axis=-1)

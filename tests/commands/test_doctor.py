@@ -36,7 +36,7 @@ NEARLY = finding("nearly", error=1.002, phantom=0, std=2e-3, seconds=0.95)
 WRONG = finding("wrong", error=1.02, phantom=0.01, std=3e-2, seconds=0.1)
 
 
-def test_fastest_good_policy_is_recommended_and_ties_go_to_the_smallest_beta():
+def test_fastest_good_precision_is_recommended_and_ties_go_to_the_smallest_beta():
     advice = recommend([EXACT, QUICK, NEARLY, WRONG])
     assert "'quick'" in advice
     assert "exact, nearly would also work" in advice
@@ -47,23 +47,23 @@ def test_fastest_good_policy_is_recommended_and_ties_go_to_the_smallest_beta():
     assert "'exact'" in recommend(untimed)
 
 
-def test_without_a_good_policy_the_best_is_named_with_a_remedy():
+def test_without_a_good_precision_the_best_is_named_with_a_remedy():
     worse = finding("worse", error=1.2, phantom=0.2, std=0.3)
     advice = recommend([worse, WRONG])
-    assert "No policy is good" in advice
+    assert "No precision is good" in advice
     assert "wrong has the smallest beta" in advice
     assert "clip 1.00 % of tokens" in advice
     assert "shadowed" in advice
 
 
-def test_table_has_a_line_for_each_policy():
+def test_table_has_a_line_for_each_precision():
     lines = table([EXACT, WRONG]).splitlines()
-    assert [line.split()[0] for line in lines] == ["policy", "exact", "wrong"]
+    assert [line.split()[0] for line in lines] == ["precision", "exact", "wrong"]
     assert "1.00 %" in lines[2]
     assert len({len(line) for line in lines}) == 1
 
 
-def test_list_of_policies_may_change_roles():
+def test_list_of_precisions_may_change_roles():
     overrides = [("model.path", "m"), ("precisions", "fp32,bf16_master,logits=bf16,wire=f32,fp32")]
     found = toml_file.load(DoctorConfig, overrides=overrides).precisions
     assert found == ("fp32", "bf16_master,logits=bf16,wire=f32")
@@ -81,20 +81,20 @@ def examined(model, out, **changes) -> list[dict]:
     given = [f"--{key}={value}" for key, value in keys.items()]
     assert main(["doctor", str(model), *given, f"--out={out}"]) == 0
     assert (out / "doctor.png").stat().st_size > 1000
-    return json.loads((out / "doctor.json").read_text())["policies"]
+    return json.loads((out / "doctor.json").read_text())["precisions"]
 
 
 def test_mismatch_is_attributed_to_its_source(model, tmp_path, capsys):
     fp32, phantom = examined(model, tmp_path, precisions="fp32,phantom")
     assert "Use precision = 'fp32'" in capsys.readouterr().out
-    assert (fp32["policy"], fp32["sampler"]) == ("fp32", "embedded f32")
-    assert (phantom["policy"], phantom["sampler"]) == ("phantom", "embedded bf16")
+    assert (fp32["precision"], fp32["sampler"]) == ("fp32", "embedded f32")
+    assert (phantom["precision"], phantom["sampler"]) == ("phantom", "embedded bf16")
     assert fp32["beta_p99"] < 1e-4
     assert fp32["dtype_std"] == 0  # learner and shadow compute the same
     assert phantom["dtype_std"] > 1e-3
     assert phantom["beta_std"] > 20 * fp32["beta_std"]
-    for policy in (fp32, phantom):
-        assert policy["dtype"] + policy["engine"] == pytest.approx(policy["beta"], abs=1e-7)
+    for found in (fp32, phantom):
+        assert found["dtype"] + found["engine"] == pytest.approx(found["beta"], abs=1e-7)
 
 
 def test_steps_are_timed_on_request(model, tmp_path, capsys):

@@ -2,12 +2,11 @@ import functools
 import tomllib
 from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
 from hypothesis import given, strategies as st
 
 from jaxrl.builders.recipe import make_recipe
-from jaxrl.config.toml_file import ConfigError, dumps, keys, load, validate
+from jaxrl.config.toml_file import ConfigError, dumps, flatten, keys, load, validate
 from jaxrl.config.training import Config
 from jaxrl.core.precision import parse
 from jaxrl.losses import one_sequence
@@ -17,6 +16,8 @@ REQUIRED = {
     "data": {"path": "d.jsonl"},
     "reward": {"path": ["exact_match"]},
 }
+
+FIXED = "fp32,sums=fixed"
 
 # What a text in a config may hold: no halves of characters, and no NUL.
 text = functools.partial(st.text, st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
@@ -123,7 +124,11 @@ def test_command_line_wins_over_file(tmp_path: Path):
             {"precision": "fp32,latent=sampler", "sampler__name": "vllm"},
             "latent=sampler applies to sampler.name = 'embedded'",
         ),
-        ({"precision": "fp32,latent=sampler", "sampler__exact": True}, "sampler.exact = true sets"),
+        ({"precision": "fp32,latent=sampler,sums=fixed"}, "latent=sampler and sums=fixed"),
+        ({"precision": "phantom,sums=fixed"}, "sums=fixed, but compute = f32"),
+        ({"precision": FIXED, "sampler__name": "vllm"}, "sums=fixed applies to sampler.name"),
+        ({"precision": FIXED, "lora__rank": 4}, "sums=fixed and lora.rank = 4"),
+        ({"precision": FIXED, "mesh__fsdp": 2}, "sums=fixed, but [mesh] divides"),
         ({"lora__path": "adapter"}, "lora.rank = 0 trains none; set lora.rank"),
         ({"lora__rank": 4, "lora__publish": "adapters"}, "needs a server that loads them"),
         (
@@ -207,10 +212,14 @@ def test_precision_errors_name_the_key():
         load(Config, overrides=[("model.path", "m"), ("data.path", "d"), ("precision", "bf17")])
 
 
-def test_the_policy_follows_the_text():
-    config = with_keys()
-    assert config.precision == parse("bf16_master")
-    assert config.model_copy(update={"precision": "fp32,wire=bf16"}).policy.wire == jnp.bfloat16
+def test_precision_is_the_object_and_its_text_stays_the_authors():
+    assert with_keys().precision == parse("bf16_master")
+    text = "bf16_master, params=bf16"  # equal to bf16,grads=f32
+    config = with_keys(precision=text, alarms__precision="fp16_master")
+    assert config.precision == parse("bf16,grads=f32")
+    assert flatten(config)["precision"] == text
+    assert flatten(config)["alarms.precision"] == "fp16_master"
+    assert f'precision = "{text}"\n' in dumps(config)
 
 
 @pytest.mark.parametrize(

@@ -319,7 +319,7 @@ def test_the_doctor_uses_a_running_server(material, tmp_path, capsys):
     given = [f"--{key}={value}" for key, value in keys.items()]
     assert main(["doctor", str(material.directory / "model"), *given]) == 0
     assert "Use precision = 'fp32'" in capsys.readouterr().out
-    (only,) = json.loads((tmp_path / "doctor.json").read_text())["policies"]
+    (only,) = json.loads((tmp_path / "doctor.json").read_text())["precisions"]
     assert only["sampler"] == "vLLM f32"
     assert only["dtype_std"] == 0  # learner and shadow compute the same
     assert only["beta_p99"] < 1e-4

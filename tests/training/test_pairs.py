@@ -310,7 +310,7 @@ def test_reward_model_of_adapters(model, material, tokenizer, tmp_path, monkeypa
     pairs_config = config(model, material, **{"train.packing": "false"})
     held_out = load_pairs(pairs_config.data, tokenizer, max_tokens=ROW_LENGTH).held_out
     batch = packed_pairs(held_out.pairs[:8], pairs_config).batch
-    scores = np.asarray(sequence_scores(judge, params, batch, precision=given_to.policy))
+    scores = np.asarray(sequence_scores(judge, params, batch, precision=given_to.precision))
     there = batch.segments.max(axis=1) == 2
     assert there.sum() == 8
     assert (scores[there, 1] > scores[there, 2]).all()

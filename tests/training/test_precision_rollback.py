@@ -71,12 +71,12 @@ def asked(tmp_path_factory) -> Config:
     return toml_file.load(Config, overrides=list(keys.items()))
 
 
-def kill_at(monkeypatch: Any, step: int, *, policy: str) -> None:
-    """The program dies after a step of a policy, before it is saved."""
+def kill_at(monkeypatch: Any, step: int, *, text: str) -> None:
+    """The program dies after a step in a precision, before it is saved."""
     evaluate = train.evaluate
 
     def dying(run: Run, progress: Progress) -> float | None:
-        if progress.step == step and run.config.precision == policy:
+        if progress.step == step and run.config.precision.text == text:
             raise KilledError
         return evaluate(run, progress)
 
@@ -84,8 +84,8 @@ def kill_at(monkeypatch: Any, step: int, *, policy: str) -> None:
 
 
 def check_restored(run: Run, state: LearnerState) -> None:
-    """The state is the checkpoint's of step 2, for a policy that has just begun."""
-    policy = run.config.precision
+    """The state is the checkpoint's of step 2, for a precision that has just begun."""
+    new = run.config.precision
     there = run.checkpoints.restore(2, state).state
     assert float(there.loss_scale.scale) == 1.0
     for ours, saved in zip(
@@ -94,10 +94,10 @@ def check_restored(run: Run, state: LearnerState) -> None:
         strict=True,
     ):
         np.testing.assert_array_equal(ours, saved)
-    assert {x.dtype for x in jax.tree.leaves(state.params)} == {policy.params}
-    assert float(state.loss_scale.scale) == policy.loss_scale.initial == 4.0
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {new.params}
+    assert float(state.loss_scale.scale) == new.loss_scale.initial == 4.0
     sampler = cast(EmbeddedSampler, run.source.sampler)
-    assert sampler._weights.params["embed"].dtype == policy.sampler
+    assert sampler._weights.params["embed"].dtype == new.sampler
 
 
 def watch_opening(monkeypatch: Any) -> list[tuple[str, int]]:
@@ -107,7 +107,7 @@ def watch_opening(monkeypatch: Any) -> list[tuple[str, int]]:
     @contextmanager
     def watched(config: Config) -> Iterator[Any]:
         with open_run(config) as (run, state, progress):
-            opened.append((run.config.precision, progress.step))
+            opened.append((run.config.precision.text, progress.step))
             if opened[-1] == (NEW, 2):
                 check_restored(run, state.policy)
             yield run, state, progress
@@ -124,7 +124,7 @@ def test_rollback_continues_in_another_precision(asked, monkeypatch):
     run_dir = Path(asked.run_dir)
     opened = watch_opening(monkeypatch)
     with monkeypatch.context() as patch:
-        kill_at(patch, 7, policy=NEW)  # after a checkpoint of the new policy
+        kill_at(patch, 7, text=NEW)  # after a checkpoint of the new precision
         with pytest.raises(KilledError):
             train.train(asked)
     assert opened == [("phantom", 0), (NEW, 2)]  # before the probes of steps 4 to 6
@@ -137,7 +137,7 @@ def test_rollback_continues_in_another_precision(asked, monkeypatch):
     assert page["config"]["precision"] == NEW
     assert [alarm["action"] for alarm in page["alarms"]] == ["rollback"]
 
-    # The same command resumes in the new policy, and its loss scale is not reset again.
+    # The same command resumes in the new precision, and its loss scale is not reset again.
     done = train.train(asked)
     assert opened[2:] == [(NEW, 6)]
     assert (done.step, done.verdict) == (8, None)
@@ -154,9 +154,9 @@ def test_changed_precision_restarts_loss_scale_and_drops_pending():
     counts = {"sampled": 9, "trained": 4, "stale": 1, "zero_variance": 1}
     written = {"pending": tiny.rollouts(9), "running": [5], "counts": counts}
 
-    def taken_over(policy: precision.Precision, before: str | None) -> tuple[State, Progress]:
+    def taken_over(now: precision.Precision, before: str | None) -> tuple[State, Progress]:
         progress = Progress(precision=before, **written)
-        return adapt_precision(State(learner), progress, policy=policy), progress
+        return adapt_precision(State(learner), progress, precision=now), progress
 
     for before in (str(f32), None):  # the same precision, or a checkpoint that does not say
         state, progress = taken_over(f32, before)

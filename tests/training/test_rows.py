@@ -52,7 +52,7 @@ def test_rows_hold_whole_groups(changes, length, rows, tmp_path):
     ("changes", "reason"),
     [
         ({"train__packing": "false"}, "train.packing = false"),
-        ({"sampler__exact": "true", "precision": "fp32"}, "sampler.exact = true"),
+        ({"precision": "fp32,sums=fixed"}, "sums=fixed in precision"),
         ({"loss__balance": "0.1"}, "the loss balances experts over whole sequences"),
         ({}, "a shared one saves too little, 1.52 times fewer tokens"),
     ],
@@ -87,11 +87,7 @@ def test_linear_layers_keep_prompts_apart(tmp_path):
 
 
 def test_linear_layers_are_not_exact(tmp_path):
-    config = make_config(
-        tmp_path, sampler__exact="true", precision="fp32", mesh__fsdp="1", mesh__tensor="1"
-    )
+    config = make_config(tmp_path, precision="fp32,sums=fixed", mesh__fsdp="1", mesh__tensor="1")
     unused: Any = None
-    with pytest.raises(
-        ValueError, match=r"sampler.exact = true is not .*\(qwen3_next\): its linear"
-    ):
+    with pytest.raises(ValueError, match=r"sums=fixed is not .*\(qwen3_next\): its linear"):
         build_learner(config, decoder(tiny.NEXT), objective=unused, layout=unused)

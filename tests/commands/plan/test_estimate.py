@@ -16,10 +16,10 @@ MODELS = Path(__file__).parents[3] / "configs" / "models"
 
 
 @pytest.mark.parametrize(
-    ("policy", "expected"), [("fp32", 16), ("bf16_master", 18), ("bf16_master,moments=bf16", 14)]
+    ("text", "expected"), [("fp32", 16), ("bf16_master", 18), ("bf16_master,moments=bf16", 14)]
 )
-def test_bytes_per_trained_parameter(policy, expected):
-    assert bytes_per_trained(parse(policy)) == expected
+def test_bytes_per_trained_parameter(text, expected):
+    assert bytes_per_trained(parse(text)) == expected
 
 
 def test_utilisation():

@@ -16,6 +16,7 @@ from jaxrl.commands.plan.program import compile_step
 from jaxrl.commands.plan.roofline import forward_flops, roofline
 from jaxrl.commands.plan.step import make_step
 from jaxrl.commands.plan.topology import Topology, open_topology
+from jaxrl.core.precision import parse
 from jaxrl.huggingface.config import convert
 from jaxrl.models import spec
 from jaxrl.models.parameters import param_specs
@@ -102,7 +103,7 @@ def test_decode_step_reads_the_experts_that_its_tokens_choose():
 
 
 @pytest.mark.parametrize(
-    ("policy", "chip", "said"),
+    ("precision", "chip", "said"),
     [
         ("bf16_master", "h100", "exact: bf16 operands in one pass, 989 TFLOP/s\n"),
         ("fp32", "h100", "exact: f32 operands in one pass, 67 TFLOP/s; bf16 operands: 989\n"),
@@ -111,9 +112,9 @@ def test_decode_step_reads_the_experts_that_its_tokens_choose():
         ("fp16_master", "v5p", "exact: f16 operands in 3 passes of bf16, 153 TFLOP/s\n"),
     ],
 )
-def test_plan_reports_the_cost_of_the_policys_products(planned, policy, chip, said):
+def test_plan_reports_the_cost_of_products(planned, precision, chip, said):
     config, topology, program = planned
-    changed = program.step.config.model_copy(update={"precision": policy})
+    changed = program.step.config.model_copy(update={"precision": parse(precision)})
     other = dataclasses.replace(program, step=program.step._replace(config=changed))
     there = Topology(name=chip, chip=CHIPS[chip], devices=topology.devices)
     assert f"products = {said}" in plan.plan_text(config, there, other, link_rate=1e9)
