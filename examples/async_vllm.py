@@ -26,16 +26,16 @@ from jaxrl.sampling import VllmSampler
 STEPS = 8
 directory = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/quickstart")
 examples = [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()]
-policy = jaxrl.load(directory / "sft/model")
+base = jaxrl.load(directory / "sft/model")
 precision, recipe = jaxrl.Precision.parse("fp32"), grpo()
 learner = jaxrl.make_learner(
-    policy.model,
+    base.model,
     recipe.objective,
     optimizer=optax.adamw(2e-4),
     precision=precision,
     rows_per_microbatch=64,
 )
-step, state = jaxrl.jit(learner.step, donate_argnums=0), learner.init(policy.params)
+step, state = jaxrl.jit(learner.step, donate_argnums=0), learner.init(base.params)
 options = ServerOptions(
     python=Path(".venv-vllm/bin/python").absolute(), dtype=precision.sampler.name, max_model_len=64
 )
@@ -47,7 +47,7 @@ def reward(completion: str, example: dict) -> float:
 
 with LocalServer(directory / "sft/model", options, log=directory / "vllm.log") as server:
     server.wait(lambda seconds: None)
-    sizes = policy.model.config
+    sizes = base.model.config
     sampler = VllmSampler(
         [server.url],
         max_positions=sizes.max_positions,
@@ -59,9 +59,9 @@ with LocalServer(directory / "sft/model", options, log=directory / "vllm.log") a
         return jaxrl.rollouts(
             sampler,
             examples[32 * i : 32 * (i + 1)],
-            tokenizer=policy.tokenizer,
+            tokenizer=base.tokenizer,
             reward=reward,
-            params=jaxrl.SamplingParams(max_tokens=36, stop=policy.stop, seed=i),
+            params=jaxrl.SamplingParams(max_tokens=36, stop=base.stop, seed=i),
             group_size=8,
         )
 
@@ -75,7 +75,7 @@ with LocalServer(directory / "sft/model", options, log=directory / "vllm.log") a
     ):
 
         def publish(version: int) -> None:
-            source = ParamsSource(state.params, policy.model.specs, dtype=precision.wire)
+            source = ParamsSource(state.params, base.model.specs, dtype=precision.wire)
             publisher.publish(source, version=version)
             sampler.use_version(version, urls=[server.url])
 

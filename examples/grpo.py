@@ -11,23 +11,23 @@ from jaxrl.losses import grpo
 
 directory = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/quickstart")
 examples = [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()]
-policy = jaxrl.load(directory / "sft/model")
-precision = jaxrl.Precision.parse("fp32")  # or bf16_master, fp16_master, "fp32,sampler=bf16", ...
+base = jaxrl.load(directory / "sft/model")
+precision = "fp32"  # or bf16_master, fp16_master, "fp32,sampler=bf16", ...
 recipe, rows = grpo(), {"rows_per_microbatch": 64}
 adam = {"optimizer": optax.adamw(2e-4), "precision": precision}
-learner = jaxrl.make_learner(policy.model, recipe.objective, **adam, **rows)
-sampler = jaxrl.EmbeddedSampler(policy.model, policy.params, precision=precision, max_batch=256)
-step, state = jaxrl.jit(learner.step, donate_argnums=0), learner.init(policy.params)
+learner = jaxrl.make_learner(base.model, recipe.objective, **adam, **rows)
+sampler = jaxrl.EmbeddedSampler(base.model, base.params, precision=precision, max_batch=256)
+step, state = jaxrl.jit(learner.step, donate_argnums=0), learner.init(base.params)
 
 
 def reward(completion: str, example: dict) -> float:
     return float(completion.split()[-1:] == [example["answer"]])
 
 
-task = {"tokenizer": policy.tokenizer, "reward": reward, "group_size": 8}
+task = {"tokenizer": base.tokenizer, "reward": reward, "group_size": 8}
 for i in range(3):
     prompts = examples[32 * i : 32 * (i + 1)]
-    params = jaxrl.SamplingParams(max_tokens=36, stop=policy.stop, seed=i)
+    params = jaxrl.SamplingParams(max_tokens=36, stop=base.stop, seed=i)
     rollouts = jaxrl.rollouts(sampler, prompts, params=params, **task)
     batch = jaxrl.minibatch(rollouts, recipe.advantages, row_length=48, **rows)
     state, metrics = step(state, batch)

@@ -56,7 +56,7 @@ model, params = jaxrl.from_nnx(
     unembedding=lambda module: jnp.asarray(module.embed.embedding),  # tied
     max_positions=64,
 )
-precision, recipe = jaxrl.Precision.parse("fp32"), grpo()
+precision, recipe = "fp32", grpo()
 adam = {"optimizer": optax.adamw(3e-3), "precision": precision}
 learner = jaxrl.make_learner(model, recipe.objective, **adam, rows_per_microbatch=64)
 sampler = jaxrl.EmbeddedSampler(model, params, precision=precision, max_batch=128)

@@ -29,27 +29,27 @@ print("minimises", loss)
 
 directory = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/quickstart")
 examples = [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()]
-policy = jaxrl.load(directory / "sft/model")
-precision = jaxrl.Precision.parse("fp32")
+base = jaxrl.load(directory / "sft/model")
+precision = "fp32"
 learner = jaxrl.make_learner(
-    policy.model,
+    base.model,
     objective(loss, token_mean),
     optimizer=optax.adamw(2e-4),
     precision=precision,
     rows_per_microbatch=64,
 )
-sampler = jaxrl.EmbeddedSampler(policy.model, policy.params, precision=precision, max_batch=256)
+sampler = jaxrl.EmbeddedSampler(base.model, base.params, precision=precision, max_batch=256)
 score, step = jaxrl.jit(learner.score), jaxrl.jit(learner.step, donate_argnums=0)
-reference = jax.tree.map(jnp.copy, policy.params)  # the step donates its own copy
-state = learner.init(policy.params)
+reference = jax.tree.map(jnp.copy, base.params)  # the step donates its own copy
+state = learner.init(base.params)
 
 for i in range(5):
     rollouts = jaxrl.rollouts(
         sampler,
         examples[32 * i : 32 * (i + 1)],
-        tokenizer=policy.tokenizer,
+        tokenizer=base.tokenizer,
         reward=lambda completion, example: float(completion.split()[-1:] == [example["answer"]]),
-        params=jaxrl.SamplingParams(max_tokens=36, stop=policy.stop, seed=i),
+        params=jaxrl.SamplingParams(max_tokens=36, stop=base.stop, seed=i),
         group_size=8,
     )
     batch = jaxrl.minibatch(rollouts, grpo().advantages, row_length=48, rows_per_microbatch=64)

@@ -1,4 +1,4 @@
-"""The same run under four dtype policies; plots how far learner and sampler disagree in each.
+"""The same run under four precisions; plots how far learner and sampler disagree in each.
 
 ./scripts/quickstart.sh               # makes the model and the data, once
 python examples/precision_sweep.py    # a minute and a half on 2 CPU cores
@@ -14,7 +14,7 @@ import optax
 import jaxrl
 from jaxrl.losses import grpo
 
-POLICIES = ("fp32", "bf16_master", "fp16_master", "phantom")
+PRECISIONS = ("fp32", "bf16_master", "fp16_master", "phantom")
 STEPS = 6
 directory = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/quickstart")
 out = Path(sys.argv[2] if len(sys.argv) > 2 else "precision_sweep.png")
@@ -25,27 +25,26 @@ def reward(completion: str, example: dict) -> float:
     return float(completion.split()[-1:] == [example["answer"]])
 
 
-def run(name: str) -> list[float]:
+def run(precision: str) -> list[float]:
     """The mismatch in each step before its update: mean of exp |log pi - log mu|, minus 1."""
-    precision = jaxrl.Precision.parse(name)
-    policy, recipe = jaxrl.load(directory / "sft/model", precision=precision), grpo()
+    base, recipe = jaxrl.load(directory / "sft/model", precision=precision), grpo()
     learner = jaxrl.make_learner(
-        policy.model,
+        base.model,
         recipe.objective,
         optimizer=optax.adamw(2e-4),
         precision=precision,
         rows_per_microbatch=64,
     )
-    sampler = jaxrl.EmbeddedSampler(policy.model, policy.params, precision=precision)
-    step, state = jaxrl.jit(learner.step, donate_argnums=0), learner.init(policy.params)
+    sampler = jaxrl.EmbeddedSampler(base.model, base.params, precision=precision)
+    step, state = jaxrl.jit(learner.step, donate_argnums=0), learner.init(base.params)
     found = []
     for i in range(STEPS):
         rollouts = jaxrl.rollouts(
             sampler,
             examples[8 * i : 8 * (i + 1)],
-            tokenizer=policy.tokenizer,
+            tokenizer=base.tokenizer,
             reward=reward,
-            params=jaxrl.SamplingParams(max_tokens=36, stop=policy.stop, seed=i),
+            params=jaxrl.SamplingParams(max_tokens=36, stop=base.stop, seed=i),
             group_size=8,
         )
         batch = jaxrl.minibatch(rollouts, recipe.advantages, row_length=48, rows_per_microbatch=64)
@@ -55,7 +54,7 @@ def run(name: str) -> list[float]:
     return found
 
 
-for name in POLICIES:
+for name in PRECISIONS:
     values = run(name)
     print(f"{name}: mean mismatch {sum(values) / STEPS:.1e}")
     plt.semilogy(range(1, STEPS + 1), values, marker="o", label=name)

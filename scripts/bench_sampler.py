@@ -5,7 +5,7 @@ python scripts/bench_sampler.py --sequences 256 --in-flight 64 --lengths lognorm
 python scripts/bench_sampler.py --sequences 64 --prompt 768 --window 64 [--every 2]
 python scripts/bench_sampler.py --sampler vllm --sequences 8 64 256 --dtypes bf16
 
-The embedded sampler alternates with itself with fixed sums (`sampler.exact`); where completions
+The embedded sampler alternates with itself with fixed sums (`sums=fixed`); where completions
 wait for others, with requests of `--in-flight` completions, one after another; with `--window`,
 with a model that has no window; and with `--beside-vllm`, with a vLLM server. For vLLM alone,
 jaxrl's client alternates with a bare loop that discards the completions.

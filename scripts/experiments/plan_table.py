@@ -147,7 +147,7 @@ def main() -> None:
 def tables(found: Mapping[str, Any]) -> str:
     """Formats all tables as Markdown, with the names of missing rows; {name: results}."""
     head = f"{_SCALED} in bf16_master on 16 to 512 chips"
-    rates = "Chips by their data sheets, TFLOP/s of a policy's products"
+    rates = "Chips by their data sheets, TFLOP/s of a precision's products"
     return "\n".join(
         [
             f"#### {rates}\n\n{markdown([_chip(name) for name in CHIPS])}",
