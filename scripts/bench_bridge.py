@@ -43,8 +43,8 @@ def main() -> None:
         return
     timed = write_alone if args.transport == "none" else through_memory
     for name, params in itertools.product(args.models, args.params):
-        policy = parse(f"fp32,params={params},wire={args.wire},sampler={args.wire}")
-        dtypes = {"params_dtype": policy.params, "wire": policy.wire}
+        precision = parse(f"fp32,params={params},wire={args.wire},sampler={args.wire}")
+        dtypes = {"params_dtype": precision.params, "wire": precision.wire}
         row = {"model": name, "params": params, "wire": args.wire}
         write(row | timed(name, **dtypes, repetitions=args.repetitions), args.out)
 

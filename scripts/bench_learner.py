@@ -58,12 +58,12 @@ def main() -> None:
             work=SINGLE,
             microbatch=args.rows * LENGTH,
         )
-        policies = {dtype: parse(PRECISION[dtype]) for dtype in args.dtypes}
-        built = {dtype: build(precision=policy) for dtype, policy in policies.items()}
+        precisions = {dtype: parse(PRECISION[dtype]) for dtype in args.dtypes}
+        built = {dtype: build(precision=precision) for dtype, precision in precisions.items()}
         runs = {dtype: one.run for dtype, one in built.items()}
         for dtype in args.dtypes:
             if args.elided:
-                runs[f"no roundings {dtype}"] = build(precision=policies[dtype], elide=True).run
+                runs[f"no roundings {dtype}"] = build(precision=precisions[dtype], elide=True).run
             if args.baseline and dtype in plain.FLAGS:
                 step = plain.step(args.baseline, shape, dtype=dtype, rows=args.rows)
                 runs[f"hand-written JAX {dtype}"] = step

@@ -52,8 +52,8 @@ def main() -> None:
     for shape, dtype in itertools.product(args.shapes, args.dtypes):
         model = decoder(SHAPES[shape])
         weights = init(model.specs, jax.random.key(0), dtype=jnp.dtype(jnp.float32))
-        policy = parse(f"fp32,wire={dtype},sampler={dtype}")
-        sampler = EmbeddedSampler(model, weights, precision=policy, max_batch=args.episodes)
+        precision = parse(f"fp32,wire={dtype},sampler={dtype}")
+        sampler = EmbeddedSampler(model, weights, precision=precision, max_batch=args.episodes)
         run = partial(play, sampler, episodes=args.episodes, turns=args.turns)
         runs = {"jaxrl": partial(run, caches=True), "whole contexts": partial(run, caches=False)}
         seconds = alternate(runs, repetitions=args.repetitions)

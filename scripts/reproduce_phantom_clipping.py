@@ -45,9 +45,9 @@ def show(directory: Path) -> None:
         (directory / f"{sampler}.md").write_text(text)
         print(text)
     pictures.phantom_lengths(directory / "phantom_lengths.png", results, rows=[*phantom.ROWS])
-    policies = {"f32 learner": phantom.FAILURE, **phantom.MATCHED}
+    precisions = {"f32 learner": phantom.FAILURE, **phantom.MATCHED}
     betas = {
-        s: {policy: rows[name] for policy, name in policies.items() if name in rows}
+        s: {precision: rows[name] for precision, name in precisions.items() if name in rows}
         for s, rows in results.items()
     }
     pictures.phantom_betas(directory / "phantom_betas.png", betas)

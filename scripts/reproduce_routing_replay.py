@@ -23,7 +23,7 @@ from jaxrl.core.precision import parse
 from jaxrl.diagnostics.ratio.split import known_tokens, split_log_ratio
 from jaxrl.training.run import open_run
 
-POLICIES = ("phantom", "bf16_master", "fp16_master", "fp32")
+PRECISIONS = ("phantom", "bf16_master", "fp16_master", "fp32")
 EXPERTS = {
     "model_type": "qwen3_moe",
     "num_experts": 32,
@@ -44,18 +44,18 @@ def main() -> None:
 
 
 def rows(directory: Path) -> Iterator[dict[str, str]]:
-    """Yields table lines: for every model and policy one without and one with replay."""
+    """Yields table lines: for every model and precision one without and one with replay."""
     for name, model in MODELS.items():
         material = directory / name.replace(" ", "-")
         write_material(material, model=model, seeds=[0])
-        for policy in POLICIES:
-            moved, *both = measured(material, policy)
+        for precision in PRECISIONS:
+            moved, *both = measured(material, precision)
             for replay, found in zip(("no", "yes"), both, strict=True):
-                row = {"model": name, "precision": policy, "routed otherwise": f"{moved:.2%}"}
+                row = {"model": name, "precision": precision, "routed otherwise": f"{moved:.2%}"}
                 yield row | {"replay": replay} | {key: f"{found[key]:.2g}" for key in FOUND}
 
 
-def measured(material: Path, policy: str) -> tuple[float, dict[str, float], dict[str, float]]:
+def measured(material: Path, precision: str) -> tuple[float, dict[str, float], dict[str, float]]:
     """Measures one rollout of 64 completions.
 
     Returns:
@@ -63,8 +63,8 @@ def measured(material: Path, policy: str) -> tuple[float, dict[str, float], dict
       the log-ratio without replay; the same with replay).
     """
     keys = {
-        "precision": policy,
-        "run_dir": material / policy,
+        "precision": precision,
+        "run_dir": material / precision,
         "model.path": material / "model-0",
         "data.path": material / "prompts.jsonl",
         "train.replay_routing": "true",
@@ -73,7 +73,7 @@ def measured(material: Path, policy: str) -> tuple[float, dict[str, float], dict
     with open_run(config(CONFIGS / "phantom_clipping.toml", keys)) as (run, state, progress):
         rollouts = scoring.sampled(run, progress)
         given = scoring.minibatch(run, rollouts)
-        moved = _moved(run, cast(state.policy.params, parse(policy).compute), given)
+        moved = _moved(run, cast(state.policy.params, parse(precision).compute), given)
         free = scoring.minibatch(run, [_forgotten(one) for one in rollouts])
         return moved, _split(run, state, free), _split(run, state, given)
 

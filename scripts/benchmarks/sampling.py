@@ -52,8 +52,8 @@ def embedded(
     """
     model = decoder(config)
     weights = init(model.specs, jax.random.key(0), dtype=jnp.dtype(jnp.float32))
-    policy = parse(f"fp32,wire={dtype},sampler={dtype},sums={sums}")
-    sampler = EmbeddedSampler(model, weights, precision=policy, max_batch=in_flight)
+    precision = parse(f"fp32,wire={dtype},sampler={dtype},sums={sums}")
+    sampler = EmbeddedSampler(model, weights, precision=precision, max_batch=in_flight)
     turns = asked(config, limits, prompt=prompt)
     size = len(turns) if together else in_flight
 

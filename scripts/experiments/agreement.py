@@ -27,7 +27,7 @@ from jaxrl.models.spec import Params, init
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 
-POLICIES = ("fp32", "bf16_master", "fp16_master")
+PRECISIONS = ("fp32", "bf16_master", "fp16_master")
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=[*FAMILIES])
     families = parser.parse_args().families
-    columns = [(name, sums) for name in POLICIES for sums in ("any", "fixed")]
+    columns = [(name, sums) for name in PRECISIONS for sums in ("any", "fixed")]
     print("| family |", " | ".join(f"{name}, sums {sums}" for name, sums in columns), "|")
     rows = [(family, "") for family in families]
     rows += [(family, ", experts replayed") for family in families if family.endswith("moe")]

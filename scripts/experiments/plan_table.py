@@ -158,7 +158,7 @@ def tables(found: Mapping[str, Any]) -> str:
 
 
 # Policies whose products differ, and the platforms that can compute them so.
-_POLICIES = {
+_PRECISIONS = {
     "bf16_master": "tpu gpu",
     "fp16_master": "tpu gpu",
     "fp32": "tpu gpu",
@@ -181,9 +181,9 @@ def _chip(name: str) -> dict[str, str]:
         "links, GB/s": f"{(chip.link_rate or 0) / 1e9:g}",
     }
     platform = "gpu" if "tf32" in chip.units else "tpu"
-    for policy, platforms in _POLICIES.items():
-        found = products(parse(policy), chip) if platform in platforms else None
-        cells[policy] = "-" if found is None else f"{found.rate / 1e12:,.4g}"
+    for precision, platforms in _PRECISIONS.items():
+        found = products(parse(precision), chip) if platform in platforms else None
+        cells[precision] = "-" if found is None else f"{found.rate / 1e12:,.4g}"
     return cells
 
 

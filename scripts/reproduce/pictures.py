@@ -54,16 +54,16 @@ def phantom_lengths(
 
 def phantom_betas(path: Path, results: Mapping[str, Mapping[str, Sequence[Entries]]]) -> None:
     """Plots |beta| by the sampler's probability, and the share clipped before any update with the
-    dtype's phantoms in a darker color: {sampler: {policy: runs}}."""
+    dtype's phantoms in a darker color: {sampler: {precision: runs}}."""
     figure, axes = new(2)
     position = 0
-    for i, (sampler, policies) in enumerate(results.items()):
-        for color, (policy, runs) in zip(COLORS, policies.items(), strict=False):
+    for i, (sampler, precisions) in enumerate(results.items()):
+        for color, (precision, runs) in zip(COLORS, precisions.items(), strict=False):
             first = [run[:10] for run in runs]
             means = [np.nanmean(curve(first, f"probe/beta_decile_{d}")) for d in range(10)]
-            label = f"{policy}, {sampler}"
+            label = f"{precision}, {sampler}"
             style = {"color": color, "linestyle": STYLES[i]}
-            if any(means):  # a matched policy has no beta
+            if any(means):  # a matched precision has no beta
                 axes[0].plot(range(1, 11), means, marker="o", markersize=3.5, label=label, **style)
             clipped = 100 * np.nanmean(curve(first, "probe/clipped"))
             phantom = 100 * np.nanmean(curve(first, "probe/phantom"))
@@ -109,26 +109,26 @@ def offline(path: Path, scores: Mapping[str, Mapping[str, np.ndarray]]) -> None:
 
 
 def sanity(path: Path, results: Mapping[str, Mapping[str, Sequence[Entries]]]) -> None:
-    """Plots training accuracy of each algorithm by policy, and the mismatch before an update:
-    {algorithm: {policy: runs}}."""
+    """Plots training accuracy of each algorithm by precision, and the mismatch before an update:
+    {algorithm: {precision: runs}}."""
     panels = len(results) + 1
     figure, axes = new(min(panels, 3), rows=-(-panels // 3), width=4.6, height=3.5)
-    for axis, (algorithm, policies) in zip(axes, results.items(), strict=False):
-        for policy, runs in policies.items():
+    for axis, (algorithm, precisions) in zip(axes, results.items(), strict=False):
+        for precision, runs in precisions.items():
             smoothed = 100 * smooth(curve(runs, "reward"))
             steps = np.arange(SMOOTHED, SMOOTHED + smoothed.shape[1])
-            color = _DTYPES[policy]
-            axis.plot(steps, smoothed.mean(0), label=policy, color=color, linewidth=1.6)
+            color = _DTYPES[precision]
+            axis.plot(steps, smoothed.mean(0), label=precision, color=color, linewidth=1.6)
             axis.fill_between(steps, smoothed.min(0), smoothed.max(0), color=color, alpha=0.12)
         axis.set(title=algorithm, xlabel="rollout", ylabel="training accuracy, %", ylim=(0, 101))
         axis.legend(loc="lower right")
     last = axes[len(results)]
-    for policy, color in _DTYPES.items():
-        shown = [policies[policy] for policies in results.values() if policy in policies]
+    for precision, color in _DTYPES.items():
+        shown = [found[precision] for found in results.values() if precision in found]
         for i, runs in enumerate(shown):
             values = curve(runs, "probe/sequence_std").mean(axis=0)
             steps = np.flatnonzero(~np.isnan(values))
-            label = policy if i == 0 else None
+            label = precision if i == 0 else None
             last.plot(steps + 1, values[steps], ".-", color=color, linewidth=1, label=label)
     last.set(title="learner against sampler, all algorithms", xlabel="rollout", yscale="log")
     last.set_ylabel("std of the sequence log-ratio, nats")

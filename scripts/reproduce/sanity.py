@@ -1,4 +1,4 @@
-"""The sanity test: algorithms under dtype policies, on prompts that can all be learned."""
+"""The sanity test: algorithms in several precisions, on prompts that can all be learned."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ ALGORITHMS = {
     "GSPO": "gspo",
     "PG-Seq-IS": "pg_seq_is",
 }
-POLICIES = {"bf16": "bf16_master", "fp16": "fp16_master", "f32": "fp32"}
+PRECISIONS = {"bf16": "bf16_master", "fp16": "fp16_master", "f32": "fp32"}
 SAMPLERS = {"bf16": "bf16", "fp16": "f16", "f32": "f32"}
 CANDIDATES = 200  # prompts to choose the perfectible ones from
 Cell = tuple[str, str, str]  # algorithm, training dtype, sampler dtype
@@ -64,24 +64,24 @@ def cells(
     algorithms: Sequence[str] = tuple(ALGORITHMS), *, ablated: Sequence[str] = tuple(ALGORITHMS)
 ) -> list[Cell]:
     """Lists the runs: `algorithms` with equal dtypes for both sides, `ablated` with others."""
-    matched = [(name, dtype, dtype) for name in algorithms for dtype in POLICIES]
-    crossed = [(name, a, b) for name in ablated for a in POLICIES for b in SAMPLERS if a != b]
+    matched = [(name, dtype, dtype) for name in algorithms for dtype in PRECISIONS]
+    crossed = [(name, a, b) for name in ablated for a in PRECISIONS for b in SAMPLERS if a != b]
     return matched + crossed
 
 
 def run_cell(directory: Path, cell: Cell, *, seed: int) -> None:
     """Trains one run."""
     algorithm, training, served = cell
-    policy = POLICIES[training]
+    precision = PRECISIONS[training]
     if training != served:
-        policy += f",wire={SAMPLERS[served]},sampler={SAMPLERS[served]}"
+        precision += f",wire={SAMPLERS[served]},sampler={SAMPLERS[served]}"
     keys = {
         "seed": seed,
         "run_dir": directory / "runs" / f"{'-'.join(cell)}-{seed}",
         "model.path": directory / "base" / "model",
         "data.path": directory / "perfectible.jsonl",
         "loss.name": ALGORITHMS[algorithm],
-        "precision": policy,
+        "precision": precision,
     }
     trained(CONFIG, keys)
 

@@ -124,15 +124,15 @@ def test_impossible_loss_scales(text):
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_role_takes_a_dtype_a_type_or_a_short_name(role):
-    policy = PRESETS["fp32"]
+    precision = PRESETS["fp32"]
     expected = parse(f"fp32,{role}=bf16")
     for value in ("bf16", jnp.bfloat16, jnp.dtype(jnp.bfloat16), np.dtype("bfloat16").type):
-        changed = dataclasses.replace(policy, **{role: value})
+        changed = dataclasses.replace(precision, **{role: value})
         assert changed == expected
         assert hash(changed) == hash(expected)
         assert str(changed) == str(expected)
         assert isinstance(getattr(changed, role), np.dtype)
-    assert dataclasses.replace(expected, **{role: np.float32}) == policy
+    assert dataclasses.replace(expected, **{role: np.float32}) == precision
     roles = dict.fromkeys(ROLES, "f32") | {role: "bf16"}
     assert Precision(**roles, loss_scale="none") == expected
 
@@ -247,9 +247,9 @@ def test_a_disagreement_names_the_roles_and_the_cure(text, named):
 
 
 def test_eight_bits_are_for_the_wire_alone():
-    policy = parse("bf16_master,wire=f8_e4m3")
-    assert parse(str(policy)) == policy
-    assert policy.exported == policy.sampler
+    precision = parse("bf16_master,wire=f8_e4m3")
+    assert parse(str(precision)) == precision
+    assert precision.exported == precision.sampler
     assert parse("bf16_master,wire=f32").exported == jnp.float32
     with pytest.raises(ValueError, match="compute=f8_e4m3: nothing is computed in 8 bits"):
         parse("fp32,compute=f8_e4m3")

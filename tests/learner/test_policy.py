@@ -196,7 +196,7 @@ def test_missing_reference_is_an_error():
 
 def test_shadowed_ratio_has_the_samplers_value():
     """The clip of a shadowed ratio sees the sampler's dtypes; unmoved weights are never clipped."""
-    policy = dataclasses.replace(
+    precision = dataclasses.replace(
         FP32, wire=jnp.dtype(jnp.bfloat16), sampler=jnp.dtype(jnp.bfloat16)
     )
     served = learner(rows=2, precision=PRESETS["bf16"]).score(
@@ -206,7 +206,7 @@ def test_shadowed_ratio_has_the_samplers_value():
     batch = batch.replace(batch=batch.batch.replace(sampler_logprobs=served))
 
     def deviation(ratio):
-        one = learner(rows=2, precision=policy, recipe=grpo(ratio=ratio))
+        one = learner(rows=2, precision=precision, recipe=grpo(ratio=ratio))
         _, metrics = one.step(one.init(tiny.params()), batch)
         return to_floats(metrics)["ratio/kl"]
 
@@ -222,9 +222,9 @@ def test_rows_that_do_not_divide_are_an_error():
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**-10])
 def test_loss_scale_cancels(scale):
     batch = minibatch(rows_per_microbatch=2)
-    policy = dataclasses.replace(FP32, loss_scale=LossScaleSpec(initial=scale, floor=2.0**-20))
+    precision = dataclasses.replace(FP32, loss_scale=LossScaleSpec(initial=scale, floor=2.0**-20))
     assert_close(
-        gradient(learner(rows=2, precision=policy), batch),
+        gradient(learner(rows=2, precision=precision), batch),
         gradient(learner(rows=2), batch),
         rtol=1e-5,
     )
@@ -232,10 +232,10 @@ def test_loss_scale_cancels(scale):
 
 def test_into_overflow_and_back():
     """From far too large a scale: skipped and halved until gradients are finite, then up again."""
-    policy = dataclasses.replace(
+    precision = dataclasses.replace(
         PRESETS["fp16_master"], loss_scale=dynamic_loss_scale(2.0**60, interval=2)
     )
-    one = learner(rows=2, precision=policy, optimizer=optax.adam(1e-3))
+    one = learner(rows=2, precision=precision, optimizer=optax.adam(1e-3))
     batch = minibatch(rows_per_microbatch=2)
     state: LearnerState = one.init(tiny.params())
     scale, finite = 2.0**60, []
@@ -274,9 +274,11 @@ def test_gradients_that_underflow_in_f16_are_saved_by_the_scale():
     batch = minibatch(rows_per_microbatch=2)
     exact = gradient(learner(rows=2, recipe=NO_CLIP), batch)
     small = batch.replace(batch=batch.batch.replace(advantages=batch.batch.advantages * tiny_loss))
-    policy = dataclasses.replace(PRESETS["fp16_master"], loss_scale=LossScaleSpec(initial=2.0**48))
+    precision = dataclasses.replace(
+        PRESETS["fp16_master"], loss_scale=LossScaleSpec(initial=2.0**48)
+    )
     # The learning rate makes up for the loss, so that the difference of parameters shows it.
-    one = learner(rows=2, recipe=NO_CLIP, precision=policy, optimizer=optax.sgd(1 / tiny_loss))
+    one = learner(rows=2, recipe=NO_CLIP, precision=precision, optimizer=optax.sgd(1 / tiny_loss))
     assert_close(gradient(one, small), exact, rtol=0.012)
     unscaled = LossScale(scale=jnp.float32(1), good_steps=jnp.int32(0), skipped=jnp.int32(0))
     state = one.init(tiny.params()).replace(loss_scale=unscaled)
@@ -289,15 +291,15 @@ def test_gradients_that_underflow_in_f16_are_saved_by_the_scale():
 def test_half_precision_gradients_agree_with_f32(name, rtol):
     batch = minibatch(rows_per_microbatch=2)
     exact = gradient(learner(rows=2, recipe=NO_CLIP), batch)
-    policy = dataclasses.replace(PRESETS[name], loss_scale=LossScaleSpec(initial=2.0**8))
+    precision = dataclasses.replace(PRESETS[name], loss_scale=LossScaleSpec(initial=2.0**8))
     assert_close(
-        gradient(learner(rows=2, recipe=NO_CLIP, precision=policy), batch), exact, rtol=rtol
+        gradient(learner(rows=2, recipe=NO_CLIP, precision=precision), batch), exact, rtol=rtol
     )
 
 
 def test_state_keeps_the_dtypes_of_the_policy():
-    policy = dataclasses.replace(PRESETS["bf16"], moments=jnp.dtype(jnp.bfloat16))
-    one = learner(rows=2, precision=policy, optimizer=optax.adam(1e-3))
+    precision = dataclasses.replace(PRESETS["bf16"], moments=jnp.dtype(jnp.bfloat16))
+    one = learner(rows=2, precision=precision, optimizer=optax.adam(1e-3))
     state = one.init(tiny.params())
     after, _ = one.step(state, minibatch(rows_per_microbatch=2))
     for x in (state, after):

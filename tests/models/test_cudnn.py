@@ -83,12 +83,12 @@ def test_calls_of_a_layer_for_cuda(remat, forward, hopper, windows, monkeypatch)
     attend = kernels.by_kernel("cudnn", layout=layout())
     config = dataclasses.replace(tiny.CONFIG, windows=windows)
     model = decoder(config, remat=remat, attend=attend)
-    policy = parse("bf16_master")
-    params = init(model.specs, jax.random.key(0), dtype=policy.params)
+    precision = parse("bf16_master")
+    params = init(model.specs, jax.random.key(0), dtype=precision.params)
     tokens = jnp.ones((2, 96), jnp.int32)
 
     def loss(params):
-        out = model.hidden(params, tokens, tokens, tokens, precision=policy)
+        out = model.hidden(params, tokens, tokens, tokens, precision=precision)
         return jnp.sum(out.astype(jnp.float32))
 
     lowered = jax.jit(jax.grad(loss)).trace(params).lower(lowering_platforms=("cuda",))

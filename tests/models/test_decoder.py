@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from jaxrl.core import casts, precision
-from jaxrl.core.precision import PRESETS
+from jaxrl.core import casts
+from jaxrl.core.precision import PRESETS, jit, parse
 from jaxrl.huggingface.config.convert import from_hf_config
 from jaxrl.models import spec
 from jaxrl.models.model import decoder
@@ -31,18 +31,18 @@ def batch(rows=2, length=12):
     return tokens, positions, jnp.where(positions < length - 2, 1, 0)
 
 
-def total(model, params, *inputs, policy=FP32):
+def total(model, params, *inputs, precision=FP32):
     """A scalar in which every real token of `hidden` counts differently."""
-    hidden = model.hidden(params, *inputs, precision=policy).astype(policy.accumulate)
+    hidden = model.hidden(params, *inputs, precision=precision).astype(precision.accumulate)
     weights = jnp.cos(jnp.arange(hidden.size, dtype=hidden.dtype)).reshape(hidden.shape)
     real = inputs[2][..., None] > 0
     return jnp.sum(jnp.where(real, hidden * weights, 0))
 
 
-def lowered(settings, policy, **options):
+def lowered(settings, precision, **options):
     model = decoder(settings, **options)
-    params = spec.abstract(model.specs, dtype=policy.compute)
-    return jax.jit(jax.grad(partial(total, model, policy=policy))).lower(params, *batch())
+    params = spec.abstract(model.specs, dtype=precision.compute)
+    return jax.jit(jax.grad(partial(total, model, precision=precision))).lower(params, *batch())
 
 
 @pytest.mark.parametrize("remat", ["none", "layer"])
@@ -75,22 +75,22 @@ NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
     "text", ["fp32", "bf16", "bf16_master", "fp16_master", "bf16_master,activations=f32"]
 )
 def test_every_product_follows_the_policy(text, family):
-    policy = precision.parse(text)
-    program = lowered(config(family), policy).as_text()
+    precision = parse(text)
+    program = lowered(config(family), precision).as_text()
     found = [tuple(x.rsplit("x", 1)[-1] for x in match) for match in DOT.findall(program)]
     assert program.count("dot_general ") == len(found) >= 3 * 9
-    operand = NAMES[policy.compute.name]
+    operand = NAMES[precision.compute.name]
     assert set(found) == {(operand, operand, "f32")}
 
 
 def test_residual_stream_and_gradients_have_their_dtypes():
-    policy = precision.parse("bf16_master,activations=f16")
+    precision = parse("bf16_master,activations=f16")
     model = decoder(config())
-    params = spec.abstract(model.specs, dtype=policy.compute)
-    hidden = jax.eval_shape(partial(model.hidden, precision=policy), params, *batch())
-    assert hidden.dtype == policy.activations
-    grads = jax.eval_shape(jax.grad(partial(total, model, policy=policy)), params, *batch())
-    assert {x.dtype for x in jax.tree.leaves(grads)} == {policy.compute}
+    params = spec.abstract(model.specs, dtype=precision.compute)
+    hidden = jax.eval_shape(partial(model.hidden, precision=precision), params, *batch())
+    assert hidden.dtype == precision.activations
+    grads = jax.eval_shape(jax.grad(partial(total, model, precision=precision)), params, *batch())
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {precision.compute}
 
 
 def test_remat_changes_memory_and_nothing_else():
@@ -115,13 +115,13 @@ def test_16_bits_need_less_memory_than_32(remat):
     model = decoder(config(num_hidden_layers=4, hidden_size=64), remat=remat)
     memory = {}
     for name in ("fp32", "bf16_master", "fp16_master"):
-        policy = precision.parse(name)
-        params = spec.init(model.specs, jax.random.key(0), dtype=policy.params)
+        precision = parse(name)
+        params = spec.init(model.specs, jax.random.key(0), dtype=precision.params)
 
-        def loss(params, policy=policy):
-            return total(model, casts.cast(params, policy.compute), *inputs, policy=policy)
+        def loss(params, precision=precision):
+            return total(model, casts.cast(params, precision.compute), *inputs, precision=precision)
 
-        step = precision.jit(jax.grad(loss)).lower(params).compile()
+        step = jit(jax.grad(loss)).lower(params).compile()
         memory[name] = step.memory_analysis().temp_size_in_bytes
     assert memory["bf16_master"] < memory["fp32"]
     assert memory["fp16_master"] < memory["fp32"]
@@ -134,12 +134,12 @@ def test_an_unknown_remat_is_refused():
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_gradients_agree_with_differences(family):
-    f64 = precision.parse("fp32,compute=f64,activations=f64,logits=f64")
+    f64 = parse("fp32,compute=f64,activations=f64,logits=f64")
     with jax.enable_x64(True):
         model = decoder(config(family, num_hidden_layers=2))
         params = spec.init(model.specs, jax.random.key(0), dtype=f64.compute)
         inputs = batch(rows=1, length=6)
-        function = jax.jit(lambda params: total(model, params, *inputs, policy=f64))
+        function = jax.jit(lambda params: total(model, params, *inputs, precision=f64))
         check_grads(function, (params,), order=1, modes=["rev"], eps=1e-6, rtol=1e-6)
 
 
@@ -159,17 +159,16 @@ def test_padding_is_finite_and_reaches_nothing():
 
 def test_a_frequent_tokens_gradient_is_summed_in_f32():
     model = decoder(config(num_hidden_layers=1))
-    policy = PRESETS["bf16_master"]
+    precision = PRESETS["bf16_master"]
     params = casts.cast(
-        spec.init(model.specs, jax.random.key(0), dtype=policy.params), policy.compute
+        spec.init(model.specs, jax.random.key(0), dtype=precision.params), precision.compute
     )
     # Rows of one token each: their gradients are equal, and 300 of them exceed 8 bits of mantissa.
     ones = jnp.ones((300, 1), jnp.int32)
 
     def mean(table, rows):
-        hidden = model.hidden(
-            {**params, "embed": table}, ones[:rows], 0 * ones[:rows], ones[:rows], precision=policy
-        )
+        inputs = (ones[:rows], 0 * ones[:rows], ones[:rows])
+        hidden = model.hidden({**params, "embed": table}, *inputs, precision=precision)
         return jnp.sum(hidden.astype(jnp.float32) * jnp.arange(32.0).reshape(1, 1, -1))
 
     gradient = jax.jit(jax.grad(mean), static_argnums=1)
@@ -193,13 +192,13 @@ def test_constrain_sees_the_stream_the_heads_and_the_feed_forward():
     }
 
 
-@pytest.mark.parametrize(("policy", "shared"), [("fp32,sums=fixed", False), ("fp32", True)])
-def test_what_linear_layers_cannot_do_is_refused(policy, shared):
+@pytest.mark.parametrize(("text", "shared"), [("fp32,sums=fixed", False), ("fp32", True)])
+def test_what_linear_layers_cannot_do_is_refused(text, shared):
     model = decoder(config("qwen3_next", **DELTA | EXPERTS))
     params, inputs = spec.abstract(model.specs, dtype=FP32.params), batch()
     settings = {"seen_until": inputs[1]} if shared else {}
     with pytest.raises(ValueError, match=r"(is|are) not supported for qwen3_next"):
-        model.hidden(params, *inputs, precision=precision.parse(policy), **settings)
+        model.hidden(params, *inputs, precision=parse(text), **settings)
 
 
 def test_a_model_is_hashable():

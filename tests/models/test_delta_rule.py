@@ -138,8 +138,8 @@ def test_a_convolution_reads_its_own_segment():
 
 
 def test_states_are_wide_and_results_are_activations():
-    policy = PRESETS["bf16_master"]
+    precision = PRESETS["bf16_master"]
     q, k, v, decay, beta = map(jnp.asarray, inputs())
-    rule = partial(delta_rule, precision=policy)
+    rule = partial(delta_rule, precision=precision)
     out, state = jax.eval_shape(rule, q, k, v, Gates(decay, beta), jnp.asarray(segments()))
-    assert (out.dtype, state.dtype) == (policy.activations, policy.accumulate)
+    assert (out.dtype, state.dtype) == (precision.activations, precision.accumulate)

@@ -12,8 +12,7 @@ import torch
 from jax.test_util import check_grads
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from jaxrl.core import precision
-from jaxrl.core.precision import PRESETS
+from jaxrl.core.precision import PRESETS, parse
 from jaxrl.models import spec
 from jaxrl.models.experts import imbalance, mixture, route
 from jaxrl.models.layers import LayerContext
@@ -75,7 +74,7 @@ def test_a_token_is_the_weighted_sum_of_its_experts(renormalise):
 
 
 def test_gradients_agree_with_differences():
-    f64 = precision.parse("fp32,compute=f64,activations=f64,logits=f64")
+    f64 = parse("fp32,compute=f64,activations=f64,logits=f64")
     with jax.enable_x64(True):
         x, one = stream(length=4).astype(f64.compute), layer(f64.compute)
 
@@ -88,31 +87,32 @@ def test_gradients_agree_with_differences():
 
 @pytest.mark.parametrize("text", ["bf16_master", "fp16_master", "bf16_master,activations=f32"])
 def test_every_product_follows_the_policy(text):
-    policy = precision.parse(text)
+    precision = parse(text)
 
     def total(x, one):
-        return jnp.sum(feed_forward(x, one, config=CONFIG, precision=policy)[0].astype(jnp.float32))
+        y, _ = feed_forward(x, one, config=CONFIG, precision=precision)
+        return jnp.sum(y.astype(jnp.float32))
 
-    one = jax.tree.map(lambda x: x.astype(policy.compute), layer())
+    one = jax.tree.map(lambda x: x.astype(precision.compute), layer())
     found = jax.jit(jax.grad(total, argnums=(0, 1)))
-    grads = jax.eval_shape(found, stream().astype(policy.activations), one)
-    assert {x.dtype for x in jax.tree.leaves(grads[1])} == {policy.compute}
-    assert grads[0].dtype == policy.activations
-    program = found.lower(stream().astype(policy.activations), one).as_text()
+    grads = jax.eval_shape(found, stream().astype(precision.activations), one)
+    assert {x.dtype for x in jax.tree.leaves(grads[1])} == {precision.compute}
+    assert grads[0].dtype == precision.activations
+    program = found.lower(stream().astype(precision.activations), one).as_text()
     products = re.findall(
         r"dot_general .*: \(tensor<\S+x(\w+)>, tensor<\S+x(\w+)>\) -> tensor<\S+x(\w+)>", program
     )
-    operand = {"bfloat16": "bf16", "float16": "f16"}[policy.compute.name]
+    operand = {"bfloat16": "bf16", "float16": "f16"}[precision.compute.name]
     assert len(products) == 3 * 4  # the router and three projections, forward and backward
     assert set(products) == {(operand, operand, "f32")}
 
 
 def test_routing_is_not_rounded_to_half_precision():
     x, router = stream(), layer()["router"]
-    policy = PRESETS["bf16_master"]
-    routing = route(x, {"router": router}, context=LayerContext(CONFIG, policy))
-    assert {routing.probs.dtype, routing.weights.dtype} == {policy.accumulate}
-    rounded = (a.astype(policy.compute).astype(jnp.float32) for a in (x, router))
+    precision = PRESETS["bf16_master"]
+    routing = route(x, {"router": router}, context=LayerContext(CONFIG, precision))
+    assert {routing.probs.dtype, routing.weights.dtype} == {precision.accumulate}
+    rounded = (a.astype(precision.compute).astype(jnp.float32) for a in (x, router))
     exact = jax.nn.softmax(jnp.einsum("btd,ed->bte", *rounded))
     np.testing.assert_allclose(routing.probs, exact, rtol=1e-5)
 

@@ -8,12 +8,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
-from jaxrl.core import precision
+from jaxrl.core.precision import PRESETS, parse
 from jaxrl.models.logprobs import Chunk, Head, token_logprobs, token_logprobs_and_entropy
 from jaxrl.sharding.mesh import make_mesh
 
-F64 = precision.parse("fp32,compute=f64,activations=f64,logits=f64")
-FP32 = precision.parse("fp32")
+F64 = parse("fp32,compute=f64,activations=f64,logits=f64")
+FP32 = parse("fp32")
 
 
 @pytest.fixture
@@ -106,13 +106,13 @@ def test_entropy_is_optional(x64):
 @pytest.mark.parametrize("name", ["fp32", "bf16_master"])
 def test_entropy_leaves_the_bits_of_the_logprobs(name):
     """Those of the shadow, which has an entropy, are compared with those of the score."""
-    policy, rng = precision.PRESETS[name], np.random.default_rng(0)
-    hidden = jnp.asarray(rng.normal(size=(8, 96, 64)), policy.activations)
-    head = Head(jnp.asarray(rng.normal(size=(97, 64)) * 0.05, policy.compute))
+    precision, rng = PRESETS[name], np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(8, 96, 64)), precision.activations)
+    head = Head(jnp.asarray(rng.normal(size=(97, 64)) * 0.05, precision.compute))
     tokens, mask = jnp.asarray(rng.integers(0, 97, (8, 96))), jnp.asarray(rng.random((8, 96)) < 0.7)
     tokens = tokens.astype(jnp.int32)
     alone, both = (
-        jax.jit(functools.partial(scores, tokens=tokens, mask=mask, precision=policy))
+        jax.jit(functools.partial(scores, tokens=tokens, mask=mask, precision=precision))
         for scores in (token_logprobs, token_logprobs_and_entropy)
     )
     np.testing.assert_array_equal(alone(hidden, head), both(hidden, head)[0])
@@ -179,12 +179,13 @@ def test_temperature():
 
 @pytest.mark.parametrize(("name", "epsilon"), [("bf16_master", 2.0**-8), ("fp16_master", 2.0**-11)])
 def test_half_precision_rounds_operands_and_nothing_else(name, epsilon):
-    policy = precision.parse(name)
+    precision = parse(name)
     hidden, unembedding, tokens, mask, cotangents = inputs(width=64, vocab=50, dtype=np.float32)
-    hidden, unembedding = hidden.astype(policy.activations), unembedding.astype(policy.compute)
+    hidden = hidden.astype(precision.activations)
+    unembedding = unembedding.astype(precision.compute)
     values, gradients = value_and_grad(
         lambda h, w: token_logprobs_and_entropy(
-            h, Head(w), tokens, mask, precision=policy, chunk=Chunk(4, 16)
+            h, Head(w), tokens, mask, precision=precision, chunk=Chunk(4, 16)
         ),
         hidden,
         unembedding,
@@ -207,7 +208,7 @@ def test_half_precision_rounds_operands_and_nothing_else(name, epsilon):
 
 def test_logits_dtype_rounds_the_result():
     hidden, unembedding, tokens, mask, _ = inputs(dtype=np.float32)
-    coarse = precision.parse("fp32,logits=bf16")
+    coarse = parse("fp32,logits=bf16")
     ours = token_logprobs(
         hidden, Head(unembedding), tokens, mask, precision=coarse, chunk=Chunk(4, 8)
     )
@@ -244,21 +245,21 @@ def test_memory_grows_with_the_vocabulary_by_its_parameter_only(name, most):
     accumulator (4), of the reordered unembedding (4, or 2) and, where XLA emulates bf16 products
     in f32, of an f32 copy of that and of the gradient before it is cast. Logits would cost B * T *
     4 = 512 bytes, of one chunk of positions alone 128; D * 12 = 96."""
-    policy, batch, length, width, chunk = precision.parse(name), 2, 64, 8, Chunk(16, 128)
+    precision, batch, length, width, chunk = parse(name), 2, 64, 8, Chunk(16, 128)
     tokens = jnp.zeros((batch, length), jnp.int32)
 
     def compiled(vocab):
         def loss(hidden, unembedding):
             logprobs, entropy = token_logprobs_and_entropy(
-                hidden, Head(unembedding), tokens, tokens == 0, precision=policy, chunk=chunk
+                hidden, Head(unembedding), tokens, tokens == 0, precision=precision, chunk=chunk
             )
             return jnp.sum(logprobs + 0.1 * entropy)
 
         return (
             jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
             .lower(
-                jax.ShapeDtypeStruct((batch, length, width), policy.activations),
-                jax.ShapeDtypeStruct((vocab, width), policy.compute),
+                jax.ShapeDtypeStruct((batch, length, width), precision.activations),
+                jax.ShapeDtypeStruct((vocab, width), precision.compute),
             )
             .compile()
         )

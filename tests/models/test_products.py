@@ -1,4 +1,4 @@
-"""Every product follows the policy: in the source, as lowered and as compiled."""
+"""Every product follows the dtype policy: in the source, as lowered and as compiled."""
 
 import ast
 import re
@@ -12,9 +12,9 @@ import optax
 import pytest
 
 import jaxrl
-from jaxrl.core import casts, precision
+from jaxrl.core import casts
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
-from jaxrl.core.precision import PRESETS, jit, sampler_precision
+from jaxrl.core.precision import PRESETS, check_products, jit, parse, sampler_precision
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import grpo
 from jaxrl.models import spec
@@ -54,17 +54,21 @@ def test_no_program_is_compiled_without_the_policys_options():
     assert not found, "use precision.jit, which keeps every rounding"
 
 
-def programs(policy, config=tiny.CONFIG):
+def programs(precision, config=tiny.CONFIG):
     """The learner's step and scores, prefill and a decode step, as (function, arguments)."""
     model = decoder(config)
-    params = spec.init(model.specs, jax.random.key(0), dtype=policy.params)
+    params = spec.init(model.specs, jax.random.key(0), dtype=precision.params)
     learner = make_learner(
-        model, grpo().objective, optimizer=optax.sgd(0.1), precision=policy, rows_per_microbatch=2
+        model,
+        grpo().objective,
+        optimizer=optax.sgd(0.1),
+        precision=precision,
+        rows_per_microbatch=2,
     )
     rollouts = tiny.rollouts(4)
     shape = MinibatchShape(row_length=64, rows_per_microbatch=2, max_rows=4)
     minibatch = pack_minibatch(rollouts, [1.0] * 4, shape=shape)
-    sampler = sampler_precision(policy)
+    sampler = sampler_precision(precision)
     served = casts.cast(params, sampler.compute)
     static = {"model": model, "precision": sampler}
     tokens, lengths = np.ones((4, 16), np.int32), np.full(4, 9, np.int32)
@@ -91,9 +95,9 @@ SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_compiled_products_have_the_operands_that_the_policy_names(name):
-    policy = PRESETS[name]
-    for program, (function, arguments) in programs(policy).items():
-        side = policy if program in ("step", "score") else sampler_precision(policy)
+    precision = PRESETS[name]
+    for program, (function, arguments) in programs(precision).items():
+        side = precision if program in ("step", "score") else sampler_precision(precision)
         text = jit(function).lower(*arguments).compile().as_text()
         assert text is not None
         types = dict(re.findall(r"%(\S+) = (\w+)\[", text)) | dict(
@@ -116,10 +120,10 @@ def has_bf16_units() -> bool:
 
 @pytest.mark.skipif(not has_bf16_units(), reason="XLA widens bf16 on a CPU without units for it")
 def test_no_product_of_a_gradient_is_widened():
-    policy = precision.parse("bf16_master")
+    precision = parse("bf16_master")
 
     def gradient(x, weight, dy):
-        return jax.vjp(lambda *a: matmul(*a, precision=policy), x, weight)[1](dy)
+        return jax.vjp(lambda *a: matmul(*a, precision=precision), x, weight)[1](dy)
 
     shapes = [(256, 64), (128, 64), (256, 128)]
     arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
@@ -134,12 +138,12 @@ def test_no_product_of_a_gradient_is_widened():
 @pytest.mark.parametrize("name", ["fp32", "bf16_master", "fp16_master"])
 def test_a_transposed_product_may_be_transposed(name, widths):
     # XLA turns transpose(x.T @ y) into y.T @ x, and fails at run time if the operands are bf16.
-    policy = precision.parse(name)
+    precision = parse(name)
     x, y = (jax.random.normal(jax.random.key(i), (2, 96, n)) for i, n in enumerate(widths))
-    x, y = (array.astype(policy.compute) for array in (x, y))
+    x, y = (array.astype(precision.compute) for array in (x, y))
 
     def transpose(x, y):
-        return transposed_product(x, y, batch=(0,), precision=policy).swapaxes(1, 2)
+        return transposed_product(x, y, batch=(0,), precision=precision).swapaxes(1, 2)
 
     expected = np.swapaxes(np.asarray(y, np.float32), 1, 2) @ np.asarray(x, np.float32)
     np.testing.assert_allclose(jit(transpose)(x, y), expected, atol=1e-4)
@@ -164,8 +168,8 @@ def test_a_rounding_between_two_operations_is_kept():
     ],
 )
 def test_lowered_products_name_their_algorithm(text, said):
-    policy = precision.parse(text)
-    for program, (function, arguments) in programs(policy).items():
+    precision = parse(text)
+    for program, (function, arguments) in programs(precision).items():
         traced = jax.jit(function).trace(*arguments)
         for platform in ("cuda", "tpu"):
             lowered = traced.lower(lowering_platforms=(platform,))
@@ -175,27 +179,27 @@ def test_lowered_products_name_their_algorithm(text, said):
 
 
 def test_products_that_the_partitioner_drops_are_refused():
-    policy = precision.parse("fp32,products=bf16x3")
-    precision.check_products(policy, "tpu")
+    precision = parse("fp32,products=bf16x3")
+    check_products(precision, "tpu")
     with pytest.raises(ValueError, match="XLA cannot divide products=bf16x3 over 4 devices"):
-        precision.check_products(policy, "tpu", devices=4)
-    precision.check_products(precision.parse("fp32"), "tpu", devices=4)
+        check_products(precision, "tpu", devices=4)
+    check_products(parse("fp32"), "tpu", devices=4)
 
 
 def test_experts_refuse_products_that_their_kernel_ignores():
-    policy = precision.parse("fp32,products=tf32")
+    precision = parse("fp32,products=tf32")
     x, y = jnp.zeros((4, 6)), jnp.zeros((2, 3, 6))
     with pytest.raises(ValueError, match="products=tf32 is not available for a mixture"):
-        grouped_product(x, y, jnp.array([2, 2]), contract=(1, 2), precision=policy)
+        grouped_product(x, y, jnp.array([2, 2]), contract=(1, 2), precision=precision)
 
 
 @pytest.mark.parametrize(("name", "said"), [("bf16_master", False), ("fp32", True)])
 def test_grouped_products_of_bf16_do_not_ask_for_more(name, said):
     # They are exact in any case, and the TPU's kernel does not compile if it is asked.
-    policy = precision.parse(name)
+    precision = parse(name)
 
     def grouped(x, y):
-        return grouped_product(x, y, jnp.array([2, 2]), contract=(1, 2), precision=policy)
+        return grouped_product(x, y, jnp.array([2, 2]), contract=(1, 2), precision=precision)
 
     traced = jax.jit(grouped).trace(jnp.zeros((4, 6)), jnp.zeros((2, 3, 6)))
     text = traced.lower(lowering_platforms=("tpu",)).as_text()

@@ -76,11 +76,11 @@ def test_scores_equal_those_of_transformers_padded_and_packed(family, tied, tmp_
 
 
 def test_scores_follow_the_dtype_policy():
-    policy = PRESETS["bf16_master"]
+    precision = PRESETS["bf16_master"]
     hidden = jax.random.normal(jax.random.key(0), (2, 3, 8))
     head = jax.random.normal(jax.random.key(1), (1, 8))
     x, w = (np.asarray(a.astype(jnp.bfloat16), np.float32) for a in (hidden, head))
-    got = token_scores(hidden, head, precision=policy)
+    got = token_scores(hidden, head, precision=precision)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, x @ w[0], rtol=1e-6)
 

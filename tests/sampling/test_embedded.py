@@ -79,9 +79,9 @@ def test_logprobs_are_the_learners(sampler):
         np.testing.assert_allclose(one.logprobs, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["bf16_master", "fp16_master"])
-def test_half_precision_logprobs_are_those_of_the_shadow_forward(policy):
-    precision = parse(policy)
+@pytest.mark.parametrize("text", ["bf16_master", "fp16_master"])
+def test_half_precision_logprobs_are_those_of_the_shadow_forward(text):
+    precision = parse(text)
     sampler = EmbeddedSampler(MODEL, PARAMS, precision=precision)
     one = _sample(sampler)[2, 3]
     expected = _learner_logprobs(one, precision=sampler_precision(precision), temperature=0.8)
@@ -91,9 +91,9 @@ def test_half_precision_logprobs_are_those_of_the_shadow_forward(policy):
 
 
 def test_eight_bit_wire_weights_are_computed_in_the_samplers_dtype():
-    policy = parse("bf16_master,wire=f8_e4m3")
-    rounded = cast(cast(PARAMS, policy.wire), policy.sampler)
-    coarse = _sample(EmbeddedSampler(MODEL, PARAMS, precision=policy))
+    precision = parse("bf16_master,wire=f8_e4m3")
+    rounded = cast(cast(PARAMS, precision.wire), precision.sampler)
+    coarse = _sample(EmbeddedSampler(MODEL, PARAMS, precision=precision))
     assert _same_tokens(
         coarse, _sample(EmbeddedSampler(MODEL, rounded, precision=parse("bf16_master")))
     )
@@ -206,10 +206,11 @@ def test_devices_of_its_own_serve_the_learners_weights(greedy):
     learners, own = jax.devices()[:4], jax.devices()[4:6]
     fsdp = Layout(make_mesh(fsdp=4, devices=learners), RULES["fsdp"])
     params = jax.device_put(PARAMS, fsdp.tree(MODEL.specs))
-    layout, policy = Layout(make_mesh(data=2, devices=own), RULES["data"]), parse("fp32,wire=bf16")
-    rounded = EmbeddedSampler(MODEL, params, precision=policy, layout=layout)
+    layout = Layout(make_mesh(data=2, devices=own), RULES["data"])
+    precision = parse("fp32,wire=bf16")
+    rounded = EmbeddedSampler(MODEL, params, precision=precision, layout=layout)
     served = jax.tree.leaves(rounded._weights.params)
-    for mine, sent in zip(served, jax.tree.leaves(as_served(PARAMS, policy)), strict=True):
+    for mine, sent in zip(served, jax.tree.leaves(as_served(PARAMS, precision)), strict=True):
         assert mine.devices() == set(own)
         for part in mine.addressable_shards:  # `data` keeps whole weights on each device
             np.testing.assert_array_equal(part.data, sent, strict=True)

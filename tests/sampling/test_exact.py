@@ -97,12 +97,12 @@ INEXACT = {
 }
 
 
-def sampled(model, params, policy, *, max_batch=64, prompts=4, lengths=(3, 40)):
+def sampled(model, params, precision, *, max_batch=64, prompts=4, lengths=(3, 40)):
     rng = np.random.default_rng(0)
     contexts = [
         rng.integers(2, 256, rng.integers(*lengths)).astype(np.int32) for _ in range(prompts)
     ]
-    sampler = EmbeddedSampler(model, params, precision=policy, max_batch=max_batch)
+    sampler = EmbeddedSampler(model, params, precision=precision, max_batch=max_batch)
     settings = SamplingParams(max_tokens=72, temperature=TEMPERATURE, seed=1)
     completions = sampler.sample(contexts, settings, group_size=2)
     return [
@@ -111,30 +111,30 @@ def sampled(model, params, policy, *, max_batch=64, prompts=4, lengths=(3, 40)):
     ]
 
 
-def packed(policy, rollouts, *, row_length=112, rows=4):
+def packed(precision, rollouts, *, row_length=112, rows=4):
     shape = MinibatchShape(
         row_length=row_length,
         rows_per_microbatch=rows,
         max_rows=len(rollouts),
-        align=sequence_alignment(policy),
+        align=sequence_alignment(precision),
     )
     return shape, pack_minibatch(rollouts, [1.0] * len(rollouts), shape=shape)
 
 
-def a_learner(model, policy, *, rows=4):
+def a_learner(model, precision, *, rows=4):
     return make_learner(
         model._replace(temperature=TEMPERATURE),
         grpo().objective,
         optimizer=optax.sgd(1.0),
-        precision=policy,
+        precision=precision,
         rows_per_microbatch=rows,
     )
 
 
-def differences(model, params, policy, rollouts, *, row_length=112, rows=4):
+def differences(model, params, precision, rollouts, *, row_length=112, rows=4):
     """The learner's log-prob minus the sampler's of every token."""
-    shape, minibatch = packed(policy, rollouts, row_length=row_length, rows=rows)
-    score = jit(a_learner(model, policy, rows=rows).score, sums=policy.sums)
+    shape, minibatch = packed(precision, rollouts, row_length=row_length, rows=rows)
+    score = jit(a_learner(model, precision, rows=rows).score, sums=precision.sums)
     scored = unpack(np.asarray(score(params, minibatch)), rollouts, shape=shape)
     return np.concatenate([s - r.logprobs for s, r in zip(scored, rollouts, strict=True)])
 
@@ -155,15 +155,15 @@ def a_model(family, **settings):
 
 
 @functools.cache
-def rollouts_of(family, policy):
+def rollouts_of(family, precision):
     """The rollouts of a family's model, which several tests read."""
-    return sampled(*a_model(family), policy)
+    return sampled(*a_model(family), precision)
 
 
 BOUNDS = {"fp32": 2e-6, "bf16_master": 4e-3, "fp16_master": 1.8e-3}
 
 
-# Of the later families one policy each: what they add does not depend on it.
+# Of the later families one precision each: what they add does not depend on it.
 LATER = (
     "gemma2",
     "gemma3_text",
@@ -181,33 +181,33 @@ PAIRS = [(f, name) for f in FAMILIES for name in BOUNDS if f not in LATER or nam
 @pytest.mark.parametrize(("family", "name"), PAIRS)
 def test_with_fixed_sums_every_token_is_equal(family, name):
     model, params = a_model(family)
-    policy = dataclasses.replace(parse(name), sums="fixed")
-    rollouts = rollouts_of(family, policy)
-    assert not differences(model, params, policy, rollouts).any()
+    precision = dataclasses.replace(parse(name), sums="fixed")
+    rollouts = rollouts_of(family, precision)
+    assert not differences(model, params, precision, rollouts).any()
 
 
 def test_with_fixed_sums_neither_batch_nor_microbatch_nor_packing_matters():
     model, params = a_model("qwen3")
-    policy = parse("bf16_master,sums=fixed")
-    whole = rollouts_of("qwen3", policy)
+    precision = parse("bf16_master,sums=fixed")
+    whole = rollouts_of("qwen3", precision)
     for max_batch in (1, 3):
-        few = sampled(model, params, policy, max_batch=max_batch, prompts=3)
+        few = sampled(model, params, precision, max_batch=max_batch, prompts=3)
         for one, other in zip(few, whole[: len(few)], strict=True):
             np.testing.assert_array_equal(one.completion, other.completion)
             np.testing.assert_array_equal(one.logprobs, other.logprobs)
     for row_length, rows in ((112, 1), (300, 2), (257, 5)):
-        found = differences(model, params, policy, whole, row_length=row_length, rows=rows)
+        found = differences(model, params, precision, whole, row_length=row_length, rows=rows)
         assert not found.any(), (row_length, rows)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16_master"])
 def test_with_fixed_sums_every_token_is_equal_where_only_the_window_is_read(name):
     model, params = a_model("mistral", max_position_embeddings=1024)
-    policy = dataclasses.replace(parse(name), sums="fixed")
+    precision = dataclasses.replace(parse(name), sums="fixed")
     # The window of the first token begins in the first 512 slots, that of the last one does not.
-    rollouts = sampled(model, params, policy, prompts=3, lengths=(480, 530))
-    rollouts += sampled(model, params, policy, prompts=1, lengths=(900, 910))
-    assert not differences(model, params, policy, rollouts, row_length=1024).any()
+    rollouts = sampled(model, params, precision, prompts=3, lengths=(480, 530))
+    rollouts += sampled(model, params, precision, prompts=1, lengths=(900, 910))
+    assert not differences(model, params, precision, rollouts, row_length=1024).any()
 
 
 @pytest.mark.parametrize(
@@ -219,15 +219,15 @@ def test_with_fixed_sums_every_token_is_equal_where_only_the_window_is_read(name
 )
 def test_with_fixed_sums_neither_order_nor_company_matters_where_turns_wait(family, name):
     model, params = a_model(family)
-    policy = dataclasses.replace(parse(name), sums="fixed")
-    whole = rollouts_of(family, policy)
+    precision = dataclasses.replace(parse(name), sums="fixed")
+    whole = rollouts_of(family, precision)
     rng = np.random.default_rng(0)
     limits = [72, *rng.integers(1, 73, len(whole) - 1)]
     turns = [
         Turn(one.prompt, one.group, i % 2, int(limit))
         for i, (one, limit) in enumerate(zip(whole, limits, strict=True))
     ]
-    sampler = EmbeddedSampler(model, params, precision=policy, max_batch=4)
+    sampler = EmbeddedSampler(model, params, precision=precision, max_batch=4)
     settings = SamplingParams(max_tokens=72, temperature=TEMPERATURE, seed=1)
     for order in (range(len(turns)), rng.permutation(len(turns))):
         for found in sampler.sample_turns([turns[i] for i in order], settings):
@@ -240,9 +240,9 @@ def test_with_fixed_sums_neither_order_nor_company_matters_where_turns_wait(fami
 @pytest.mark.parametrize("name", BOUNDS)
 def test_with_fixed_sums_the_training_step_sees_a_ratio_of_one(name):
     model, params = a_model("qwen3")
-    policy = dataclasses.replace(parse(name), sums="fixed")
-    learner = a_learner(model, policy)
-    _, minibatch = packed(policy, rollouts_of("qwen3", policy), row_length=300)
+    precision = dataclasses.replace(parse(name), sums="fixed")
+    learner = a_learner(model, precision)
+    _, minibatch = packed(precision, rollouts_of("qwen3", precision), row_length=300)
     _, metrics = jit(learner.step, sums="fixed")(learner.init(params), minibatch)
     found = to_floats(metrics)
     assert found["mismatch/token_mult_error"] == 1
@@ -253,10 +253,10 @@ def test_with_fixed_sums_there_is_no_shape_noise():
     model, params = a_model("qwen3")
     noise = {}
     for sums in ("fixed", "any"):
-        policy = parse(f"fp32,sums={sums}")
-        rollouts = rollouts_of("qwen3", policy)
-        shape, minibatch = packed(policy, rollouts, row_length=256)
-        score = functools.partial(jit(a_learner(model, policy).score, sums=sums), params)
+        precision = parse(f"fp32,sums={sums}")
+        rollouts = rollouts_of("qwen3", precision)
+        shape, minibatch = packed(precision, rollouts, row_length=256)
+        score = functools.partial(jit(a_learner(model, precision).score, sums=sums), params)
         scores = np.asarray(score(minibatch))
         noise[sums] = shape_noise(score, rollouts, shape=shape, scores=scores)
     assert len(noise["fixed"]) == sum(len(r.completion) for r in rollouts[:4])
@@ -266,9 +266,9 @@ def test_with_fixed_sums_there_is_no_shape_noise():
 
 def test_with_fixed_sums_a_large_vocabulary_is_added_as_one():
     model, params = a_model("qwen3", vocab_size=40_001, num_hidden_layers=1)
-    policy = parse("bf16_master,sums=fixed")
-    rollouts = sampled(model, params, policy, prompts=2)
-    assert not differences(model, params, policy, rollouts).any()
+    precision = parse("bf16_master,sums=fixed")
+    rollouts = sampled(model, params, precision, prompts=2)
+    assert not differences(model, params, precision, rollouts).any()
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_with_fixed_sums_a_large_vocabulary_is_added_as_one():
 )
 def test_without_fixed_sums_the_difference_is_small(family, name):
     model, params = a_model(family)
-    policy = parse(name)
-    found = differences(model, params, policy, rollouts_of(family, policy))
+    precision = parse(name)
+    found = differences(model, params, precision, rollouts_of(family, precision))
     # Chunks and single tokens round in other places.
     assert found.std() <= BOUNDS[name] * (1 if family == "qwen3" else 4)

@@ -82,16 +82,16 @@ def test_a_mesh_gives_the_completions_of_one_device(cut):
 
 @pytest.mark.parametrize("name", ["fp32", "bf16_master"])
 def test_the_cache_holds_the_narrow_projection_alone(name):
-    policy = sampler_precision(parse(f"{name},latent=sampler"))
-    params = jax.tree.map(lambda x: x.astype(policy.compute), tiny.params(config=tiny.DEEPSEEK))
+    precision = sampler_precision(parse(f"{name},latent=sampler"))
+    params = jax.tree.map(lambda x: x.astype(precision.compute), tiny.params(config=tiny.DEEPSEEK))
     cache, _ = prefill(
         params,
         np.full((3, 16), 2, np.int32),
         np.full(3, 16, np.int32),
         model=decoder(tiny.DEEPSEEK),
-        precision=policy,
+        precision=precision,
         record_experts=False,
     )
     latent = tiny.DEEPSEEK.latent
     numbers = tiny.DEEPSEEK.num_layers * 3 * 16 * (latent.kv_rank + latent.rope_dim)
-    assert sum(x.nbytes for x in jax.tree.leaves(cache)) == numbers * policy.compute.itemsize
+    assert sum(x.nbytes for x in jax.tree.leaves(cache)) == numbers * precision.compute.itemsize

@@ -94,11 +94,11 @@ def test_adapter_step_equals_the_one_by_hand():
 
 
 def test_frozen_parameters_have_no_master_copy_moments_or_checkpoint():
-    policy = PRECISIONS["bf16_master"]
-    shapes = lora.abstract(specs(), trained=policy.params, kept=policy.wire)
-    state = jax.eval_shape(make(optax.adam(1e-3), precision=policy).init, shapes)
-    assert {x.dtype for x in jax.tree.leaves(state.params.frozen)} == {policy.wire}
-    assert {x.dtype for x in jax.tree.leaves(state.params.adapters)} == {policy.params}
+    precision = PRECISIONS["bf16_master"]
+    shapes = lora.abstract(specs(), trained=precision.params, kept=precision.wire)
+    state = jax.eval_shape(make(optax.adam(1e-3), precision=precision).init, shapes)
+    assert {x.dtype for x in jax.tree.leaves(state.params.frozen)} == {precision.wire}
+    assert {x.dtype for x in jax.tree.leaves(state.params.adapters)} == {precision.params}
     trained = sum(x.size for x in jax.tree.leaves(state.params.adapters))
     assert sum(x.size for x in jax.tree.leaves(state.opt_state)) == 2 * trained + 1
     kept = checkpoint_view(state)

@@ -126,12 +126,12 @@ def test_loss_is_the_mean_cross_entropy_of_completion_tokens(material):
     tokenizer = huggingface.load_tokenizer(material / "untrained")
     sequences = sft.load_texts(config(material, "x").data, tokenizer, max_tokens=96).sequences[:3]
     decoder_config, params = huggingface.load(material / "untrained", dtype=np.dtype(np.float32))
-    model, policy = decoder(decoder_config), PRESETS["fp32"]
+    model, precision = decoder(decoder_config), PRESETS["fp32"]
     total, count = 0.0, 0
     for one in sequences:
         tokens = jnp.asarray([*one.prompt, *one.completion])[None]
         where = jnp.arange(tokens.shape[1])[None]
-        hidden = model.hidden(params, tokens, where, jnp.ones_like(tokens), precision=policy)
+        hidden = model.hidden(params, tokens, where, jnp.ones_like(tokens), precision=precision)
         logprobs = jax.nn.log_softmax(hidden[0] @ model.unembedding(params).T)
         learnt = range(len(one.prompt), one.length)
         total -= sum(float(logprobs[t - 1, tokens[0, t]]) for t in learnt)
@@ -149,7 +149,7 @@ def test_loss_is_the_mean_cross_entropy_of_completion_tokens(material):
             clip_norm=None,
             specs=model.specs,
         ),
-        precision=policy,
+        precision=precision,
         rows_per_microbatch=2,
     )
     batch = pack(sequences, [0.0] * 3, rows=[[0, 2], [1]], row_length=96)

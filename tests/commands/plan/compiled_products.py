@@ -1,4 +1,4 @@
-"""Compiles the learner's step for a chip under several policies and prints its products as JSON.
+"""Compiles the learner's step for a chip under several precisions and prints its products as JSON.
 
 python -m tests.commands.plan.compiled_products TOPOLOGY MODEL_DIR POLICY...
 """
@@ -14,9 +14,9 @@ from jaxrl.core.precision import jit
 
 
 def main() -> None:
-    topology, model, *policies = sys.argv[1:]
+    topology, model, *precisions = sys.argv[1:]
     found = {}
-    for text in policies:
+    for text in precisions:
         config = Config.model_validate(
             {
                 "model": {"path": model},

@@ -1,4 +1,4 @@
-"""Rates of products by data sheets, against the policies that a platform accepts."""
+"""Rates of products by data sheets, against the precisions that a platform accepts."""
 
 import jax
 import pytest
@@ -8,8 +8,8 @@ from jaxrl.commands.plan.gpu import gpu_devices, memory_fraction
 from jaxrl.core.precision import PRESETS, PRODUCTS, check_products, parse
 
 
-def rate(policy: str, chip: Chip) -> float:
-    found = products(parse(policy), chip)
+def rate(precision: str, chip: Chip) -> float:
+    found = products(parse(precision), chip)
     assert found is not None
     return found.rate
 
@@ -31,10 +31,10 @@ def test_every_policy_that_a_platform_accepts_has_a_rate(platform, chips):
     accepted = [
         f"fp32,products={name}" for name, (_, there) in PRODUCTS.items() if platform in there
     ]
-    for policy in (*accepted, *PRESETS):
-        check_products(parse(policy), platform)
+    for precision in (*accepted, *PRESETS):
+        check_products(parse(precision), platform)
         for chip in chips.values():
-            assert 0 < rate(policy, chip) <= rate("bf16_master", chip)
+            assert 0 < rate(precision, chip) <= rate("bf16_master", chip)
 
 
 def test_unknown_rates():

@@ -45,17 +45,17 @@ def run_with(compiler, command):
 )
 def test_compiled_products_have_the_operands_that_the_policy_names(tmp_path, compiler, topology):
     write_model(tmp_path)
-    policies = ("fp32", "fp16_master", "bf16_master")
+    precisions = ("fp32", "fp16_master", "bf16_master")
     command = [sys.executable, "-m", "tests.commands.plan.compiled_products", topology]
-    output = run_with(compiler, [*command, str(tmp_path), *policies])
+    output = run_with(compiler, [*command, str(tmp_path), *precisions])
     found = json.loads(output.splitlines()[-1])
-    for policy, operand in zip(policies, ("f32", "f16", "bf16"), strict=True):
-        products = found[policy]
+    for precision, operand in zip(precisions, ("f32", "f16", "bf16"), strict=True):
+        products = found[precision]
         assert len(products) >= 20
         for x, y, highest in products:
             # Without "highest", a TPU rounds operands of f32 and f16 to bf16, a GPU f32 to tf32.
-            assert {x, y} <= {operand, "f32"}, policy
-            assert highest, policy
+            assert {x, y} <= {operand, "f32"}, precision
+            assert highest, precision
 
 
 def plan(compiler, model, **keys):
