@@ -215,10 +215,10 @@ def test_precision_errors_name_the_key():
 def test_precision_is_the_object_and_its_text_stays_the_authors():
     assert with_keys().precision == parse("bf16_master")
     text = "bf16_master, params=bf16"  # equal to bf16,grads=f32
-    config = with_keys(precision=text, alarms__precision="fp16_master")
+    config = with_keys(precision=text, alarms__precision="bf16")
     assert config.precision == parse("bf16,grads=f32")
     assert flatten(config)["precision"] == text
-    assert flatten(config)["alarms.precision"] == "fp16_master"
+    assert flatten(config)["alarms.precision"] == "bf16"
     assert f'precision = "{text}"\n' in dumps(config)
 
 
