@@ -71,7 +71,7 @@ def write_base(material: Path, run_dir: Path) -> Path:
         shutil.rmtree(directory, ignore_errors=True)
     resume(material, run_dir)
     rollback = {"alarm": "kl_spike", "at": 2, "to": 1, "text": "made up", "done": True}
-    rollback["changes"] = {"train.group_size": [4, 4]}
+    rollback |= {"changes": {"train.group_size": [4, 4]}, "value": 0.2, "limit": 0.1}
     (run_dir / "rollbacks.json").write_text(json.dumps([rollback]))
     for name in ("rolled_back_1.jsonl", "rolled_back_1_samples.jsonl"):
         (run_dir / name).write_text('{"step": 2}\n')

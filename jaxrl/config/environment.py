@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from pydantic import PositiveInt
 
-from jaxrl.config.replaced import replacement
 from jaxrl.config.section import OpenSection, Seconds, Texts
 
 
@@ -37,9 +36,6 @@ class EnvironmentConfig(OpenSection):
                 f"environment.tools = {list(self.tools)} without an environment that runs them; "
                 "set environment.name = 'agent'"
             )
-        if ":" not in (self.name or ""):  # an environment of the user's may take any parameter
+        if self.name is None:
             for key in self.parameters:
-                if (advice := replacement(f"environment.{key}")) is not None:
-                    yield advice
-                elif self.name is None:
-                    yield f"environment.{key}: no environment takes it; set environment.name"
+                yield f"environment.{key}: no environment takes it; set environment.name"

@@ -15,7 +15,6 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from jaxrl.config.replaced import replacement
 from jaxrl.config.section import OpenSection, Section
 from jaxrl.core import Precision
 
@@ -60,7 +59,7 @@ def load(
 
     Raises:
       ConfigError: for a file that is missing or not TOML, an unknown key (the message names the
-        nearest one, or the key that replaced it), a missing key, a wrong type or a contradiction.
+        nearest one), a missing key, a wrong type or a contradiction.
     """
     tree = read_tree(file) if file is not None else {}
     for name, text in overrides:
@@ -185,9 +184,7 @@ def _number(name: str, text: str) -> Any:
 
 
 def unknown_key(schema: type[Section], name: str) -> str:
-    """Returns the error for an unknown key; it names the nearest one, or what replaced it."""
-    if (advice := replacement(name)) is not None:
-        return advice
+    """Returns the error for an unknown key; it names the nearest one."""
     if not name.isprintable():
         return f"{shown(name)}: there is no such key; --help all lists them"
     names = list(keys(schema))

@@ -35,7 +35,6 @@ class Restored(NamedTuple, Generic[State]):
     state: State  # as saved, bit for bit, with the requested shardings
     host: dict[str, Any]  # as saved, but tuples have become lists and keys strings
     critic: Any = None  # the critic's state, bit for bit; None if it was not requested
-    note: str | None = None  # a line for the user if nothing could be checked, or None
 
 
 class Checkpoints:
@@ -199,7 +198,7 @@ class Checkpoints:
                 step, args=ocp.args.Composite(host=ocp.args.JsonRestore(), **arrays)
             )
             host, digests = unseal(restored["host"])
-            for item, saved in (digests or {}).items():
+            for item, saved in digests.items():
                 if item in wanted and (name := first_damaged(restored[item], saved)) is not None:
                     raise DamagedError(f"the array {item}/{name} is not what was saved")
         except CheckpointError:
@@ -213,10 +212,7 @@ class Checkpoints:
                 f"checkpoint {path} cannot be read: {type(error).__name__}: {error}. "
                 f"{self._advise(step)}"
             ) from error
-        note = None
-        if digests is None:
-            note = f"checkpoint {path} is of an earlier version without digests: it is not checked"
-        return Restored(restored["state"], host, restored.get("critic"), note)
+        return Restored(restored["state"], host, restored.get("critic"))
 
     def wait(self) -> None:
         """Waits until all saves are on disk; raises CheckpointError as `save`."""

@@ -96,20 +96,14 @@ def seal(host: Mapping[str, Any], trees: Mapping[str, Any]) -> dict[str, Any]:
     return content | {_OWN: _digest(content)}
 
 
-def unseal(sealed: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, str]] | None]:
-    """Inverts `seal`.
-
-    Returns:
-      (the host's state, {item: {array: digest}}); for a checkpoint of an earlier version, which has
-      no digests, (its JSON, None).
+def unseal(sealed: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
+    """Inverts `seal`: returns the host's state and {item: {array: digest}}.
 
     Raises:
       DamagedError: if the JSON is not what was saved.
     """
     if not isinstance(sealed, dict):
         raise DamagedError(f"host/metadata holds {type(sealed).__name__}, expected an object")
-    if not {"arrays", _OWN} & sealed.keys():
-        return sealed, None
     content = {name: value for name, value in sealed.items() if name != _OWN}
     if sealed.get(_OWN) != _digest(content):
         raise DamagedError("host/metadata is not what was saved")

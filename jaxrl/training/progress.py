@@ -35,7 +35,7 @@ class Progress:
     def from_json(cls, content: Mapping[str, Any]) -> "Progress":
         """Inverts `to_json`."""
         fields = dict(content)
-        fields["pending"] = [from_json(rollout) for rollout in fields.get("pending", ())]
+        fields["pending"] = [from_json(rollout) for rollout in fields["pending"]]
         return cls(**fields)
 
     def drop_pending(self) -> None:

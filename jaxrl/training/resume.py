@@ -14,14 +14,12 @@ from jaxrl.training.progress import Progress
 
 def restore(
     checkpoints: Checkpoints, state: State, *, precision: Precision
-) -> tuple[State, Progress, str | None]:
-    """Reads the last checkpoint; without one, returns `state` and no progress. The third value is a
-    line for the user, or None."""
-    progress, note = Progress(), None
+) -> tuple[State, Progress]:
+    """Reads the last checkpoint; without one, returns `state` and no progress."""
+    progress = Progress()
     if (step := checkpoints.latest_step()) is not None:
         found = checkpoints.restore(step, checkpoint_view(state.policy), critic=state.critic)
         state = State(from_checkpoint(found.state, like=state.policy), found.critic)
-        note = found.note
         try:
             progress = Progress.from_json(found.host)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -31,7 +29,7 @@ def restore(
             ) from error
         state = adapt_precision(state, progress, precision=precision)
     progress.precision = str(precision)
-    return state, progress, note
+    return state, progress
 
 
 def adapt_precision(state: State, progress: Progress, *, precision: Precision) -> State:

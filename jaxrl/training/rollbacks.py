@@ -36,10 +36,9 @@ class Rollback(NamedTuple):
     text: str  # message of the alarm
     # {key of the config: [old value, new value]}.
     changes: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
+    value: float  # measured
+    limit: float  # that the value crossed
     done: bool = False  # true once it is carried out
-    # The measured value and the limit that it crossed; None in old files.
-    value: float | None = None
-    limit: float | None = None
 
     @property
     def new(self) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         keep=config.checkpoints_kept,
         keep_best=config.checkpoint.keep_best,
     )
-    state, progress, unchecked = restore(checkpoints, state, precision=config.precision)
+    state, progress = restore(checkpoints, state, precision=config.precision)
     model_dir = Path(config.model.path)
     with (
         _open_tracker(config, progress, hosts=hosts, layout=layout) as tracker,
@@ -126,7 +126,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         )
         attention = learning.check_attention(config)
         missing = gap(tracker.history, step=progress.step) if hosts.leads else None
-        warnings = (*repaired, missing, *_notes(config, task, hosts=hosts), change, unchecked)
+        warnings = (*repaired, missing, *_notes(config, task, hosts=hosts), change)
         for line in filter(None, (*warnings, attention, learning.rows_note)):
             tracker.note(line)
         yield run, state, progress

@@ -161,7 +161,7 @@ def check_config(path: str, *options: str) -> str:
         assert ended == "started" or any(word in text for word in known), text
         return ended
     tables = {name.rpartition(".")[0] for name in KEYS} - {""}
-    named = [path, "there is no such key", "not a key any more", *options]
+    named = [path, "there is no such key", *options]
     named += [*(f"{name} " for name in toml_file.keys(Config)), *(f"{t}." for t in tables)]
     named += [f"[{table}]" for table in tables]
     for line in text.splitlines():

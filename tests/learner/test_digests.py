@@ -124,19 +124,6 @@ def test_damaged_array_is_named_with_the_checkpoint_before(tmp_path):
     checkpoints.close()
 
 
-def test_checkpoint_without_digests_loads_with_a_line(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxrl.learner.checkpoints.seal", lambda host, _: dict(host))
-        checkpoints.save(3, {"x": noise(3)}, host={"step": 3})
-    found = checkpoints.restore(3, {"x": noise(3)})
-    assert found.host == {"step": 3}
-    assert found.note.endswith("without digests: it is not checked")
-    checkpoints.save(5, {"x": noise(3)}, host={"step": 5})
-    assert checkpoints.restore(5, {"x": noise(3)}).note is None
-    checkpoints.close()
-
-
 @pytest.mark.parametrize("change", ["host", "arrays", "blake2b"])
 def test_damaged_host_state_is_refused(change):
     sealed = digests.seal({"position": 3}, {"state": {"x": noise(2)}})

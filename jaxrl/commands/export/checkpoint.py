@@ -1,6 +1,5 @@
 """Conversion of checkpoints to Hugging Face models and PEFT adapters."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +74,7 @@ def _trained(
     checkpoints = Checkpoints.reading(run_dir / "checkpoints")
     chosen = _resolve_step(checkpoints, step)
     like = checkpoint_view(_like(config, specs=specs))
-    found = checkpoints.restore(chosen, like)
-    if found.note is not None:
-        print(f"jaxrl: {found.note}", file=sys.stderr)
-    return chosen, found.state.params
+    return chosen, checkpoints.restore(chosen, like).state.params
 
 
 def _resolve_step(checkpoints: Checkpoints, step: str) -> int:

@@ -118,7 +118,6 @@ def _train(
     if (step := checkpoints.latest_step()) is not None:
         found = checkpoints.restore(step, checkpoint_view(state))
         state, result = from_checkpoint(found.state, like=state), Result(step, **found.host)
-        notes = (*notes, found.note)
     opened = open_run_tracker(
         config, step=result.step, hosts=hosts, layout=task.setup.layout, title=task.title
     )
