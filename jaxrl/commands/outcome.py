@@ -1,9 +1,14 @@
 """Runs of the commands that train, and the last lines that they print."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+import errno
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from jaxrl.commands import full_disk
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
 from jaxrl.core import Hosts
@@ -16,6 +21,9 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=Config | SupervisedConfig)
 R = TypeVar("R", bound="jaxrl.train.Result | fit.Result")
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_LATE = "Event loop is closed"  # of a write that ends after orbax has stopped waiting for it
+
 
 def run(config: C, train: Callable[[C], R], conclude: Callable[[R], tuple[str, int]]) -> int:
     """Trains in this process or, with [hosts], in all processes of a run; returns the exit status.
@@ -23,7 +31,7 @@ def run(config: C, train: Callable[[C], R], conclude: Callable[[R], tuple[str, i
     Process 0 prints the outcome. `conclude` returns its text and the status of a run that no signal
     ended.
     """
-    with full_disk.one_message(config.run_dir), cluster.joined(config.hosts):
+    with _full_disk_as_one_message(config.run_dir), cluster.joined(config.hosts):
         result, leads = train(config), Hosts().leads
     if (signum := result.signum) is not None:
         again = "rerun the same command to resume"
@@ -53,3 +61,43 @@ def held_out_accuracy(result: "fit.Result") -> tuple[str, int]:
 def change(before: float, after: float) -> str:
     """Formats two shares as "27.5 % -> 98.0 %"."""
     return f"{before:.1%} -> {after:.1%}".replace("%", " %")
+
+
+@contextmanager
+def _full_disk_as_one_message(directory: str) -> Iterator[None]:
+    """Raises one OSError that names the directory in place of any error of a full disk, and hides
+    what the threads of libraries say about it unless JAXRL_TRACEBACK is set."""
+    if not os.environ.get("JAXRL_TRACEBACK"):
+        for name in ("absl", "asyncio"):  # orbax logs with them, also after the run has ended
+            logging.getLogger(name).addFilter(_is_news)
+        sys.unraisablehook = _quieted(sys.unraisablehook)
+        threading.excepthook = _quieted(threading.excepthook)
+    try:
+        yield
+    except Exception as error:
+        if not _is_full(error):
+            raise
+        advice = "the disk is full; make room, then rerun the same command, which resumes"
+        raise OSError(errno.ENOSPC, advice, directory) from error
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and _is_full(record.exc_info[1]))  # asyncio's may be False
+
+
+def _quieted(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def call(found: Any) -> None:
+        if not (_is_full(found.exc_value) or str(found.exc_value) == _LATE):
+            hook(found)
+
+    return call
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Returns True if an error, or one that led to it, is that of a full disk."""
+    if error is None:
+        return False
+    # tensorstore's errors have no number, but quote the text.
+    quoted = any(os.strerror(number) in str(error) for number in _FULL)
+    known = quoted or getattr(error, "errno", None) in _FULL
+    return known or _is_full(error.__cause__ or error.__context__)
