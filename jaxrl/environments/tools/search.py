@@ -3,9 +3,11 @@
 import functools
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from jaxrl.data.rows import Row, read_column, read_rows
 
@@ -19,28 +21,25 @@ class Index:
 
     def __init__(self, texts: Sequence[str]) -> None:
         """Indexes the texts."""
-        self._texts = texts
-        self._lengths: list[int] = []
-        self._found: dict[str, list[tuple[int, int]]] = {}  # word -> (text, number of occurrences)
+        places, lengths = defaultdict[str, list[tuple[int, int]]](list), np.zeros(len(texts))
         for number, text in enumerate(texts):
             words = _WORD.findall(text.lower())
-            self._lengths.append(len(words))
-            for word, count in Counter(words).items():
-                self._found.setdefault(word, []).append((number, count))
-        self._mean = sum(self._lengths) / max(len(texts), 1)
+            lengths[number] = len(words)
+            for word, times in Counter(words).items():
+                places[word].append((number, times))
+        self._texts, self._norms = texts, 1 - _B + _B * lengths / (lengths.mean() or 1)
+        self._places = {word: np.array(found).T for word, found in places.items()}
 
     def best(self, query: str, *, most: int) -> list[str]:
         """Returns the texts that match a query best, in order; each has one of its words."""
-        scores: dict[int, float] = {}
-        for word in set(_WORD.findall(query.lower())):
-            places = self._found.get(word, [])
-            rare = math.log(1 + (len(self._texts) - len(places) + 0.5) / (len(places) + 0.5))
-            for number, count in places:
-                length = 1 - _B + _B * self._lengths[number] / self._mean
-                weight = rare * count * (_K1 + 1) / (count + _K1 * length)
-                scores[number] = scores.get(number, 0.0) + weight
-        order = sorted(scores, key=lambda number: (-scores[number], number))
-        return [self._texts[number] for number in order[:most]]
+        scores = np.zeros(len(self._texts))
+        for word in dict.fromkeys(_WORD.findall(query.lower())):
+            if word in self._places:
+                texts, times = self._places[word]
+                rare = math.log(1 + (len(scores) - len(texts) + 0.5) / (len(texts) + 0.5))
+                scores[texts] += rare * times * (_K1 + 1) / (times + _K1 * self._norms[texts])
+        order = np.argsort(-scores, kind="stable")[:most]
+        return [self._texts[number] for number in order if scores[number]]
 
 
 @functools.cache
