@@ -233,7 +233,7 @@ def test_a_product_with_one_row_adds_as_one_with_many():
 def test_a_long_fixed_sum_is_the_same_in_few_rows_and_many(width):
     rng = np.random.default_rng(0)
     x, y = (rng.normal(size=s).astype(np.float32) for s in ((128, 1100), (1100, width)))
-    fixed = precision.parse("fp32,sums=fixed")
+    fixed = parse("fp32,sums=fixed")
     function = jit(partial(product, contract=(1, 0), precision=fixed), sums="fixed")
     masked = x.copy()
     masked[:, :512] = 0
