@@ -9,6 +9,7 @@ import time
 import pytest
 
 from jaxrl.environments.isolation import walls
+from jaxrl.environments.isolation.inside import own_walls
 from jaxrl.environments.isolation.inside.system_calls import SYSTEM_CALLS, filter_program
 from jaxrl.environments.isolation.sandbox import SandboxLimits, run_python
 
@@ -33,6 +34,7 @@ ESCAPES = {
     "writing": "open('{there}/new', 'w')",
     "reading the user's files": "print(open('{there}/kept').read())",
     "reading this repository": "print(open({here!r}).read())",
+    "the sandbox's place on the machine": "print(open({walls!r}).read())",
     "the user's named pipes": "open('{there}/pipe', 'w')",
     "another root": "import os; os.chroot('/tmp')",
     "the old root": "import ctypes; assert ctypes.CDLL(None).umount2(b'/', 2) == 0",
@@ -72,7 +74,8 @@ def test_no_escape_succeeds(tmp_path, way):
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
         calls = SYSTEM_CALLS[os.uname().machine]
         names = {"clone": calls["clone"], "keyctl": calls["denied"][5]}
-        code = ESCAPES[way].format(there=tmp_path, here=__file__, pid=other.pid, **names)
+        names |= {"here": __file__, "walls": own_walls.__file__}
+        code = ESCAPES[way].format(there=tmp_path, pid=other.pid, **names)
         ran = run_python(code, limits=SandboxLimits(seconds=20.0, memory=256 << 20))
         assert ran.status != 0, ran
         assert ran.stderr, ran

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl.environments.isolation.inside.system_calls import packed_filter
-from jaxrl.environments.isolation.inside.view import DEVICES, LINKS, WORK, visible_paths
+from jaxrl.environments.isolation.inside.view import DEVICES, LINKS, PACKAGE, WORK, visible_paths
 
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"}
+_INSIDE = Path(__file__).resolve().with_name("inside")
 _finding = threading.Lock()
 _START = "import sys; sys.path.append(%r); from inside.host import main; del sys.path[-1]; main()"
 
@@ -28,8 +29,8 @@ def start(
     bubblewrap = find_bubblewrap()
     # The interpreter of a virtual environment is a link to this one, and the rest is not needed.
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    here = str(Path(__file__).resolve().parent)
     walls = "own" if bubblewrap is None else "bubblewrap"
+    here = str(_INSIDE.parent) if bubblewrap is None else os.path.dirname(PACKAGE)
     host = [python, "-I", "-S", "-c", _START % here, role, walls, str(os.getpid())]
     command = [*host, *map(str, arguments)]
     code = memory_file(packed_filter()) if bubblewrap else None
@@ -69,7 +70,7 @@ def _try_bubblewrap() -> str | None:
         except (OSError, subprocess.TimeoutExpired) as failed:
             error = str(failed)
     # Their directory is read-only inside, so that each start would compile them again.
-    compileall.compile_dir(Path(__file__).with_name("inside"), quiet=2)
+    compileall.compile_dir(_INSIDE, quiet=2)
     using = "bubblewrap's namespaces" if error is None else "namespaces of its own"
     reason = f": {error}" if error else ""
     print(f"jaxrl: the sandbox uses {using}{reason}", file=sys.stderr, flush=True)
@@ -83,6 +84,7 @@ def bubblewrap_options(memory: int) -> list[str]:
     options += ["--size", str(memory), "--perms", "0700", "--tmpfs", WORK, "--proc", "/proc"]
     for path, target in visible_paths().items():
         options += ["--ro-bind", path, path] if target is None else ["--symlink", target, path]
+    options += ["--ro-bind", str(_INSIDE), PACKAGE]
     for device in DEVICES:
         options += ["--dev-bind", device, device]
     for link, target in LINKS.items():

@@ -14,6 +14,7 @@ import sys
 import types
 
 from .source import run_source
+from .view import PACKAGE
 
 FILES = 64  # open at once: pipes and sockets hold memory too
 
@@ -28,6 +29,7 @@ def main() -> None:
         from .own_walls import enter
 
         enter(caller=caller, memory=memory)
+        sys.modules["inside"].__path__[:] = [PACKAGE]  # for the imports below
     sys.argv[:] = [""]
     for kind, most in (
         (resource.RLIMIT_CPU, seconds),

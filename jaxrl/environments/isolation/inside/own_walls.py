@@ -6,7 +6,7 @@ import signal
 import struct
 
 from .system_calls import packed_filter
-from .view import DEVICES, LINKS, WORK, visible_paths
+from .view import DEVICES, LINKS, PACKAGE, WORK, visible_paths
 
 NEW_USER, NEW_MOUNTS, NEW_NET, NEW_IPC, NEW_PIDS = 1 << 28, 1 << 17, 1 << 30, 1 << 27, 1 << 29
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 1 << 14, 1 << 18
@@ -77,7 +77,8 @@ def confine(memory: int) -> None:
     shown = visible_paths()
     links = {**LINKS, **{path: target for path, target in shown.items() if target}}
     copies = {path: copy_mounts(path) for path in (*shown, *DEVICES) if path not in links}
-    is_directory = {path: os.path.isdir(path) for path in copies}
+    is_directory = {path: os.path.isdir(path) for path in copies} | {PACKAGE: True}
+    copies[PACKAGE] = copy_mounts(os.path.dirname(os.path.realpath(__file__)))
     check(libc.mount(b"none", b"/tmp", b"tmpfs", MS_NOSUID, b"size=1m,mode=755"), "a new root")
     os.chdir("/tmp")
     os.mkdir(WORK[1:])

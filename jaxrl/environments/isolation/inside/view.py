@@ -4,6 +4,7 @@ import os
 import sys
 
 WORK = "/tmp"  # an empty directory in memory, which the program may write to
+PACKAGE = "/isolation/inside"  # this package: its real place may be below WORK
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 LINKS = {
     "/dev/fd": "/proc/self/fd",
@@ -23,9 +24,8 @@ def visible_paths() -> "dict[str, str | None]":
     They hold the system's programs and libraries and Python's own: no data, configs or runs.
     """
     python = {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}
-    package = os.path.dirname(os.path.realpath(__file__))
     found: dict[str, str | None] = {}
-    for path in (*_SYSTEM, *sorted(python), package):
+    for path in (*_SYSTEM, *sorted(python)):
         covered = any(os.path.commonpath([path, seen]) == seen for seen in found)
         if os.path.exists(path) and not covered:
             is_link = os.path.islink(path)
