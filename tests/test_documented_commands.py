@@ -88,7 +88,7 @@ ELSEWHERE = {
     "pip install jax[tpu]": INDEX,
     "pip install wandb": INDEX,
     "pip install mlflow": INDEX,
-    "pip install vllm==0.32.0": INDEX,
+    "pip install vllm==0.32.0 lazy-loader": INDEX,
     "pip install --no-deps -e .": "what scripts/make_venv.sh does in every fresh environment",
     "hf auth login": "needs an account on the Hugging Face hub",
     "tensorboard --logdir profile": "needs its profile plugin, and somebody who looks",

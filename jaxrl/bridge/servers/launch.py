@@ -32,9 +32,9 @@ INSTALL: Mapping[Device, str] = {
     "cpu": "scripts/install_vllm.sh makes the server's environment, with vLLM's CPU build (for a "
     "GPU set sampler.device = 'cuda'), or name another interpreter that has vLLM and jaxrl",
     "cuda": "make an environment with vLLM's CUDA build and jaxrl's plugin (python -m venv "
-    ".venv-vllm; .venv-vllm/bin/pip install vllm==0.32.0; .venv-vllm/bin/pip install --no-deps "
-    "-e .), or name another interpreter that has both; scripts/install_vllm.sh makes one for the "
-    "CPU",
+    ".venv-vllm; .venv-vllm/bin/pip install vllm==0.32.0 lazy-loader; .venv-vllm/bin/pip install "
+    "--no-deps -e .), or name another interpreter that has both; scripts/install_vllm.sh makes one "
+    "for the CPU",
 }
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # offers the routes that change weights
