@@ -1,5 +1,6 @@
 """The sdist and the wheel hold the package alone, and work where nothing else is installed."""
 
+import math
 import os
 import platform
 import shutil
@@ -135,29 +136,8 @@ def installed(release, tmp_path_factory) -> Path:
     return environment / "bin"
 
 
-@pytest.fixture
-def run(installed, tmp_path, monkeypatch):
-    """Returns a function that runs a program of the environment and returns what it prints."""
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.chdir(tmp_path)
-
-    def call(program, *arguments):
-        command = [installed / program, *arguments]
-        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-
-    return call
-
-
-def test_every_public_name_and_every_command_is_there(run, package):
-    (Path.cwd() / "imports.py").write_text(IMPORTS)
-    faces = run("python", "imports.py").splitlines()
-    assert len(faces) == sum(name.endswith("__init__.pyi") for name in package)
-    assert all(len(face.split()) > 1 for face in faces)
-    assert run("jaxrl", "--version") == f"jaxrl {PROJECT['version']}\n"
-
-
-def test_the_readmes_program_runs(run, tmp_path):
-    """With a model of the quickstart's kind."""
+def test_the_installed_package_works(installed, package, tmp_path, monkeypatch):
+    """Imports all of it and runs the README's program, on a model of the quickstart's kind."""
     arithmetic.write(tmp_path)
     (tmp_path / "runs/quickstart/sft").mkdir(parents=True)
     (tmp_path / "untrained").rename(tmp_path / "runs/quickstart/sft/model")
@@ -165,5 +145,18 @@ def test_the_readmes_program_runs(run, tmp_path):
     (reward,) = (text for text in texts if text.startswith("# my_rewards.py\n"))
     (program,) = (text for text in texts if "from my_rewards import" in text)
     (tmp_path / "my_rewards.py").write_text(reward)
-    (tmp_path / "program.py").write_text(f"{program}\nprint(jaxrl.to_floats(metrics))\n")
-    assert "'loss'" in run("python", "program.py")
+    shown = "print(jaxrl.to_floats(metrics)['loss'])"
+    (tmp_path / "smoke.py").write_text(f"{IMPORTS}\n{program}\n{shown}\n")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def lines(*command: str) -> list[str]:
+        command = (str(installed / command[0]), *command[1:])
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        return done.stdout.splitlines()
+
+    *faces, loss = lines("python", "smoke.py")
+    assert len(faces) == sum(name.endswith("__init__.pyi") for name in package)
+    assert all(len(face.split()) > 1 for face in faces)
+    assert math.isfinite(float(loss))
+    assert lines("jaxrl", "--version") == [f"jaxrl {PROJECT['version']}"]
