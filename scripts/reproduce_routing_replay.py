@@ -20,7 +20,7 @@ from reproduce.phantom import DEEP, write_material
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.casts import cast
 from jaxrl.core.precision import parse
-from jaxrl.diagnostics.ratio.split import known_tokens, split_log_ratio
+from jaxrl.diagnostics.ratio.split import split, split_log_ratio
 from jaxrl.training.run import open_run
 
 PRECISIONS = ("phantom", "bf16_master", "fp16_master", "fp32")
@@ -95,16 +95,7 @@ def _moved(run: Any, weights: Any, given: Minibatch) -> float:
 
 
 def _split(run: Any, state: Any, given: Minibatch) -> dict[str, float]:
-    learner, shadow = scoring.score(run, state.policy, given)
-    batch = given.batch
-    tokens = known_tokens(
-        learner=learner,
-        shadow=shadow,
-        sampler=np.asarray(batch.sampler_logprobs),
-        advantages=np.asarray(batch.advantages),
-        mask=np.asarray(batch.action_mask),
-        segments=np.asarray(batch.segments),
-    )
+    tokens = split(run.learning.learner, given, params=state.policy.params).tokens()
     low, high = run.config.probe.clip_range
     return split_log_ratio(tokens, low=low, high=high)
 

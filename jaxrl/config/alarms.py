@@ -1,17 +1,25 @@
-"""The `[alarms]` table of a config, and the limits that its rules compare with."""
+"""The `[alarms]` table of a config: a key for each rule, with the rule's condition as its help."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import Field, create_model
 
 from jaxrl.config.section import DtypePolicy, Section
-from jaxrl.diagnostics import LIMITS, Limits
+from jaxrl.diagnostics import LIMITS, RULES, Limits
 
 Action = Literal[
     "off", "log", "pause", "stop", "rollback_kl", "rollback_learning_rate", "rollback_precision"
 ]
 
 
-class AlarmsConfig(Section):
+_KEYS: dict[str, Any] = {
+    name: (Action, Field("log", description=rule.cause.condition)) for name, rule in RULES.items()
+}
+_Rules = create_model("_Rules", __base__=Section, **_KEYS)
+
+
+class AlarmsConfig(_Rules):
     """Signs of a run going wrong (docs/operating.md), and what to do about each.
 
     `off` ignores it. `log` prints it and writes it to the metrics. `pause` also saves a checkpoint
@@ -19,54 +27,6 @@ class AlarmsConfig(Section):
     more. `rollback_...` returns to the newest checkpoint from before the steps that raised the
     alarm, at least a window, and resumes with one change: the KL coefficient doubled (0.001 if it
     was 0), the learning rate halved, or the precision set to alarms.precision."""
-
-    kl_spike: Action = "log"
-    """KL above 5 x the median of the last 20 steps, and above 0.1 nats per token; in steps 10 to
-    20, a reward below that of the first two steps, or not above it at a KL above 0.1."""
-
-    kl_with_reward: Action = "log"
-    """KL above twice its mean over the last 20 steps, and above 0.1, while the reward rises."""
-
-    gradient_spike: Action = "log"
-    """Gradient norm above 5 x its median over those of the last 20 steps in which some group had
-    different rewards, and above 0.1."""
-
-    diversity: Action = "log"
-    """Share of distinct 3-grams across prompts below 0.3 x that of the first 20 steps."""
-
-    identical: Action = "log"
-    """Over 20 steps, completions identical to another completion of their prompt: 0.9 of the way
-    from the first steps' share to all of them, while the task is not solved."""
-
-    repetition: Action = "log"
-    """Repeated 3-grams within completions: half of the way from the first steps' share to all."""
-
-    length_limit: Action = "log"
-    """At least half of the completions are truncated, 0.3 more than in the first steps."""
-
-    length_zero: Action = "log"
-    """Completions shorter than 0.1 x the length of the first steps."""
-
-    entropy: Action = "log"
-    """Entropy of the sampled tokens below 0.1 x that of the first steps, while the task is not
-    solved."""
-
-    held_out: Action = "log"
-    """Held-out accuracy 0.1 below its best, while the reward is higher than it was then."""
-
-    zero_variance: Action = "log"
-    """For 20 steps, no group has completions with different rewards."""
-
-    sequence_mismatch: Action = "log"
-    """The spread of whole completions' log-ratios has doubled and is above 0.5 nats."""
-
-    phantom: Action = "log"
-    """Share of tokens that are clipped because of arithmetic alone: above 0.05, or doubled and
-    above 0.01."""
-
-    not_finite: Action = "log"
-    """In each of the last 10 steps an update was skipped because its gradient was not finite. This
-    rule also judges the first steps."""
 
     precision: DtypePolicy | None = None
     """Dtype policy that rollback_precision changes to; master weights and moments must keep the
@@ -80,8 +40,7 @@ class AlarmsConfig(Section):
     @property
     def actions(self) -> dict[str, Action]:
         """The action of each rule."""
-        fields = type(self).model_fields.items()
-        return {name: getattr(self, name) for name, field in fields if field.annotation is Action}
+        return {name: getattr(self, name) for name in RULES}
 
     @property
     def rolls_back(self) -> bool:

@@ -1,19 +1,16 @@
 from .accuracy import half_interval as half_interval, majority as majority, pass_at_k as pass_at_k
-from .alarms.causes import (
-    CAUSES as CAUSES,
-    Cause as Cause,
-    usual_learning_rates as usual_learning_rates,
-)
-from .alarms.history import History as History, Series as Series
-from .alarms.limits import LIMITS as LIMITS, Limits as Limits
-from .alarms.rules import (
+from .alarms.check import (
     Alarm as Alarm,
     check_alarms as check_alarms,
     replay_alarms as replay_alarms,
 )
+from .alarms.history import History as History, Series as Series
+from .alarms.limits import LIMITS as LIMITS, Limits as Limits
+from .alarms.rules import RULES as RULES
+from .alarms.table import Cause as Cause, Finding as Finding, Rule as Rule
 from .completions import completion_metrics as completion_metrics
-from .ratio.agreement import LogprobPairs as LogprobPairs, agreement_metrics as agreement_metrics
-from .ratio.pictures import draw_agreement as draw_agreement
+from .ratio.agreement import agreement_metrics as agreement_metrics
+from .ratio.pictures import draw as draw
 from .ratio.replay import (
     Score as Score,
     log_ratio_parts as log_ratio_parts,
@@ -21,8 +18,9 @@ from .ratio.replay import (
 )
 from .ratio.shape_noise import longer_rows as longer_rows, shape_noise as shape_noise
 from .ratio.split import (
-    ActionTokens as ActionTokens,
-    known_tokens as known_tokens,
+    LogRatio as LogRatio,
+    Split as Split,
     moments as moments,
+    split as split,
     split_log_ratio as split_log_ratio,
 )

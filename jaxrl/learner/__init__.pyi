@@ -18,6 +18,7 @@ from .optimizers import (
     ScheduleName as ScheduleName,
     make_optimizer as make_optimizer,
     make_schedule as make_schedule,
+    usual_learning_rates as usual_learning_rates,
 )
 from .policy import (
     VALUE_HEAD as VALUE_HEAD,

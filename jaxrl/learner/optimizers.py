@@ -1,5 +1,6 @@
 """Optimizers and learning-rate schedules by name, composed from optax."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -100,3 +101,14 @@ def _muon_axes(spec: ParamSpec) -> Any:
     if not _is_matrix(spec) or {"vocab", "label"} & set(spec.axes):
         return None
     return optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
+
+
+def usual_learning_rates(parameters: int, *, adapters: bool) -> tuple[float, float]:
+    """Returns the lowest and the highest usual learning rate of AdamW for a model of that size.
+
+    The middle is 1e-6 from a billion parameters up, as published recipes have it (DAPO and Dr. GRPO
+    for 1.5 to 32 billion). It rises with the inverse square root of the size, to 1e-4 for the 10^5
+    of the quickstart. Adapters take ten times as much (Schulman et al., LoRA Without Regret, 2025).
+    """
+    middle = max(1e-6, 1e-4 * math.sqrt(1e5 / parameters)) * (10 if adapters else 1)
+    return middle / 3, middle * 3

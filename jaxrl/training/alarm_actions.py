@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jaxrl import models
-from jaxrl.diagnostics import CAUSES, Alarm, check_alarms, usual_learning_rates
+from jaxrl.diagnostics import RULES, Alarm, check_alarms
+from jaxrl.learner import usual_learning_rates
 from jaxrl.tracking.tracker import read_metrics
 from jaxrl.training import rollbacks
 from jaxrl.training.run import Run
@@ -108,7 +109,7 @@ class AlarmActions:
         )
 
     def _described(self, alarm: Alarm) -> str:
-        known = CAUSES[alarm.name]
+        known = RULES[alarm.name].cause
         return (
             f"step {alarm.step}: {known.title}: {alarm.text} (limit {alarm.limit:.3g}). Likely: "
             f"{known.causes}. Keys: {', '.join(known.keys)}{self._learning_rates(known.keys[0])}"

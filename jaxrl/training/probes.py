@@ -1,6 +1,5 @@
 """Runs diagnostics before the update: the alpha/beta split and logged samples."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -9,11 +8,11 @@ import numpy as np
 from jaxrl.advantages import Advantages
 from jaxrl.core import Minibatch, Rollout, unpack
 from jaxrl.diagnostics import (
-    known_tokens,
     log_ratio_parts,
     moments,
     replay_batch,
     shape_noise,
+    split,
     split_log_ratio,
 )
 from jaxrl.models import Params
@@ -54,19 +53,9 @@ def _split_ratio(
     c, batch, learner = run.config.probe, minibatch.batch, run.learning.learner
     if not is_due(c.every, step):
         return {}, {}
-    # Without the scores of the loss, so that the program is the one that made them.
-    bare = dataclasses.replace(minibatch, anchor=None, reference=None)
-    arrays = fetch(
-        {
-            "learner": learner.score(params, bare),
-            "shadow": learner.shadow_scores(params, bare),
-            "sampler": batch.sampler_logprobs,
-        }
-    )
-    arrays["shadow"], entropies = arrays["shadow"]
-    mask, segments, advantages = fetch((batch.action_mask, batch.segments, batch.advantages))
-    tokens = known_tokens(**arrays, advantages=advantages, mask=mask, segments=segments)
-    by_token = {"betas": arrays["learner"] - arrays["shadow"], "entropies": entropies}
+    parts = split(learner, minibatch, params=params)
+    tokens = parts.tokens()
+    by_token = {"betas": parts.learner - parts.shadow, "entropies": parts.entropies}
     if not tokens.learner.size:
         return {}, by_token
     low, high = c.clip_range
@@ -76,12 +65,12 @@ def _split_ratio(
             functools.partial(learner.score, params),
             rollouts,
             shape=run.learning.shape,
-            scores=arrays["learner"],
+            scores=parts.learner,
         )
         found |= moments("shape_noise", noise)
     # On all processes; one of them asks servers.
     ids, until = fetch((batch.tokens, batch.seen_until)) if c.replay else (None, None)
     if ids is not None and run.score is not None:
-        replay = replay_batch(run.score, tokens=ids, segments=segments, seen_until=until)
-        found |= log_ratio_parts(replay=replay[mask], **{k: v[mask] for k, v in arrays.items()})
+        replay = replay_batch(run.score, tokens=ids, segments=parts.segments, seen_until=until)
+        found |= log_ratio_parts(parts, replay=replay)
     return {f"probe/{name}": value for name, value in found.items()}, by_token

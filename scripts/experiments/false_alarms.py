@@ -10,8 +10,8 @@ from pathlib import Path
 
 from runs import CONFIGS, accuracies, parser, quickstart, trained
 
+from jaxrl.diagnostics.alarms.check import replay_alarms
 from jaxrl.diagnostics.alarms.limits import Limits
-from jaxrl.diagnostics.alarms.rules import replay_alarms
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from jaxrl.commands.report.collect import alarms, collect
 from jaxrl.commands.watch import Tail, view
+from jaxrl.diagnostics.alarms.check import check_alarms
 from jaxrl.diagnostics.alarms.history import History
 from jaxrl.diagnostics.alarms.limits import LIMITS
-from jaxrl.diagnostics.alarms.rules import check_alarms
 from jaxrl.tracking.tracker import gap, incomplete_logs, read_metrics
 
 ROLLBACK = {"alarm": "kl_spike", "at": 2, "action": "rollback", "text": "KL", "number": 1, "to": 1}

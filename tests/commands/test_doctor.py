@@ -9,10 +9,10 @@ from jaxrl.cli import main
 from jaxrl.commands.doctor.text import Finding, recommend, table
 from jaxrl.config import toml_file
 from jaxrl.config.doctor import DoctorConfig
-from jaxrl.diagnostics.ratio.agreement import LogprobPairs
+from jaxrl.diagnostics.ratio.split import LogRatio
 from tests import tiny
 
-EMPTY = LogprobPairs(np.zeros(1), np.zeros(1), np.zeros(1, int))
+EMPTY = LogRatio(*np.zeros((4, 1)), sequences=np.zeros(1, int))
 
 
 def finding(name: str, *, error: float, phantom: float, std: float, seconds=None) -> Finding:

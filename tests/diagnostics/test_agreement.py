@@ -3,27 +3,29 @@
 import numpy as np
 import pytest
 
-from jaxrl.diagnostics.ratio.agreement import LogprobPairs, agreement_metrics, prefix_sums
-from jaxrl.diagnostics.ratio.pictures import draw_agreement
+from jaxrl.diagnostics.ratio.agreement import agreement_metrics, prefix_sums
+from jaxrl.diagnostics.ratio.pictures import draw
+from jaxrl.diagnostics.ratio.split import LogRatio
 
 
-def pairs(beta, *, sequences=None) -> LogprobPairs:
+def ratio(beta, *, sequences=None, alpha=0.0) -> LogRatio:
     beta = np.array(beta, float)
     sampler = np.linspace(-3, -1, len(beta))
     where = np.zeros(len(beta), int) if sequences is None else np.array(sequences)
-    return LogprobPairs(learner=sampler + beta, sampler=sampler, sequences=where)
+    shadow = sampler + alpha
+    return LogRatio(shadow + beta, shadow, sampler, advantages=0 * beta, sequences=where)
 
 
 def test_every_clipped_token_is_a_phantom_of_either_sign():
     # ln 1.2 = .1823 and ln .8 = -.2231
-    found = agreement_metrics(pairs([0.183, 0.19, 0.18, -0.22, -0.224, 0, 0, 0]), low=0.2, high=0.2)
+    found = agreement_metrics(ratio([0.183, 0.19, 0.18, -0.22, -0.224, 0, 0, 0]), low=0.2, high=0.2)
     assert found["phantom_high"] == pytest.approx(2 / 8)
     assert found["phantom_low"] == pytest.approx(1 / 8)
     assert found["phantom"] == pytest.approx(3 / 16)
 
 
 def test_moments_count_each_token_once():
-    found = agreement_metrics(pairs([0.3, -0.1]), low=0.2, high=0.2)
+    found = agreement_metrics(ratio([0.3, -0.1]), low=0.2, high=0.2)
     assert found["beta"] == pytest.approx(0.1)
     assert found["beta_std"] == pytest.approx(0.2)
     assert found["token_mult_error"] == pytest.approx((np.exp(0.3) + np.exp(0.1)) / 2)
@@ -38,17 +40,18 @@ def test_prefix_sums_skip_shorter_sequences():
 
 def test_the_spread_of_sequences_needs_eight_of_them():
     beta = [0.1, -0.1] * 7 + [0.3, 0.1]
-    found = agreement_metrics(pairs(beta, sequences=np.repeat(np.arange(8), 2)), low=0.2, high=0.2)
+    found = agreement_metrics(ratio(beta, sequences=np.repeat(np.arange(8), 2)), low=0.2, high=0.2)
     assert found["sequence_std_1"] == pytest.approx(np.std([0.1] * 7 + [0.3]))
     assert found["sequence_std_2"] == pytest.approx(np.std([0.0] * 7 + [0.4]))
     few = agreement_metrics(
-        pairs(beta[:14], sequences=np.repeat(np.arange(7), 2)), low=0.2, high=0.2
+        ratio(beta[:14], sequences=np.repeat(np.arange(7), 2)), low=0.2, high=0.2
     )
     assert "sequence_std_1" not in few
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_any_number_of_policies_is_drawn(count, tmp_path):
-    both = {f"{i}": pairs([0.1 * i] * 12, sequences=np.repeat([0, 1], 6)) for i in range(count)}
-    draw_agreement(both, tmp_path / "a" / "b.png", title="t", low=0.2, high=0.2)
-    assert (tmp_path / "a/b.png").read_bytes()[:4] == b"\x89PNG"
+    sequences = np.repeat([0, 1], 6)
+    both = {f"{i}": ratio([0.1 * i] * 12, sequences=sequences, alpha=0.2 * i) for i in range(count)}
+    draw(both, title="t", low=0.2, high=0.2).savefig(tmp_path / "b.png")
+    assert (tmp_path / "b.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,18 +1,22 @@
 import dataclasses
 import inspect
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxrl.config import toml_file
+from jaxrl.config.alarms import AlarmsConfig
 from jaxrl.config.training import Config
-from jaxrl.diagnostics.alarms.causes import CAUSES, usual_learning_rates
+from jaxrl.diagnostics.alarms.check import replay_alarms
 from jaxrl.diagnostics.alarms.limits import Limits
-from jaxrl.diagnostics.alarms.rules import RULES, replay_alarms
+from jaxrl.diagnostics.alarms.rules import RULES
+from jaxrl.learner.optimizers import usual_learning_rates
 from jaxrl.losses import recipes
 from jaxrl.losses.recipe import Terms
 
+ROOT = Path(__file__).parent.parent.parent
 LIMITS = Limits(warmup=10, window=8)
 
 
@@ -251,13 +255,20 @@ def test_probes_of_an_earlier_precision_are_ignored():
 
 
 def test_every_alarm_names_existing_keys_to_change():
-    assert RULES.keys() == CAUSES.keys()
     known = {*toml_file.keys(Config)}
     functions = (Terms, *(getattr(recipes, name) for name in recipes.__all__))
     known |= {f"loss.{name}" for f in functions for name in inspect.signature(f).parameters}
-    named = {key for cause in CAUSES.values() for key in cause.keys}
+    named = {key for rule in RULES.values() for key in rule.cause.keys}
     assert named <= known
-    assert all(inspect.getdoc(rule) for rule in RULES.values())
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_page_and_the_help_explain_a_rule_as_its_log_line_does(name):
+    cause = RULES[name].cause
+    keys = ", ".join(f"`{key}`" for key in cause.keys)
+    row = f"| `{name}` | {cause.condition} | {cause.causes} | {keys} |"
+    assert row in (ROOT / "docs/operating.md").read_text().splitlines()
+    assert AlarmsConfig.model_fields[name].description == cause.condition
 
 
 def test_rules_use_the_limits_that_they_are_given():

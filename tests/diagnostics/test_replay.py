@@ -4,18 +4,25 @@ import numpy as np
 import pytest
 
 from jaxrl.diagnostics.ratio.replay import log_ratio_parts, replay_batch
+from jaxrl.diagnostics.ratio.split import Split
 
 NAMES = ("learner", "shadow", "replay", "sampler")
+
+
+def parts_of(*, replay, **logprobs) -> dict[str, float]:
+    none = np.zeros_like(replay)
+    rest = {"entropies": none, "advantages": none, "segments": none}
+    return log_ratio_parts(Split(**logprobs, **rest, action_mask=none == 0), replay=replay)
 
 
 def test_the_parts_of_every_token_sum_to_its_log_ratio():
     logprobs = dict(zip(NAMES, np.random.default_rng(0).normal(-2, 0.3, (4, 50)), strict=True))
     ratios = logprobs["learner"] - logprobs["sampler"]
     for i in range(50):
-        found = log_ratio_parts(**{name: x[i : i + 1] for name, x in logprobs.items()})
+        found = parts_of(**{name: x[i : i + 1] for name, x in logprobs.items()})
         whole = found["dtype"] + found["engine"] + found["policy"]
         assert whole == pytest.approx(ratios[i], abs=1e-15)
-    numbers = log_ratio_parts(**logprobs)
+    numbers = parts_of(**logprobs)
     whole = numbers["dtype"] + numbers["engine"] + numbers["policy"]
     assert whole == pytest.approx(ratios.mean(), abs=1e-15)
 
@@ -28,16 +35,16 @@ def test_each_part_is_named_for_what_differs():
         "sampler": np.array([-1.25, -1.5]),
     }
     for i, expected in enumerate([(0.5, -0.25, 0), (0, 0.5, -1)]):
-        one = log_ratio_parts(**{name: x[i : i + 1] for name, x in logprobs.items()})
+        one = parts_of(**{name: x[i : i + 1] for name, x in logprobs.items()})
         assert (one["dtype"], one["engine"], one["policy"]) == expected
-    numbers = log_ratio_parts(**logprobs)
+    numbers = parts_of(**logprobs)
     assert (numbers["dtype"], numbers["dtype_std"]) == (0.25, 0.25)
     assert numbers["policy_p99"] == pytest.approx(0.99)
 
 
 def test_tokens_without_a_score_are_excluded_from_all_parts():
     values = dict.fromkeys(("learner", "shadow"), np.array([-1.0, -9.0, -9.0]))
-    numbers = log_ratio_parts(
+    numbers = parts_of(
         **values, replay=np.array([-2, np.nan, -9.0]), sampler=np.array([-4, -9, np.nan])
     )
     assert (numbers["dtype"], numbers["engine"], numbers["policy"]) == (0, 1, 2)

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from jaxrl.diagnostics.ratio.split import ActionTokens, known_tokens, split_log_ratio
+from jaxrl.diagnostics.ratio.split import LogRatio, Split, split_log_ratio
 
 
-def tokens(alpha, beta, *, advantages, sampler=None, sequences=None) -> ActionTokens:
+def tokens(alpha, beta, *, advantages, sampler=None, sequences=None) -> LogRatio:
     alpha, beta = np.array(alpha, float), np.array(beta, float)
     sampler = np.full(len(alpha), -1.0) if sampler is None else np.array(sampler, float)
-    return ActionTokens(
+    return LogRatio(
         learner=sampler + alpha + beta,
         shadow=sampler + alpha,
         sampler=sampler,
@@ -20,9 +20,7 @@ def tokens(alpha, beta, *, advantages, sampler=None, sequences=None) -> ActionTo
 
 def test_alpha_and_beta_sum_to_the_log_ratio():
     rng = np.random.default_rng(0)
-    one = ActionTokens(
-        *rng.normal(-2, 0.3, (3, 50)), rng.normal(size=50), np.repeat(np.arange(5), 10)
-    )
+    one = LogRatio(*rng.normal(-2, 0.3, (3, 50)), rng.normal(size=50), np.repeat(np.arange(5), 10))
     found = split_log_ratio(one, low=0.2, high=0.2)
     assert found["alpha"] + found["beta"] == pytest.approx(-found["kl"], abs=1e-12)
 
@@ -109,17 +107,19 @@ def test_equal_probabilities_have_correlation_one():
     assert same["pearson"] == pytest.approx(1)
 
 
-def test_known_tokens_drops_padding_prompts_and_missing_log_probs():
+def test_tokens_leave_out_padding_prompts_and_missing_log_probs():
     values = np.arange(8.0).reshape(2, 4)
     sampler = values.copy()
     sampler[0, 2] = np.nan
-    found = known_tokens(
+    parts = Split(
         learner=values,
         shadow=values,
         sampler=sampler,
+        entropies=values,
         advantages=values,
-        mask=np.array([[False, True, True, True], [True, False, True, False]]),
+        action_mask=np.array([[False, True, True, True], [True, False, True, False]]),
         segments=np.array([[1, 1, 1, 2], [1, 1, 2, 0]]),
     )
+    found = parts.tokens()
     assert found.learner.tolist() == [1, 3, 4, 6]
     assert found.sequences.tolist() == [0, 1, 2, 3]

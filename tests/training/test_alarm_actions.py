@@ -14,9 +14,9 @@ from jaxrl.cli import main
 from jaxrl.config import alarms, toml_file
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
+from jaxrl.diagnostics.alarms.check import replay_alarms
 from jaxrl.diagnostics.alarms.history import History
 from jaxrl.diagnostics.alarms.limits import Limits
-from jaxrl.diagnostics.alarms.rules import replay_alarms
 from jaxrl.models import spec
 from jaxrl.tracking.tracker import read_metrics, write_lines
 from jaxrl.training import rollbacks

@@ -163,5 +163,5 @@ def test_equal_rewards_are_no_alarm_where_a_teacher_teaches():
         numbers = {"step": step, "groups/zero_std": 8.0, "groups/sampled": 8.0, "reward": 0.0}
         equal.add(numbers)
         taught.add(numbers | {"kl/teacher": 0.1})
-    assert zero_variance(equal, LIMITS) is not None
-    assert zero_variance(taught, LIMITS) is None
+    assert zero_variance.find(equal, LIMITS) is not None
+    assert zero_variance.find(taught, LIMITS) is None

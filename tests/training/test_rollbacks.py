@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
-from jaxrl.diagnostics.alarms.rules import Alarm
+from jaxrl.diagnostics.alarms.check import Alarm
 from jaxrl.tracking.tracker import read_metrics, write_lines
 from jaxrl.training import rollbacks
 from jaxrl.training.run_directory import ResumeError, check_config

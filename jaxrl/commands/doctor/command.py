@@ -41,18 +41,18 @@ def main(argv: Sequence[str]) -> int:
 
     from jaxrl.commands.doctor.measure import examine  # takes seconds, so after --help
     from jaxrl.commands.doctor.text import recommend, table
-    from jaxrl.diagnostics import draw_agreement
+    from jaxrl.diagnostics import draw
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that servers stop
     findings = examine(config, note=functools.partial(print, file=sys.stderr, flush=True))
     advice, out, (low, high) = recommend(findings), Path(config.out), config.clip_range
-    draw_agreement(
-        {f"{f.precision} / {f.sampler}": f.pairs for f in findings},
-        out / "doctor.png",
+    figure = draw(
+        {f"{f.precision} / {f.sampler}": f.ratio for f in findings},
         title=f"learner against sampler with equal weights: {config.model.path}",
         low=low,
         high=high,
     )
+    figure.savefig(out / "doctor.png", dpi=110, format="png")
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")}
     content = {
         "config": config.model_dump(),

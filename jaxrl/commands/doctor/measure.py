@@ -34,13 +34,12 @@ from jaxrl.core import (
 )
 from jaxrl.data import read_rows
 from jaxrl.diagnostics import (
-    LogprobPairs,
     agreement_metrics,
-    known_tokens,
     log_ratio_parts,
     moments,
     replay_batch,
     shape_noise,
+    split,
 )
 from jaxrl.environments import as_rollout
 from jaxrl.learner import Learner, make_learner
@@ -169,7 +168,7 @@ def _sample(inputs: _Inputs, precision: Precision, *, note: Callable[[str], None
 def _measure(
     inputs: _Inputs, name: str, *, precision: Precision, samples: _Samples, sampler: str
 ) -> Finding:
-    config, batch = inputs.config, samples.minibatch.batch
+    config = inputs.config
     low, high = config.clip_range
     params = cast(inputs.params, precision.params)
     learner = make_learner(
@@ -180,32 +179,34 @@ def _measure(
         rows_per_microbatch=samples.shape.rows_per_microbatch,
         param_shardings=inputs.layout.constraints(inputs.model.specs),
     )
-    score = functools.partial(jit(learner.score, sums=precision.sums), params)
-    arrays: dict[str, np.ndarray] = jax.device_get(
-        {
-            "learner": score(samples.minibatch),
-            "shadow": jit(learner.shadow, sums=precision.sums)(params, samples.minibatch),
-            "sampler": batch.sampler_logprobs,
-        }
+    compiled = functools.partial(jit, sums=precision.sums)
+    learner = learner._replace(
+        score=compiled(learner.score), shadow_scores=compiled(learner.shadow_scores)
     )
-    mask, segments, signs = jax.device_get((batch.action_mask, batch.segments, batch.advantages))
-    tokens = known_tokens(**arrays, advantages=signs, mask=mask, segments=segments)
-    again = arrays["sampler"] if samples.replay is None else samples.replay
-    three = log_ratio_parts(replay=again[mask], **{k: v[mask] for k, v in arrays.items()})
+    parts = split(learner, samples.minibatch, params=params)
+    three = log_ratio_parts(
+        parts, replay=parts.sampler if samples.replay is None else samples.replay
+    )
     # At equal weights the third part measures decoding. It needs a server.
     decoding = {k.replace("policy", "decoding"): three.pop(k) for k in [*three] if "policy" in k}
     if samples.replay is not None:
         three |= decoding
-    pairs = LogprobPairs(tokens.learner, tokens.sampler, tokens.sequences)
-    noise = shape_noise(score, samples.rollouts, shape=samples.shape, scores=arrays["learner"])
-    numbers = agreement_metrics(pairs, low=low, high=high) | three
+    tokens = parts.tokens()
+    tokens = tokens._replace(shadow=tokens.sampler)  # at equal weights all of it is arithmetic
+    noise = shape_noise(
+        functools.partial(learner.score, params),
+        samples.rollouts,
+        shape=samples.shape,
+        scores=parts.learner,
+    )
+    numbers = agreement_metrics(tokens, low=low, high=high) | three
     numbers |= moments("shape_noise", noise)
-    numbers |= {"tokens": len(pairs.learner), "sequences": int(pairs.sequences.max()) + 1}
+    numbers |= {"tokens": len(tokens.learner), "sequences": int(tokens.sequences.max()) + 1}
     if config.timed_steps:
         numbers["seconds_per_step"] = min(
             _step_times(learner, params, samples=samples, count=config.timed_steps)
         )
-    return Finding(name, sampler, numbers, pairs)
+    return Finding(name, sampler, numbers, tokens)
 
 
 def _step_times(learner: Learner, params: Any, *, samples: _Samples, count: int) -> Iterator[float]:

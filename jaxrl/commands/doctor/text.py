@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxrl.diagnostics import LogprobPairs
+from jaxrl.diagnostics import LogRatio
 
 _TOKEN_ERROR, _PHANTOM = 1.01, 1e-3
 
@@ -17,7 +17,7 @@ class Finding(NamedTuple):
     # "decoding" here and needs a server; "seconds_per_step" if steps were timed; "tokens" and
     # "sequences".
     numbers: dict[str, float]
-    pairs: LogprobPairs
+    ratio: LogRatio  # at equal weights: beta is the whole log-ratio
 
     def spreads(self) -> dict[int, float]:
         """Maps a number of tokens to the standard deviation of the log-ratio summed over them."""

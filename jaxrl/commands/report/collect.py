@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.commands.report.charts import drawn
-from jaxrl.diagnostics import CAUSES, LIMITS, Cause, History, Series, replay_alarms
+from jaxrl.diagnostics import LIMITS, RULES, Cause, History, Series, replay_alarms
 from jaxrl.tracking.tracker import read_metrics
 
 _MOST_SAMPLED_STEPS = 40
@@ -79,8 +79,9 @@ def alarms(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _explained(event: Mapping[str, Any]) -> dict[str, Any]:
     # A run by another version may have other alarms.
-    cause = CAUSES.get(event["alarm"], Cause(title=event["alarm"], causes="", keys=()))
-    return {**event, **cause._asdict()}
+    name = event["alarm"]
+    known = RULES[name].cause if name in RULES else Cause(name, condition="", causes="", keys=())
+    return {**event, **known._asdict()}
 
 
 def _series(

@@ -1,51 +1,35 @@
 """Alarm rules: signs that training goes wrong, as functions of the metrics.
 
-A rule reads a `History` and returns a `Finding` or None. The same rules judge a run after each step
-and a finished run's metrics.jsonl (`replay_alarms`). Later steps are compared with the first
-`warmup` steps. Two rules judge those as well: `not_finite`, which compares nothing, and `kl_spike`,
-which compares them with the first of them.
+A rule reads a `History` and returns a `Finding` or None. Its docstring begins with the condition,
+which `Cause` shows. Later steps are compared with the first `warmup` steps.
 """
 
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl.diagnostics.alarms.history import History
 from jaxrl.diagnostics.alarms.limits import Limits
+from jaxrl.diagnostics.alarms.table import Finding, Rule, rule
 
 _PROBES = 3  # averaged
 _EARLY = 5  # steps to average over during the warm-up
 _SOLVED = 0.9  # of the range of rewards: above it a policy may be certain
 
 
-class Finding(NamedTuple):
-    """The result of a rule."""
-
-    value: float  # of the metric that the rule judges
-    limit: float  # that the value crossed
-    text: str  # both in words
-    since: int | None = None  # newest step before the problem, if maybe more than a window ago
-
-
-class Alarm(NamedTuple):
-    """A raised finding."""
-
-    name: str  # of the rule, as in `RULES` and `causes.CAUSES`
-    step: int  # after which it was raised
-    healthy: int  # newest step before the problem: a window ago, or earlier
-    value: float
-    limit: float
-    text: str
-
-
+@rule(
+    "KL spike or falling reward",
+    causes="a step that is too large, or a batch of rare completions with high rewards; nothing "
+    "holds the policy near the reference",
+    keys=("optimizer.learning_rate", "loss.kl", "optimizer.clip_norm", "train.updates_per_rollout"),
+)
 def kl_spike(history: History, limits: Limits) -> Finding | None:
-    """KL above `kl_factor` x the median of the preceding window, and above `kl_floor`. During the
-    warm-up, see `_no_rise`."""
+    """KL above {kl_factor} x the median of the last {window} steps, and above {kl_floor} nats per
+    token. In steps 10 to {warmup}, while the task is not solved: a mean reward clearly below that
+    of the first two steps, or not above it at a KL above {kl_floor}."""
     if history.step <= limits.warmup:
         return _no_rise(history, limits)
     value, before = history.at("kl", history.step), history.before("kl", limits.window)
@@ -56,9 +40,14 @@ def kl_spike(history: History, limits: Limits) -> Finding | None:
     return Finding(value, limit, text) if value > limit else None
 
 
+@rule(
+    "KL grows fast while the reward rises",
+    causes="the policy exploits a loophole in the reward, far from the reference",
+    keys=("reward.path", "loss.kl", "optimizer.learning_rate"),
+)
 def kl_with_reward(history: History, limits: Limits) -> Finding | None:
-    """KL above twice the mean of the preceding window, and above `kl_floor`, while the reward
-    rises."""
+    """KL above twice the mean of the last {window} steps, and above {kl_floor} nats per token,
+    while the reward rises."""
     value, before = history.at("kl", history.step), history.before("kl", limits.window)
     rewards = history.last("reward", limits.window)
     if not before.size or len(rewards) < 2:
@@ -72,12 +61,18 @@ def kl_with_reward(history: History, limits: Limits) -> Finding | None:
     return Finding(value, limit, text) if value > limit and newer > older else None
 
 
+@rule(
+    "gradient-norm spike",
+    causes="a learning rate that is too high, a long run without a KL term, or 16-bit arithmetic",
+    keys=("optimizer.learning_rate", "loss.kl", "optimizer.clip_norm", "precision"),
+)
 def gradient_spike(history: History, limits: Limits) -> Finding | None:
-    """Gradient norm above `gradient_factor` x the median of a window, and above `gradient_floor`.
+    """Gradient norm above {gradient_factor} x its median over the last {window} steps in which some
+    group had different rewards, and above {gradient_floor}.
 
-    The window holds the last steps in which some group had reward variance: a nearly solved task
-    has few, and almost no gradient in the others. Without any, the first steps serve. The median is
-    at least a quarter of the first steps', so that recovery from nothing is no spike.
+    A nearly solved task has few such steps, and almost no gradient in the others. Without any, the
+    first steps serve. The median is at least a quarter of the first steps', so that recovery from
+    nothing is no spike.
     """
     value, first = history.at("grad_norm", history.step), history.first("grad_norm", limits.warmup)
     before = _norms_with_variance(history, limits.window) or list(first)
@@ -89,15 +84,28 @@ def gradient_spike(history: History, limits: Limits) -> Finding | None:
     return Finding(value, limit, text) if value > limit else None
 
 
+@rule(
+    "diversity collapse",
+    causes="completions no longer depend on the prompt: one pattern earns the reward for all of "
+    "them",
+    keys=("reward.path", "loss.kl", "loss.entropy", "sampling.temperature"),
+)
 def diversity(history: History, limits: Limits) -> Finding | None:
-    """Distinct 3-grams across prompts below `distinct_factor` x those of the first steps."""
+    """Share of distinct 3-grams across prompts: below {distinct_factor} x that of the first
+    steps."""
     noun = "distinct 3-grams"
     return _fallen(history, limits, "diversity/distinct", limits.distinct_factor, noun)
 
 
+@rule(
+    "identical completions",
+    causes="the policy is certain of completions that are not the best; groups have nothing to "
+    "teach",
+    keys=("loss.entropy", "sampling.temperature", "optimizer.learning_rate", "loss.kl"),
+)
 def identical(history: History, limits: Limits) -> Finding | None:
-    """Share of identical completions over a window risen by `identical_rise` of the way from the
-    first steps' share to 1, while the task is not solved."""
+    """Share of completions identical to another one of their prompt, over {window} steps: risen
+    {identical_rise} of the way from the first steps' share to 1, while the task is not solved."""
     share, usual = _means(history, limits, "diversity/identical", limits.window)
     limit = usual + limits.identical_rise * (1 - usual)
     text = (
@@ -107,37 +115,67 @@ def identical(history: History, limits: Limits) -> Finding | None:
     return Finding(share, limit, text) if share > limit and not _solved(history, limits) else None
 
 
+@rule(
+    "repetition",
+    causes="a repeated pattern earns the reward, or completions do not end",
+    keys=("reward.path", "loss.kl", "sampling.stop", "reward.overlong_buffer"),
+)
 def repetition(history: History, limits: Limits) -> Finding | None:
-    """Share of repeated 3-grams risen by `repetition_rise` of the way from the first steps to 1."""
+    """Share of repeated 3-grams within completions: risen {repetition_rise} of the way from the
+    first steps' share to 1."""
     share, usual = _means(history, limits, "diversity/repetition", limits.short)
     limit = usual + limits.repetition_rise * (1 - usual)
     text = f"{share:.0%} of a completion's 3-grams are repetitions, {usual:.0%} in the first steps"
     return Finding(share, limit, text) if share > limit else None
 
 
+@rule(
+    "completions reach the length limit",
+    causes="the reward or the aggregation favours length, or the limit is too low",
+    keys=("reward.overlong_buffer", "sampling.max_tokens", "loss.aggregation", "loss.kl"),
+)
 def length_limit(history: History, limits: Limits) -> Finding | None:
-    """Share of truncated completions at least `truncated_share`, and .3 above the first steps."""
+    """Share of truncated completions at least {truncated_share}, and 0.3 above that of the first
+    steps."""
     share, usual = _means(history, limits, "completion/truncated", limits.short)
     limit = max(limits.truncated_share, usual + 0.3)
     text = f"{share:.0%} of the completions are truncated, {usual:.0%} in the first steps"
     return Finding(share, limit, text) if share >= limit else None
 
 
+@rule(
+    "completions shrink to nothing",
+    causes="the reward favours silence: only an empty completion escapes a penalty",
+    keys=("reward.path", "loss.kl", "optimizer.learning_rate"),
+)
 def length_zero(history: History, limits: Limits) -> Finding | None:
-    """Completion length below `length_factor` x that of the first steps."""
+    """Completions shorter than {length_factor} x those of the first steps."""
     noun = "tokens a completion"
     return _fallen(history, limits, "completion_length", limits.length_factor, noun)
 
 
+@rule(
+    "entropy collapse",
+    causes="the policy became certain before it solved the task: a tight upper clip, too many "
+    "updates per rollout, or a learning rate that is too high",
+    keys=("loss.entropy", "loss.clip_high", "optimizer.learning_rate", "loss.kl"),
+)
 def entropy(history: History, limits: Limits) -> Finding | None:
-    """Entropy below `entropy_factor` x that of the first steps, while the task is not solved."""
+    """Entropy of the sampled tokens below {entropy_factor} x that of the first steps, while the
+    task is not solved."""
     noun = "nats of entropy a token"
     found = _fallen(history, limits, "entropy/sampled", limits.entropy_factor, noun)
     return None if _solved(history, limits) else found
 
 
+@rule(
+    "reward and held-out accuracy diverge",
+    causes="the policy exploits the training reward or memorizes the prompts",
+    keys=("reward.path", "data.path", "loss.kl", "train.steps"),
+)
 def held_out(history: History, limits: Limits) -> Finding | None:
-    """Held-out accuracy `held_out_drop` below its best, while the reward is higher than then."""
+    """Held-out accuracy {held_out_drop} below its best, while the reward is higher than it was
+    then."""
     steps, scores = history.series("eval/accuracy")
     if len(scores) < 2:
         return None
@@ -158,9 +196,14 @@ def held_out(history: History, limits: Limits) -> Finding | None:
     return Finding(drop, limits.held_out_drop, text, since)
 
 
+@rule(
+    "no group has reward variance",
+    causes="the prompts are too easy (the run is done) or too hard, or the reward is constant",
+    keys=("data.path", "train.dynamic_sampling_rounds", "reward.path", "train.group_size"),
+)
 def zero_variance(history: History, limits: Limits) -> Finding | None:
-    """No reward variance in any group of a window, so that there is nothing to learn from but a
-    teacher."""
+    """For {window} steps, no group has completions with different rewards, and there is no teacher
+    to learn from."""
     if "kl/teacher" in history.names:
         return None
     flat = history.last("groups/zero_std", limits.window)
@@ -172,16 +215,32 @@ def zero_variance(history: History, limits: Limits) -> Finding | None:
     return Finding(float(flat[-1]), float(groups[-1]), text)
 
 
+@rule(
+    "learner and sampler diverge",
+    causes="16-bit arithmetic on longer or less likely completions, stale samples, or weights "
+    "that did not reach the sampler; if probe/shape_noise_std is near probe/beta_std, the "
+    "shapes of arrays alone, which sampler.exact removes",
+    keys=("precision", "rollouts.max_staleness", "loss.correction", "sampler.exact"),
+)
 def sequence_mismatch(history: History, limits: Limits) -> Finding | None:
-    """Spread of whole completions' log-ratios before any update: doubled, and above
-    `mismatch_nats`. The early warning of arXiv:2510.26788."""
+    """Spread of whole completions' log-ratios, before any update, in three probes: above
+    {mismatch_nats} nats and twice that of the first three.
+
+    The early warning of arXiv:2510.26788.
+    """
     noun = "nats of spread in the log-ratio of a completion"
     return _grown(history, "probe/sequence_std", floor=limits.mismatch_nats, noun=noun)
 
 
+@rule(
+    "phantom clipping",
+    causes="learner and sampler compute in different dtypes, and the clip mistakes the "
+    "difference for policy movement",
+    keys=("precision", "loss.ratio", "loss.clip_high"),
+)
 def phantom(history: History, limits: Limits) -> Finding | None:
-    """Share of tokens clipped because of arithmetic alone: above `phantom_share`, or doubled and
-    above a fifth of it."""
+    """Share of tokens that are clipped because of arithmetic alone, in three probes: above
+    {phantom_share}, or above a fifth of it and twice that of the first three."""
     steps, values = history.present("probe/phantom")
     noun = "of all tokens are phantom clips"
     if len(steps) >= _PROBES and (mean := fmean(values[-_PROBES:])) > limits.phantom_share:
@@ -190,9 +249,18 @@ def phantom(history: History, limits: Limits) -> Finding | None:
     return _grown(history, "probe/phantom", floor=limits.phantom_share / 5, noun=noun)
 
 
+@rule(
+    "no finite gradient",
+    causes="a loss or reward that is not a number, or 16-bit overflow; the policy learns nothing "
+    "meanwhile",
+    keys=("loss.name", "reward.path", "precision", "model.path"),
+)
 def not_finite(history: History, limits: Limits) -> Finding | None:
-    """An update of the policy or the critic skipped in each of the last `not_finite_steps` steps
-    because its gradient was not finite: more than a loss scale needs to settle."""
+    """In each of the last {not_finite_steps} steps an update of the policy or the critic was
+    skipped because its gradient was not finite. This rule also judges the first steps.
+
+    A loss scale that settles skips fewer.
+    """
     for model, prefix in (("policy", ""), ("critic", "value/")):
         steps, _ = history.series(f"{prefix}skipped_steps")
         finite, _ = history.series(f"{prefix}grad_norm")  # a History holds finite values only
@@ -202,64 +270,6 @@ def not_finite(history: History, limits: Limits) -> Finding | None:
             text = f"no finite gradient of the {model} after step {since}, in {count} steps"
             return Finding(count, limits.not_finite_steps, text, since)
     return None
-
-
-RULES: Mapping[str, Callable[[History, Limits], Finding | None]] = {
-    rule.__name__: rule
-    for rule in (
-        kl_spike,
-        kl_with_reward,
-        gradient_spike,
-        diversity,
-        identical,
-        repetition,
-        length_limit,
-        length_zero,
-        entropy,
-        held_out,
-        zero_variance,
-        sequence_mismatch,
-        phantom,
-        not_finite,
-    )
-}
-_FROM_THE_FIRST_STEP = {not_finite.__name__, kl_spike.__name__}
-
-
-def check_alarms(history: History, limits: Limits, *, raised: Mapping[str, int]) -> list[Alarm]:
-    """Applies all rules to the newest step. `raised` has the step of each rule's last alarm: it is
-    silent for a window after that."""
-    silent = {name for name, step in raised.items() if history.step <= step + limits.window}
-    if history.step <= limits.warmup:
-        silent |= RULES.keys() - _FROM_THE_FIRST_STEP
-    findings = ((name, rule(history, limits)) for name, rule in RULES.items() if name not in silent)
-    window_ago = history.step - limits.window
-    return [
-        Alarm(
-            name,
-            history.step,
-            max(0, window_ago if found.since is None else min(window_ago, found.since)),
-            *found[:3],
-        )
-        for name, found in findings
-        if found is not None
-    ]
-
-
-def replay_alarms(entries: Iterable[Mapping[str, Any]], limits: Limits) -> list[Alarm]:
-    """Returns all alarms that a run with these entries of `tracking.read_metrics` raises."""
-    history, raised, alarms = History(), dict[str, int](), list[Alarm]()
-    for _, group in itertools.groupby(entries, key=lambda entry: entry["step"]):
-        of_step = list(group)
-        for entry in (e for e in of_step if "event" not in e):
-            history.add(entry)
-        if any("reward" in entry for entry in of_step):
-            new = check_alarms(history, limits, raised=raised)
-            raised |= {alarm.name: alarm.step for alarm in new}
-            alarms += new
-        for entry in (e for e in of_step if "event" in e):  # an event affects later steps only
-            history.add(entry)
-    return alarms
 
 
 def _no_rise(history: History, limits: Limits) -> Finding | None:
@@ -340,3 +350,6 @@ def _grown(history: History, name: str, *, floor: float, noun: str) -> Finding |
     limit = max(2 * first, floor)
     text = f"{value:.3g} {noun}, {first:.3g} in the first probes"
     return Finding(value, limit, text, steps[-_PROBES] - 1) if value > limit else None
+
+
+RULES = {name: found for name, found in globals().items() if isinstance(found, Rule)}

@@ -3,27 +3,17 @@
 The policy did not move, so the whole log-ratio is beta and every clipped token is a phantom.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
-from jaxrl.diagnostics.ratio.split import ActionTokens, split_log_ratio
+from jaxrl.diagnostics.ratio.split import LogRatio, split_log_ratio
 
 _FEWEST_SEQUENCES = 8  # for a standard deviation over sequences
 
 
-class LogprobPairs(NamedTuple):
-    """Two log-probs of N tokens, in the order of their sequences."""
+def agreement_metrics(tokens: LogRatio, *, low: float, high: float) -> dict[str, float]:
+    """Computes all metrics of the disagreement of `tokens.learner` and `tokens.sampler`.
 
-    learner: np.ndarray  # f64[N]
-    sampler: np.ndarray  # f64[N]
-    sequences: np.ndarray  # i64[N], index of the token's sequence, from 0
-
-
-def agreement_metrics(pairs: LogprobPairs, *, low: float, high: float) -> dict[str, float]:
-    """Computes all metrics of the disagreement.
-
-    A token is clipped on one side only, by the sign of its advantage. The sign is not known here,
+    A token is clipped on one side only, by the sign of its advantage. The sign is taken as unknown,
     so each token counts twice, once with either sign. PPO clips ratios below 1 - low and above
     1 + high. There must be at least one token.
 
@@ -34,15 +24,15 @@ def agreement_metrics(pairs: LogprobPairs, *, low: float, high: float) -> dict[s
       deviation of the sum of the first L betas over sequences of at least L tokens, if there are
       at least 8.
     """
-    count = len(pairs.learner)
-    twice = ActionTokens(
-        learner=np.tile(pairs.learner, 2),
-        shadow=np.tile(pairs.sampler, 2),
-        sampler=np.tile(pairs.sampler, 2),
+    count = len(tokens.learner)
+    twice = LogRatio(
+        learner=np.tile(tokens.learner, 2),
+        shadow=np.tile(tokens.sampler, 2),
+        sampler=np.tile(tokens.sampler, 2),
         advantages=np.repeat([1.0, -1.0], count),
-        sequences=np.concatenate([pairs.sequences, pairs.sequences + pairs.sequences.max() + 1]),
+        sequences=np.concatenate([tokens.sequences, tokens.sequences + tokens.sequences.max() + 1]),
     )
-    beta = pairs.learner - pairs.sampler
+    beta = tokens.learner - tokens.sampler
     metrics = split_log_ratio(twice, low=low, high=high)
     # Meaningless here: alpha is 0, the advantages are made up and every clip is a phantom.
     dropped = ("alpha", "alpha_std", "alpha_p99", "beta_advantage", "phantom_share")
@@ -54,7 +44,7 @@ def agreement_metrics(pairs: LogprobPairs, *, low: float, high: float) -> dict[s
         "token_mult_error": float(np.exp(np.abs(beta)).mean()),
         **{
             f"sequence_std_{length}": float(sums.std())
-            for length, sums in prefix_sums(beta, pairs.sequences)
+            for length, sums in prefix_sums(beta, tokens.sequences)
             if len(sums) >= _FEWEST_SEQUENCES
         },
     }

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxrl.diagnostics.ratio.split import moments
+from jaxrl.diagnostics.ratio.split import Split, moments
 
 Score = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
 """Sequences of token ids i32[T] -> f32[T] log-probs, NaN where there is none."""
@@ -49,12 +49,11 @@ def replay_batch(
     return filled
 
 
-def log_ratio_parts(
-    *, learner: np.ndarray, shadow: np.ndarray, replay: np.ndarray, sampler: np.ndarray
-) -> dict[str, float]:
-    """Computes `moments` of the parts "dtype", "engine" and "policy" of the log-ratio, from
-    log-probs f[N] of the same tokens; a token counts if it has all four."""
-    a, b, c, d = (x.astype(np.float64) for x in (learner, shadow, replay, sampler))
+def log_ratio_parts(split: Split, *, replay: np.ndarray) -> dict[str, float]:
+    """Computes `moments` of the parts "dtype", "engine" and "policy" of the log-ratio, in nats.
+    `replay` is that of `replay_batch`; an action token counts if it has all four log-probs."""
+    scores = (split.learner, split.shadow, replay, split.sampler)
+    a, b, c, d = (x[split.action_mask].astype(np.float64) for x in scores)
     known = ~np.isnan(c - d)
     parts = {"dtype": a - b, "engine": b - c, "policy": c - d}
     return {k: v for part, x in parts.items() for k, v in moments(part, x[known]).items()}

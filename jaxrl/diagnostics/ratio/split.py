@@ -1,53 +1,106 @@
 """The alpha/beta split of the log importance ratio: policy movement and arithmetic.
 
-log ratio = learner - sampler = alpha + beta. alpha = shadow - sampler is the movement of the policy
-and beta = learner - shadow the difference in arithmetic; the shadow is a forward pass of the
+log r = learner - sampler = alpha + beta, in nats. alpha = shadow - sampler: the policy moved.
+beta = learner - shadow: the same weights, other numerics. The shadow is a forward pass of the
 learner's weights in the sampler's dtypes. PPO's clip sees only the sum. A clip is a phantom if the
 clipped branch is taken at alpha + beta and would not be at alpha.
 """
 
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from jaxrl.core.batch import Minibatch
+from jaxrl.core.precision import jit
+from jaxrl.learner.policy import Learner
 from jaxrl.losses.ratios import LOG_RATIO_LIMIT
+from jaxrl.sharding.transfer import fetch
 
 _DECILES = 10
 
 
-class ActionTokens(NamedTuple):
-    """Action tokens of a batch, in the order of its sequences; the first three are log-probs."""
+class LogRatio(NamedTuple):
+    """Log-probs of M action tokens, in the order of their sequences, and their log-ratio.
 
-    learner: np.ndarray  # f64[N]
-    shadow: np.ndarray  # f64[N]
-    sampler: np.ndarray  # f64[N], NaN where the sampler reported none
-    advantages: np.ndarray  # f64[N]
-    sequences: np.ndarray  # i64[N], index of the token's sequence
-
-
-def known_tokens(
-    *,
-    learner: np.ndarray,
-    shadow: np.ndarray,
-    sampler: np.ndarray,
-    advantages: np.ndarray,
-    mask: np.ndarray,
-    segments: np.ndarray,
-) -> ActionTokens:
-    """Selects the action tokens with a sampler log-prob from rectangular arrays [B, T].
-
-    `mask` is True for action tokens; `segments` numbers the sequences of a row, 0 is padding. The
-    others are as in `ActionTokens`.
+    `log r = learner - sampler = alpha + beta`, in nats.
     """
-    chosen = mask & ~np.isnan(sampler)
-    rows = np.arange(len(segments))[:, None] * (segments.max(initial=0) + 1) + segments
-    wide = (x[chosen].astype(np.float64) for x in (learner, shadow, sampler, advantages))
-    return ActionTokens(*wide, sequences=np.unique(rows[chosen], return_inverse=True)[1])
+
+    learner: np.ndarray  # f64[M]
+    shadow: np.ndarray  # f64[M]
+    sampler: np.ndarray  # f64[M]
+    advantages: np.ndarray  # f64[M]
+    sequences: np.ndarray  # i64[M], index of the token's sequence, from 0
+
+    @property
+    def alpha(self) -> np.ndarray:
+        """Movement of the policy, shadow - sampler, f64[M] in nats."""
+        return self.shadow - self.sampler
+
+    @property
+    def beta(self) -> np.ndarray:
+        """Difference in arithmetic at the same weights, learner - shadow, f64[M] in nats."""
+        return self.learner - self.shadow
 
 
-def split_log_ratio(tokens: ActionTokens, *, low: float, high: float) -> dict[str, float]:
-    """Computes the split of the log-ratio of at least one token, and the mismatch's other metrics;
-    PPO clips ratios below 1 - low and above 1 + high.
+class Split(NamedTuple):
+    """Log-probs of a minibatch's tokens by learner, shadow and sampler, on the host."""
+
+    learner: np.ndarray  # f32[N, T]
+    shadow: np.ndarray  # f32[N, T]
+    sampler: np.ndarray  # f32[N, T], NaN where the sampler reported none
+    entropies: np.ndarray  # f32[N, T], of the shadow's distributions, in nats
+    advantages: np.ndarray  # f32[N, T]
+    action_mask: np.ndarray  # bool[N, T], tokens that the policy chose
+    segments: np.ndarray  # i32[N, T], sequence within the row, 0 for padding
+
+    def tokens(self) -> LogRatio:
+        """Selects the action tokens that have a sampler log-prob."""
+        chosen = self.action_mask & ~np.isnan(self.sampler)
+        segments = self.segments
+        rows = np.arange(len(segments))[:, None] * (segments.max(initial=0) + 1) + segments
+        arrays = (self.learner, self.shadow, self.sampler, self.advantages)
+        wide = (x[chosen].astype(np.float64) for x in arrays)
+        return LogRatio(*wide, sequences=np.unique(rows[chosen], return_inverse=True)[1])
+
+
+def split(learner: Learner, minibatch: Minibatch, *, params: Any) -> Split:
+    """Scores a minibatch with the learner and its shadow, in two forward passes.
+
+    The sampler's log-probs are those that the rollouts hold; any sampler may have recorded them.
+    With several processes all must call it.
+
+    Args:
+      learner: its functions are used as they are if they are compiled, and otherwise compiled with
+        `jaxrl.jit`. Under a policy with `sums=fixed`, compile them yourself.
+      minibatch: as for `Learner.step`.
+      params: the learner's parameters, at the moment to diagnose: alpha is their distance from the
+        weights that sampled the tokens.
+    """
+    # Without the scores of the loss, so that the program is the one that made them.
+    bare, batch = dataclasses.replace(minibatch, anchor=None, reference=None), minibatch.batch
+    scored = {
+        "learner": _compiled(learner.score)(params, bare),
+        "shadow": _compiled(learner.shadow_scores)(params, bare),
+        "sampler": batch.sampler_logprobs,
+        "advantages": batch.advantages,
+        "action_mask": batch.action_mask,
+        "segments": batch.segments,
+    }
+    found = fetch(scored)
+    shadow, entropies = found.pop("shadow")
+    return Split(**found, shadow=shadow, entropies=entropies)
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
+    return function if isinstance(function, jax.stages.Wrapped) else jit(function)
+
+
+def split_log_ratio(tokens: LogRatio, *, low: float, high: float) -> dict[str, float]:
+    """Computes metrics of the log-ratio of at least one token and of its parts. PPO clips ratios
+    below 1 - low and above 1 + high.
 
     Returns:
       With delta the log-ratio, w = exp delta and A the advantage:
@@ -61,7 +114,7 @@ def split_log_ratio(tokens: ActionTokens, *, low: float, high: float) -> dict[st
       correlation; "sequence_std": of the summed delta; "sequence_std_per_sqrt_token". The
       correlation with a constant is 0.
     """
-    alpha, beta = tokens.shadow - tokens.sampler, tokens.learner - tokens.shadow
+    alpha, beta = tokens.alpha, tokens.beta
     delta = np.clip(alpha + beta, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     p, q = np.exp(tokens.learner), np.exp(tokens.sampler)
     up, down = tokens.advantages > 0, tokens.advantages < 0

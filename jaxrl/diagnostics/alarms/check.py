@@ -1,0 +1,60 @@
+"""Alarms: the findings of all rules on a run, after each step or over a finished run's metrics."""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from jaxrl.diagnostics.alarms.history import History
+from jaxrl.diagnostics.alarms.limits import Limits
+from jaxrl.diagnostics.alarms.rules import RULES
+
+# `not_finite` compares nothing, and `kl_spike` compares them with the first of them.
+_FROM_THE_FIRST_STEP = {"not_finite", "kl_spike"}
+
+
+class Alarm(NamedTuple):
+    """A raised finding."""
+
+    name: str  # of the rule, as in `RULES`
+    step: int  # after which it was raised
+    healthy: int  # newest step before the problem: a window ago, or earlier
+    value: float
+    limit: float
+    text: str
+
+
+def check_alarms(history: History, limits: Limits, *, raised: Mapping[str, int]) -> list[Alarm]:
+    """Applies all rules to the newest step. `raised` has the step of each rule's last alarm: it is
+    silent for a window after that."""
+    silent = {name for name, step in raised.items() if history.step <= step + limits.window}
+    if history.step <= limits.warmup:
+        silent |= RULES.keys() - _FROM_THE_FIRST_STEP
+    judging = {name: rule for name, rule in RULES.items() if name not in silent}
+    findings = ((name, rule.find(history, limits)) for name, rule in judging.items())
+    window_ago = history.step - limits.window
+    return [
+        Alarm(
+            name,
+            history.step,
+            max(0, window_ago if found.since is None else min(window_ago, found.since)),
+            *found[:3],
+        )
+        for name, found in findings
+        if found is not None
+    ]
+
+
+def replay_alarms(entries: Iterable[Mapping[str, Any]], limits: Limits) -> list[Alarm]:
+    """Returns all alarms that a run with these entries of `tracking.read_metrics` raises."""
+    history, raised, alarms = History(), dict[str, int](), list[Alarm]()
+    for _, group in itertools.groupby(entries, key=lambda entry: entry["step"]):
+        of_step = list(group)
+        for entry in (e for e in of_step if "event" not in e):
+            history.add(entry)
+        if any("reward" in entry for entry in of_step):
+            new = check_alarms(history, limits, raised=raised)
+            raised |= {alarm.name: alarm.step for alarm in new}
+            alarms += new
+        for entry in (e for e in of_step if "event" in e):  # an event affects later steps only
+            history.add(entry)
+    return alarms
