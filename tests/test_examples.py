@@ -4,6 +4,7 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,16 @@ def material(tmp_path_factory) -> Path:
 def run(name: str, *arguments: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def executed(notebook: str) -> dict[str, Any]:
+    """Runs the cells of a notebook in order; returns their names."""
+    cells = json.loads((EXAMPLES / notebook).read_text())["cells"]
+    namespace: dict[str, Any] = {"__name__": notebook}
+    for number, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), namespace)
+    return namespace
 
 
 def test_grpo_is_forty_lines_and_imports_the_front_alone(material, monkeypatch, capsys):
@@ -75,8 +86,19 @@ def test_async_sampling_is_one_version_old(material, monkeypatch, capsys):
 def test_the_tour_runs_from_top_to_bottom(material, monkeypatch):
     monkeypatch.chdir(material.parent)
     monkeypatch.setenv("JAXRL_TOUR", str(material))
-    notebook = json.loads((EXAMPLES / "tour.ipynb").read_text())
-    namespace: dict[str, object] = {"__name__": "tour"}
-    for number, cell in enumerate(notebook["cells"]):
-        if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), namespace)
+    executed("tour.ipynb")
+
+
+def test_the_diagnosis_tells_the_policy_from_the_rounding(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    found = executed("diagnose.ipynb")
+    fresh, moved = found["fresh"], found["moved"]
+    assert 100 * fresh["alpha_std"] < fresh["beta_std"]
+    assert fresh["phantom"] == fresh["clipped"] > 0
+    assert moved["alpha_std"] > 1000 * fresh["alpha_std"]
+    assert moved["phantom"] < moved["clipped"]
+    assert (tmp_path / "diagnose.png").read_bytes().startswith(b"\x89PNG")
+    raised = [(alarm.name, alarm.step) for alarm in found["alarms"]]
+    assert raised == [("kl_spike", 30), ("kl_with_reward", 30), ("length_zero", 39)]
+    assert found["same"]
+    assert "host/metadata is not what was saved" in found["damage"]
