@@ -43,7 +43,7 @@ def draw(ratios: Mapping[str, LogRatio], *, title: str, low: float, high: float)
     left.set(xlabel="tokens summed (points: whole completions)", title="growth with length")
     left.set(ylabel="|log-ratio of the sequence|, nats")
     right.set(ylabel="nats", title="by the token's probability")
-    right.set(xlabel="decile of the sampler's probability (1: rarest tokens)", xticks=range(1, 11))
+    right.set(xlabel="tenths of the tokens, rarest first", xticks=range(1, 11))
     right.axhline(np.log1p(high), color="0.4", linewidth=0.8, linestyle=":", label="clip")
     for panel in (left, right):
         panel.set(yscale="log", ylim=(_SMALLEST, None))
