@@ -219,8 +219,8 @@ def zero_variance(history: History, limits: Limits) -> Finding | None:
     "learner and sampler diverge",
     causes="16-bit arithmetic on longer or less likely completions, stale samples, or weights "
     "that did not reach the sampler; if probe/shape_noise_std is near probe/beta_std, the "
-    "shapes of arrays alone, which sampler.exact removes",
-    keys=("precision", "rollouts.max_staleness", "loss.correction", "sampler.exact"),
+    "shapes of arrays alone, which sums=fixed in precision removes",
+    keys=("precision", "rollouts.max_staleness", "loss.correction"),
 )
 def sequence_mismatch(history: History, limits: Limits) -> Finding | None:
     """Spread of whole completions' log-ratios, before any update, in three probes: above
