@@ -12,7 +12,7 @@ from jaxrl.core.batch import TokenBatch
 from jaxrl.core.precision import Precision
 from jaxrl.models.attention.blocks import KEPT, Attend, attention
 from jaxrl.models.attention.cudnn import keeping
-from jaxrl.models.attention.tree import Tree
+from jaxrl.models.attention.visible import Tree
 from jaxrl.models.block import block
 from jaxrl.models.components import Group
 from jaxrl.models.experts import Routing, imbalance

@@ -11,8 +11,9 @@ import pytest
 
 from jaxrl.core.precision import PRESETS as PRECISIONS, parse
 from jaxrl.models.attention import kernels
-from jaxrl.models.attention.blocks import Tree, attention
+from jaxrl.models.attention.blocks import attention
 from jaxrl.models.attention.scores import Scoring
+from jaxrl.models.attention.visible import Tree
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.rules import PRESETS

@@ -13,7 +13,7 @@ from jaxrl.core.packing import SHARED, pack
 from jaxrl.models.attention import cudnn, kernels
 from jaxrl.models.attention.blocks import attention
 from jaxrl.models.attention.scores import Scoring
-from jaxrl.models.attention.tree import Tree, visible
+from jaxrl.models.attention.visible import Tree, in_tree
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.rules import PRESETS
@@ -68,7 +68,7 @@ def naive(q, k, v, tree, *, scoring, precision):
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q, k) * scoring.scale
     scores = scores if scoring.cap is None else scoring.cap * jnp.tanh(scores / scoring.cap)
-    seen = visible(tree, index, tree.positions, index, window=scoring.window)
+    seen = in_tree(tree, index, tree.positions, index, window=scoring.window)
     scores = jnp.where(seen[:, None], scores, -jnp.inf)
     sinks = jnp.full(4, -jnp.inf) if scoring.sinks is None else scoring.sinks
     column = jnp.broadcast_to(sinks.reshape(1, -1, 1, 1), (*scores.shape[:-1], 1))

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxrl.core.packing import ANYWHERE, Alignment
 from jaxrl.core.precision import Precision
 from jaxrl.models.attention.scores import Scoring
-from jaxrl.models.attention.tree import KEPT, Tree, flat, pad, sink_gradient, tree_attention
+from jaxrl.models.attention.tree import KEPT, flat, pad, sink_gradient, tree_attention
+from jaxrl.models.attention.visible import Tree, in_segments
 from jaxrl.models.products import ADDED, named, product, transposed_product
 
 # Keys are padded to a multiple of this number. XLA's products then add in the same order whatever
@@ -234,8 +235,6 @@ def _scores(q, k, mask: Mask, block: Block, *, precision):
     products = product(q, k, contract=(4, 3), batch=(0, 1), precision=precision)
     scores = mask.scoring.scores(products)
     distance = mask.first + jnp.arange(start, stop)[:, None] - jnp.arange(first, end)[None, :]
-    near = distance >= 0
-    if mask.scoring.window is not None:
-        near &= distance < mask.scoring.window
-    seen = near[None] & (mask.segments[:, start:stop, None] == mask.of_keys[:, None, first:end])
+    segments, of_keys = mask.segments[:, start:stop], mask.of_keys[:, first:end]
+    seen = in_segments(segments, of_keys, distance, window=mask.scoring.window)
     return jnp.where(seen[:, None, None], scores, jnp.finfo(scores.dtype).min)

@@ -15,7 +15,7 @@ from jaxrl.core.packing import most_sequences
 from jaxrl.core.precision import Precision
 from jaxrl.models.attention.blocks import Part
 from jaxrl.models.attention.scores import Scoring
-from jaxrl.models.attention.tree import Tree, visible
+from jaxrl.models.attention.visible import Tree, in_segments, in_tree
 
 
 def head_dim_limit(capability: str) -> int:
@@ -104,17 +104,19 @@ def masked(
     queries, keys = first + jnp.arange(q.shape[1]), jnp.arange(k.shape[1])
     if isinstance(segments, Tree):
         assert isinstance(of_keys, Tree)
-        seen = visible(of_keys, keys, segments.positions, queries, window=window)[:, None]
+        seen = in_tree(of_keys, keys, segments.positions, queries, window=window)
     else:
         assert not isinstance(of_keys, Tree)
-        seen = segments[:, None, :, None] == of_keys[:, None, None, :]
-        if part is not None or window is not None:
-            distance = queries[:, None] - keys[None, :]
-            near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-            seen = seen & near[None, None]
+        seen = in_segments(segments, of_keys, queries[:, None] - keys[None, :], window=window)
     q, k, v = (x.astype(precision.compute) for x in (q, k, v))
     out = jax.nn.dot_product_attention(
-        q, k, v, mask=seen, scale=scoring.scale, is_causal=part is None, implementation="cudnn"
+        q,
+        k,
+        v,
+        mask=seen[:, None],
+        scale=scoring.scale,
+        is_causal=part is None,  # lets the kernel skip blocks; the mask says it again
+        implementation="cudnn",
     )
     return out.astype(precision.activations)
 

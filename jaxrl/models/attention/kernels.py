@@ -17,8 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.core.precision import Precision, jit
 from jaxrl.models.attention import cudnn
-from jaxrl.models.attention.blocks import KEPT, Attend, Part, Tree, attention
+from jaxrl.models.attention.blocks import Attend, Part, attention
 from jaxrl.models.attention.scores import Scoring
+from jaxrl.models.attention.tree import KEPT
+from jaxrl.models.attention.visible import Tree
 from jaxrl.models.families import DecoderConfig
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout

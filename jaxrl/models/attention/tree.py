@@ -19,19 +19,13 @@ from jax import lax
 
 from jaxrl.core.precision import Precision
 from jaxrl.models.attention.scores import Scoring
+from jaxrl.models.attention.visible import Tree, in_tree
 from jaxrl.models.products import named, product, transposed_product
 
 # Checkpoint name of the results that a remat policy may keep, to avoid recomputing attention.
 KEPT = "attention"
 
 BLOCK = 128  # queries and keys of a block
-
-
-class Tree(NamedTuple):
-    """The tokens of rows that share prefixes."""
-
-    seen_until: jax.Array  # i32[B, S], index in the row after the last token that sees this one
-    positions: jax.Array  # i32[B, S], within the token's own sequence
 
 
 class _Mask(NamedTuple):
@@ -78,21 +72,6 @@ def pad(x: jax.Array, unit: int, *, axis: int) -> jax.Array:
     """Appends zeros along an axis up to a multiple of `unit`."""
     more = -x.shape[axis] % unit
     return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)]) if more else x
-
-
-def visible(
-    tree: Tree, keys: jax.Array, positions: jax.Array, queries: jax.Array, *, window: int | None
-) -> jax.Array:
-    """Tells which keys [S] queries [T] see, by their indices in the row: bool[B, T, S].
-
-    `tree` is that of the keys, [B, S]; `positions` are those of the queries, i32[B, T].
-    """
-    seen = (keys[None, None] <= queries[None, :, None]) & (
-        queries[None, :, None] < tree.seen_until[:, None]
-    )
-    if window is None:
-        return seen
-    return seen & (positions[:, :, None] - tree.positions[:, None] < window)
 
 
 def _visible_blocks(
@@ -227,7 +206,7 @@ def _scores(q, k, mask: _Mask, block: tuple[jax.Array, jax.Array], *, precision)
     products = product(q, k, contract=(4, 3), batch=(0, 1), precision=precision)
     scores = mask.scoring.scores(products)
     at = jnp.arange(BLOCK)
-    seen = visible(
+    seen = in_tree(
         Tree(*(_block(x, j, axis=1) for x in mask.tree)),
         j * BLOCK + at,
         _block(mask.positions, i, axis=1),
