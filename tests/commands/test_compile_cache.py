@@ -10,6 +10,7 @@ import pytest
 from jaxrl.commands import compile_cache
 from tests import arithmetic
 from tests.processes import XLA_FLAGS
+from tests.run_config import run_arguments
 
 # Runs a command in a process of its own; the last line counts programs: all, and those loaded.
 COUNTED = """
@@ -54,23 +55,22 @@ def programs(command: list[str], **environment: str) -> tuple[int, int]:
 
 
 def test_second_start_of_train_compiles_nothing(material, tmp_path):
-    keys = {
+    own = {
+        "precision": "bf16_master",
         "model.path": material / "untrained",
         "data.path": material / "train.jsonl",
-        "reward.path": "numeric_match",
         "data.max_prompt_tokens": 12,
-        "sampling.max_tokens": 8,
+        "reward.path": "numeric_match",
         "train.steps": 1,
         "train.train_batch": 2,
         "train.group_size": 2,
         "train.row_length": 32,
-        "train.microbatch_tokens": 64,
+        "probe.every": 10,
     }
 
     def start(name: str) -> tuple[int, int]:
-        given = [f"--{key}={value}" for key, value in keys.items()]
-        run = f"--run_dir={tmp_path / name}"
-        return programs(["train", *given, run], XDG_CACHE_HOME=str(tmp_path / "caches"))
+        given = run_arguments(material, run_dir=tmp_path / name, **own)
+        return programs(["train", *given], XDG_CACHE_HOME=str(tmp_path / "caches"))
 
     every, loaded = start("first")
     assert loaded < every

@@ -14,9 +14,9 @@ from jaxrl.builders.weight_sync import WeightRoute
 from jaxrl.commands.serve import command
 from jaxrl.config import toml_file
 from jaxrl.config.toml_file import ConfigError
-from jaxrl.config.training import Config
 from jaxrl.core.precision import PRESETS
 from tests import tiny
+from tests.run_config import run_config
 
 
 def opened(config, directory):
@@ -95,13 +95,7 @@ def test_server_of_a_run_gets_a_secret_key(monkeypatch, tmp_path):
         raise StartedError
 
     monkeypatch.setattr(servers, "starting_server", start)
-    asked = {
-        "model.path": "m",
-        "data.path": "d",
-        "reward.path": "exact_match",
-        "sampler.name": "vllm",
-    }
-    config = toml_file.load(Config, overrides=list(asked.items()))
+    config = run_config(tmp_path, sampler__name="vllm")
 
     def begin() -> None:
         with pytest.raises(StartedError), opened(config, tmp_path):
@@ -138,14 +132,7 @@ def test_a_run_finds_the_key_of_a_running_server(monkeypatch, tmp_path):
     monkeypatch.setattr(sampler, "VllmSampler", Client)
 
     monkeypatch.setattr(sampler, "VllmServer", control)
-    asked = {
-        "model.path": "m",
-        "data.path": "d",
-        "reward.path": "exact_match",
-        "sampler.name": "vllm",
-        "sampler.url": "http://127.0.0.1:8000",
-    }
-    config = toml_file.load(Config, overrides=list(asked.items()))
+    config = run_config(tmp_path, sampler__name="vllm", sampler__url="http://127.0.0.1:8000")
     with pytest.raises(StartedError), opened(config, tmp_path):
         pass
     assert used == [{"Authorization": f"Bearer {made}"}] * 2

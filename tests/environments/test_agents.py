@@ -8,7 +8,6 @@ import pytest
 
 from jaxrl import train
 from jaxrl.cli import main
-from jaxrl.config import toml_file
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
 from jaxrl.core.batch import to_json
@@ -18,6 +17,7 @@ from jaxrl.training.rollouts.collect import collect
 from jaxrl.training.run import open_run
 from tests import tiny
 from tests.documented import undocumented
+from tests.run_config import run_config
 
 ENVIRONMENTS = """
 from jaxrl.environments.episodes.base import Step
@@ -66,27 +66,17 @@ def material(tmp_path_factory) -> Path:
     return directory
 
 
-def keys(material: Path, run_dir: Path, **changes: str) -> dict[str, str]:
-    return {
-        "precision": "fp32",
-        "run_dir": str(run_dir),
-        "model.path": str(material / "model"),
-        "data.path": str(material / "prompts.jsonl"),
-        "data.max_prompt_tokens": "24",
-        "reward.path": f"{material / 'mine.py'}:shorter",
-        "sampling.max_tokens": "20",
-        "train.steps": "2",
-        "train.train_batch": "3",
-        "train.group_size": "2",
-        "train.microbatch_tokens": "88",
-        "optimizer.learning_rate": "0.01",
-        "probe.every": "0",
-        **changes,
+def config(material: Path, run_dir: Path, **changes: str) -> Config:
+    own = {
+        "run_dir": run_dir,
+        "data.max_prompt_tokens": 24,
+        "reward.path": f"{material}/mine.py:shorter",
+        "sampling.max_tokens": 20,
+        "train.train_batch": 3,
+        "train.group_size": 2,
+        "train.microbatch_tokens": 88,
     }
-
-
-def config(*arguments: Path, **changes: str) -> Config:
-    return toml_file.load(Config, overrides=list(keys(*arguments, **changes).items()))
+    return run_config(material, **own | changes)
 
 
 def test_a_single_turn_environment_changes_no_bit_of_the_training_data(material, tmp_path):

@@ -12,8 +12,7 @@ from tokenizers import Tokenizer
 
 from jaxrl import huggingface, train
 from jaxrl.builders.reward_model import score_rollouts
-from jaxrl.config.toml_file import ConfigError, load
-from jaxrl.config.training import Config
+from jaxrl.config.toml_file import ConfigError
 from jaxrl.core.packing import MinibatchShape
 from jaxrl.core.precision import PRESETS
 from jaxrl.environments.rewards import score
@@ -23,6 +22,7 @@ from jaxrl.models.model import decoder
 from jaxrl.models.scorer import token_scores
 from jaxrl.tracking.tracker import read_metrics
 from tests import tiny
+from tests.run_config import run_config
 
 FP32 = PRESETS["fp32"]
 CONFIG = dataclasses.replace(tiny.CONFIG, scored=True)
@@ -97,25 +97,18 @@ def save(directory, *, source):
     huggingface.save(directory, params(), CONFIG, dtype=FP32.params, source_dir=source)
 
 
-def config(material, run_dir, **overrides):
-    keys = {
-        "model.path": f"{material}/policy",
-        "data.path": f"{material}/prompts.jsonl",
-        "data.max_prompt_tokens": "8",
-        "reward.model": f"{material}/reward_model",
-        "reward.path": "exact_match",
+def config(material, run_dir, **changes):
+    own = {
+        "run_dir": run_dir,
+        "model.path": material / "policy",
+        "reward.model": material / "reward_model",
         "reward.weights": "0,1",
-        "sampling.max_tokens": "8",
-        "train.steps": "12",
-        "train.train_batch": "4",
-        "train.group_size": "8",
-        "train.microbatch_tokens": "256",
-        "optimizer.learning_rate": "0.005",
-        "precision": "fp32",
-        "probe.every": "0",
-        "run_dir": str(run_dir),
+        "train.steps": 12,
+        "train.group_size": 8,
+        "train.microbatch_tokens": 256,
+        "optimizer.learning_rate": 0.005,
     }
-    return load(Config, overrides=list((keys | overrides).items()))
+    return run_config(material, **own | changes)
 
 
 def test_training_raises_the_reward_models_score(material, tmp_path):

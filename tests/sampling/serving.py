@@ -14,10 +14,10 @@ from jaxrl.builders.model import load_trained
 from jaxrl.builders.sampler import SamplerNeeds, Serving, open_sampler
 from jaxrl.builders.servers import starting_server
 from jaxrl.builders.weight_sync import Adapters, WeightRoute
-from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core import precision
 from tests import tiny
+from tests.run_config import run_config
 
 SERVED = dataclasses.replace(tiny.CONFIG, head_dim=32)  # vLLM on CPU has no smaller heads
 FP32 = precision.PRESETS["fp32"]
@@ -43,25 +43,15 @@ def started(directory: Path, *, port: int = 0, rank: int = 0) -> Iterator[LocalS
 
 
 def config(directory: Path, **changes: str) -> Config:
-    keys = {
-        "precision": "fp32",
-        "run_dir": str(directory / "run"),
-        "model.path": str(directory / "model"),
-        "data.path": str(directory / "prompts.jsonl"),
-        "data.max_prompt_tokens": "16",
+    own = {
+        "data.max_prompt_tokens": 16,
         "reward.path": f"{directory}/reward.py:short",
-        "sampling.max_tokens": "12",
+        "sampling.max_tokens": 12,
         "sampler.name": "vllm",
-        "sampler.kv_cache_bytes": str(64 << 20),
-        "train.steps": "2",
-        "train.train_batch": "4",
-        "train.group_size": "4",
-        "train.microbatch_tokens": "112",
-        "optimizer.learning_rate": "0.01",
-        "probe.every": "0",
+        "sampler.kv_cache_bytes": 64 << 20,
+        "train.microbatch_tokens": 112,
     }
-    overrides = [(k.replace("__", "."), v) for k, v in changes.items()]
-    return toml_file.load(Config, overrides=[*keys.items(), *overrides])
+    return run_config(directory, **own | changes)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from jaxrl.tracking.tracker import read_metrics, write_lines
 from jaxrl.training import rollbacks
 from jaxrl.training.alarm_actions import AlarmActions
 from tests import tiny
+from tests.run_config import run_keys
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -58,23 +59,20 @@ def material(tmp_path_factory):
 
 
 def keys(material: Path, run_dir: Path, **changes: str) -> dict[str, str]:
-    return {
-        "precision": "fp32",
-        "run_dir": str(run_dir),
-        "model.path": str(material / "model"),
-        "data.path": str(material / "prompts.jsonl"),
-        "data.max_prompt_tokens": "12",
-        "reward.path": f"{material / 'rewards.py'}:digit",
-        "loss.kl": "0.4",
-        "sampling.max_tokens": "12",
-        "train.steps": "40",
-        "train.train_batch": "8",
-        "train.group_size": "8",
-        "train.microbatch_tokens": "512",
-        "optimizer.learning_rate": "0.003",
-        "checkpoint.every": "5",
-        "probe.every": "0",
-    } | {name.replace("__", "."): value for name, value in changes.items()}
+    own = {
+        "run_dir": run_dir,
+        "data.max_prompt_tokens": 12,
+        "reward.path": f"{material}/rewards.py:digit",
+        "loss.kl": 0.4,
+        "sampling.max_tokens": 12,
+        "train.steps": 40,
+        "train.train_batch": 8,
+        "train.group_size": 8,
+        "train.microbatch_tokens": 512,
+        "optimizer.learning_rate": 0.003,
+        "checkpoint.every": 5,
+    }
+    return run_keys(material, **own | changes)
 
 
 def config(material: Path, run_dir: Path, **changes: str) -> Config:

@@ -15,7 +15,7 @@ import pytest
 
 from jaxrl import huggingface, train
 from jaxrl.builders.teacher import open_teacher, score_completions
-from jaxrl.config.toml_file import ConfigError, load
+from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
 from jaxrl.core.batch import from_json, given_rollout, to_json
 from jaxrl.core.hosts import Hosts
@@ -28,6 +28,7 @@ from jaxrl.learner.policy import make_score
 from jaxrl.models.model import decoder
 from jaxrl.tracking.tracker import read_metrics
 from tests import tiny
+from tests.run_config import run_config
 
 FP32 = PRESETS["fp32"]
 # Another architecture than the policy's, with its vocabulary.
@@ -46,23 +47,16 @@ def material(tmp_path_factory):
     return directory
 
 
-def config(material, **overrides) -> Config:
-    keys = {
-        "model.path": f"{material}/policy",
-        "data.path": f"{material}/prompts.jsonl",
-        "data.max_prompt_tokens": "8",
-        "reward.model": f"{material}/teacher",
-        "sampling.max_tokens": "8",
-        "train.steps": "6",
-        "train.train_batch": "4",
-        "train.group_size": "8",
-        "train.microbatch_tokens": "256",
-        "optimizer.learning_rate": "0.01",
-        "precision": "fp32",
-        "probe.every": "0",
-        "run_dir": f"{material}/run",
+def config(material, **changes) -> Config:
+    own = {
+        "model.path": material / "policy",
+        "reward.path": "",
+        "reward.model": material / "teacher",
+        "train.steps": 6,
+        "train.group_size": 8,
+        "train.microbatch_tokens": 256,
     }
-    return load(Config, overrides=list((keys | overrides).items()))
+    return run_config(material, **own | changes)
 
 
 def test_scores_are_those_of_each_sequence_alone_whatever_the_batch():

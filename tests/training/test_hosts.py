@@ -17,6 +17,7 @@ from jaxrl.cli import main
 from jaxrl.tracking.tracker import read_metrics
 from tests import tiny
 from tests.processes import XLA_FLAGS, ModuleProcess
+from tests.run_config import run_keys
 
 pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machine
 
@@ -165,25 +166,17 @@ def material(tmp_path_factory):
 
 
 def keys(material: Path, run_dir: Path) -> dict[str, str]:
-    return {
-        "precision": "fp32",
-        "run_dir": str(run_dir),
-        "model.path": str(material / "model"),
-        "data.path": str(material / "prompts.jsonl"),
-        "data.max_prompt_tokens": "8",
+    own = {
+        "run_dir": run_dir,
         "data.template": "text",
-        "reward.path": f"{material / 'reward.py'}:vowels",
-        "sampling.max_tokens": "8",
-        "train.steps": str(STEPS),
-        "train.train_batch": "4",
-        "train.group_size": "4",
-        "train.microbatch_tokens": "16",
-        "optimizer.learning_rate": "0.01",
-        "probe.every": "0",
-        "checkpoint.every": "100",
-        "mesh.data": "2",
-        "mesh.fsdp": "2",
+        "reward.path": f"{material}/reward.py:vowels",
+        "train.steps": STEPS,
+        "train.microbatch_tokens": 16,
+        "checkpoint.every": 100,
+        "mesh.data": 2,
+        "mesh.fsdp": 2,
     }
+    return run_keys(material, **own)
 
 
 def commands(material: Path, run_dir: Path, *, count: int) -> list[list[str]]:

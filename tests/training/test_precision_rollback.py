@@ -14,7 +14,7 @@ import pytest
 
 from jaxrl import train
 from jaxrl.commands.report.collect import collect
-from jaxrl.config import alarms, toml_file
+from jaxrl.config import alarms
 from jaxrl.config.training import Config
 from jaxrl.core import precision
 from jaxrl.core.loss_scale import init_loss_scale
@@ -27,6 +27,7 @@ from jaxrl.training.progress import Progress
 from jaxrl.training.resume import adapt_precision
 from jaxrl.training.run import Run, open_run
 from tests import tiny
+from tests.run_config import run_config
 
 NEW = "fp32,loss_scale=dynamic:4:1"  # doubles after every finite step
 REWARD = "def digit(completion, example):\n    return float(completion[:1].isdigit())\n"
@@ -50,25 +51,20 @@ def asked(tmp_path_factory) -> Config:
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
     (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "reward.py").write_text(REWARD)
-    keys = {
+    own = {
         "precision": "phantom",
-        "run_dir": str(directory / "run"),
-        "model.path": str(directory / "model"),
-        "data.path": str(directory / "prompts.jsonl"),
-        "data.max_prompt_tokens": "16",
-        "reward.path": f"{directory / 'reward.py'}:digit",
-        "sampling.max_tokens": "8",
-        "train.steps": "8",
-        "train.train_batch": "4",
-        "train.group_size": "4",
-        "train.microbatch_tokens": "256",
-        "checkpoint.every": "2",
-        "probe.every": "1",
+        "data.max_prompt_tokens": 16,
+        "reward.path": f"{directory}/reward.py:digit",
+        "train.steps": 8,
+        "train.microbatch_tokens": 256,
+        "optimizer.learning_rate": 1e-6,
+        "checkpoint.every": 2,
+        "probe.every": 1,
         "probe.clip_range": "0.001,0.001",
         "alarms.phantom": "rollback_precision",
         "alarms.precision": NEW,
     }
-    return toml_file.load(Config, overrides=list(keys.items()))
+    return run_config(directory, **own)
 
 
 def kill_at(monkeypatch: Any, step: int, *, text: str) -> None:

@@ -24,6 +24,7 @@ from jaxrl.learner.checkpoints import Checkpoints
 from jaxrl.learner.optimizers import make_schedule
 from tests import tiny
 from tests.processes import XLA_FLAGS, ModuleProcess
+from tests.run_config import run_arguments
 
 pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machine
 
@@ -66,36 +67,26 @@ def started(material: Path, run_dir: Path) -> Iterator[ModuleProcess]:
     """`jaxrl train` with everything that a checkpoint must hold: moments, a loss scale that moves,
     a critic's head on the policy's trunk, several updates per rollout, a position in the data,
     answers that were left over, the best accuracy."""
-    keys = {
-        "model.path": material / "model",
-        "data.path": material / "prompts.jsonl",
+    own = {
         "data.eval_path": material / "prompts.jsonl",
         "data.eval_limit": 4,
-        "data.max_prompt_tokens": 8,
-        "reward.path": f'["{material / "reward.py"}:capitals"]',
-        "sampling.max_tokens": 8,
+        "reward.path": f'["{material}/reward.py:capitals"]',
         "train.steps": STEPS,
         "train.train_batch": 3,
-        "train.group_size": 4,
         "train.dynamic_sampling_rounds": 2,
         "loss.name": "ppo",
         "critic.trunk": "shared",
         "critic.pretrain_steps": 2,
         "critic.learning_rate": 1e-2,
         "train.updates_per_rollout": 2,
-        "train.microbatch_tokens": 64,
-        "optimizer.learning_rate": 1e-2,
         "optimizer.schedule": "cosine",
         "precision": "fp16_master,loss_scale=dynamic:65536:5",
         "checkpoint.every": 3,
         "eval.every": 8,
-        "probe.every": 0,
         "run_dir": run_dir,
     }
     environment = os.environ | {"XLA_FLAGS": XLA_FLAGS}  # one device
-    arguments = ["train"]
-    for key, value in keys.items():
-        arguments += [f"--{key}", str(value)]
+    arguments = ["train", *run_arguments(material, **own)]
     log = run_dir.parent / f"{run_dir.name}.log"
     process = ModuleProcess("jaxrl", arguments, output=log, environment=environment)
     try:

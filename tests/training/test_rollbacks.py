@@ -13,20 +13,12 @@ from jaxrl.diagnostics.alarms.check import Alarm
 from jaxrl.tracking.tracker import read_metrics, write_lines
 from jaxrl.training import rollbacks
 from jaxrl.training.run_directory import ResumeError, check_config
+from tests.run_config import run_config
 
 
 def config(run_dir: Path, **changes: str) -> Config:
-    """Of a run; nothing of it is read."""
-    keys = {
-        "precision": "fp32",
-        "run_dir": str(run_dir),
-        "model.path": "model",
-        "data.path": "prompts.jsonl",
-        "reward.path": "rewards.py:digit",
-        "optimizer.learning_rate": "0.003",
-        "checkpoint.every": "5",
-    } | {name.replace("__", "."): value for name, value in changes.items()}
-    return toml_file.load(Config, overrides=list(keys.items()))
+    own = {"optimizer.learning_rate": 0.003, "checkpoint.every": 5}
+    return run_config("nothing", run_dir=run_dir, **own | changes)
 
 
 def write_steps(directory: Path, *, upto: int) -> None:

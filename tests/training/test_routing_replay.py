@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +13,6 @@ import optax
 import pytest
 
 from jaxrl.builders.learner import build_learner
-from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core.batch import Minibatch, Rollout, from_json, to_json
 from jaxrl.core.metrics import to_floats
@@ -30,6 +30,7 @@ from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts.collect import collect
 from jaxrl.training.run import open_run
 from tests import tiny
+from tests.run_config import run_config
 
 F32 = PRESETS["fp32"]
 MODEL, PARAMS = decoder(tiny.MOE), tiny.params(config=tiny.MOE)
@@ -244,10 +245,8 @@ def test_episode_keeps_the_experts_that_sampled_its_tokens():
     np.testing.assert_array_equal(found[:, 0, 0], [1, 1, 1, 2, 2, 2])
 
 
-def config(**changes: Any) -> Config:
-    keys = {"model.path": "m", "data.path": "d", "reward.path": "r.py:f"}
-    keys |= {"train.replay_routing": "true"}
-    return toml_file.load(Config, overrides=list((keys | changes).items()))
+def config(directory: Path | str = "nothing", **changes: Any) -> Config:
+    return run_config(directory, train__replay_routing="true", **changes)
 
 
 def test_unavailable_replay_is_refused():
@@ -276,19 +275,11 @@ def test_rollouts_of_a_run_record_experts(tmp_path):
     (tmp_path / "prompts.jsonl").write_text("".join(prompts))
     (tmp_path / "reward.py").write_text(REWARD)
     changes = {
-        "precision": "fp32",
-        "run_dir": str(tmp_path / "run"),
-        "model.path": str(tmp_path / "model"),
-        "data.path": str(tmp_path / "prompts.jsonl"),
+        "reward.path": f"{tmp_path}/reward.py:characters",
         "data.answer_key": "none",
-        "data.max_prompt_tokens": "8",
-        "reward.path": f"{tmp_path / 'reward.py'}:characters",
-        "sampling.max_tokens": "8",
-        "train.train_batch": "3",
-        "train.group_size": "4",
-        "train.microbatch_tokens": "64",
+        "train.train_batch": 3,
     }
-    with open_run(config(**changes)) as (run, _, progress):
+    with open_run(config(tmp_path, **changes)) as (run, _, progress):
         found = collect(run.source, progress=progress, seconds={})
         progress.pending = found.batch
     again = Progress.from_json(json.loads(json.dumps(progress.to_json()))).pending

@@ -28,6 +28,7 @@ from jaxrl.training.run import open_run
 from jaxrl.training.run_directory import ResumeError, check_config, lock
 from tests import tiny
 from tests.documented import undocumented
+from tests.run_config import run_config
 
 # GSM8K's shape: the answer is a solution that ends with #### and a number.
 QUESTIONS = [
@@ -64,25 +65,17 @@ def material(tmp_path_factory) -> Path:
 
 
 def config(material: Path, run_dir: Path, **changes: str) -> Config:
-    keys = {
-        "precision": "fp32",
-        "run_dir": str(run_dir),
-        "model.path": str(material / "model"),
-        "data.path": str(material / "questions.jsonl"),
-        "data.eval_path": str(material / "questions.jsonl"),
-        "data.eval_limit": "4",
+    own = {
+        "run_dir": run_dir,
+        "data.path": material / "questions.jsonl",
+        "data.eval_path": material / "questions.jsonl",
+        "data.eval_limit": 4,
         "data.prompt_key": "question",
-        "data.max_prompt_tokens": "24",
-        "reward.path": f"{material / 'rewards.py'}:fewer_tokens",
-        "sampling.max_tokens": "8",
-        "train.steps": "2",
-        "train.train_batch": "4",
-        "train.group_size": "4",
-        "train.microbatch_tokens": "128",
-        "optimizer.learning_rate": "0.01",
-        "probe.every": "0",
+        "data.max_prompt_tokens": 24,
+        "reward.path": f"{material}/rewards.py:fewer_tokens",
+        "train.microbatch_tokens": 128,
     }
-    return toml_file.load(Config, overrides=list((keys | changes).items()))
+    return run_config(material, **own | changes)
 
 
 @pytest.fixture(scope="module")

@@ -9,30 +9,25 @@ import sys
 
 from jaxrl.commands.plan.step import make_step
 from jaxrl.commands.plan.topology import open_topology
-from jaxrl.config.training import Config
 from jaxrl.core.precision import jit
+from tests.run_config import run_config
 
 
 def main() -> None:
     topology, model, *precisions = sys.argv[1:]
     found = {}
     for text in precisions:
-        config = Config.model_validate(
-            {
-                "model": {"path": model},
-                "data": {"path": "d", "max_prompt_tokens": 128},
-                "reward": {"path": ["exact_match"]},
-                "sampling": {"max_tokens": 128},
-                "train": {
-                    "train_batch": 2,
-                    "group_size": 4,
-                    "microbatch_tokens": 256,
-                    "attention": "xla",
-                },
-                "mesh": {"fsdp": 4},
-                "precision": text,
-            }
-        )
+        own = {
+            "model.path": model,
+            "data.max_prompt_tokens": 128,
+            "sampling.max_tokens": 128,
+            "train.train_batch": 2,
+            "train.microbatch_tokens": 256,
+            "train.attention": "xla",
+            "mesh.fsdp": 4,
+            "precision": text,
+        }
+        config = run_config(model, **own)
         step = make_step(config, open_topology(topology))
         program = jit(step.learner.step).lower(step.state, step.minibatch).compile().as_text() or ""
         types = dict(re.findall(r"%(\S+) = (\w+)\[", program))

@@ -13,6 +13,7 @@ import pytest
 from jaxrl.huggingface.config import convert
 from tests import tiny
 from tests.processes import JAXRL
+from tests.run_config import run_arguments
 
 # See scripts/test.sh.
 TPU, GPU = (Path(__file__).parents[3] / name for name in (".venv-tpu", ".venv-gpu"))
@@ -59,22 +60,16 @@ def test_compiled_products_have_the_operands_that_the_policy_names(tmp_path, com
 
 
 def plan(compiler, model, **keys):
-    keys = {
+    own = {
         "model.path": model,
-        "data.path": "d",
         "data.max_prompt_tokens": 128,
-        "reward.path": "exact_match",
         "sampling.max_tokens": 128,
         "train.train_batch": 2,
-        "train.group_size": 4,
         "train.microbatch_tokens": 256,
         "mesh.fsdp": 4,
-        **{name.replace("__", "."): value for name, value in keys.items()},
+        "probe.every": 10,
     }
-    command = [*JAXRL, "plan"]
-    for key, value in keys.items():
-        command += [f"--{key}", str(value)]
-    return run_with(compiler, command)
+    return run_with(compiler, [*JAXRL, "plan", *run_arguments(model, **own | keys)])
 
 
 @needs(TPU)

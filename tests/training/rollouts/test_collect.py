@@ -6,13 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrl.config import toml_file
-from jaxrl.config.training import Config
 from jaxrl.data.prompts import Example
 from jaxrl.environments.rewards.score import batched
 from jaxrl.sampling.base import Completion
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts.collect import RolloutBatch, collect
+from tests.run_config import run_config
 from tests.training.rollouts.source import make_source
 
 
@@ -35,15 +34,7 @@ class Backwards:
 
 def collected(sampler: Any, *, reward: Any, notes: list[str] | None = None) -> RolloutBatch:
     """Collects 4 prompts x 2 rollouts; the reward of token ids [p, j] is 10 p + j."""
-    config = toml_file.validate(
-        Config,
-        {
-            "model": {"path": "m"},
-            "data": {"path": "d.jsonl"},
-            "reward": {"path": ["earned"]},
-            "train": {"train_batch": 4, "group_size": 2},
-        },
-    )
+    config = run_config("nothing", reward__path="earned", train__group_size=2)
     examples = [Example(np.array([i], np.int32), {"prompt": i}, {}) for i in range(4)]
     note = ([] if notes is None else notes).append
     source = make_source(config, examples, sampler=sampler, reward=reward, note=note)

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.config import toml_file
-from jaxrl.config.training import Config
 from jaxrl.core.batch import Rollout
 from jaxrl.data.prompts import Example
 from jaxrl.sampling.base import Completion
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts import dynamic_sampling
 from jaxrl.training.rollouts.collect import collect
+from tests.run_config import run_config
 from tests.training.rollouts.source import make_source
 
 PROMPTS = 64
@@ -53,15 +52,8 @@ def earned(text: str, example: Any) -> float:
 
 
 def hand_made(**train: Any) -> SimpleNamespace:
-    config = toml_file.validate(
-        Config,
-        {
-            "model": {"path": "m"},
-            "data": {"path": "d.jsonl"},
-            "reward": {"path": ["earned"]},
-            "train": {"train_batch": 4, "group_size": 2, **train},
-        },
-    )
+    own = {f"train.{name}": value for name, value in train.items()}
+    config = run_config("nothing", **{"reward.path": "earned", "train.group_size": 2} | own)
     examples = [Example(np.array([i + 1], np.int32), {"prompt": i + 1}, {}) for i in range(PROMPTS)]
     notes: list[str] = []
     sampler = HandMade()

@@ -30,6 +30,7 @@ from jaxrl.training.rollouts.generate import RolloutSource
 from jaxrl.training.rollouts.stream import Stream
 from tests import tiny
 from tests.processes import ModuleProcess
+from tests.run_config import run_config
 from tests.training.rollouts.source import make_source
 
 SERVED: Any = {"sampler": {"name": "vllm"}}
@@ -331,24 +332,18 @@ def material(tmp_path_factory) -> Path:
 
 
 def settings(material: Path, run_dir: Path, **changes: str) -> Config:
-    keys = {
-        "precision": "fp32",
-        "run_dir": str(run_dir),
-        "model.path": str(material / "model"),
-        "data.path": str(material / "prompts.jsonl"),
-        "data.max_prompt_tokens": "24",
-        "reward.path": f"{material / 'reward.py'}:fewer",
-        "sampling.max_tokens": "8",
-        "train.steps": "6",
-        "train.train_batch": "2",
-        "train.group_size": "2",
-        "train.microbatch_tokens": "64",
-        "probe.every": "0",
-        "checkpoint.every": "1",
-        "rollouts.max_staleness": "2",
-        **changes,
+    own = {
+        "run_dir": run_dir,
+        "data.max_prompt_tokens": 24,
+        "reward.path": f"{material}/reward.py:fewer",
+        "train.steps": 6,
+        "train.train_batch": 2,
+        "train.group_size": 2,
+        "optimizer.learning_rate": 1e-6,
+        "checkpoint.every": 1,
+        "rollouts.max_staleness": 2,
     }
-    return toml_file.load(Config, overrides=list(keys.items()))
+    return run_config(material, **own | changes)
 
 
 def entries_of(run_dir: Path) -> list[dict[str, Any]]:
