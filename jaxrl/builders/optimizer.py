@@ -8,7 +8,7 @@ import jax
 import optax
 
 from jaxrl import learner
-from jaxrl.config.tables import OptimizerConfig
+from jaxrl.config.optimizer import OptimizerConfig
 from jaxrl.models import lora
 from jaxrl.sharding import Layout
 

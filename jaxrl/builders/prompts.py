@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 
 from jaxrl import data, huggingface
+from jaxrl.config.data import DataConfig, PromptConfig
 from jaxrl.config.doctor import DoctorDataConfig
 from jaxrl.config.sampler import SamplingConfig
-from jaxrl.config.tables import DataConfig, PromptConfig
 from jaxrl.data import Prompts, Rendering, Row, Tokenizer
 from jaxrl.environments import Tool
 from jaxrl.sampling import SamplingParams

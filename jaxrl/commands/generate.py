@@ -18,9 +18,10 @@ from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import rendering, sampling_params
 from jaxrl.commands import options
 from jaxrl.commands.paths import find_inputs
+from jaxrl.config.data import PromptConfig
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplingConfig
-from jaxrl.config.tables import BaseConfig, ModelConfig, PromptConfig
+from jaxrl.config.tables import BaseConfig, ModelConfig
 from jaxrl.data import check_characters
 from jaxrl.sampling import EmbeddedSampler
 

@@ -4,10 +4,11 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
+from jaxrl.config.data import PromptConfig
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.config.section import ClipRange, Remat, Section, Seed, Texts
-from jaxrl.config.tables import ModelConfig, PromptConfig
+from jaxrl.config.tables import ModelConfig
 from jaxrl.core import Precision
 
 

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 
 from pydantic import NonNegativeFloat
 
+from jaxrl.config.data import HeldOutConfig
+from jaxrl.config.optimizer import OptimizerConfig
 from jaxrl.config.section import OpenSection, Section
 from jaxrl.config.supervised import SupervisedConfig
-from jaxrl.config.tables import EvalConfig, HeldOutConfig, OptimizerConfig
+from jaxrl.config.tables import EvalConfig
 
 
 class PairDataConfig(HeldOutConfig):

@@ -5,16 +5,12 @@ from collections.abc import Iterator
 from pydantic import PositiveInt
 
 from jaxrl.config.adapters import AdaptersConfig
+from jaxrl.config.data import TextsConfig
 from jaxrl.config.hosts import HostsConfig
 from jaxrl.config.mesh import MeshConfig
+from jaxrl.config.optimizer import OptimizerConfig
 from jaxrl.config.section import Attention, Remat, Section
-from jaxrl.config.tables import (
-    CheckpointConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    TextsConfig,
-)
+from jaxrl.config.tables import CheckpointConfig, ModelConfig, RunConfig
 
 
 class SupervisedTrainConfig(Section):

@@ -4,20 +4,12 @@
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-)
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from jaxrl.config.section import Attention, DtypePolicy, OpenSection, Remat, Section, Seed
 from jaxrl.core import Precision
-from jaxrl.learner import OptimizerName, ScheduleName
 
 
 class ModelConfig(Section):
@@ -26,66 +18,6 @@ class ModelConfig(Section):
     path: str
     """Directory of a Hugging Face checkpoint (config.json, *.safetensors and tokenizer), or a model
     of the hub: `Qwen/Qwen3-0.6B` or `Qwen/Qwen3-0.6B@COMMIT`."""
-
-
-class PromptConfig(Section):
-    """Rendering of prompts as text."""
-
-    template: Literal["auto", "chat", "text"] = "auto"
-    """`chat` applies the tokenizer's chat template, `text` leaves the prompt unchanged, `auto`
-    applies the chat template if the tokenizer has one."""
-
-    system_prompt: str | None = None
-    """System message before every prompt; needs a chat template."""
-
-    prompt_format: str = "{prompt}"
-    """Text of the user message; `{prompt}` stands for the prompt in the data."""
-
-    @field_validator("prompt_format")
-    @classmethod
-    def _holds_prompt(cls, value: str) -> str:
-        if "{prompt}" not in value:
-            raise ValueError("the prompt itself would be lost; write {prompt} where it belongs")
-        return value
-
-    def _contradictions(self) -> Iterator[str]:
-        if self.system_prompt is not None and self.template == "text":
-            yield (
-                "system_prompt needs a chat template, and template = 'text' uses none; put the "
-                "text into prompt_format, or set template = 'chat'"
-            )
-
-
-class TextsConfig(PromptConfig):
-    """Prompts or texts to train on."""
-
-    path: str
-    """A .jsonl or .parquet file, or a data set on the Hugging Face hub, written `ID`, `ID:SUBSET`
-    or `ID:SUBSET:SPLIT` (split `train` if not given; needs the `hub` extra)."""
-
-
-class HeldOutConfig(TextsConfig):
-    """Data to train on and held-out data."""
-
-    eval_path: str | None = None
-    """Held-out data, in the same forms (split `test` if not given)."""
-
-    eval_limit: PositiveInt | None = None
-    """Evaluate on the first N rows of the held-out data; on all of them if absent."""
-
-
-class DataConfig(HeldOutConfig):
-    """Training prompts and held-out prompts."""
-
-    prompt_key: str = "prompt"
-    """Column with the prompt: a text, or a list of {role, content} messages."""
-
-    answer_key: str | None = "answer"
-    """Column with the reference answer, which reward functions read as `example["answer"]`; `none`
-    if the data has no such column."""
-
-    max_prompt_tokens: PositiveInt = 512
-    """Longer prompts are dropped and counted."""
 
 
 class LossConfig(OpenSection):
@@ -179,40 +111,6 @@ class TrainConfig(Section):
             )
 
 
-class OptimizerConfig(Section):
-    """The optimizer and its learning rate."""
-
-    name: OptimizerName = "adamw"
-    """Update rule; muon applies to matrices and uses adamw for all other parameters."""
-
-    learning_rate: PositiveFloat = 1e-6
-    """Peak learning rate."""
-
-    schedule: ScheduleName = "constant"
-    """Learning rate after warmup: constant, or decaying to 0 at the last optimizer step."""
-
-    warmup_steps: NonNegativeInt = 0
-    """Optimizer steps over which the learning rate rises linearly from 0."""
-
-    betas: Annotated[
-        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
-        Field(strict=False),
-    ] = (0.9, 0.95)
-    """Decay of the first and second moment; sgd and muon use the first as momentum."""
-
-    eps: PositiveFloat = 1e-8
-    """Added to the square root of the second moment."""
-
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay, applied to matrices only."""
-
-    clip_norm: PositiveFloat | None = 1.0
-    """Maximum global gradient norm; `none` disables clipping."""
-
-    offload: bool = False
-    """Keep the moments in host memory between steps: saves device memory, slows steps down."""
-
-
 class CheckpointConfig(Section):
     """Checkpoints; a killed run resumes from the newest one, bit for bit."""
 
@@ -249,21 +147,3 @@ class RunConfig(BaseConfig):
 
     run_dir: str = "runs/latest"
     """Directory of checkpoints, metrics and plots; a run found there is resumed."""
-
-
-class SamplesConfig(Section):
-    """Completions logged to samples.jsonl, for `jaxrl report`."""
-
-    every: NonNegativeInt = 10
-    """Log samples every this many steps; 0 logs none. Entropy and |beta| of their tokens are logged
-    in steps that probe.every probes."""
-
-
-class TrackingConfig(Section):
-    """Services that receive the metrics besides metrics.jsonl and TensorBoard."""
-
-    wandb: str | None = None
-    """Weights & Biases project (pip install wandb)."""
-
-    mlflow: str | None = None
-    """MLflow experiment (pip install mlflow), at MLFLOW_TRACKING_URI."""

@@ -11,24 +11,23 @@ from pydantic import Field, ValidationInfo, field_validator
 from jaxrl.config.adapters import LoraConfig
 from jaxrl.config.alarms import AlarmsConfig
 from jaxrl.config.critic import CriticConfig
+from jaxrl.config.data import DataConfig
 from jaxrl.config.environment import EnvironmentConfig
 from jaxrl.config.hosts import HostsConfig
 from jaxrl.config.mesh import MeshConfig
+from jaxrl.config.optimizer import OptimizerConfig
 from jaxrl.config.probe import ProbeConfig
 from jaxrl.config.reward import RewardConfig
 from jaxrl.config.sampler import RolloutsConfig, SamplerConfig, SamplingConfig
 from jaxrl.config.tables import (
     CheckpointConfig,
-    DataConfig,
     EvalConfig,
     LossConfig,
     ModelConfig,
-    OptimizerConfig,
     RunConfig,
-    SamplesConfig,
-    TrackingConfig,
     TrainConfig,
 )
+from jaxrl.config.tracking import SamplesConfig, TrackingConfig
 from jaxrl.core import disagreement, short_name
 
 

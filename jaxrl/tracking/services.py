@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxrl.config.tables import TrackingConfig
+from jaxrl.config.tracking import TrackingConfig
 from jaxrl.core import read_whole, write_whole
 
 Ending = Literal["finished", "stopped", "failed"]  # "stopped": by a signal or an alarm

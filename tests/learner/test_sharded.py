@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl.builders.optimizer import state_shardings
-from jaxrl.config.tables import OptimizerConfig
+from jaxrl.config.optimizer import OptimizerConfig
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.metrics import to_floats
 from jaxrl.core.packing import MinibatchShape, pack_minibatch

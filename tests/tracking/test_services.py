@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxrl.config.tables import TrackingConfig
+from jaxrl.config.tracking import TrackingConfig
 from jaxrl.tracking import services
 from jaxrl.tracking.services import open_services
 from jaxrl.tracking.tracker import open_tracker, read_metrics

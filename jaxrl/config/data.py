@@ -1,0 +1,68 @@
+"""The `[data]` table of a config, and its parts that other commands have."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import PositiveInt, field_validator
+
+from jaxrl.config.section import Section
+
+
+class PromptConfig(Section):
+    """Rendering of prompts as text."""
+
+    template: Literal["auto", "chat", "text"] = "auto"
+    """`chat` applies the tokenizer's chat template, `text` leaves the prompt unchanged, `auto`
+    applies the chat template if the tokenizer has one."""
+
+    system_prompt: str | None = None
+    """System message before every prompt; needs a chat template."""
+
+    prompt_format: str = "{prompt}"
+    """Text of the user message; `{prompt}` stands for the prompt in the data."""
+
+    @field_validator("prompt_format")
+    @classmethod
+    def _holds_prompt(cls, value: str) -> str:
+        if "{prompt}" not in value:
+            raise ValueError("the prompt itself would be lost; write {prompt} where it belongs")
+        return value
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.system_prompt is not None and self.template == "text":
+            yield (
+                "system_prompt needs a chat template, and template = 'text' uses none; put the "
+                "text into prompt_format, or set template = 'chat'"
+            )
+
+
+class TextsConfig(PromptConfig):
+    """Prompts or texts to train on."""
+
+    path: str
+    """A .jsonl or .parquet file, or a data set on the Hugging Face hub, written `ID`, `ID:SUBSET`
+    or `ID:SUBSET:SPLIT` (split `train` if not given; needs the `hub` extra)."""
+
+
+class HeldOutConfig(TextsConfig):
+    """Data to train on and held-out data."""
+
+    eval_path: str | None = None
+    """Held-out data, in the same forms (split `test` if not given)."""
+
+    eval_limit: PositiveInt | None = None
+    """Evaluate on the first N rows of the held-out data; on all of them if absent."""
+
+
+class DataConfig(HeldOutConfig):
+    """Training prompts and held-out prompts."""
+
+    prompt_key: str = "prompt"
+    """Column with the prompt: a text, or a list of {role, content} messages."""
+
+    answer_key: str | None = "answer"
+    """Column with the reference answer, which reward functions read as `example["answer"]`; `none`
+    if the data has no such column."""
+
+    max_prompt_tokens: PositiveInt = 512
+    """Longer prompts are dropped and counted."""
